@@ -4,10 +4,12 @@ The layer reads the main model's hidden state of token i and token i + 1, and gu
 guesses feed the layer its own output. Its cache is a layer of the main model's, filled for every token that the main model computed.
 
 Where no guesses are wanted it is not run for every token: the tokens' hidden states are kept, which is one copy a pass, and read at once
-when it is needed again or has fallen behind by many.
+when it is needed again. Where it has fallen behind by many it never reads them: their sequences are not guessed for any more, as reading
+for guesses that nobody wants would cost for ever what the credit of guessing.py does not count.
 """
 
 import sys
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from quantkit.executor.runner import ForwardPass, Runner, Span
 from quantkit.executor.sequence import Sequence
 
 _MOST_BEHIND = 4096
-"""Tokens whose hidden states are kept, those of one pass at least."""
+"""Tokens whose hidden states are kept, those of one pass at least: of 32 answers for 128 steps."""
 
 
 class MtpDrafter(Drafter):
@@ -39,6 +41,8 @@ class MtpDrafter(Drafter):
         """Tokens that the layer has not read, of decode passes without guesses, and the row of `_held` where their hidden states begin."""
         self._held: Tensor | None = None
         self._num_held = 0
+        self._given_up: WeakSet[Sequence] = WeakSet()
+        """Sequences of which the layer has not read some tokens, and never will unless they are computed again."""
 
     def _states(self, hidden: Tensor) -> Tensor:
         """What the layer reads of tokens, [T, H], from what the model made of them."""
@@ -62,6 +66,7 @@ class MtpDrafter(Drafter):
         return logits, greedy
 
     def _behind_prompts(self, done: ForwardPass, token_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        self._given_up.difference_update([sequence for sequence, start, _ in done.spans if start == 0])
         next_ids, rows = self._tensor(_known_next(done)), self._tensor(done.rows)
         if token_ids is not None:
             next_ids[rows] = token_ids
@@ -85,18 +90,22 @@ class MtpDrafter(Drafter):
         row = 0
         for sequence, start, length in done.spans:
             kept = min(length, len(sequence.token_ids) - 1 - start)
-            if kept > 0 and sequence.finish_reason is None:
+            if kept > 0 and sequence.finish_reason is None and sequence not in self._given_up:
                 self._behind_by.append((Span(sequence, start, kept), self._num_held + row))
             row += length
         self._num_held += row
 
     def _hold(self, hidden: Tensor) -> None:
         """Those of a pass whose tokens are to be read later; the rows behind `_num_held`, until `_settle` knows which are kept."""
-        if self._held is None or self._num_held + len(hidden) > len(self._held):
-            self._catch_up()
+        if self._held is not None and self._num_held + len(hidden) > len(self._held):
+            self._given_up.update([span.sequence for span, _ in self._behind_by])
+            self._behind_by, self._num_held = [], 0
         if self._held is None or len(hidden) > len(self._held):
             self._held = hidden.new_empty(max(_MOST_BEHIND, len(hidden)), hidden.shape[1])
         self._held[self._num_held : self._num_held + len(hidden)] = hidden
+
+    def _wanted(self, sequence: Sequence) -> int:
+        return 0 if sequence in self._given_up else super()._wanted(sequence)
 
     def _catch_up(self) -> None:
         """The layer reads what it has not read, of sequences that still have their cache."""

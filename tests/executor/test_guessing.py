@@ -89,7 +89,6 @@ def test_the_layer_catches_up(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Sequence, "extend", kept("always"))
     tokens(always, params(0.0))
     monkeypatch.setattr(Sequence, "extend", kept("paused"))
-    monkeypatch.setattr("quantkit.executor.mtp_drafter._MOST_BEHIND", 4)
     steps = Counter[str]()
 
     def choose(self: Guessing) -> tuple[int, int]:
@@ -124,6 +123,40 @@ def test_a_layer_without_guesses_reads_in_large_passes(tiny_checkpoint: Path, mo
     engine.speculation.make(1, 0)
     engine.step()
     assert read == [len(PROMPTS[0]), 40, 1], "what was behind at once, then the step's own"
+
+
+def test_what_fell_far_behind_is_not_read_and_not_guessed_for(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long guesses are off, they cost nothing; who came later is guessed for, and so is who was computed again."""
+    monkeypatch.setattr("quantkit.executor.mtp_drafter._MOST_BEHIND", 8)
+    engine = load(tiny_checkpoint, max_model_len=256, num_drafts=1)
+    drafter: Any = engine.speculation.drafter
+    read: list[int] = []
+    states = drafter._states
+    monkeypatch.setattr(drafter, "_states", lambda hidden: read.append(len(hidden)) or states(hidden))
+    engine.speculation.make(0, 0)
+    asked = SamplingParams(max_new_tokens=96, ignore_eos=True)
+    old = engine.submit(PROMPTS[0], asked)
+    while len(old.generated) < 12:
+        engine.step()
+    recent = engine.submit(PROMPTS[1], asked, 1)
+    while not recent.generated:
+        engine.step()
+    assert read == [len(PROMPTS[0]), len(PROMPTS[1])], "nothing of the answer, though more than eight tokens of it came"
+    engine.speculation.make(1, 0)
+    drafted = Counter[int]()
+    for _ in range(6):
+        engine.step()
+        drafted.update(one.index for one in (old, recent) if one.drafts)
+    assert drafted == {1: 6}
+    engine.scheduler._preempt(old)
+    while not old.drafts:
+        engine.step()
+    for one in (old, recent):
+        while one.finish_reason is None:
+            engine.step()
+    plain = load(tiny_checkpoint, max_model_len=256)
+    expected = plain.generate([PROMPTS[0], PROMPTS[1]], asked)
+    assert {one.index: one.token_ids for one in expected} == {0: old.generated, 1: recent.generated}
 
 
 class Simulated:
