@@ -4,8 +4,8 @@ The layer reads the main model's hidden state of token i and token i + 1, and gu
 guesses feed the layer its own output. Its cache is a layer of the main model's, filled for every token that the main model computed.
 
 Where no guesses are wanted it is not run for every token: the tokens' hidden states are kept, which is one copy a pass, and read at once
-when it is needed again. Where it has fallen behind by many it never reads them: their sequences are not guessed for any more, as reading
-for guesses that nobody wants would cost for ever what the credit of guessing.py does not count.
+when it is needed again, few of them by a captured step. Where it has fallen behind by many it never reads them: their sequences are not
+guessed for any more, as reading for guesses that nobody wants would cost for ever what the credit of guessing.py does not count.
 """
 
 import sys
@@ -112,10 +112,17 @@ class MtpDrafter(Drafter):
         behind = [(span, row) for span, row in self._behind_by if span.start + span.length <= span.sequence.num_cached]
         self._behind_by, self._num_held = [], 0
         spans, rows = _joined(behind)
-        if spans:
-            assert self._held is not None, "what is behind is held"
-            next_ids = [token for sequence, start, length in spans for token in sequence.token_ids[start + 1 : start + 1 + length]]
-            self.mtp(self._tensor(next_ids), self._states(self._held[self._tensor(rows)]), self._own.prompt_context(spans))
+        if not spans:
+            return
+        assert self._held is not None, "what is behind is held"
+        following = [token for sequence, start, length in spans for token in sequence.token_ids[start + 1 : start + 1 + length]]
+        next_ids, states = self._tensor(following), self._states(self._held[self._tensor(rows)])
+        if self.steps.has(len(rows), max(len(span.sequence.blocks) for span in spans)):
+            # Few tokens, as rows of a step that is there: operator by operator they take the time of several steps.
+            places = [(sequence, start + i) for sequence, start, length in spans for i in range(length)]
+            self.steps.run(self._own.rows([0] * len(rows), places), next_ids, states)
+        else:
+            self.mtp(next_ids, states, self._own.prompt_context(spans))
 
 
 def _joined(parts: list[tuple[Span, int]]) -> tuple[list[Span], list[int]]:
