@@ -13,6 +13,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import HeadersOnly, open_headers
 from quantkit.diagnosis.against_source import SourceComparison, is_matrix
 from quantkit.diagnosis.behaviour import SublayerError, compare_behaviour, read_compared
+from quantkit.diagnosis.copies import compare_forms, compare_values
 from quantkit.diagnosis.description import Described, describe
 from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.diagnosis.rows import plain_rows
@@ -139,6 +140,7 @@ def _look_at_behaviour(patient: Patient, source: str | None, documents: list[Ten
 def look_at_tensors(patient: Patient, source: str | None, diagnosis: Diagnosis, on_bytes: OnBytes) -> None:
     """Every stored byte, in the order of the shards."""
     seen, described, findings = patient.survey, patient.described, diagnosis.findings
+    compare_values(seen, findings)
     check = TensorCheck(seen, patient.structure, described, findings)
     compared = _comparison(patient, source, findings)
     owner = {name: module for module, linear in described.linears.items() for name in linear.tensors}
@@ -174,6 +176,7 @@ def _comparison(patient: Patient, source: str | None, findings: DiagnosisFinding
 def examine(model: str, findings: DiagnosisFindings) -> Patient:
     """Headers and the files beside them."""
     seen = survey_model(model, findings)
+    compare_forms(seen, findings)
     structure = read_table(seen, findings)
     rename(seen, structure, findings)
     described = describe(seen, {row.module: row.shape for row in structure.rows}, findings)

@@ -124,3 +124,9 @@ def test_weights_of_three_values_are_not_saturated(format: str, tensors: dict[st
     path, source = written(tmp_path, three, format)
     assert told(path) == {}
     assert told(path, source) == {}
+
+
+def test_two_shards_may_hold_one_tensor_with_the_same_bytes(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    contents = faulty.Contents.of(written(tmp_path, tensors, "awq")[0])
+    contents.broken["shard"] = faulty.files.copied(torch.clone)
+    assert told(contents.write(tmp_path / "odd")) == {}
