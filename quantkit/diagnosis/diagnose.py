@@ -26,7 +26,7 @@ from quantkit.engines.check import check_checkpoint, check_model
 from quantkit.engines.profiles import find_engine
 from quantkit.errors import QuantkitError
 from quantkit.hub import find_local
-from quantkit.models import ARCHITECTURES
+from quantkit.models import is_known
 from quantkit.models.stored import check_stored, read_model
 
 Depth = Literal["headers", "tensors", "behaviour"]
@@ -91,6 +91,8 @@ def diagnose(
     findings = DiagnosisFindings()
     tell("headers: seconds")
     patient = examine(model, findings)
+    if depth == "behaviour":
+        _check_computes(patient)
     diagnosis = Diagnosis(model, patient, findings)
     if source is not None:
         diagnosis.source = examine(source, DiagnosisFindings())
@@ -117,6 +119,16 @@ def _documents(source: str | None, text: Path | None) -> list[Tensor]:
     if folder is None:
         raise QuantkitError("behaviour is compared with the source's", "give --source, a model on this machine")
     return read_compared(folder, text)
+
+
+def _check_computes(patient: Patient) -> None:
+    """That quantkit computes the architecture by itself. A config.json that names none is told as a finding."""
+    model_type = patient.survey.config.get("model_type")
+    if isinstance(model_type, str) and not is_known(patient.survey.config):
+        problem = f"quantkit has no file of the architecture {model_type!r}, and behaviour is compared where it has one"
+        raise QuantkitError(
+            f"{patient.survey.path}: {problem}", "leave out --depth behaviour, and measure it with quantkit ppl --baseline SRC"
+        )
 
 
 def _look_at_behaviour(patient: Patient, source: str | None, documents: list[Tensor], diagnosis: Diagnosis) -> None:
@@ -203,7 +215,7 @@ def _open(patient: Patient, engine: str | None, findings: DiagnosisFindings) -> 
     try:
         kind, seen = (Checkpoint if patient.survey.has_weights else HeadersOnly), patient.survey
         checkpoint = kind(seen.path, seen.config, seen.side, seen.tensors)
-        if checkpoint.config.get("model_type") in ARCHITECTURES and not findings.has("mtp-missing", "mtp-incomplete"):
+        if is_known(checkpoint.config) and not findings.has("mtp-missing", "mtp-incomplete"):
             check_stored(checkpoint, read_model(checkpoint).rows)
     except QuantkitError as fault:
         if findings.verdict != "bad" and patient.described.readable:
