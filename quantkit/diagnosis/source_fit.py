@@ -18,7 +18,7 @@ GRID_VALUES = 16
 _RANK, _MORE = 8, 1.5
 """Rank that an adapter may have to be seen, and times that an error must be what rounding leaves."""
 _DIRECTIONS = 256
-"""Fewest rows and columns among which a rank is told: of 128, what GPTQ leaves behind correlated inputs lies half in eight directions, too."""
+"""Rows and columns that a rank is told of, at least: of 128, half of what GPTQ leaves behind correlated inputs lies in eight directions."""
 _STEPS_OFF = 4.0
 """Times that an error may be what rounding to the nearest step leaves: GPTQ and AutoRound leave up to twice of it."""
 
