@@ -138,6 +138,8 @@ def test_a_tune_that_is_stopped_keeps_what_it_measured(tmp_path: Path, monkeypat
     monkeypatch.setattr(tune, "tune", measured)
     monkeypatch.setattr(tune, "compilers", nullcontext)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(tune, "multiprocessors", lambda device: 132)
     path = cards.own_table("sm_90")
     path.parent.mkdir(parents=True)
     earlier = {"linear": [["int8", 64, 128, 1, [32, 16, 1, 1, 2]], ["int4", 64, 128, 1, [32, 16, 1, 1, 2]]], "experts": []}
@@ -154,6 +156,14 @@ def test_a_tune_that_is_stopped_keeps_what_it_measured(tmp_path: Path, monkeypat
         assert cards.linear_plan("sm_90", 132, "int8", 64, 128, 16) == plain
         assert cards.linear_plan("sm_90", 132, "int8", 64, 128, 17) == (by_wgmma if here else plain)
     assert list(tmp_path.rglob("tmp*")) == []
+
+
+def test_what_the_plan_until_now_took_is_told_where_another_is_faster() -> None:
+    few, more = cards.LinearPlan(64, 16, 4, 2, 3), cards.LinearPlan(64, 16, 1, 4, 3)
+    found = [(1e-6, few), (2e-6, None), (3e-6, more)]
+    assert tune.told(found, few) == f"1.0 us, {few}"
+    assert tune.told(found, more) == f"1.0 us, {few}; until now 3.0 us, {more}"
+    assert tune.told(found, None) == f"1.0 us, {few}; until now 2.0 us, expanded"
 
 
 def test_processes_that_compile_leave_an_interrupt_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
