@@ -57,7 +57,9 @@ def candidates(name: str, processors: int, case: Case) -> list[AnyPlan]:
     width = max(16, min(256, 1 << (tokens - 1).bit_length()))
     if tokens <= 64:
         shapes, waves = [(64, width, 4, 3), (64, width, 4, 5), (128, width, 4, 3), (128, width, 8, 3)], [1, 2, 4, 6]
-        shapes += [(64, width, 2, 3), (64, width, 2, 4), (64, width, 2, 5)] * (tokens <= 32)
+        if tokens <= 32:
+            shapes += [(64, width, 2, 3), (64, width, 2, 4), (64, width, 2, 5), (64, width, 2, 6), (128, width, 4, 4)]
+            waves.append(12)
     else:
         shapes, waves = [(128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 4)] + [(128, 256, 8, 3)] * (width == 256), [1, 2]
     for rows, wide, warps, stages in shapes:
