@@ -188,8 +188,9 @@ class DecodeSteps:
         return StepResult(*(part[:count] for part in result))
 
     def has(self, rows: int, width: int) -> bool:
-        """Whether a step for so many rows, with tables of `width` blocks, is captured already."""
-        return not self.failure and _size(rows, width) in self._steps
+        """Whether a step for so many rows, with tables of `width` blocks, was there before: on every rank alike, also where one of them
+        could not capture it."""
+        return _size(rows, width) in self._steps
 
     def filled(self, rows: DecodeRows, *inputs: Tensor, places: DevicePlaces | None = None) -> tuple[StaticBuffers, Step]:
         """The step for so many rows with tables so wide, ready to be computed."""
