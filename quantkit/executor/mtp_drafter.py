@@ -9,6 +9,7 @@ guessed for any more, as reading for guesses that nobody wants would cost for ev
 """
 
 import sys
+from collections.abc import Sequence as Items
 from weakref import WeakSet
 
 from torch import Tensor
@@ -37,8 +38,8 @@ class MtpDrafter(Drafter):
         self.steps = self._own.steps_behind(mtp)
         self._hidden: Tensor | None = None
         """The layer's own output behind the rows that count; None where it did not read the last pass."""
-        self._behind_by: list[tuple[Span, int]] = []
-        """Tokens that the layer has not read, of decode passes without guesses, and the row of `_held` where their hidden states begin."""
+        self._behind_by: list[tuple[Items[tuple[Sequence, int, int]], int]] = []
+        """Spans that the layer has not read, of decode passes without guesses, and the row of `_held` where their hidden states begin."""
         self._held: Tensor | None = None
         self._num_held = 0
         self._given_up: WeakSet[Sequence] = WeakSet()
@@ -87,18 +88,19 @@ class MtpDrafter(Drafter):
         """Keep the hidden states of the tokens of a decode pass that was not read, for `_catch_up`."""
         if self._hidden is not None:
             return
-        row = 0
-        for sequence, start, length in done.spans:
-            kept = min(length, len(sequence.token_ids) - 1 - start)
-            if kept > 0 and sequence.finish_reason is None and sequence not in self._given_up:
-                self._behind_by.append((Span(sequence, start, kept), self._num_held + row))
-            row += length
-        self._num_held += row
+        if len(done.spans) == len(done.rows):  # a token each, and as they are: nearly every pass without guesses
+            self._behind_by.append((done.spans, self._num_held))
+        else:
+            row = self._num_held
+            for sequence, start, length in done.spans:
+                self._behind_by.append(([(sequence, start, min(length, len(sequence.token_ids) - 1 - start))], row))
+                row += length
+        self._num_held += len(done.rows)
 
     def _hold(self, hidden: Tensor) -> None:
         """Those of a pass whose tokens are to be read later; the rows behind `_num_held`, until `_settle` knows which are kept."""
         if self._held is not None and self._num_held + len(hidden) > len(self._held):
-            self._given_up.update([span.sequence for span, _ in self._behind_by])
+            self._given_up.update([sequence for spans, _ in self._behind_by for sequence, _, _ in spans])
             self._behind_by, self._num_held = [], 0
         if self._held is None or len(hidden) > len(self._held):
             self._held = hidden.new_empty(max(_MOST_BEHIND, len(hidden)), hidden.shape[1])
@@ -109,7 +111,12 @@ class MtpDrafter(Drafter):
 
     def _catch_up(self) -> None:
         """The layer reads what it has not read, of sequences that still have their cache."""
-        behind = [(span, row) for span, row in self._behind_by if span.start + span.length <= span.sequence.num_cached]
+        behind: list[tuple[Span, int]] = []
+        for passed, row in self._behind_by:
+            for sequence, start, length in passed:
+                if 0 < length <= sequence.num_cached - start and sequence.finish_reason is None and sequence not in self._given_up:
+                    behind.append((Span(sequence, start, length), row))
+                row += length
         self._behind_by, self._num_held = [], 0
         spans, rows = _joined(behind)
         if not spans:
