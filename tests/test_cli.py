@@ -160,6 +160,8 @@ def test_kernels_and_deploy_answer(tiny_checkpoint: Path) -> None:
     for more, said in (
         ("--tune", "it is a CPU"),
         ("--tune --check", "two measurements"),
+        ("--model tiny-r1", "--model is for --tune"),
+        ("--tune --tp 2", "--tp is for --model"),
         ("--check --backend cpu", "--backend is for the table"),
     ):
         assert said in command("kernels", "--device", "cpu", *more.split()).error
