@@ -155,6 +155,8 @@ def test_kernels_and_deploy_answer(tiny_checkpoint: Path) -> None:
     table = command("kernels", "--device", "cpu").out
     assert all(f"{row['operator']} " in table for row in rows)
     assert table.count("runs on CUDA, not on cpu") == 1  # said once, for all operators
+    slow = command("kernels", "--device", "cpu", "--backend", "reference").err
+    assert [f"SLOW: linear_{kind} runs on the reference" in slow for kind in ("int4", "int8", "fp4", "dense")] == [True] * 3 + [False]
     for more, said in (
         ("--tune", "it is a CPU"),
         ("--tune --check", "two measurements"),
