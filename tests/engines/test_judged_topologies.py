@@ -1,6 +1,7 @@
 """What tests/judges/vllm_topologies.py starts and judges by: the commands on four cards, and models whose routers are decided."""
 
 import sys
+import time
 from argparse import Namespace
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +16,7 @@ import middle_models
 import torch
 from make_model import write_dense
 from vllm_cuda import routing_ties
+from vllm_server import Server
 from vllm_topologies import CASES, TOPOLOGIES, deployments
 
 from quantkit.evaluation.speed.measure import SpeedRow
@@ -72,6 +74,24 @@ def test_commands_take_four_cards(model: Path, topology: str, tensor: int, pipel
         assert found == (tensor, pipeline, data)
     alone = TOPOLOGIES[topology].devices
     assert TOPOLOGIES[topology].ranks(4) == (alone or 4) == tensor * pipeline * data * (boxes if topology.startswith("apart") else 1)
+
+
+@pytest.mark.parametrize(("topology", "given"), [("pipeline", False), ("experts", True), ("apart", True)])
+def test_workers_of_boxes_in_a_pipeline_find_their_own_ports(model: Path, tmp_path: Path, topology: str, given: bool) -> None:
+    """Two workers of a box that both look for a port from VLLM_PORT on found the same one in two of seven starts on four cards."""
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho from ${VLLM_PORT:-anywhere}\nexec sleep 60\n")
+    program.chmod(0o755)
+    server = Server(deployments(model, topology, 4), 39, range(4), "cuda", str(program), tmp_path / "log", [])
+    try:
+        until, said = time.monotonic() + 30, list[str]()
+        while len(said) < (1 if topology == "experts" else 2) and time.monotonic() < until:
+            time.sleep(0.05)
+            said = [line for log in tmp_path.glob("log.[01].log") for line in log.read_text().splitlines() if line.startswith("from ")]
+    finally:
+        server.end()
+    assert said
+    assert [line != "from anywhere" for line in said] == [given] * len(said)
 
 
 def test_cases_are_of_topologies_and_formats() -> None:
