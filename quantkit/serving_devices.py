@@ -61,7 +61,7 @@ def read_devices(text: str) -> Devices:
     if known is not None and find_yaml(kind.lower(), "recipes", "hardware") is None:
         return Devices(count, known.memory_gib * _GIB, device=known.device)
     hardware = load_hardware(kind)
-    return Devices(count, round(hardware.memory_gb) * _GIB, hardware, known and known.device)
+    return Devices(count, round(hardware.memory_gb) * _GIB, hardware, None if known is None else known.device)
 
 
 def read_number(text: str) -> int | Devices:

@@ -16,7 +16,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "quantkit plan tiny-r1 --scheme awq-w4a16 --devices 1x24GiB",
         "quantkit plan deepseek-ai/DeepSeek-R1 --scheme awq-w4a16 --devices 8x64GiB",
         "quantkit plan MODEL --scheme int8-a8w8c16 --devices 8x910B1 --json",
-        "quantkit plan MODEL --scheme int8-a8w8c16 --engine vllm-ascend --layout four-boxes",
+        "quantkit plan MODEL --bits 8 --engine vllm-ascend --layout four-boxes",
     ),
     "convert": (
         "quantkit convert out/awq out/ct --format compressed-tensors",

@@ -78,7 +78,7 @@ def test_commands_take_four_cards(model: Path, topology: str, tensor: int, pipel
 
 @pytest.mark.parametrize(("topology", "given"), [("pipeline", False), ("experts", True), ("apart", True)])
 def test_workers_of_boxes_in_a_pipeline_find_their_own_ports(model: Path, tmp_path: Path, topology: str, given: bool) -> None:
-    """Two workers of a box that both look for a port from VLLM_PORT on found the same one in two of seven starts on four cards."""
+    """Two workers of a box that both look for a port from VLLM_PORT on found the same one in two of six starts on four cards."""
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\necho from ${VLLM_PORT:-anywhere}\nexec sleep 60\n")
     program.chmod(0o755)
