@@ -276,13 +276,11 @@ def deploy(
     from quantkit.serving_devices import Devices, read_number
 
     given = None if devices is None else read_number(devices)
-    if isinstance(given, Devices):
-        number, memory, device = given.count, given.memory_bytes / 2**30, given.device
-    else:
-        number, memory, device = given, None, None
+    known = given if isinstance(given, Devices) else None
     path = find_model(model)
     addresses = [host.strip() for host in hosts.split(",")] if hosts else None
-    machine: dict[str, Any] = {"boxes": boxes, "devices": number, "device": device}
+    machine: dict[str, Any] = {"boxes": boxes, "devices": known.count if known else given, "device": known and known.device}
+    memory = known and known.memory_bytes / 2**30
     planned = plan(path, engine, layout=layout, **machine, context=context, hosts=addresses, nic=nic, memory_gib=memory, guesses=mtp)
     told = planned.as_dict() | {"decoding": decoding(Checkpoint.open(path), find_topology(engine, name=layout, **machine), planned.memory)}
     if json_:
