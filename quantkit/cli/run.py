@@ -280,7 +280,7 @@ def deploy(
     path = find_model(model)
     addresses = [host.strip() for host in hosts.split(",")] if hosts else None
     machine: dict[str, Any] = {"boxes": boxes, "devices": known.count if known else given, "device": known and known.device}
-    memory = known and known.memory_bytes / 2**30
+    memory = None if known is None else known.memory_bytes / 2**30
     planned = plan(path, engine, layout=layout, **machine, context=context, hosts=addresses, nic=nic, memory_gib=memory, guesses=mtp)
     told = planned.as_dict() | {"decoding": decoding(Checkpoint.open(path), find_topology(engine, name=layout, **machine), planned.memory)}
     if json_:
