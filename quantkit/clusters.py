@@ -8,6 +8,8 @@ whole experts of each layer and multiplies the tokens of all devices by them. Be
 8 bits and a scale, or in 16 where activations are (dispatch), and comes back in 16 (combine). An exchange takes the fabric's
 `exchange_us`, and the slower of what goes to the own box at `link_gb_s` and to others at `fabric.gb_s`. Every rank of a tensor-parallel
 group sends its share of the group's tokens. ASSUMPTIONS says what else is assumed.
+
+`plan_layout` has beside it what a device of each role of an engine's layout holds.
 """
 
 from collections.abc import Callable, Mapping, Sequence

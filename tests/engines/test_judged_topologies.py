@@ -17,7 +17,7 @@ import torch
 from make_model import write_dense
 from vllm_cuda import routing_ties
 from vllm_server import Server
-from vllm_topologies import CASES, TOPOLOGIES, deployments
+from vllm_topologies import CASES, TOPOLOGIES, compare, deployments
 
 from quantkit.evaluation.speed.measure import SpeedRow
 
@@ -98,6 +98,13 @@ def test_cases_are_of_topologies_and_formats() -> None:
     for model, format, topology in CASES["cuda"]:
         assert topology in TOPOLOGIES
         assert model == "tiny-r1" or format == "source" or format in middle_models.FORMATS
+
+
+def test_a_result_says_that_its_server_was_compiled(tmp_path: Path) -> None:
+    (tmp_path / "topologies.json").write_text('{"m awq tensor": {"error": "gone"}, "m awq apart-twice": {"error": "gone"}}')
+    for more in ("", "compiled"):
+        found = compare(tmp_path, 4, "H200", "vllm 0.22.1", 1, more)
+        assert [(run.options, run.ranks, run.said) for run in found] == [(more, 4, "gone"), (f"2-of-each {more}".strip(), 4, "gone")]
 
 
 def test_a_load_curve_ends_with_a_rate_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
