@@ -208,20 +208,30 @@ class Phases:
             unit = event.unit.split(".experts")[0] + (" experts" if ".experts" in event.unit else "")
             phase = f"{unit}: {event.phase}" if event.unit.startswith("layers") else "tables"
             if phase != self._last and "experts" not in phase:
-                peak = peak_memory() / 2**30
-                now_held = event.memory / 2**30
-                print(
-                    f"{now - self._begun:7.1f} s, CPU {cpu:7.1f} s  {now_held:6.2f} GiB, peak {peak:6.2f}  {phase}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                self._tell(f"{now_held_and_peak(event)}  {phase}", now, cpu)
+            if layer_of(phase) != layer_of(self._last) and layer_of(self._last).startswith("layers"):
+                own = {name: round(seconds, 2) for name, seconds in self.seconds.items() if layer_of(name) == layer_of(self._last)}
+                self._tell(f"{layer_of(self._last)} took {sum(own.values()):.2f} s: {json.dumps(own)}", now, cpu)
             self._last, self._since, self._cpu_since = phase, now, cpu
+
+    def _tell(self, text: str, now: float, cpu: float) -> None:
+        print(f"{now - self._begun:7.1f} s, CPU {cpu:7.1f} s  {text}", file=sys.stderr, flush=True)
+
+
+def now_held_and_peak(event: Progress) -> str:
+    return f"{event.memory / 2**30:6.2f} GiB, peak {peak_memory() / 2**30:6.2f}"
+
+
+def layer_of(phase: str) -> str:
+    """layers.3 of layers.3.attend: solving; of what is in no layer, its own name."""
+    return ".".join(phase.split(":")[0].split(" ")[0].split(".")[:2])
 
 
 def run(path: Path, scheme: str, device: str, samples: int, held_out: int, seq_len: int, memory: str | None, profile: bool) -> None:
     out, leads = path.with_name(f"{path.name}-{scheme}"), os.environ.get("RANK", "0") == "0"
     if leads:
-        shutil.rmtree(out, ignore_errors=True)
+        for left in (out, out.with_name(f"{out.name}.partial")):  # what a run that was ended left would be gone on with
+            shutil.rmtree(left, ignore_errors=True)
     settings = {"calibration": str(path / "calibration.jsonl"), "samples": samples, "held_out": held_out, "seq_len": seq_len}
     recipe = load_recipe(scheme).model_copy(update=settings)
     planned = plan(path, find_scheme(scheme), recipe=recipe, samples=samples, seq_len=seq_len)
@@ -235,7 +245,7 @@ def run(path: Path, scheme: str, device: str, samples: int, held_out: int, seq_l
         return
     layers: dict[str, float] = defaultdict(float)
     for name, seconds in phases.seconds.items():
-        layers[".".join(name.split(":")[0].split(" ")[0].split(".")[:2])] += seconds
+        layers[layer_of(name)] += seconds
     print(
         json.dumps(
             {

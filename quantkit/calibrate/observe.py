@@ -9,6 +9,7 @@ from torch import Tensor
 from quantkit.calibrate.drift import Drift, DriftSum
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, TokenBatch
 from quantkit.calibrate.layer_weights import LayerWeights
+from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.routing import Recorder, Routed
 from quantkit.calibrate.statistics import InputStatistics, Observer
 from quantkit.calibrate.sublayer import Sublayer
@@ -43,10 +44,12 @@ class Observed:
     drifts: dict[str, Drift]
 
 
-def observe(sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStatePair, original: HiddenStates | None = None) -> Observed:
+def observe(
+    sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStatePair, ranks: Ranks, original: HiddenStates | None = None
+) -> Observed:
     """Run the original weights `tensors` over `states`, and over `original`, the calibration tokens on the original path, if given. All are
     left as they are."""
-    observer, recorder = Observer(HELD_OUT_ROWS), Recorder(len(states.quantized.hidden) + len(states.original.hidden))
+    observer, recorder = Observer(HELD_OUT_ROWS, ranks), Recorder(len(states.quantized.hidden) + len(states.original.hidden))
     weights = LayerWeights(tensors, recorder, observer, unread=sublayer.ends)
     block = sublayer.build(weights)
     for batch in states.quantized.batches():
