@@ -16,9 +16,11 @@ from torch import Tensor
 from quantkit.calibrate.drift import DriftSum, expert_drift, taken
 from quantkit.calibrate.scale import ScaledInput
 from quantkit.errors import QuantkitError
+from quantkit.models import find_architecture
 from quantkit.planning import plan
 from quantkit.progress import Event, Progress
 from quantkit.quant.gptq import Curvature, damp_
+from quantkit.quantization.cost import operations
 from quantkit.quantization.opening import read_request
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.schemes import find_scheme
@@ -138,14 +140,20 @@ def test_a_stopped_run_and_two_ranks_write_the_same_bytes(
 
 
 def test_it_is_planned_and_needs_gptq(source: Path) -> None:
-    scheme, recipe = find_scheme("awq-w4a16"), load_recipe("awq-w4a16")
-    more = plan(source, scheme, recipe=recipe.model_copy(update={"methods": METHODS})).host_peak_bytes
-    assert more - plan(source, scheme, recipe=recipe).host_peak_bytes >= 128 * 512 * 256 * 4, "calibration tokens are held twice"
+    scheme, recipe = find_scheme("awq-w4a16"), load_recipe("awq-w4a16-quick")
+    without = plan(source, scheme, recipe=recipe)
+    planned = plan(source, scheme, recipe=recipe.model_copy(update={"methods": METHODS}))
+    assert planned.host_peak_bytes - without.host_peak_bytes >= 128 * 512 * 256 * 4, "calibration tokens are held twice"
+    config = make_model.tiny_config()
+    architecture = find_architecture(config)
+    rows = architecture.parameters(architecture.Config.from_dict(config))
+    with_it, alone = (operations([row for row in rows if row.role == "linear"], 128 * 512, 0.25, 0, drift) for drift in (True, False))
+    assert 1.2 < with_it / alone < 3, "they run more often"
     with pytest.raises(QuantkitError, match="drift without gptq"):
         read_request(scheme, "auto", None, Recipe(scheme="awq-w4a16", methods=("awq", "drift")))
 
 
-def test_the_longer_recipe_of_awq_is_found_by_name() -> None:
-    longer = load_recipe("awq-w4a16-descent")
-    assert read_request(find_scheme(longer.scheme), "auto", None, longer).methods == ("awq", "gptq", "descent")
-    assert longer.sweeps == 6
+def test_int4_and_fp4_have_it_and_a_recipe_is_without() -> None:
+    for name, methods in (("awq-w4a16", (*METHODS, "descent")), ("fp4-w4a16", (*METHODS, "descent")), ("awq-w4a16-quick", ("awq", "gptq"))):
+        recipe = load_recipe(name)
+        assert read_request(find_scheme(recipe.scheme), "auto", None, recipe).methods == methods
