@@ -5,6 +5,7 @@ that comes nearest over the calibration tokens is W + W M, M = mean((o - x) x^T)
 2504.02692). Few tokens for many channels find an M that holds for them alone, so held-out rows say how much of it is taken.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +28,12 @@ class Drift:
 
 
 class DriftSum:
-    """What `Drift`s are made from, batch by batch: the quantized path is heard first, then the original one."""
+    """What `Drift`s are made from, batch by batch: the quantized path is heard first, then the original one; a linear that is asked several
+    times for a batch, with the sequences one by one, in the same order on both."""
 
     def __init__(self, sample_rows: int) -> None:
         self._sample_rows = sample_rows
-        self._heard: dict[str, Tensor] = {}
+        self._heard: dict[str, deque[Tensor]] = {}
         self._sums: dict[str, Tensor] = {}
         self._tokens: dict[str, int] = {}
         self._kept: dict[str, HeldOutRows] = {}
@@ -41,11 +43,11 @@ class DriftSum:
 
     def hear(self, module: str, x: Tensor) -> None:
         """x float32 [..., K]: what `module` reads on the quantized path, of calibration tokens."""
-        self._heard[module] = x.reshape(-1, x.shape[-1])
+        self._heard.setdefault(module, deque()).append(x.reshape(-1, x.shape[-1]))
 
     def compare(self, module: str, o: Tensor) -> None:
         """o: what it reads for the same tokens on the original one."""
-        x = self._heard.pop(module)
+        x = self._heard[module].popleft()
         if module not in self._sums:
             self._sums[module], self._tokens[module] = x.new_zeros(x.shape[1], x.shape[1]), 0
         self._sums[module].addmm_((o.reshape(x.shape) - x).t(), x)

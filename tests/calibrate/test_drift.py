@@ -94,6 +94,17 @@ def test_rows_of_the_layer_count_as_in_the_hessian() -> None:
 # --- runs ----------------------------------------------------------------------------------------------------------------
 
 
+def test_a_linear_may_be_asked_for_each_sequence_of_a_batch() -> None:
+    """As transformers' layers are."""
+    (x, o), whole, parts = paths(1), DriftSum(8), DriftSum(8)
+    whole.hear("a", x)
+    whole.compare("a", o)
+    for step in (parts.hear, parts.compare):
+        for part in (slice(0, T // 4), slice(T // 4, T)):
+            step("a", (x if step == parts.hear else o)[part])
+    torch.testing.assert_close(parts.means()["a"].inputs, whole.means()["a"].inputs)
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_letters(tmp_path_factory.mktemp("text") / "calibration.txt")
