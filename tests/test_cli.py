@@ -155,6 +155,8 @@ def test_kernels_and_deploy_answer(tiny_checkpoint: Path) -> None:
     table = command("kernels", "--device", "cpu").out
     assert all(f"{row['operator']} " in table for row in rows)
     assert table.count("runs on CUDA, not on cpu") == 1  # said once, for all operators
+    slow = command("kernels", "--device", "cpu", "--backend", "reference").err
+    assert [f"SLOW: linear_{kind} runs on the reference" in slow for kind in ("int4", "int8", "fp4", "dense")] == [True] * 3 + [False]
     for more, said in (
         ("--tune", "it is a CPU"),
         ("--tune --check", "two measurements"),
@@ -324,3 +326,8 @@ def test_quantize_for_an_engine(tiny_checkpoint: Path, tmp_path: Path, engine: s
 def test_an_engine_without_the_scheme_says_why(tiny_checkpoint: Path, tmp_path: Path) -> None:
     said = refusal("quantize", tiny_checkpoint, "--scheme", "fp4-w4a16", "--engine", "vllm-ascend", "--out", tmp_path / "out")
     assert "vllm-ascend does not load fp4-w4a16" in said
+
+
+def test_a_server_whose_cache_holds_no_whole_request_is_refused() -> None:
+    told = refusal("serve", "tiny-r1", "--device", "cpu", "--cache-tokens", "64", "--max-model-len", "128")
+    assert "the cache holds 64 tokens, fewer than the context of 128; raise --cache-tokens" in told

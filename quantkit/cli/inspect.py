@@ -10,6 +10,9 @@ from quantkit.cli.options import AsJson, Device, Model, names_of_engines
 from quantkit.console import print_json
 from quantkit.errors import QuantkitError
 
+_GRIDS, _SIDE = ("int4-asym-128", "int8", "fp4"), 2048
+"""Of the weight that the reference is timed with."""
+
 
 def inspect(
     model: Model,
@@ -52,7 +55,13 @@ def kernels(
             rows = [vars(row) for row in quantkit_kernels.table(target, backend)]
         except ValueError as refusal:
             raise QuantkitError(str(refusal), "choose one of these") from refusal
-        return print_json({"device": str(target), "rows": rows}) if json_ else console.show_kernels(str(target), rows)
+        told = _told(target, rows)
+        if json_:
+            return print_json({"device": str(target), "rows": rows} | told)
+        console.show_kernels(str(target), rows)
+        for line in told["slow"]:
+            console.tell(line)
+        return console.tell(f"plans of the Triton kernels: {told['plans']}") if told["plans"] else None
     from quantkit_kernels.self_check import check as measure
 
     from quantkit.evaluation.results.hardware import describe_machine
@@ -76,6 +85,24 @@ def kernels(
     console.show_published(published)
     if wrong:
         raise fault
+
+
+def _told(device: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How slow the reference is with quantized weights that are left to it, and where the plans of Triton's kernels come from."""
+    import torch
+    from quantkit_kernels.samples import random_weight
+    from quantkit_kernels.triton.cards import architecture, plans_told
+
+    from quantkit.executor.slow import slowness
+
+    served = {row["operator"]: row["backend"] for row in rows if row["taken"]}
+    left = [grid for grid in _GRIDS if served[f"linear_{grid.partition('-')[0]}"] == "reference"]
+    slow = []
+    for grid in left:
+        weight = random_weight(grid, _SIDE, _SIDE, torch.Generator(device))
+        slow.append(slowness(f"linear_{grid.partition('-')[0]}", weight, device, torch.bfloat16))
+    on_gpu = device.type == "cuda" and any(row["backend"] == "triton" and row["usable"] for row in rows)
+    return {"slow": slow, "plans": plans_told(architecture(device)) if on_gpu else ""}
 
 
 def _tune(device: Any, json_: bool) -> None:

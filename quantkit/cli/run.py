@@ -152,6 +152,9 @@ def serve(
     api_key: Annotated[str | None, typer.Option(envvar="QUANTKIT_API_KEY", help="Ask for this key.")] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Requests computed together.")] = 64,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt plus answer.")] = None,
+    cache_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the cache, of all requests together; as many as memory holds otherwise.")
+    ] = None,
     chunk_tokens: Annotated[int | None, typer.Option(min=1, help="Prompt tokens of a step; measured otherwise.")] = None,
     max_queue: Annotated[int, typer.Option(min=0, help="Requests that may wait.")] = 256,
     max_input: Annotated[int | None, typer.Option(min=1, help="Longest prompt, tokens.")] = None,
@@ -197,6 +200,7 @@ def serve(
         backend=backend,
         max_batch=max_batch,
         max_model_len=max_model_len,
+        cache_tokens=cache_tokens,
         prefill_tokens=chunk_tokens,
         measure_steps=True,
         num_drafts=drafts,

@@ -5,6 +5,9 @@ A running answer waits for the prompt tokens that a step computes beside it, so 
 anew, and between two chunks come the answers' own steps, so with too few of them a prompt takes longer. `measure` finds how many tokens
 nobody waits too long for, and takes the fewest of them that come near the best rate of prompt tokens.
 
+The longest step is computed once before anything is measured: on four H200 the first prompts of R1 that filled one had their first token
+four seconds late.
+
 Chunks of a long prompt lie behind a context, ever another one. So passes are measured as these are computed: launched, not replayed; and
 half a chunk behind a long context, for there a token costs more.
 
@@ -57,9 +60,12 @@ def measure(runner: Runner, parallel: Parallel, budget: StepBudget, max_batch: i
     """
     room = (runner.cache.num_blocks - 1) * runner.cache.block_size
     most = min(budget.alone, room)
+    trial = _Trial(runner, parallel)
+    if runner.device.type != "cpu":
+        trial.launched(most)[:1].tolist()  # what is compiled, loaded and allocated for a step this long, no prompt waits for
     if max_batch == 1:
         return budget
-    trial, rows = _Trial(runner, parallel), min(_ROWS, max_batch - 1)
+    rows = min(_ROWS, max_batch - 1)
     step = trial.seconds(trial.answers, rows)
     if runner.prompts.captures:
         runner.prompts.limit(_captured(trial, most))

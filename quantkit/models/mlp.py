@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from quantkit_kernels import SILU, Gating, Routing, moe_gate, route, silu_and_mul
+from quantkit_kernels import SILU, Gating, Routing, gate_and_mul, moe_gate, route
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -171,8 +171,7 @@ class Mlp:
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
         both = add_bias(self.gate_up(x), self.gate_up_bias)
-        gated = silu_and_mul(both) if self.gating == SILU else self.gating(*both.chunk(2, dim=-1))
-        return add_bias(self.down(gated), self.down_bias)
+        return add_bias(self.down(gate_and_mul(both, self.gating)), self.down_bias)
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -193,7 +192,8 @@ class MoeMlp:
         self.shared_gate = weights.tensor(f"{prefix}.{names.shared_gate}.weight").float() if names.shared_gate else None
         routed = (f"{prefix}.experts", routing.n_routed_experts)
         shared = f"{prefix}.{names.shared}" if names.shared else None
-        joined = weights.experts_with_shared(*routed, shared) if shared and self.shared_gate is None and names.gating == SILU else None
+        joins = self.shared_gate is None and not names.expert_bias
+        joined = weights.experts_with_shared(*routed, shared, names.gating) if shared and joins else None
         self.routing = routing if joined is None else replace(routing, num_joined_experts=1)
         self.experts = weights.experts(*routed, names.gating) if joined is None else joined
         self.shared = Mlp(shared, weights, names.linears, gating=names.gating) if shared and joined is None else None

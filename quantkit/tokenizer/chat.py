@@ -88,7 +88,7 @@ class ChatTokenizer:
         """The chat template's text for `messages`. QuantkitError where there is no template or it refuses them."""
         named = "tool_use" if variables.get("tools") and "tool_use" in self.templates else "default"
         if named not in self.templates:
-            told = f"{self.path} has no chat template, neither chat_template.jinja nor one in tokenizer_config.json"
+            told = f"{self.path} has no chat template, no chat_template.jinja and none in tokenizer_config.json or chat_template.json"
             raise QuantkitError(told, "use plain completions, or `quantkit run --raw`")
         given = {"tools": None, "documents": None, **self.special_tokens, **variables}
         conversation = [_with_reasoning(message) for message in messages]
@@ -202,11 +202,15 @@ def _sampling_defaults(file: Path, generation: dict[str, Any]) -> dict[str, Any]
 
 
 def _find_templates(path: Path, settings: dict[str, Any]) -> dict[str, ChatTemplate]:
-    """chat_template.jinja where there is one, else tokenizer_config.json's: one, or several by name."""
+    """chat_template.jinja where there is one, else tokenizer_config.json's, one or several by name, else chat_template.json's, which
+    transformers reads for models of images."""
     file = path / "chat_template.jinja"
     if is_there(file):
         return {"default": ChatTemplate(read_text(file), str(file))}
     file, said = path / "tokenizer_config.json", settings.get("chat_template")
+    if said is None:
+        file = path / "chat_template.json"
+        said = _read_optional(file).get("chat_template")
     if said is None:
         return {}
     named = said if isinstance(said, list) else [{"name": "default", "template": said}]

@@ -24,7 +24,11 @@ def tokenizer_file(path: Path) -> Path:
     for name in FILES:
         if is_there(path / name):
             return path / name
-    raise QuantkitError(f"{path} has no {', '.join(FILES[:-1])} or {FILES[-1]}", "copy the tokenizer from the original model")
+    problem = f"{path} has no {', '.join(FILES[:-1])} or {FILES[-1]}"
+    if is_there(path / "vocab.json"):  # how such a tokenizer splits a text is in its class's code
+        remedy = "have transformers write tokenizer.json from vocab.json: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+        raise QuantkitError(problem, remedy)
+    raise QuantkitError(problem, "copy the tokenizer from the original model")
 
 
 def read_tokenizer(path: Path, settings: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:

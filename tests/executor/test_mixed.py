@@ -236,6 +236,21 @@ def test_what_is_measured_is_a_budget(tiny_checkpoint: Path) -> None:
     assert alone == StepBudget(512, 512), "one request waits for nobody"
 
 
+@pytest.mark.parametrize(("device", "computed"), [("cuda", [448]), ("cpu", [])])
+def test_the_longest_step_is_computed_before_the_first_request(device: str, computed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as a prompt fills one, or the cache holds. A CPU has nothing to compile, and computes for seconds."""
+    launched: list[int] = []
+
+    def launch(self: Any, tokens: int) -> torch.Tensor:
+        launched.append(tokens)
+        return torch.zeros(8)
+
+    monkeypatch.setattr(budget._Trial, "launched", launch)
+    runner: Any = SimpleNamespace(device=torch.device(device), cache=SimpleNamespace(num_blocks=8, block_size=64))
+    assert budget.measure(runner, SINGLE, StepBudget(512, 512), 1, asked=True) == StepBudget(512, 512)
+    assert launched == computed
+
+
 def test_the_slowest_rank_decides(tiny_checkpoint: Path) -> None:
     engine = load(tiny_checkpoint)
     told: list[int] = []

@@ -1,163 +1,251 @@
-"""`quantkit serve` beside `vllm serve`: the same files, as many cards, and `quantkit bench URL` for both, one server at a time.
+"""`quantkit serve` beside `vllm serve`: the same files, as many cards, and the same requests for both, one server at a time.
 
-    python tests/judges/vllm_beside.py --vllm PYTHON --directory DIR --tp 2,4
+    python tests/judges/vllm_beside.py --vllm PYTHON --directory DIR --cases qwen3-8b:awq:1,qwen3-8b:bf16:1 [--seconds 200]
 
-The model has the shapes of Qwen3-8B and random weights, rounded by quantkit to W4A16 in AWQ's format. For each --tp both servers are
-started with --tensor-parallel-size and --tp; all are up before the first is measured, and only one has requests. Each writes its rows
-into DIRECTORY/beside.json. --steps write,run: the first writes the model, and needs a card for a minute.
+A case is a model of shape_models.py, a format, and on how many cards (--tensor-parallel-size and --tp). Its two servers are up before
+either is measured, and only one has requests. A cell is so many users who each send a prompt of so many tokens at once and get 64; its
+figures are those of `quantkit bench`, medians of its rounds. `gap`: while 32 users get answers, a prompt of 16,000 tokens
+arrives; the largest time between two tokens of an answer.
+
+Cells come in the order of CELLS, of all cases in turn, until the time is up. Rows are kept in DIRECTORY/beside.json, and what is there is
+not measured again. --steps write,run: the first writes the models, on --device.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
-from make_model import write_dense
-from torch import Tensor
+from shape_models import FORMATS, SHAPES, write_shape
 from vllm_server import SETTINGS
-from word_tokenizer import write_word_tokenizer
 
-from quantkit.models import find_architecture
-from quantkit.quantization import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import find_scheme
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.speed.endpoint import EndpointTarget
+from quantkit.evaluation.speed.measure import RequestTimes, summarize
+from quantkit.evaluation.speed.workload import Workload
 
-QWEN3_8B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "torch_dtype": "bfloat16",
-}
+ENGINES = ("vllm", "quantkit")
+CELLS = "4096x32,1024x32,gap,1024x64,128x64,128x8,128x32,4096x8,1024x8,1024x1,4096x1,128x1,16000x1,16000x8,4096x64,16000x32,16000x64"
 FIRST_PORT = 19100
-USERS, CONTEXT = 64, 4352
-CACHE = 24 * 2**30  # bytes of vLLM's on a card: other servers have memory there too
+USERS, CONTEXT, OUTPUT = 64, 16640, 64
+WARM = ((128, 64), (1024, 8), (4096, 1), (16000, 1))
+"""Tokens and users of rounds that are not counted: what a server compiles for its first requests is no figure of any cell."""
+ROUNDS, LONG_S = 3, 1.6
+"""Rounds of a cell, and after how many seconds of them no further one begins."""
+ANSWERS, ANSWER_INPUT, ANSWER_OUTPUT, ARRIVING = 32, 1024, 512, 16000
+KEYS = ("ttft_s", "tpot_ms", "system_tps")
+Rows = list[dict[str, Any]]
 
 
-def write(directory: Path, layers: int, device: str) -> Path:
-    """DIRECTORY/qwen3-8b/awq, unless it is there."""
-    source, out = directory / "qwen3-8b" / "source", directory / "qwen3-8b" / "awq"
-    if not (out / "config.json").exists():
-        config = QWEN3_8B | {"num_hidden_layers": layers}
-        write_dense(source, config, _weights(config, device), shards=8)
-        write_word_tokenizer(source, config["vocab_size"])
-        quantize(source, out, find_scheme("rtn-w4a16"), "awq", Recipe(scheme="rtn-w4a16"), engine="vllm", device=device)
-    return out
+@dataclass
+class Case:
+    """A model in a format on some cards, and its two servers."""
+
+    model: str
+    form: str
+    tp: int
+    servers: dict[str, "Server"] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}:{self.form}:{self.tp}"
 
 
-def _weights(config: dict[str, Any], device: str) -> dict[str, Tensor]:
-    architecture = find_architecture(config)
-    generator = torch.Generator(device).manual_seed(0)
-    tensors: dict[str, Tensor] = {}
-    for row in architecture.parameters(architecture.Config.from_dict(config)):
-        if row.role == "norm":
-            tensors[row.name] = torch.ones(row.shape, dtype=torch.bfloat16)
-        else:
-            noise = torch.randn(row.shape, generator=generator, device=device)
-            tensors[row.name] = (noise / row.shape[-1] ** 0.5).bfloat16().cpu()
-    return tensors
+@dataclass
+class Server:
+    """One engine's process. `failed`: why it did not come up."""
 
+    url: str
+    process: subprocess.Popen[bytes]
+    began: float
+    failed: str = ""
 
-def command(engine: str, python: str, path: Path, tp: int, port: int, device: str) -> list[str]:
-    if engine == "vllm":
-        asked = ["--max-model-len", str(CONTEXT), "--max-num-seqs", str(USERS), "--tensor-parallel-size", str(tp), "--port", str(port)]
-        memory = ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(CACHE)]
-        return [python, "-m", "vllm.entrypoints.cli.main", "serve", str(path), "--host", "127.0.0.1", *asked, *memory]
-    asked = ["--max-batch", str(USERS), "--max-model-len", str(CONTEXT), "--tp", str(tp), "--port", str(port), "--device", device]
-    return [sys.executable, "-m", "quantkit", "serve", str(path), *asked]
-
-
-def start(name: str, words: list[str], cards: list[int], directory: Path) -> subprocess.Popen[bytes]:
-    log = (directory / f"beside-{name}.log").open("wb")
-    told = {**os.environ, **SETTINGS["cuda"], "CUDA_VISIBLE_DEVICES": ",".join(map(str, cards))}
-    return subprocess.Popen(words, env=told, stdout=log, stderr=subprocess.STDOUT)
-
-
-def wait(process: subprocess.Popen[bytes], url: str, seconds: float) -> None:
-    """Raises RuntimeError where it does not come up."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until and process.poll() is None:
+    def up(self) -> bool:
+        if self.process.poll() is not None:
+            self.failed = f"it ended with {self.process.returncode}"
         try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
+            return not self.failed and httpx.get(f"{self.url}/health", timeout=5).status_code == 200
         except httpx.TransportError:
-            pass
-        time.sleep(0.5)
-    raise RuntimeError(f"it did not come up ({process.poll()})")
+            return False
 
 
-def bench(url: str, lengths: str, users: str) -> list[dict[str, Any]]:
-    """What `quantkit bench` measures of it."""
-    asked = ["--input-len", lengths, "--concurrency", users, "--output-len", "64", "--requests", "1", "--json"]
-    done = subprocess.run([sys.executable, "-m", "quantkit", "bench", url, *asked], capture_output=True, text=True, timeout=240)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-400:])
-    rows: list[dict[str, Any]] = json.loads(done.stdout)["rows"]
+def command(engine: str, path: Path, case: Case, port: int, asked: argparse.Namespace) -> list[str]:
+    if engine == "vllm":
+        words = ["--max-model-len", str(CONTEXT), "--max-num-seqs", str(USERS), "--tensor-parallel-size", str(case.tp)]
+        if asked.cache_tokens:
+            words += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(asked.cache_tokens * token_bytes(path) // case.tp)]
+        program = [asked.vllm, "-m", "vllm.entrypoints.cli.main"]
+    else:
+        words = ["--max-model-len", str(CONTEXT), "--max-batch", str(USERS), "--tp", str(case.tp), "--device", asked.device]
+        words += ["--cache-tokens", str(asked.cache_tokens)] if asked.cache_tokens else []
+        program = [sys.executable, "-m", "quantkit"]
+    return [*program, "serve", str(path), "--host", "127.0.0.1", "--port", str(port), *words]
+
+
+def token_bytes(path: Path) -> int:
+    """Of keys and values of a token in 16 bits, on all cards together."""
+    config = json.loads((path / "config.json").read_text())
+    return int(config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2 * 2)
+
+
+def start(cases: list[Case], asked: argparse.Namespace) -> None:
+    """All servers of all cases. Two that fit side by side have cards of their own."""
+    for number, (case, engine) in enumerate((case, engine) for engine in ENGINES for case in cases):
+        first = case.tp if engine == "quantkit" and 2 * case.tp <= asked.cards else 0
+        port = FIRST_PORT + number
+        told = {**os.environ, **SETTINGS["cuda"], "CUDA_VISIBLE_DEVICES": ",".join(str(first + card) for card in range(case.tp))}
+        log = (asked.directory / f"beside-{case.name.replace(':', '-')}-{engine}.log").open("wb")
+        words = command(engine, asked.directory / case.model / case.form, case, port, asked)
+        log.write(f"$ {' '.join(words)}\n".encode())
+        log.flush()
+        process = subprocess.Popen(words, env=told, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        case.servers[engine] = Server(f"http://127.0.0.1:{port}", process, time.monotonic())
+
+
+def await_servers(cases: list[Case], until: float) -> None:
+    waiting = [(case, engine, server) for case in cases for engine, server in case.servers.items()]
+    while waiting and time.monotonic() < until:
+        for one in list(waiting):
+            case, engine, server = one
+            if server.up() or server.failed:
+                waiting.remove(one)
+                print(f"{case.name} {engine}: {server.failed or f'up after {time.monotonic() - server.began:.0f} s'}", flush=True)
+        time.sleep(0.3)
+    for case, engine, server in waiting:
+        server.failed = "it did not come up in time"
+        print(f"{case.name} {engine}: {server.failed}", flush=True)
+
+
+def end(cases: list[Case]) -> None:
+    processes = [server.process for case in cases for server in case.servers.values()]
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def requests(url: str, tokens: int, users: int, output: int) -> list[RequestTimes]:
+    """Raises QuantkitError where one of them failed."""
+    times = list(EndpointTarget(url).run(Workload(tokens, output, users, users)))
+    errors = [one.error for one in times if one.error]
+    if errors:
+        raise QuantkitError(f"{len(errors)} of {users} requests of {tokens} tokens failed: {errors[0]}", "see the server's log")
+    return times
+
+
+def cell_of(url: str, cell: str) -> Rows:
+    """Of its rounds."""
+    tokens, users = (int(part) for part in cell.split("x"))
+    rows, began = Rows(), time.monotonic()
+    while len(rows) < ROUNDS and (not rows or time.monotonic() - began < LONG_S):
+        row = summarize(requests(url, tokens, users, OUTPUT), tokens, users).to_json()
+        rows.append({key: row[key] for key in (*KEYS, "latency_s")})
     return rows
 
 
-def show(tp: int, found: dict[str, Any]) -> None:
-    """A line a cell, where both were measured: seconds to the first token, milliseconds a token, quantkit's in brackets over vLLM's."""
-    if any(isinstance(rows, str) for rows in found.values()) or len(found) < 2:
-        print(f"tp {tp}: { ({name: rows if isinstance(rows, str) else 'measured' for name, rows in found.items()}) }", flush=True)
-    for ours, theirs in zip(found.get("quantkit", []), found.get("vllm", [])):
-        if isinstance(ours, str) or isinstance(theirs, str):
-            return
-        said = [f"{name} {theirs[name]:.4g} {ours[name]:.4g} ({ours[name] / theirs[name]:.2f})" for name in ("ttft_s", "tpot_ms")]
-        print(f"tp {tp} | {ours['input_len']} in | {ours['concurrency']} users | {' | '.join(said)}", flush=True)
+def gap_of(url: str) -> Rows:
+    """The largest gap of running answers while the long prompt is computed, and its first token, seconds."""
+    beginning = max(one.ttft_s for one in requests(url, ANSWER_INPUT, ANSWERS, 1))
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(requests, url, ANSWER_INPUT, ANSWERS, ANSWER_OUTPUT)
+        time.sleep(beginning + 0.5)
+        arrived = requests(url, ARRIVING, 1, 4)[0]
+        answers = running.result()
+    if any(one.first_token > arrived.sent or one.last_token < arrived.first_token for one in answers):
+        raise QuantkitError("the answers did not run as long as the prompt was computed", "raise ANSWER_OUTPUT")
+    largest = max(gap for one in answers for end, gap in ends_of_gaps(one) if arrived.sent <= end and end - gap <= arrived.first_token)
+    return [{"gap_s": largest, "ttft_s": arrived.ttft_s}]
 
 
-def run(path: Path, asked: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Rows, or why there are none, by tp and engine. Two servers that fit side by side have cards of their own."""
-    servers, result = [], dict[str, dict[str, Any]]()
-    for number, (tp, engine) in enumerate((tp, engine) for tp in asked.tp for engine in ("quantkit", "vllm")):
-        first = tp if engine == "vllm" and 2 * tp <= asked.cards else 0
-        cards, port = list(range(first, first + tp)), FIRST_PORT + number
-        words = command(engine, asked.vllm, path, tp, port, asked.device)
-        servers.append((tp, engine, f"http://127.0.0.1:{port}", start(f"{engine}-tp{tp}", words, cards, asked.directory)))
+def ends_of_gaps(one: RequestTimes) -> Iterator[tuple[float, float]]:
+    """When each gap between two pieces of an answer ended, and how long it was."""
+    at = one.first_token
+    for gap in one.gaps:
+        at += gap
+        yield at, gap
+
+
+def expected_s(cell: str) -> float:
+    """Of a cell on one server, generously."""
+    if cell == "gap":
+        return 8.0
+    tokens, users = (int(part) for part in cell.split("x"))
+    return max(tokens * users / 25_000 + 1.0, LONG_S + 1)
+
+
+def warm(url: str) -> None:
+    for tokens, users in WARM:
+        requests(url, tokens, users, 8)
+
+
+def measure(cases: list[Case], asked: argparse.Namespace, until: float, found: dict[str, Any]) -> None:
+    """Cell after cell of every case into `found`, which is written after each; what failed is told, and is not there."""
+    for case in cases:
+        for engine, server in case.servers.items():
+            attempt(f"{case.name} {engine}", server, warm)
+    for cell in asked.cells.split(","):
+        for case in cases:
+            rows = found.setdefault(case.name, {}).setdefault(cell, {})
+            for engine, server in case.servers.items():
+                if engine in rows or time.monotonic() + expected_s(cell) > until:
+                    continue
+                took = attempt(f"{case.name} {engine} {cell}", server, gap_of if cell == "gap" else partial(cell_of, cell=cell))
+                rows |= {engine: took} if took else {}
+            (asked.directory / "beside.json").write_text(json.dumps(found, indent=1))
+            print(told(case.name, cell, rows), flush=True)
+
+
+def attempt(name: str, server: Server, measured: Callable[[str], Rows | None]) -> Rows | None:
+    """Nothing where the server is not up, or what was asked of it failed."""
     try:
-        for _, _, url, process in servers:
-            try:
-                wait(process, url, asked.wait)
-            except RuntimeError as problem:
-                print(f"{url}: {problem}", flush=True)
-        for tp, engine, url, process in servers:
-            found = result.setdefault(str(tp), {})
-            try:
-                wait(process, url, 1)
-                found[engine] = bench(url, asked.input_len, asked.concurrency)
-            except (RuntimeError, subprocess.TimeoutExpired) as problem:
-                found[engine] = str(problem)
-            (asked.directory / "beside.json").write_text(json.dumps(result, indent=1))
-            if len(found) == 2:
-                show(tp, found)
+        return None if server.failed else measured(server.url)
+    except (QuantkitError, httpx.HTTPError) as problem:
+        print(f"{name}: {problem}", flush=True)
+        return None
+
+
+def told(name: str, cell: str, rows: dict[str, Rows]) -> str:
+    """A line of a cell: vLLM's figure, ours, and ours over theirs, of rates theirs over ours, so that 1 or less is what is asked."""
+    if set(rows) != set(ENGINES):
+        return f"{name} | {cell} | {', '.join(rows) or 'nothing'} measured"
+    said = []
+    for key in KEYS if cell != "gap" else ("gap_s", "ttft_s"):
+        theirs, ours = (statistics.median(row[key] for row in rows[engine]) for engine in ENGINES)
+        said.append(f"{key} {theirs:.4g} {ours:.4g} ({theirs / ours if key == 'system_tps' else ours / theirs:.2f})")
+    return " | ".join([name, cell, *said])
+
+
+def run(cases: list[Case], asked: argparse.Namespace) -> int:
+    began, kept = time.monotonic(), asked.directory / "beside.json"
+    found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    until = began + asked.seconds
+    start(cases, asked)
+    try:
+        await_servers(cases, min(began + asked.wait, until))
+        measure(cases, asked, until, found)
     finally:
-        for *_, process in servers:
-            process.terminate()
-        for *_, process in servers:
-            try:
-                process.wait(15)
-            except subprocess.TimeoutExpired:
-                process.kill()
-    return result
+        end(cases)
+    return int(any(set(rows) != set(ENGINES) for case in cases for rows in found.get(case.name, {"": {}}).values()))
+
+
+def case_of(text: str) -> Case:
+    model, form, tp = text.split(":")
+    if model not in SHAPES or form not in FORMATS:
+        raise argparse.ArgumentTypeError(f"{text} is none of {', '.join(SHAPES)} with {' or '.join(FORMATS)} and a number of cards")
+    return Case(model, form, int(tp))
 
 
 def main() -> int:
@@ -165,18 +253,26 @@ def main() -> int:
     parser.add_argument("--vllm", default=sys.executable, help="python of an environment with vLLM")
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--steps", default="write,run")
-    parser.add_argument("--tp", default="2,4", type=lambda text: [int(part) for part in text.split(",")])
-    parser.add_argument("--cards", type=int, default=4)
-    parser.add_argument("--input-len", default="128,4096")
-    parser.add_argument("--concurrency", default="1,8,32")
-    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--cases", default="qwen3-8b:awq:1", type=lambda text: [case_of(part) for part in text.split(",")])
+    parser.add_argument("--cells", default=CELLS, help="TOKENSxUSERS and gap")
+    parser.add_argument("--cards", type=int, default=1)
+    parser.add_argument("--cache-tokens", type=int, default=0, help="of each server, where several share a card; what fits otherwise")
+    parser.add_argument("--layers", type=int, default=0, help="of the models; all by default")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--wait", type=float, default=150, help="seconds that servers may take to come up")
+    parser.add_argument("--seconds", type=float, default=3600, help="after which no further cell is measured")
     asked = parser.parse_args()
     asked.directory.mkdir(parents=True, exist_ok=True)
-    path = write(asked.directory, asked.layers, asked.device) if "write" in asked.steps else asked.directory / "qwen3-8b" / "awq"
-    result = run(path, asked) if "run" in asked.steps else {}
-    return int(any(isinstance(rows, str) for found in result.values() for rows in found.values()))
+    if "write" in asked.steps:
+        for case in asked.cases:
+            write_shape(asked.directory, case.model, case.form, asked.layers, asked.device)
+    if "run" not in asked.steps:
+        return 0
+    written = [case for case in asked.cases if (asked.directory / case.model / case.form / "config.json").exists()]
+    for case in asked.cases:
+        if case not in written:
+            print(f"{case.name}: not written", flush=True)
+    return run(written, asked) or int(written != asked.cases)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,19 @@ def test_knows_who_opens_think(chat: ChatTokenizer, tiny_checkpoint: Path, tmp_p
     assert not ChatTokenizer(tmp_path / "model").prefills_think
 
 
+def test_a_processors_template_is_read_last(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    (model / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0]['content'] }}!"}))
+    assert ChatTokenizer(model).prefills_think
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert ChatTokenizer(model).render(MESSAGES) == "Be brief.!"
+    (model / "chat_template.json").write_text('{"chat_template": 3}')
+    with pytest.raises(QuantkitError, match=r"chat_template\.json has a chat_template that is neither"):
+        ChatTokenizer(model)
+
+
 def test_bos_is_added_where_the_settings_say_so(tiny_checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_checkpoint, tmp_path / "model")
     settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())

@@ -62,7 +62,19 @@ def _widths(pairs_per_expert: float) -> tuple[int, ...]:
 
 def _launches(name: str, kind: str, width: int, doubled: bool) -> list[LinearPlan]:
     if width <= 32:
-        shapes = [(64, 4, 4), (64, 4, 3), (64, 2, 4), (64, 2, 3), (32, 1, 4), (32, 2, 4), (128, 4, 3)]
+        shapes = [
+            (64, 4, 4),
+            (64, 4, 3),
+            (64, 2, 4),
+            (64, 2, 3),
+            (64, 2, 5),
+            (64, 2, 6),
+            (32, 1, 4),
+            (32, 1, 6),
+            (32, 2, 4),
+            (128, 4, 3),
+            (128, 4, 4),
+        ]
     else:
         shapes = [(64, 4, 4), (64, 4, 3), (128, 8, 3), (128, 4, 3), (128, 8, 2), (128, 8, 4)]
     plans = [LinearPlan(rows, width, 1, warps, stages) for rows, warps, stages in shapes]
@@ -84,8 +96,8 @@ def tune_experts(experts: TritonExperts, case: ExpertsCase, rng: torch.Generator
     return measured(followers(name, case, first[0][1]))
 
 
-Kernels = tuple[str, ExpertsPlan, int]
-"""A kind, a plan, and how many programs share K of gate and up."""
+Kernels = tuple[str, ExpertsPlan, int, int]
+"""A kind, a plan, how many programs share K of gate and up, and tokens: one, whose pairs are not sorted, or two for any number."""
 
 
 def kernels_of_experts(name: str, processors: int, cases: Sequence[ExpertsCase]) -> list[Kernels]:
@@ -96,25 +108,26 @@ def kernels_of_experts(name: str, processors: int, cases: Sequence[ExpertsCase])
         for plan in candidates(name, case):
             for one in (plan, *followers(name, case, plan)):
                 tiles = min(pairs, EXPERTS) + pairs // one.down.tokens
-                found[case.kind, one, experts_split(one.gate_up, processors, case.intermediate, case.hidden, tiles)] = None
+                split = experts_split(one.gate_up, processors, case.intermediate, case.hidden, tiles)
+                found[case.kind, one, split, min(case.tokens, 2)] = None
     # Each product once is enough.
-    firsts: dict[tuple[str, LinearPlan, int], Kernels] = {}
-    seconds: dict[tuple[str, LinearPlan], Kernels] = {}
-    for kind, plan, split in found:
-        firsts.setdefault((kind, plan.gate_up, split), (kind, plan, split))
-        seconds.setdefault((kind, plan.down), (kind, plan, split))
+    firsts: dict[tuple[str, LinearPlan, int, int], Kernels] = {}
+    seconds: dict[tuple[str, LinearPlan, int], Kernels] = {}
+    for kind, plan, split, tokens in found:
+        firsts.setdefault((kind, plan.gate_up, split, tokens), (kind, plan, split, tokens))
+        seconds.setdefault((kind, plan.down, tokens), (kind, plan, split, tokens))
     return list(dict.fromkeys([*firsts.values(), *seconds.values()]))
 
 
 def compile_experts(kernels: Kernels) -> None:
     """By running them once, on two experts of one tile and as many steps as are shared."""
-    kind, plan, split = kernels
+    kind, plan, split, tokens = kernels
     device = torch.device("cuda")
     rng = torch.Generator(device).manual_seed(0)
     layer = experts_of(GRIDS[kind], 128 * 8, 128, rng, count=2)
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    x = torch.zeros(1, layer.hidden, dtype=torch.bfloat16, device=device)
-    layer.by_plan(x, ids, torch.ones(1, 1, device=device), plan, split)
+    ids = torch.zeros(tokens, 1, dtype=torch.int64, device=device)
+    x = torch.zeros(tokens, layer.hidden, dtype=torch.bfloat16, device=device)
+    layer.by_plan(x, ids, torch.ones(tokens, 1, device=device), plan, split)
     torch.cuda.synchronize()
 
 

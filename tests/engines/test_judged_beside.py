@@ -1,0 +1,72 @@
+"""What tests/judges/vllm_beside.py measures with: models of repeated layers, and the figures of a cell."""
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "judges"))
+
+import shape_models
+import vllm_beside
+from vllm_beside import Case, Server, ends_of_gaps, told
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.evaluation.speed.measure import RequestTimes
+from quantkit.models import find_architecture
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+
+
+@pytest.mark.parametrize(("model", "form"), [("qwen3-8b", "awq"), ("qwen3-30b-a3b", "bf16")])
+def test_a_model_of_repeated_layers_has_all_its_tensors(model: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128} if model == "qwen3-30b-a3b" else {}
+    monkeypatch.setitem(shape_models.SHAPES, model, shape_models.SHAPES[model] | SMALL | experts)
+    path = shape_models.write_shape(tmp_path, model, form, 3, "cpu")
+    checkpoint = Checkpoint.open(path)
+    architecture = find_architecture(checkpoint.config)
+    rows = [row.name.removesuffix(".weight") for row in architecture.parameters(architecture.Config.from_dict(checkpoint.config))]
+    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    there = {name.rpartition(".")[0] for name in index}
+    assert set(rows) == there
+    assert sum(".2." in name for name in there) > 3
+
+
+def test_a_line_of_a_cell_is_below_one_where_ours_is_better() -> None:
+    theirs, ours = {"ttft_s": 2.0, "tpot_ms": 10.0, "system_tps": 100.0}, {"ttft_s": 1.0, "tpot_ms": 12.0, "system_tps": 125.0}
+    assert told("m", "1x1", {"vllm": [theirs], "quantkit": [ours]}) == (
+        "m | 1x1 | ttft_s 2 1 (0.50) | tpot_ms 10 12 (1.20) | system_tps 100 125 (0.80)"
+    )
+    assert told("m", "1x1", {"vllm": [theirs]}) == "m | 1x1 | vllm measured"
+
+
+def test_gaps_are_counted_while_the_long_prompt_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = RequestTimes(0.0, 1.0, 9.0, 8, 4, gaps=(5.0, 1.0, 2.0))
+    assert list(ends_of_gaps(one)) == [(6.0, 5.0), (7.0, 1.0), (9.0, 2.0)]
+    answers = {vllm_beside.ANSWERS: [one], 1: [RequestTimes(6.5, 7.5, 7.6, 8, 4)]}
+    monkeypatch.setattr(vllm_beside, "requests", lambda url, tokens, users, output: answers[users])
+    monkeypatch.setattr(vllm_beside.time, "sleep", lambda seconds: None)
+    assert vllm_beside.gap_of("") == [{"gap_s": 2.0, "ttft_s": 1.0}]
+
+
+def test_what_is_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+    monkeypatch.setattr(vllm_beside, "warm", lambda url: [])
+    monkeypatch.setattr(vllm_beside, "cell_of", lambda url, cell: measured.append(f"{url} {cell}"))
+    case = Case("qwen3-8b", "awq", 1, {name: Server(name, None, 0.0) for name in ("vllm", "quantkit")})  # type: ignore[arg-type]
+    case.servers["quantkit"].failed = "it ended with 1"
+    found: dict[str, Any] = {case.name: {"128x1": {"vllm": [{}]}}}
+    vllm_beside.measure([case], Namespace(cells="128x1,128x8", directory=tmp_path), vllm_beside.time.monotonic() + 600, found)
+    assert measured == ["vllm 128x8"]
+    vllm_beside.measure([case], Namespace(cells="4096x8", directory=tmp_path), vllm_beside.time.monotonic() + 1, found)
+    assert measured == ["vllm 128x8"]
