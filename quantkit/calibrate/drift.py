@@ -66,9 +66,9 @@ class DriftSum:
 
 def taken(lost: Tensor, change: Tensor) -> Tensor:
     """How much of a change [..., S, N] of outputs is best on held-out rows, where `lost` is what the outputs lack: [] or the leading
-    dimensions, from nothing to all of it. All of it where there are no rows."""
+    dimensions, from nothing to all of it. Nothing where there are no rows: nobody can tell what holds for calibration tokens alone."""
     if not lost.numel():
-        return torch.ones((), device=lost.device)
+        return torch.zeros((), device=lost.device)
     return ((lost * change).sum((-1, -2)) / change.square().sum((-1, -2)).clamp(min=1e-30)).clamp(0, 1)
 
 
