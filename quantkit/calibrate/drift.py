@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.statistics import HeldOutRows
+from quantkit.calibrate.ranks import Ranks
+from quantkit.calibrate.statistics import HeldOutRows, panels
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class DriftSum:
     """What `Drift`s are made from, batch by batch: the quantized path is heard first, then the original one; a linear that is asked several
     times for a batch, with the sequences one by one, in the same order on both."""
 
-    def __init__(self, sample_rows: int) -> None:
-        self._sample_rows = sample_rows
+    def __init__(self, sample_rows: int, ranks: Ranks) -> None:
+        self._sample_rows, self._ranks = sample_rows, ranks
         self._heard: dict[str, deque[Tensor]] = {}
         self._sums: dict[str, Tensor] = {}
         self._tokens: dict[str, int] = {}
@@ -50,7 +51,10 @@ class DriftSum:
         x = self._heard[module].popleft()
         if module not in self._sums:
             self._sums[module], self._tokens[module] = x.new_zeros(x.shape[1], x.shape[1]), 0
-        self._sums[module].addmm_((o.reshape(x.shape) - x).t(), x)
+        lost = o.reshape(x.shape) - x
+        for number, rows in enumerate(panels(x.shape[1])):
+            if self._ranks.mine(number):
+                self._sums[module][rows].addmm_(lost[:, rows].t(), x)
         self._tokens[module] += len(x)
 
     def keep(self, module: str, o: Tensor) -> None:
@@ -60,6 +64,9 @@ class DriftSum:
     def means(self) -> dict[str, Drift]:
         """Nothing more is to be heard."""
         sums, self._sums = self._sums, {}
+        for own in sums.values():
+            for number, rows in enumerate(panels(len(own))):
+                self._ranks.send(own[rows], self._ranks.of(number))
         kept = {module: self._kept.get(module, HeldOutRows(0)).rows(own) for module, own in sums.items()}
         return {module: Drift(own.div_(self._tokens[module]), kept[module]) for module, own in sums.items()}
 

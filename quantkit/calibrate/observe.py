@@ -50,7 +50,7 @@ def observe(
     """Run the original weights `tensors` over `states`, and over `original`, the calibration tokens on the original path, if given. All are
     left as they are."""
     observer, recorder = Observer(HELD_OUT_ROWS, ranks), Recorder(len(states.quantized.hidden) + len(states.original.hidden))
-    asked, total = Recorder(states.quantized.fitted), DriftSum(HELD_OUT_ROWS)
+    asked, total = Recorder(states.quantized.fitted), DriftSum(HELD_OUT_ROWS, ranks)
 
     def see(module: str, x: Tensor) -> None:
         observer(module, x)

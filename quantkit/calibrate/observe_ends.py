@@ -31,7 +31,7 @@ def observe_ends(
     states, original: before this sublayer, the latter of the calibration tokens on the original path."""
     sublayer = scaled.sublayer
     sites = {first for first, modules in scaled.sites.items() if sublayer.ends.issuperset(modules)}
-    observer, total = Observer(HELD_OUT_ROWS, ranks), DriftSum(HELD_OUT_ROWS)
+    observer, total = Observer(HELD_OUT_ROWS, ranks), DriftSum(HELD_OUT_ROWS, ranks)
 
     def hear(module: str, x: Tensor) -> None:
         if module in sites:

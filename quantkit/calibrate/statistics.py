@@ -9,8 +9,8 @@ from torch import Tensor
 from quantkit.calibrate.ranks import Ranks
 
 PANEL = 1024
-"""Rows of a Hessian that are summed together: it is symmetric, and what lies right of a panel's last row is not computed. Ranks share the
-panels out, and each sums its own over all tokens, so the sums are those of one process."""
+"""Rows of a square that are summed together. A Hessian is symmetric, and what lies right of a panel's last row is not computed. Ranks share
+the panels out, and each sums its own over all tokens, so the sums are those of one process."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,11 @@ class InputStatistics:
     mean_hessian: Tensor
     absmax: Tensor
     sample: Tensor
+
+
+def panels(channels: int) -> Iterator[slice]:
+    """Of a square of so many rows."""
+    return (slice(start, start + PANEL) for start in range(0, channels, PANEL))
 
 
 class HeldOutRows:
@@ -57,7 +62,7 @@ class StatisticsSum:
 
     def add(self, x: Tensor) -> None:
         """x float32 [T, K] of calibration tokens."""
-        for number, rows in enumerate(self._panels()):
+        for number, rows in enumerate(panels(x.shape[1])):
             if self._ranks.mine(number):
                 self._hessian[rows, : rows.stop].addmm_(x[:, rows].t(), x[:, : rows.stop])
         self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
@@ -70,14 +75,11 @@ class StatisticsSum:
     def mean(self) -> InputStatistics:
         """The statistics; this sum ends here, for they take its memory."""
         hessian = self._hessian.div_(max(self._tokens, 1))
-        for number, rows in enumerate(self._panels()):
+        for number, rows in enumerate(panels(len(hessian))):
             self._ranks.send(hessian[rows], self._ranks.of(number))
-        for rows in self._panels():
+        for rows in panels(len(hessian)):
             hessian[rows, rows.stop :] = hessian[rows.stop :, rows].t()
         return InputStatistics(hessian, self._absmax, self._sample.rows(hessian))
-
-    def _panels(self) -> Iterator[slice]:
-        return (slice(start, start + PANEL) for start in range(0, len(self._hessian), PANEL))
 
 
 class Observer:

@@ -14,6 +14,7 @@ from output_files import files
 from torch import Tensor
 
 from quantkit.calibrate.drift import DriftSum, expert_drift, taken
+from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.scale import ScaledInput
 from quantkit.errors import QuantkitError
 from quantkit.models import find_architecture
@@ -39,7 +40,7 @@ def paths(seed: int, rows: int = T) -> tuple[Tensor, Tensor]:
 
 def heard(x: Tensor, o: Tensor, scale: Tensor, held_out: tuple[Tensor, Tensor]) -> ScaledInput:
     """In two batches, the input divided by scale."""
-    total = DriftSum(128)
+    total = DriftSum(128, Ranks())
     for part in (slice(0, T // 4), slice(T // 4, T)):
         total.hear("a", x[part])
         total.compare("a", o[part])
@@ -97,7 +98,7 @@ def test_rows_of_the_layer_count_as_in_the_hessian() -> None:
 
 def test_a_linear_may_be_asked_for_each_sequence_of_a_batch() -> None:
     """As transformers' layers are."""
-    (x, o), whole, parts = paths(1), DriftSum(8), DriftSum(8)
+    (x, o), whole, parts = paths(1), DriftSum(8, Ranks()), DriftSum(8, Ranks())
     whole.hear("a", x)
     whole.compare("a", o)
     for step in (parts.hear, parts.compare):

@@ -14,6 +14,7 @@ from letters import write_letters
 from output_files import files
 
 from quantkit.calibrate import expert_layer, statistics
+from quantkit.calibrate.drift import DriftSum
 from quantkit.calibrate.expert_layer import ExpertLayer, expert_batches
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.ranks import Ranks
@@ -121,18 +122,20 @@ def test_experts_are_in_as_many_batches_as_a_power_of_two() -> None:
         assert [number for batch in batches for number in batch] == list(range(count))
 
 
-def test_ranks_sum_panels_of_one_hessian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_sum_panels_of_one_square(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each its own, and all have the sums of one process."""
     monkeypatch.setattr(statistics, "PANEL", 16)
-    x = torch.randn(3, 20, 50, generator=torch.Generator().manual_seed(0))
+    x, o = torch.randn(2, 3, 20, 50, generator=torch.Generator().manual_seed(0))
 
     def summed(ranks: Ranks) -> torch.Tensor:
-        total = StatisticsSum(50, x.device, 4, ranks)
-        for part in x:
+        total, drift = StatisticsSum(50, x.device, 4, ranks), DriftSum(4, ranks)
+        for part, original in zip(x, o):
             total.add(part)
-        return total.mean().mean_hessian
+            drift.hear("a", part)
+            drift.compare("a", original)
+        return torch.stack([total.mean().mean_hessian, drift.means()["a"].inputs])
 
     alone = summed(Ranks())
-    torch.testing.assert_close(alone, torch.einsum("bti,btj->ij", x, x) / 60)
+    torch.testing.assert_close(alone, torch.stack([torch.einsum("bti,btj->ij", a, x) for a in (x, o - x)]) / 60)
     for found in run_ranks(3, tmp_path, lambda parallel: summed(Ranks(parallel.rank, parallel.size))):
         assert torch.equal(found, alone)  # type: ignore[arg-type]
