@@ -58,12 +58,13 @@ def observe(
             total.hear(module, x)
 
     weights = LayerWeights(tensors, recorder, see, unread=sublayer.ends)
-    block, beside = sublayer.build(weights), sublayer.build(LayerWeights(tensors, asked, total.compare, unread=sublayer.ends))
+    block, beside = sublayer.build(weights), LayerWeights(tensors, asked, total.compare, unread=sublayer.ends)
+    source = None if original is None else sublayer.build(beside)
     for batch in states.quantized.batches():
         observer.held_out = batch.held_out
         sublayer.run(block, states.quantized.hidden[batch.part], batch.lengths)
-        if original is not None and not batch.held_out:
-            sublayer.run(beside, original.hidden[batch.part], batch.lengths)
+        if original is not None and source is not None and not batch.held_out:
+            sublayer.run(source, original.hidden[batch.part], batch.lengths)
     if recorder.asked or original is not None:  # which experts the original path chooses, and what its linears read
         block = sublayer.build(LayerWeights(tensors, recorder, None if original is None else total.keep, unread=sublayer.ends))
         for batch in states.original.batches():
