@@ -61,9 +61,12 @@ class MtpDrafter(Drafter):
         if self.count == 0:
             self._hold(done.hidden)  # now, while the device is busy
             return None
-        self._catch_up()
+        where = done.where
+        if self._behind_by:
+            where = where._replace(tables=where.tables.copy())  # other rows' come in their place
+            self._catch_up()
         assert token_ids is not None, "every row of a decode pass counts"
-        self._hidden, logits, greedy = self.steps.run(done.where, token_ids, self._states(done.hidden))
+        self._hidden, logits, greedy = self.steps.run(where, token_ids, self._states(done.hidden))
         return logits, greedy
 
     def _behind_prompts(self, done: ForwardPass, token_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:

@@ -111,6 +111,37 @@ def test_the_layer_catches_up(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyP
     assert sum(seen["always"][at] == seen["paused"][at] for at in both) >= 0.95 * len(both), "the cache is bfloat16: a tie may turn"
 
 
+def test_rows_of_what_is_behind_leave_those_of_the_pass(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many rows, of the same sequences, with drafts of another source among those of the pass."""
+    engine = load(tiny_checkpoint, max_model_len=128, num_drafts=4)
+    drafter: Any = engine.speculation.drafter
+    drafter.steps = DecodeSteps(drafter.mtp, engine.cache, lambda step, lengths: step)
+    asked = SamplingParams(max_new_tokens=80, ignore_eos=True)
+    first, second = (engine.submit(PROMPTS[index], asked, index) for index in range(2))
+    for drafts, steps in ((3, 4), (0, 2)):
+        engine.speculation.make(drafts, 0)
+        for _ in range(steps):
+            engine.step()
+    drafter._behind_by, drafter._num_held = [], 0
+    for _ in range(3):  # six rows are behind
+        engine.step()
+    first.drafts = [1, 2, 3, 4]
+    engine.speculation.make(1, 0)
+    seen, run = list[tuple[list[int], list[list[int]]]](), drafter.steps.run
+
+    def noted(where: Any, *given: Any, **places: Any) -> Any:
+        seen.append((where.positions.tolist(), where.tables.tolist()))
+        return run(where, *given, **places)
+
+    monkeypatch.setattr(drafter.steps, "run", noted)
+    start, owners = [len(one.token_ids) - 1 for one in (first, second)], [first] * 5 + [second]
+    width = max(len(one.blocks) for one in owners)
+    engine.step()
+    assert len(seen) == 2
+    assert len(seen[0][0]) == 6, "what was behind by rows"
+    assert seen[1] == ([*range(start[0], start[0] + 5), start[1]], [one.blocks + [0] * (width - len(one.blocks)) for one in owners])
+
+
 def counted(monkeypatch: pytest.MonkeyPatch, drafter: Any) -> Counter[str]:
     """How often what is behind was read by rows of a captured step, and as a prompt."""
     found, catch_up, step, mtp = Counter[str](), drafter._catch_up, drafter.steps.run, drafter.mtp
