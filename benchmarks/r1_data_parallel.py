@@ -48,7 +48,7 @@ class ShareWeights(BoxWeights):
         counted: Any = self._experts([f"{prefix}.{expert}" for expert in own])
         return ExpertShare(counted.experts, own, num_experts, self.expert_ranks)
 
-    def experts_with_shared(self, prefix: str, num_experts: int, shared: str, *gating: Any) -> None:
+    def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> None:
         """Apart: every rank has the shared expert, of its own rows."""
 
 

@@ -148,8 +148,7 @@ class SyntheticWeights:
         assert gating == kernels.SILU, gating
         return self._experts([f"{prefix}.{expert}" for expert in range(num_experts)])
 
-    def experts_with_shared(self, prefix: str, num_experts: int, shared: str, gating: kernels.Gating = kernels.SILU) -> ExpertsOp | None:
-        assert gating == kernels.SILU, gating
+    def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
         return self._experts([*(f"{prefix}.{expert}" for expert in range(num_experts)), shared])
 
     def _experts(self, modules: list[str]) -> ExpertsOp:

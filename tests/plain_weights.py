@@ -51,7 +51,7 @@ class PlainWeights:
 
         return run
 
-    def experts_with_shared(self, prefix: str, num_experts: int, shared: str, gating: Gating = SILU) -> ExpertsOp | None:
+    def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
         return None
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class LayerWeights:
         assert self.routed is not None, f"no operator for the experts of {prefix}"
         return self.routed
 
-    def experts_with_shared(self, prefix: str, num_experts: int, shared: str, gating: Gating = SILU) -> ExpertsOp | None:
+    def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
         return None  # the inputs of the shared expert are observed
 
     def all_reduce(self, x: Tensor) -> Tensor:

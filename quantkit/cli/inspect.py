@@ -36,6 +36,10 @@ def kernels(
     backend: Annotated[str, typer.Option(help="Show what serves each operator where this backend is asked for.")] = "auto",
     check: Annotated[bool, typer.Option(help="Run every operator at R1 shapes against the reference: error, time, bandwidth.")] = False,
     tune: Annotated[bool, typer.Option(help="Measure plans of the Triton kernels on this card and keep the best: some minutes.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="With --tune: the quantized model whose products are measured, in place of R1's and Qwen3-8B's.")
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="With --model: ranks that share it.")] = 1,
     json_: AsJson = False,
 ) -> None:
     """Operators and backends: which are usable here and why the others are not, or with --check how right and how fast they are."""
@@ -48,8 +52,12 @@ def kernels(
         raise QuantkitError("--tune and --check are two measurements", "give one of them, then the other")
     if (tune or check) and backend != "auto":
         raise QuantkitError("--backend is for the table; --check runs every backend that is usable, --tune Triton's", "leave --backend out")
+    if model is not None and not tune:
+        raise QuantkitError("--model is for --tune", "give both, or leave --model out")
+    if tp > 1 and model is None:
+        raise QuantkitError("--tp is for --model", "give both, or leave --tp out")
     if tune:
-        return _tune(target, json_)
+        return _tune(target, json_, model, tp)
     if not check:
         try:
             rows = [vars(row) for row in quantkit_kernels.table(target, backend)]
@@ -105,17 +113,26 @@ def _told(device: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"slow": slow, "plans": plans_told(architecture(device)) if on_gpu else ""}
 
 
-def _tune(device: Any, json_: bool) -> None:
+def _tune(device: Any, json_: bool, model: str | None, tp: int) -> None:
     from quantkit_kernels.backends import why_unusable
+    from quantkit_kernels.sizes import MEASURED
     from quantkit_kernels.triton.cards import architecture, own_table
     from quantkit_kernels.triton.tune import write_table
 
     reason = "it is a CPU" if device.type == "cpu" else why_unusable("linear_int4", "triton", device)
     if reason is not None:
         raise QuantkitError(f"plans of the Triton kernels cannot be measured on {device}: {reason}", "tune on a machine with a GPU")
+    wanted = MEASURED
+    if model is not None:
+        from quantkit.checkpoint.reader import Checkpoint
+        from quantkit.executor.products import products
+        from quantkit.hub import find_model
+
+        wanted = products(Checkpoint.open(find_model(model)), tp)
+        console.tell(f"{len(wanted.linears)} sizes of linears and {len(wanted.experts)} of experts")
     path = own_table(architecture(device))
     console.tell(f"plans are kept in {path}, those of a weight as soon as it is measured")
-    for line in write_table(device, path):
+    for line in write_table(device, path, wanted):
         console.tell(line)
     if json_:
         return print_json({"device": str(device), "architecture": architecture(device), "table": str(path)})

@@ -142,7 +142,7 @@ class ExecutorWeights:
         prepared = self._experts(modules, map(self._expert, modules), gating)
         return prepared if self.expert_ranks.size == 1 else ExpertShare(prepared, own, num_experts, self.expert_ranks)
 
-    def experts_with_shared(self, prefix: str, num_experts: int, shared: str, gating: kernels.Gating = kernels.SILU) -> ExpertsOp | None:
+    def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
         """As `Weights.experts_with_shared`: where the shared expert has the shapes and grid of the others, and no ranks share these out."""
         if self.expert_ranks.size > 1:
             return None
@@ -150,7 +150,7 @@ class ExecutorWeights:
         if any(_form(one) != _form(other) for one, other in zip(first, last)):
             return None
         modules = [f"{prefix}.{expert}" for expert in range(num_experts)]
-        return self._experts([*modules, shared], chain([first], map(self._expert, modules[1:]), [last]), gating)
+        return self._experts([*modules, shared], chain([first], map(self._expert, modules[1:]), [last]))
 
     def _expert(self, module: str) -> list[kernels.Weight]:
         return [self._narrowed(linear, self._operand(linear)) for linear in self._mlps[module].modules]

@@ -288,10 +288,9 @@ class MixtureV4(MoeMlp):
             chosen = biased.topk(self.routing.num_experts_per_tok, dim=-1).indices
         counts = scores.gather(1, chosen)
         counts = counts / (counts.sum(dim=-1, keepdim=True) + 1e-20) * self.routing.routed_scaling_factor
-        if self.shared is not None:
-            return self.experts(x, chosen, counts) + self.shared(x)
-        joined = F.pad(chosen, (0, 1), value=self.routing.n_routed_experts), F.pad(counts, (0, 1), value=1.0)
-        return self.experts(x, *joined)
+        routed = self.experts(x, chosen, counts)
+        assert self.shared is not None, "it has a gate of its own, and is never joined"
+        return routed + self.shared(x)
 
 
 class DecoderLayer(streams_decoder.StreamsLayer):

@@ -62,5 +62,5 @@ class InnerWeights:
     def experts(self, prefix: str, num_experts: int, gating: Gating = SILU) -> ExpertsOp:
         return self.weights.experts(self.rename(prefix), num_experts, gating)
 
-    def experts_with_shared(self, prefix: str, num_experts: int, shared: str, gating: Gating = SILU) -> ExpertsOp | None:
-        return self.weights.experts_with_shared(self.rename(prefix), num_experts, self.rename(shared), gating)
+    def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
+        return self.weights.experts_with_shared(self.rename(prefix), num_experts, self.rename(shared))

@@ -192,8 +192,7 @@ class MoeMlp:
         self.shared_gate = weights.tensor(f"{prefix}.{names.shared_gate}.weight").float() if names.shared_gate else None
         routed = (f"{prefix}.experts", routing.n_routed_experts)
         shared = f"{prefix}.{names.shared}" if names.shared else None
-        joins = self.shared_gate is None and not names.expert_bias
-        joined = weights.experts_with_shared(*routed, shared, names.gating) if shared and joins else None
+        joined = weights.experts_with_shared(*routed, shared) if shared and self.shared_gate is None and names.gating == SILU else None
         self.routing = routing if joined is None else replace(routing, num_joined_experts=1)
         self.experts = weights.experts(*routed, names.gating) if joined is None else joined
         self.shared = Mlp(shared, weights, names.linears, gating=names.gating) if shared and joined is None else None

@@ -57,7 +57,7 @@ class Weights(Protocol):
     def experts(self, prefix: str, num_experts: int, gating: Gating = SILU) -> ExpertsOp:
         """The routed experts `prefix`.0 .. `prefix`.{num_experts-1}: gated MLPs, whose linears and biases the model's table names."""
 
-    def experts_with_shared(self, prefix: str, num_experts: int, shared: str, gating: Gating = SILU) -> ExpertsOp | None:
+    def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
         """As `experts`, with the shared expert `shared` as number `num_experts`; None where they are better run apart."""
 
     def all_reduce(self, x: Tensor) -> Tensor:

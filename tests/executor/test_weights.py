@@ -53,17 +53,16 @@ def test_fused_linear_is_its_parts_side_by_side(weights: ExecutorWeights) -> Non
     torch.testing.assert_close(fused(x), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("gating", [kernels.SILU, kernels.Gating(limit=0.1)])
-def test_a_shared_expert_of_the_routed_ones_form_is_one_more_of_them(weights: ExecutorWeights, gating: kernels.Gating) -> None:
+def test_a_shared_expert_of_the_routed_ones_form_is_one_more_of_them(weights: ExecutorWeights) -> None:
     generator = torch.Generator().manual_seed(1)
     prefix, shared = "model.layers.1.mlp.experts", "model.layers.1.mlp.shared_experts"
     x, topk_weights = torch.randn(5, 256, generator=generator), torch.rand(5, 2, generator=generator)
     topk_ids = torch.tensor([[0, 3], [1, 2], [3, 0], [2, 2], [1, 0]])
     count = int(weights.checkpoint.config["n_routed_experts"])
-    joined = weights.experts_with_shared(prefix, count, shared, gating)
+    joined = weights.experts_with_shared(prefix, count, shared)
     assert joined is not None
     ours = joined(x, torch.cat((topk_ids, torch.full((5, 1), count)), dim=1), torch.cat((topk_weights, torch.ones(5, 1)), dim=1))
-    expected = weights.experts(prefix, count, gating)(x, topk_ids, topk_weights) + Mlp(shared, weights, gating=gating)(x)
+    expected = weights.experts(prefix, count)(x, topk_ids, topk_weights) + Mlp(shared, weights)(x)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from quantkit_kernels.samples import random_weight
+from quantkit_kernels.sizes import ExpertsSize, LinearSize, Products
 from quantkit_kernels.triton import cards, first_use, tune, wgmma, wgmma_plans
 from quantkit_kernels.triton.layout import SPAN, STRIP, pack
 from quantkit_kernels.triton.tune_experts import ExpertsCase, candidates, kernels_of_experts
@@ -161,8 +162,9 @@ def test_a_tune_that_is_stopped_keeps_what_it_measured(tmp_path: Path, monkeypat
     path.parent.mkdir(parents=True)
     earlier = {"linear": [["int8", 64, 128, 1, [32, 16, 1, 1, 2]], ["int4", 64, 128, 1, [32, 16, 1, 1, 2]]], "experts": []}
     path.write_text(json.dumps({"plans": earlier}))
+    products = Products((LinearSize("int8", 64, 128), LinearSize("int8", 192, 128)), ())
     with pytest.raises(KeyboardInterrupt):
-        list(tune.write_table(torch.device("cuda"), path, ("int8",), ((64, 128), (192, 128)), ()))
+        list(tune.write_table(torch.device("cuda"), path, products))
     plans = json.loads(path.read_text())["plans"]
     fields = [64, 16, 4, 2, 3]
     assert plans["linear"] == [earlier["linear"][1], ["int8", 64, 128, 16, fields], ["int8", 64, 128, 64, fields]]
@@ -185,7 +187,7 @@ def test_what_the_plan_until_now_took_is_told_where_another_is_faster() -> None:
 
 def test_experts_of_many_tokens_are_compiled_ahead_as_those_of_one_are() -> None:
     """Pairs of one token are not sorted, which is another kernel."""
-    one, many = (ExpertsCase("int4", 7168, 512, tokens) for tokens in (1, 64))
+    one, many = (ExpertsCase(ExpertsSize("int4", 7168, 512), tokens) for tokens in (1, 64))
     for cases, tokens in (([one], {1}), ([many], {2}), ([one, many], {1, 2})):
         kernels = kernels_of_experts("sm_90", 132, cases)
         assert {kernel[3] for kernel in kernels} == tokens
