@@ -36,6 +36,9 @@ KINDS: dict[str, dict[str, Any]] = {
 SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}, "minItems": 400}}, "required": ["a"]}
 
 
+GUESSES_OFF = "greedy, with an MTP layer that guesses nothing now"
+
+
 class Stub:
     """Decode steps that compute nothing."""
 
@@ -86,6 +89,14 @@ def microseconds(engine: Engine, users: int, steps: int, fields: dict[str, Any])
     return {"step": statistics.median(steps_us), "least": min(steps_us), "texts": statistics.median(texts_us)}
 
 
+def loaded(users: int, num_drafts: int = 0) -> Engine:
+    engine = Engine.load(find_model("tiny-r1"), device="cpu", max_batch=users, max_model_len=512, num_drafts=num_drafts)
+    stub: Any = Stub(engine.loaded.config.vocab_size, users)
+    engine.runner.steps = stub
+    engine.speculation.make(0, 0)
+    return engine
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--users", type=int, default=64)
@@ -93,11 +104,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    engine = Engine.load(find_model("tiny-r1"), device="cpu", max_batch=options.users, max_model_len=512)
-    stub: Any = Stub(engine.loaded.config.vocab_size, options.users)
-    engine.runner.steps = stub
-    found = {}
-    for kind, fields in KINDS.items():
+    plain, found = loaded(options.users), {}
+    for kind, fields in {**KINDS, GUESSES_OFF: {}}.items():
+        engine = loaded(options.users, num_drafts=1) if kind == GUESSES_OFF else plain
         found[kind] = one = microseconds(engine, options.users, options.steps, fields)
         told = f"{one['step']:.0f} us a step at {options.users} users, {one['least']:.0f} at least"
         print(f"{kind}: {told}, {one['texts']:.0f} us of texts beside the device", flush=True)

@@ -55,6 +55,8 @@ class DrawnChooser(Chooser):
     def choose(self, done: ForwardPass, draw: Draws) -> ChosenTokens:
         """As `Chooser.choose`, but behind every token before a guess."""
         chosen, wanted = super().choose(done, draw), []
+        if not any(sequence.drafts for sequence, _ in done.counts):
+            return chosen
         for sequence, count in done.counts:
             for place, guess in enumerate(sequence.drafts[: count - 1], len(sequence.token_ids)):
                 right = random.Random(sequence.seed + place).random() < self._engine.acceptance
@@ -79,6 +81,7 @@ def guesses_row(engine: DraftingEngine, work: Workload, most: int, fixed: int | 
     engine.speculation = Speculation(drafter, 0, measured=fixed is None)
     if fixed is not None:
         engine.speculation.make(fixed, 0)
+    steps = watched(engine.speculation)
     times = led(engine, lambda: list(EngineTarget(engine, "R1", work.concurrency).run(work)))
     if not times:
         return {}
@@ -93,7 +96,23 @@ def guesses_row(engine: DraftingEngine, work: Workload, most: int, fixed: int | 
         "tokens_a_step": tokens / (tokens - found.accepted),
         "guessed_last": guessing.drafts,
         "step_ms": {drafts: costs.by_rows(1e3) for drafts, costs in sorted(guessing.costs.items())},
+        "slowest": sorted(steps, reverse=True)[:8],
+        "tried": sum(rows > answers or drafts > 0 for _, drafts, rows, answers, _ in steps),
     }
+
+
+def watched(speculation: Speculation) -> list[tuple[float, int, int, int, int]]:
+    """Of every step of answers alone: its milliseconds, the guesses that it makes, its rows and answers, and which step it is."""
+    steps: list[tuple[float, int, int, int, int]] = []
+    guessing = speculation.guessing
+    stepped = guessing.stepped
+
+    def noted(answers: int, rows: int, kept: int, seconds: float) -> None:
+        steps.append((seconds * 1e3, guessing.drafts, rows, answers, len(steps)))
+        stepped(answers, rows, kept, seconds)
+
+    setattr(guessing, "stepped", noted)  # noqa: B010
+    return steps
 
 
 def warm(engine: DraftingEngine, input_len: int, users: int, most: int) -> None:

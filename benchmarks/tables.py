@@ -151,7 +151,7 @@ def refusals() -> str:
 
 
 def layouts() -> str:
-    """A row for each checkpoint that a layout's commands were run with, and one for a layout that was run with none."""
+    """A row for each model that a layout's commands were run with, on as many ranks, and one for a layout that was run with none."""
     from quantkit.engines.evidence import layout_runs
     from quantkit.engines.layouts import recipes
 
@@ -159,14 +159,17 @@ def layouts() -> str:
     for recipe in recipes():
         for layout in recipe.layouts:
             runs = [run for run in layout_runs() if (run.engine, run.layout) == (recipe.engine, layout.name)]
+            found = dict[tuple[str, ...], list[str]]()
             for run in runs if recipe.device == "cuda" else []:
-                where = f"{run.ranks} ranks on {run.machine}, {run.release}"
-                name = f"{layout.name}, {run.options.split()[0]}" if run.options else layout.name
-                result = run.said if run.passed else f"{run.said}; **not enough**"
-                rows.append([recipe.engine, name, "yes" if run.guesses else "", where, f"{run.model} {run.format}", result])
-            if not runs or recipe.device != "cuda":
+                words = [word for word in run.options.split() if word in ("--enable-eplb", "2-of-each", "compiled")]
+                where = f"{run.ranks} rank{'s' if run.ranks > 1 else ''} on {run.machine}, {run.release}"
+                key = (recipe.engine, ", ".join([layout.name, *words]), "yes" if run.guesses else "", where, run.model)
+                equal = f"{run.equal} of {run.compared}" if run.compared else run.said
+                found.setdefault(key, []).append(f"{run.format}: {equal}{'' if run.passed else ', **not enough**'}")
+            rows += [[*key, "; ".join(told)] for key, told in found.items()]
+            if not found:
                 rows.append([recipe.engine, f"{layout.name} ({recipe.device})", "", "by source", "", ""])
-    return markdown(["engine", "layout", "MTP", "run on", "checkpoint", "result"], rows)
+    return markdown(["engine", "layout", "MTP", "run on", "model", "equal tokens of those compared, by format"], rows)
 
 
 def wanted() -> dict[Path, str]:

@@ -27,6 +27,7 @@ from quantkit_kernels import ExpertsBuilder, prepare
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
+from quantkit_kernels.sizes import QWEN3_8B_LINEARS, R1_LINEARS
 from quantkit_kernels.timing import copies_beyond_cache, seconds_in_turns
 from quantkit_kernels.triton import rows as row_kernels
 from quantkit_kernels.triton.cards import architecture, linear_plan, multiprocessors
@@ -35,20 +36,7 @@ from quantkit_kernels.weights import rows
 from torch import Tensor
 
 GRIDS = {"int8": "int8", "fp4": "fp4", "int4": "int4-asym-128"}
-LINEARS = {
-    "o": (7168, 16384),
-    "shared_gu": (4096, 7168),
-    "q_b": (24576, 1536),
-    "Qwen gate_up": (24576, 4096),
-    "Qwen down": (4096, 12288),
-    "shared_dn": (7168, 2048),
-    "q_a+kv_a": (2112, 7168),
-    "Qwen qkv": (6144, 4096),
-    "Qwen o": (4096, 4096),
-    "dense_gu": (36864, 7168),
-    "dense_dn": (7168, 18432),
-}
-"""N and K."""
+LINEARS = R1_LINEARS | {f"Qwen {name}": size for name, size in QWEN3_8B_LINEARS.items()}
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096)
 OPEN_FP4 = {
     **{"shared_gu": (1, 64), "Qwen down": (1, 64), "shared_dn": (32,), "q_a+kv_a": (32,), "Qwen qkv": (32, 64), "Qwen o": (32, 64, 128)},

@@ -4,8 +4,8 @@
         [--seconds 120] [--out FILE.json]
 
 r1: so many layers of DeepSeek-R1 as one tensor-parallel rank of four holds them; qwen3-8b: all 36. Made-up weights; the executor's own
-model, cache and captured step. device: milliseconds of a replay by the device's clock, the median of 31; wall: from one step's tokens
-on the host to the next's, the median of 21. After --seconds no further step is begun.
+model, cache and captured step, the same weights and tokens for all. device: milliseconds of a replay by the device's clock, the
+median of 31; wall: from one step's tokens on the host to the next's, the median of 21. After --seconds no further step is begun.
 """
 
 import argparse
@@ -47,6 +47,7 @@ class Step:
     def __init__(self, model: str, grid: str, layers: int, backend: str, device: torch.device, tokens: int) -> None:
         self.backend, self.device = backend, device
         prefer(backend, device)
+        torch.manual_seed(0)  # the same weights of every backend
         if model == "r1":
             self.config: Any = deepseek_v3.Config.from_dict(R1 | {"num_hidden_layers": layers})
             self.weights = self._weights(grid, 4, device, deepseek_v3.parameters(self.config))
@@ -93,7 +94,8 @@ class Step:
         return statistics.mean(counts or [0])
 
     def first_tokens(self, users: int) -> list[int]:
-        return torch.randint(0, self.config.vocab_size, (users,)).tolist()
+        """The same of every backend, so that the same experts are asked for."""
+        return torch.randint(0, self.config.vocab_size, (users,), generator=torch.Generator().manual_seed(users)).tolist()
 
     def wall_ms(self, users: int, context: int) -> float:
         prefer(self.backend, self.device)
@@ -134,7 +136,6 @@ def row(sides: dict[str, Step], users: int, context: int, device: torch.device) 
 
 @torch.inference_mode()
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    torch.manual_seed(0)
     began, device = time.monotonic(), torch.device(options.device)
     report: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__}
     report["rows"] = []

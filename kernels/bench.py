@@ -22,21 +22,13 @@ from quantkit_kernels.backends import choose, why_unusable
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
 from quantkit_kernels.self_check import EXPERTS, HIDDEN, TOP_K, exact_experts, functions
+from quantkit_kernels.sizes import R1_LINEARS
 from quantkit_kernels.timing import copies_beyond_cache, read_bandwidth, seconds_in_turns, seconds_per_call
 from quantkit_kernels.weights import kind, rows
 from vllm_kernels import VllmKernels
 
 ROWS = (1, 4, 16, 64)
 SIDE = 4096
-CUDA_LINEARS = {
-    "q_a+kv_a": (2112, 7168),
-    "q_b": (24576, 1536),
-    "o": (7168, 16384),
-    "shared_gu": (4096, 7168),
-    "shared_dn": (7168, 2048),
-    "dense_gu": (36864, 7168),
-    "dense_dn": (7168, 18432),
-}
 CUDA_EXPERTS = {"R1": (2048, 0), "R1 of 4": (512, 1)}
 """The intermediate size, and the shared experts run with the routed: a whole layer's routed experts, and those of one rank of four."""
 CUDA_GRIDS = {"W4A16": "int4-asym-128", "FP4": "fp4", "INT8": "int8"}
@@ -98,13 +90,13 @@ def cuda_tables(peer: VllmKernels | None) -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, read bandwidth {bandwidth / 1e12:.2f} TB/s\n")
     print("### Linears, us: ours / peer = ratio\n" if peer else "### Linears, us\n")
     print(header("linear K -> N", "kind", *(f"M={m}" for m in CUDA_ROWS), "of read bandwidth, M=1", "error"))
-    for name, (n, k) in CUDA_LINEARS.items():
+    for name, (n, k) in R1_LINEARS.items():
         for label, grid in CUDA_GRIDS.items():
             print(row(f"{name} {k} -> {n}", label, *linear_cells(grid, n, k, rng, bandwidth, peer)), flush=True)
             torch.cuda.empty_cache()
     print("\n### cuBLAS in bfloat16, us\n")
     print(header("linear", *(f"M={m}" for m in BF16_ROWS)))
-    for name, (n, k) in CUDA_LINEARS.items():
+    for name, (n, k) in R1_LINEARS.items():
         weights = [torch.randn(n, k, generator=rng, device=device).bfloat16() for _ in range(copies_beyond_cache(2 * n * k, device))]
         inputs = (torch.randn(m, k, generator=rng, device=device).bfloat16() for m in BF16_ROWS)
         print(row(name, *(f"{seconds_per_call([partial(F.linear, x, one) for one in weights], device) * 1e6:.1f}" for x in inputs)))

@@ -107,18 +107,19 @@ def plan(
     cache: str | None = None,
     dp: int = 1,
     draft: str | Path | None = None,
+    layout: str | None = None,
 ) -> Plan:
     """What quantize() with the same arguments will write and need, and whether the result serves `context` tokens on `devices`.
 
     Headers alone are read: no weight of a hub model is downloaded. devices: number and memory of each, tensor parallel over all, or
     "8x910B1" for predicted decoding times as well. redundant: copies of routed experts in a layer. cache: int8 or fp8 counts a cache of 8
     bits. dp: the number of devices, where each has requests of its own and shares routed experts alone. draft: a draft model, which every
-    device holds whole.
+    device holds whole. layout: of the engine, such as "four-boxes", whose machines take the place of `devices`.
     """
     chosen, asked = _asked(scheme, recipe, mixture, prune=prune, samples=samples, seq_len=seq_len, group_size=group_size)
     measured = None if sensitivities is None else Path(sensitivities)
     options: dict[str, Any] = {"engine": engine, "mixture": mixture, "sensitivities": measured, "recipe": asked, "devices": devices}
-    options |= {"context": context, "redundant": redundant, "cache": cache, "dp": dp, "draft": draft}
+    options |= {"context": context, "redundant": redundant, "cache": cache, "dp": dp, "draft": draft, "layout": layout}
     return planning.plan(model, chosen, format, **options)
 
 

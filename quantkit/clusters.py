@@ -8,12 +8,15 @@ whole experts of each layer and multiplies the tokens of all devices by them. Be
 8 bits and a scale, or in 16 where activations are (dispatch), and comes back in 16 (combine). An exchange takes the fabric's
 `exchange_us`, and the slower of what goes to the own box at `link_gb_s` and to others at `fabric.gb_s`. Every rank of a tensor-parallel
 group sends its share of the group's tokens. ASSUMPTIONS says what else is assumed.
+
+`plan_layout` has beside it what a device of each role of an engine's layout holds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from quantkit.amounts import size
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.costmodel import (
     DENSE_BYTES,
@@ -28,8 +31,8 @@ from quantkit.costmodel import (
     product_ms,
     touched_share,
 )
-from quantkit.engines.layouts import PublishedRate, Topology
-from quantkit.engines.memory import Fit, ParallelSizes
+from quantkit.engines.layouts import PublishedRate, Topology, find_recipe, find_topology
+from quantkit.engines.memory import Fit, ParallelSizes, fit_rows
 from quantkit.errors import QuantkitError
 from quantkit.models.architecture import ModelConfig
 from quantkit.models.stored import read_model
@@ -122,16 +125,80 @@ def largest_step(limit_ms: float, most: int, parallel: ParallelSizes, step: Call
 
 
 def decoding(checkpoint: Checkpoint, topology: Topology, memory: Mapping[str, Fit]) -> list[dict[str, Any]]:
-    """What every level of a layout's hardware predicts of this checkpoint beside each rate that was published, and the error; JSON-ready.
-
-    memory: of each role, as `deploy` found it. Empty where no rate or hardware is known, or the checkpoint is on no scheme's grid.
-    """
-    if topology.hardware is None or checkpoint.scheme is None:
+    """beside_published() of a checkpoint. Empty where it is on no scheme's grid, too."""
+    if checkpoint.scheme is None:
         return []
-    hardware, model = load_hardware(topology.hardware), read_model(checkpoint)
-    return [
-        beside_rate(rate, topology, model.rows, model.config, checkpoint.scheme, hardware, memory[rate.role]) for rate in topology.published
-    ]
+    model = read_model(checkpoint)
+    return beside_published(topology, model.rows, model.config, checkpoint.scheme, memory)
+
+
+def beside_published(
+    topology: Topology, rows: Sequence[Parameter], config: ModelConfig, scheme: Scheme, memory: Mapping[str, Fit]
+) -> list[dict[str, Any]]:
+    """What every level of a layout's hardware predicts beside each rate that was published of the layout, and the error; JSON-ready.
+
+    memory: of each role, as `deploy` and `plan` find it. Empty where no rate or hardware is known, or the model has no experts to spread.
+    """
+    if topology.hardware is None or not _experts(rows):
+        return []
+    hardware = load_hardware(topology.hardware)
+    return [beside_rate(rate, topology, rows, config, scheme, hardware, memory[rate.role]) for rate in topology.published]
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """What a device of each role of an engine's layout holds. devices: of all machines of a role; experts: of each layer on one device,
+    None for a model without; memory_gib: of one device. decoding: predicted, beside each rate that was published of the layout."""
+
+    engine: str
+    name: str
+    summary: str
+    memory_gib: float
+    devices: dict[str, int]
+    experts: dict[str, int | None]
+    memory: dict[str, Fit]
+    decoding: tuple[dict[str, Any], ...]
+
+    @property
+    def fits(self) -> bool:
+        return all(held.fits for held in self.memory.values())
+
+    def facts(self) -> list[tuple[str, str]]:
+        told = [(f"  {self.engine}, {self.name}", self.summary)]
+        for role, held in self.memory.items():
+            experts = "" if self.experts[role] is None else f", {self.experts[role]} experts a layer"
+            room = f"{size(held.weight_bytes)} of weights each{experts}; room for {held.tokens:,} tokens, {held.context:,} a request"
+            told.append((f"  {role}, {self.devices[role]} devices of {self.memory_gib:g} GiB", room))
+        return told
+
+
+def plan_layout(
+    engine: str, name: str, stored: list[tuple[Parameter, int]], config: ModelConfig, scheme: Scheme, context: int, redundant: int = 0
+) -> PlannedLayout:
+    """A layout of parameters with the bytes that each will be stored in, as `deploy` tells of a checkpoint that is there.
+
+    context: tokens of the longest request. redundant: copies of busy experts in each layer, beside the layout's own. Raises QuantkitError
+    for an engine or layout that there is not.
+    """
+    recipe, topology = find_recipe(engine, None), find_topology(engine, name=name)
+    roles = tuple(role.model_copy(update={"redundant_experts": role.redundant_experts + redundant}) for role in topology.roles)
+    topology = topology.model_copy(update={"roles": roles})
+    rows = [row for row, _ in stored]
+    experts = _experts(rows)
+    memory = {
+        role.name: fit_rows(stored, config, role.parallel, context, recipe.memory_gib, recipe.memory_fraction, recipe.reserve_gib)
+        for role in roles
+    }
+    return PlannedLayout(
+        engine,
+        topology.name,
+        topology.summary,
+        recipe.memory_gib,
+        {role.name: role.parallel.world for role in roles},
+        {role.name: role.parallel.local_experts(experts) if experts and role.expert_parallel else None for role in roles},
+        memory,
+        tuple(beside_published(topology, rows, config, scheme, memory)),
+    )
 
 
 def beside_rate(

@@ -359,7 +359,7 @@ def show_measurement(row: dict[str, Any]) -> None:
     out.print(Text(line) + verdict, soft_wrap=True)  # one operator a line
 
 
-def _show_decoding(rate: dict[str, Any]) -> None:
+def show_decoding(rate: dict[str, Any]) -> None:
     limit = f"within {rate['limit_ms']:g} ms" if rate["limit_ms"] else f"{rate['batch']} sequences"
     asked = f"{rate['role']}, {rate['scheme']} on {rate['hardware']}, {limit}, {rate['context']} tokens of context"
     err.print(f"{asked}: published {rate['tokens_per_second']:g} tokens/s a device ({rate['of']})", soft_wrap=True)
@@ -379,7 +379,7 @@ def show_deployment(plan: dict[str, Any], scripts: list[str]) -> None:
         err.print(f"{role}: {json.dumps(fit)}", soft_wrap=True)
     err.print(f"commands: {plan['evidence']['commands']}; the format: {plan['evidence']['format']}", soft_wrap=True)
     for rate in plan["decoding"]:
-        _show_decoding(rate)
+        show_decoding(rate)
     for note in plan["notes"]:
         tell(note)
     for problem in plan["problems"]:

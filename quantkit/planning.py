@@ -5,22 +5,18 @@ that quantize() would write, to the byte. Memory and time are estimates whose as
 """
 
 import os
-import re
 import shutil
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from quantkit.amounts import parse_bytes, size, span
-from quantkit.assets import asset
+from quantkit.amounts import size, span
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import open_headers
-from quantkit.costmodel import Hardware, load_hardware, predict
+from quantkit.clusters import PlannedLayout, plan_layout
+from quantkit.costmodel import predict
 from quantkit.engines.memory import NO_DRAFT, DraftSizes, ParallelSizes, draft_sizes, fit_rows
-from quantkit.engines.profiles import Device
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.results.published import published_speeds
 from quantkit.executor.cache import codes_of
@@ -36,7 +32,7 @@ from quantkit.quantization.sizes import PlannedChoice, PlannedSize, plan_choosin
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.result import Result
 from quantkit.schemes import Scheme
-from quantkit.settings_file import Strict, find_yaml, read_yaml
+from quantkit.serving_devices import Devices, read_devices
 from quantkit.workspaces import reserved
 
 MEMORY_FRACTION = 0.9
@@ -47,15 +43,6 @@ _CACHE_NAMES: dict[CacheBits, str] = {8: "8-bit", 16: "BF16"}
 PREDICTED_BATCHES = (1, 2, 4, 8, 16, 32)
 PREDICTED_CONTEXT = 384
 """Tokens that each sequence of a predicted decode step attends to, at most: 128 of a prompt and, on average, half of 512 written."""
-
-
-@dataclass(frozen=True)
-class Devices:
-    """What the result is to run on. hardware: what is known of one device; None where only its memory was given."""
-
-    count: int
-    memory_bytes: int
-    hardware: Hardware | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +92,17 @@ class DeviceShare:
     context: int
     assumption: str
 
+    def facts(self) -> list[tuple[str, str]]:
+        room = "" if self.cache_tokens is None else f", {self.cache_tokens:,} tokens"
+        return [
+            (
+                f"  {self.count} device{'s' if self.count > 1 else ''} of {size(self.memory_bytes)}",
+                f"{size(self.weight_bytes)} of weights each",
+            ),
+            ("  room for the cache", f"{size(self.cache_bytes)} each{room}"),
+            ("  assuming", self.assumption),
+        ]
+
 
 @dataclass(frozen=True)
 class TimeEstimate:
@@ -119,7 +117,8 @@ class TimeEstimate:
 class Plan(Result):
     """What a quantization needs and makes. Bytes are of tensors; disk_bytes is what must be free for the output and what a run keeps
     to go on from. cost_model: predicted decoding times, where the devices are hardware that is known and all linears are on one grid.
-    sizes: what other --bits would make, where grids are chosen."""
+    sizes: what other --bits would make, where grids are chosen. layout: what each device holds in a layout of the engine, where one was
+    asked for; `fits` is then of it."""
 
     model: str
     scheme: str
@@ -139,13 +138,15 @@ class Plan(Result):
     time: tuple[TimeEstimate, ...]
     cost_model: dict[str, Any] | None = None
     sizes: tuple[PlannedSize, ...] = ()
+    layout: PlannedLayout | None = None
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self)
         if not self.sizes:
             del found["sizes"]
-        if self.cost_model is None:
-            del found["cost_model"]
+        for name in ("cost_model", "layout"):
+            if found[name] is None:
+                del found[name]
         return found
 
     @property
@@ -153,18 +154,12 @@ class Plan(Result):
         return f"{self.model} as {self.scheme}"
 
     def facts(self) -> list[tuple[str, str]]:
-        placed, host = self.devices, self.host_peak
-        room = "" if placed.cache_tokens is None else f", {placed.cache_tokens:,} tokens"
+        host = self.host_peak
         return [
             ("output", f"{size(self.output_bytes)} ({self.format}), without MTP {size(self.output_bytes_without_mtp)}"),
             *((f"  {part}", size(count)) for part, count in self.output_bytes_by_part.items()),
             ("fits", "yes" if self.fits else "NO"),
-            (
-                f"  {placed.count} device{'s' if placed.count > 1 else ''} of {size(placed.memory_bytes)}",
-                f"{size(placed.weight_bytes)} of weights each",
-            ),
-            ("  room for the cache", f"{size(placed.cache_bytes)} each{room}"),
-            ("  assuming", placed.assumption),
+            *(self.devices.facts() if self.layout is None else self.layout.facts()),
             *((f"  at {one.bits:.2f} bits", one.told()) for one in self.sizes),
             ("host memory, peak", f"{size(self.host_peak_bytes)} (at {host.where})"),
             ("disk", f"{size(self.disk_bytes)} needed, {size(self.disk_free_bytes)} free here"),
@@ -190,6 +185,7 @@ def plan(
     cache: str | None = None,
     dp: int = 1,
     draft: str | Path | None = None,
+    layout: str | None = None,
 ) -> Plan:
     """What quantize() with the same arguments will write and need, and whether its output serves `context` tokens on `devices`.
 
@@ -199,7 +195,7 @@ def plan(
     lie whole on devices. tokens: of the calibration text, for the time; as many as the recipe takes at most otherwise.
     cache: int8 or fp8 counts one of 8 bits, as quantkit has it; BF16 otherwise. dp: the number of devices, where each is to have requests
     of its own, a part of the routed experts, and everything else whole. draft: a draft model, which every device holds whole, and keeps
-    a cache for.
+    a cache for. layout: of the engine, by name, as `deploy` has it: its machines take the place of `devices`.
     """
     check_wanted(sensitivities, mixture)
     settings = (recipe or load_recipe(scheme.name)).with_given(samples=samples, seq_len=seq_len)
@@ -215,6 +211,7 @@ def plan(
     rows = [(row, job.stored_bytes(row, job.grids.get(row.module))) for row in job.rows]
     output = sum(nbytes for _, nbytes in rows)
     fits, placed = _placed(rows, job, target, place)
+    laid_out = None if layout is None else _laid_out(rows, job, engine, layout, place)
     peak, least = (expected_peak(job, memory)[0] for memory in (None, 0))
     stored = sum(tensor.nbytes for tensor in job.checkpoint.whole.tensors.values())
     work = job_work(job, job.linears, stored + output, tokens)
@@ -227,7 +224,7 @@ def plan(
         output_bytes=output,
         output_bytes_without_mtp=sum(nbytes for row, nbytes in rows if not row.mtp),
         output_bytes_by_part=_by_part(rows),
-        fits=fits,
+        fits=fits if laid_out is None else laid_out.fits,
         devices=placed,
         host_peak_bytes=peak.total,
         host_least_bytes=least.total,
@@ -238,7 +235,16 @@ def plan(
         time=_times(work),
         cost_model=None if choosing or place.data else _predicted(job, target, context),
         sizes=choosing.sizes(target.count) if choosing else (),
+        layout=laid_out,
     )
+
+
+def _laid_out(rows: list[tuple[Parameter, int]], job: Job, engine: str | None, layout: str, place: PlacedRequest) -> PlannedLayout:
+    if engine is None:
+        raise QuantkitError(f"layout {layout!r} is of no engine", "give --engine")
+    if job.inventory.by_name:
+        raise QuantkitError("layouts are planned for architectures that quantkit knows", "leave out --layout")
+    return plan_layout(engine, layout, rows, job.inventory.config, job.request.scheme, place.context, place.redundant)
 
 
 def _read_place(devices: int, context: int, redundant: int, cache: str | None, dp: int, draft: str | Path | None) -> PlacedRequest:
@@ -260,41 +266,6 @@ def _choose(job: Job, sensitivities: Path | None, devices: Devices, place: Place
         return _placed(rows, options.job, replace(devices, count=count), place)[0]
 
     return plan_choosing(options, measured, holds)
-
-
-class Accelerator(Strict):
-    """One of recipes/go/devices.yaml."""
-
-    name: str
-    device: Device
-    memory_gib: int
-
-
-def accelerators() -> tuple[Accelerator, ...]:
-    return read_yaml(asset("recipes", "go", "devices.yaml"), tuple[Accelerator, ...], "restore that file")
-
-
-def find_accelerator(name: str) -> Accelerator | None:
-    """By its name in any case; None where it is not in the list."""
-    return next((known for known in accelerators() if known.name.lower() == name.lower()), None)
-
-
-def read_devices(text: str) -> Devices:
-    """ "8x64GiB", "8xH100" by a name of recipes/go/devices.yaml, "8x910B1" or "8xFILE.yaml" of hardware whose speed is known too, or "cpu":
-    this machine's memory. Raises QuantkitError for anything else."""
-    if text.lower() in ("cpu", "1xcpu"):
-        return Devices(1, psutil.virtual_memory().total)
-    found = re.fullmatch(r"(\d{1,6})x(.+)", text)
-    if not found or int(found[1]) < 1 or re.fullmatch(r"[\d.]+", found[2]):
-        raise QuantkitError(f"devices {text!r} make no sense", "write 8x64GiB, 8xH100, 8x910B1 or cpu")
-    count, kind = int(found[1]), found[2]
-    if re.fullmatch(r".*[kmgt]i?b", kind, re.IGNORECASE):
-        return Devices(count, parse_bytes(kind))
-    known = find_accelerator(kind)
-    if known is not None and find_yaml(kind.lower(), "recipes", "hardware") is None:
-        return Devices(count, known.memory_gib * 2**30)
-    hardware = load_hardware(kind)
-    return Devices(count, round(hardware.memory_gb) * 2**30, hardware)
 
 
 def _by_part(rows: list[tuple[Parameter, int]]) -> dict[str, int]:

@@ -4,7 +4,7 @@ for name, path in write_all(folder): ...
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +101,11 @@ def models() -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
     return {"tiny-r1": tiny_r1(), "qwen3": (QWEN3, random_weights(QWEN3)), "qwen3-moe": (QWEN3_MOE, random_weights(QWEN3_MOE, 1))}
 
 
-def write_all(folder: Path, formats: tuple[str, ...] = tuple(FORMATS)) -> Iterator[tuple[str, Path, Path]]:
-    """(model and format, the checkpoint, its source in BF16)."""
+def write_all(folder: Path, only: Collection[str] = ()) -> Iterator[tuple[str, Path, Path]]:
+    """(model and format, the checkpoint, its source in BF16). only: models and formats, such as "qwen3-moe awq"; all without."""
     for model, (config, tensors) in models().items():
-        source = make_model.write_dense(folder / f"{model}-source", config, tensors)
-        for name in formats:
-            format, grid = FORMATS[name]
+        chosen = {name: FORMATS[name] for name in FORMATS if not only or f"{model} {name}" in only}
+        if chosen:
+            source = make_model.write_dense(folder / f"{model}-source", config, tensors)
+        for name, (format, grid) in chosen.items():
             yield f"{model} {name}", write_packed(folder / f"{model}-{name}", config, tensors, format, grid), source

@@ -155,9 +155,13 @@ def test_kernels_and_deploy_answer(tiny_checkpoint: Path) -> None:
     table = command("kernels", "--device", "cpu").out
     assert all(f"{row['operator']} " in table for row in rows)
     assert table.count("runs on CUDA, not on cpu") == 1  # said once, for all operators
+    slow = command("kernels", "--device", "cpu", "--backend", "reference").err
+    assert [f"SLOW: linear_{kind} runs on the reference" in slow for kind in ("int4", "int8", "fp4", "dense")] == [True] * 3 + [False]
     for more, said in (
         ("--tune", "it is a CPU"),
         ("--tune --check", "two measurements"),
+        ("--model tiny-r1", "--model is for --tune"),
+        ("--tune --tp 2", "--tp is for --model"),
         ("--check --backend cpu", "--backend is for the table"),
     ):
         assert said in command("kernels", "--device", "cpu", *more.split()).error
@@ -166,6 +170,23 @@ def test_kernels_and_deploy_answer(tiny_checkpoint: Path) -> None:
         answer("deploy", tiny_checkpoint, "--engine", "vllm", "--hosts", f"10.0.0.1,{space}10.0.0.2", "--boxes", "2") for space in ("", " ")
     )
     assert close == apart
+
+
+def test_deploy_takes_devices_as_plan_does(tiny_checkpoint: Path) -> None:
+    """A number alone is of the recipe's memory; a size, or a name, says how much a device has, and a name of which kind it is."""
+
+    def told(engine: str, devices: str) -> tuple[str, str, float]:
+        made = command("deploy", str(tiny_checkpoint), "--engine", engine, "--devices", devices, "--json").json
+        ((_, words),) = made["launches"][0]["commands"]
+        size = words[words.index("--tensor-parallel-size" if "--tensor-parallel-size" in words else "--tp-size") + 1]
+        return made["device"], size, round(made["memory"]["server"]["usable_bytes"] / 2**30, 1)
+
+    assert told("vllm", "2") == ("cuda", "2", 72.0)
+    assert told("vllm", "2x20GiB") == ("cuda", "2", 18.0)
+    assert told("vllm", "4xH100") == ("cuda", "4", 71.1)
+    assert [told("sglang", devices)[0] for devices in ("2", "2x910B1", "2xH100")] == ["npu", "npu", "cuda"]
+    for devices, said in (("2xH100", "no deployment recipe for vllm-ascend on cuda"), ("0", "devices '0' make no sense; write 8, 8x64GiB")):
+        assert said in command("deploy", str(tiny_checkpoint), "--engine", "vllm-ascend", "--devices", devices).error
 
 
 def test_deploy_fails_where_the_engine_does_not_load_the_checkpoint(tiny_checkpoint: Path) -> None:

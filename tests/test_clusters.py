@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from test_costmodel import R1, R1_TABLE
 
-from quantkit.clusters import DecodeStep, decode_step, largest_step
+from quantkit.clusters import DecodeStep, beside_published, decode_step, largest_step
 from quantkit.costmodel import Hardware, load_hardware
-from quantkit.engines.memory import ParallelSizes
+from quantkit.engines.layouts import find_topology
+from quantkit.engines.memory import ParallelSizes, fit_rows
 from quantkit.errors import QuantkitError
 from quantkit.schemes import find_scheme
 
@@ -81,6 +82,15 @@ def test_the_largest_batch_within_a_limit(hardware: Hardware) -> None:
     assert largest_step(50, 7, WIDE, lambda batch: step(hardware, batch=batch)).batch == 7 * 32  # type: ignore[union-attr]
     assert largest_step(1, 4000, WIDE, lambda batch: step(hardware, batch=batch)) is None
     assert largest_step(50, 0, WIDE, lambda batch: step(hardware, batch=batch)) is None
+
+
+def test_a_published_rate_is_of_models_with_experts() -> None:
+    topology = find_topology("vllm-ascend", name="four-boxes")
+    role = topology.roles[0]
+    dense = [row for row in R1_TABLE if row.expert is None]
+    for rows, rates in ((R1_TABLE, [303.67]), (dense, [])):
+        held = fit_rows([(row, 1) for row in rows], R1, role.parallel, 4096, 64, 0.9, 4)
+        assert [rate["tokens_per_second"] for rate in beside_published(topology, rows, R1, INT8, {role.name: held})] == rates
 
 
 def test_what_cannot_be_predicted_is_refused(hardware: Hardware) -> None:

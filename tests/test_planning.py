@@ -11,10 +11,11 @@ from tied_model import TIED, tied_tensors
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
-from quantkit.planning import Devices, Plan, plan, read_devices
+from quantkit.planning import Plan, plan
 from quantkit.quantization import quantize
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.schemes import SCHEMES, find_scheme
+from quantkit.serving_devices import Devices, read_devices, read_number
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +121,37 @@ def test_known_hardware_is_predicted_too() -> None:
         plan("tiny-r1", find_scheme("awq-w4a16"), devices="8xFOO")
 
 
+def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(tmp_path: Path) -> None:
+    """What `deploy` tells of the output, from the source's headers: memory, experts and the rate beside the published one."""
+    path, scheme = r1_headers.write_headers(tmp_path / "r1", r1_headers.r1_config()), find_scheme("int8-a8w8c16")
+    planned = plan(path, scheme, engine="vllm-ascend", layout="four-boxes")
+    found = planned.layout
+    assert found is not None
+    assert planned.fits
+    assert not plan(path, scheme, engine="vllm-ascend").fits  # on the 8x64GiB that are meant otherwise
+    assert (found.devices, found.experts) == ({"server": 32}, {"server": 8})
+    assert round(found.memory["server"].weight_bytes / 1e9, 1) == 27.7, "as benchmarks/results/clusters.json has it"
+    (rate,) = found.decoding
+    predicted = {one["level"]: round(one["tokens_per_second"]) for one in rate["predicted"]}
+    assert (rate["tokens_per_second"], predicted["floor"], predicted["eager"]) == (303.67, 1070, 426)
+    copies = plan(path, scheme, engine="vllm-ascend", layout="four-boxes", redundant=32).layout
+    assert copies is not None
+    assert copies.experts == {"server": 9}
+    assert copies.memory["server"].weight_bytes > found.memory["server"].weight_bytes
+    with pytest.raises(QuantkitError, match="layout 'four-boxes' is of no engine; give --engine"):
+        plan(path, scheme, layout="four-boxes")
+    with pytest.raises(QuantkitError, match="vllm-ascend has no layout none; its layouts"):
+        plan(path, scheme, engine="vllm-ascend", layout="none")
+
+
+def test_the_command_prints_a_layout_and_its_published_rate(tmp_path: Path) -> None:
+    path = r1_headers.write_headers(tmp_path / "r1", r1_headers.r1_config())
+    told = command("plan", str(path), "--scheme", "int8-a8w8c16", "--engine", "vllm-ascend", "--layout", "disaggregated-384")
+    assert "published 1920 tokens/s a device" in told.err
+    assert "fused: 2485 tokens/s (+29%)" in told.err
+    assert "decode, 144 devices of 64 GiB" in told.out + told.err
+
+
 def test_samples_are_the_recipes_unless_given(tiny_checkpoint: Path) -> None:
     scheme, recipe = find_scheme("awq-w4a16"), Recipe(scheme="awq-w4a16", samples=16, seq_len=64)
     by_recipe = plan(tiny_checkpoint, scheme, recipe=recipe).host_peak.hidden_states
@@ -131,9 +163,11 @@ def test_devices_are_read_and_faults_told() -> None:
     assert read_devices("8x64GiB") == Devices(8, 64 * 2**30)
     assert read_devices("4x141GB") == Devices(4, 141 * 10**9)
     assert read_devices("2x8gib") == Devices(2, 8 * 2**30)
-    assert read_devices("cpu") == Devices(1, psutil.virtual_memory().total)
-    for text in ("8", "8x", "0x64GiB", "8x64", "8xGiB", "8x-1GiB", ""):
-        with pytest.raises(QuantkitError, match=r"devices '.*' make no sense; write 8x64GiB, 8xH100, 8x910B1 or cpu|is no size"):
+    assert read_devices("cpu") == Devices(1, psutil.virtual_memory().total, device="cpu")
+    assert read_devices("8") == read_devices("8x64GiB")
+    assert (read_number("8"), read_number("2xh100")) == (8, Devices(2, 79 * 2**30, device="cuda"))
+    for text in ("8x", "0", "0x64GiB", "8x64", "8xGiB", "8x-1GiB", ""):
+        with pytest.raises(QuantkitError, match=r"devices '.*' make no sense; write 8, 8x64GiB, 8xH100, 8x910B1 or cpu|is no size"):
             read_devices(text)
 
 

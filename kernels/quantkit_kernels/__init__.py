@@ -8,7 +8,7 @@ Arguments that do not fit raise ValueError naming the argument.
 from quantkit_kernels.backends import BACKENDS, OPERATORS, OperatorRow, prefer, table
 from quantkit_kernels.codes import CODES, CodedKeys, CodedLatents, KeyValues
 from quantkit_kernels.experts import NO_EXPERT, Experts, ExpertsBuilder, prepare_experts
-from quantkit_kernels.functional import add_rms_norm, mla_decode, mla_prepare, rms_norm, rope, silu_and_mul
+from quantkit_kernels.functional import add_rms_norm, gate_and_mul, mla_decode, mla_prepare, rms_norm, rope, silu_and_mul
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.grouped import gqa_decode, gqa_prepare
 from quantkit_kernels.latents import CacheLayout, Latents, cache_layout, doubled_angles, pairs_apart, why_no_codes
@@ -72,6 +72,7 @@ __all__ = [
     "check",
     "dequantize",
     "doubled_angles",
+    "gate_and_mul",
     "gqa_decode",
     "gqa_prefill",
     "gqa_prepare",

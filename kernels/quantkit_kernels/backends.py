@@ -19,6 +19,7 @@ OPERATORS = (
     "rms_norm",
     "add_rms_norm",
     "silu_and_mul",
+    "gate_and_mul",
     "route",
     "moe_gate",
     "rope",

@@ -12,6 +12,7 @@ from torch import Tensor
 from quantkit_kernels import backends
 from quantkit_kernels.arguments import FLOAT_DTYPES, INDEX_DTYPES, check_tensor, require
 from quantkit_kernels.codes import LARGEST, CodedLatents
+from quantkit_kernels.gating import SILU, Gating
 from quantkit_kernels.latents import Latents, parts_of
 from quantkit_kernels.paged import Norms, PagedLatents, Rotation, check_pages, check_rotation
 
@@ -41,6 +42,21 @@ def silu_and_mul(x: Tensor, *, backend: str = "auto") -> Tensor:
     require(x.dtype in FLOAT_DTYPES, f"x: dtype {x.dtype}, expected a float dtype")
     require(x.shape[-1] % 2 == 0, f"x: last dimension {x.shape[-1]} is odd, expected gate and up side by side")
     result: Tensor = backends.find("silu_and_mul", backend, x.device).silu_and_mul(x)
+    return result
+
+
+def gate_and_mul(x: Tensor, gating: Gating, *, backend: str = "auto") -> Tensor:
+    """gating(gate, up) of x = [gate, up]. x float [..., 2I]; returns [..., I] of x's dtype.
+
+    A gating that is no formula is called, whatever the backend.
+    """
+    if gating == SILU:
+        return silu_and_mul(x, backend=backend)
+    require(x.dtype in FLOAT_DTYPES, f"x: dtype {x.dtype}, expected a float dtype")
+    require(x.shape[-1] % 2 == 0, f"x: last dimension {x.shape[-1]} is odd, expected gate and up side by side")
+    if not gating.is_formula:
+        return gating(*x.chunk(2, dim=-1))
+    result: Tensor = backends.find("gate_and_mul", backend, x.device).gate_and_mul(x, gating)
     return result
 
 

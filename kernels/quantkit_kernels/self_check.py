@@ -15,6 +15,7 @@ from torch import Tensor
 from quantkit_kernels import functional, grouped, prompts
 from quantkit_kernels.backends import ASKED_ONLY, BACKENDS, module, why_unusable
 from quantkit_kernels.experts import ExpertsBuilder
+from quantkit_kernels.gating import Gating
 from quantkit_kernels.latents import Latents, cache_layout, doubled_angles, pairs_together, split_latents
 from quantkit_kernels.linear import prepare
 from quantkit_kernels.paged import Norms, PagedKeys, PagedLatents, Rotation
@@ -31,13 +32,17 @@ from quantkit_kernels.samples import (
     latent_attention,
     random_weight,
 )
+from quantkit_kernels.sizes import R1_LINEARS
 from quantkit_kernels.timing import copies_beyond_cache, read_bandwidth, seconds_per_call
 from quantkit_kernels.weights import Weight, rows, shape
 
 GRIDS = ("int4-asym-128", "int8", "fp4", "dense")
 NARROW = "int8-narrow"
 """Experts with activations of 8 bits and codes of 4, where a backend holds them in 4."""
-LINEARS = {"q_a+kv_a": (2112, 7168), "q_b": (24576, 1536), "o": (7168, 16384), "gate_up": (4096, 7168), "down": (7168, 2048)}
+LINEARS = {name: R1_LINEARS[name] for name in ("q_a+kv_a", "q_b", "o")} | {
+    "gate_up": R1_LINEARS["shared_gu"],
+    "down": R1_LINEARS["shared_dn"],
+}
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 7168, 2048, 256, 8
 _SAMPLED_ROWS = 512
 
@@ -227,6 +232,7 @@ def _small_cases(device: torch.device, dtype: torch.dtype, rng: torch.Generator)
     yield case("rms_norm", partial(functional.rms_norm, eps=1e-6), x, weight)
     yield case("add_rms_norm", partial(functional.add_rms_norm, eps=1e-6), x, residual, weight)
     yield case("silu_and_mul", functional.silu_and_mul, x)
+    yield case("gate_and_mul", partial(functional.gate_and_mul, gating=Gating(1.702, 7.0, 1.0)), x)
     logits, router = random(tokens, EXPERTS, dtype=torch.float32), random(EXPERTS, HIDDEN, dtype=torch.float32) / HIDDEN**0.5
     bias = random(EXPERTS, dtype=torch.float32) * 0.1
     rule = Routing(EXPERTS, TOP_K, n_group=8, topk_group=4, routed_scaling_factor=2.5)

@@ -16,6 +16,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "quantkit plan tiny-r1 --scheme awq-w4a16 --devices 1x24GiB",
         "quantkit plan deepseek-ai/DeepSeek-R1 --scheme awq-w4a16 --devices 8x64GiB",
         "quantkit plan MODEL --scheme int8-a8w8c16 --devices 8x910B1 --json",
+        "quantkit plan MODEL --bits 8 --engine vllm-ascend --layout four-boxes",
     ),
     "convert": (
         "quantkit convert out/awq out/ct --format compressed-tensors",
@@ -82,6 +83,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "deploy": (
         "quantkit deploy out/awq --engine vllm --devices 4",
+        "quantkit deploy out/awq --engine vllm --devices 2x80GiB",
         "quantkit deploy out/awq --engine vllm-ascend --boxes 2 --context 32768",
         "quantkit deploy out/awq --engine vllm --layout four-boxes --boxes 2 --mtp 1",
     ),

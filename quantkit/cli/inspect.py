@@ -10,6 +10,9 @@ from quantkit.cli.options import AsJson, Device, Model, names_of_engines
 from quantkit.console import print_json
 from quantkit.errors import QuantkitError
 
+_GRIDS, _SIDE = ("int4-asym-128", "int8", "fp4"), 2048
+"""Of the weight that the reference is timed with."""
+
 
 def inspect(
     model: Model,
@@ -33,6 +36,10 @@ def kernels(
     backend: Annotated[str, typer.Option(help="Show what serves each operator where this backend is asked for.")] = "auto",
     check: Annotated[bool, typer.Option(help="Run every operator at R1 shapes against the reference: error, time, bandwidth.")] = False,
     tune: Annotated[bool, typer.Option(help="Measure plans of the Triton kernels on this card and keep the best: some minutes.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="With --tune: the quantized model whose products are measured, in place of R1's and Qwen3-8B's.")
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="With --model: ranks that share it.")] = 1,
     json_: AsJson = False,
 ) -> None:
     """Operators and backends: which are usable here and why the others are not, or with --check how right and how fast they are."""
@@ -45,14 +52,24 @@ def kernels(
         raise QuantkitError("--tune and --check are two measurements", "give one of them, then the other")
     if (tune or check) and backend != "auto":
         raise QuantkitError("--backend is for the table; --check runs every backend that is usable, --tune Triton's", "leave --backend out")
+    if model is not None and not tune:
+        raise QuantkitError("--model is for --tune", "give both, or leave --model out")
+    if tp > 1 and model is None:
+        raise QuantkitError("--tp is for --model", "give both, or leave --tp out")
     if tune:
-        return _tune(target, json_)
+        return _tune(target, json_, model, tp)
     if not check:
         try:
             rows = [vars(row) for row in quantkit_kernels.table(target, backend)]
         except ValueError as refusal:
             raise QuantkitError(str(refusal), "choose one of these") from refusal
-        return print_json({"device": str(target), "rows": rows}) if json_ else console.show_kernels(str(target), rows)
+        told = _told(target, rows)
+        if json_:
+            return print_json({"device": str(target), "rows": rows} | told)
+        console.show_kernels(str(target), rows)
+        for line in told["slow"]:
+            console.tell(line)
+        return console.tell(f"plans of the Triton kernels: {told['plans']}") if told["plans"] else None
     from quantkit_kernels.self_check import check as measure
 
     from quantkit.evaluation.results.hardware import describe_machine
@@ -78,17 +95,44 @@ def kernels(
         raise fault
 
 
-def _tune(device: Any, json_: bool) -> None:
+def _told(device: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How slow the reference is with quantized weights that are left to it, and where the plans of Triton's kernels come from."""
+    import torch
+    from quantkit_kernels.samples import random_weight
+    from quantkit_kernels.triton.cards import architecture, plans_told
+
+    from quantkit.executor.slow import slowness
+
+    served = {row["operator"]: row["backend"] for row in rows if row["taken"]}
+    left = [grid for grid in _GRIDS if served[f"linear_{grid.partition('-')[0]}"] == "reference"]
+    slow = []
+    for grid in left:
+        weight = random_weight(grid, _SIDE, _SIDE, torch.Generator(device))
+        slow.append(slowness(f"linear_{grid.partition('-')[0]}", weight, device, torch.bfloat16))
+    on_gpu = device.type == "cuda" and any(row["backend"] == "triton" and row["usable"] for row in rows)
+    return {"slow": slow, "plans": plans_told(architecture(device)) if on_gpu else ""}
+
+
+def _tune(device: Any, json_: bool, model: str | None, tp: int) -> None:
     from quantkit_kernels.backends import why_unusable
+    from quantkit_kernels.sizes import MEASURED
     from quantkit_kernels.triton.cards import architecture, own_table
     from quantkit_kernels.triton.tune import write_table
 
     reason = "it is a CPU" if device.type == "cpu" else why_unusable("linear_int4", "triton", device)
     if reason is not None:
         raise QuantkitError(f"plans of the Triton kernels cannot be measured on {device}: {reason}", "tune on a machine with a GPU")
+    wanted = MEASURED
+    if model is not None:
+        from quantkit.checkpoint.reader import Checkpoint
+        from quantkit.executor.products import products
+        from quantkit.hub import find_model
+
+        wanted = products(Checkpoint.open(find_model(model)), tp)
+        console.tell(f"{len(wanted.linears)} sizes of linears and {len(wanted.experts)} of experts")
     path = own_table(architecture(device))
     console.tell(f"plans are kept in {path}, those of a weight as soon as it is measured")
-    for line in write_table(device, path):
+    for line in write_table(device, path, wanted):
         console.tell(line)
     if json_:
         return print_json({"device": str(device), "architecture": architecture(device), "table": str(path)})

@@ -26,10 +26,9 @@ def place(
 ) -> None:
     """Put routed experts, and copies of the busiest, on devices so that all have the same to do; writes the file an engine reads."""
     from quantkit.placement.place import place as run_place
-    from quantkit.planning import read_devices
+    from quantkit.serving_devices import read_number
 
-    number = int(devices) if devices.isdecimal() else read_devices(devices)
-    placed = run_place(model, counts, number, engine=engine, redundant=redundant, held_out=held_out, out=out)
+    placed = run_place(model, counts, read_number(devices), engine=engine, redundant=redundant, held_out=held_out, out=out)
     if json_:
         return console.print_json(placed.to_json())
     console.show(placed)

@@ -18,6 +18,7 @@ def proxy(
     import uvicorn
 
     from quantkit.engines.proxy import proxy as in_front_of
+    from quantkit.executor.server.connections import HttpServer
     from quantkit.listening import bound
 
     servers = [[url.strip() for url in urls.split(",")] for urls in (prefill, decode)]
@@ -25,4 +26,4 @@ def proxy(
         if not url.startswith(("http://", "https://")):
             raise QuantkitError(f"{url!r} is no address of a server", "give one such as http://10.0.0.1:8100")
     with bound(host, port) as sockets:
-        uvicorn.Server(uvicorn.Config(in_front_of(*servers), log_level="warning")).run(sockets)
+        HttpServer(uvicorn.Config(in_front_of(*servers), log_level="warning")).run(sockets)

@@ -106,7 +106,9 @@ def _check_named(scheme: str | None, recipe: str | None, mixture: "Mixture") -> 
 def plan(
     model: Model,
     scheme: MaybeScheme = None,
-    devices: Annotated[str, typer.Option(help="8x64GiB, 8xH100, or 8x910B1 for predicted decoding times as well.")] = "8x64GiB",
+    devices: Annotated[
+        str, typer.Option(help="8x64GiB, 8xH100, or 8x910B1 for predicted decoding times as well; 8 is of 64 GiB each.")
+    ] = "8x64GiB",
     format_: FormatName = "auto",
     engine: EngineName = None,
     keep: Keep = None,
@@ -124,6 +126,9 @@ def plan(
     cache: Cache = None,
     dp: Dp = 1,
     draft: DraftHeld = None,
+    layout: Annotated[
+        str | None, typer.Option(help="A layout of --engine, such as four-boxes, in place of --devices: as for deploy.")
+    ] = None,
     prune: Prune = None,
     json_: AsJson = False,
 ) -> None:
@@ -151,6 +156,7 @@ def plan(
         cache=cache,
         dp=dp,
         draft=draft,
+        layout=layout,
     )
     if json_:
         return print_json(about.to_json())
@@ -158,6 +164,8 @@ def plan(
     if about.cost_model is not None:
         console.show_prediction(about.cost_model)
         console.show_published(about.cost_model["published"])
+    for rate in about.layout.decoding if about.layout else ():
+        console.show_decoding(rate)
 
 
 def convert(

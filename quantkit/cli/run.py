@@ -259,7 +259,9 @@ def deploy(
     model: Model,
     engine: Annotated[str, typer.Option(help="vllm, sglang, vllm-ascend or omni-infer.", autocompletion=names_of_engines)],
     boxes: Annotated[int | None, typer.Option(min=1, help="Machines that share the model; those of the layout otherwise, or one.")] = None,
-    devices: Annotated[int | None, typer.Option(min=1, help="Devices of a machine; those of the layout otherwise, mostly 8.")] = None,
+    devices: Annotated[
+        str | None, typer.Option(help="Of a machine: 4, 4x80GiB or 4xH100; those of the layout otherwise, mostly 8.")
+    ] = None,
     layout: Annotated[str | None, typer.Option(help="A layout by name, such as one with prefill and decode apart.")] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of the longest request.")] = 16384,
     hosts: Annotated[str | None, typer.Option(help="Addresses of the boxes, comma-separated.")] = None,
@@ -275,13 +277,16 @@ def deploy(
     from quantkit.clusters import decoding
     from quantkit.engines.launch import deploy as plan
     from quantkit.engines.layouts import find_topology
+    from quantkit.serving_devices import Devices, read_number
 
+    given = None if devices is None else read_number(devices)
+    known = given if isinstance(given, Devices) else None
     path = find_model(model)
     addresses = [host.strip() for host in hosts.split(",")] if hosts else None
-    planned = plan(path, engine, boxes=boxes, devices=devices, layout=layout, context=context, hosts=addresses, nic=nic, guesses=mtp)
-    told = planned.as_dict() | {
-        "decoding": decoding(Checkpoint.open(path), find_topology(engine, boxes, layout, devices=devices), planned.memory)
-    }
+    machine: dict[str, Any] = {"boxes": boxes, "devices": known.count if known else given, "device": known and known.device}
+    memory = None if known is None else known.memory_bytes / 2**30
+    planned = plan(path, engine, layout=layout, **machine, context=context, hosts=addresses, nic=nic, memory_gib=memory, guesses=mtp)
+    told = planned.as_dict() | {"decoding": decoding(Checkpoint.open(path), find_topology(engine, name=layout, **machine), planned.memory)}
     if json_:
         print_json(told)
     else:

@@ -28,6 +28,7 @@ CATALOGUE: dict[str, Kind] = {
     "index-wrong": Kind("error", _REPAIR),
     "index-missing": Kind("error", _REPAIR),
     "tensor-twice": Kind("error", "keep one of the two shards"),
+    "shards-disagree": Kind("error", "where the index is right, " + _REPAIR + "; else let it name the other shard first"),
     # what the model needs
     "config-field": Kind("error", "use the config.json that came with the model"),
     "class-wrong": Kind("error", _FROM_SOURCE),

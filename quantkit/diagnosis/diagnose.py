@@ -13,6 +13,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import HeadersOnly, open_headers
 from quantkit.diagnosis.against_source import SourceComparison, is_matrix
 from quantkit.diagnosis.behaviour import SublayerError, compare_behaviour, read_compared
+from quantkit.diagnosis.copies import compare_forms, compare_values
 from quantkit.diagnosis.description import Described, describe
 from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.diagnosis.rows import plain_rows
@@ -25,7 +26,7 @@ from quantkit.engines.check import check_checkpoint, check_model
 from quantkit.engines.profiles import find_engine
 from quantkit.errors import QuantkitError
 from quantkit.hub import find_local
-from quantkit.models import ARCHITECTURES
+from quantkit.models import is_known
 from quantkit.models.stored import check_stored, read_model
 
 Depth = Literal["headers", "tensors", "behaviour"]
@@ -90,6 +91,8 @@ def diagnose(
     findings = DiagnosisFindings()
     tell("headers: seconds")
     patient = examine(model, findings)
+    if depth == "behaviour":
+        _check_computes(patient)
     diagnosis = Diagnosis(model, patient, findings)
     if source is not None:
         diagnosis.source = examine(source, DiagnosisFindings())
@@ -118,6 +121,16 @@ def _documents(source: str | None, text: Path | None) -> list[Tensor]:
     return read_compared(folder, text)
 
 
+def _check_computes(patient: Patient) -> None:
+    """That quantkit computes the architecture by itself. A config.json that names none is told as a finding."""
+    model_type = patient.survey.config.get("model_type")
+    if isinstance(model_type, str) and not is_known(patient.survey.config):
+        problem = f"quantkit has no file of the architecture {model_type!r}, and behaviour is compared where it has one"
+        raise QuantkitError(
+            f"{patient.survey.path}: {problem}", "leave out --depth behaviour, and measure it with quantkit ppl --baseline SRC"
+        )
+
+
 def _look_at_behaviour(patient: Patient, source: str | None, documents: list[Tensor], diagnosis: Diagnosis) -> None:
     if source is None or not patient.survey.has_weights:
         raise QuantkitError(
@@ -139,6 +152,7 @@ def _look_at_behaviour(patient: Patient, source: str | None, documents: list[Ten
 def look_at_tensors(patient: Patient, source: str | None, diagnosis: Diagnosis, on_bytes: OnBytes) -> None:
     """Every stored byte, in the order of the shards."""
     seen, described, findings = patient.survey, patient.described, diagnosis.findings
+    compare_values(seen, findings)
     check = TensorCheck(seen, patient.structure, described, findings)
     compared = _comparison(patient, source, findings)
     owner = {name: module for module, linear in described.linears.items() for name in linear.tensors}
@@ -174,6 +188,7 @@ def _comparison(patient: Patient, source: str | None, findings: DiagnosisFinding
 def examine(model: str, findings: DiagnosisFindings) -> Patient:
     """Headers and the files beside them."""
     seen = survey_model(model, findings)
+    compare_forms(seen, findings)
     structure = read_table(seen, findings)
     rename(seen, structure, findings)
     described = describe(seen, {row.module: row.shape for row in structure.rows}, findings)
@@ -200,7 +215,7 @@ def _open(patient: Patient, engine: str | None, findings: DiagnosisFindings) -> 
     try:
         kind, seen = (Checkpoint if patient.survey.has_weights else HeadersOnly), patient.survey
         checkpoint = kind(seen.path, seen.config, seen.side, seen.tensors)
-        if checkpoint.config.get("model_type") in ARCHITECTURES and not findings.has("mtp-missing", "mtp-incomplete"):
+        if is_known(checkpoint.config) and not findings.has("mtp-missing", "mtp-incomplete"):
             check_stored(checkpoint, read_model(checkpoint).rows)
     except QuantkitError as fault:
         if findings.verdict != "bad" and patient.described.readable:

@@ -81,14 +81,15 @@ class PlainCheck:
 
     def look(self, name: str, part: Tensor) -> None:
         """The next rows of a tensor."""
+        row = self.rows.get(name)
         if part.dtype.itemsize > 1:
-            self._squares += squares(part)
+            self._squares += squares(part.float() + row.gain_offset if row is not None and row.gain_offset else part)
             self._count += part.numel()
             flat = part.contiguous().view(-1).view(torch.uint8)
             self._digest.update(flat[:: max(len(flat) // _SAMPLED, 1)].contiguous().numpy().tobytes())
         if part.dim() == 2 and min(part.shape) >= _WIDE and not self._misread:
             self._misread = _misread(part[:: max(len(part) // _WIDE, 1)].float())
-        elif part.dim() == 1 and name in self.rows and self.rows[name].role == "norm":
+        elif part.dim() == 1 and row is not None and row.role == "norm":
             self._misread = _misread_gains(part.float())
         if part.dim() == 1:
             self._sum += float(part.float().sum())
@@ -134,6 +135,8 @@ class PlainCheck:
             usual = median(sizes.values())
             matrix = len(self.survey.tensors[next(iter(sizes))].shape) == 2
             for name, size in sizes.items():
+                if not matrix and not self.rows:  # of such an architecture a norm may be stored less one, as Gemma's: zeros are no fault
+                    continue
                 if size == 0 and (usual > 0 or (len(sizes) == 1 and matrix)):
                     self.absurd[name] = f"all zeros; {kind} has a root mean square of {usual:.2g} elsewhere"
                 elif size and 0 < usual < float("inf") and len(sizes) > 2 and not 1 / _FAR < size / usual < _FAR:

@@ -49,6 +49,8 @@ def repair(diagnosis: Diagnosis, out: Path, source: str | None = None, engine: s
     check_new(out)
     if diagnosis.findings.has("shard-missing", "shard-damaged", "config-unreadable"):
         raise QuantkitError(f"{seen.path} lacks files that nothing can replace", "download them first")
+    if diagnosis.findings.has("tensor-twice"):
+        raise QuantkitError(f"two shards of {seen.path} hold a tensor of one name, and no index says which counts", "remove one of them")
     files, unreadable = _files(seen)
     plan = Repair(dict(seen.config), files)
     origin = Checkpoint.open(path) if source is not None and (path := find_local(source)) is not None else None
@@ -80,6 +82,9 @@ def _plan(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint | None) -> None
         plan.changes.append(f"{len(patient.survey.renamed)} tensors were given the names that engines look for")
     if has("index-wrong", "index-missing"):
         plan.changes.append("the index was written anew, from the shards")
+    if has("shards-disagree"):
+        dropped = sorted({other.shard for _, other in patient.survey.copies})
+        plan.changes.append(f"of tensors that two shards hold, {', '.join(dropped)} lost those that the index says are in another")
     if has("description-old-key"):
         plan.changes.append("the description in config.json is under quantization_config alone")
     if has("group-size-wrong"):

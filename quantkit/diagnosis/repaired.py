@@ -1,7 +1,8 @@
 """Writing a corrected copy of a checkpoint: what is changed in it, and the files.
 
-Shards without a change are copied, so everything else is the same to the bit. A shard with a changed tensor is written anew, and what is
-taken from the source goes into a shard of its own. The output appears whole, by one rename.
+Shards without a change are copied, so everything else is the same to the bit. A shard with a changed tensor, or with a copy of one that the
+index says is in another shard, is written anew, without the copy. What is taken from the source goes into a shard of its own. The output
+appears whole, by one rename.
 """
 
 import json
@@ -65,10 +66,11 @@ def _write_shards(seen: Survey, plan: Repair, folder: Path) -> list[str]:
     by_shard: dict[str, list[str]] = {}
     for name, info in seen.tensors.items():
         by_shard.setdefault(info.shard, []).append(name)
+    with_copies = {other.shard for _, other in seen.copies}
     for shard, names in by_shard.items():
         (folder / shard).parent.mkdir(parents=True, exist_ok=True)
         changed = {name: plan.changed[name] for name in names if name in plan.changed}
-        if changed or any(name in seen.renamed for name in names):
+        if changed or shard in with_copies or any(name in seen.renamed for name in names):
             _rewrite(seen, names, changed, folder / shard)
         else:
             shutil.copyfile(seen.path / shard, folder / shard)

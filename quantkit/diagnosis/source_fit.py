@@ -17,6 +17,8 @@ GRID_VALUES = 16
 """The most values that a row of a matrix has, whose values were rounded before, among so many inputs."""
 _RANK, _MORE = 8, 1.5
 """Rank that an adapter may have to be seen, and times that an error must be what rounding leaves."""
+_DIRECTIONS = 256
+"""Rows and columns that a rank is told of, at least: of 128, half of what GPTQ leaves behind correlated inputs lies in eight directions."""
 _STEPS_OFF = 4.0
 """Times that an error may be what rounding to the nearest step leaves: GPTQ and AutoRound leave up to twice of it."""
 
@@ -107,7 +109,7 @@ def step_fault(rows: Rows, found: SourceFit) -> str:
 
 def low_rank_fault(rows: Rows, left: Tensor) -> str:
     """Whether what is left of a linear is a matrix of low rank: rounding leaves all directions alike. left: W' - W, fitted."""
-    if rows.scale is None or rows.of_group is None or rows.codes is None or min(left.shape) < 8 * _RANK:
+    if rows.scale is None or rows.of_group is None or rows.codes is None or min(left.shape) < _DIRECTIONS:
         return ""
     step = float(rows.scale.square().mean().sqrt()) / 12**0.5
     if float(torch.linalg.vector_norm(left)) / left.numel() ** 0.5 <= _MORE * step:

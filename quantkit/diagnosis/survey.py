@@ -4,11 +4,13 @@
 not on this machine is read by its headers alone.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from quantkit.checkpoint.companions import SETTINGS
 from quantkit.checkpoint.formats.base import SIDE_FILES
@@ -27,6 +29,8 @@ TEMPLATE = "chat_template.jinja"
 _READ = (*SETTINGS, "tokenizer.json")
 """JSON files beside the weights that are looked at."""
 _OLDER_KEY = "compression_config"
+BLOCK = 16 << 20
+"""Bytes of a plain tensor in memory at a time."""
 _AT_ONCE = 8
 """Headers that are read at a time: those of the hub wait for the network."""
 Header = Callable[[str], dict[str, TensorInfo]]
@@ -40,6 +44,7 @@ class Survey:
     """What a folder holds. tensors: by the name the model's table has for them (`renamed` has the stored name of those that differ).
 
     settings: tokenizer and generation files that exist, parsed. template: the chat template's own file, None without. names: of all files.
+    copies: tensors that another shard holds too, each as the index names it and as that shard has it, under its stored name.
     """
 
     path: Path
@@ -50,6 +55,7 @@ class Survey:
     template: str | None
     names: frozenset[str]
     has_weights: bool
+    copies: list[tuple[TensorInfo, TensorInfo]]
 
     def __post_init__(self) -> None:
         self.shards = Shards(self.path)
@@ -61,6 +67,16 @@ class Survey:
     def nbytes(self) -> int:
         """Of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def blocks(self, info: TensorInfo) -> Iterator[Tensor]:
+        """A stored tensor, some of its rows at a time: BLOCK bytes, or one row. A vector whole."""
+        if len(info.shape) < 2:
+            yield self.shards.read(info)
+            return
+        rest = tuple((0, size) for size in info.shape[1:])
+        step = max(BLOCK // max(info.nbytes // max(info.shape[0], 1), 1), 1)
+        for start in range(0, info.shape[0], step):
+            yield self.shards.read(info, ((start, min(start + step, info.shape[0])), *rest))
 
     def rename(self, names: Mapping[str, str]) -> None:
         """names: stored name -> the table's. The bytes stay where they are."""
@@ -108,8 +124,9 @@ def _looked_at(path: Path, folder: Path, names: frozenset[str], holds: Holds, he
     side = {name: _json(folder, name, findings) for name in SIDE_FILES if name in names}
     settings = {name: _json(folder, name, findings, "tokenizer-broken") for name in _READ if name in names}
     template = _text(folder, TEMPLATE, findings) if TEMPLATE in names else None
-    tensors = _tensors(path, folder, names, holds, header, findings)
-    return Survey(path, config, {name: value for name, value in side.items() if value}, tensors, settings, template, names, True)
+    tensors, copies = _tensors(path, folder, names, holds, header, findings)
+    side = {name: value for name, value in side.items() if value}
+    return Survey(path, config, side, tensors, settings, template, names, True, copies)
 
 
 def _with_newer_key(config: dict[str, Any], findings: DiagnosisFindings) -> dict[str, Any]:
@@ -146,7 +163,8 @@ def _text(path: Path, name: str, findings: DiagnosisFindings) -> str:
 
 def _tensors(
     path: Path, folder: Path, names: frozenset[str], holds: Holds, header: Header, findings: DiagnosisFindings
-) -> dict[str, TensorInfo]:
+) -> tuple[dict[str, TensorInfo], list[tuple[TensorInfo, TensorInfo]]]:
+    """Tensors by name, and copies as Survey has them."""
     weight_map = _weight_map(folder, findings)
     there = {name for name in names if name.endswith(".safetensors")}
     there |= {name for name in set(weight_map.values()) if "/" in name and is_inside(name) and holds(name)}
@@ -210,7 +228,7 @@ def _compare_index(weight_map: Mapping[str, str], held: Mapping[str, Mapping[str
 
 def _joined(
     weight_map: Mapping[str, str], held: Mapping[str, Mapping[str, TensorInfo]], findings: DiagnosisFindings
-) -> dict[str, TensorInfo]:
+) -> tuple[dict[str, TensorInfo], list[tuple[TensorInfo, TensorInfo]]]:
     tensors: dict[str, TensorInfo] = {}
     for shard, own in held.items():
         for name, tensor in own.items():
@@ -218,4 +236,10 @@ def _joined(
                 findings.add("tensor-twice", name, f"in {tensors[name].shard} and in {shard}, and no index says which")
             if name not in tensors or weight_map.get(name) == shard:
                 tensors[name] = tensor
-    return tensors
+    copies = [
+        (tensors[name], tensor)
+        for shard, own in held.items()
+        for name, tensor in own.items()
+        if name in weight_map and tensors[name].shard != shard
+    ]
+    return tensors, copies

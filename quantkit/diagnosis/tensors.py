@@ -1,9 +1,9 @@
 """The second depth: every stored byte, streamed. What a tensor tells by itself, and a linear beside others of its kind.
 
-One linear is in memory at a time, and of plain tensors BLOCK bytes.
+One linear is in memory at a time, and of plain tensors survey.BLOCK bytes.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from statistics import median
 
 import torch
@@ -24,7 +24,6 @@ from quantkit.diagnosis.survey import Survey
 from quantkit.errors import QuantkitError
 from quantkit.schemes import Fp4Grid, IntGrid
 
-BLOCK = 16 << 20
 _ABSURD = 1e3
 """Times that a linear's size, or a row's, is off what is usual for its kind."""
 _SMALL = 1 / 32
@@ -80,7 +79,7 @@ class TensorCheck:
         if not self.survey.tensors[name].dtype.is_floating_point:
             return
         bad = 0
-        for part in _blocks(self.survey, name):
+        for part in self.survey.blocks(self.survey.tensors[name]):
             bad += not_finite(part)
             if IS_SIDE.fullmatch(name) and not bad:
                 self.side_scales.look(name, part)
@@ -308,14 +307,3 @@ def _global_scale(module: str, tensors: dict[str, Tensor]) -> tuple[str, float, 
             value = float(tensors[module + suffix].flatten()[0])
             return suffix[1:], value, value**power if value else 0.0
     return None
-
-
-def _blocks(survey: Survey, name: str) -> Iterator[Tensor]:
-    info = survey.tensors[name]
-    if len(info.shape) < 2:
-        yield survey.shards.read(info)
-        return
-    rest = tuple((0, size) for size in info.shape[1:])
-    step = max(BLOCK // max(info.nbytes // max(info.shape[0], 1), 1), 1)
-    for start in range(0, info.shape[0], step):
-        yield survey.shards.read(info, ((start, min(start + step, info.shape[0])), *rest))

@@ -83,7 +83,9 @@ class Deployment:
         errors = [found for found in self.problems if found.severity == "error"]
         if not errors:
             return None
-        return QuantkitError(f"{self.engine} cannot serve {self.model}: {'; '.join(found.problem for found in errors)}", errors[0].remedy)
+        *others, last = errors
+        told = "; ".join([*(f"{found.problem} ({found.remedy})" for found in others), last.problem])
+        return QuantkitError(f"{self.engine} cannot serve {self.model}: {told}", last.remedy)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "ready": self.ready}

@@ -137,6 +137,8 @@ def find_split_problem(rows: Iterable[Parameter], grid: Callable[[str], Grid | N
         ranks = parallel.expert_ranks if row.expert is not None else parallel.tensor
         if (row.expert is not None and parallel.expert) or row.split not in ("column", "row") or ranks == 1:
             continue
+        if row.split == "row" and len(row.shape) == 1:  # a bias behind the sum of all ranks: nobody cuts it
+            continue
         stored, step = grid(row.module), 1
         if isinstance(stored, IntGrid) and stored.bits == 4:
             step = 8 if row.split == "column" else (stored.group_size or 1)

@@ -62,10 +62,10 @@ class Drafter(ABC):
     def begin(self, done: ForwardPass, chosen: ChosenTokens | None) -> Tensor | None:
         """As `speculation.Source.begin`: how many guesses of each sequence were right, and then those that are new, one row of sequences
         after the other; where the host waits, the first guess behind each row."""
-        self._lengths = [len(sequence.token_ids) for sequence, _ in done.counts]
         found = self._behind(done, None if chosen is None else chosen.token_ids)
         if found is None or chosen is None:
             return None
+        self._lengths = [len(sequence.token_ids) for sequence, _ in done.counts]
         logits, greedy = found
         self._first = greedy
         if chosen.batch is not None and chosen.places is not None:

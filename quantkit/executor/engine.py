@@ -284,7 +284,7 @@ class Engine:
     def compute_step(self) -> list[Sequence]:
         """The step of this rank: as `step`, but sequences with a fault that are not finished stay until rank 0 cancels them."""
         began, step = time.perf_counter(), self.scheduler.schedule()
-        rows = sum(1 + len(one.drafts) for one in step.decode) if self._guesses else len(step.decode)
+        rows = len(step.decode) + (sum([len(one.drafts) for one in step.decode]) if self._guesses else 0)
         accepted = self.speculation.acceptance.accepted
         advanced: list[Sequence] = []
         for one in step.passes(self.scheduler.budget.mixed):

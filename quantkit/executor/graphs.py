@@ -162,6 +162,10 @@ class EagerSteps:
     def __init__(self, model: Forward, cache: PagedCache, failure: str) -> None:
         self.model, self.cache, self.failure = model, cache, failure
 
+    def has(self, rows: int, width: int) -> bool:
+        """As `DecodeSteps.has`."""
+        return False
+
     def run(self, rows: DecodeRows, *inputs: Tensor, places: DevicePlaces | None = None) -> StepResult:
         """As `DecodeSteps.run`."""
         given = inputs or (torch.from_numpy(rows.token_ids).to(self.cache.device),)
@@ -183,9 +187,14 @@ class DecodeSteps:
         result, count = step(), len(rows.token_ids)
         return StepResult(*(part[:count] for part in result))
 
+    def has(self, rows: int, width: int) -> bool:
+        """Whether a step for so many rows, with tables of `width` blocks, was there before: on every rank alike, also where one of them
+        could not capture it."""
+        return _size(rows, width) in self._steps
+
     def filled(self, rows: DecodeRows, *inputs: Tensor, places: DevicePlaces | None = None) -> tuple[StaticBuffers, Step]:
         """The step for so many rows with tables so wide, ready to be computed."""
-        size = (power_of_two(len(rows.token_ids)), max(power_of_two(rows.tables.shape[1]), MIN_TABLE_WIDTH))
+        size = _size(*rows.tables.shape)
         if size not in self._steps:
             buffers = StaticBuffers(*size, self.cache.device, *inputs[1:])
             # What the warm-up of a capture computes is written to the cache: it must be this pass, not a made-up one.
@@ -257,6 +266,11 @@ def _reason(fault: RuntimeError) -> str:
     while first.__context__ is not None:
         first = first.__context__
     return str(first).partition("\n")[0]
+
+
+def _size(rows: int, width: int) -> tuple[int, int]:
+    """Rows of a captured step, and how wide its tables are."""
+    return power_of_two(rows), max(power_of_two(width), MIN_TABLE_WIDTH)
 
 
 def power_of_two(count: int) -> int:

@@ -1,7 +1,5 @@
 """Rows of a decode step without guesses, kept from step to step: most of what 64 users' rows say is what it was in the step before."""
 
-from operator import is_not
-
 import numpy as np
 
 from quantkit.executor.graphs import DecodeRows
@@ -18,10 +16,13 @@ class KeptRows:
         self._blocks: list[list[int]] = []
         """Of each, as the sequence itself has them: the list grows, and is another one once the sequence was computed again elsewhere."""
         self._rows: DecodeRows | None = None
+        self.counts: list[tuple[Sequence, int]] = []
+        """The sequences, each with its one row; the same list while they are the same."""
 
     def keep(self, answers: list[Sequence], rows: DecodeRows) -> DecodeRows:
         """As they are in the tables' own memory."""
         self._answers, self._blocks = list(answers), [one.blocks for one in answers]
+        self.counts = [(one, 1) for one in answers]
         self._rows = rows._replace(tables=rows.tables.copy())
         return self._rows
 
@@ -31,7 +32,7 @@ class KeptRows:
             return None
         _, before, slots, tables, states = self._rows
         positions = before + 1
-        if [one.num_cached for one in answers] != positions.tolist() or any(map(is_not, self._blocks, [one.blocks for one in answers])):
+        if [one.num_cached for one in answers] != positions.tolist() or [one.blocks for one in answers] != self._blocks:
             return None
         slots = slots + 1
         for row in np.flatnonzero(positions % self._size == 0).tolist():

@@ -4,10 +4,13 @@ The layer reads the main model's hidden state of token i and token i + 1, and gu
 guesses feed the layer its own output. Its cache is a layer of the main model's, filled for every token that the main model computed.
 
 Where no guesses are wanted it is not run for every token: the tokens' hidden states are kept, which is one copy a pass, and read at once
-when it is needed again or has fallen behind by many.
+when it is needed again, few of them by a captured step. Where it has fallen behind by many it never reads them: their sequences are not
+guessed for any more, as reading for guesses that nobody wants would cost for ever what the credit of guessing.py does not count.
 """
 
 import sys
+from collections.abc import Sequence as Items
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -20,7 +23,7 @@ from quantkit.executor.runner import ForwardPass, Runner, Span
 from quantkit.executor.sequence import Sequence
 
 _MOST_BEHIND = 4096
-"""Tokens whose hidden states are kept, those of one pass at least."""
+"""Tokens whose hidden states are kept, those of one pass at least: of 32 answers for 128 steps."""
 
 
 class MtpDrafter(Drafter):
@@ -33,12 +36,16 @@ class MtpDrafter(Drafter):
         super().__init__(runner, count, parallel, reach, own=own or runner, behind=1)
         self.mtp = mtp
         self.steps = self._own.steps_behind(mtp)
+        self._most_rows = 1 + count
+        """Of a sequence in a step: a token and its guesses. Windows and compressed entries have room for no more."""
         self._hidden: Tensor | None = None
         """The layer's own output behind the rows that count; None where it did not read the last pass."""
-        self._behind_by: list[tuple[Span, int]] = []
-        """Tokens that the layer has not read, of decode passes without guesses, and the row of `_held` where their hidden states begin."""
+        self._behind_by: list[tuple[Items[tuple[Sequence, int, int]], int]] = []
+        """Spans that the layer has not read, of decode passes without guesses, and the row of `_held` where their hidden states begin."""
         self._held: Tensor | None = None
         self._num_held = 0
+        self._given_up: WeakSet[Sequence] = WeakSet()
+        """Sequences of which the layer has not read some tokens, and never will unless they are computed again."""
 
     def _states(self, hidden: Tensor) -> Tensor:
         """What the layer reads of tokens, [T, H], from what the model made of them."""
@@ -56,12 +63,16 @@ class MtpDrafter(Drafter):
         if self.count == 0:
             self._hold(done.hidden)  # now, while the device is busy
             return None
-        self._catch_up()
+        where = done.where
+        if self._behind_by:
+            where = where._replace(tables=where.tables.copy())  # other rows' come in their place
+            self._catch_up()
         assert token_ids is not None, "every row of a decode pass counts"
-        self._hidden, logits, greedy = self.steps.run(done.where, token_ids, self._states(done.hidden))
+        self._hidden, logits, greedy = self.steps.run(where, token_ids, self._states(done.hidden))
         return logits, greedy
 
     def _behind_prompts(self, done: ForwardPass, token_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        self._given_up.difference_update([sequence for sequence, start, _ in done.spans if start == 0])
         next_ids, rows = self._tensor(_known_next(done)), self._tensor(done.rows)
         if token_ids is not None:
             next_ids[rows] = token_ids
@@ -82,31 +93,49 @@ class MtpDrafter(Drafter):
         """Keep the hidden states of the tokens of a decode pass that was not read, for `_catch_up`."""
         if self._hidden is not None:
             return
-        row = 0
-        for sequence, start, length in done.spans:
-            kept = min(length, len(sequence.token_ids) - 1 - start)
-            if kept > 0 and sequence.finish_reason is None:
-                self._behind_by.append((Span(sequence, start, kept), self._num_held + row))
-            row += length
-        self._num_held += row
+        if len(done.spans) == len(done.rows):  # a token each, and as they are: nearly every pass without guesses
+            self._behind_by.append((done.spans, self._num_held))
+        else:
+            row = self._num_held
+            for sequence, start, length in done.spans:
+                self._behind_by.append(([(sequence, start, min(length, len(sequence.token_ids) - 1 - start))], row))
+                row += length
+        self._num_held += len(done.rows)
 
     def _hold(self, hidden: Tensor) -> None:
         """Those of a pass whose tokens are to be read later; the rows behind `_num_held`, until `_settle` knows which are kept."""
-        if self._held is None or self._num_held + len(hidden) > len(self._held):
-            self._catch_up()
+        if self._held is not None and self._num_held + len(hidden) > len(self._held):
+            self._given_up.update([sequence for spans, _ in self._behind_by for sequence, _, _ in spans])
+            self._behind_by, self._num_held = [], 0
         if self._held is None or len(hidden) > len(self._held):
             self._held = hidden.new_empty(max(_MOST_BEHIND, len(hidden)), hidden.shape[1])
         self._held[self._num_held : self._num_held + len(hidden)] = hidden
 
+    def _wanted(self, sequence: Sequence) -> int:
+        return 0 if sequence in self._given_up else super()._wanted(sequence)
+
     def _catch_up(self) -> None:
         """The layer reads what it has not read, of sequences that still have their cache."""
-        behind = [(span, row) for span, row in self._behind_by if span.start + span.length <= span.sequence.num_cached]
+        behind: list[tuple[Span, int]] = []
+        for passed, row in self._behind_by:
+            for sequence, start, length in passed:
+                if 0 < length <= sequence.num_cached - start and sequence.finish_reason is None and sequence not in self._given_up:
+                    behind.append((Span(sequence, start, length), row))
+                row += length
         self._behind_by, self._num_held = [], 0
         spans, rows = _joined(behind)
-        if spans:
-            assert self._held is not None, "what is behind is held"
-            next_ids = [token for sequence, start, length in spans for token in sequence.token_ids[start + 1 : start + 1 + length]]
-            self.mtp(self._tensor(next_ids), self._states(self._held[self._tensor(rows)]), self._own.prompt_context(spans))
+        if not spans:
+            return
+        assert self._held is not None, "what is behind is held"
+        following = [token for sequence, start, length in spans for token in sequence.token_ids[start + 1 : start + 1 + length]]
+        next_ids, states = self._tensor(following), self._states(self._held[self._tensor(rows)])
+        few = max(span.length for span in spans) <= self._most_rows
+        if few and self.steps.has(len(rows), max(len(span.sequence.blocks) for span in spans)):
+            # As rows of a step that is there: operator by operator they take the time of several steps.
+            places = [(sequence, start + i) for sequence, start, length in spans for i in range(length)]
+            self.steps.run(self._own.rows([0] * len(rows), places), next_ids, states)
+        else:
+            self.mtp(next_ids, states, self._own.prompt_context(spans))
 
 
 def _joined(parts: list[tuple[Span, int]]) -> tuple[list[Span], list[int]]:

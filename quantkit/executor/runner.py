@@ -1,8 +1,10 @@
 """The passes of a step: tokens of sequences in, hidden states and logits out."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +45,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What a pass computed: `hidden` [T, H] of the spans' tokens, one span after the other.
+    """What a pass computed: `hidden` [T, H] of the spans' tokens, one span after the other; a span as `Span` has it.
 
     where: the tokens' places in the cache, `DecodeRows` where each attended by itself; else what makes the context of all.
     logits float32 [R, vocab] and greedy int64 [R] (the likeliest tokens): of the R tokens whose successors are to be chosen, None where
@@ -51,7 +53,7 @@ class ForwardPass:
     the next pass.
     """
 
-    spans: list[Span]
+    spans: Items[tuple[Sequence, int, int]]
     hidden: Tensor
     where: DecodeRows | Callable[[], PrefillContext | MixedContext]
     logits: Tensor | None
@@ -111,18 +113,22 @@ class Runner:
         return self._without_prompts(step.decode, room)
 
     def _without_prompts(self, answers: list[Sequence], room: Room | None = None) -> ForwardPass:
-        rows, every = self._answer_rows(answers, room), list(range(_num_rows(answers)))
-        self._expect(len(every), 0, room)
+        count = _num_rows(answers)
+        rows = self._answer_rows(answers, count, room)
+        self._expect(count, 0, room)
         result = self.steps.run(rows)
         if room is not None:
-            result = StepResult(*(part[: len(every)] for part in result))
-        counts = [(sequence, 1 + len(sequence.drafts)) for sequence in answers]
-        return ForwardPass(_answer_spans(answers), result.hidden, rows, result.logits, result.greedy, every, counts)
+            result = StepResult(*(part[:count] for part in result))
+        if count == len(answers):
+            spans, counts = list(zip(answers, rows.positions.tolist(), repeat(1))), self._kept.counts
+        else:
+            spans, counts = _answer_spans(answers), [(sequence, 1 + len(sequence.drafts)) for sequence in answers]
+        return ForwardPass(spans, result.hidden, rows, result.logits, result.greedy, list(range(count)), counts)
 
     def _with_prompts(self, answers: list[Sequence], prompts: list[Span], room: Room | None = None) -> ForwardPass:
         own = [PromptRows(one.token_ids[start : start + length], start, one.blocks, one.state) for one, start, length in prompts]
-        given = self._answer_rows(answers, room) if answers or (room is not None and room.rows) else None
         rows, new = list(range(_num_rows(answers))), sum(length for _, _, length in prompts)
+        given = self._answer_rows(answers, len(rows), room) if answers or (room is not None and room.rows) else None
         self._expect(len(rows), new, room)
         hidden = self.prompts.run(given, own if room is None else [*own, *self._nobodys(room.tokens - new)])
         if room is not None:
@@ -140,12 +146,13 @@ class Runner:
         logits = self.model.logits(hidden[torch.tensor(rows, device=self.device)])
         return ForwardPass(spans, hidden, where, logits, logits.argmax(dim=-1), rows, counts)
 
-    def prompt_context(self, spans: list[Span]) -> PrefillContext | MixedContext:
+    def prompt_context(self, spans: Items[tuple[Sequence, int, int]]) -> PrefillContext | MixedContext:
         """Where so many tokens of sequences attend, as prompts do."""
         return self.prompts.context(None, [PromptRows([0] * length, start, one.blocks, one.state) for one, start, length in spans])
 
-    def _answer_rows(self, answers: list[Sequence], room: Room | None = None) -> DecodeRows:
-        if _num_rows(answers) == len(answers):
+    def _answer_rows(self, answers: list[Sequence], count: int, room: Room | None = None) -> DecodeRows:
+        """count: of them all, drafts included."""
+        if count == len(answers):
             rows = self._kept.next(answers) or self._kept.keep(
                 answers, self.rows([one.token_ids[-1] for one in answers], [(one, one.num_cached) for one in answers])
             )
@@ -204,6 +211,6 @@ def _prompt_spans(parts: list[tuple[Sequence, int]]) -> list[Span]:
     return [Span(sequence, sequence.num_cached, length) for sequence, length in parts]
 
 
-def _answer_spans(sequences: list[Sequence]) -> list[Span]:
-    new = tuple.__new__  # half the time of Span(...), for every answer of every step
-    return [new(Span, (sequence, sequence.num_cached, 1 + len(sequence.drafts))) for sequence in sequences]
+def _answer_spans(sequences: list[Sequence]) -> list[tuple[Sequence, int, int]]:
+    """As spans, without their names, which take longer to give than all else here."""
+    return [(sequence, sequence.num_cached, 1 + len(sequence.drafts)) for sequence in sequences]

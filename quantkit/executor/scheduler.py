@@ -40,7 +40,7 @@ class ScheduledStep:
     @property
     def guided(self) -> bool:
         """Whether a grammar holds any of them."""
-        return any([sequence.guide for sequence in self.sequences])
+        return any([one.guide for one in self.decode]) or any(one.guide for one, _ in self.prefill)
 
     @property
     def successors(self) -> list[tuple[Sequence, int]]:
@@ -54,7 +54,7 @@ class ScheduledStep:
 
     def passes(self, mixed: bool) -> list["ScheduledStep"]:
         """What is computed at a time: all of it, or the decoding sequences and then the prompts; none where there is nothing."""
-        parts = [self] if mixed else [ScheduledStep([], self.decode), ScheduledStep(self.prefill, [])]
+        parts = [self] if mixed or not self.prefill else [ScheduledStep([], self.decode), ScheduledStep(self.prefill, [])]
         return [one for one in parts if one.prefill or one.decode]
 
     def alone(self) -> list[tuple[Sequence, "ScheduledStep"]]:
@@ -181,9 +181,11 @@ class Scheduler:
 
     def _grow(self, decoding: list[Sequence]) -> list[Sequence]:
         """A block more for each sequence that needs one, the oldest first; the youngest lose theirs where there are none."""
-        for sequence in decoding:
-            if len(sequence.blocks) * self.block_size >= len(sequence.token_ids) + self.lookahead:
-                continue
+        size, ahead = self.block_size, self.lookahead
+        short = [one for one in decoding if len(one.blocks) * size < len(one.token_ids) + ahead]
+        if not short:
+            return decoding
+        for sequence in short:
             if not sequence.blocks:  # preempted a moment ago
                 continue
             missing = self._blocks_for(sequence) - len(sequence.blocks)

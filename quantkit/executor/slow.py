@@ -14,18 +14,21 @@ _HELP = {"cuda": ("triton", "cuda"), "npu": ("ascend", "torch_npu")}
 
 
 def tell_slow(operator: str, weight: Weight, device: torch.device, dtype: torch.dtype) -> None:
-    """Warn that `operator` is served by the reference, with the times of one token over this weight W[N, K] and why others do not serve."""
+    """Warn that `operator` is served by the reference."""
+    warnings.warn(slowness(operator, weight, device, dtype), RuntimeWarning, stacklevel=2)
+
+
+def slowness(operator: str, weight: Weight, device: torch.device, dtype: torch.dtype) -> str:
+    """That `operator` is served by the reference, with the times of one token over this weight W[N, K] and why others do not serve."""
     n, k = shape(weight)
     x = torch.zeros(1, k, dtype=dtype, device=device)
     linear, dense = prepare(weight, backend="reference", dtype=dtype, device=device), torch.zeros(n, k, dtype=dtype, device=device)
     ours, plain = _seconds(lambda: linear(x), device), _seconds(lambda: F.linear(x, dense), device)
     reasons = {name: backends.why_unusable(operator, name, device, dtype, ((n, k),)) for name in _HELP.get(device.type, ("cpu",))}
     why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
-    warnings.warn(
+    return (
         f"SLOW: {operator} runs on the reference, which expands weights at every call: {ours * 1e3:.3g} ms a token for one weight of {n} x "
-        f"{k}, {ours / plain:.0f} times as long as not quantized. {why}",
-        RuntimeWarning,
-        stacklevel=2,
+        f"{k}, {ours / plain:.0f} times as long as not quantized. {why}"
     )
 
 

@@ -7,7 +7,7 @@ from quantkit.amounts import parse_bytes
 from quantkit.devices import find_device
 from quantkit.engines.profiles import Device
 from quantkit.errors import QuantkitError
-from quantkit.planning import accelerators, find_accelerator
+from quantkit.serving_devices import accelerators, find_accelerator
 
 PER_BOX = 8
 """Devices of one machine, in the layouts of recipes/deploy."""

@@ -19,11 +19,12 @@ from quantkit.engines.profiles import Device, find_engine
 from quantkit.errors import QuantkitError
 from quantkit.guide.boxes import DeviceBox
 from quantkit.models import find_architecture
-from quantkit.planning import Devices, Plan, plan
+from quantkit.planning import Plan, plan
 from quantkit.quantization.opening import JobRequest, open_job, read_request
 from quantkit.recipe import Recipe
 from quantkit.result import Result
 from quantkit.schemes import SCHEMES, Scheme, find_scheme
+from quantkit.serving_devices import Devices
 from quantkit.settings_file import Strict, read_yaml
 
 QUANTKIT = "quantkit"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from quantkit_kernels import SILU, Gating, Routing, moe_gate, route, silu_and_mul
+from quantkit_kernels import SILU, Gating, Routing, gate_and_mul, moe_gate, route
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -171,8 +171,7 @@ class Mlp:
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
         both = add_bias(self.gate_up(x), self.gate_up_bias)
-        gated = silu_and_mul(both) if self.gating == SILU else self.gating(*both.chunk(2, dim=-1))
-        return add_bias(self.down(gated), self.down_bias)
+        return add_bias(self.down(gate_and_mul(both, self.gating)), self.down_bias)
 
 
 def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -21,8 +21,9 @@ from quantkit.expert_counts import ExpertCounts
 from quantkit.models.stored import Model, read_model
 from quantkit.placement.balance import Loads, Slots, balance, copy_experts, place_layer
 from quantkit.placement.layouts import PlacedLayers, find_layout
-from quantkit.planning import MEMORY_FRACTION, RESERVE_GIB, Devices
+from quantkit.planning import MEMORY_FRACTION, RESERVE_GIB
 from quantkit.result import Result
+from quantkit.serving_devices import Devices
 from quantkit.whole_files import check_writable, write_whole
 
 ENOUGH = 0.95

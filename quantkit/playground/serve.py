@@ -6,6 +6,7 @@ from socket import socket
 
 import uvicorn
 
+from quantkit.executor.server.connections import HttpServer
 from quantkit.listening import not_free
 from quantkit.playground.app import create_app
 from quantkit.playground.play import Playground
@@ -17,7 +18,7 @@ def serve(playground: Playground, port: int, sockets: Sequence[socket]) -> None:
     """sockets: of `listening.bound`, at HOST and `port`. Raises QuantkitError where another listens there by now."""
     config = uvicorn.Config(create_app(playground), log_level="warning", access_log=False)
     config.timeout_graceful_shutdown = 2
-    server = uvicorn.Server(config)
+    server = HttpServer(config)
     # uvicorn raises the signal again once it has shut down; being told to stop is not a failure.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)

@@ -36,6 +36,8 @@ CURED = (
     (faulty.codes.one_global_scale_is_inverted, "modelopt"),
     (faulty.mtp.mtp_is_stored_and_not_announced, "awq"),
     (faulty.files.the_index_leaves_tensors_out, "ct-int4"),
+    (faulty.files.two_shards_hold_other_values, "awq"),
+    (faulty.files.two_shards_hold_other_shapes, "ct-int8"),
     (faulty.description.the_description_has_its_old_key, "ct-int8"),
     (faulty.description.routers_are_listed_under_another_name, "ct-int4"),
     (faulty.description.a_group_is_for_no_module, "ct-int8"),
@@ -125,5 +127,13 @@ def test_what_has_no_cure_is_refused(models: dict[str, Path], tmp_path: Path) ->
     contents = faulty.Contents.of(models["awq"])
     faulty.codes.codes_are_constant(contents)
     with pytest.raises(QuantkitError, match="has one cure"):
+        repair(diagnose(str(contents.write(tmp_path / "bad")), depth="tensors"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_copy_is_chosen_where_no_index_names_one(models: dict[str, Path], tmp_path: Path) -> None:
+    contents = faulty.Contents.of(models["awq"])
+    faulty.files.two_shards_hold_a_tensor_and_no_index_says_which(contents)
+    with pytest.raises(QuantkitError, match="no index says which counts"):
         repair(diagnose(str(contents.write(tmp_path / "bad")), depth="tensors"), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,6 +1,7 @@
 """What tests/judges/vllm_topologies.py starts and judges by: the commands on four cards, and models whose routers are decided."""
 
 import sys
+import time
 from argparse import Namespace
 from dataclasses import fields
 from pathlib import Path
@@ -15,7 +16,8 @@ import middle_models
 import torch
 from make_model import write_dense
 from vllm_cuda import routing_ties
-from vllm_topologies import CASES, TOPOLOGIES, deployments
+from vllm_server import Server
+from vllm_topologies import CASES, TOPOLOGIES, compare, deployments
 
 from quantkit.evaluation.speed.measure import SpeedRow
 
@@ -74,10 +76,35 @@ def test_commands_take_four_cards(model: Path, topology: str, tensor: int, pipel
     assert TOPOLOGIES[topology].ranks(4) == (alone or 4) == tensor * pipeline * data * (boxes if topology.startswith("apart") else 1)
 
 
+@pytest.mark.parametrize(("topology", "given"), [("pipeline", False), ("experts", True), ("apart", True)])
+def test_workers_of_boxes_in_a_pipeline_find_their_own_ports(model: Path, tmp_path: Path, topology: str, given: bool) -> None:
+    """Two workers of a box that both look for a port from VLLM_PORT on found the same one in two of six starts on four cards."""
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho from ${VLLM_PORT:-anywhere}\nexec sleep 60\n")
+    program.chmod(0o755)
+    server = Server(deployments(model, topology, 4), 39, range(4), "cuda", str(program), tmp_path / "log", [])
+    try:
+        until, said = time.monotonic() + 30, list[str]()
+        while len(said) < (1 if topology == "experts" else 2) and time.monotonic() < until:
+            time.sleep(0.05)
+            said = [line for log in tmp_path.glob("log.[01].log") for line in log.read_text().splitlines() if line.startswith("from ")]
+    finally:
+        server.end()
+    assert said
+    assert [line != "from anywhere" for line in said] == [given] * len(said)
+
+
 def test_cases_are_of_topologies_and_formats() -> None:
     for model, format, topology in CASES["cuda"]:
         assert topology in TOPOLOGIES
         assert model == "tiny-r1" or format == "source" or format in middle_models.FORMATS
+
+
+def test_a_result_says_that_its_server_was_compiled(tmp_path: Path) -> None:
+    (tmp_path / "topologies.json").write_text('{"m awq tensor": {"error": "gone"}, "m awq apart-twice": {"error": "gone"}}')
+    for more in ("", "compiled"):
+        found = compare(tmp_path, 4, "H200", "vllm 0.22.1", 1, more)
+        assert [(run.options, run.ranks, run.said) for run in found] == [(more, 4, "gone"), (f"2-of-each {more}".strip(), 4, "gone")]
 
 
 def test_a_load_curve_ends_with_a_rate_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

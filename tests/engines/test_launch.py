@@ -159,6 +159,28 @@ def test_a_split_that_does_not_divide_is_named(tmp_path: Path) -> None:
     assert "input channels, which 2 ranks cannot share in steps of 128" in told
 
 
+def test_a_bias_behind_a_sum_over_ranks_is_not_cut(tmp_path: Path) -> None:
+    """gpt-oss and openPangu-Embedded have o_proj.bias."""
+    from test_architectures import CONFIGS
+    from test_architectures import random_tensors as of_any
+
+    config = CONFIGS["gpt_oss"]
+    path = write_packed(tmp_path / "int8", config, of_any(config), compressed_int8.FORMAT, IntGrid(8, None, symmetric=True))
+    assert "model.layers.0.self_attn.o_proj.bias" in Checkpoint.open(path).tensors
+    assert check_split(Checkpoint.open(path), ParallelSizes(2)) == []
+    assert deploy(path, "vllm", devices=2).launches
+
+
+def test_every_fault_has_its_own_remedy(tmp_path: Path) -> None:
+    config = tiny_config(num_nextn_predict_layers=0)
+    del config["topk_method"], config["scoring_func"]
+    grid = IntGrid(8, None, symmetric=True)
+    path = write_packed(tmp_path / "int8", config, random_tensors(config), compressed_int8.FORMAT, grid)
+    told = str(deploy(path, "vllm", devices=1).refusal)
+    assert "config.json has topk_method = None (set it to 'noaux_tc': vllm goes by it)" in told
+    assert told.endswith("config.json has scoring_func = None; set it to 'sigmoid': vllm goes by it")
+
+
 def test_one_box_of_fewer_devices(int8: Path) -> None:
     """Tensor parallel over as many as there are, and what each holds is counted so."""
     eight, two = (deploy(int8, "vllm", devices=devices) for devices in (8, 2))

@@ -14,6 +14,7 @@ import torch
 from running_server import load
 
 from quantkit.executor.engine import Engine
+from quantkit.executor.graphs import DecodeSteps
 from quantkit.executor.guessing import COMPUTED, LOOKUP, Costs, Guessing, Rates
 from quantkit.executor.leader import Leader, follow
 from quantkit.executor.lookup import Lookup
@@ -70,11 +71,17 @@ def test_tokens_are_those_without_guesses(options: dict[str, int], temperature: 
     assert 0 < guessing.speculation.acceptance.accepted < guessing.speculation.acceptance.drafted
 
 
-def test_the_layer_catches_up(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where guesses were switched off for a while, those after it are the ones that were made without a pause."""
+@pytest.mark.parametrize("captured", [False, True])
+def test_the_layer_catches_up(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
+    """Where guesses were switched off for a while, those after it are the ones that were made without a pause; read as a prompt, or by the
+    rows of a step that is captured already."""
     always = load(tiny_checkpoint, max_model_len=128, num_drafts=1)
     expected = tokens(always, params(0.0))
     paused = load(tiny_checkpoint, max_model_len=128, num_drafts=1)
+    drafter: Any = paused.speculation.drafter
+    if captured:
+        drafter.steps = DecodeSteps(drafter.mtp, paused.cache, lambda step, lengths: step)
+        read = counted(monkeypatch, drafter)
     seen: dict[str, dict[tuple[int, int], int]] = {"always": {}, "paused": {}}
     extend = Sequence.extend
 
@@ -89,18 +96,66 @@ def test_the_layer_catches_up(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Sequence, "extend", kept("always"))
     tokens(always, params(0.0))
     monkeypatch.setattr(Sequence, "extend", kept("paused"))
-    monkeypatch.setattr("quantkit.executor.mtp_drafter._MOST_BEHIND", 4)
     steps = Counter[str]()
 
     def choose(self: Guessing) -> tuple[int, int]:
         steps["all"] += 1
-        return (0 if steps["all"] % 14 > 3 else 1), 0
+        return (0 if steps["all"] % (6 if captured else 14) > 3 else 1), 0  # what is behind after two steps fits in a step of guesses
 
     monkeypatch.setattr(Guessing, "choose", choose)
     assert tokens(paused, params(0.0)) == expected
+    if captured:
+        assert read["rows"] > 4 * read["passes"] > 0, "most of what was behind came by rows"
     both = seen["always"].keys() & seen["paused"].keys()
     assert len(both) > 20
     assert sum(seen["always"][at] == seen["paused"][at] for at in both) >= 0.95 * len(both), "the cache is bfloat16: a tie may turn"
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_rows_of_what_is_behind_leave_those_of_the_pass(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, by_rows: bool) -> None:
+    """As many rows, of the same sequences, with drafts of another source among those of the pass; and no rows where a sequence would have
+    more of them than there are with guesses."""
+    engine = load(tiny_checkpoint, max_model_len=128, num_drafts=4)
+    drafter: Any = engine.speculation.drafter
+    drafter.steps = DecodeSteps(drafter.mtp, engine.cache, lambda step, lengths: step)
+    asked = SamplingParams(max_new_tokens=80, ignore_eos=True)
+    first, second = (engine.submit(PROMPTS[index], asked, index) for index in range(2))
+    for drafts, steps in ((3, 4), (0, 2)):
+        engine.speculation.make(drafts, 0)
+        for _ in range(steps):
+            engine.step()
+    drafter._behind_by, drafter._num_held = [], 0
+    drafter._most_rows = 3 if by_rows else 2
+    for _ in range(3):  # six rows are behind
+        engine.step()
+    first.drafts = [1, 2, 3, 4]
+    engine.speculation.make(1, 0)
+    seen, run = list[tuple[list[int], list[list[int]]]](), drafter.steps.run
+
+    def noted(where: Any, *given: Any, **places: Any) -> Any:
+        seen.append((where.positions.tolist(), where.tables.tolist()))
+        return run(where, *given, **places)
+
+    monkeypatch.setattr(drafter.steps, "run", noted)
+    start, owners = [len(one.token_ids) - 1 for one in (first, second)], [first] * 5 + [second]
+    width = max(len(one.blocks) for one in owners)
+    engine.step()
+    assert [len(positions) for positions, _ in seen] == [6] * (1 + by_rows)
+    assert seen[-1] == ([*range(start[0], start[0] + 5), start[1]], [one.blocks + [0] * (width - len(one.blocks)) for one in owners])
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, drafter: Any) -> Counter[str]:
+    """How often what is behind was read by rows of a captured step, and as a prompt."""
+    found, catch_up, step, mtp = Counter[str](), drafter._catch_up, drafter.steps.run, drafter.mtp
+
+    def reading() -> None:
+        with monkeypatch.context() as inside:
+            inside.setattr(drafter.steps, "run", lambda *given: found.update(["rows"]) or step(*given))
+            inside.setattr(drafter, "mtp", lambda *given: found.update(["passes"]) or mtp(*given))
+            catch_up()
+
+    monkeypatch.setattr(drafter, "_catch_up", reading)
+    return found
 
 
 def test_a_layer_without_guesses_reads_in_large_passes(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +179,40 @@ def test_a_layer_without_guesses_reads_in_large_passes(tiny_checkpoint: Path, mo
     engine.speculation.make(1, 0)
     engine.step()
     assert read == [len(PROMPTS[0]), 40, 1], "what was behind at once, then the step's own"
+
+
+def test_what_fell_far_behind_is_not_read_and_not_guessed_for(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long guesses are off, they cost nothing; who came later is guessed for, and so is who was computed again."""
+    monkeypatch.setattr("quantkit.executor.mtp_drafter._MOST_BEHIND", 8)
+    engine = load(tiny_checkpoint, max_model_len=256, num_drafts=1)
+    drafter: Any = engine.speculation.drafter
+    read: list[int] = []
+    states = drafter._states
+    monkeypatch.setattr(drafter, "_states", lambda hidden: read.append(len(hidden)) or states(hidden))
+    engine.speculation.make(0, 0)
+    asked = SamplingParams(max_new_tokens=96, ignore_eos=True)
+    old = engine.submit(PROMPTS[0], asked)
+    while len(old.generated) < 12:
+        engine.step()
+    recent = engine.submit(PROMPTS[1], asked, 1)
+    while not recent.generated:
+        engine.step()
+    assert read == [len(PROMPTS[0]), len(PROMPTS[1])], "nothing of the answer, though more than eight tokens of it came"
+    engine.speculation.make(1, 0)
+    drafted = Counter[int]()
+    for _ in range(6):
+        engine.step()
+        drafted.update(one.index for one in (old, recent) if one.drafts)
+    assert drafted == {1: 6}
+    engine.scheduler._preempt(old)
+    while not old.drafts:
+        engine.step()
+    for one in (old, recent):
+        while one.finish_reason is None:
+            engine.step()
+    plain = load(tiny_checkpoint, max_model_len=256)
+    expected = plain.generate([PROMPTS[0], PROMPTS[1]], asked)
+    assert {one.index: one.token_ids for one in expected} == {0: old.generated, 1: recent.generated}
 
 
 class Simulated:

@@ -61,10 +61,11 @@ def test_rows_that_are_kept_are_those_made_anew(tiny_checkpoint: Path, monkeypat
         for one in running:
             missing = -(-(len(one.token_ids) + draw.randrange(9)) // size) - len(one.blocks)
             one.blocks += [draw.randrange(1, 99) for _ in range(missing)]
-        found = engine.runner._answer_rows(running)
+        found = engine.runner._answer_rows(running, 4)
         expected = anew(engine.runner, [one.token_ids[-1] for one in running], [(one, one.num_cached) for one in running])
         for name in ("token_ids", "positions", "slots", "states"):
             assert getattr(found, name).tolist() == getattr(expected, name).tolist(), (step, name)
+        assert engine.runner._kept.counts == [(one, 1) for one in running], step
         for row, one in enumerate(running):
             needed = one.num_cached // size + 1
             assert found.tables[row, :needed].tolist() == one.blocks[:needed], step
@@ -77,12 +78,39 @@ def test_a_sequence_that_was_computed_again_has_rows_of_its_new_blocks(tiny_chec
     engine = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=1, max_model_len=64)
     one = Sequence(0, [1, 2, 3], SamplingParams(max_new_tokens=4), engine.tokenizer, 64, streams=False)
     one.blocks, one.num_cached = [3], 2
-    engine.runner._answer_rows([one])
+    engine.runner._answer_rows([one], 1)
     one.follow(4, 1.0)
     one.blocks = [5]
-    found = engine.runner._answer_rows([one])
+    found = engine.runner._answer_rows([one], 1)
     assert found.tables[0, 0] == 5
     assert found.slots.tolist() == [5 * engine.cache.block_size + 3]
+
+
+@pytest.mark.parametrize("stop", [(), ("b",)])
+@pytest.mark.parametrize("ids", [(), (7,)])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_token_without_drafts_is_taken_as_one_with_them(
+    tiny_checkpoint: Path, stop: tuple[str, ...], ids: tuple[int, ...], ignore_eos: bool, streams: bool
+) -> None:
+    """First tokens, tokens that end an answer, and the last that there is room for."""
+    engine = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=1, max_model_len=64)
+    params = SamplingParams(max_new_tokens=5, stop=stop, stop_token_ids=ids, ignore_eos=ignore_eos)
+    eos = next(iter(engine.tokenizer.eos_ids))
+    ended = Counter[str]()
+    for last in (7, eos, engine.tokenizer.tokenizer.encode("b", add_special_tokens=False).ids[0], 9):
+        for place in range(5):
+            one, other = (Sequence(0, [1, 2, 3], params, engine.tokenizer, 64, streams=streams) for _ in range(2))
+            for now, token in enumerate([10] * place + [last], 1):
+                one.follow(token, now)
+                other.extend([token], now)
+            for name in ("token_ids", "num_cached", "finish_reason", "first_token", "last_token", "_unread", "fault"):
+                assert getattr(one, name) == getattr(other, name), (last, place, name)
+            assert one.take_text() == other.take_text()
+            ended[str(one.finish_reason)] += 1
+    assert ended["length"] > 0
+    assert ended["None"] > 0
+    assert bool(ended["stop"]) == bool(stop or ids or not ignore_eos)
 
 
 def test_the_likeliest_token_of_each_prompt(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

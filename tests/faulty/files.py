@@ -4,6 +4,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from faulty.contents import SHARD, Contents
 from faulty.fault import fault
 
@@ -80,6 +84,41 @@ def the_index_leaves_tensors_out(c: Contents) -> None:
             del weight_map[name]
 
     c.broken["index"] = edit_index(edit)
+
+
+def copied(change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
+    """The last tensor of the second shard also in the first, changed; the index does not tell."""
+
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / SHARD.format(1))
+        name, tensor = list(load_file(folder / SHARD.format(2)).items())[-1]
+        save_file(tensors | {name: change(tensor)}, folder / SHARD.format(1), metadata={"format": "pt"})
+
+    return apply
+
+
+@fault("shards-disagree", depth="tensors")
+def two_shards_hold_other_values(c: Contents) -> None:
+    def invert_one_byte(tensor: Tensor) -> Tensor:
+        changed = tensor.clone()
+        changed.view(-1).view(torch.uint8)[-1] ^= 1
+        return changed
+
+    c.broken["shard"] = copied(invert_one_byte)
+
+
+@fault("shards-disagree")
+def two_shards_hold_other_shapes(c: Contents) -> None:
+    c.broken["shard"] = copied(lambda tensor: tensor.reshape(1, *tensor.shape).clone())
+
+
+@fault("tensor-twice")
+def two_shards_hold_a_tensor_and_no_index_says_which(c: Contents) -> None:
+    def without_index(folder: Path) -> None:
+        copied(torch.clone)(folder)
+        (folder / "model.safetensors.index.json").unlink()
+
+    c.broken["shard"] = without_index
 
 
 @fault("adapter-beside")

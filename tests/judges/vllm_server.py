@@ -65,7 +65,10 @@ class Server:
             self._start([sys.executable, "-m", "quantkit", *asked], {}, "proxy")
 
     def _start(self, command: list[str], environment: dict[str, str], name: str) -> None:
-        own = {"VLLM_PORT": str(next(self._ports) + 1), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(next(self._ports))}
+        own = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(next(self._ports))}
+        # Of the workers of a box that other boxes reach, each looks for a free port from VLLM_PORT on, and two may find the same one.
+        if "--nnodes" not in command:
+            own["VLLM_PORT"] = str(next(self._ports) + 1)
         log = (self.logs.parent / f"{self.logs.name}.{name}.log").open("wb")
         log.write(f"$ {' '.join(command)}\n".encode())
         log.flush()

@@ -5,8 +5,8 @@
 
 A box of `deploy` is as many of this host's cards (on a CPU: processes) as the topology takes. vllm_server.py starts the commands; memory
 is given, so that several servers run beside each other on the same cards. --eager adds --enforce-eager, which leaves out compiling and
-graphs. Tokens are judged as vllm_cuda.py judges them, of at least HALF of the positions, and a control must fail: an answer with two
-prompts' continuations exchanged.
+graphs; the result of a run on cards without it says "compiled". Tokens are judged as vllm_cuda.py judges them, of at least HALF of the
+positions, and a control must fail: an answer with two prompts' continuations exchanged.
 
 The steps, each with its files in --directory, can run on different machines: write (quantkit), run (vLLM), compare (quantkit on a CPU).
 """
@@ -195,18 +195,19 @@ def prompts_of(model: str) -> list[list[int]]:
     return vllm_cuda.asked_of(model.partition("-")[0])
 
 
-def compare(directory: Path, cards: int, machine: str, engine: str, beside: int) -> list[LayoutRun]:
-    """Prints a line a case, and of the first that answered the control, which must fail. `beside` cases are judged at a time."""
+def compare(directory: Path, cards: int, machine: str, engine: str, beside: int, more: str = "") -> list[LayoutRun]:
+    """Prints a line a case, and of the first that answered the control, which must fail. `beside` cases are judged at a time. more: what a
+    result tells of how its server ran, beside the layout's options."""
     told = json.loads((directory / "topologies.json").read_text())
     runs = []
     with ProcessPoolExecutor(beside, get_context("spawn")) as pool:
-        judged = [pool.submit(_run, directory, name, answers, cards, machine, engine) for name, answers in told.items()]
+        judged = [pool.submit(_run, directory, name, answers, cards, machine, engine, more) for name, answers in told.items()]
         for name, waited in zip(told, judged):
             runs.append(waited.result())
             print(f"{'ok  ' if runs[-1].passed else 'FAIL'} {name}: {runs[-1].said}", flush=True)
     answered = next((name for name, answers in told.items() if not isinstance(answers, dict)), None)
     if answered is not None:
-        control = _run(directory, answered, told[answered][::-1], cards, machine, engine)
+        control = _run(directory, answered, told[answered][::-1], cards, machine, engine, more)
         print(f"{'FAIL' if control.passed else 'ok  '} control, continuations of other prompts: {control.said}", flush=True)
         if control.passed:
             raise SystemExit("the control passed: this judge cannot tell right from wrong")
@@ -214,12 +215,12 @@ def compare(directory: Path, cards: int, machine: str, engine: str, beside: int)
     return runs
 
 
-def _run(directory: Path, name: str, answers: Any, cards: int, machine: str, engine: str) -> LayoutRun:
+def _run(directory: Path, name: str, answers: Any, cards: int, machine: str, engine: str, more: str) -> LayoutRun:
     model, format, topology = name.split()
     asked = TOPOLOGIES[topology]
     program, release = engine.split()
     about: dict[str, Any] = {"engine": program, "release": release, "machine": machine, "layout": asked.layout, "ranks": asked.ranks(cards)}
-    about |= {"guesses": asked.guesses, "options": asked.options, "model": model, "format": format}
+    about |= {"guesses": asked.guesses, "options": f"{asked.options} {more}".strip(), "model": model, "format": format}
     if isinstance(answers, dict):
         return LayoutRun(**about, passed=False, said=answers["error"].partition("; see ")[0])
     path, prompts = directory / model / format, prompts_of(model)
@@ -313,7 +314,8 @@ def main() -> int:
         run(asked.directory, cases, asked.seconds, asked.beside, asked.last, start)
     if "compare" not in asked.steps:
         return 0
-    runs = compare(asked.directory, asked.cards, asked.machine, asked.engine, asked.beside)
+    more = "compiled" if asked.device == "cuda" and not asked.eager else ""
+    runs = compare(asked.directory, asked.cards, asked.machine, asked.engine, asked.beside, more)
     if asked.result:
         keep(runs)
     return int(not all(run.passed for run in runs))

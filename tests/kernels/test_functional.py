@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from quantkit_kernels import (
+    Gating,
     Norms,
     PagedLatents,
     Rotation,
     Routing,
     add_rms_norm,
+    gate_and_mul,
     mla_decode,
     mla_prepare,
     moe_gate,
@@ -40,6 +42,9 @@ def test_norms_and_activation(dtype: torch.dtype) -> None:
         assert distance(normed, norm(total)) < TOLERANCE[dtype]
         gate, up = x.double().chunk(2, dim=-1)
         assert distance(silu_and_mul(x), gate / (1 + (-gate).exp()) * up) < TOLERANCE[dtype]
+        held, inside = gate.clamp(max=1.0), up.clamp(-1.0, 1.0)
+        exact = held / (1 + (-1.702 * held).exp()) * (inside + 0.5)
+        assert distance(gate_and_mul(x, Gating(1.702, 1.0, 0.5)), exact) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -162,6 +167,8 @@ def test_wrong_arguments_are_refused() -> None:
         add_rms_norm(x, torch.zeros(2, 4), torch.ones(8), 1e-6)
     with pytest.raises(ValueError, match="odd"):
         silu_and_mul(torch.zeros(2, 7))
+    with pytest.raises(ValueError, match="odd"):
+        gate_and_mul(torch.zeros(2, 7), Gating(limit=1.0))
     with pytest.raises(ValueError, match="n_group"):
         route(x, None, Routing(8, 2, n_group=3))
     with pytest.raises(ValueError, match="num_experts_per_tok: 5"):

@@ -14,6 +14,7 @@ from quantkit_kernels import (
     Routing,
     add_rms_norm,
     functional,
+    gate_and_mul,
     gqa_decode,
     gqa_prefill,
     gqa_prepare,
@@ -182,6 +183,7 @@ def test_norms_activation_and_rotation(dtype: torch.dtype) -> None:
         for found, expected in (
             (rms_norm(x, weight, 1e-6, backend="triton"), rms_norm(x.float(), weight.float(), 1e-6, backend="reference")),
             (silu_and_mul(x, backend="triton"), silu_and_mul(x.float(), backend="reference")),
+            *((gate_and_mul(x, one, backend="triton"), gate_and_mul(x.float(), one, backend="reference")) for one in GATES.values()),
         ):
             assert distance(found, expected.double()) < TOLERANCE[dtype]
         normed, total = add_rms_norm(x, residual, weight, 1e-6, backend="triton")

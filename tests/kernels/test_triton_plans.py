@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from quantkit_kernels.samples import random_weight
+from quantkit_kernels.sizes import ExpertsSize, LinearSize, Products
 from quantkit_kernels.triton import cards, first_use, tune, wgmma, wgmma_plans
 from quantkit_kernels.triton.layout import SPAN, STRIP, pack
+from quantkit_kernels.triton.tune_experts import ExpertsCase, candidates, kernels_of_experts
 from quantkit_kernels.triton.wgmma_plans import WgmmaPlan
 from quantkit_kernels.weights import Int4
 
@@ -81,6 +83,22 @@ def test_a_table_of_this_machine_counts_for_more_than_the_one_that_ships() -> No
     assert cards.linear_plan("sm_90", 132, "int4", 7168, 16384, 512) == cards.LinearPlan(128, 128, 1, 8, 3)
 
 
+def test_a_table_is_of_the_card_it_was_measured_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H100 and an H200 are of one class: what --tune measured on one is not for the other, and it is told whose plans count."""
+    monkeypatch.setattr(cards, "card_name", lambda: "NVIDIA H100 80GB HBM3")
+    path = cards.own_table("sm_90")
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"plans": {"linear": [["int4", 2112, 7168, 16, [128, 16, 2, 8, 3]]], "experts": []}}))
+    cards._table.cache_clear()
+    assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 16) == cards.LinearPlan(128, 16, 2, 8, 3)
+    assert cards.plans_told("sm_90").startswith(f"of this card, in {path}")
+    monkeypatch.setattr(cards, "card_name", lambda: "NVIDIA H200")
+    cards._table.cache_clear()
+    assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 16) != cards.LinearPlan(128, 16, 2, 8, 3)
+    assert "for all cards of sm_90, measured on NVIDIA H200; int4 of up to 64 tokens" in cards.plans_told("sm_90")
+    assert "a rule" in cards.plans_told("sm_80")
+
+
 def test_plans_of_experts_are_read_from_a_table() -> None:
     """One pair an expert was measured: of a little more, as with a shared expert, the same plan; of many more the next one."""
     path = cards.own_table("sm_80")
@@ -138,12 +156,15 @@ def test_a_tune_that_is_stopped_keeps_what_it_measured(tmp_path: Path, monkeypat
     monkeypatch.setattr(tune, "tune", measured)
     monkeypatch.setattr(tune, "compilers", nullcontext)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(tune, "multiprocessors", lambda device: 132)
     path = cards.own_table("sm_90")
     path.parent.mkdir(parents=True)
     earlier = {"linear": [["int8", 64, 128, 1, [32, 16, 1, 1, 2]], ["int4", 64, 128, 1, [32, 16, 1, 1, 2]]], "experts": []}
     path.write_text(json.dumps({"plans": earlier}))
+    products = Products((LinearSize("int8", 64, 128), LinearSize("int8", 192, 128)), ())
     with pytest.raises(KeyboardInterrupt):
-        list(tune.write_table(torch.device("cuda"), path, ("int8",), ((64, 128), (192, 128)), ()))
+        list(tune.write_table(torch.device("cuda"), path, products))
     plans = json.loads(path.read_text())["plans"]
     fields = [64, 16, 4, 2, 3]
     assert plans["linear"] == [earlier["linear"][1], ["int8", 64, 128, 16, fields], ["int8", 64, 128, 64, fields]]
@@ -154,6 +175,24 @@ def test_a_tune_that_is_stopped_keeps_what_it_measured(tmp_path: Path, monkeypat
         assert cards.linear_plan("sm_90", 132, "int8", 64, 128, 16) == plain
         assert cards.linear_plan("sm_90", 132, "int8", 64, 128, 17) == (by_wgmma if here else plain)
     assert list(tmp_path.rglob("tmp*")) == []
+
+
+def test_what_the_plan_until_now_took_is_told_where_another_is_faster() -> None:
+    few, more = cards.LinearPlan(64, 16, 4, 2, 3), cards.LinearPlan(64, 16, 1, 4, 3)
+    found = [(1e-6, few), (2e-6, None), (3e-6, more)]
+    assert tune.told(found, few) == f"1.0 us, {few}"
+    assert tune.told(found, more) == f"1.0 us, {few}; until now 3.0 us, {more}"
+    assert tune.told(found, None) == f"1.0 us, {few}; until now 2.0 us, expanded"
+
+
+def test_experts_of_many_tokens_are_compiled_ahead_as_those_of_one_are() -> None:
+    """Pairs of one token are not sorted, which is another kernel."""
+    one, many = (ExpertsCase(ExpertsSize("int4", 7168, 512), tokens) for tokens in (1, 64))
+    for cases, tokens in (([one], {1}), ([many], {2}), ([one, many], {1, 2})):
+        kernels = kernels_of_experts("sm_90", 132, cases)
+        assert {kernel[3] for kernel in kernels} == tokens
+        firsts = {(kernel[1].gate_up, kernel[3]) for kernel in kernels}
+        assert all((plan.gate_up, min(case.tokens, 2)) in firsts for case in cases for plan in candidates("sm_90", case))
 
 
 def test_processes_that_compile_leave_an_interrupt_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

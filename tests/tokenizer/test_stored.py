@@ -176,6 +176,7 @@ def test_ranks_under_the_name_of_a_sentencepiece_model(ranks: Path, tmp_path: Pa
         ("tiktoken.model", b"IQ== 0\n??? 1\n", "line 2 is no token in base64"),
         ("tiktoken.model", b"IQ== 0\nIg== 2\n", "whose ranks are not 0, 1, 2"),
         ("vocab.txt", b"a\nb\n", r"has no tokenizer\.json, tiktoken\.model or tokenizer\.model"),
+        ("vocab.json", b"{}", r"transformers write tokenizer\.json from vocab\.json"),
     ],
 )
 def test_damaged_files_are_told(tmp_path: Path, name: str, content: bytes, said: str) -> None:

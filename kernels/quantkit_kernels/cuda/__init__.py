@@ -53,6 +53,8 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
         return "quantized weights only"
     if operator == "mla_prolog":
         return "mla_prepare, mla_decode and linears compute it"
+    if operator == "gate_and_mul":
+        return "silu_and_mul only"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         return f"written for compute capability 9.0 (Hopper), this device has {major}.{minor}"

@@ -10,6 +10,7 @@ from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.reference.functional import (
     add_rms_norm,
     cache_layout,
+    gate_and_mul,
     mla_decode,
     mla_prepare,
     moe_gate,
@@ -29,6 +30,7 @@ __all__ = [
     "add_rms_norm",
     "cache_layout",
     "experts_layout",
+    "gate_and_mul",
     "gqa_decode",
     "gqa_prefill",
     "gqa_prepare",

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels.codes import CodedLatents, store_latents
+from quantkit_kernels.gating import Gating
 from quantkit_kernels.latents import CacheLayout, Latents, entries, parts_of
 from quantkit_kernels.paged import Norms, PagedLatents, Rotation
 from quantkit_kernels.routing import Routing
@@ -25,6 +26,10 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def silu_and_mul(x: Tensor) -> Tensor:
     gate, up = x.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(x.dtype)
+
+
+def gate_and_mul(x: Tensor, gating: Gating) -> Tensor:
+    return gating(*x.chunk(2, dim=-1))
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:

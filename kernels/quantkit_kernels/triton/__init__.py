@@ -19,7 +19,17 @@ from quantkit_kernels.triton.cards import interpreted
 from quantkit_kernels.triton.experts import TritonExpertsLayout
 from quantkit_kernels.triton.first_use import announce
 from quantkit_kernels.triton.linear import linear
-from quantkit_kernels.triton.operators import add_rms_norm, gqa_prepare, mla_prepare, moe_gate, rms_norm, rope, route, silu_and_mul
+from quantkit_kernels.triton.operators import (
+    add_rms_norm,
+    gate_and_mul,
+    gqa_prepare,
+    mla_prepare,
+    moe_gate,
+    rms_norm,
+    rope,
+    route,
+    silu_and_mul,
+)
 from quantkit_kernels.weights import Weight
 
 SINKS = ("gqa_decode", "gqa_prefill")
@@ -28,6 +38,7 @@ __all__ = [
     "add_rms_norm",
     "cache_layout",
     "experts_layout",
+    "gate_and_mul",
     "gated_experts_layout",
     "gqa_decode",
     "gqa_prefill",

@@ -1,11 +1,13 @@
 """Cards by class: what one block may use, and the plan of a product: a measured one, or a rule. Nothing is searched for while a model runs.
 
 tables/ARCHITECTURE.json holds what `quantkit kernels --tune` measured on a card of that class; a card without a table takes the rule.
+What it measured on this machine counts for cards of the same name only: an H100 and an H200 are of one class, and may share a home folder.
 """
 
 import functools
 import json
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -209,7 +211,7 @@ class Table(NamedTuple):
 @functools.cache
 def _table(name: str) -> Table:
     table = Table({}, {}, {})
-    for path in (TABLES / f"{name}.json", own_table(name)):
+    for path in (_shipped_table(name), own_table(name)):
         if path.exists():
             found = _read(json.loads(path.read_text())["plans"])
             table.linear.update(found.linear)
@@ -229,9 +231,28 @@ def _read(plans: dict[str, Any]) -> Table:
     return table
 
 
+def _shipped_table(name: str) -> Path:
+    return TABLES / f"{name}.json"
+
+
 def own_table(name: str) -> Path:
-    """What was measured on this machine, which counts for more than what came with the package."""
-    return cache_directory() / f"triton-{name}.json"
+    """What was measured on this machine on such a card, which counts for more than what came with the package."""
+    card = re.sub(r"[^A-Za-z0-9]+", "-", card_name()).strip("-")
+    return cache_directory() / f"triton-{'-'.join(filter(None, (name, card)))}.json"
+
+
+def card_name() -> str:
+    """Of the cards that this process computes on; empty without any."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
+def plans_told(name: str) -> str:
+    """Where the plans of products come from on a card of this architecture, in a line for who uses it."""
+    shipped, own = _shipped_table(name), own_table(name)
+    rest = f"a rule, for there is no table of {name}"
+    if shipped.exists():
+        rest = f"the package's for all cards of {name}, measured on {json.loads(shipped.read_text())['card']}"
+    return f"of this card, in {own}; of weights that are not there {rest}" if own.exists() else f"{rest}; --tune measures this card's"
 
 
 @dataclass(frozen=True)

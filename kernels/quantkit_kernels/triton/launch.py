@@ -76,8 +76,13 @@ def multiply(
         NVIDIA=by_assembly(x.device), STAGES=plan.stages,
         DTYPE=decoded_type(out.dtype if epilogue != WEIGH else x.dtype),
         ALONE=x.shape[0] == 1 if slots is None else isinstance(slots, ChosenExperts), BIASED=packed.bias is not None,
-        ALPHA=gating.alpha, LIMIT=gating.limit or 0.0, SHIFT=gating.shift, num_warps=plan.warps, **overlapped(x.device),
+        num_warps=plan.warps, **constants(gating), **overlapped(x.device),
     )  # fmt: skip
+
+
+def constants(gating: Gating) -> dict[str, float]:
+    """What `gated` is compiled with."""
+    return {"ALPHA": gating.alpha, "LIMIT": gating.limit or 0.0, "SHIFT": gating.shift}
 
 
 def by_assembly(device: torch.device) -> bool:

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from quantkit_kernels import reference
 from quantkit_kernels.codes import CodedKeys, CodedLatents, KeyValues
+from quantkit_kernels.gating import SILU, Gating
 from quantkit_kernels.latents import Latents
 from quantkit_kernels.paged import Norms, Rotation
 from quantkit_kernels.routing import Routing
 from quantkit_kernels.triton.cards import multiprocessors, overlapped
-from quantkit_kernels.triton.launch import by_assembly
+from quantkit_kernels.triton.launch import by_assembly, constants
 from quantkit_kernels.triton.rows import power_of_two, warps_for
 from quantkit_kernels.workspace import workspace
 
@@ -51,15 +52,20 @@ def _norm(x: Tensor, residual: Tensor, weight: Tensor, normed: Tensor, total: Te
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    from quantkit_kernels.triton.rows_kernel import silu_and_mul as kernel
+    return gate_and_mul(x, SILU)
+
+
+def gate_and_mul(x: Tensor, gating: Gating) -> Tensor:
+    from quantkit_kernels.triton.rows_kernel import gate_and_mul as kernel
 
     width = x.shape[-1] // 2
     if x.numel() == 0:
-        return reference.silu_and_mul(x)
+        return reference.gate_and_mul(x, gating)
     x = x.contiguous()
     y = x.new_empty(*x.shape[:-1], width)
     block = min(power_of_two(width), 1024)
-    kernel[(y.numel() // width, -(-width // block))](x, y, width, BLOCK=block, **overlapped(x.device))
+    grid = (y.numel() // width, -(-width // block))
+    kernel[grid](x, y, width, BLOCK=block, **constants(gating), **overlapped(x.device))
     return y
 
 

@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from quantkit_kernels.triton.multiply_kernel import gated
 from quantkit_kernels.triton.weights_kernel import INTERPRETED, rounded, wait_for_input
 
 
@@ -82,15 +83,17 @@ def add_rms_norm(x, residual, weight, normed, total, h, eps, ADD: tl.constexpr, 
 
 
 @triton.jit
-def silu_and_mul(x, y, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """y [rows, width] = silu(gate) * up of x = [gate, up]."""
+def gate_and_mul(
+    x, y, width, BLOCK: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """y [rows, width] = `gated` of x = [gate, up]."""
     wait_for_input(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     gate = tl.load(x + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row * width + at, rounded(gate / (1.0 + tl.exp(-gate)) * up, y.dtype.element_ty), mask=inside)
+    tl.store(y + row * width + at, rounded(gated(gate, up, ALPHA, LIMIT, SHIFT), y.dtype.element_ty), mask=inside)
 
 
 @triton.jit

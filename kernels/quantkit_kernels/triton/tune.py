@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from quantkit_kernels.samples import random_weight
+from quantkit_kernels.sizes import MEASURED, ExpertsSize, LinearSize, Products
 from quantkit_kernels.timing import copies_beyond_cache, seconds_in_turns
 from quantkit_kernels.triton.cards import (
     AnyPlan,
@@ -33,8 +34,8 @@ from quantkit_kernels.triton.cards import (
 )
 from quantkit_kernels.triton.layout import PackedSteps
 from quantkit_kernels.triton.linear import TritonLinear
-from quantkit_kernels.triton.tune_experts import GRIDS, ExpertsCase, compile_experts, experts_of, kernels_of_experts, tune_experts
 from quantkit_kernels.triton.tune_experts import TOKENS as TOKENS_OF_EXPERTS
+from quantkit_kernels.triton.tune_experts import ExpertsCase, compile_experts, experts_of, grid_of, kernels_of_experts, tune_experts
 from quantkit_kernels.triton.wgmma_plans import WgmmaPlan, has_wgmma, wgmma_candidates
 
 TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024)
@@ -56,7 +57,9 @@ def candidates(name: str, processors: int, case: Case) -> list[AnyPlan]:
     width = max(16, min(256, 1 << (tokens - 1).bit_length()))
     if tokens <= 64:
         shapes, waves = [(64, width, 4, 3), (64, width, 4, 5), (128, width, 4, 3), (128, width, 8, 3)], [1, 2, 4, 6]
-        shapes += [(64, width, 2, 3), (64, width, 2, 4), (64, width, 2, 5)] * (tokens <= 32)
+        if tokens <= 32:
+            shapes += [(64, width, 2, 3), (64, width, 2, 4), (64, width, 2, 5), (64, width, 2, 6), (128, width, 4, 4)]
+            waves.append(12)
     else:
         shapes, waves = [(128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 4)] + [(128, 256, 8, 3)] * (width == 256), [1, 2]
     for rows, wide, warps, stages in shapes:
@@ -77,7 +80,8 @@ def tune(
     """Of every number of tokens the seconds of each candidate, the fastest first; None is expansion."""
     name, processors = architecture(device), multiprocessors(device)
     work = [(tokens, candidates(name, processors, (kind, n, k, tokens))) for tokens in (*TOKENS, *MORE_TOKENS.get(kind, ()))]
-    compile_all(_compile, list(dict.fromkeys((kind, min(tokens, plan.tokens), plan) for tokens, plans in work for plan in plans)))
+    size = LinearSize(kind, n % 128, k % 128)
+    compile_all(_compile, list(dict.fromkeys((size, min(tokens, plan.tokens), plan) for tokens, plans in work for plan in plans)))
     rng = torch.Generator(device)
     copies = linears(kind, n, k, rng)
     for tokens, plans in work:
@@ -93,7 +97,7 @@ def tune(
 
 def linears(kind: str, n: int, k: int, rng: torch.Generator) -> list[TritonLinear]:
     """Copies enough to leave the cache between two uses."""
-    weight = random_weight(GRIDS[kind], n, k, rng)
+    weight = random_weight(grid_of(kind, k), n, k, rng)
     first = TritonLinear(weight, torch.bfloat16, rng.device)
     found = [first]
     for _ in range(copies_beyond_cache(first.nbytes, rng.device) - 1):
@@ -114,26 +118,15 @@ def compilers() -> Iterator[Compilers]:
         yield partial(pool.map, chunksize=1)
 
 
-def _compile(what: tuple[str, int, AnyPlan]) -> None:
-    """On a weight of one tile and as many steps as it takes."""
-    kind, tokens, plan = what
+def _compile(what: tuple[LinearSize, int, AnyPlan]) -> None:
+    """On a weight of one tile and as many steps as it takes, and what the size is beyond whole ones."""
+    (kind, n, k), tokens, plan = what
+    n, k = n + 128, k + 128 * max(4, plan.split)
     device = torch.device("cuda")
     rng = torch.Generator(device).manual_seed(0)
-    linear = TritonLinear(random_weight(GRIDS[kind], 128, 128 * max(4, plan.split), rng), torch.bfloat16, device)
+    linear = TritonLinear(random_weight(grid_of(kind, k), n, k, rng), torch.bfloat16, device)
     linear.tiles(torch.zeros(tokens, linear.in_features, dtype=torch.bfloat16, device=device), plan)
     torch.cuda.synchronize()
-
-
-LINEARS = (
-    *((2112, 7168), (24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048), (36864, 7168), (7168, 18432)),
-    *((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)),
-    *((6144, 1536), (7168, 4096), (9216, 7168), (7168, 4608)),
-)
-"""N and K of DeepSeek-R1's linears, of Qwen3-8B's, and of those of R1 that one rank of four has a part of."""
-
-
-EXPERTS = ((7168, 2048), (7168, 512))
-"""Hidden and intermediate size of DeepSeek-R1's experts, whole and of one rank of four."""
 
 
 class TableFile:
@@ -153,33 +146,33 @@ class TableFile:
         Path(file.name).rename(self._path)
 
 
-def write_table(
-    device: torch.device,
-    path: Path,
-    kinds: Sequence[str] = tuple(GRIDS),
-    linears: Sequence[tuple[int, int]] = LINEARS,
-    experts: Sequence[tuple[int, int]] = EXPERTS,
-) -> Iterator[str]:
+def write_table(device: torch.device, path: Path, products: Products = MEASURED) -> Iterator[str]:
     """Measures, and writes a table that cards.py reads, anew after every weight. Yields a line for every case."""
-    table = TableFile(path, device)
+    table, name, processors = TableFile(path, device), architecture(device), multiprocessors(device)
     with compilers() as compile_all:
-        for kind in kinds:
-            for n, k in linears:
-                rows: dict[str, list[list[object]]] = {"linear": [], "wgmma": []}
-                for tokens, found in tune(kind, n, k, device, compile_all):
-                    for section, plan in best_of(found).items():
-                        rows[section].append([tokens, plan])
-                    yield f"{kind} {n} x {k}, {tokens} tokens: {found[0][0] * 1e6:.1f} us, {found[0][1] or 'expanded'}"
-                table.put("linear", (kind, n, k), rows["linear"])
-                if rows["wgmma"]:
-                    table.put("wgmma", (n, k), rows["wgmma"])
-        for kind in kinds:
-            for hidden, intermediate in experts:
-                layers = []
-                for case, seconds, plans in tune_layer(kind, hidden, intermediate, device, compile_all):
-                    layers.append([round(case.pairs_per_expert * 256), *(list(astuple(one)) for one in plans)])
-                    yield f"{kind} experts {hidden} x {intermediate}, {case.tokens} tokens: {seconds * 1e6:.1f} us, {plans}"
-                table.put("experts", (kind, hidden, intermediate), layers)
+        for kind, n, k in products.linears:
+            rows: dict[str, list[list[object]]] = {"linear": [], "wgmma": []}
+            for tokens, found in tune(kind, n, k, device, compile_all):
+                for section, plan in best_of(found).items():
+                    rows[section].append([tokens, plan])
+                yield f"{kind} {n} x {k}, {tokens} tokens: {told(found, linear_plan(name, processors, kind, n, k, tokens))}"
+            table.put("linear", (kind, n, k), rows["linear"])
+            if rows["wgmma"]:
+                table.put("wgmma", (n, k), rows["wgmma"])
+        for size in products.experts:
+            layers = []
+            for case, seconds, plans in tune_layer(size, device, compile_all):
+                layers.append([round(case.pairs_per_expert * 256), *(list(astuple(one)) for one in plans)])
+                yield f"{size.kind} experts {size.hidden} x {size.intermediate}, {case.tokens} tokens: {seconds * 1e6:.1f} us, {plans}"
+            table.put("experts", size[:3], layers)
+
+
+def told(found: Sequence[tuple[float, AnyPlan | None]], before: AnyPlan | None) -> str:
+    """The fastest of candidates, and what the plan took that was taken until now, where that is another."""
+    seconds, best = found[0]
+    line = f"{seconds * 1e6:.1f} us, {best or 'expanded'}"
+    taken = next((one for one, plan in found if plan == before), None)
+    return line if best == before or taken is None else f"{line}; until now {taken * 1e6:.1f} us, {before or 'expanded'}"
 
 
 def best_of(found: Sequence[tuple[float, AnyPlan | None]]) -> dict[str, list[int]]:
@@ -193,13 +186,13 @@ def best_of(found: Sequence[tuple[float, AnyPlan | None]]) -> dict[str, list[int
 
 
 def tune_layer(
-    kind: str, hidden: int, intermediate: int, device: torch.device, compile_all: Compilers, token_counts: Sequence[int] = TOKENS_OF_EXPERTS
+    size: ExpertsSize, device: torch.device, compile_all: Compilers, token_counts: Sequence[int] = TOKENS_OF_EXPERTS
 ) -> Iterator[tuple[ExpertsCase, float, ExpertsPlan]]:
     """Of every number of tokens the seconds of the fastest plan of routed experts, and it."""
-    cases = [ExpertsCase(kind, hidden, intermediate, count) for count in token_counts]
+    cases = [ExpertsCase(size, count) for count in token_counts]
     compile_all(compile_experts, kernels_of_experts(architecture(device), multiprocessors(device), cases))
     rng = torch.Generator(device)
-    layer = experts_of(GRIDS[kind], hidden, intermediate, rng)
+    layer = experts_of(size, rng)
     for case in cases:
         seconds, plan = tune_experts(layer, case, rng)[0]
         yield case, seconds, plan

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.calibrate.documents import UnknownForm, read_document
+from quantkit.calibrate.templating import plain
 from quantkit.errors import QuantkitError
 from quantkit.tokenizer.chat import ChatTokenizer
 
@@ -15,7 +17,8 @@ def read_documents(path: Path, tokenizer: ChatTokenizer, *, seq_len: int, limit:
     """int64 [T], 2 <= T <= seq_len each, in file order.
 
     A .jsonl holds one document a line, {"text": ...} or {"messages": [...]}, each cut to seq_len; any other file is one text, cut into
-    pieces of seq_len. Raises QuantkitError where the file cannot be read or gives nothing to predict.
+    pieces of seq_len. Without a chat template a conversation is the text of what is said, as in calibration. Raises QuantkitError where the
+    file cannot be read or gives nothing to predict.
     """
     if path.suffix == ".json":
         raise QuantkitError(f"text {path} is one JSON value", "write its documents as a .jsonl, one object a line, or as a .txt")
@@ -41,11 +44,20 @@ def _encode(path: Path, number: int, line: str, tokenizer: ChatTokenizer) -> Ten
         raise QuantkitError(f"{path}:{number} is not JSON ({error})", "one JSON object per line is expected") from error
     if isinstance(record, dict) and isinstance(record.get("text"), str):
         ids = tokenizer.encode(record["text"])
+    elif isinstance(record, dict) and _is_conversation(record.get("messages")) and not tokenizer.templates:
+        ids = tokenizer.encode(_said(path, number, record))
     elif isinstance(record, dict) and _is_conversation(record.get("messages")):
         ids = tokenizer.encode_chat(record["messages"], add_generation_prompt=False)
     else:
         raise QuantkitError(f"{path}:{number} has neither text nor messages", 'each line is {"text": ...} or {"messages": [...]}')
     return torch.tensor(ids, dtype=torch.int64)
+
+
+def _said(path: Path, number: int, record: dict[str, Any]) -> str:
+    try:
+        return plain(read_document({"messages": record["messages"]}))
+    except UnknownForm as error:
+        raise QuantkitError(f"{path}:{number} holds no conversation: {error}", "each message has a role and content") from error
 
 
 def _is_conversation(messages: Any) -> bool:

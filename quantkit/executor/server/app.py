@@ -135,10 +135,14 @@ class Api:
         if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
             raise ApiError(415, f"the request is sent as Content-Encoding: {encoding[:50]}; send it as it is", "unsupported_media_type")
         raw = bytearray()
-        async for part in request.stream():
-            raw += part
-            if len(raw) > self.limits.max_body:
-                raise ApiError(413, f"the request is larger than {self.limits.max_body} bytes", "request_too_large")
+        try:
+            async with asyncio.timeout(self.limits.body_s):
+                async for part in request.stream():
+                    raw += part
+                    if len(raw) > self.limits.max_body:
+                        raise ApiError(413, f"the request is larger than {self.limits.max_body} bytes", "request_too_large")
+        except TimeoutError as late:
+            raise ApiError(408, f"the request was not whole after {self.limits.body_s:g} s", "request_timeout") from late
         return bytes(raw)
 
     def _check_key(self, request: Request) -> None:

@@ -49,11 +49,13 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """max_input: prompt tokens; max_output: tokens of one answer (None: what the context leaves); max_body: bytes of a request."""
+    """max_input: prompt tokens; max_output: tokens of one answer (None: what the context leaves); max_body: bytes of a request;
+    body_s: seconds in which they come."""
 
     max_input: int | None = None
     max_output: int | None = None
     max_body: int = 8 << 20
+    body_s: float = 120.0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import uvicorn
 from quantkit.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.server.app import Limits, create_app
+from quantkit.executor.server.connections import HttpServer
 from quantkit.executor.server.service import Service
 from quantkit.listening import not_free
 
@@ -43,7 +44,7 @@ def serve(engine: Engine, model_name: str, options: ServeOptions, sockets: Seque
     service = Service(engine, max_queue=options.max_queue, on_fault=lambda: setattr(server, "should_exit", True))
     app = create_app(service, model_name, api_key=options.api_key, limits=options.limits, tool_parser=options.tool_parser, log=options.log)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=options.grace_s)
-    server = uvicorn.Server(config)
+    server = HttpServer(config)
     sys.setswitchinterval(_SWITCH_SECONDS)
     # uvicorn raises the signal again once it has shut down; being told to stop is not a failure.
     for number in (signal.SIGINT, signal.SIGTERM):

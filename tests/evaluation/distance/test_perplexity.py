@@ -114,6 +114,20 @@ def test_documents(tiny_dense_checkpoint: Path, tmp_path: Path, text: Path) -> N
     assert read_documents(marked, tokenizer, seq_len=99)[0].tolist() == tokenizer.encode("one\u2028two")
 
 
+def test_a_conversation_is_plain_text_to_a_model_without_a_template(tiny_dense_checkpoint: Path, tmp_path: Path) -> None:
+    base = shutil.copytree(tiny_dense_checkpoint, tmp_path / "base")
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer, chat = ChatTokenizer(base), tmp_path / "chat.jsonl"
+    said = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "reasoning_content": "easy", "content": "2"}]
+    chat.write_text(json.dumps({"messages": said}) + "\n")
+    assert read_documents(chat, tokenizer, seq_len=99)[0].tolist() == tokenizer.encode("1 + 1?\n\neasy\n\n2")
+    chat.write_text(json.dumps({"messages": [{"role": "user"}]}) + "\n")
+    with pytest.raises(QuantkitError, match=r":1 holds no conversation: messages\[0\] has no content"):
+        read_documents(chat, tokenizer, seq_len=99)
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [("", "nothing to predict"), ("{}\n", ":1 has neither"), ("{\n", ":1 is not JSON"), ('{"text": ""}\n', "nothing to predict")],

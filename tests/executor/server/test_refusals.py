@@ -1,5 +1,7 @@
 """Requests that the server refuses, and what it says of them."""
 
+import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,6 +143,19 @@ def test_a_compressed_body_is_told_as_that(running: Running) -> None:
     answer = httpx.post(f"{running.url}/v1/completions", content=b'{"prompt": "x"}', headers=headers)
     assert answer.status_code == 415
     assert answer.json()["error"]["message"] == "the request is sent as Content-Encoding: gzip; send it as it is"
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(tiny_checkpoint: Path) -> None:
+    server = Running(load(tiny_checkpoint), limits=Limits(body_s=0.2))
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+            said = b"".join(iter(lambda: slow.recv(4096), b""))
+        assert said.startswith(b"HTTP/1.1 408 ")
+        assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["message"] == "the request was not whole after 0.2 s"
+        assert idle(server)
+    finally:
+        server.stop()
 
 
 def test_two_keys_are_none(running: Running) -> None:

@@ -53,6 +53,7 @@ def stand_in() -> None:
     MessageQueue.create_from_process_group = staticmethod(lambda *_, **__: None)
     new_group, backend = dist.new_group, dist.ProcessGroup._get_backend
     dist.new_group = lambda ranks=None, *_, **__: new_group(ranks, backend="fake")
+    dist.broadcast_object_list = lambda *_, **__: None  # the fake group's would unpickle memory that nobody wrote, and end the process
     of_npu = SimpleNamespace(get_hccl_comm_name=lambda _: "nobody")
     dist.ProcessGroup._get_backend = lambda group, device: of_npu if device.type == "npu" else backend(group, device)
     type(current_platform).device_type = "cpu"

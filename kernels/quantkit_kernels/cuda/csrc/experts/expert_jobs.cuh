@@ -47,7 +47,11 @@ template <int TOKENS> __device__ int list_entries(const FusedExpertsParams& p, E
   __shared__ uint32_t totals[kWarps];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int share = (p.pairs + kThreads - 1) / kThreads * 32, begin = warp * share, end = min(p.pairs, begin + share);  // of a warp
-  for (int i = threadIdx.x; i < p.experts * kWarps / 2; i += kThreads) reinterpret_cast<uint32_t*>(counts)[i] = 0;
+  // Asked for at once, and kept where there are no more than 64 a warp: every wait for memory here is one of the whole device.
+  const auto expert_of = [&](int base) { return base + lane < end ? p.ids[(size_t)(base + lane) * p.ids_stride] : -1; };
+  const int kept[2] = {expert_of(begin), expert_of(begin + 32)};
+  const auto kept_or_read = [&](int base) { return base == begin ? kept[0] : base == begin + 32 ? kept[1] : expert_of(base); };
+  for (int i = threadIdx.x; i < p.experts; i += kThreads) reinterpret_cast<uint4*>(counts)[i] = {};
   __syncthreads();
   // Adds 32 pairs to the warp's numbers of its experts; returns what the lane's had before it.
   const auto count = [&](int expert) {
@@ -58,14 +62,16 @@ template <int TOKENS> __device__ int list_entries(const FusedExpertsParams& p, E
     __syncwarp();
     return before + __popc(same & ((1u << lane) - 1));
   };
-  const auto expert_of = [&](int base) { return base + lane < end ? p.ids[(size_t)(base + lane) * p.ids_stride] : -1; };
-  for (int base = begin; base < end; base += 32) count(expert_of(base));
+  for (int base = begin; base < end; base += 32) count(kept_or_read(base));
   __syncthreads();
   const int each = (p.experts + kThreads - 1) / kThreads, from = threadIdx.x * each, to = min(p.experts, from + each);
+  struct __align__(16) OfWarps { uint16_t of[kWarps]; };
+  OfWarps* numbers = reinterpret_cast<OfWarps*>(counts);
   const auto total = [&](int expert) {
+    const OfWarps number = numbers[expert];
     int sum = 0;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += counts[expert * kWarps + w];
+    for (int w = 0; w < kWarps; ++w) sum += number.of[w];
     return sum;
   };
   uint32_t mine = 0;  // entries in the upper half, pairs in the lower
@@ -91,16 +97,18 @@ template <int TOKENS> __device__ int list_entries(const FusedExpertsParams& p, E
   for (int i = from; i < to; ++i) {
     const int expert = p.experts - 1 - i, last = first + total(expert);
     for (int at = first; at < last; at += TOKENS) entries[entry++] = {(uint16_t)at, (uint16_t)expert, (uint16_t)min(last - at, TOKENS)};
+    OfWarps number = numbers[expert];
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      const int warps = counts[expert * kWarps + w];
-      counts[expert * kWarps + w] = first;
+      const int warps = number.of[w];
+      number.of[w] = first;
       first += warps;
     }
+    numbers[expert] = number;
   }
   __syncthreads();
   for (int base = begin; base < end; base += 32) {
-    const int expert = expert_of(base), place = count(expert);
+    const int expert = kept_or_read(base), place = count(expert);
     if (expert >= 0) order[place] = base + lane;
   }
   __syncthreads();

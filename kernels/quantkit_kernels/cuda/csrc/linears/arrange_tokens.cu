@@ -44,8 +44,9 @@ __device__ __forceinline__ void transpose_words(uint4& v) {
 // A block for eight slots, whose pieces of 128 bytes lie side by side, and 2 KB of each row, which a warp brings: 512 bytes at a time, and they
 // go as whole pieces.
 __global__ void arrange(const uint4* x, uint8_t* out, const int* order, const int* tile_count, int slots, int tokens, int top_k, int chunks) {
-  wait_for_predecessor();
+  // The next kernel may ask for its weights while this one waits.
   let_successor_start();
+  wait_for_predecessor();
   const int slot = blockIdx.x * 8 + threadIdx.x / 32, first = blockIdx.y * 128 + threadIdx.x % 32;
   if (slot >= slots) return;
   const int row = row_of(slot, order, tile_count, tokens, top_k);
@@ -64,8 +65,9 @@ __global__ void arrange(const uint4* x, uint8_t* out, const int* order, const in
 template <class T, int HELD>
 __global__ void quantize_arranged(const T* x, uint8_t* out, float* scale, const int* order, const int* tile_count, int tokens, int top_k,
                                   int k) {
-  wait_for_predecessor();
+  // The next kernel may ask for its weights while this one waits.
   let_successor_start();
+  wait_for_predecessor();
   const int slot = blockIdx.x, row = row_of(slot, order, tile_count, tokens, top_k), chunks = k / 16;
   if (row < 0) return;
   x += (size_t)row * k;

@@ -1,0 +1,66 @@
+"""Sizes that plans are measured for are those of the operators that a model is run with."""
+
+from pathlib import Path
+from typing import Any
+
+import make_model
+import pytest
+import quantkit_kernels as kernels
+from quantkit_kernels.sizes import ExpertsSize, LinearSize
+from quantkit_kernels.weights import kind, shape
+from test_architectures import CONFIGS, random_tensors
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.executor.load import load_model
+from quantkit.executor.products import products
+from quantkit.quantization import quantize
+from quantkit.recipe import Recipe
+from quantkit.schemes import SCHEMES
+
+
+def quantized(architecture: str, scheme: str, folder: Path) -> Path:
+    source = make_model.write_dense(folder / "source", CONFIGS[architecture], random_tensors(CONFIGS[architecture]))
+    quantize(source, folder / "out", SCHEMES[scheme], "auto", Recipe(scheme=scheme, methods=()), device="cpu")
+    return folder / "out"
+
+
+@pytest.mark.parametrize(("architecture", "scheme"), [("qwen3_moe", "rtn-w4a16"), ("llama", "int8-a8w8c16")])
+def test_products_are_those_of_the_operators(architecture: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = quantized(architecture, scheme, tmp_path)
+    linears, experts = set[LinearSize](), set[tuple[str, int, int, int]]()
+    prepare, add = kernels.prepare, kernels.ExpertsBuilder.add
+
+    def noted(weight: kernels.Weight, **how: Any) -> kernels.Linear:
+        linears.add(LinearSize(kind(weight), *shape(weight)))
+        return prepare(weight, **how)
+
+    def also_noted(builder: kernels.ExpertsBuilder, index: int, gate: kernels.Weight, *others: kernels.Weight, **how: Any) -> None:
+        intermediate, hidden = shape(gate)
+        experts.add((kind(gate), hidden, intermediate, builder.num_experts))
+        add(builder, index, gate, *others, **how)
+
+    monkeypatch.setattr(kernels, "prepare", noted)
+    monkeypatch.setattr(kernels.ExpertsBuilder, "add", also_noted)
+    load_model(path, device="cpu", dtype="float32")
+    found = products(Checkpoint.open(path))
+    assert set(found.linears) == {size for size in linears if size.kind != "dense"}
+    assert found.linears
+    assert {size[:4] for size in found.experts} == experts
+    assert {size.top_k for size in found.experts} <= {2}
+
+
+def test_ranks_have_their_part(tmp_path: Path) -> None:
+    """q, k and v are one product, and so are gate and up; what a rank reads of o and down is cut."""
+    checkpoint = Checkpoint.open(quantized("qwen3_moe", "rtn-w4a16", tmp_path))
+    assert products(checkpoint).linears == (LinearSize("int4", 512, 256), LinearSize("int4", 256, 256))
+    half = products(checkpoint, 2)
+    assert half.linears == (LinearSize("int4", 256, 256), LinearSize("int4", 256, 128))
+    assert half.experts == (ExpertsSize("int4", 256, 64, 4, 2),)
+    with pytest.raises(QuantkitError, match="3 ranks cannot share evenly"):
+        products(checkpoint, 3)
+
+
+def test_a_model_without_quantized_linears_is_refused(tiny_dense_checkpoint: Path) -> None:
+    with pytest.raises(QuantkitError, match="has no quantized linears"):
+        products(Checkpoint.open(tiny_dense_checkpoint))
