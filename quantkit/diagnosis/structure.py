@@ -10,7 +10,7 @@ from quantkit.diagnosis.description import Described, compare_lists
 from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.diagnosis.survey import Survey
 from quantkit.errors import QuantkitError
-from quantkit.models import find_architecture, is_known
+from quantkit.models import check_missing, find_architecture, is_known
 from quantkit.models.architecture import ModelConfig
 from quantkit.models.by_name import ends_as_linear
 from quantkit.models.stored import check_size
@@ -54,9 +54,10 @@ class Structure:
 
 def read_table(survey: Survey, findings: DiagnosisFindings) -> Structure:
     """The architecture's table for config.json; empty where it has none."""
-    if not is_known(survey.config):
-        return Structure()
     try:
+        check_missing(survey.config, survey.tensors)
+        if not is_known(survey.config):
+            return Structure()
         architecture = find_architecture(survey.config)
         config = architecture.Config.from_dict(survey.config)
         check_size(config, len(survey.tensors))

@@ -1,6 +1,6 @@
 """Architectures: one file each, named after config.json's `model_type`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,6 +35,9 @@ ARCHITECTURES = (
 )
 _FILES = {"PanguEmbedded": "pangu_embedded"}
 """Files that are not named after the model_type."""
+_ELSEWHERE = {"deepseek_v3": ("q_lora_rank", ".q_a_proj.")}
+"""Architectures whose file does not compute a model with this field null, and transformers does: Moonlight's queries have no low rank. And
+the part of a tensor's name that tells that the field is not null."""
 
 if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
     from quantkit.models import (
@@ -91,13 +94,30 @@ if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Whether there is a model file for a config.json."""
-    return config.get("model_type") in ARCHITECTURES
+    """Whether there is a model file that computes a config.json."""
+    return config.get("model_type") in ARCHITECTURES and not _missing(config)
+
+
+def _missing(config: Mapping[str, Any]) -> str:
+    """The field of a config.json whose null the architecture's file does not compute; empty without."""
+    field, _ = _ELSEWHERE.get(str(config.get("model_type")), ("", ""))
+    return field if field and config.get(field, 0) is None else ""
+
+
+def check_missing(config: Mapping[str, Any], stored: Iterable[str]) -> None:
+    """Raise QuantkitError where a field is null that decides who computes a model, and tensors are `stored` of another value."""
+    if field := _missing(config):
+        _, part = _ELSEWHERE[str(config["model_type"])]
+        if name := next((name for name in stored if part in name), ""):
+            raise QuantkitError(f"config.json has {field} null, and {name} is stored", "use the config.json of these weights")
 
 
 def find_architecture(config: dict[str, Any]) -> Architecture[ModelConfig]:
     """The model file for a config.json. Raises QuantkitError where there is none."""
     model_type = config.get("model_type")
+    if field := _missing(config):
+        problem = f"config.json has {field} null, and quantkit's file of {model_type} does not compute that"
+        raise QuantkitError(problem, "quantize, run, eval and ppl compute it by transformers; serve it with another engine")
     if not is_known(config):
         raise QuantkitError(
             f"architecture {model_type!r} is not supported",

@@ -16,7 +16,7 @@ from quantkit.checkpoint.stack import cut_up
 from quantkit.errors import QuantkitError
 from quantkit.model_files import LARGEST, is_there, read_json
 from quantkit.models import by_name as by_name_models
-from quantkit.models import is_known
+from quantkit.models import check_missing, is_known
 from quantkit.models.module_tree import read_tree
 from quantkit.models.stored import check_stored, read_model
 from quantkit.models.table import Parameter
@@ -69,6 +69,7 @@ def take_inventory(checkpoint: Checkpoint, *, calibrated: bool = True) -> Invent
             "quantize the model it was made from, not a rounded copy",
         )
     if not is_known(checkpoint.config):
+        check_missing(checkpoint.config, checkpoint.tensors)
         return _watched_inventory(checkpoint) if calibrated else _inventory_by_name(checkpoint)
     model = read_model(checkpoint)
     check_stored(checkpoint, model.rows)

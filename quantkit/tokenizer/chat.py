@@ -12,7 +12,7 @@ from tokenizers.decoders import DecodeStream
 
 from quantkit.errors import QuantkitError
 from quantkit.model_files import is_there, read_json, read_text
-from quantkit.tokenizer.stored import read_tokenizer, tokenizer_file
+from quantkit.tokenizer.stored import naming, read_tokenizer, tokenizer_file
 from quantkit.tokenizer.tags import END_THINK, THINK
 from quantkit.tokenizer.template import ChatTemplate
 
@@ -64,11 +64,9 @@ class ChatTokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise QuantkitError(f"the text holds half of a character (at {error.start})", "give it as valid Unicode") from error
-        try:
+        with naming(f"{self.file} cannot encode this text"):
             # As a batch of one: tokenizers then lets other threads run meanwhile, and computes no offsets.
             ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        except Exception as error:  # the library raises nothing more special
-            raise QuantkitError(f"{self.file} cannot encode this text: {error}", _AGAIN) from error
         if self.vocab_size is not None and ids and max(ids) >= self.vocab_size:
             known = f"config.json has vocab_size = {self.vocab_size}"
             raise QuantkitError(f"{self.file} makes token {max(ids)} of this text, and {known}", _AGAIN)
@@ -88,7 +86,7 @@ class ChatTokenizer:
         """The chat template's text for `messages`. QuantkitError where there is no template or it refuses them."""
         named = "tool_use" if variables.get("tools") and "tool_use" in self.templates else "default"
         if named not in self.templates:
-            told = f"{self.path} has no chat template, no chat_template.jinja and none in tokenizer_config.json or chat_template.json"
+            told = f"{self.path} has no chat template: no chat_template.jinja, and none in tokenizer_config.json or chat_template.json"
             raise QuantkitError(told, "use plain completions, or `quantkit run --raw`")
         given = {"tools": None, "documents": None, **self.special_tokens, **variables}
         conversation = [_with_reasoning(message) for message in messages]

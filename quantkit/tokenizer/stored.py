@@ -4,7 +4,10 @@ tokenizer.json is read as it is. tokenizer.model (sentencepiece) and tiktoken.mo
 them (sentencepiece.py, tiktoken.py). Code that came with a model is never run.
 """
 
+import json
+import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ from quantkit.model_files import LARGEST, is_there, read_json, read_text
 from quantkit.tokenizer import sentencepiece, tiktoken
 
 _AGAIN = "copy it from the original model"
+_MOST_GROWTH = 64.0
+"""Times that a tokenizer may lengthen a text. Published ones put one mark in the place of one, or of several."""
 FILES = ("tokenizer.json", "tiktoken.model", "tokenizer.model")
 """In the order in which they are looked for."""
 
@@ -55,14 +60,35 @@ def read_tokenizer(path: Path, settings: dict[str, Any]) -> tuple[Tokenizer, dic
 
 
 def _from_json(file: Path) -> Tokenizer:
+    text = read_text(file, LARGEST)
+    with naming(f"{file} is not a tokenizer"):
+        tokenizer = Tokenizer.from_str(text)
+    for part in (tokenizer.normalizer, tokenizer.decoder):
+        if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > _MOST_GROWTH:
+            raise QuantkitError(f"{file} replaces parts of a text so that it may be {growth:.0g} times as long", _AGAIN)
+    return tokenizer
+
+
+@contextmanager
+def naming(problem: str) -> Iterator[None]:
+    """Whatever `tokenizers` raises becomes a QuantkitError: it has no more special exceptions, and its panics are no Exception."""
     try:
-        return Tokenizer.from_str(read_text(file, LARGEST))
-    except QuantkitError:
-        raise
-    except BaseException as error:  # a panic of the library is no Exception
-        if isinstance(error, KeyboardInterrupt | SystemExit):
+        yield
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
             raise
-        raise QuantkitError(f"{file} is not a tokenizer: {error}", _AGAIN) from error
+        raise QuantkitError(f"{problem}: {error}", _AGAIN) from error
+
+
+def _growth(part: dict[str, Any]) -> float:
+    """How many times as long a normalizer or decoder may make a text, by what it puts in the place of what it finds."""
+    steps = part.get("normalizers") or part.get("decoders") or []
+    if part.get("type") == "Sequence":
+        return math.prod(_growth(step) for step in steps)
+    if part.get("type") != "Replace":
+        return 1.0
+    found = len(part["pattern"].get("String", ""))  # an expression may match nothing, before every character
+    return max(len(part["content"]) / found if found else len(part["content"]) + 1.0, 1.0)
 
 
 def _add_special(file: Path, tokenizer: Tokenizer, path: Path, settings: dict[str, Any]) -> None:

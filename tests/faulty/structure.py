@@ -28,6 +28,11 @@ def a_norm_is_lost(c: Contents) -> None:
     del c.tensors["model.layers.1.input_layernorm.weight"]
 
 
+@fault("config-field", suits=lambda c: bool(c.config.get("q_lora_rank")))
+def queries_are_said_to_have_no_low_rank(c: Contents) -> None:
+    c.config["q_lora_rank"] = None
+
+
 @fault("head-missing", suits=lambda c: "lm_head.weight" in c.tensors)
 def the_head_is_lost(c: Contents) -> None:
     del c.tensors["lm_head.weight"]

@@ -73,6 +73,16 @@ def test_promised_mtp_weights_are_told_as_such(tmp_path: Path) -> None:
     take_inventory(Checkpoint.open(tmp_path / "model"))
 
 
+def test_a_null_that_leaves_a_model_to_transformers_is_held_against_the_tensors(tmp_path: Path) -> None:
+    path = written(tmp_path / "model", lambda config: config.update(q_lora_rank=None))
+    with pytest.raises(
+        QuantkitError, match=r"has q_lora_rank null, and model\.layers\.0\.self_attn\.q_a_proj\.weight is stored; use the config"
+    ):
+        take_inventory(Checkpoint.open(path), calibrated=False)
+    with pytest.raises(QuantkitError, match=r"quantkit's file of deepseek_v3 does not compute that; .*by transformers"):
+        read_model(Checkpoint.open(path))
+
+
 def test_one_missing_tensor_of_the_mtp_layer_is_a_missing_tensor(tmp_path: Path) -> None:
     folder = written(tmp_path / "model")
     tensors = make_model.random_tensors(make_model.tiny_config(**CONFIG))

@@ -107,6 +107,10 @@ FOUND: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {**LATENT, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "n_routed_experts": 2, "num_experts_per_tok": 2},
         {"input_layernorm": "q_a_proj kv_a_proj_with_mqa", "post_attention_layernorm": f"gate {GATE_UP} {GATE_UP} {GATE_UP}"},
     ),
+    "deepseek_v3": (
+        {**LATENT, "q_lora_rank": None, "num_nextn_predict_layers": 0},  # of Moonlight
+        {"input_layernorm": "q_proj kv_a_proj_with_mqa", "kv_a_layernorm": "kv_b_proj", "post_attention_layernorm": GATE_UP},
+    ),
 }
 """model_type -> more of its config, and of its first layer: what makes a tensor -> what reads it, by the last part of their names."""
 
@@ -133,6 +137,7 @@ WALKED = [
     "afmoe",
     "flex_olmo",
     "axk1",
+    "deepseek_v3",
 ]
 
 

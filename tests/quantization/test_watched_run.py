@@ -95,6 +95,21 @@ GEMMA4 = {
     "moe_intermediate_size": 128,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+MOONLIGHT = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("gemma2", "awq-w4a16", {}),
     ("gpt_neox", "fp4-w4a16", {}),
@@ -113,6 +128,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
         "awq-w4a16",
         {**EXPERTS, "moe_intermediate_size": 128, "num_dense_layers": 1, "num_experts_per_tok": 4, "sliding_window": 32},
     ),
+    ("deepseek_v3", "awq-w4a16", MOONLIGHT),
     ("flex_olmo", "awq-w4a16", {**EXPERTS, "num_experts_per_tok": 4}),  # no norm before the experts
     (
         "minimax",
@@ -143,7 +159,7 @@ def test_the_report_says_of_the_output_what_transformers_says(model_type: str, s
     source = written(model, tmp_path / model_type)
     report = run(source, tmp_path / "out", scheme, told)
     found = report.findings.next_token
-    assert report.coverage.share > 0.98
+    assert report.coverage.share > (0.85 if model_type == "deepseek_v3" else 0.98)  # kv_b keeps 16 bits
     assert any("computed by transformers' modules: " in line and "scale groups proven" in line for line in told)
     assert len(report.findings.scales) >= (0 if model_type in ("flex_olmo", "minimax") else 2)
     recipe = recipe_of(source, scheme)

@@ -123,3 +123,40 @@ def test_what_only_looked_like_a_stop_string_comes_out(chat: ChatTokenizer) -> N
     pieces, stopped = stream_text(chat, "a EN EEND? EN", ("ENDING",))
     assert not stopped
     assert "".join(pieces) == "a EN EEND? EN"
+
+
+def test_a_panic_of_the_library_is_a_fault_that_is_told(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """An expression that takes too long on some text: a request's, and the server goes on."""
+    model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    described = json.loads((model / "tokenizer.json").read_text())
+    described["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(a|a|aa)+$"}, "behavior": "Isolated", "invert": False}
+    (model / "tokenizer.json").write_text(json.dumps(described))
+    chat = ChatTokenizer(model)
+    with pytest.raises(QuantkitError, match=r"tokenizer\.json cannot encode this text: .*retry-limit"):
+        chat.encode("a" * 60 + "b")
+    assert chat.encode("b")
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+@pytest.mark.parametrize(("pattern", "content"), [({"String": ""}, "a" * 30), ({"String": "a"}, "a" * 30), ({"Regex": "."}, "a" * 30)])
+def test_a_tokenizer_that_makes_texts_far_longer_is_refused(
+    part: str, pattern: dict[str, str], content: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Eight such steps make one letter into 30^8, and all memory is gone."""
+    model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    described = json.loads((model / "tokenizer.json").read_text())
+    described[part] = {"type": "Sequence", f"{part}s": [{"type": "Replace", "pattern": pattern, "content": content}] * 8}
+    (model / "tokenizer.json").write_text(json.dumps(described))
+    with pytest.raises(QuantkitError, match=r"tokenizer\.json replaces parts of a text so that it may be \S+ times as long"):
+        ChatTokenizer(model)
+
+
+def test_a_tokenizer_may_put_one_mark_in_the_place_of_another(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    described = json.loads((model / "tokenizer.json").read_text())
+    replaced: list[dict[str, object]] = [{"Regex": " {2,}"}, {"String": "y"}]
+    marks = [{"type": "Replace", "pattern": pattern, "content": "x"} for pattern in replaced]
+    described["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFC"}, *marks]}
+    (model / "tokenizer.json").write_text(json.dumps(described))
+    chat = ChatTokenizer(model)
+    assert chat.decode(chat.encode("a  by")) == "axbx"
