@@ -254,6 +254,7 @@ def build(given: argparse.Namespace) -> None:
     shutil.copy(given.folder / "tokenizer.json", folder)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    shutil.rmtree(given.folder / given.model, ignore_errors=True)
     folder.rename(given.folder / given.model)
 
 
