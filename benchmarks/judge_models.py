@@ -240,7 +240,7 @@ def train(given: argparse.Namespace) -> None:
 
 
 def build(given: argparse.Namespace) -> None:
-    """The checkpoint as its architecture is published, with the tokenizer."""
+    """The checkpoint as its architecture is published, with the tokenizer. Its folder appears complete."""
     model = make_model(given.model).to(torch.bfloat16)
     state = load_file(given.weights)
     for name, tensor in model.state_dict().items():
@@ -249,11 +249,12 @@ def build(given: argparse.Namespace) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.data = load_file(given.weights)[name].float()
-    folder = given.folder / given.model
+    folder = given.folder / f"{given.model}.partial"
     model.save_pretrained(folder)
     shutil.copy(given.folder / "tokenizer.json", folder)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    folder.rename(given.folder / given.model)
 
 
 def main() -> None:

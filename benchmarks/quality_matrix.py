@@ -5,7 +5,8 @@
 
 run: every result is added to FILE at once, KL of every document on both splits; what FILE has is not run again. Both sides fit the same
 tokens: --samples documents of a judge's own text, drawn with the seed. A worker computes on one of the GPUs, or, where CUDA is hidden from
-it, on one core; every GPU has one more that judges. table: KL and its ratio to the best peer, the mean over seeds, with percentile
+it, on one core; every judge has one more, on one of the GPUs. A judge whose folder is not there yet, as it is still trained, comes when
+it is. table: KL and its ratio to the best peer, the mean over seeds, with percentile
 bootstraps over documents.
 """
 
@@ -80,21 +81,17 @@ def jobs(given: argparse.Namespace) -> list[QualityJob]:
     return [job for _, job in sorted(found, key=lambda pair: pair[0])]
 
 
-def tokens_of(given: argparse.Namespace) -> dict[tuple[str, int], Path]:
-    """The calibration tokens that ours sees with each seed, as files."""
+def tokens_of(given: argparse.Namespace, judge: str, seed: int) -> Path:
+    """The calibration tokens that ours sees with this seed, as a file."""
     from quantkit.calibrate.data import load_sequences
     from quantkit.recipe import load_recipe
     from quantkit.tokenizer.chat import ChatTokenizer
 
-    found, held_out = {}, load_recipe("awq-w4a16").held_out
-    sizes = {"samples": given.samples, "seq_len": given.seq_len, "held_out": held_out}
-    for judge in given.models:
-        tokenizer = ChatTokenizer(given.judges / judge)
-        for seed in given.seeds:
-            sequences = load_sequences(str(given.judges / "own.jsonl"), tokenizer, seed=seed, **sizes)
-            found[judge, seed] = given.out / f"{judge}-tokens-{seed}.json"
-            found[judge, seed].write_text(json.dumps([ids.tolist() for ids in sequences.calibration]))
-    return found
+    sizes = {"samples": given.samples, "seq_len": given.seq_len, "held_out": load_recipe("awq-w4a16").held_out}
+    sequences = load_sequences(str(given.judges / "own.jsonl"), ChatTokenizer(given.judges / judge), seed=seed, **sizes)
+    path = Path(given.out / f"{judge}-tokens-{seed}.json")
+    path.write_text(json.dumps([ids.tolist() for ids in sequences.calibration]))
+    return path
 
 
 class Worker:
@@ -134,25 +131,33 @@ class QualityMatrix:
 
     def __init__(self, given: argparse.Namespace) -> None:
         given.out.mkdir(parents=True, exist_ok=True)
-        self.given, self.tokens, self.start = given, tokens_of(given), time.perf_counter()
+        self.given, self.start, self.tokens = given, time.perf_counter(), dict[tuple[str, int], Path]()
         done = [json.loads(line) for line in given.file.read_text().splitlines()] if given.file.exists() else []
         had = {(row["judge"], row["scheme"], row["name"], row["seed"]) for row in done}
         self.left = [job for job in jobs(given) if job.key not in had]
-        self.lock, self.outputs = threading.Lock(), queue.Queue[dict[str, Any] | None]()
+        self.lock, self.outputs = threading.Lock(), {judge: queue.Queue[dict[str, Any] | None]() for judge in given.models}
         self.workers: dict[str, Worker] = {}
 
     def told(self, text: str) -> None:
         print(f"{time.perf_counter() - self.start:6.1f} s  {text}", flush=True)
 
     def take(self, kind: str | None, *, gpu: bool) -> QualityJob | None:
-        """The first job; of the same kind as the last one of this slot, if the next few have it, as that spares imports."""
-        with self.lock:
-            able = [job for job in self.left if gpu or job.on_cpu]
-            same = [job for job in able[: self.given.ahead] if job.kind == kind]
-            job = (same or able or [None])[0]
-            if job is not None:
-                self.left.remove(job)
-            return job
+        """The first job; of the same kind as the last one of this slot, if the next few have it, as that spares imports. Waits where only
+        judges are left that are not there yet."""
+        while True:
+            with self.lock:
+                able = [job for job in self.left if gpu or job.on_cpu]
+                there = [job for job in able if (self.given.judges / job.judge).is_dir()]
+                same = [job for job in there[: self.given.ahead] if job.kind == kind]
+                if there:
+                    job = (same or there)[0]
+                    self.left.remove(job)
+                    key = job.judge, job.seed
+                    self.tokens[key] = self.tokens.get(key) or tokens_of(self.given, *key)
+                    return job
+            if not able:
+                return None
+            time.sleep(0.5)
 
     def slot(self, name: str, card: str) -> None:
         while (job := self.take(self.workers[name].kind if name in self.workers else None, gpu=bool(card))) is not None:
@@ -171,7 +176,7 @@ class QualityMatrix:
             if "error" in answer:
                 self.told(f"{' '.join(map(str, job.key))}: {answer['error']} ({name})")
             else:
-                self.outputs.put(asked | answer)
+                self.outputs[job.judge].put(asked | answer)
 
     def _asked(self, job: QualityJob) -> dict[str, Any]:
         given = self.given
@@ -189,10 +194,13 @@ class QualityMatrix:
             "judges": str(given.judges),
             "documents": given.documents,
             "remove": True,
+            "headrooms": self.given.headrooms,
         }
 
-    def score(self, name: str, card: str) -> None:
-        while (output := self.outputs.get()) is not None:
+    def score(self, judge: str, card: str) -> None:
+        """Outputs of one judge; its worker holds what the source answers."""
+        name = f"score-{judge}"
+        while (output := self.outputs[judge].get()) is not None:
             if name not in self.workers:
                 self.workers[name] = Worker("score", self.given.out / f"{name}.log", sys.executable, card)
             try:
@@ -221,7 +229,8 @@ class QualityMatrix:
         """One job of every GPU comes before a second of any."""
         slots = [(f"gpu{card}-{i}", card) for i in range(self.given.gpu) for card in self.given.cards]
         slots += [(f"cpu{i}", "") for i in range(self.given.cpu)]
-        judging = [(f"score{card}", card) for card in self.given.cards or [""]]
+        cards = self.given.cards or [""]
+        judging = [(judge, cards[i % len(cards)]) for i, judge in enumerate(self.given.models)]
         scorers = [threading.Thread(target=self.score, args=one, daemon=True) for one in judging]
         threads = [threading.Thread(target=self.slot, args=one, daemon=True) for one in slots]
         for thread in (*threads, *scorers):
@@ -229,8 +238,8 @@ class QualityMatrix:
         until = self.start + self.given.seconds
         for thread in threads:
             thread.join(max(0.0, until - time.perf_counter()))
-        for _ in scorers:
-            self.outputs.put(None)
+        for outputs in self.outputs.values():
+            outputs.put(None)
         for thread in scorers:
             thread.join(max(0.0, until - time.perf_counter()))
         with self.lock:
@@ -327,6 +336,7 @@ def main() -> None:
     parser.add_argument("--cpu", type=int, default=4, help="workers on a core")
     parser.add_argument("--ahead", type=int, default=12, help="jobs among which a worker looks for its own kind")
     parser.add_argument("--variants", type=Path)
+    parser.add_argument("--headrooms", action="store_true", help="judge nvfp4-w4a4 under other divisors of its inputs, too")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="others' programs beside ours")
     parser.add_argument("--longest", action=argparse.BooleanOptionalAction, default=True, help="AutoRound's 1,000 iterations, too")
     parser.add_argument("--peer-python", default=sys.executable)

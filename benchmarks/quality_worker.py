@@ -79,7 +79,7 @@ def scores() -> Callable[[Job], Job]:
 
     def run(job: Job) -> Job:
         result: Job = {"scores": figures(job)}
-        if job["scheme"] == "nvfp4-w4a4" and job["name"].startswith("quantkit"):
+        if job["headrooms"] and job["scheme"] == "nvfp4-w4a4" and job["name"].startswith("quantkit"):
             written = {path: load_file(path) for path in Path(job["out"]).glob("*.safetensors")}
             result["headroom"] = {}
             for headroom in HEADROOMS:

@@ -1,7 +1,7 @@
 """Quantize layers with DeepSeek-R1's true dimensions, or those of models after it, and say how long one takes and how much memory.
 
     python benchmarks/r1_shape.py write DIR [--shape r1|deepseek-v32|kimi-k2] [--experts 256] [--layers 2]
-    python benchmarks/r1_shape.py run DIR [--scheme awq-w4a16] [--device cpu] [--samples 128] [--held-out 16] [--memory 16GiB] [--profile]
+    python benchmarks/r1_shape.py run DIR [--recipe awq-w4a16] [--device cpu] [--samples 128] [--held-out 16] [--memory 16GiB] [--profile]
     torchrun --nproc-per-node 4 benchmarks/r1_shape.py run DIR --device cuda             on several cards; seconds are those of rank 0
 
 `write` makes a checkpoint in R1's FP8 layout: hidden 7168, 128 heads, experts of 2048, vocabulary 129280, cut to one dense layer and
@@ -208,34 +208,46 @@ class Phases:
             unit = event.unit.split(".experts")[0] + (" experts" if ".experts" in event.unit else "")
             phase = f"{unit}: {event.phase}" if event.unit.startswith("layers") else "tables"
             if phase != self._last and "experts" not in phase:
-                peak = peak_memory() / 2**30
-                now_held = event.memory / 2**30
-                print(
-                    f"{now - self._begun:7.1f} s, CPU {cpu:7.1f} s  {now_held:6.2f} GiB, peak {peak:6.2f}  {phase}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                self._tell(f"{now_held_and_peak(event)}  {phase}", now, cpu)
+            if layer_of(phase) != layer_of(self._last) and layer_of(self._last).startswith("layers"):
+                own = {name: round(seconds, 2) for name, seconds in self.seconds.items() if layer_of(name) == layer_of(self._last)}
+                self._tell(f"{layer_of(self._last)} took {sum(own.values()):.2f} s: {json.dumps(own)}", now, cpu)
             self._last, self._since, self._cpu_since = phase, now, cpu
 
+    def _tell(self, text: str, now: float, cpu: float) -> None:
+        print(f"{now - self._begun:7.1f} s, CPU {cpu:7.1f} s  {text}", file=sys.stderr, flush=True)
 
-def run(path: Path, scheme: str, device: str, samples: int, held_out: int, seq_len: int, memory: str | None, profile: bool) -> None:
-    out, leads = path.with_name(f"{path.name}-{scheme}"), os.environ.get("RANK", "0") == "0"
+
+def now_held_and_peak(event: Progress) -> str:
+    return f"{event.memory / 2**30:6.2f} GiB, peak {peak_memory() / 2**30:6.2f}"
+
+
+def layer_of(phase: str) -> str:
+    """layers.3 of layers.3.attend: solving; of what is in no layer, its own name."""
+    return ".".join(phase.split(":")[0].split(" ")[0].split(".")[:2])
+
+
+def run(path: Path, name: str, device: str, samples: int, held_out: int, seq_len: int, memory: str | None, profile: bool) -> None:
+    """name: of a recipe."""
+    out, leads = path.with_name(f"{path.name}-{name}"), os.environ.get("RANK", "0") == "0"
     if leads:
-        shutil.rmtree(out, ignore_errors=True)
+        for left in (out, out.with_name(f"{out.name}.partial")):  # what a run that was ended left would be gone on with
+            shutil.rmtree(left, ignore_errors=True)
     settings = {"calibration": str(path / "calibration.jsonl"), "samples": samples, "held_out": held_out, "seq_len": seq_len}
-    recipe = load_recipe(scheme).model_copy(update=settings)
-    planned = plan(path, find_scheme(scheme), recipe=recipe, samples=samples, seq_len=seq_len)
+    recipe = load_recipe(name).model_copy(update=settings)
+    scheme = find_scheme(recipe.scheme)
+    planned = plan(path, scheme, recipe=recipe, samples=samples, seq_len=seq_len)
     phases = Phases()
     ceiling = parse_bytes(memory) if memory else None
     before = resource.getrusage(resource.RUSAGE_SELF)
     with _profiled(profile):
-        report = quantize(path, out, find_scheme(scheme), "auto", recipe, device=device, memory=ceiling, on_event=phases)
+        report = quantize(path, out, scheme, "auto", recipe, device=device, memory=ceiling, on_event=phases)
     after = resource.getrusage(resource.RUSAGE_SELF)
     if not leads:
         return
     layers: dict[str, float] = defaultdict(float)
     for name, seconds in phases.seconds.items():
-        layers[".".join(name.split(":")[0].split(" ")[0].split(".")[:2])] += seconds
+        layers[layer_of(name)] += seconds
     print(
         json.dumps(
             {
@@ -286,7 +298,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="r1")
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--scheme", default="awq-w4a16")
+    parser.add_argument("--recipe", default="awq-w4a16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--held-out", type=int, default=16)
@@ -297,7 +309,7 @@ def main() -> None:
     if given.what == "write":
         write(given.path, given.shape, given.experts, given.layers)
     else:
-        run(given.path, given.scheme, given.device, given.samples, given.held_out, given.seq_len, given.memory, given.profile)
+        run(given.path, given.recipe, given.device, given.samples, given.held_out, given.seq_len, given.memory, given.profile)
 
 
 if __name__ == "__main__":

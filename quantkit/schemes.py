@@ -116,11 +116,21 @@ SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
         Scheme(
-            "awq-w4a16", _W4, 16, ("awq", "gptq"), ("awq", "compressed-tensors"), "int4 in groups of 128, activation-aware, compensated"
+            "awq-w4a16",
+            _W4,
+            16,
+            ("awq", "gptq", "drift", "descent"),
+            ("awq", "compressed-tensors"),
+            "int4 in groups of 128, activation-aware, compensated",
         ),
         Scheme("rtn-w4a16", _W4, 16, (), ("awq", "compressed-tensors"), "int4 in groups of 128, rounded to nearest, no calibration"),
         Scheme(
-            "fp4-w4a16", Fp4Grid(), 16, ("awq", "gptq", "descent"), ("modelopt", "compressed-tensors"), "NVFP4 weights, 16-bit activations"
+            "fp4-w4a16",
+            Fp4Grid(),
+            16,
+            ("awq", "gptq", "drift", "descent"),
+            ("modelopt", "compressed-tensors"),
+            "NVFP4 weights, 16-bit activations",
         ),
         Scheme(
             "nvfp4-w4a4",

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.calibrate import expert_layer
+from quantkit.calibrate import expert_layer, statistics
 from quantkit.errors import QuantkitError
 from quantkit.progress import Event, Note, Progress
 from quantkit.quantization import QuantizationReport, quantize
@@ -32,6 +32,7 @@ SCHEME = "awq-w4a16"
 METHODS: tuple[Method, ...] | None = None
 """Of its recipe; None for the scheme's own."""
 expert_layer.expert_batch_values = lambda device_type, batches: min(2 * 3 * 128 * 256, batches.expert_values)  # two of make_model's experts
+statistics.PANEL = 64  # so that make_model's Hessians have several, as real ones do
 
 
 def run(

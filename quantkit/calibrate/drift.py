@@ -5,12 +5,14 @@ that comes nearest over the calibration tokens is W + W M, M = mean((o - x) x^T)
 2504.02692). Few tokens for many channels find an M that holds for them alone, so held-out rows say how much of it is taken.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.statistics import HeldOutRows
+from quantkit.calibrate.ranks import Ranks
+from quantkit.calibrate.statistics import HeldOutRows, panels
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,12 @@ class Drift:
 
 
 class DriftSum:
-    """What `Drift`s are made from, batch by batch: the quantized path is heard first, then the original one."""
+    """What `Drift`s are made from, batch by batch: the quantized path is heard first, then the original one; a linear that is asked several
+    times for a batch, with the sequences one by one, in the same order on both."""
 
-    def __init__(self, sample_rows: int) -> None:
-        self._sample_rows = sample_rows
-        self._heard: dict[str, Tensor] = {}
+    def __init__(self, sample_rows: int, ranks: Ranks) -> None:
+        self._sample_rows, self._ranks = sample_rows, ranks
+        self._heard: dict[str, deque[Tensor]] = {}
         self._sums: dict[str, Tensor] = {}
         self._tokens: dict[str, int] = {}
         self._kept: dict[str, HeldOutRows] = {}
@@ -41,14 +44,17 @@ class DriftSum:
 
     def hear(self, module: str, x: Tensor) -> None:
         """x float32 [..., K]: what `module` reads on the quantized path, of calibration tokens."""
-        self._heard[module] = x.reshape(-1, x.shape[-1])
+        self._heard.setdefault(module, deque()).append(x.reshape(-1, x.shape[-1]))
 
     def compare(self, module: str, o: Tensor) -> None:
         """o: what it reads for the same tokens on the original one."""
-        x = self._heard.pop(module)
+        x = self._heard[module].popleft()
         if module not in self._sums:
             self._sums[module], self._tokens[module] = x.new_zeros(x.shape[1], x.shape[1]), 0
-        self._sums[module].addmm_((o.reshape(x.shape) - x).t(), x)
+        lost = o.reshape(x.shape) - x
+        for number, rows in enumerate(panels(x.shape[1])):
+            if self._ranks.mine(number):
+                self._sums[module][rows].addmm_(lost[:, rows].t(), x)
         self._tokens[module] += len(x)
 
     def keep(self, module: str, o: Tensor) -> None:
@@ -58,15 +64,18 @@ class DriftSum:
     def means(self) -> dict[str, Drift]:
         """Nothing more is to be heard."""
         sums, self._sums = self._sums, {}
+        for own in sums.values():
+            for number, rows in enumerate(panels(len(own))):
+                self._ranks.send(own[rows], self._ranks.of(number))
         kept = {module: self._kept.get(module, HeldOutRows(0)).rows(own) for module, own in sums.items()}
         return {module: Drift(own.div_(self._tokens[module]), kept[module]) for module, own in sums.items()}
 
 
 def taken(lost: Tensor, change: Tensor) -> Tensor:
     """How much of a change [..., S, N] of outputs is best on held-out rows, where `lost` is what the outputs lack: [] or the leading
-    dimensions, from nothing to all of it. All of it where there are no rows."""
+    dimensions, from nothing to all of it. Nothing where there are no rows: nobody can tell what holds for calibration tokens alone."""
     if not lost.numel():
-        return torch.ones((), device=lost.device)
+        return torch.zeros((), device=lost.device)
     return ((lost * change).sum((-1, -2)) / change.square().sum((-1, -2)).clamp(min=1e-30)).clamp(0, 1)
 
 

@@ -1,5 +1,6 @@
 """The routed experts of one layer on their way through a run: read a batch at a time, solved or found finished, written, and run."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -28,7 +29,7 @@ SCALE_EXPERTS = 8
 
 
 def expert_batch_values(device_type: str, batches: Batches) -> int:
-    """Experts are solved together up to this many weights, at least one: on a CPU as `Batches` says, elsewhere 24 of R1's."""
+    """Experts are solved together up to this many weights, at least one: on a CPU as `Batches` says, elsewhere 16 of R1's 256."""
     return batches.expert_values if device_type == "cpu" else 2**30
 
 
@@ -108,11 +109,16 @@ class ExpertLayer:
                 rounded, hidden = self._written(solver, originals, read.scale)
                 own = {expert: _Expert(weights, rounded[expert], hidden.get(expert)) for expert, weights in originals.items()}
                 del originals, rounded, hidden
+            paths = {expert: list(self._paths(expert, routed, read.scale, states, plain, path)) for batch in together for expert in batch}
+            held: dict[int, list[Tensor]] = {}
+            if size > 1:  # every rank computes its own before it waits for another's
+                held = {expert: list(self._outputs(expert, own.pop(expert), paths[expert])) for expert in list(own)}
             for source, batch in enumerate(together):
                 self.log.tell("propagating", self._unit(batch[0]))
                 for expert in batch:
-                    for one in self._paths(expert, routed, read.scale, states, plain, path):
-                        self._add(one, expert, own.get(expert), source)
+                    outputs = held.pop(expert) if expert in held else self._outputs(expert, own.get(expert), paths[expert])
+                    for one, added in zip(paths[expert], outputs):
+                        add_weighted(one.states, one.tokens, self.ranks.send(added, source), one.w)
                     self.log.finished(self._unit(expert))
         if size > 1:
             self.ranks.share(self.log.store)
@@ -136,15 +142,13 @@ class ExpertLayer:
         if path is not None and path.routed is not None:
             yield _Path(path.states, *path.asked(expert), lambda one: path.expert_outputs(expert, one.original))
 
-    def _add(self, path: "_Path", expert: int, own: "_Expert | None", source: int) -> None:
-        """An expert's weighted outputs, computed by rank `source`, which has its weights."""
-        if not len(path.tokens):
-            return
-        if own is not None:
-            outputs = path.outputs(own)
-        else:
-            outputs = path.states.hidden.new_empty(len(path.tokens), self.experts[expert].down.shape[0])
-        add_weighted(path.states, path.tokens, self.ranks.send(outputs, source), path.w)
+    def _outputs(self, expert: int, own: "_Expert | None", paths: "list[_Path]") -> Iterator[Tensor]:
+        """An expert's outputs on each of its paths, one by one; room for them where another rank has it."""
+        for path in paths:
+            if own is not None and len(path.tokens):
+                yield path.outputs(own)
+            else:
+                yield path.states.hidden.new_empty(len(path.tokens), self.experts[expert].down.shape[0])
 
     def _unit(self, expert: int) -> str:
         return expert_unit(self.layer, expert)
@@ -227,9 +231,11 @@ class ExpertLayer:
 
 
 def expert_batches(experts: Mapping[int, GatedMlp], values: int) -> Iterator[list[int]]:
-    """Experts in batches of at most `values` weights, at least one; the same whatever machine runs them."""
+    """Experts in batches of at most `values` weights, at least one; the same whatever machine runs them. Where it can be, they are as many
+    as a power of two, so that ranks have as many each."""
     first = next(iter(experts.values()))
-    size = max(1, values // sum(row.shape[0] * row.shape[1] for row in first.rows))
-    order = list(experts)
+    most = max(1, values // sum(row.shape[0] * row.shape[1] for row in first.rows))
+    count = 1 << (math.ceil(len(experts) / most) - 1).bit_length()
+    size, order = math.ceil(len(experts) / count), list(experts)
     for start in range(0, len(order), size):
         yield order[start : start + size]

@@ -1,14 +1,15 @@
 """A sublayer's first value: what its linears read on the calibration tokens, with its original weights, and what they read on the original
 path."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from quantkit.calibrate.drift import Drift, DriftSum
-from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, TokenBatch
+from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
 from quantkit.calibrate.layer_weights import LayerWeights
+from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.routing import Recorder, Routed
 from quantkit.calibrate.statistics import InputStatistics, Observer
 from quantkit.calibrate.sublayer import Sublayer
@@ -43,60 +44,59 @@ class Observed:
     drifts: dict[str, Drift]
 
 
-def observe(sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStatePair, original: HiddenStates | None = None) -> Observed:
+def observe(
+    sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStatePair, ranks: Ranks, original: HiddenStates | None = None
+) -> Observed:
     """Run the original weights `tensors` over `states`, and over `original`, the calibration tokens on the original path, if given. All are
     left as they are."""
-    observer, recorder = Observer(HELD_OUT_ROWS), Recorder(len(states.quantized.hidden) + len(states.original.hidden))
-    weights = LayerWeights(tensors, recorder, observer, unread=sublayer.ends)
-    block = sublayer.build(weights)
+    observer, recorder = Observer(HELD_OUT_ROWS, ranks), Recorder(len(states.quantized.hidden) + len(states.original.hidden))
+    asked, total = Recorder(states.quantized.fitted), DriftSum(HELD_OUT_ROWS, ranks)
+
+    def see(module: str, x: Tensor) -> None:
+        observer(module, x)
+        if original is not None and not observer.held_out:
+            total.hear(module, x)
+
+    weights = LayerWeights(tensors, recorder, see, unread=sublayer.ends)
+    block, beside = sublayer.build(weights), LayerWeights(tensors, asked, total.compare, unread=sublayer.ends)
+    source = None if original is None else sublayer.build(beside)
     for batch in states.quantized.batches():
         observer.held_out = batch.held_out
         sublayer.run(block, states.quantized.hidden[batch.part], batch.lengths)
-    total = DriftSum(HELD_OUT_ROWS)
+        if original is not None and source is not None and not batch.held_out:
+            sublayer.run(source, original.hidden[batch.part], batch.lengths)
     if recorder.asked or original is not None:  # which experts the original path chooses, and what its linears read
         block = sublayer.build(LayerWeights(tensors, recorder, None if original is None else total.keep, unread=sublayer.ends))
         for batch in states.original.batches():
             sublayer.run(block, states.original.hidden[batch.part], batch.lengths)
-    if original is not None:
-        _compare(sublayer, tensors, states, original, total)
     routed = recorder.routed(states.quantized.fitted, len(states.quantized.hidden))
     if routed is not None:
-        _observe_experts_input(sublayer, routed, states, observer, total if original is not None else None)
+        _observe_experts_input(sublayer, routed, states, observer, None if original is None else (total, asked))
     own = {row.module for row in sublayer.rows}
     sites = {first: modules for first, modules in weights.sites.items() if first in own}
     return Observed(sublayer, sites, observer.means(), routed, probe(sublayer, tensors, states), total.means())
 
 
-def calibration_batches(states: HiddenStates) -> Iterator[TokenBatch]:
-    return (batch for batch in states.batches() if not batch.held_out)
-
-
-def _compare(sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStatePair, original: HiddenStates, total: DriftSum) -> None:
-    """Every input of both paths beside each other, with the original weights."""
-    quantized, recorders = states.quantized, (Recorder(states.quantized.fitted), Recorder(states.quantized.fitted))
-    see = (total.hear, total.compare)
-    blocks = [sublayer.build(LayerWeights(tensors, one, seen, unread=sublayer.ends)) for one, seen in zip(recorders, see)]
-    for batch in calibration_batches(quantized):
-        for block, path in zip(blocks, (quantized, original)):
-            sublayer.run(block, path.hidden[batch.part], batch.lengths)
-    x, o = (one.routed(quantized.fitted, quantized.fitted) for one in recorders)
-    site = sublayer.experts_site
-    if x is not None and o is not None and site is not None and site not in total:
-        total.hear(site, x.x)
-        total.compare(site, o.x)
-
-
-def _observe_experts_input(sublayer: Sublayer, routed: Routed, states: HiddenStatePair, observer: Observer, total: DriftSum | None) -> None:
-    """Where no linear but a router reads the experts' input, it was not observed: a router is no linear."""
+def _observe_experts_input(
+    sublayer: Sublayer, routed: Routed, states: HiddenStatePair, observer: Observer, drift: tuple[DriftSum, Recorder] | None
+) -> None:
+    """Where no linear but a router reads the experts' input, it was not observed: a router is no linear. drift: what is summed up, and what
+    the experts are asked by calibration tokens on the original path."""
     site = sublayer.experts_site
     if site is None or site in observer:
         return
     for batch in states.quantized.batches():
         observer.held_out = batch.held_out
         observer(site, routed.x[batch.part])
-    if total is not None:
-        for batch in states.original.batches():
-            total.keep(site, routed.x[routed.quantized :][batch.part])
+    if drift is None:
+        return
+    total, asked = drift
+    original = asked.routed(routed.fitted, routed.fitted)
+    assert original is not None, "a path that asks the experts"
+    total.hear(site, routed.x[: routed.fitted])
+    total.compare(site, original.x)
+    for batch in states.original.batches():
+        total.keep(site, routed.x[routed.quantized :][batch.part])
 
 
 def probe(sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStatePair) -> Probe:

@@ -12,6 +12,7 @@ from quantkit.calibrate.drift import DriftSum
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.observe import HELD_OUT_ROWS
+from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.routing import no_experts
 from quantkit.calibrate.scale import Scaled, ScaledInput, scaled_input
 from quantkit.calibrate.statistics import Observer
@@ -19,13 +20,18 @@ from quantkit.quant.weights import Weight, dequantize
 
 
 def observe_ends(
-    scaled: Scaled, folded: Mapping[str, Tensor], rounded: Mapping[str, Weight], states: HiddenStatePair, original: HiddenStates
+    scaled: Scaled,
+    folded: Mapping[str, Tensor],
+    rounded: Mapping[str, Weight],
+    states: HiddenStatePair,
+    ranks: Ranks,
+    original: HiddenStates,
 ) -> dict[str, ScaledInput]:
     """By the module that each input is observed under. folded: the sublayer's tensors; rounded: those linears that are solved, by module;
     states, original: before this sublayer, the latter of the calibration tokens on the original path."""
     sublayer = scaled.sublayer
     sites = {first for first, modules in scaled.sites.items() if sublayer.ends.issuperset(modules)}
-    observer, total = Observer(HELD_OUT_ROWS), DriftSum(HELD_OUT_ROWS)
+    observer, total = Observer(HELD_OUT_ROWS, ranks), DriftSum(HELD_OUT_ROWS, ranks)
 
     def hear(module: str, x: Tensor) -> None:
         if module in sites:

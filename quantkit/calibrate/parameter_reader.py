@@ -15,6 +15,7 @@ class ParameterReader:
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
         self.checkpoint, self.device = checkpoint, device
+        self._held: dict[str, Tensor] = {}
 
     def stored_bytes(self, row: Parameter) -> int:
         return sum(self.checkpoint.tensors[name].nbytes for name in self.parts(row))
@@ -50,7 +51,13 @@ class ParameterReader:
                 self.checkpoint.will_read(name)
 
     def blocks(self, row: Parameter, count: int) -> Iterator[Tensor]:
-        """A matrix, `count` rows at a time, float32 on the device."""
+        """A matrix, `count` rows at a time, float32 on the device. An accelerator keeps it as it is stored, if not packed: it is asked for
+        twice a layer."""
+        if self.device.type != "cpu" and row.module not in self.checkpoint.linears:
+            if row.name not in self._held:
+                self._held[row.name] = self.checkpoint.read(row.name, self.device)
+            yield from (rows.float() for rows in self._held[row.name].split(count))
+            return
         for start in range(0, row.shape[0], count):
             stop = min(start + count, row.shape[0])
             weight, first = self.checkpoint.share(row.module, "N", start, stop, self.device)

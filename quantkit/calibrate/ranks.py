@@ -2,8 +2,8 @@
 
 Every rank walks the whole model, so all hold the same hidden states. The routed experts, nearly all of the work, are divided: each rank
 reads, solves and writes its batches, and runs their experts for everybody. What they add to the hidden states goes to all ranks, over the
-devices' own library, and is added in the order of the experts. A batch is the same whoever solves it, so the files are those of one
-process.
+devices' own library, and is added in the order of the experts. So are panels of Hessians (statistics.py), and the batches of tokens that
+run through a rounded sublayer without experts. A batch or a panel is the same whoever computes it, so the files are those of one process.
 """
 
 import os
@@ -45,9 +45,12 @@ class Ranks:
     def leads(self) -> bool:
         return self.rank == 0
 
+    def of(self, number: int) -> int:
+        """The rank that the piece of work with this number is for."""
+        return number % self.size
+
     def mine(self, number: int) -> bool:
-        """Whether the piece of work with this number is for this rank."""
-        return number % self.size == self.rank
+        return self.of(number) == self.rank
 
     def share(self, store: UnitStore) -> None:
         """Returns when every rank has written what it was to, and `store` knows of it."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
 from quantkit.calibrate.observe_ends import observe_ends
 from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.scale import FoldedTensors, Scaled
 from quantkit.calibrate.solver import Rounded, Solver
 from quantkit.models.table import Parameter
@@ -26,7 +27,7 @@ class SolvedSublayer:
 
 
 def solve_sublayer(
-    scaled: Scaled, source: ParameterReader, states: HiddenStatePair, original: HiddenStates | None = None
+    scaled: Scaled, source: ParameterReader, states: HiddenStatePair, ranks: Ranks, original: HiddenStates | None = None
 ) -> SolvedSublayer:
     """Every linear that the output holds quantized. The linears of one input at a time are held in float32, the widest input's first.
 
@@ -44,7 +45,7 @@ def solve_sublayer(
         if not seen and sublayer.ends.issuperset(modules):
             assert original is not None
             weights = {module: one.weight for module, one in linears.items()}
-            scaled, seen = replace(scaled, inputs=scaled.inputs | observe_ends(scaled, folded, weights, states, original)), True
+            scaled, seen = replace(scaled, inputs=scaled.inputs | observe_ends(scaled, folded, weights, states, ranks, original)), True
         own = [rows[module] for module in modules if module in sublayer.quantized]
         for solver, alike in sublayer.solvers.alike([row.module for row in own]).items():
             linears |= _solve_site(scaled, first, [rows[module] for module in alike], folded, solver)

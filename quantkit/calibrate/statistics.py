@@ -1,12 +1,16 @@
 """Statistics of the input of a linear, over calibration tokens."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quantkit.calibrate.ranks import Ranks
+
 PANEL = 1024
-"""Rows of a Hessian that are summed together: it is symmetric, and what lies right of a panel's last row is not computed."""
+"""Rows of a square that are summed together. A Hessian is symmetric, and what lies right of a panel's last row is not computed. Ranks share
+the panels out, and each sums its own over all tokens, so the sums are those of one process."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,11 @@ class InputStatistics:
     mean_hessian: Tensor
     absmax: Tensor
     sample: Tensor
+
+
+def panels(channels: int) -> Iterator[slice]:
+    """Of a square of so many rows."""
+    return (slice(start, start + PANEL) for start in range(0, channels, PANEL))
 
 
 class HeldOutRows:
@@ -45,17 +54,17 @@ class StatisticsSum:
     A Hessian of R1's widest input is 1.4 GB, so there is one: `mean` turns the sum into it.
     """
 
-    def __init__(self, channels: int, device: torch.device, sample_rows: int) -> None:
+    def __init__(self, channels: int, device: torch.device, sample_rows: int, ranks: Ranks) -> None:
         self._hessian = torch.zeros(channels, channels, dtype=torch.float32, device=device)  # its panels up to the diagonal
         self._absmax = torch.zeros(channels, dtype=torch.float32, device=device)
         self._tokens = 0
-        self._sample = HeldOutRows(sample_rows)
+        self._sample, self._ranks = HeldOutRows(sample_rows), ranks
 
     def add(self, x: Tensor) -> None:
         """x float32 [T, K] of calibration tokens."""
-        for start in range(0, x.shape[1], PANEL):
-            rows = slice(start, start + PANEL)
-            self._hessian[rows, : rows.stop].addmm_(x[:, rows].t(), x[:, : rows.stop])
+        for number, rows in enumerate(panels(x.shape[1])):
+            if self._ranks.mine(number):
+                self._hessian[rows, : rows.stop].addmm_(x[:, rows].t(), x[:, : rows.stop])
         self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
         self._tokens += x.shape[0]
 
@@ -66,17 +75,18 @@ class StatisticsSum:
     def mean(self) -> InputStatistics:
         """The statistics; this sum ends here, for they take its memory."""
         hessian = self._hessian.div_(max(self._tokens, 1))
-        for start in range(0, len(hessian), PANEL):
-            stop = start + PANEL
-            hessian[start:stop, stop:] = hessian[stop:, start:stop].t()
+        for number, rows in enumerate(panels(len(hessian))):
+            self._ranks.send(hessian[rows], self._ranks.of(number))
+        for rows in panels(len(hessian)):
+            hessian[rows, rows.stop :] = hessian[rows.stop :, rows].t()
         return InputStatistics(hessian, self._absmax, self._sample.rows(hessian))
 
 
 class Observer:
-    """Sums up every input that it is shown, by module. `held_out` switches what an observation is for."""
+    """Sums up every input that it is shown, by module. `held_out` switches what an observation is for. Every rank is shown the same."""
 
-    def __init__(self, sample_rows: int) -> None:
-        self._sample_rows = sample_rows
+    def __init__(self, sample_rows: int, ranks: Ranks) -> None:
+        self._sample_rows, self._ranks = sample_rows, ranks
         self._sums: dict[str, StatisticsSum] = {}
         self.held_out = False
 
@@ -87,7 +97,7 @@ class Observer:
         """x float32 [..., K]: what `module` reads."""
         x = x.reshape(-1, x.shape[-1])
         if module not in self._sums:
-            self._sums[module] = StatisticsSum(x.shape[-1], x.device, self._sample_rows)
+            self._sums[module] = StatisticsSum(x.shape[-1], x.device, self._sample_rows, self._ranks)
         if self.held_out:
             self._sums[module].keep(x)
         else:

@@ -12,6 +12,7 @@ from torch import Tensor
 from quantkit.calibrate.hidden_states import HiddenStates
 from quantkit.calibrate.layer_weights import NO_READINGS, LayerWeights
 from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.routing import no_experts
 from quantkit.calibrate.solvers import Solvers
 from quantkit.calibrate.source_model import SourceModel
@@ -132,6 +133,19 @@ def advance(
     block = sublayer.build(LayerWeights(tensors, experts, readings=readings))
     for batch in states.batches():
         states.hidden[batch.part] = sublayer.run(block, states.hidden[batch.part], batch.lengths)
+
+
+def advance_together(
+    sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStates, readings: Mapping[str, Reading], ranks: Ranks
+) -> None:
+    """As `advance`, of a sublayer without routed experts, whose batches the ranks share out."""
+    block = sublayer.build(LayerWeights(tensors, no_experts, readings=readings))
+    batches = list(states.batches())
+    for number, batch in enumerate(batches):
+        if ranks.mine(number):
+            states.hidden[batch.part] = sublayer.run(block, states.hidden[batch.part], batch.lengths)
+    for number, batch in enumerate(batches):
+        ranks.send(states.hidden[batch.part], ranks.of(number))
 
 
 def written_tensors(

@@ -35,7 +35,7 @@ from quantkit.calibrate.scale import ScaledInput, scale_in_effect, scale_sublaye
 from quantkit.calibrate.solve import solve_sublayer
 from quantkit.calibrate.solvers import Solvers
 from quantkit.calibrate.source_model import SourceModel
-from quantkit.calibrate.sublayer import Run, Sublayer, advance, run_attention, sublayer_of, written_tensors
+from quantkit.calibrate.sublayer import Run, Sublayer, advance, advance_together, run_attention, sublayer_of, written_tensors
 from quantkit.calibrate.unit_log import UnitLog
 from quantkit.calibrate.units import attend_unit, feed_forward_unit
 from quantkit.quant.gptq import Curvature
@@ -194,7 +194,7 @@ class Walk:
             advance(sublayer, tensors, states.quantized, readings, AskedAgain(written.routed, written.read.scale))
             experts.run(sublayer, written.routed, written.read, states, self.plain, self.path)
         else:
-            advance(sublayer, tensors, states.quantized, readings)
+            advance_together(sublayer, tensors, states.quantized, readings, self.ranks)
         self.log.finished(unit)
 
     def _solved(self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None) -> Written:
@@ -207,7 +207,7 @@ class Walk:
         scaled = scale_sublayer(observed, weights, states, consumers)
         del observed, consumers
         self.log.enter("solving", unit)
-        solved = solve_sublayer(scaled, weights, states, None if self.path is None else self.path.states)
+        solved = solve_sublayer(scaled, weights, states, self.ranks, None if self.path is None else self.path.states)
         self.log.write(unit, solved.linears, solved.plain, scaled.scales, mine=self.ranks.leads)
         return Written(solved.weights, solved.plain, routed, scaled.experts_input)
 
@@ -236,7 +236,7 @@ class Walk:
         original matrices again."""
         self.log.enter("observing", sublayer.name)
         tensors = self.model.weights.dequantized_all(sublayer.needed)
-        observed = observe(sublayer, tensors, states, None if self.path is None else self.path.states)
+        observed = observe(sublayer, tensors, states, self.ranks, None if self.path is None else self.path.states)
         if self.path is None:
             advance(sublayer, tensors, states.original)
         return observed

@@ -36,6 +36,8 @@ class MtpDrafter(Drafter):
         super().__init__(runner, count, parallel, reach, own=own or runner, behind=1)
         self.mtp = mtp
         self.steps = self._own.steps_behind(mtp)
+        self._most_rows = 1 + count
+        """Of a sequence in a step: a token and its guesses. Windows and compressed entries have room for no more."""
         self._hidden: Tensor | None = None
         """The layer's own output behind the rows that count; None where it did not read the last pass."""
         self._behind_by: list[tuple[Items[tuple[Sequence, int, int]], int]] = []
@@ -127,8 +129,9 @@ class MtpDrafter(Drafter):
         assert self._held is not None, "what is behind is held"
         following = [token for sequence, start, length in spans for token in sequence.token_ids[start + 1 : start + 1 + length]]
         next_ids, states = self._tensor(following), self._states(self._held[self._tensor(rows)])
-        if self.steps.has(len(rows), max(len(span.sequence.blocks) for span in spans)):
-            # Few tokens, as rows of a step that is there: operator by operator they take the time of several steps.
+        few = max(span.length for span in spans) <= self._most_rows
+        if few and self.steps.has(len(rows), max(len(span.sequence.blocks) for span in spans)):
+            # As rows of a step that is there: operator by operator they take the time of several steps.
             places = [(sequence, start + i) for sequence, start, length in spans for i in range(length)]
             self.steps.run(self._own.rows([0] * len(rows), places), next_ids, states)
         else:

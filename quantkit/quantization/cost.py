@@ -2,8 +2,8 @@
 
 Operations are counted from the shapes, 2 per multiplication and addition: two forward passes of every token, half of a symmetric Hessian
 for every input, its factorization, and GPTQ of every linear, on both sides of what writes to the residual stream. A sweep of descent counts
-as GPTQ does: it has twice the operations, all in large products, which run at about twice the rate of everything together. What is smaller
-is left out: searches, steps tried, held-out errors, the cost of errors in that stream.
+as GPTQ does: it has twice the operations, all in large products, which run at about twice the rate of everything together. So do the
+products of drift: they count half. What is smaller is left out: searches, steps tried, held-out errors, the cost of errors in that stream.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,6 +13,9 @@ from quantkit.models.table import Parameter
 from quantkit.quantization.opening import Job
 
 _FORWARDS = 2
+_COMPARED = {"expert": 2, "alone": 4}
+"""Forward passes more with drift, of what routed experts and what other linears read: both paths are compared, before and after those that
+read it first are rounded, and the original one goes on."""
 LINEAR_SECONDS = 0.05
 """For each linear outside of routed experts, whatever its size: searches, held-out errors, calls of small operators."""
 
@@ -45,13 +48,13 @@ class RunWork:
     linears: int
 
 
-def work_of(linears: Sequence[Parameter], tokens: int, chosen: float, transferred: int, sweeps: int = 0) -> RunWork:
+def work_of(linears: Sequence[Parameter], tokens: int, chosen: float, transferred: int, sweeps: int = 0, drift: bool = False) -> RunWork:
     """Of quantizing `linears` on `tokens` tokens, of which every routed expert sees the share `chosen`; no tokens: no calibration. sweeps:
-    of descent behind GPTQ."""
+    of descent behind GPTQ; drift: whether weights make up for it."""
     if not tokens:
         return RunWork(0.0, transferred, 0)
     alone = sum(row.expert is None for row in linears)  # routed experts are solved many at a time
-    return RunWork(operations(linears, tokens, chosen, sweeps), transferred, alone)
+    return RunWork(operations(linears, tokens, chosen, sweeps, drift), transferred, alone)
 
 
 def job_work(job: Job, linears: Sequence[Parameter], transferred: int, tokens: int | None = None) -> RunWork:
@@ -63,7 +66,7 @@ def job_work(job: Job, linears: Sequence[Parameter], transferred: int, tokens: i
     chosen = routing.num_experts_per_tok / experts if routing else 1.0
     most = (recipe.samples + recipe.held_out) * recipe.seq_len
     sweeps = recipe.sweeps if "descent" in job.request.methods else 0
-    return work_of(linears, (tokens or most) if calibrated else 0, chosen, transferred, sweeps)
+    return work_of(linears, (tokens or most) if calibrated else 0, chosen, transferred, sweeps, "drift" in job.request.methods)
 
 
 def seconds_of(work: RunWork, rate: Rate, cores: int = 1) -> float:
@@ -72,18 +75,21 @@ def seconds_of(work: RunWork, rate: Rate, cores: int = 1) -> float:
     return work.operations / flops + work.transferred / rate.disk + work.linears * LINEAR_SECONDS
 
 
-def operations(linears: Iterable[Parameter], tokens: int, chosen: float, sweeps: int) -> float:
-    """Floating-point operations of a calibrated run, those of sweeps as told above."""
+def operations(linears: Iterable[Parameter], tokens: int, chosen: float, sweeps: int, drift: bool) -> float:
+    """Floating-point operations of a calibrated run, those of sweeps and of drift as told above."""
     total, observed = 0.0, set[str]()
     for row in linears:
         n, k = row.shape
         seen = tokens * chosen if row.expert is not None else tokens
         total += _FORWARDS * 2.0 * seen * n * k + float(n) * k * k * (1 + sweeps)
         total += float(n) * n * k if row.split == "row" else 0.0
+        if drift:
+            total += _COMPARED["alone" if row.expert is None else "expert"] * float(seen) * n * k + float(n) * k * k
         # Gate and up of all experts of a layer share one input, and so do siblings of a fused linear.
         site = f"{row.layer}.gate_up" if row.expert is not None and row.fused else row.fused or row.module
         if site not in observed:
             observed.add(site)
             shared = row.expert is not None and row.fused
             total += float(tokens if shared else seen) * k * k + k**3 / 3
+            total += (float(tokens if shared else seen) * k * k + k**3) if drift else 0.0
     return total

@@ -14,11 +14,14 @@ from output_files import files
 from torch import Tensor
 
 from quantkit.calibrate.drift import DriftSum, expert_drift, taken
+from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.scale import ScaledInput
 from quantkit.errors import QuantkitError
+from quantkit.models import find_architecture
 from quantkit.planning import plan
 from quantkit.progress import Event, Progress
 from quantkit.quant.gptq import Curvature, damp_
+from quantkit.quantization.cost import operations
 from quantkit.quantization.opening import read_request
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.schemes import find_scheme
@@ -37,7 +40,7 @@ def paths(seed: int, rows: int = T) -> tuple[Tensor, Tensor]:
 
 def heard(x: Tensor, o: Tensor, scale: Tensor, held_out: tuple[Tensor, Tensor]) -> ScaledInput:
     """In two batches, the input divided by scale."""
-    total = DriftSum(128)
+    total = DriftSum(128, Ranks())
     for part in (slice(0, T // 4), slice(T // 4, T)):
         total.hear("a", x[part])
         total.compare("a", o[part])
@@ -67,13 +70,14 @@ def test_the_answer_is_that_of_the_original_path() -> None:
 
 
 def test_held_out_rows_decide_how_much_is_taken() -> None:
-    """Nothing, where they lack the contrary; half, where they lack half; all, where there are none."""
+    """Nothing, where they lack the contrary, or there are none; half, where they lack half."""
     x, o = paths(1)
     w = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
     other_x, other_o = paths(2, 128)
     one = torch.ones(K)
-    full = heard(x, o, one, (other_x[:0], other_o[:0])).aimed(w.clone()) - w
-    torch.testing.assert_close(heard(x, o, one, (other_x, 2 * other_x - other_o)).aimed(w.clone()), w, rtol=0, atol=1e-6)
+    full = heard(x, o, one, (other_x, other_o)).aimed(w.clone()) - w
+    for held_out in ((other_x, 2 * other_x - other_o), (other_x[:0], other_o[:0])):
+        torch.testing.assert_close(heard(x, o, one, held_out).aimed(w.clone()), w, rtol=0, atol=1e-6)
     half = heard(x, o, one, (other_x, (other_x + other_o) / 2)).aimed(w.clone()) - w
     assert float((half - full / 2).norm() / full.norm()) < 0.02
     assert taken(torch.ones(4, 2), 0.5 * torch.ones(4, 2)) == 1, "never more than all"
@@ -90,6 +94,17 @@ def test_rows_of_the_layer_count_as_in_the_hessian() -> None:
 
 
 # --- runs ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_linear_may_be_asked_for_each_sequence_of_a_batch() -> None:
+    """As transformers' layers are."""
+    (x, o), whole, parts = paths(1), DriftSum(8, Ranks()), DriftSum(8, Ranks())
+    whole.hear("a", x)
+    whole.compare("a", o)
+    for step in (parts.hear, parts.compare):
+        for part in (slice(0, T // 4), slice(T // 4, T)):
+            step("a", (x if step == parts.hear else o)[part])
+    torch.testing.assert_close(parts.means()["a"].inputs, whole.means()["a"].inputs)
 
 
 @pytest.fixture(scope="module")
@@ -138,14 +153,20 @@ def test_a_stopped_run_and_two_ranks_write_the_same_bytes(
 
 
 def test_it_is_planned_and_needs_gptq(source: Path) -> None:
-    scheme, recipe = find_scheme("awq-w4a16"), load_recipe("awq-w4a16")
-    more = plan(source, scheme, recipe=recipe.model_copy(update={"methods": METHODS})).host_peak_bytes
-    assert more - plan(source, scheme, recipe=recipe).host_peak_bytes >= 128 * 512 * 256 * 4, "calibration tokens are held twice"
+    scheme, recipe = find_scheme("awq-w4a16"), load_recipe("awq-w4a16-quick")
+    without = plan(source, scheme, recipe=recipe)
+    planned = plan(source, scheme, recipe=recipe.model_copy(update={"methods": METHODS}))
+    assert planned.host_peak_bytes - without.host_peak_bytes >= 128 * 512 * 256 * 4, "calibration tokens are held twice"
+    config = make_model.tiny_config()
+    architecture = find_architecture(config)
+    rows = architecture.parameters(architecture.Config.from_dict(config))
+    with_it, alone = (operations([row for row in rows if row.role == "linear"], 128 * 512, 0.25, 0, drift) for drift in (True, False))
+    assert 1.2 < with_it / alone < 3, "they run more often"
     with pytest.raises(QuantkitError, match="drift without gptq"):
         read_request(scheme, "auto", None, Recipe(scheme="awq-w4a16", methods=("awq", "drift")))
 
 
-def test_the_longer_recipe_of_awq_is_found_by_name() -> None:
-    longer = load_recipe("awq-w4a16-descent")
-    assert read_request(find_scheme(longer.scheme), "auto", None, longer).methods == ("awq", "gptq", "descent")
-    assert longer.sweeps == 6
+def test_int4_and_fp4_have_it_and_a_recipe_is_without() -> None:
+    for name, methods in (("awq-w4a16", (*METHODS, "descent")), ("fp4-w4a16", (*METHODS, "descent")), ("awq-w4a16-quick", ("awq", "gptq"))):
+        recipe = load_recipe(name)
+        assert read_request(find_scheme(recipe.scheme), "auto", None, recipe).methods == methods

@@ -111,8 +111,10 @@ def test_the_layer_catches_up(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyP
     assert sum(seen["always"][at] == seen["paused"][at] for at in both) >= 0.95 * len(both), "the cache is bfloat16: a tie may turn"
 
 
-def test_rows_of_what_is_behind_leave_those_of_the_pass(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many rows, of the same sequences, with drafts of another source among those of the pass."""
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_rows_of_what_is_behind_leave_those_of_the_pass(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, by_rows: bool) -> None:
+    """As many rows, of the same sequences, with drafts of another source among those of the pass; and no rows where a sequence would have
+    more of them than there are with guesses."""
     engine = load(tiny_checkpoint, max_model_len=128, num_drafts=4)
     drafter: Any = engine.speculation.drafter
     drafter.steps = DecodeSteps(drafter.mtp, engine.cache, lambda step, lengths: step)
@@ -123,6 +125,7 @@ def test_rows_of_what_is_behind_leave_those_of_the_pass(tiny_checkpoint: Path, m
         for _ in range(steps):
             engine.step()
     drafter._behind_by, drafter._num_held = [], 0
+    drafter._most_rows = 3 if by_rows else 2
     for _ in range(3):  # six rows are behind
         engine.step()
     first.drafts = [1, 2, 3, 4]
@@ -137,9 +140,8 @@ def test_rows_of_what_is_behind_leave_those_of_the_pass(tiny_checkpoint: Path, m
     start, owners = [len(one.token_ids) - 1 for one in (first, second)], [first] * 5 + [second]
     width = max(len(one.blocks) for one in owners)
     engine.step()
-    assert len(seen) == 2
-    assert len(seen[0][0]) == 6, "what was behind by rows"
-    assert seen[1] == ([*range(start[0], start[0] + 5), start[1]], [one.blocks + [0] * (width - len(one.blocks)) for one in owners])
+    assert [len(positions) for positions, _ in seen] == [6] * (1 + by_rows)
+    assert seen[-1] == ([*range(start[0], start[0] + 5), start[1]], [one.blocks + [0] * (width - len(one.blocks)) for one in owners])
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, drafter: Any) -> Counter[str]:

@@ -13,9 +13,14 @@ from forked_ranks import run_ranks
 from letters import write_letters
 from output_files import files
 
-from quantkit.calibrate.expert_layer import ExpertLayer
+from quantkit.calibrate import expert_layer, statistics
+from quantkit.calibrate.drift import DriftSum
+from quantkit.calibrate.expert_layer import ExpertLayer, expert_batches
 from quantkit.calibrate.experts import ExpertWeights
+from quantkit.calibrate.ranks import Ranks
+from quantkit.calibrate.statistics import StatisticsSum
 from quantkit.executor.parallel import Parallel
+from quantkit.models.table import GatedMlp, Parameter
 from quantkit.quantization.output import Output
 
 
@@ -69,3 +74,68 @@ def test_a_rank_reads_its_own_experts_alone(text: Path, tmp_path: Path, monkeypa
     alone = quantize_job.run(source, text, tmp_path / "one").findings.errors
     assert first["errors"].tolist() == torch.tensor([alone[name] for name in sorted(alone)]).tolist()  # type: ignore[index]
     assert sum("experts" in name for name in alone) > 2 * 4 * 3, "all experts of both layers are told of"
+
+
+def test_a_rank_computes_its_own_experts_before_it_waits_for_another(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the outputs of all experts would be computed one rank after the other."""
+    config = make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2)
+    source = make_model.write_fp8(tmp_path / "source", config, make_model.random_tensors(config))
+    done: list[int] = []
+    outputs, add_weighted = ExpertLayer._outputs, expert_layer.add_weighted
+
+    def computed(self: ExpertLayer, expert: int, own: object, paths: object) -> Iterator[torch.Tensor]:
+        if own is not None:
+            done.append(expert)
+        return outputs(self, expert, own, paths)  # type: ignore[arg-type]
+
+    def added(*arguments: object) -> None:
+        done.append(-1)
+        add_weighted(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ExpertLayer, "_outputs", computed)
+    monkeypatch.setattr(expert_layer, "add_weighted", added)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def compute(parallel: Parallel) -> object:
+        quantize_job.run(source, text, tmp_path / "two")
+        return torch.tensor(done)
+
+    for rank, order in enumerate(run_ranks(2, tmp_path, compute)):
+        layers = "".join("." if one < 0 else str(one) for one in order.tolist()).split(f"{2 * rank}")[1:]  # type: ignore[attr-defined]
+        assert all(layer.startswith(f"{2 * rank + 1}.") for layer in layers), layers
+
+
+def test_experts_are_in_as_many_batches_as_a_power_of_two() -> None:
+    """So that 2, 4 and 8 ranks have as many each: 256 experts of which 24 could be solved together are 16 batches of 16."""
+    side = Parameter("model.layers.0.mlp.experts.0.gate_proj.weight", (2, 2), "linear")
+    expert = GatedMlp(side, side, side)
+    for count, most, sizes in (
+        (256, 24, [16] * 16),
+        (256, 256, [256]),
+        (60, 24, [15] * 4),
+        (4, 2, [2, 2]),
+        (5, 2, [2, 2, 1]),
+        (3, 1, [1] * 3),
+    ):
+        batches = list(expert_batches(dict.fromkeys(range(count), expert), 3 * 4 * most))
+        assert [len(batch) for batch in batches] == sizes, (count, most)
+        assert [number for batch in batches for number in batch] == list(range(count))
+
+
+def test_ranks_sum_panels_of_one_square(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each its own, and all have the sums of one process."""
+    monkeypatch.setattr(statistics, "PANEL", 16)
+    x, o = torch.randn(2, 3, 20, 50, generator=torch.Generator().manual_seed(0))
+
+    def summed(ranks: Ranks) -> torch.Tensor:
+        total, drift = StatisticsSum(50, x.device, 4, ranks), DriftSum(4, ranks)
+        for part, original in zip(x, o):
+            total.add(part)
+            drift.hear("a", part)
+            drift.compare("a", original)
+        return torch.stack([total.mean().mean_hessian, drift.means()["a"].inputs])
+
+    alone = summed(Ranks())
+    torch.testing.assert_close(alone, torch.stack([torch.einsum("bti,btj->ij", a, x) for a in (x, o - x)]) / 60)
+    for found in run_ranks(3, tmp_path, lambda parallel: summed(Ranks(parallel.rank, parallel.size))):
+        assert torch.equal(found, alone)  # type: ignore[arg-type]
