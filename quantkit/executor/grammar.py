@@ -68,6 +68,10 @@ class Grammars:
         matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise QuantkitError(f"the grammar cannot be used: {matcher.get_error()[:300]}", _REMEDY)
+        begun = matcher.deep_copy()
+        begun.compute_bitmask()
+        if begun.is_error():  # such as a schema that refers to nothing but itself
+            raise QuantkitError(f"the grammar lets no token begin an answer: {begun.get_error()[:300]}", _REMEDY)
         return matcher
 
     def _read_vocabulary(self, library: Any) -> Any:

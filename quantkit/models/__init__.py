@@ -120,7 +120,7 @@ def find_architecture(config: dict[str, Any]) -> Architecture[ModelConfig]:
         raise QuantkitError(problem, "quantize, run, eval and ppl compute it by transformers; serve it with another engine")
     if not is_known(config):
         raise QuantkitError(
-            f"architecture {model_type!r} is not supported",
-            f"quantkit has {', '.join(ARCHITECTURES)}",
+            f"architecture {model_type!r} is not supported by this command",
+            f"quantize, run, ppl and eval compute it where transformers does; quantkit has files of {', '.join(ARCHITECTURES)}",
         )
     return cast(Architecture[ModelConfig], import_module(f"quantkit.models.{_FILES.get(str(model_type), model_type)}"))

@@ -162,3 +162,12 @@ def test_behaviour_of_an_architecture_without_a_file_is_refused_before_weights_a
     assert (answer.code, answer.out) == (1, "")
     assert "no file of the architecture 'gemma2'" in answer.error
     assert "quantkit ppl --baseline" in answer.error
+
+
+@pytest.mark.parametrize("arguments", [("deploy", "MODEL", "--engine", "vllm"), ("go", "MODEL", "--devices", "cpu", "--yes")])
+def test_a_command_that_needs_a_file_says_so(arguments: tuple[str, ...], gemma: Path, tmp_path: Path) -> None:
+    out = ("--out", str(tmp_path / "out")) if arguments[0] == "go" else ()
+    answer = command(*(str(gemma) if one == "MODEL" else one for one in arguments), *out)
+    assert answer.code == 1
+    assert "architecture 'gemma2' is not supported by this command" in answer.error
+    assert not (tmp_path / "out").exists()

@@ -17,6 +17,7 @@ import pytest
 import sandbox_attacks as attacks
 import sandbox_idioms as idioms
 from replay_server import ReplayServer
+from sandbox_walls import WALLS, wall
 from typer.testing import CliRunner
 
 from quantkit.cli import app
@@ -141,7 +142,7 @@ def test_every_attack_fails_and_every_idiom_passes(tmp_path: Path, victim: Victi
 def test_the_walls_are_what_holds(victim: Victim) -> None:
     """The same programs with limits alone: those that must get through do, so that `fails` above means something."""
     for name in ("home", "secret", "processes", "kill-caller", "environment-of-others"):
-        program = sandbox.Program((attacks.PROMPT, victim.names + attacks.wall(attacks.WALLS[name])), "total")
+        program = sandbox.Program((attacks.PROMPT, victim.names + wall(WALLS[name])), "total")
         run = sandbox.run_tests(program, "", f"{attacks.TESTS}\ncheck(total)", level="rlimits")
         assert run.status == "passed", (name, run)
 

@@ -103,6 +103,8 @@ def allowed(guide: grammar.Guide, drafts: list[int]) -> list[list[int] | None]:
         (grammar.json_schema({"allOf": [{"anyOf": [{"required": [f"a{i}{j}"]} for j in range(8)]} for i in range(12)]}), "too large"),
         (grammar.json_schema({"type": "nothing"}), "cannot be used"),
         (grammar.json_schema({"$ref": "#/nowhere"}), "cannot be used"),
+        (grammar.json_schema({"$ref": "#"}), "lets no token begin"),
+        (grammar.json_schema({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), "lets no token begin"),
         ("x" * 200_000, "characters"),
     ],
 )
