@@ -67,7 +67,6 @@ NEEDS = {
     "rms_norm": ("npu_rms_norm",),
     "add_rms_norm": ("npu_add_rms_norm",),
     "silu_and_mul": ("npu_swiglu",),
-    "gate_and_mul": ("npu_swiglu",),
     "route": ("npu_moe_gating_top_k",),
     "moe_gate": ("npu_moe_gating_top_k",),
     "rope": ("npu_rotary_mul",),
@@ -95,13 +94,13 @@ LIMITS = {"mla_prolog": PROLOG_LIMITS}
 
 
 def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
+    if operator == "gate_and_mul":
+        return "silu_and_mul only"
     missing = [name for name in NEEDS[operator] if not has_kernel(name, device)]
     if missing and not torch._C._dispatch_has_kernel(f"npu::{missing[0]}"):
         return "torch_npu is not installed"
     if missing:
         return f"{missing[0]} does not run on {device.type}"
-    if operator == "gate_and_mul":
-        return "silu_and_mul only"
     if operator.startswith(("linear_", "experts_")) and not operator.endswith("_dense") and dtype not in (None, *HALVES):
         return "computes in bfloat16 and float16 only"
     if operator == "mla_prolog" and dtype not in (None, torch.bfloat16):
