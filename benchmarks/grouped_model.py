@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from command import measured, numbers, parser
+from published_sizes import QWEN3_8B, QWEN3_30B_A3B
 from quantkit_kernels import CODES, prefer
 from quantkit_kernels.timing import read_bandwidth
 from r1_synthetic import CountedExperts, SyntheticWeights, fill_cache
@@ -26,25 +27,6 @@ from quantkit.executor.graphs import DecodeRows, DecodeSteps, DeviceCapture, com
 from quantkit.executor.prompt_graphs import PromptPasses, PromptRows
 from quantkit.models import gqa, qwen3, qwen3_moe
 
-SHARED: dict[str, Any] = {
-    "num_attention_heads": 32,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1e6,
-    "vocab_size": 151936,
-}
-QWEN3_8B = SHARED | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_key_value_heads": 8}
-QWEN3_30B_A3B = SHARED | {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-}
 MODELS = {"qwen3-8b": (qwen3, QWEN3_8B), "qwen3-30b-a3b": (qwen3_moe, QWEN3_30B_A3B)}
 STEPS, CHUNK = 12, 2048
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from command import measured, numbers, parser
-from grouped_model import QWEN3_8B
+from published_sizes import QWEN3_8B
 from quantkit_kernels import Weight, prefer
 from quantkit_kernels.samples import random_weight
 from r1_synthetic import R1, CountedExperts, SyntheticWeights, fill_cache

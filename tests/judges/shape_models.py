@@ -4,12 +4,17 @@ One decoder layer is made, and rounded by quantkit where that is asked; every la
 """
 
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
 import torch
 from make_model import write_dense
+from published_sizes import QWEN3_8B, QWEN3_30B_A3B
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -20,44 +25,24 @@ from quantkit.quantization import quantize
 from quantkit.recipe import Recipe
 from quantkit.schemes import find_scheme
 
-_QWEN3: dict[str, Any] = {
-    "vocab_size": 151936,
-    "num_attention_heads": 32,
-    "head_dim": 128,
+_PUBLISHED: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
     "attention_dropout": 0.0,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
     "tie_word_embeddings": False,
     "bos_token_id": 0,
     "eos_token_id": 1,
     "torch_dtype": "bfloat16",
 }
-QWEN3_8B = _QWEN3 | {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-}
-QWEN3_30B_A3B = _QWEN3 | {
+"""What a config.json says beside the sizes."""
+_QWEN3 = _PUBLISHED | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+_QWEN3_MOE = _PUBLISHED | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-SHAPES = {"qwen3-8b": QWEN3_8B, "qwen3-30b-a3b": QWEN3_30B_A3B}
+SHAPES = {"qwen3-8b": _QWEN3 | QWEN3_8B, "qwen3-30b-a3b": _QWEN3_MOE | QWEN3_30B_A3B}
 FORMATS = ("awq", "bf16")
 
 
