@@ -194,7 +194,7 @@ class QualityMatrix:
             "judges": str(given.judges),
             "documents": given.documents,
             "remove": True,
-            "headrooms": self.given.headrooms,
+            "headrooms": given.headrooms,
         }
 
     def score(self, judge: str, card: str) -> None:

@@ -246,8 +246,8 @@ def run(path: Path, name: str, device: str, samples: int, held_out: int, seq_len
     if not leads:
         return
     layers: dict[str, float] = defaultdict(float)
-    for name, seconds in phases.seconds.items():
-        layers[layer_of(name)] += seconds
+    for phase, seconds in phases.seconds.items():
+        layers[layer_of(phase)] += seconds
     print(
         json.dumps(
             {

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.statistics import HeldOutRows, panels
+from quantkit.calibrate.statistics import HeldOutRows, own_panels, send_panels
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,8 @@ class DriftSum:
         if module not in self._sums:
             self._sums[module], self._tokens[module] = x.new_zeros(x.shape[1], x.shape[1]), 0
         lost = o.reshape(x.shape) - x
-        for number, rows in enumerate(panels(x.shape[1])):
-            if self._ranks.mine(number):
-                self._sums[module][rows].addmm_(lost[:, rows].t(), x)
+        for rows in own_panels(x.shape[1], self._ranks):
+            self._sums[module][rows].addmm_(lost[:, rows].t(), x)
         self._tokens[module] += len(x)
 
     def keep(self, module: str, o: Tensor) -> None:
@@ -65,8 +64,7 @@ class DriftSum:
         """Nothing more is to be heard."""
         sums, self._sums = self._sums, {}
         for own in sums.values():
-            for number, rows in enumerate(panels(len(own))):
-                self._ranks.send(own[rows], self._ranks.of(number))
+            send_panels(own, self._ranks)
         kept = {module: self._kept.get(module, HeldOutRows(0)).rows(own) for module, own in sums.items()}
         return {module: Drift(own.div_(self._tokens[module]), kept[module]) for module, own in sums.items()}
 

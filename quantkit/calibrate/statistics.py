@@ -31,6 +31,17 @@ def panels(channels: int) -> Iterator[slice]:
     return (slice(start, start + PANEL) for start in range(0, channels, PANEL))
 
 
+def own_panels(channels: int, ranks: Ranks) -> Iterator[slice]:
+    """Those that this rank sums."""
+    return (rows for number, rows in enumerate(panels(channels)) if ranks.mine(number))
+
+
+def send_panels(square: Tensor, ranks: Ranks) -> None:
+    """Every rank gets, in the place of its own, the panels that others summed."""
+    for number, rows in enumerate(panels(len(square))):
+        ranks.send(square[rows], ranks.of(number))
+
+
 class HeldOutRows:
     """Evenly spaced rows of what is shown, until there are `count`."""
 
@@ -62,9 +73,8 @@ class StatisticsSum:
 
     def add(self, x: Tensor) -> None:
         """x float32 [T, K] of calibration tokens."""
-        for number, rows in enumerate(panels(x.shape[1])):
-            if self._ranks.mine(number):
-                self._hessian[rows, : rows.stop].addmm_(x[:, rows].t(), x[:, : rows.stop])
+        for rows in own_panels(x.shape[1], self._ranks):
+            self._hessian[rows, : rows.stop].addmm_(x[:, rows].t(), x[:, : rows.stop])
         self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
         self._tokens += x.shape[0]
 
@@ -75,8 +85,7 @@ class StatisticsSum:
     def mean(self) -> InputStatistics:
         """The statistics; this sum ends here, for they take its memory."""
         hessian = self._hessian.div_(max(self._tokens, 1))
-        for number, rows in enumerate(panels(len(hessian))):
-            self._ranks.send(hessian[rows], self._ranks.of(number))
+        send_panels(hessian, self._ranks)
         for rows in panels(len(hessian)):
             hessian[rows, rows.stop :] = hessian[rows.stop :, rows].t()
         return InputStatistics(hessian, self._absmax, self._sample.rows(hessian))

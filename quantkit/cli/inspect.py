@@ -104,11 +104,12 @@ def _told(device: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
     from quantkit.executor.slow import slowness
 
     served = {row["operator"]: row["backend"] for row in rows if row["taken"]}
-    left = [grid for grid in _GRIDS if served[f"linear_{grid.partition('-')[0]}"] == "reference"]
     slow = []
-    for grid in left:
-        weight = random_weight(grid, _SIDE, _SIDE, torch.Generator(device))
-        slow.append(slowness(f"linear_{grid.partition('-')[0]}", weight, device, torch.bfloat16))
+    for grid in _GRIDS:
+        operator = f"linear_{grid.partition('-')[0]}"
+        if served[operator] == "reference":
+            weight = random_weight(grid, _SIDE, _SIDE, torch.Generator(device))
+            slow.append(slowness(operator, weight, device, torch.bfloat16))
     on_gpu = device.type == "cuda" and any(row["backend"] == "triton" and row["usable"] for row in rows)
     return {"slow": slow, "plans": plans_told(architecture(device)) if on_gpu else ""}
 

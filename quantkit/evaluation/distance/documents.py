@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -44,21 +44,22 @@ def _encode(path: Path, number: int, line: str, tokenizer: ChatTokenizer) -> Ten
         raise QuantkitError(f"{path}:{number} is not JSON ({error})", "one JSON object per line is expected") from error
     if isinstance(record, dict) and isinstance(record.get("text"), str):
         ids = tokenizer.encode(record["text"])
-    elif isinstance(record, dict) and _is_conversation(record.get("messages")) and not tokenizer.templates:
-        ids = tokenizer.encode(_said(path, number, record))
-    elif isinstance(record, dict) and _is_conversation(record.get("messages")):
-        ids = tokenizer.encode_chat(record["messages"], add_generation_prompt=False)
+    elif isinstance(record, dict) and _is_conversation(messages := record.get("messages")):
+        if tokenizer.templates:
+            ids = tokenizer.encode_chat(messages, add_generation_prompt=False)
+        else:
+            ids = tokenizer.encode(_said(path, number, messages))
     else:
         raise QuantkitError(f"{path}:{number} has neither text nor messages", 'each line is {"text": ...} or {"messages": [...]}')
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def _said(path: Path, number: int, record: dict[str, Any]) -> str:
+def _said(path: Path, number: int, messages: list[dict[str, Any]]) -> str:
     try:
-        return plain(read_document({"messages": record["messages"]}))
+        return plain(read_document({"messages": messages}))
     except UnknownForm as error:
         raise QuantkitError(f"{path}:{number} holds no conversation: {error}", "each message has a role and content") from error
 
 
-def _is_conversation(messages: Any) -> bool:
+def _is_conversation(messages: Any) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
