@@ -91,7 +91,7 @@ EXPAND_TOKENS = 1024
 """From more tokens on a 4-bit weight is decoded to 16 bits and multiplied by the vendor's library, whatever a table says."""
 _EXPANDED = {"int4": 512, "fp4": 256}
 """From so many tokens on the rule says so, by kind."""
-_FEW, _SOME = 16, 64
+_FEWEST, _FEW, _SOME = 8, 16, 64
 """Tokens up to which a product is bound by reading weights, and by latency: then several programs share a multiprocessor and K."""
 
 
@@ -109,10 +109,22 @@ def linear_plan(name: str, processors: int, kind: str, n: int, k: int, tokens: i
             return by_wgmma
     measured = _nearest(_table(name).linear.get((kind, n, k)), tokens)
     if measured is not None:
-        return measured if measured.rows else None
+        return narrowed(measured, kind, name, tokens) if measured.rows else None
     if tokens >= _EXPANDED.get(kind, tokens + 1):
         return None
-    return fitting(_rule(name, processors, n, -(-k // 128), tokens), kind, name)
+    return fitting(narrowed(_rule(name, processors, n, -(-k // 128), tokens), kind, name, tokens), kind, name)
+
+
+def least_tokens(name: str) -> int:
+    """Of a tile: the columns of the matrix instruction. NVIDIA's of registers has 8."""
+    return _FEWEST if name.startswith("sm_") else _FEW
+
+
+def narrowed(plan: LinearPlan, kind: str, name: str, tokens: float) -> LinearPlan:
+    """With tiles of 8 tokens where they are enough: the fewest of NVIDIA's matrix instructions, by half the instructions of 16."""
+    if kind == "int4" and plan.tokens == _FEW and tokens <= least_tokens(name) < _FEW:
+        return replace(plan, tokens=least_tokens(name))
+    return plan
 
 
 def _rule(name: str, processors: int, n: int, steps: int, tokens: int) -> LinearPlan:
@@ -146,15 +158,16 @@ class ExpertsPlan(NamedTuple):
 
 
 def experts_plan(name: str, kind: str, intermediate: int, hidden: int, pairs_per_expert: float) -> ExpertsPlan:
-    """A tile should hold all tokens of most experts."""
+    """A tile should hold all tokens of most experts; four times the average is enough for most."""
     measured = _nearest(_table(name).experts.get((kind, hidden, intermediate)), round(pairs_per_expert * 256 / _NEAR))
     if measured is not None:
-        return measured
+        return ExpertsPlan(*(narrowed(plan, kind, name, 4 * pairs_per_expert) for plan in measured))
     tokens = 16 if pairs_per_expert <= 12 else 32 if pairs_per_expert <= 24 else 64
     # Elsewhere, and with int8 on a B200, gate's and up's sums do not fit the registers.
     wide = kind != "int8" and pairs_per_expert > 96 and shared_bytes(name) >= SHARED_BYTES["sm_90"]
     few = LinearPlan(64, tokens, 1, 2, 3) if tokens == _FEW and name.startswith("sm_") else LinearPlan(64, tokens, 1, 4, 4)
     plan = LinearPlan(128, 128, 1, 8, 3) if wide else few
+    plan = narrowed(plan, kind, name, 4 * pairs_per_expert)
     return ExpertsPlan(fitting(plan, kind, name, doubled=True), fitting(plan, kind, name))
 
 
