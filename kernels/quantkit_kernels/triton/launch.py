@@ -82,8 +82,8 @@ def multiply(
 
 
 def scaled_sums(kind: str, plan: LinearPlan) -> bool:
-    """Whether codes are multiplied as they are and sums scaled, of which a tile of few tokens has fewer than weights. The matrix instructions
-    of four warps and 16 tokens would be waited for at every step."""
+    """Whether codes are multiplied as they are and sums scaled, of which a tile of few tokens has fewer than weights. Those of four warps
+    and 16 tokens would be waited for at every step."""
     return kind == "int4" and (plan.tokens <= 8 or (plan.tokens <= 16 and plan.warps <= 2))
 
 

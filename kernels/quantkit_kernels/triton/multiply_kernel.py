@@ -9,7 +9,19 @@ tile the last to arrive adds their sums up, in the order of K.
 import triton
 import triton.language as tl
 
-from quantkit_kernels.triton.weights_kernel import INT4, INT8, SPAN, dot, fetch, int4_factors, int4_plane, load_scales, plane, rounded, wait_for_input
+from quantkit_kernels.triton.weights_kernel import (
+    INT4,
+    INT8,
+    SPAN,
+    dot,
+    fetch,
+    int4_factors,
+    int4_plane,
+    load_scales,
+    plane,
+    rounded,
+    wait_for_input,
+)
 
 STORE, SILU_MUL, WEIGH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 ONE_TOKEN = tl.constexpr(2)
@@ -146,8 +158,8 @@ def multiply(
     m, n, k, out_n, steps, top_k, up,
     KIND: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, EPILOGUE: tl.constexpr, EXPERTS: tl.constexpr, SPLIT: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, NVIDIA: tl.constexpr, STAGES: tl.constexpr,
-    DTYPE: tl.constexpr, ALONE: tl.constexpr, SCALED_SUMS: tl.constexpr, BIASED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
-    PDL: tl.constexpr,
+    DTYPE: tl.constexpr, ALONE: tl.constexpr, SCALED_SUMS: tl.constexpr, BIASED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One linear: x[m, k] -> out[m, out_n]. EXPERTS: of a tile of sorted pairs, from x's rows pair // top_k to out's rows pair.
 

@@ -55,7 +55,7 @@ def candidates(name: str, processors: int, case: Case) -> list[AnyPlan]:
     ruled = linear_plan(name, processors, kind, n, k, tokens)
     if ruled is not None:
         found.append(ruled)
-    width = max(least_tokens(name), min(256, 1 << (tokens - 1).bit_length()))
+    width = max(least_tokens(name, kind), min(256, 1 << (tokens - 1).bit_length()))
     if tokens <= 64:
         shapes, waves = [(64, width, 4, 3), (64, width, 4, 5), (128, width, 4, 3), (128, width, 8, 3)], [1, 2, 4, 6]
         if tokens <= 32:
