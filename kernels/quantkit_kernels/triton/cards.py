@@ -116,8 +116,8 @@ def linear_plan(name: str, processors: int, kind: str, n: int, k: int, tokens: i
 
 
 def least_tokens(name: str, kind: str) -> int:
-    """Of a tile by the rule: the columns of the smallest matrix instruction, of which NVIDIA's has 8. Other kinds than int4 were measured with
-    16 only."""
+    """Of a tile by the rule: the columns of the smallest matrix instruction, of which NVIDIA's has 8. Kinds other than int4 were measured
+    with 16 only."""
     return _FEWEST if name.startswith("sm_") and kind == "int4" else _FEW
 
 

@@ -9,7 +9,7 @@ from quantkit_kernels import reference
 from quantkit_kernels.latents import parts_of
 from quantkit_kernels.paged import PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.reference.functional import absorbed, values
-from quantkit_kernels.triton.attention.merge import FEW_ROWS, Shares, merged, merged_values, multiply_heads
+from quantkit_kernels.triton.attention.merge import FEW_ROWS, RowShares, merged, merged_values, multiply_heads
 from quantkit_kernels.triton.cards import DecodeCut, decode_cut, multiprocessors, overlapped
 from quantkit_kernels.triton.operators import codes_of, key_sides, latent_parts
 from quantkit_kernels.triton.rows import power_of_two
@@ -94,7 +94,7 @@ def _attend(
     turning: Turning | None = None,
     sinks: Tensor | None = None,
     cut: DecodeCut | None = None,
-) -> Shares:
+) -> RowShares:
     """Of q [rows, heads, D], its last dimension without gaps. block: heads of a program; cut: if not the card's."""
     from quantkit_kernels.triton.attention.decode_kernel import attend_cached
 
@@ -120,4 +120,4 @@ def _attend(
         SHARED=shared, HEADS=block, D=width, D_PADDED=padded, R=rotary, PAGE=page, TOKENS=cut.tokens, INTERLEAVED=interleaved,
         WINDOWED=window > 0, SUNK=sinks is not None, SPLIT=splits > 1, CODES=cached.codes, STAGES=cut.stages, num_warps=cut.warps, **how,
     )  # fmt: skip
-    return Shares(partial, found, out, splits, latent=rotary > 0)
+    return RowShares(partial, found, out, splits, latent=rotary > 0)

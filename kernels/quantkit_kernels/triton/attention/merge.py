@@ -12,7 +12,7 @@ from quantkit_kernels.triton.rows import power_of_two
 FEW_ROWS = 64
 """Up to which torch's product of a batch, which waits until all before it is over, takes longer."""
 _AT_ONCE, _COLUMNS = 32, 128
-"""Shares that a program has in registers, and its columns."""
+"""RowShares that a program has in registers, and its columns."""
 _SHARES, _LATENT_AT_ONCE, _LATENT_COLUMNS = 16, 64, 64
 """The same of latents cut in so many shares or more, which have few rows: more programs, and all of their loads at once."""
 _MOST_MERGED, _VALUES = 64, 32
@@ -20,7 +20,7 @@ _MOST_MERGED, _VALUES = 64, 32
 shares of its head: with more rows, or programs that do not fit the card at once, one launch merges and another multiplies."""
 
 
-class Shares(NamedTuple):
+class RowShares(NamedTuple):
     """What programs that share rows found: partial float32 [rows, heads, splits, D], the logarithms to base 2 of their sums found
     [rows, heads, splits], and room for the result [rows, heads, D]; which it is already where splits is 1."""
 
@@ -31,7 +31,7 @@ class Shares(NamedTuple):
     latent: bool
 
 
-def merged(shares: Shares) -> Tensor:
+def merged(shares: RowShares) -> Tensor:
     """[rows, heads, D]."""
     from quantkit_kernels.triton.attention.decode_kernel import merge
 
@@ -48,7 +48,7 @@ def merged(shares: Shares) -> Tensor:
     return out
 
 
-def merged_values(shares: Shares, w_uv: Tensor) -> Tensor:
+def merged_values(shares: RowShares, w_uv: Tensor) -> Tensor:
     """Times w_uv [heads, V, D], a head's without gaps: [rows, heads, V]."""
     from quantkit_kernels.triton.attention.decode_kernel import merge_values
 
