@@ -2,8 +2,8 @@
 """x @ W.T for packed weights, of one linear or of the experts of sorted pairs, from one token to many.
 
 Weights are the left operand: they go from memory to registers in the order of the matrix instruction's operand, are decoded there, and
-tokens are its columns, of which 16 are the fewest. A program has BN rows and BM tokens, and the SPLIT-th part of K; of the programs of one
-tile the last to arrive adds their sums up, in the order of K.
+tokens are its columns, of which 8 are the fewest on NVIDIA's cards and 16 on others. A program has BN rows and BM tokens, and the SPLIT-th
+part of K; of the programs of one tile the last to arrive adds their sums up, in the order of K.
 """
 
 import triton

@@ -12,7 +12,7 @@ from quantkit_kernels.triton.rows import power_of_two
 FEW_ROWS = 64
 """Up to which torch's product of a batch, which waits until all before it is over, takes longer."""
 _AT_ONCE, _COLUMNS = 32, 128
-"""RowShares that a program has in registers, and its columns."""
+"""Shares that a program has in registers, and its columns."""
 _SHARES, _LATENT_AT_ONCE, _LATENT_COLUMNS = 16, 64, 64
 """The same of latents cut in so many shares or more, which have few rows: more programs, and all of their loads at once."""
 _MOST_MERGED, _VALUES = 64, 32
