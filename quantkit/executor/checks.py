@@ -1,4 +1,4 @@
-"""What an engine refuses before it computes, requests that can never run and ends of answers that are no tokens; and whether it can go on."""
+"""What an engine refuses before it computes: requests that can never run, and ends of answers that are no tokens. Whether it can go on."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,8 +1,8 @@
 """The pass behind the one just computed, launched before the host knows what that one chose.
 
 The device has the chosen tokens, and nearly every answer goes on: so the next pass over the same answers begins where the last one ends,
-while the host reads the tokens, finishes answers, schedules and tells the other ranks. An answer that ended has a row that nobody reads. What
-such a pass wrote to the cache is what would have been written anyway.
+while the host reads the tokens, finishes answers, schedules and tells the other ranks. An answer that ended has a row that nobody reads.
+What such a pass writes to the cache is what would have been written anyway, before whoever gets the blocks writes there.
 """
 
 from typing import NamedTuple
