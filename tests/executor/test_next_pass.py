@@ -15,7 +15,7 @@ from quantkit.executor.mtp_drafter import MtpDrafter
 from quantkit.executor.parallel import Parallel
 from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.scheduler import StepBudget
+from quantkit.executor.scheduler import Scheduler, StepBudget
 from quantkit.executor.sequence import Sequence
 from quantkit.executor.speculation import Speculation
 
@@ -27,6 +27,7 @@ def load(path: Path, *, ahead: bool, num_drafts: int = 0, **options: Any) -> Eng
     engine = Engine.load(path, device="cpu", dtype="float32", max_batch=MOST, max_model_len=256, num_drafts=num_drafts, **options)
     engine.runner = Runner(engine.loaded.model, engine.cache, in_place)
     engine.runner._may_launch_next = ahead
+    assert isinstance(engine.scheduler, Scheduler)
     engine.scheduler.lookahead = max(num_drafts, 1)
     if num_drafts:
         engine.speculation = Speculation(MtpDrafter(engine.loaded.mtp_layers[0], engine.runner, num_drafts, engine.parallel), 0)
@@ -54,7 +55,8 @@ def requests(engine: Engine, count: int, seed: int) -> list[tuple[int, list[int]
 
 
 def answers(engine: Engine, count: int = 10, seed: int = 0) -> list[tuple[list[int], str | None]]:
-    """Every request's tokens, and why it ended."""
+    """Every request's tokens, and why it ended. From time to time one is taken its blocks, and computed again."""
+    assert isinstance(engine.scheduler, Scheduler)
     waiting = sorted(enumerate(requests(engine, count, seed)), key=lambda one: one[1][0])
     found, step = {}, 0
     while waiting or engine.has_work:
@@ -63,6 +65,8 @@ def answers(engine: Engine, count: int = 10, seed: int = 0) -> list[tuple[list[i
             found[index] = (engine.submit(prompt, params, index), waiting.pop(0)[1][3])
         if engine.has_work:
             engine.step()
+        if step % 9 == 8 and engine.scheduler.running:
+            engine.scheduler._preempt(engine.scheduler.running[-1])
         for sequence, most in found.values():
             if most is not None and sequence.finish_reason is None and len(sequence.generated) >= most:
                 engine.cancel(sequence)
@@ -85,17 +89,17 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize(("seed", "mixed", "room"), [(0, False, 448), (1, True, 256)])
-def test_no_token_changes(tiny_checkpoint: Path, launched: list[int], seed: int, mixed: bool, room: int) -> None:
-    """Blocks are few, so that those that end leave theirs to others at once, and some are taken away."""
-    plain, ahead = (load(tiny_checkpoint, ahead=one, cache_tokens=room) for one in (False, True))
+@pytest.mark.parametrize(("seed", "mixed"), [(0, False), (1, True)])
+def test_no_token_changes(tiny_checkpoint: Path, launched: list[int], seed: int, mixed: bool) -> None:
+    """Blocks are few, so that those that end leave theirs to others at once."""
+    plain, ahead = (load(tiny_checkpoint, ahead=one, cache_tokens=384) for one in (False, True))
     plain.scheduler.budget = ahead.scheduler.budget = StepBudget(96, 32, mixed)
     expected = answers(plain, seed=seed)
     assert launched == []
     assert answers(ahead, seed=seed) == expected
     assert len(launched) > 10
     assert {reason for _, reason in expected} == {"length", "stop", "cancelled"}
-    assert ahead.scheduler.num_preempted > 0 or room > 256
+    assert ahead.scheduler.num_preempted > 3
 
 
 def test_no_token_changes_with_a_shared_beginning(tiny_checkpoint: Path, launched: list[int]) -> None:
@@ -151,8 +155,17 @@ def test_the_next_pass_is_launched_before_tokens_are_waited_for(tiny_checkpoint:
     engine, told = load(tiny_checkpoint, ahead=True), list[str]()
     launch, wait = Runner.launch_next, Fetched.tolist
     engine.meanwhile = lambda: told.append("others")
-    monkeypatch.setattr(Runner, "launch_next", lambda self, token_ids: (told.append("launch"), launch(self, token_ids))[1])
-    monkeypatch.setattr(Fetched, "tolist", lambda self: (told.append("wait"), wait(self))[1])
+
+    def launching(self: Runner, token_ids: torch.Tensor) -> None:
+        told.append("launch")
+        launch(self, token_ids)
+
+    def waiting(self: Fetched) -> list[Any]:
+        told.append("wait")
+        return wait(self)
+
+    monkeypatch.setattr(Runner, "launch_next", launching)
+    monkeypatch.setattr(Fetched, "tolist", waiting)
     engine.submit([5, 6, 7], SamplingParams(max_new_tokens=4, ignore_eos=True))
     while engine.has_work:
         engine.step()
