@@ -158,13 +158,18 @@ def test_a_piece_goes_on_before_the_next_is_there() -> None:
             self.wfile.write(b"5\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (rest[:5], len(rest) - 5, rest[5:]))
 
     second: Any = ThreadingHTTPServer(("127.0.0.1", 0), Waiting)
-    second.asked, second.says = [], ""
-    with answering() as first, in_thread(second), running([first.url], [f"http://127.0.0.1:{second.server_port}"]) as url:
-        with httpx.stream("POST", f"{url}/v1/completions", json=ASKED | {"stream": True}) as answer:
-            pieces = answer.iter_raw()
-            assert next(pieces) == b"data: 1\n\n"
-            heard.set()
-            assert b"".join(pieces) == b"data: [DONE]\n\n"
+    second.asked, second.says, where = [], "", [f"http://127.0.0.1:{second.server_port}"]
+    asked = ASKED | {"stream": True}
+    with (
+        answering() as first,
+        in_thread(second),
+        running([first.url], where) as url,
+        httpx.stream("POST", f"{url}/v1/completions", json=asked) as answer,
+    ):
+        pieces = answer.iter_raw()
+        assert next(pieces) == b"data: 1\n\n"
+        heard.set()
+        assert b"".join(pieces) == b"data: [DONE]\n\n"
 
 
 def test_a_refusal_of_prefill_is_the_answer() -> None:
