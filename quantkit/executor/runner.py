@@ -30,6 +30,7 @@ from quantkit.executor.graphs import (
 from quantkit.executor.homes import Room
 from quantkit.executor.kept_rows import KeptRows
 from quantkit.executor.mixed import MixedContext
+from quantkit.executor.next_pass import NextPass
 from quantkit.executor.prompt_graphs import PromptPasses, PromptRows
 from quantkit.executor.scheduler import ScheduledStep
 from quantkit.executor.sequence import Sequence
@@ -61,6 +62,12 @@ class ForwardPass:
     rows: list[int]
     counts: list[tuple[Sequence, int]]
 
+    @property
+    def is_read_once(self) -> bool:
+        """Whether nothing is read of it when its tokens are known: a token each of answers, none of which wants log-probabilities."""
+        one_each = len(self.rows) == len(self.counts) and isinstance(self.where, DecodeRows)
+        return one_each and all([sequence.params.logprobs is None for sequence, _ in self.counts])
+
 
 class Runner:
     """A model with its cache on one device. capture: how decode steps are captured; by default as the device allows. eager: why they
@@ -74,6 +81,9 @@ class Runner:
         self._capture = None if self._why_eager else capture or DeviceCapture(self.device)
         self.steps = self._steps(model, self._capture)
         self._given = capture
+        self._next: NextPass | None = None
+        # Eager steps keep the host busy. An NPU's graphs are told lengths; ranks with requests of their own agree on every pass first.
+        self._may_launch_next = self._capture is not None and self.device.type != "npu" and experts.size == 1
         self._tables, self._kept = BlockTables(), KeptRows(cache.block_size)
         # Attention of prompts on an NPU wants lengths on the host. Ranks with requests of their own would capture at different times.
         self.prompts = PromptPasses(model, cache, None if self.device.type == "npu" or experts.size > 1 else self._capture)
@@ -99,8 +109,34 @@ class Runner:
         return self._with_prompts([], _prompt_spans(parts))
 
     def decode(self, sequences: list[Sequence]) -> ForwardPass:
-        """The newest token of each sequence, and the drafted ones after it: successors of all are chosen."""
-        return self._without_prompts(sequences)
+        """The newest token of each sequence, and the drafted ones after it: successors of all are chosen. Where `launch_next` launched
+        them, all are of that pass."""
+        if self._next is None:
+            return self._without_prompts(sequences)
+        launched, self._next = self._next, None
+        return self._decoded(sequences, *launched.of(sequences))
+
+    @property
+    def launches_next(self) -> bool:
+        """Whether `launch_next` may launch anything."""
+        return self._may_launch_next and not self.steps.failure
+
+    @property
+    def has_launched(self) -> bool:
+        """Whether a pass is under way that `decode` has not returned."""
+        return self._next is not None
+
+    def launch_next(self, token_ids: Tensor) -> None:
+        """Launch the pass behind the one that `decode` just returned, without drafts: token_ids int64 [B] were chosen in it. Nothing is
+        launched where a row has no block yet, or the step is not captured. Tensors of that pass are not valid any more."""
+        answers = self._kept.answers
+        rows = self._kept.next(answers, unread=1)
+        if rows is not None and self.steps.has(*rows.tables.shape):
+            self._next = NextPass(answers, rows, self.steps.run(rows, token_ids))
+
+    def drop_next(self) -> None:
+        """Nobody wants what was launched."""
+        self._next = None
 
     def mixed(self, sequences: list[Sequence], parts: list[tuple[Sequence, int]]) -> ForwardPass:
         """Both in one pass: as `decode` of `sequences` and `prefill` of `parts`."""
@@ -120,10 +156,15 @@ class Runner:
         if room is not None:
             result = StepResult(*(part[:count] for part in result))
         if count == len(answers):
-            spans, counts = list(zip(answers, rows.positions.tolist(), repeat(1))), self._kept.counts
-        else:
-            spans, counts = _answer_spans(answers), [(sequence, 1 + len(sequence.drafts)) for sequence in answers]
+            return self._decoded(answers, rows, result)
+        spans, counts = _answer_spans(answers), [(sequence, 1 + len(sequence.drafts)) for sequence in answers]
         return ForwardPass(spans, result.hidden, rows, result.logits, result.greedy, list(range(count)), counts)
+
+    def _decoded(self, answers: list[Sequence], rows: DecodeRows, result: StepResult) -> ForwardPass:
+        """A row each."""
+        spans = list(zip(answers, rows.positions.tolist(), repeat(1)))
+        counts = self._kept.counts if answers == self._kept.answers else [(sequence, 1) for sequence in answers]
+        return ForwardPass(spans, result.hidden, rows, result.logits, result.greedy, list(range(len(answers))), counts)
 
     def _with_prompts(self, answers: list[Sequence], prompts: list[Span], room: Room | None = None) -> ForwardPass:
         own = [PromptRows(one.token_ids[start : start + length], start, one.blocks, one.state) for one, start, length in prompts]

@@ -1,15 +1,15 @@
 """What the architectures share: layers of two halves around a residual stream, and the stack of them.
 
-A half is h + f(norm(h)). The stack computes the sum of one half and the norm of the next as one operator, so a layer is called with the
-normed input of its first half and the residual stream, and returns both for whoever comes next. Calibration walks the halves one by one,
-residual included: `attend` and `feed_forward` compute the same, operator by operator.
+A half is h + f(norm(h)). The stack computes the sum of one half, over the ranks too, and the norm of the next as one operator, so a layer
+is called with the normed input of its first half and the residual stream, and returns both for whoever comes next. Calibration walks the
+halves one by one, residual included: `attend` and `feed_forward` compute the same, operator by operator.
 """
 
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 import torch
-from quantkit_kernels import add_rms_norm, rms_norm
+from quantkit_kernels import rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -47,7 +47,7 @@ class DecoderLayer:
         norm_offset: float = 0.0,
         input_norm: str = "input_layernorm",
     ) -> None:
-        self.eps, self.all_reduce = eps, weights.all_reduce
+        self.eps, self.all_reduce, self.add_rms_norm = eps, weights.all_reduce, weights.add_rms_norm
         self.attention, self.mlp = attention, mlp
         self.input_norm = gain_of(weights, f"{prefix}.{input_norm}.weight", norm_offset)
         self.mlp_norm = gain_of(weights, f"{prefix}.{mlp_norm}.weight", norm_offset)
@@ -55,8 +55,8 @@ class DecoderLayer:
     def __call__(self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor) -> tuple[Tensor, Tensor]:
         """normed, residual [T, H]: the residual stream with and without `input_norm`. next_norm [H]: gain of the norm after this layer.
         Returns the two after the layer."""
-        normed, residual = add_rms_norm(self.attention_output(normed, context), residual, self.mlp_norm, self.eps)
-        return add_rms_norm(self.mlp_output(normed), residual, next_norm, self.eps)
+        normed, residual = self.add_rms_norm(self.attention(normed, context), residual, self.mlp_norm, self.eps)
+        return self.add_rms_norm(self.mlp(normed), residual, next_norm, self.eps)
 
     def attend(self, hidden: Tensor, context: Context) -> Tensor:
         """The attention half, residual included: hidden [T, H] -> [T, H]."""
@@ -77,10 +77,6 @@ class DecoderLayer:
     def attention_output(self, normed: Tensor, context: Context) -> Tensor:
         """What the attention half adds to the residual stream."""
         return self.all_reduce(self.attention(normed, context))
-
-    def mlp_output(self, normed: Tensor) -> Tensor:
-        """What the MLP or expert half adds to the residual stream."""
-        return self.as_added(self.mlp_sum(normed))
 
     def as_added(self, summed: Tensor) -> Tensor:
         """What is added of what the MLP or the experts make."""
