@@ -76,7 +76,9 @@ class Checkpoint:
         """The first known scheme with this grid in this format; methods such as AWQ leave no trace in the tensors."""
         if self.grid is None:
             return None
-        return next((s for s in SCHEMES.values() if s.weight == self.grid and self.format.name in s.formats), None)
+        cache = self.format.cache_codes(self.side)
+        alike = [s for s in SCHEMES.values() if s.weight == self.grid and self.format.name in s.formats]
+        return next((s for s in alike if s.cache == cache), next(iter(alike), None))
 
     @cached_property
     def fingerprint(self) -> str:

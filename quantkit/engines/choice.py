@@ -37,6 +37,9 @@ def choose(engine: str, scheme: Scheme, *, device: Device | None = None, format:
     An asymmetric int4 grid becomes symmetric where the engine has only that. Raises QuantkitError with the engine's reason.
     """
     profile = find_engine(engine)
+    if scheme.cache is not None and scheme.cache not in profile.caches:
+        told = f"{engine} does not load {scheme.name}: it reads no steps of an {scheme.cache} cache"
+        raise QuantkitError(told, "use --scheme int8-a8w8c16, or --engine vllm-ascend")
     wanted = grid_name(scheme.weight)
     grids = {grid_name(grid): grid for grid in _variants(scheme.weight)}
     for load in profile.loads:
