@@ -2,8 +2,8 @@
 
 A layer of latent attention has one step for all channels, so channels are brought to one size first: the norm's gain is divided by powers
 of two and the columns of kv_b, which has 16 bits, are multiplied by them, which rounds nothing. Keys and values have a step for each
-channel. Of several steps, from the one that cuts nothing off to half of it, each takes the one with the least squared error; latents' errors
-count as kv_b's columns make them.
+channel. Steps are tried from the one that cuts nothing off to half of it, and the one with the least squared error is taken; latents'
+errors count as kv_b's columns make them.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,6 @@ from torch import Tensor
 from quantkit.calibrate.hidden_states import HiddenStates
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.routing import no_experts
-from quantkit.calibrate.source_model import SourceModel
 from quantkit.calibrate.sublayer import Run, Sublayer
 from quantkit.models.architecture import KeyValueCache, LatentCache
 from quantkit.models.cache_steps import STORED, divided, powers, step_specs, steps_of, stored_steps
@@ -33,10 +32,10 @@ _SHARES = tuple(1 - 0.05 * i for i in range(11))
 
 @dataclass(frozen=True)
 class CodedCache:
-    """The cache of one model in int8."""
+    """The cache of one model in int8. device: of the layers."""
 
-    model: SourceModel
     cache: LatentCache | KeyValueCache
+    device: torch.device
 
     def covers(self, sublayer: Sublayer) -> bool:
         """Whether tokens are kept there, by steps."""
@@ -74,8 +73,8 @@ class CodedCache:
         """The sublayer over a cache by the steps among its stored tensors."""
         rows = sublayer.rows
         steps = steps_of(self.cache, step_specs(self.cache, rows), rows, plain)
-        device = self.model.weights.device
-        placed: CodeSteps = steps.to(device) if isinstance(steps, Tensor) else KeySteps(*(side.to(device) for side in steps))
+        on = self.device
+        placed: CodeSteps = steps.to(on) if isinstance(steps, Tensor) else KeySteps(*(side.to(on) for side in steps))
         layer = next(row.layer for row in rows if row.layer is not None)
 
         def attend(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:
@@ -88,7 +87,7 @@ def latent_norm(rows: list[Parameter]) -> tuple[Parameter, Parameter]:
     """The norm of the latent, and kv_b, which alone reads it: tables have rows in the order of the forward pass."""
     place = next(number for number, row in enumerate(rows) if row.projection == "kv_b")
     norm, kv_b = rows[place - 1], rows[place]
-    assert norm.role == "norm" and norm.shape == kv_b.shape[1:], norm.name
+    assert (norm.role, norm.shape) == ("norm", kv_b.shape[1:]), norm.name
     return norm, kv_b
 
 

@@ -211,9 +211,9 @@ def _check_heads(config: ModelConfig, size: int) -> None:
         counts["num_key_value_heads"] = config.cache.kv_heads
     if config.recurrent is not None:
         counts["linear_num_key_heads"] = config.recurrent.key_heads
-    for field, heads in counts.items():
+    for name, heads in counts.items():
         if heads % size:
-            raise QuantkitError(f"the model has {field} = {heads}, which {size} ranks cannot share evenly", "use another --tp")
+            raise QuantkitError(f"the model has {name} = {heads}, which {size} ranks cannot share evenly", "use another --tp")
 
 
 def _check_sparse(config: ModelConfig, device: torch.device) -> None:

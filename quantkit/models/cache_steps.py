@@ -32,13 +32,9 @@ def is_codable(cache: object) -> bool:
 
 
 def step_specs(cache: LatentCache | KeyValueCache, rows: Iterable[Parameter]) -> dict[str, tuple[TensorSpec, ...]]:
-    """The tensors that lie beside a parameter, by its name: beside kv_a, or beside k and v. None of MTP layers, whose cache stays in 16
-    bits."""
-    return {
-        row.name: _specs(cache, row)
-        for row in rows
-        if row.role == "linear" and row.block == "attention" and row.projection in _OWNERS and not row.mtp
-    }
+    """The tensors that lie beside a parameter, by its name: beside kv_a, or beside k and v."""
+    owners = (row for row in rows if row.role == "linear" and row.block == "attention" and row.projection in _OWNERS)
+    return {row.name: _specs(cache, row) for row in owners}
 
 
 def _specs(cache: LatentCache | KeyValueCache, row: Parameter) -> tuple[TensorSpec, ...]:
@@ -63,7 +59,10 @@ def stored_steps(specs: Mapping[str, tuple[TensorSpec, ...]], rows: Iterable[Par
 
 
 def steps_of(
-    cache: LatentCache | KeyValueCache, specs: Mapping[str, tuple[TensorSpec, ...]], rows: Iterable[Parameter], tensors: Mapping[str, Tensor]
+    cache: LatentCache | KeyValueCache,
+    specs: Mapping[str, tuple[TensorSpec, ...]],
+    rows: Iterable[Parameter],
+    tensors: Mapping[str, Tensor],
 ) -> CodeSteps:
     """The inverse of `stored_steps`, float32."""
     scales = {row.projection: tensors[specs[row.name][0].name].float() for row in rows if row.name in specs}

@@ -98,8 +98,11 @@ class Job:
 
     @cached_property
     def beside(self) -> Mapping[str, tuple[TensorSpec, ...]]:
-        """Tensors that the output holds beside a parameter, by its name: the steps of an int8 cache."""
-        return step_specs(self.inventory.config.cache, self.rows) if self.request.scheme.cache else {}
+        """Tensors that the output holds beside a parameter, by its name: the steps of an int8 cache, of layers that are calibrated. An MTP
+        layer of which nothing is rounded is not."""
+        calibrated = {row.layer for row in self.linears}
+        rows = [row for row in self.rows if row.layer in calibrated or not row.mtp]
+        return step_specs(self.inventory.config.cache, rows) if self.request.scheme.cache else {}
 
     @cached_property
     def coverage(self) -> Coverage:

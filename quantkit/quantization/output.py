@@ -24,7 +24,6 @@ from quantkit.models.table import Parameter
 from quantkit.quant.weights import Weight
 from quantkit.schemes import Fp8BlockGrid, Grid
 
-
 NOTHING_BESIDE: Mapping[str, tuple[TensorSpec, ...]] = {}
 
 

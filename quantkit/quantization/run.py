@@ -284,7 +284,7 @@ def _round(run: _Run, output: Output, ranks: Ranks, on_event: OnEvent, pruned: P
     frozen = job.grids.keys() - quantized
     model = SourceModel(output.source, job.inventory.architecture, job.inventory.config, job.rows, quantized, frozen)
     log = UnitLog(model.units, output.source, output, on_event, _shares(job))
-    cache = CodedCache(model, job.inventory.config.cache) if job.request.scheme.cache else None
+    cache = CodedCache(job.inventory.config.cache, output.source.device) if job.request.scheme.cache else None
     walk = Walk(model, solvers, log, ranks, run.batches, job.inventory.ends(output.source), cache)
     walk.unpruned = None if pruned is None else pruned.held_out
     findings = walk.run(run.sequences)
