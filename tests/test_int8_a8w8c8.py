@@ -1,6 +1,7 @@
 """int8-a8w8c8, from a source to tokens: steps of an int8 cache are found, written as ModelSlim has them, told, and used."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from letters import write_letters
 from output_files import files
 from packed_model import write_random
 from quantkit_kernels import KeySteps
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.calibrate import coded_cache
@@ -209,6 +211,18 @@ def test_drafts_change_no_token(outputs: dict[str, Path]) -> None:
 def test_without_cache_it_is_a_model_like_any_other(outputs: dict[str, Path], kind: str) -> None:
     assert not loaded(outputs[kind], None).steps
     assert not loaded(outputs[kind], "fp8").steps, "steps are of int8"
+
+
+def test_a_cache_with_an_offset_is_refused_in_int8_alone(outputs: dict[str, Path], tmp_path: Path) -> None:
+    """As some publish it; engines' decoding leaves the offset out."""
+    shifted = shutil.copytree(outputs["keys"], tmp_path / "shifted")
+    (shard,) = shifted.glob("*.safetensors")
+    tensors = load_file(shard)
+    tensors["model.layers.1.self_attn.v_proj.kv_cache_offset"][3] = 7
+    save_file(tensors, shard, metadata={"format": "pt"})
+    with pytest.raises(QuantkitError, match=r"layers\.1\.self_attn\.v_proj\.kv_cache_offset of .* is not zero"):
+        loaded(shifted)
+    assert loaded(shifted, "fp8").codes == torch.float8_e4m3fn
 
 
 def test_best_steps_cut_what_is_rare_and_far_away() -> None:

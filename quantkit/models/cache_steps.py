@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
 from quantkit.models.architecture import KeyValueCache, LatentCache
 from quantkit.models.table import Parameter, Projection
 
@@ -72,7 +73,8 @@ def steps_of(
 
 
 def read_steps(checkpoint: Checkpoint, cache: object, rows: Iterable[Parameter]) -> dict[int, CodeSteps]:
-    """By layer, of those that a checkpoint holds steps of; empty where it says nothing of an int8 cache."""
+    """By layer, of those that a checkpoint holds steps of; empty where it says nothing of an int8 cache. Raises QuantkitError where zero is
+    no code of zero."""
     if not is_codable(cache) or checkpoint.format.cache_codes(checkpoint.side) is None:
         return {}
     assert isinstance(cache, LatentCache | KeyValueCache)
@@ -82,7 +84,12 @@ def read_steps(checkpoint: Checkpoint, cache: object, rows: Iterable[Parameter])
     for row in rows:
         if row.name in specs and row.layer is not None and checkpoint.has(specs[row.name][0].name):
             by_layer.setdefault(row.layer, []).append(row)
-    read = {spec.name: checkpoint.read(spec.name) for own in by_layer.values() for row in own for spec in specs[row.name][:1]}
+    stored = [spec.name for own in by_layer.values() for row in own for spec in specs[row.name] if checkpoint.has(spec.name)]
+    read = {name: checkpoint.read(name) for name in stored}
+    shifted = next((name for name, tensor in read.items() if name.endswith("offset") and bool(tensor.any())), None)
+    if shifted is not None:
+        told = f"{shifted} of {checkpoint.path} is not zero: its int8 cache has an offset"
+        raise QuantkitError(told, "leave --cache out, for 16 bits, or use --cache fp8, which goes by what each token holds")
     return {layer: steps_of(cache, specs, own, read) for layer, own in by_layer.items()}
 
 

@@ -231,6 +231,7 @@ def summed(right: dict[tuple[Case, Rank], bool], found: dict[tuple[Case, str], b
                 "right": sum(held.values()),
                 "faults": len(made),
                 "found": sum(made),
+                **({"cache": codes} if (codes := find_scheme(key[2]).cache) else {}),
             }
         )
     return entries
