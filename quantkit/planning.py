@@ -118,7 +118,7 @@ class Plan(Result):
     """What a quantization needs and makes. Bytes are of tensors; disk_bytes is what must be free for the output and what a run keeps
     to go on from. cost_model: predicted decoding times, where the devices are hardware that is known and all linears are on one grid.
     sizes: what other --bits would make, where grids are chosen. layout: what each device holds in a layout of the engine, where one was
-    asked for; `fits` is then of it."""
+    asked for; `fits` is then of it. told: as in `Inventory`."""
 
     model: str
     scheme: str
@@ -139,13 +139,12 @@ class Plan(Result):
     cost_model: dict[str, Any] | None = None
     sizes: tuple[PlannedSize, ...] = ()
     layout: PlannedLayout | None = None
+    told: str = ""
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self)
-        if not self.sizes:
-            del found["sizes"]
-        for name in ("cost_model", "layout"):
-            if found[name] is None:
+        for name in ("sizes", "cost_model", "layout", "told"):
+            if not found[name]:
                 del found[name]
         return found
 
@@ -158,6 +157,7 @@ class Plan(Result):
         return [
             ("output", f"{size(self.output_bytes)} ({self.format}), without MTP {size(self.output_bytes_without_mtp)}"),
             *((f"  {part}", size(count)) for part, count in self.output_bytes_by_part.items()),
+            *([("of the source", self.told)] if self.told else []),
             ("fits", "yes" if self.fits else "NO"),
             *(self.devices.facts() if self.layout is None else self.layout.facts()),
             *((f"  at {one.bits:.2f} bits", one.told()) for one in self.sizes),
@@ -236,6 +236,7 @@ def plan(
         cost_model=None if choosing or place.data else _predicted(job, target, context),
         sizes=choosing.sizes(target.count) if choosing else (),
         layout=laid_out,
+        told=job.inventory.told,
     )
 
 

@@ -60,7 +60,7 @@ def run(
     """Answer one prompt, or chat; with --raw continue a text."""
     from quantkit.executor.options import EngineOptions
     from quantkit.executor.sampling import SamplingParams
-    from quantkit.executor.whole_engine import open_engine, slow
+    from quantkit.executor.whole_engine import open_engine
 
     if json_ and prompt is None:
         raise QuantkitError("--json needs --prompt", "a chat cannot be one JSON object")
@@ -86,8 +86,8 @@ def run(
     )
     with console.status(f"loading {model}"):
         engine = open_engine(options)
-    if told := slow(path):
-        console.tell(told)
+    if engine.loaded.told:
+        console.tell(engine.loaded.told)
     with closing(engine), _written(engine, count_experts):
         if prompt is not None:
             tokenizer = engine.tokenizer
@@ -216,6 +216,8 @@ def serve(
     with _sockets(host, port) as sockets:
         with console.status(f"loading {model}"):
             engine = lead_or_follow(asked)
+        if engine.loaded.told:
+            console.tell(engine.loaded.told)
         if template is not None:
             engine.tokenizer.use_template(template)
         err.print(f"serving {model} on http://{address(host, port)}/v1", soft_wrap=True)

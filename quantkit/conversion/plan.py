@@ -53,11 +53,11 @@ class Item:
 
 
 class ConversionPlan:
-    """What every tensor of the source becomes."""
+    """What every tensor of the source becomes. told: what to say of it, empty without."""
 
     def __init__(self, checkpoint: Checkpoint, target: str, dtype: torch.dtype | None) -> None:
         self.checkpoint = checkpoint
-        self.rows = _rows(checkpoint)
+        self.rows, self.described, self.told = _read(checkpoint)
         self.grid = None if target == dense.FORMAT.name else common_grid(checkpoint)
         self.target = find_target(checkpoint, target, self.grid)
         self.as_nvfp4 = isinstance(self.grid, Mxfp4Grid) and isinstance(self.target, Nvfp4)
@@ -200,7 +200,7 @@ class ConversionPlan:
 
     def config(self) -> dict[str, Any]:
         block = self.target.config_block(self.grid, self._quantized(), self._plain())
-        config = output_config(self.checkpoint.config, block)
+        config = output_config(self.described, block)
         if self.cast_to is not None:
             named = "dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"
             config[named] = dtype_name(self.cast_to)
@@ -238,9 +238,11 @@ def published_stacks_of(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, 
     return read_tree(checkpoint.config).stacks if any(map(is_of_expert, shapes)) else ()
 
 
-def _rows(checkpoint: Checkpoint) -> dict[str, Parameter]:
-    """The table of the architecture by tensor name; empty for one that quantkit does not compute, which converts all the same."""
+def _read(checkpoint: Checkpoint) -> tuple[dict[str, Parameter], dict[str, Any], str]:
+    """The table of the architecture by tensor name, config.json as it is told on, and what to say of both. The table of one that quantkit
+    does not compute is empty, and it is converted all the same."""
     if not is_known(checkpoint.config):
         check_listed(checkpoint, [])
-        return {}
-    return {row.name: row for row in read_model(checkpoint).rows}
+        return {}, checkpoint.config, ""
+    model = read_model(checkpoint)
+    return {row.name: row for row in model.rows}, model.described, model.told

@@ -40,6 +40,8 @@ def convert(
     if not overwrite and (manifest := made_for(out, plan.fingerprint())):
         watch.compare_with(out, manifest)
         return plan.report(out, start, {key: Change(**change) for key, change in manifest["changes"].items()}, done_already=True)
+    if plan.told:
+        on_event(Note(plan.told))
     writer = CheckpointWriter(out, plan.specs(), fingerprint=plan.fingerprint(), overwrite=overwrite, inputs=[source], watch=watch)
     with writer, writer.keeping(units):
         writer.check_source()

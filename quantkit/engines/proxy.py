@@ -7,22 +7,22 @@ passed over, and one that stops while it answers ends the answer with an error t
 """
 
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from itertools import cycle
 from typing import Any
 from uuid import uuid4
 
-import httpx
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from quantkit.engines.relay import Answer, ask
+
 REMOTE = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 )
 NOT_OF_PREFILL = ("stream_options", "min_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "n", "best_of")
-SECONDS_TO_REACH = 10.0
 
 
 class NoServer(Exception):
@@ -40,18 +40,28 @@ class RoleServers:
         start = next(self._starts)
         return self.urls[start:] + self.urls[:start]
 
-    async def ask(self, client: httpx.AsyncClient, path: str, body: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
+    async def ask(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Answer:
         """The answer, its body not read yet, of the first server that takes the request.
 
         Raises NoServer where none does: a server that has begun is not asked again, for its cache and answer are lost.
         """
-        said = []
+        said, content = [], json.dumps(body).encode()
         for url in self.in_turn():
             try:
-                return await client.send(client.build_request("POST", url + path, json=body, headers=headers), stream=True)
-            except httpx.TransportError as problem:
+                return await ask("POST", url + path, headers | {"Content-Type": "application/json"}, content)
+            except OSError as problem:
                 said.append(f"{url}: {problem or type(problem).__name__}")
         raise NoServer(f"no {self.name} server answers ({'; '.join(said)})")
+
+    async def look(self, path: str, headers: dict[str, str]) -> Response:
+        """What the first server that can be reached has at `path`, or status 503."""
+        for url in self.in_turn():
+            try:
+                answer = await ask("GET", url + path, headers)
+                return Response(await _whole(answer), answer.status, media_type=answer.content_type)
+            except OSError:
+                continue
+        return _error(503, f"no {self.name} server answers")
 
 
 def prefill_request(body: dict[str, Any]) -> dict[str, Any]:
@@ -63,30 +73,29 @@ def prefill_request(body: dict[str, Any]) -> dict[str, Any]:
 def proxy(prefill: Sequence[str], decode: Sequence[str]) -> Starlette:
     """prefill, decode: addresses of servers, such as http://10.0.0.1:8100."""
     first, second = RoleServers("prefill", prefill), RoleServers("decode", decode)
-    client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=SECONDS_TO_REACH), limits=httpx.Limits(max_connections=None))
 
     async def generate(request: Request) -> Response:
         headers = _headers(request)
         try:
             body = await request.json()
-            begun = await first.ask(client, request.url.path, prefill_request(body), headers)
-            told = await begun.aread()
-            if begun.status_code != 200:
-                return Response(told, begun.status_code, media_type="application/json")
+            begun = await first.ask(request.url.path, prefill_request(body), headers)
+            told = await _whole(begun)
+            if begun.status != 200:
+                return Response(told, begun.status, media_type="application/json")
             body["kv_transfer_params"] = json.loads(told).get("kv_transfer_params")
-            answer = await second.ask(client, request.url.path, body, headers)
+            answer = await second.ask(request.url.path, body, headers)
         except (json.JSONDecodeError, TypeError, AttributeError):
             return _error(400, "the body of the request is no JSON object")
-        except (NoServer, httpx.TransportError) as problem:
+        except (NoServer, OSError) as problem:
             return _error(503, str(problem) or type(problem).__name__)
-        return StreamingResponse(_passed(answer), answer.status_code, media_type=answer.headers.get("content-type"))
+        return StreamingResponse(_passed(answer), answer.status, media_type=answer.content_type)
 
     async def models(request: Request) -> Response:
-        return await _first_that(lambda url: client.get(url + "/v1/models", headers=_headers(request)), second)
+        return await second.look("/v1/models", _headers(request))
 
     async def health(request: Request) -> Response:
         for role in (first, second):
-            answer = await _first_that(lambda url: client.get(url + "/health"), role)
+            answer = await role.look("/health", {})
             if answer.status_code != 200:
                 return answer
         return Response()
@@ -96,27 +105,24 @@ def proxy(prefill: Sequence[str], decode: Sequence[str]) -> Starlette:
     return Starlette(routes=[*routes, Route("/v1/models", models), Route("/health", health)])
 
 
-async def _first_that(ask: Callable[[str], Any], role: RoleServers) -> Response:
-    for url in role.in_turn():
-        try:
-            answer = await ask(url)
-        except httpx.TransportError:
-            continue
-        return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
-    return _error(503, f"no {role.name} server answers")
+async def _whole(answer: Answer) -> bytes:
+    try:
+        return await answer.whole()
+    finally:
+        answer.close()
 
 
-async def _passed(answer: httpx.Response) -> AsyncIterator[bytes]:
+async def _passed(answer: Answer) -> AsyncIterator[bytes]:
     """The body as it comes. Where the server stops meanwhile, an event of a stream says so, and the connection is broken off."""
     try:
-        async for piece in answer.aiter_raw():
+        async for piece in answer.pieces():
             yield piece
-    except httpx.TransportError as problem:
-        said = f"{answer.url.host}:{answer.url.port} stopped while it answered ({problem or type(problem).__name__})"
+    except OSError as problem:
+        said = f"{answer.url} stopped while it answered ({problem or type(problem).__name__})"
         yield b"data: " + json.dumps({"error": {"message": said, "type": "server_error", "code": 503}}).encode() + b"\n\n"
         raise
     finally:
-        await answer.aclose()
+        answer.close()
 
 
 def _headers(request: Request) -> dict[str, str]:

@@ -214,14 +214,12 @@ class _Asking:
         if is_url(model):
             return self._endpoint(model)
         from quantkit.evaluation.generators.local import Local
-        from quantkit.executor.whole_engine import slow
 
         name = self.server.model or (Path(model).resolve().name if Path(model).is_dir() else model)
         options: dict[str, Any] = {"concurrency": self.concurrency, "device": self.device, "backend": self.backend, "cache": cache}
-        path = find_model(model)
-        made = Local(path, name=name, count_experts=count_experts, **options)
-        if told := slow(path):
-            self.notice(told)
+        made = Local(find_model(model), name=name, count_experts=count_experts, **options)
+        if made.engine.loaded.told:
+            self.notice(made.engine.loaded.told)
         return made
 
 

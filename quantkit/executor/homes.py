@@ -38,6 +38,10 @@ class Homes:
         return [sequence for one in self.each for sequence in one.running]
 
     @property
+    def waiting(self) -> list[Sequence]:
+        return [sequence for one in self.each for sequence in one.waiting]
+
+    @property
     def num_preempted(self) -> int:
         return sum(one.num_preempted for one in self.each)
 

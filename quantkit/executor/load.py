@@ -24,8 +24,8 @@ from quantkit.models.context import cached_dtype
 from quantkit.models.decoder import Model
 from quantkit.models.delta_rule import DeltaNet
 from quantkit.models.short_conv import ShortConvolutions
+from quantkit.models.stored import Model as StoredModel
 from quantkit.models.stored import check_stored, is_stored, read_model
-from quantkit.models.table import Parameter
 from quantkit.models.tied import check_stored_head
 from quantkit.schemes import IntGrid
 
@@ -35,7 +35,7 @@ class LoadedModel:
     """`model`, `mtp_layers` and `config` are the architecture file's Model, MtpLayers (as many as asked for) and Config.
 
     `nbytes` is what the prepared weights hold. codes: the dtype of a cache in 8 bits, None for one of 16; steps: by layer, what a code is
-    worth, where the checkpoint says so and the cache is in int8.
+    worth, where the checkpoint says so and the cache is in int8. told: as in `stored.Model`.
     """
 
     model: Model
@@ -46,6 +46,7 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     codes: torch.dtype | None = None
+    told: str = ""
     steps: Mapping[int, CodeSteps] = field(default_factory=dict)
 
     @property
@@ -174,7 +175,7 @@ def load_model(
     if expert_parallel.size > 1 and isinstance(config.cache, CompressedCache):
         raise QuantkitError("compressed attention was never run with --dp", "use --tp")
     if mtp:
-        _check_mtp(checkpoint, config, rows)
+        _check_mtp(checkpoint, read)
     check_stored(checkpoint, (row for row in rows if mtp or not row.mtp))
     check_stored_head(checkpoint, rows)
     expert_ranks = ExpertRanks(expert_parallel, target)
@@ -189,7 +190,7 @@ def load_model(
     if codes is not None:
         uneven = [*model.layers, *(layer.block for layer in layers)]
         even_channels([layer for number, layer in enumerate(uneven) if number not in steps], rows, checkpoint)
-    return LoadedModel(model, layers, config, checkpoint, weights, target, compute, codes, steps)
+    return LoadedModel(model, layers, config, checkpoint, weights, target, compute, codes, read.told, steps)
 
 
 def _steps(
@@ -241,9 +242,9 @@ def _check_inputs(checkpoint: Checkpoint, device: torch.device, backend: str) ->
         raise QuantkitError(told, "quantize the source with --scheme fp4-w4a16 or int8-a8w8c16, or run it on a CPU or with CUDA")
 
 
-def _check_mtp(checkpoint: Checkpoint, config: ModelConfig, rows: list[Parameter]) -> None:
+def _check_mtp(checkpoint: Checkpoint, read: StoredModel) -> None:
     remedy = "run without drafts"
-    if not config.num_nextn_predict_layers:
-        raise QuantkitError(f"{checkpoint.path} has no MTP layer (num_nextn_predict_layers)", remedy)
-    if not any(row.mtp and is_stored(checkpoint, row) for row in rows):
+    if not read.config.num_nextn_predict_layers:
+        raise QuantkitError(read.told or f"{checkpoint.path} has no MTP layer (num_nextn_predict_layers)", remedy)
+    if not any(row.mtp and is_stored(checkpoint, row) for row in read.rows):
         raise QuantkitError(f"config.json of {checkpoint.path} tells of an MTP layer, its tensors are not there", remedy)

@@ -1,7 +1,8 @@
 """A model's table against the tensors that a checkpoint's headers hold."""
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
@@ -12,20 +13,29 @@ from quantkit.models.table import Parameter, resolve
 
 _SMALL_TABLE = 10_000
 """Rows that are made whatever the headers hold, so that what a small checkpoint lacks can be listed."""
+_MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""What config.json calls the number of MTP layers."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What config.json makes of a checkpoint: the architecture's file, its Config, and the parameters as the checkpoint spells them."""
+    """What config.json makes of a checkpoint: the architecture's file, its Config, and the parameters as the checkpoint spells them.
+
+    described: config.json with as many MTP layers as are stored. told: what to say where it promises more; empty otherwise.
+    """
 
     architecture: Architecture[ModelConfig]
     config: ModelConfig
     rows: list[Parameter]
+    described: dict[str, Any] = field(repr=False)
+    told: str = ""
 
 
 def read_model(checkpoint: Checkpoint) -> Model:
-    """The table of a checkpoint. Raises QuantkitError naming config.json where a field is wrong, or tells of a model that is far larger
-    than what is stored; and where a linear is unquantized and not listed so (`check_listed`)."""
+    """The table of a checkpoint, without MTP layers of which nothing is stored: transformers keeps their number in config.json and drops
+    their weights. Raises QuantkitError naming config.json where a field is wrong, or tells of a model that is far larger than what is
+    stored; and where a linear is unquantized and not listed so (`check_listed`)."""
+    described, told = checkpoint.config, ""
     try:
         architecture = find_architecture(checkpoint.config)
         config = architecture.Config.from_dict(checkpoint.config)
@@ -35,11 +45,35 @@ def read_model(checkpoint: Checkpoint) -> Model:
         problem = fault.problem.replace("config.json", told, 1) if "config.json" in fault.problem else f"{told}: {fault.problem}"
         raise QuantkitError(problem, fault.remedy) from fault
     rows = resolve(architecture.parameters(config), checkpoint.tensors)
+    if not config.copied and (lost := _lost_mtp(checkpoint, rows)):
+        stored = config.num_nextn_predict_layers - len(lost)
+        described = described | {name: stored for name in _MTP_COUNTS if name in described}
+        config = architecture.Config.from_dict(described)
+        rows = [row for row in rows if row.layer not in lost]
+        told = f"config.json of {checkpoint.path} promises {_layers(lost)}, of which no tensor is stored: left out"
     if config.copied:
         rows = _without_other_drafts(checkpoint, rows, config.copied)
         rows += _copied(checkpoint, config.copied, {row.name for row in rows})
     check_listed(checkpoint, rows)
-    return Model(architecture, config, rows)
+    return Model(architecture, config, rows, described, told)
+
+
+def _lost_mtp(checkpoint: Checkpoint, rows: list[Parameter]) -> list[int]:
+    """The last MTP layers, of which no tensor is stored. Of one that is followed by a stored one a shard is missing; and models whose MTP
+    layers may be of another kind have `_without_other_drafts`."""
+    own = {row.layer: _prefix(row) for row in rows if row.mtp and row.layer is not None}
+    stored = {layer for layer, prefix in own.items() if any(name.startswith(prefix) for name in checkpoint.tensors)}
+    return [layer for layer in sorted(own) if layer > max(stored, default=-1)]
+
+
+def _prefix(row: Parameter) -> str:
+    """How the names of all tensors of a row's layer begin."""
+    return row.module.removesuffix(row.within_layer)
+
+
+def _layers(numbers: list[int]) -> str:
+    """MTP layers in words."""
+    return f"MTP layer {numbers[0]}" if len(numbers) == 1 else f"MTP layers {numbers[0]} to {numbers[-1]}"
 
 
 def _without_other_drafts(checkpoint: Checkpoint, rows: list[Parameter], prefixes: tuple[str, ...]) -> list[Parameter]:
@@ -110,17 +144,7 @@ def _shard(checkpoint: Checkpoint, row: Parameter) -> str:
 
 def _lacks(checkpoint: Checkpoint, row: Parameter) -> QuantkitError:
     told = checkpoint.path / "config.json"
-    if row.mtp and not _layer_stored(row, checkpoint.tensors):
-        promised = checkpoint.config.get("num_nextn_predict_layers", checkpoint.config.get("num_mtp_layers"))
-        return QuantkitError(
-            f"{told} promises MTP weights (num_nextn_predict_layers = {promised}) that {checkpoint.path} lacks, such as {row.name}",
-            f"set num_nextn_predict_layers to 0 there, or download the shards of layer {row.layer}",
-        )
     return QuantkitError(
         f"{told} asks for a model of which {checkpoint.path} lacks {row.name}",
         "download the missing shard, or use the config.json of these weights",
     )
-
-
-def _layer_stored(row: Parameter, names: Collection[str]) -> bool:
-    return any(name.startswith(f"model.layers.{row.layer}.") for name in names)

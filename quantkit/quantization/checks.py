@@ -35,11 +35,13 @@ DROPPED = {
 
 @dataclass(frozen=True)
 class Inventory:
-    """The source against its architecture's table. rows: resolved parameters. dropped: tensor -> reason. told: how linears were told where
-    there is no table. cut: the source with stacked experts as tensors of their own, where it has such."""
+    """The source against its architecture's table. described: config.json as the output has it, but for its quantization. rows: resolved
+    parameters. dropped: tensor -> reason. told: what to say of it: how linears were told where there is no table, or which layers that
+    config.json promises are not stored. cut: the source with stacked experts as tensors of their own, where it has such."""
 
     architecture: Any
     config: Any
+    described: Mapping[str, Any]
     rows: list[Parameter]
     dropped: dict[str, str]
     told: str = ""
@@ -81,7 +83,7 @@ def take_inventory(checkpoint: Checkpoint, *, calibrated: bool = True) -> Invent
             f"{checkpoint.path} holds {len(unknown)} tensors that its config.json has no place for, such as {unknown[0]}",
             "the model may be a variant that quantkit does not compute: use a supported one",
         )
-    return Inventory(model.architecture, model.config, model.rows, dropped)
+    return Inventory(model.architecture, model.config, model.described, model.rows, dropped, model.told)
 
 
 def check_companions(path: Path, *, calibrated: bool) -> None:
@@ -114,7 +116,7 @@ def _watched_inventory(checkpoint: Checkpoint) -> Inventory:
         rows = architecture.parameters(_logical_shapes(cut))
     except QuantkitError as fault:
         raise QuantkitError(f"{checkpoint.path / 'config.json'}: {fault.problem}", fault.remedy) from fault
-    return Inventory(architecture, architecture.config, rows, {}, architecture.told, cut)
+    return Inventory(architecture, architecture.config, checkpoint.config, rows, {}, architecture.told, cut)
 
 
 def _logical_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
@@ -129,7 +131,7 @@ def _inventory_by_name(checkpoint: Checkpoint) -> Inventory:
     cut = cut_up(checkpoint, tree.stacks)
     told = f"linears are told by their names alone: {tree.why}" if tree.linears is None else "linears are told by transformers' modules"
     rows = by_name_models.parameters(_logical_shapes(cut), tree.linears)
-    return Inventory(by_name_models, by_name_models.Config(), rows, {}, told, cut)
+    return Inventory(by_name_models, by_name_models.Config(), checkpoint.config, rows, {}, told, cut)
 
 
 def _reason(name: str) -> str:

@@ -29,7 +29,8 @@ NOTHING_BESIDE: Mapping[str, tuple[TensorSpec, ...]] = {}
 
 class Output:
     """Writes units of parameters in one format. grids: by module, of what it holds packed. dropped: tensors of the source left out, with
-    the reason. beside: what lies beside a parameter, by its name, and was in no source: steps of a cache."""
+    the reason. described: its config.json, but for its quantization. beside: what lies beside a parameter, by its name, and was in no
+    source: steps of a cache."""
 
     def __init__(
         self,
@@ -38,10 +39,11 @@ class Output:
         grids: Mapping[str, Grid],
         units: dict[str, list[Parameter]],
         dropped: dict[str, str],
+        described: Mapping[str, Any],
         beside: Mapping[str, tuple[TensorSpec, ...]] = NOTHING_BESIDE,
     ) -> None:
         self.source, self.format, self.grids, self.units, self.dropped = source, format, grids, units, dropped
-        self.beside = beside
+        self.described, self.beside = described, beside
         self.rows = {row.name: row for rows in units.values() for row in rows}
         self._writer: CheckpointWriter | None = None
         self._run = ""
@@ -164,7 +166,7 @@ class Output:
         files |= self.format.extra_files(grid, quantized, plain)
         files |= more
         block = self.format.config_block(grid, quantized, plain)
-        self.writer.finish(output_config(self.source.checkpoint.config, block), files, {"tensors": self.manifest()})
+        self.writer.finish(output_config(self.described, block), files, {"tensors": self.manifest()})
 
     def bytes_by_part(self) -> tuple[dict[str, int], dict[str, int]]:
         """Of the source, without what is dropped, and of the output; the largest part of the output first."""

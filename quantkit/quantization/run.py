@@ -149,8 +149,8 @@ def quantize(
     job = run.job
     if ranks.size > 1 and where.type != "cpu":  # torchrun allows one thread; on a CPU results depend on their number
         torch.set_num_threads(ranks.cores)
-    reader = ParameterReader(job.checkpoint, where)
-    output = Output(reader, job.target, job.grids, job.units, job.inventory.dropped, job.beside)
+    source_reader, about = ParameterReader(job.checkpoint, where), job.inventory
+    output = Output(source_reader, job.target, job.grids, job.units, about.dropped, about.described, job.beside)
     if not overwrite and (manifest := made_for(out, run.fingerprint)):
         if isinstance(job.checkpoint, PrunedCheckpoint):
             prune_as(job.checkpoint, out)
@@ -159,8 +159,8 @@ def quantize(
     if ranks.leads and run.sequences.taken:
         for line in run.sequences.taken.lines():
             on_event(Note(line))
-    if ranks.leads and job.inventory.told:
-        on_event(Note(job.inventory.told))
+    if ranks.leads and about.told:
+        on_event(Note(about.told))
     writer = output.open(out, run.fingerprint, overwrite=overwrite, rank=ranks.rank, inputs=inputs)
     with writer, writer.keeping(output.units):
         resumed = writer.finished(output.units) if ranks.leads else ""

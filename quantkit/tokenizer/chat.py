@@ -4,6 +4,7 @@
 that come with a model: they run in a process of their own (template.py).
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from quantkit.model_files import is_there, read_json, read_text
 from quantkit.tokenizer.stored import naming, read_tokenizer, tokenizer_file
 from quantkit.tokenizer.tags import END_THINK, THINK
 from quantkit.tokenizer.template import ChatTemplate
+from quantkit.tokenizer.tiktoken import byte_letters
 
 Message = dict[str, Any]
 """`role` and `content`, as OpenAI's chat messages."""
@@ -24,6 +26,10 @@ _DEFAULTS = {"temperature": 100.0, "top_p": 1.0, "top_k": 2**31 - 1, "min_p": 1.
 """Sampling settings of generation_config.json that are read, and the largest value of each."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; templates read the first, and some the second."""
+_BYTES = {letter: byte for byte, letter in byte_letters().items()}
+_PART = "\ufffd"
+_LONE_BYTE = re.compile("<0x([0-9A-F]{2})>")
+"""A token of SentencePiece that is one byte of a character which the vocabulary has not."""
 _AGAIN = "copy it from the original model"
 
 
@@ -81,6 +87,16 @@ class ChatTokenizer:
         """One token alone, special or not; bytes that are no character by themselves show as U+FFFD."""
         text: str = self.tokenizer.decode([token_id], skip_special_tokens=False)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text that goes before it, which may be a part of a character."""
+        piece = self.tokenizer.id_to_token(token_id) or ""
+        if lone := _LONE_BYTE.fullmatch(piece):
+            return bytes.fromhex(lone[1])
+        # The first token of a text may lose its space.
+        text: str = self.tokenizer.decode([token_id, token_id], skip_special_tokens=False).removeprefix(self.token_text(token_id))
+        known = _PART in text and _BYTES.keys() >= {*piece}
+        return bytes(_BYTES[letter] for letter in piece) if known else text.encode()
 
     def render(self, messages: list[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """The chat template's text for `messages`. QuantkitError where there is no template or it refuses them."""

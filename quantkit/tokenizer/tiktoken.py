@@ -44,7 +44,7 @@ def is_ranks(file: Path) -> bool:
 def convert(file: Path) -> Tokenizer:
     """The tokenizer of a file of ranks. Raises QuantkitError for anything else, and where its pattern cannot be found."""
     ranks = _ranks(file)
-    letters = _letters()
+    letters = byte_letters()
     named = {token: "".join(letters[byte] for byte in token) for token in ranks}
     merges = []
     for token, rank in ranks.items():
@@ -130,7 +130,7 @@ def _ranks(file: Path) -> dict[bytes, int]:
     return dict(sorted(ranks.items(), key=lambda one: one[1]))
 
 
-def _letters() -> dict[int, str]:
+def byte_letters() -> dict[int, str]:
     """What `tokenizers` writes for each byte: itself where it is a visible character of Latin-1, else the next one from U+0100 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]

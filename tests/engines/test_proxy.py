@@ -141,6 +141,32 @@ def test_a_server_that_stops_while_it_answers_is_named() -> None:
         assert "stopped while it answered" in json.loads(events[1])["error"]["message"]
 
 
+def test_a_piece_goes_on_before_the_next_is_there() -> None:
+    """The server sends its second piece, in chunks, only once the client has the first."""
+    heard = threading.Event()
+
+    class Waiting(Answering):
+        protocol_version = "HTTP/1.1"
+
+        def _say(self, content: bytes, status: int = 200, kind: str = "application/json") -> None:
+            self.send_response(status)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            first, _, rest = content.partition(b"\n\n")
+            self.wfile.write(b"%x\r\n%b\n\n\r\n" % (len(first) + 2, first))
+            assert heard.wait(10), "the client never got the first piece"
+            self.wfile.write(b"5\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (rest[:5], len(rest) - 5, rest[5:]))
+
+    second: Any = ThreadingHTTPServer(("127.0.0.1", 0), Waiting)
+    second.asked, second.says = [], ""
+    with answering() as first, in_thread(second), running([first.url], [f"http://127.0.0.1:{second.server_port}"]) as url:
+        with httpx.stream("POST", f"{url}/v1/completions", json=ASKED | {"stream": True}) as answer:
+            pieces = answer.iter_raw()
+            assert next(pieces) == b"data: 1\n\n"
+            heard.set()
+            assert b"".join(pieces) == b"data: [DONE]\n\n"
+
+
 def test_a_refusal_of_prefill_is_the_answer() -> None:
     with answering("refuse") as first, answering() as second, running([first.url], [second.url]) as url:
         answer = httpx.post(f"{url}/v1/completions", json=ASKED)

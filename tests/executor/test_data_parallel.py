@@ -154,10 +154,11 @@ def test_a_request_goes_where_it_is_expected_soonest() -> None:
     for sequence in (first, second, third):
         homes.add(sequence)
     assert [one.home for one in (first, second, third)] == [0, 1, 2]
+    assert (homes.waiting, homes.running) == ([first, second, third], [])
     step = homes.schedule()
     assert [step.of(rank).prefill for rank in range(3)] == [[(one, 8)] for one in (first, second, third)]
     assert Room.of([step.of(rank) for rank in range(3)]) == Room(0, 0, 8)
-    assert (homes.cache_usage, homes.max_batch, len(homes.running)) == (3 / 8, 6, 3)
+    assert (homes.cache_usage, homes.max_batch, len(homes.running), homes.waiting) == (3 / 8, 6, 3, [])
     for sequence in (first, second, third):
         sequence.num_cached = 8
         homes.remove(sequence)

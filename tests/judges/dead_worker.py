@@ -60,13 +60,16 @@ def health(url: str) -> str:
 
 
 def observed(
-    url: str, headers: dict[str, str], model: str, pid: int, seconds: float, *, tokens: int = 400, after: float = 2
+    url: str, headers: dict[str, str], model: str, pid: int, seconds: float, *, tokens: int = 400, after: float = 10
 ) -> dict[str, Any]:
-    """STREAMS of `tokens` tokens each; the process is killed `after` seconds, and its clients are watched for `seconds` more."""
+    """STREAMS of `tokens` tokens each; the process is killed once all have one, or `after` seconds later at most, and its clients are
+    watched for `seconds` more."""
     streams = [Stream(url, headers, model, tokens) for _ in range(STREAMS)]
     for stream in streams:
         stream.start()
-    time.sleep(after)
+    until = time.monotonic() + after
+    while time.monotonic() < until and not all(stream.tokens for stream in streams):
+        time.sleep(0.01)
     before = [stream.tokens for stream in streams]
     os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
@@ -95,7 +98,7 @@ def main() -> int:
     parser.add_argument("--pid", type=int, required=True)
     parser.add_argument("--key", default="")
     parser.add_argument("--tokens", type=int, default=400, help="of each stream")
-    parser.add_argument("--after", type=float, default=2, help="seconds that streams run before the kill")
+    parser.add_argument("--after", type=float, default=10, help="seconds until the kill at most: it waits for a token of each")
     parser.add_argument("--seconds", type=float, default=15, help="to look on after the kill")
     asked = parser.parse_args()
     headers = {"Authorization": f"Bearer {asked.key}"} if asked.key else {}

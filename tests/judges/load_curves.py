@@ -92,7 +92,9 @@ def killed(name: str, server: Server, model: str) -> dict[str, Any]:
     """What clients see when one process dies, by dead_worker.py."""
     title, number = KILLED[name]
     found = server.find(title, number)
-    return {"killed": title} | observed(server.url, {"Authorization": f"Bearer {KEY}"}, model, found, 12, tokens=900, after=0.7)
+    seen = observed(server.url, {"Authorization": f"Bearer {KEY}"}, model, found, 12, tokens=900)
+    ended = [number for number, process in enumerate(server.processes) if process.poll() is not None]
+    return {"killed": title} | seen | {"commands that ended": ended, "of": len(server.processes)}
 
 
 def told(name: str, row: dict[str, Any]) -> str:

@@ -61,16 +61,22 @@ def test_a_model_far_larger_than_its_headers_is_refused_before_its_table(
         read_model(checkpoint)
 
 
-def test_promised_mtp_weights_are_told_as_such(tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(written(tmp_path / "model", mtp=False))
-    with pytest.raises(QuantkitError) as told:
-        take_inventory(checkpoint)
-    assert "config.json promises MTP weights (num_nextn_predict_layers = 1) that" in told.value.problem
-    assert told.value.remedy == "set num_nextn_predict_layers to 0 there, or download the shards of layer 2"
-    assert load_model(tmp_path / "model", device="cpu").mtp_layers == ()  # nobody asked for it
-    assert any(name.startswith("model.layers.2.") for name in describe(checkpoint).missing or [])
-    written(tmp_path / "model", lambda config: config.update(num_nextn_predict_layers=0), mtp=False)
-    take_inventory(Checkpoint.open(tmp_path / "model"))
+def test_mtp_layers_that_are_not_stored_are_left_out_from_the_last(tmp_path: Path) -> None:
+    """One that lacks before another that is stored is a shard that lacks."""
+    folder = written(tmp_path / "model", lambda config: config.update(num_nextn_predict_layers=3))
+    checkpoint = Checkpoint.open(folder)
+    found = read_model(checkpoint)
+    assert found.config.num_nextn_predict_layers == found.described["num_nextn_predict_layers"] == 1
+    assert "promises MTP layers 3 to 4, of which no tensor is stored: left out" in found.told
+    assert take_inventory(checkpoint).rows == found.rows
+    assert describe(checkpoint).missing == []
+    later = {
+        name.replace("layers.2.", "layers.3."): tensor
+        for name, tensor in make_model.random_tensors(make_model.tiny_config(**CONFIG)).items()
+    }
+    make_model.write_dense(tmp_path / "later", make_model.tiny_config(**CONFIG, num_nextn_predict_layers=2), later)
+    with pytest.raises(QuantkitError, match=r"lacks model\.layers\.2\.\S+; download the missing shard"):
+        take_inventory(Checkpoint.open(tmp_path / "later"))
 
 
 def test_a_null_that_leaves_a_model_to_transformers_is_held_against_the_tensors(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     split = pre_tokenizers.Split(Regex(tiktoken.KIMI), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.train_from_iterator(TEXTS, trainer)
-    byte_of = {letter: byte for byte, letter in tiktoken._letters().items()}
+    byte_of = {letter: byte for byte, letter in tiktoken.byte_letters().items()}
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda one: one[1])
     path = tmp_path_factory.mktemp("tiktoken")
     lines = [base64.b64encode(bytes(byte_of[letter] for letter in token)) + b" %d\n" % rank for token, rank in tokens]
@@ -126,6 +126,19 @@ def library(path: Path, pattern: str) -> peer.Encoding:
     special = {"[BOS]": 2256, "[EOS]": 2257, "<|im_end|>": 2258, "<|im_user|>": 2261}
     merged = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
     return peer.Encoding("peer", pat_str=pattern, mergeable_ranks=merged, special_tokens=special)
+
+
+def test_bytes_of_tokens_are_those_of_the_libraries(ranks: Path, trained: Path) -> None:
+    ours, theirs = ChatTokenizer(ranks), library(ranks, tiktoken.KIMI)
+    for token in range(2256):
+        assert ours.token_bytes(token) == theirs.decode_single_token_bytes(token)
+    chat = configured(trained / "llama", tokenizer_class="LlamaTokenizer")
+    for byte in range(256):
+        token = chat.tokenizer.token_to_id(f"<0x{byte:02X}>")
+        assert chat.token_bytes(token) == bytes([byte])
+    for text in SAMPLES:
+        joined = b"".join(map(chat.token_bytes, chat.encode(text)))
+        assert joined.decode().removeprefix(" ") == chat.decode(chat.encode(text)), text
 
 
 def test_tiktoken_makes_the_ids_of_the_library(ranks: Path) -> None:

@@ -206,7 +206,8 @@ def create_app(
             case EngineFault():
                 return refuse(503, str(fault), "engine_fault")
             case HTTPException():
-                return refuse(fault.status_code, str(fault.detail), "http_error", headers=fault.headers)
+                asked = f"{request.method} {request.url.path[:200]}"
+                return refuse(fault.status_code, f"{fault.detail}: {asked}", "http_error", headers=fault.headers)
             case ClientDisconnect():
                 return refuse(499, "the client closed the request", "client_closed")
             case _:

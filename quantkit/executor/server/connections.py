@@ -7,6 +7,7 @@ descriptor, of which a process has 1,024 as a rule: a thousand of them, and nobo
 import resource
 import time
 from collections.abc import Mapping
+from socket import socket
 from typing import Any
 
 import uvicorn
@@ -39,6 +40,12 @@ class HttpServer(uvicorn.Server):
         for one in [*oldest[:too_many], *late]:
             one.transport.close()
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        """After a second Ctrl-C uvicorn leaves out the application's end; the engine's thread must end before the process."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
 
 
 def _asks_nothing(connection: Any) -> bool:

@@ -222,7 +222,8 @@ class CompletionRequest(Request):
 
 
 def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with text contents: parts of type text are joined, everything else refused. Only who calls tools may say nothing."""
+    """Messages with text contents: parts of type text are joined, everything else refused. Only the assistant, who may call tools, may
+    say nothing: a message of somebody else without a content has it under another name, and would be answered as an empty one."""
     checked = []
     for message in messages:
         if not isinstance(message.get("role"), str):
@@ -232,6 +233,8 @@ def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             content = "".join(_text(part) for part in content)
         elif not isinstance(content, str | None):
             raise QuantkitError("a message's content is neither text nor a list of parts", "send text")
+        elif content is None and message["role"] != "assistant":
+            raise QuantkitError(f"a message of role {message['role'][:100]} has no content", "send text")
         calls = message.get("tool_calls") or []
         _check_calls(calls)
         shown = {key: value for key, value in message.items() if key != "tool_calls" or value}

@@ -144,7 +144,7 @@ class Service:
         acceptance = self.engine.speculation.acceptance
         return [
             Gauge("quantkit_requests_running", "Requests being computed.", lambda: len(scheduler.running)),
-            Gauge("quantkit_requests_waiting", "Requests in the queue.", lambda: max(self.open - len(scheduler.running), 0)),
+            Gauge("quantkit_requests_waiting", "Requests in the queue.", lambda: len(scheduler.waiting)),
             Gauge("quantkit_cache_usage_ratio", "Share of the cache in use.", lambda: scheduler.cache_usage),
             Gauge("quantkit_preemptions_total", "Requests put back for lack of cache.", lambda: scheduler.num_preempted, "counter"),
             Gauge("quantkit_drafted_tokens_total", "Tokens guessed, of any source.", lambda: acceptance.drafted, "counter"),

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from codecs import getincrementaldecoder
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -54,8 +55,8 @@ def _thought(one: Completion, end_think: int, inside: bool) -> int:
 
 def chat_logprobs(found: list[TokenLogprob], tokenizer: ChatTokenizer) -> dict[str, Any]:
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.token_text(token_id)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+        own = list(tokenizer.token_bytes(token_id))
+        return {"token": tokenizer.token_text(token_id), "logprob": _finite(logprob), "bytes": own}
 
     return {"content": [{**entry(one.token_id, one.logprob), "top_logprobs": [entry(*top) for top in one.top]} for one in found]}
 
@@ -63,14 +64,20 @@ def chat_logprobs(found: list[TokenLogprob], tokenizer: ChatTokenizer) -> dict[s
 def completion_logprobs(found: list[TokenLogprob], tokenizer: ChatTokenizer, first: int | None = None) -> dict[str, Any]:
     """first: a prompt's first token, which nothing stands before: it has no log-probability."""
     begin = [] if first is None else [first]
-    texts = [tokenizer.token_text(token) for token in [*begin, *(one.token_id for one in found)]]
+    tokens = [*begin, *(one.token_id for one in found)]
     nothing = [None] * len(begin)
     return {
-        "tokens": texts,
+        "tokens": [tokenizer.token_text(token) for token in tokens],
         "token_logprobs": [*nothing, *(_finite(one.logprob) for one in found)],
         "top_logprobs": [*nothing, *(_by_text(one, tokenizer) for one in found)],
-        "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)) if texts else [],
+        "text_offset": _offsets([tokenizer.token_bytes(token) for token in tokens]),
     }
+
+
+def _offsets(pieces: list[bytes]) -> list[int]:
+    """Characters of the text before each token; of one that several tokens make together none is before its last token."""
+    characters = getincrementaldecoder("utf-8")("replace")
+    return list(accumulate((len(characters.decode(piece)) for piece in pieces[:-1]), initial=0)) if pieces else []
 
 
 def _by_text(one: TokenLogprob, tokenizer: ChatTokenizer) -> dict[str, float]:

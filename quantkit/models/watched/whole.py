@@ -47,6 +47,11 @@ class WholeModel:
         self._fill()
 
     @property
+    def told(self) -> str:
+        """What to say of it."""
+        return f"{self.checkpoint.path} is {SLOW}"
+
+    @property
     def vocab_size(self) -> int:
         return int(self.skeleton.text.get_input_embeddings().weight.shape[0])
 

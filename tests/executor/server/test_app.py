@@ -12,7 +12,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,6 +23,8 @@ from running_server import KEY, MESSAGES, Running, idle, load, wait_for
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.server.app import Limits
+from quantkit.executor.server.metrics import Gauge
+from quantkit.executor.server.service import Service
 from quantkit.tokenizer.chat import TextStream
 
 
@@ -94,6 +98,26 @@ def test_logprobs(running: Running) -> None:
     assert [token.logprob for token in again] == [token.logprob for token in whole]
     old = client.completions.create(model="tiny", prompt="one", max_tokens=3, temperature=0, logprobs=2).choices[0].logprobs
     assert len(old.tokens) == len(old.token_logprobs) == len(old.top_logprobs) == 3
+
+
+def test_parts_of_characters_are_told_by_their_bytes(running: Running) -> None:
+    text, client = "é😀a你b", running.client()
+    forced: dict[str, Any] = {"model": "tiny", "max_tokens": 30, "temperature": 0, "extra_body": {"guided_regex": text}}
+    old = client.completions.create(prompt="one", logprobs=1, **forced).choices[0]
+    assert old.text == text
+    assert old.logprobs is not None
+    offsets = old.logprobs.text_offset or []
+    assert [(token, text[at]) for token, at in zip(old.logprobs.tokens or [], offsets, strict=True) if "\ufffd" not in token] == [
+        ("a", "a"),
+        ("b", "b"),
+    ]
+    assert max(offsets) == len(text) - 1
+    asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 30, "temperature": 0, "logprobs": True}
+    said = client.chat.completions.create(**asked, extra_body={"separate_reasoning": False}).choices[0]
+    assert said.logprobs is not None
+    assert "\ufffd" in "".join(token.token for token in said.logprobs.content or [])
+    told = b"".join(bytes(token.bytes or []) for token in said.logprobs.content or [])
+    assert told.decode(errors="replace").rstrip("\ufffd") == said.message.content  # of the last character the rest lacks
 
 
 def test_models_and_health(running: Running) -> None:
@@ -183,6 +207,24 @@ def test_metrics_count_what_happened(running: Running) -> None:
     assert after["quantkit_cache_usage_ratio"] == 0
 
 
+def test_answers_that_are_computed_and_not_read_do_not_wait(tiny_checkpoint: Path) -> None:
+    """A client that reads slowly: its answers are in memory, and no request is in the queue."""
+
+    async def ask() -> tuple[bool, float]:
+        service = Service(load(tiny_checkpoint), max_queue=8)
+        service.start()
+        stream = service.submit([([5, 60, 61], SamplingParams(max_new_tokens=4)) for _ in range(6)])
+        finished = [piece async for piece in stream if piece.completion is not None]
+        (waiting,) = (metric for metric in service.metrics() if metric.name == "quantkit_requests_waiting")
+        assert isinstance(waiting, Gauge)
+        found = len(finished) == 6 and service.open == 6, waiting.read()
+        stream.close()
+        await asyncio.to_thread(service.stop)
+        return found
+
+    assert asyncio.run(ask()) == (True, 0)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_fails_is_told_and_the_others_answered(running: Running, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     push, broken = TextStream.push, Counter[TextStream]()
@@ -252,23 +294,53 @@ with bound("127.0.0.1", int(sys.argv[2])) as sockets:
 """
 
 
-def test_told_to_stop_it_finishes_what_runs(tiny_checkpoint: Path) -> None:
+@contextmanager
+def served(path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A server in a process of its own, and its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-c", SERVE, str(tiny_checkpoint), str(port)], stdout=subprocess.PIPE, env={**os.environ})
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(path), str(port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ}
+    )
     url = f"http://127.0.0.1:{port}"
-    wait_for(lambda: _answers(url), 60)
-    body = {"prompt": "one", "max_tokens": 300, "stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
-        lines = answer.iter_lines()
+    try:
+        wait_for(lambda: _answers(url), 60)
+        yield process, url
+    finally:
+        process.kill()
+        process.communicate()
+
+
+LONG = {"prompt": "one", "max_tokens": 300, "stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
+
+
+def test_told_to_stop_it_finishes_what_runs(tiny_checkpoint: Path) -> None:
+    with served(tiny_checkpoint) as (process, url):
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 300
+        assert process.wait(20) == 0
+        assert not _answers(url)
+
+
+def test_told_twice_it_stops_at_once_and_in_order(tiny_checkpoint: Path) -> None:
+    with served(tiny_checkpoint) as (process, url), httpx.Client(timeout=60) as client:
+        answer = client.send(client.build_request("POST", f"{url}/v1/completions", json=LONG | {"max_tokens": 900}), stream=True)
+        lines = answer.iter_lines()  # which closes the answer when it is let go of
         next(lines)
-        process.send_signal(signal.SIGTERM)
-        rest = [line for line in lines if line]
-    assert rest[-1] == "data: [DONE]"
-    assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 300
-    assert process.wait(20) == 0
-    assert not _answers(url)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+        assert process.stderr is not None
+        told = process.stderr.read().decode()
+        assert "Traceback" not in told, told
+        assert "terminate called" not in told, told
 
 
 def _answers(url: str) -> bool:

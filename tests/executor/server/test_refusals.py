@@ -32,6 +32,8 @@ def running(tiny_checkpoint: Path) -> Iterator[Running]:
         ({"messages": [{"role": "user", "content": "x" * 700}]}, 400, "at most 600"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
         ({"messages": [{"content": "x"}]}, 400, "no role"),
+        ({"messages": [{"role": "user", "text": "x"}]}, 400, "a message of role user has no content"),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": None}]}, 400, "of role tool has no content"),
         ({"temperature": -1}, 400, "temperature"),
         ({"stop": [""]}, 400, "stop string is empty"),
         ({"tools": [{"type": "function"}]}, 400, "tools.0 is no function"),
@@ -177,6 +179,6 @@ def test_not_json_wrong_key_wrong_path(running: Running) -> None:
     assert httpx.post(url, content=b"{", headers={**headers, "Content-Type": "application/json"}).status_code == 400
     assert httpx.post(url, json={}, headers={"Authorization": "Bearer wrong"}).json()["error"]["code"] == "invalid_api_key"
     assert httpx.get(f"{running.url}/v1/models").status_code == 401
-    assert httpx.get(f"{running.url}/v2").json()["error"]["message"] == "Not Found"
+    assert httpx.get(f"{running.url}/v2").json()["error"]["message"] == "Not Found: GET /v2"
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{running.url}/v1", api_key="wrong", max_retries=0).models.list()
