@@ -26,6 +26,7 @@ from quantkit.models.delta_rule import DeltaNet
 from quantkit.models.short_conv import ShortConvolutions
 from quantkit.models.stored import Model as StoredModel
 from quantkit.models.stored import check_stored, is_stored, read_model
+from quantkit.models.table import Parameter
 from quantkit.models.tied import check_stored_head
 from quantkit.schemes import IntGrid
 
