@@ -18,6 +18,7 @@ from torch import Tensor
 from quantkit.calibrate import coded_cache
 from quantkit.calibrate.coded_cache import best_step, best_steps
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.conversion import convert
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.engines.check import check_checkpoint
 from quantkit.errors import QuantkitError
@@ -25,6 +26,7 @@ from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
 from quantkit.executor.engine import Engine
 from quantkit.executor.load import LoadedModel, load_model
 from quantkit.executor.sampling import SamplingParams
+from quantkit.inspection import describe
 from quantkit.models.cache_steps import powers
 from quantkit.models.context import CausalContext
 from quantkit.planning import plan
@@ -211,6 +213,20 @@ def test_drafts_change_no_token(outputs: dict[str, Path]) -> None:
 def test_without_cache_it_is_a_model_like_any_other(outputs: dict[str, Path], kind: str) -> None:
     assert not loaded(outputs[kind], None).steps
     assert not loaded(outputs[kind], "fp8").steps, "steps are of int8"
+
+
+def test_it_is_inspected_checked_and_converted_like_any_other(
+    sources: dict[str, Path], outputs: dict[str, Path], kind: str, tmp_path: Path
+) -> None:
+    """What the steps are is known; other formats leave them out."""
+    about = describe(Checkpoint.open(outputs[kind]))
+    assert (about.scheme, about.missing, about.unknown) == ("int8-a8w8c8", [], [])
+    found = diagnose(str(outputs[kind]), source=str(sources[kind]), depth="tensors").findings.found
+    assert not [one for one in found if one.severity == "error" and one.name == "error-large"], found
+    for options in ({"format": "compressed-tensors"}, {"dtype": "bf16"}):
+        convert(outputs[kind], out := tmp_path / "-".join(options.values()), **options)
+        assert not [name for name in Checkpoint.open(out).tensors if "fa_k" in name or "kv_cache" in name]
+        assert load_model(out, device="cpu", backend="reference", cache="int8").codes == torch.int8
 
 
 def test_a_cache_with_an_offset_is_refused_in_int8_alone(outputs: dict[str, Path], tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class CodedCache:
         return stored_steps(step_specs(self.cache, sublayer.rows), sublayer.rows, steps)
 
     def _latents(self, sublayer: Sublayer, tensors: Mapping[str, Tensor], latents: Tensor) -> dict[str, Tensor]:
-        norm, kv_b = latent_norm(sublayer.rows)
+        norm, kv_b = latent_norm(sublayer)
         divisors = powers(latents.abs().amax(0))
         stored = {row.name: tensors[row.name].to(sublayer.stored[row.name]) for row in (norm, kv_b)}
         changed = {norm.name: divided(stored[norm.name], divisors), kv_b.name: stored[kv_b.name] * divisors.to(stored[kv_b.name].dtype)}
@@ -83,12 +83,12 @@ class CodedCache:
         return attend
 
 
-def latent_norm(rows: list[Parameter]) -> tuple[Parameter, Parameter]:
-    """The norm of the latent, and kv_b, which alone reads it: tables have rows in the order of the forward pass."""
-    place = next(number for number, row in enumerate(rows) if row.projection == "kv_b")
-    norm, kv_b = rows[place - 1], rows[place]
-    assert (norm.role, norm.shape) == ("norm", kv_b.shape[1:]), norm.name
-    return norm, kv_b
+def latent_norm(sublayer: Sublayer) -> tuple[Parameter, Parameter]:
+    """The norm of the latent, and kv_b, which alone reads it."""
+    rows = {row.module: row for row in sublayer.rows}
+    kv_b = next(row for row in sublayer.rows if row.projection == "kv_b")
+    group = next(group for group in sublayer.groups if group.consumers == (kv_b.module,))
+    return rows[group.producer], kv_b
 
 
 def best_step(x: Tensor, counts: Tensor) -> Tensor:
