@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from quantkit_kernels import SILU, Gating
+from quantkit_kernels import SILU, Gating, add_rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -94,6 +94,9 @@ class Decoded:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, gain, eps)
 
 
 def round_rows(x: Tensor) -> Tensor:

@@ -65,6 +65,9 @@ class BoxWeights(SyntheticWeights):
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.parallel.all_reduce(x)
 
+    def add_rms_norm(self, x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return self.parallel.add_rms_norm(x, residual, gain, eps)
+
 
 def build(config: deepseek_v3.Config, parallel: Parallel, device: torch.device) -> LoadedModel:
     """As `load_model` returns it, with one MTP layer."""

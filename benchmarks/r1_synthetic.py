@@ -170,6 +170,9 @@ class SyntheticWeights:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
+    def add_rms_norm(self, x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return kernels.add_rms_norm(x, residual, gain, eps)
+
     def read(self, distinct: float) -> dict[str, float]:
         """Weight bytes that a step reads, by part, with so many distinct experts in an average layer."""
         linears = {part: sum(op.nbytes for op in ops) for part, ops in self.linears.items()}

@@ -78,6 +78,26 @@ def sent(values: Any, device: torch.device, dtype: torch.dtype | None = None) ->
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=device.type == "cuda")
 
 
+class Fetched:
+    """Numbers of a tensor on their way to the host: it waits for them, and not for what CUDA is told to do behind this. The tensor may be
+    written over then."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._there: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._values = values.to("cpu", non_blocking=True)  # pinned memory
+            self._there = torch.cuda.Event()
+            self._there.record(torch.cuda.current_stream(values.device))
+        else:
+            self._values = values.clone()
+
+    def tolist(self) -> list[Any]:
+        if self._there is not None:
+            self._there.synchronize()
+        found: list[Any] = self._values.tolist()
+        return found
+
+
 def describe_hardware(device: str = "auto") -> str:
     """Processor, cores and memory, and the accelerator where `device` may use one."""
     import psutil

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 import torch
-from quantkit_kernels import SILU, Gating
+from quantkit_kernels import SILU, Gating, add_rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -56,3 +56,6 @@ class PlainWeights:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, gain, eps)

@@ -1,7 +1,9 @@
-"""What an engine refuses before it computes: requests that can never run, and ends of answers that are no tokens."""
+"""What an engine refuses before it computes: requests that can never run, and ends of answers that are no tokens. Whether it can go on."""
 
 from collections.abc import Iterable
 from pathlib import Path
+
+import torch
 
 from quantkit.errors import QuantkitError
 from quantkit.executor.sampling import SamplingParams
@@ -25,3 +27,13 @@ def check_eos(eos_ids: Iterable[object], vocab: int, path: Path) -> None:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
             said = f"{path}: eos_token_id {token!r:.100} is no token of the model, which has {vocab}"
             raise QuantkitError(said, "correct generation_config.json, config.json or tokenizer_config.json")
+
+
+def check_usable(device: torch.device, fault: Exception, *, alone: bool) -> None:
+    """Raise `fault` where it is more than one pass's: other ranks wait in that pass, or the device computes nothing any more."""
+    if not alone:
+        raise fault
+    try:
+        torch.ones(1, device=device).sum().item()
+    except Exception:
+        raise fault from None

@@ -19,10 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantkit.devices import Fetched
 from quantkit.executor.ahead import capture_ahead
 from quantkit.executor.budget import measure
 from quantkit.executor.cache import CachePlan
-from quantkit.executor.checks import check_eos, check_request
+from quantkit.executor.checks import check_eos, check_request, check_usable
 from quantkit.executor.chooser import Chooser
 from quantkit.executor.draft_load import check_draft, load_draft, make_drafter
 from quantkit.executor.eagle_head import LoadedHead
@@ -67,17 +68,19 @@ class Engine:
         own_batch = -(-max_batch // homes)
         self._guesses = (lookahead := lookahead_of(num_drafts, num_looked_up)) > 0
         self.cache = loaded.new_cache(plan.num_blocks, own_batch, lookahead)
-        amounts = {"max_batch": own_batch, "prefill_tokens": -(-prefill_tokens // homes), "lookahead": lookahead}
-        make = partial(Scheduler, plan, **amounts, prefix_cache=prefix_cache)
-        self.scheduler: Scheduler | Homes = make() if homes == 1 else Homes(homes, make)
         self.expert_counter: ExpertCounter | None = None
         eager = "experts are counted" if count_experts else ""
         self.runner = Runner(loaded.model, self.cache, eager=eager, experts=loaded.weights.expert_ranks)
+        reach = max(lookahead, int(self.runner.launches_next))
+        amounts = {"max_batch": own_batch, "prefill_tokens": -(-prefill_tokens // homes), "lookahead": reach}
+        make = partial(Scheduler, plan, **amounts, prefix_cache=prefix_cache)
+        self.scheduler: Scheduler | Homes = make() if homes == 1 else Homes(homes, make)
         drafter: Source | None = None
         if draft is not None:
             drafter = make_drafter(draft, loaded, plan, self.runner, num_drafts, self.parallel, shared=prefix_cache)
         elif num_drafts:
             drafter = by_mtp_layers(loaded.mtp_layers, self.runner, num_drafts, self.parallel)
+        self.runner.prompts.reads_all = drafter is not None or count_experts
         self.speculation = Speculation(drafter, num_looked_up, measured=measure_steps)
         self.leader = Leader(self.parallel)
         self.grammars = Grammars(tokenizer.tokenizer, loaded.config.vocab_size, tokenizer.eos_ids)
@@ -287,7 +290,9 @@ class Engine:
         rows = len(step.decode) + (sum([len(one.drafts) for one in step.decode]) if self._guesses else 0)
         accepted = self.speculation.acceptance.accepted
         advanced: list[Sequence] = []
-        for one in step.passes(self.scheduler.budget.mixed):
+        if not step.decode:
+            self.runner.drop_next()
+        for one in step.passes(self.scheduler.budget.mixed and not self.runner.has_launched):
             advanced += self._pass(one)
         if step.decode and not step.prefill:
             kept = self.speculation.acceptance.accepted - accepted
@@ -308,7 +313,8 @@ class Engine:
             joint = JointPass(step, self.parallel) if isinstance(self.scheduler, Homes) else None
             return self._finish_pass(self._compute(step) if joint is None else joint.compute(self.chooser, self.runner), joint)
         except Exception as fault:
-            self._check_usable(fault)
+            self.runner.drop_next()
+            check_usable(self.loaded.device, fault, alone=self.leader.alone)
             done: list[Sequence] = []
             alone = step.alone()
             for sequence, own in alone:
@@ -329,27 +335,25 @@ class Engine:
             return self.runner.decode(step.decode)
         return self.runner.mixed(step.decode, step.prefill) if step.decode else self.runner.prefill(step.prefill)
 
-    def _check_usable(self, fault: Exception) -> None:
-        """Raise `fault` where it is more than one pass's: other ranks wait in that pass, or the device computes nothing any more."""
-        if not self.leader.alone:
-            raise fault
-        try:
-            torch.ones(1, device=self.loaded.device).sum().item()
-        except Exception:
-            raise fault from None
-
     def _finish_pass(self, done: ForwardPass, joint: JointPass | None) -> list[Sequence]:
         """Choose the successors, guess behind them, append what the ranks agree on, and guess on. Returns the sequences that got tokens."""
         score_prompts(done, self.runner.model)
         chosen = self.chooser.choose(done, self.runner.draw) if done.counts else None
         guessed = self.speculation.begin(done, chosen)
+        coming = None
+        if chosen is not None and joint is None:
+            coming = Fetched(chosen.token_ids if guessed is None else torch.cat((chosen.token_ids, guessed)))
+            # Before others are listened to, who may add requests on this rank alone.
+            if self.runner.launches_next and done.is_read_once and not self.speculation.guesses and self.scheduler.goes_on(done.counts):
+                self.runner.launch_next(self.parallel.first(chosen.token_ids))
         self.meanwhile()
         advanced, guesses = [sequence for sequence, _ in done.counts], list[int]()
         if joint is not None:
             advanced += self._append_all(done, joint, done.hidden.new_empty(0) if chosen is None else chosen.token_ids)
-        elif chosen is not None:
-            token_ids, guesses = self._agree(chosen.token_ids, guessed)
-            self._append(done, token_ids)
+        elif coming is not None:  # here the host waits for the device, once for tokens and guesses
+            agreed, number = self.parallel.agree(coming), len(done.rows)
+            guesses = agreed[number:]
+            self._append(done, agreed[:number])
         self.speculation.finish(done, advanced, guesses)
         return advanced
 
@@ -362,13 +366,6 @@ class Engine:
             self._keep(sequence, tokens, time.perf_counter())
         joint.report()
         return [sequence for sequence, _ in elsewhere]
-
-    def _agree(self, chosen: Tensor, guessed: Tensor | None) -> tuple[list[int], list[int]]:
-        """Rank 0's tokens and guesses, on every rank; here the host waits for the device, once for both."""
-        if guessed is None:
-            return self.parallel.agree(chosen), []
-        agreed = self.parallel.agree(torch.cat((chosen, guessed)))
-        return agreed[: len(chosen)], agreed[len(chosen) :]
 
     def _append(self, done: ForwardPass, token_ids: list[int]) -> None:
         """The rows' tokens go to their sequences, which keep them as long as their drafts were right."""

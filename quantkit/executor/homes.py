@@ -57,6 +57,10 @@ class Homes:
         sequence.home = max(least, key=lambda rank: self.each[rank].num_shared(sequence))
         self.each[sequence.home].add(sequence)
 
+    def goes_on(self, answers: list[tuple[Sequence, int]]) -> bool:
+        """As `Scheduler.goes_on`; ranks say before every pass what theirs is."""
+        return False
+
     def remove(self, sequence: Sequence) -> None:
         """As `Scheduler.remove`."""
         self.each[sequence.home].remove(sequence)

@@ -8,7 +8,7 @@ made.
 What is behind a step of answers is a few tokens a sequence: a decode step over rows, as guesses that are checked are, and so a graph where
 those are. Longer parts attend as prompts do.
 
-Where no guesses are wanted what the main model made of the tokens is kept, and read at once later.
+Where no guesses are wanted what the main model made of answers' tokens is kept (unread.py), and read at once later.
 """
 
 from dataclasses import dataclass, field
@@ -19,16 +19,15 @@ from torch import Tensor
 
 from quantkit.devices import sent
 from quantkit.executor.chooser import ChosenTokens
+from quantkit.executor.graphs import DecodeRows
 from quantkit.executor.mtp_drafter import MtpDrafter
 from quantkit.executor.parallel import Parallel
 from quantkit.executor.runner import ForwardPass, Runner, Span
 from quantkit.executor.sampling import Batch
 from quantkit.executor.sequence import Sequence
 from quantkit.executor.speculation import Source
+from quantkit.executor.unread import UnreadStates
 from quantkit.models.architecture import MtpModel
-
-_MOST_WAITING = 32
-"""Tokens of a sequence that wait for guesses to be wanted, at most."""
 
 
 def by_mtp_layers(layers: tuple[MtpModel, ...], runner: Runner, count: int, parallel: Parallel) -> Source:
@@ -59,26 +58,56 @@ class MtpHeads:
         # A step keeps `count` guesses and the token behind them; layer k reads k tokens again. Short convolutions have room for as many.
         self._most_rows = 2 * count
         self._read: WeakKeyDictionary[Sequence, _Read] = WeakKeyDictionary()
+        self._unread = UnreadStates()
 
     def begin(self, done: ForwardPass, chosen: ChosenTokens | None) -> Tensor | None:
         """As `speculation.Source.begin`: nothing is guessed before the chosen tokens are known. A pass without any is read here."""
         if chosen is None:
             self._advance(done, set())
+        elif self.count == 0 and isinstance(done.where, DecodeRows):
+            self._unread.hold(done.hidden)
         return None
 
     def finish(self, done: ForwardPass, advanced: list[Sequence], guesses: list[int]) -> None:
         """As `speculation.Source.finish`."""
-        self._advance(done, {sequence for sequence, _ in done.counts})
+        if self.count > 0:
+            self._catch_up()
+            self._advance(done, {sequence for sequence, _ in done.counts})
+        elif isinstance(done.where, DecodeRows):
+            self._unread.settle(done.spans, len(done.rows))
+        else:
+            self._set_aside(done)
+            self._advance(done, set(), fewest=2)
 
-    def _advance(self, done: ForwardPass, guessing: set[Sequence]) -> None:
-        """Read a pass, and guess behind the newest tokens of `guessing`."""
+    def _set_aside(self, done: ForwardPass) -> None:
+        """Keep the hidden states of answers' tokens of a pass with prompts, as nobody guesses."""
+        rows, spans, row = [], [], 0
+        for span in done.spans:
+            if span[2] == 1:
+                spans.append(span)
+                rows.append(row)
+            row += span[2]
+        if rows:
+            self._unread.hold(done.hidden[sent(rows, self._runner.device)])
+            self._unread.settle(spans, len(rows))
+
+    def _catch_up(self) -> None:
+        """What was kept waits for the layers."""
+        spans, hidden = self._unread.take()
+        if hidden is not None:
+            for (sequence, start, _), part in zip(spans, hidden.split([span.length for span in spans])):
+                self._take(sequence, start, part)
+
+    def _advance(self, done: ForwardPass, guessing: set[Sequence], fewest: int = 1) -> None:
+        """Read a pass, its spans of `fewest` tokens and more, and guess behind the newest tokens of `guessing`."""
         row, behind = 0, dict[Sequence, int]()
+        self._unread.computed_anew([sequence for sequence, start, _ in done.spans if start == 0])
         for sequence, start, length in done.spans:
             kept = min(length, len(sequence.token_ids) - 1 - start)  # of what was guessed
-            if sequence.finish_reason is None:
+            if length >= fewest and sequence.finish_reason is None and sequence not in self._unread.given_up:
                 self._take(sequence, start, done.hidden[row : row + kept])
                 wanted = max(min(self.count, sequence.num_wanted, len(self.layers)), 0) if sequence in guessing else 0
-                if wanted or len(self._read[sequence].waiting[0]) > _MOST_WAITING:
+                if wanted or len(self._read[sequence].waiting[0]) > self._most_rows:
                     behind[sequence] = wanted
             row += length
         self._compute(behind)

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from quantkit_kernels import accelerator
+from quantkit_kernels import accelerator, add_rms_norm
 from torch import Tensor
 
-from quantkit.devices import find_device
+from quantkit.devices import Fetched, find_device
 from quantkit.errors import QuantkitError
 from quantkit.executor.channel import Channel
 from quantkit.executor.coded_sums import CodedSums, codes_of_sums
@@ -26,8 +26,8 @@ from quantkit.executor.rank_processes import RankProcesses, environment_rank, la
 _VALUE_BYTES = 1 << 10
 """Bytes of a value that `gather` carries."""
 
-_SHARED_WORD = 4
-"""Tokens that `share` sends are so many, or a multiple: 16 bytes."""
+_SHARED_WORD, _SHARED_INTEGERS = 4, 2
+"""Tokens that `share` sends are so many, or a multiple, and integers that `first` sends: 16 bytes."""
 
 _FOREVER = timedelta(days=365)
 """An idle server's ranks wait for the next request this long."""
@@ -96,6 +96,13 @@ class Parallel:
         self._guard(lambda: dist.all_reduce(wide))
         return wide.to(x.dtype)
 
+    def add_rms_norm(self, x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`quantkit_kernels.add_rms_norm` of `all_reduce(x)`: in one launch where the ranks' memory takes x."""
+        if self.peers is not None and self.peers.norms(x, gain):
+            normed, total = self.peers.add_rms_norm(x, residual, gain, eps)
+            return normed, total
+        return add_rms_norm(self.all_reduce(x), residual, gain, eps)
+
     def all_gather(self, x: Tensor) -> Tensor:
         """[..., n] of each rank -> [..., size * n], ranks in order."""
         if self.size == 1:
@@ -144,7 +151,16 @@ class Parallel:
         self._guard(lambda: dist.all_gather(parts, padded, group=self._control))
         return [json.loads(bytes(part.tolist())) for part in parts]
 
-    def agree(self, x: Tensor) -> list[int]:
+    def first(self, x: Tensor) -> Tensor:
+        """Rank 0's int64 [n] on every rank; no host waits."""
+        if self.size == 1:
+            return x
+        padded = x.new_zeros(1, -(-len(x) // _SHARED_INTEGERS) * _SHARED_INTEGERS)
+        padded[0, : len(x)] = x
+        # As float32, which collectives of every kind carry; bits are not touched.
+        return self.all_gather(padded.view(torch.float32)).view(torch.int64)[0, : len(x)]
+
+    def agree(self, x: Tensor | Fetched) -> list[int]:
         """Rank 0's integers [n] on every rank; only rank 0 waits for its device."""
         if self.size == 1 or self.rank == 0:
             values: list[int] = x.tolist()

@@ -30,6 +30,7 @@ from quantkit.executor.graphs import (
 from quantkit.executor.homes import Room
 from quantkit.executor.kept_rows import KeptRows
 from quantkit.executor.mixed import MixedContext
+from quantkit.executor.next_pass import NextPass
 from quantkit.executor.prompt_graphs import PromptPasses, PromptRows
 from quantkit.executor.scheduler import ScheduledStep
 from quantkit.executor.sequence import Sequence
@@ -45,12 +46,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What a pass computed: `hidden` [T, H] of the spans' tokens, one span after the other; a span as `Span` has it.
+    """What a pass computed: `hidden` [T, H] of the spans' tokens, one span after the other; a span as `Span` has it. Where nobody reads
+    them all (`PromptPasses.reads_all`, and no span's sequence asks for log-probabilities of its prompt), of a prompt's its last one alone.
 
     where: the tokens' places in the cache, `DecodeRows` where each attended by itself; else what makes the context of all.
     logits float32 [R, vocab] and greedy int64 [R] (the likeliest tokens): of the R tokens whose successors are to be chosen, None where
-    there are none; rows: which of the T these are; counts: which sequence they belong to, and how many each has. Tensors are valid until
-    the next pass.
+    there are none; rows: which of `hidden` these are; counts: which sequence they belong to, and how many each has. Tensors are valid
+    until the next pass.
     """
 
     spans: Items[tuple[Sequence, int, int]]
@@ -60,6 +62,12 @@ class ForwardPass:
     greedy: Tensor | None
     rows: list[int]
     counts: list[tuple[Sequence, int]]
+
+    @property
+    def is_read_once(self) -> bool:
+        """Whether nothing is read of it when its tokens are known: a token each of answers, none of which wants log-probabilities."""
+        one_each = len(self.rows) == len(self.counts) and isinstance(self.where, DecodeRows)
+        return one_each and all([sequence.params.logprobs is None for sequence, _ in self.counts])
 
 
 class Runner:
@@ -74,6 +82,9 @@ class Runner:
         self._capture = None if self._why_eager else capture or DeviceCapture(self.device)
         self.steps = self._steps(model, self._capture)
         self._given = capture
+        self._next: NextPass | None = None
+        # Eager steps keep the host busy. An NPU's graphs are told lengths; ranks with requests of their own agree on every pass first.
+        self._may_launch_next = self._capture is not None and self.device.type != "npu" and experts.size == 1
         self._tables, self._kept = BlockTables(), KeptRows(cache.block_size)
         # Attention of prompts on an NPU wants lengths on the host. Ranks with requests of their own would capture at different times.
         self.prompts = PromptPasses(model, cache, None if self.device.type == "npu" or experts.size > 1 else self._capture)
@@ -99,8 +110,34 @@ class Runner:
         return self._with_prompts([], _prompt_spans(parts))
 
     def decode(self, sequences: list[Sequence]) -> ForwardPass:
-        """The newest token of each sequence, and the drafted ones after it: successors of all are chosen."""
-        return self._without_prompts(sequences)
+        """The newest token of each sequence, and the drafted ones after it: successors of all are chosen. Where `launch_next` launched
+        them, all are of that pass."""
+        if self._next is None:
+            return self._without_prompts(sequences)
+        launched, self._next = self._next, None
+        return self._decoded(sequences, *launched.of(sequences))
+
+    @property
+    def launches_next(self) -> bool:
+        """Whether `launch_next` may launch anything."""
+        return self._may_launch_next and not self.steps.failure
+
+    @property
+    def has_launched(self) -> bool:
+        """Whether a pass is under way that `decode` has not returned."""
+        return self._next is not None
+
+    def launch_next(self, token_ids: Tensor) -> None:
+        """Launch the pass behind the one that `decode` just returned, without drafts: token_ids int64 [B] were chosen in it. Nothing is
+        launched where a row has no block yet, or the step is not captured. Tensors of that pass are not valid any more."""
+        answers = self._kept.answers
+        rows = self._kept.next(answers, unread=1)
+        if rows is not None and self.steps.has(*rows.tables.shape):
+            self._next = NextPass(answers, rows, self.steps.run(rows, token_ids))
+
+    def drop_next(self) -> None:
+        """Nobody wants what was launched."""
+        self._next = None
 
     def mixed(self, sequences: list[Sequence], parts: list[tuple[Sequence, int]]) -> ForwardPass:
         """Both in one pass: as `decode` of `sequences` and `prefill` of `parts`."""
@@ -120,22 +157,28 @@ class Runner:
         if room is not None:
             result = StepResult(*(part[:count] for part in result))
         if count == len(answers):
-            spans, counts = list(zip(answers, rows.positions.tolist(), repeat(1))), self._kept.counts
-        else:
-            spans, counts = _answer_spans(answers), [(sequence, 1 + len(sequence.drafts)) for sequence in answers]
+            return self._decoded(answers, rows, result)
+        spans, counts = _answer_spans(answers), [(sequence, 1 + len(sequence.drafts)) for sequence in answers]
         return ForwardPass(spans, result.hidden, rows, result.logits, result.greedy, list(range(count)), counts)
+
+    def _decoded(self, answers: list[Sequence], rows: DecodeRows, result: StepResult) -> ForwardPass:
+        """A row each."""
+        spans = list(zip(answers, rows.positions.tolist(), repeat(1)))
+        counts = self._kept.counts if answers == self._kept.answers else [(sequence, 1) for sequence in answers]
+        return ForwardPass(spans, result.hidden, rows, result.logits, result.greedy, list(range(len(answers))), counts)
 
     def _with_prompts(self, answers: list[Sequence], prompts: list[Span], room: Room | None = None) -> ForwardPass:
         own = [PromptRows(one.token_ids[start : start + length], start, one.blocks, one.state) for one, start, length in prompts]
         rows, new = list(range(_num_rows(answers))), sum(length for _, _, length in prompts)
         given = self._answer_rows(answers, len(rows), room) if answers or (room is not None and room.rows) else None
         self._expect(len(rows), new, room)
-        hidden = self.prompts.run(given, own if room is None else [*own, *self._nobodys(room.tokens - new)])
+        whole = room is not None or self.prompts.reads_all or any(one.params.prompt_logprobs is not None for one, _, _ in prompts)
+        hidden = self.prompts.run(given, own if room is None else [*own, *self._nobodys(room.tokens - new)], whole=whole)
         if room is not None:
             hidden = torch.cat((hidden[: len(rows)], hidden[room.rows : room.rows + new]))
         counts, end = [(sequence, 1 + len(sequence.drafts)) for sequence in answers], len(rows)
         for sequence, start, length in prompts:
-            end += length
+            end += length if whole else 1
             sequence.num_cached += length
             if start + length == len(sequence.token_ids):
                 rows.append(end - 1)
@@ -143,7 +186,8 @@ class Runner:
         spans, where = [*_answer_spans(answers), *prompts], partial(self.prompts.context, given, own)
         if not rows:
             return ForwardPass(spans, hidden, where, None, None, rows, counts)
-        logits = self.model.logits(hidden[torch.tensor(rows, device=self.device)])
+        every = len(rows) == len(hidden)  # a list that goes to the device waits for it
+        logits = self.model.logits(hidden if every else hidden[torch.tensor(rows, device=self.device)])
         return ForwardPass(spans, hidden, where, logits, logits.argmax(dim=-1), rows, counts)
 
     def prompt_context(self, spans: Items[tuple[Sequence, int, int]]) -> PrefillContext | MixedContext:

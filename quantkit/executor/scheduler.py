@@ -140,6 +140,12 @@ class Scheduler:
             return ScheduledStep([], decode)
         return ScheduledStep(self._prefill(self.budget if decode else StepBudget(self.budget.alone, self.budget.alone)), decode)
 
+    def goes_on(self, answers: list[tuple[Sequence, int]]) -> bool:
+        """Whether the next step decodes these answers again, a token further, and nothing else of what is here: but for those that end."""
+        left = sum([one.num_wanted > 0 for one, _ in answers])
+        full = len(self.running) >= self.max_batch and left == len(answers)
+        return len(answers) == len(self.running) and left > 0 and (full or not self.waiting)
+
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that finished or was cancelled, wherever it is."""
         if sequence in self.running:

@@ -26,7 +26,8 @@ class Source(Protocol):
         """What may follow the tokens chosen behind the counted rows of a pass, [R] on the device; None where nothing is computed."""
 
     def finish(self, done: ForwardPass, advanced: list[Sequence], guesses: list[int]) -> None:
-        """Drafts for sequences that got tokens, now appended. guesses: what `begin` returned; empty where that was nothing."""
+        """Drafts for sequences that got tokens, now appended. guesses: what `begin` returned; empty where that was nothing. Where nothing
+        is guessed, tensors of `done` may be another pass's by now."""
 
 
 @dataclass
@@ -66,6 +67,11 @@ class Speculation:
         self._lookups.count = looked_up
         if self.drafter is not None:
             self.drafter.count = drafts
+
+    @property
+    def guesses(self) -> bool:
+        """Whether anything is guessed now."""
+        return self.guessing.drafts + self.guessing.looked_up > 0
 
     def begin(self, done: ForwardPass, chosen: ChosenTokens | None) -> Tensor | None:
         """As `Source.begin`, of all."""

@@ -189,6 +189,11 @@ class ExecutorWeights:
         add_up = self.parallel.all_reduce
         return self._prefetcher.during(add_up, x) if self._prefetcher else add_up(x)
 
+    def add_rms_norm(self, x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if self._prefetcher:
+            return kernels.add_rms_norm(self.all_reduce(x), residual, gain, eps)
+        return self.parallel.add_rms_norm(x, residual, gain, eps)
+
     def _operand(self, module: str) -> kernels.Weight:
         if module in self._read:
             return self._read.pop(module)

@@ -1,15 +1,15 @@
 """What the architectures share: layers of two halves around a residual stream, and the stack of them.
 
-A half is h + f(norm(h)). The stack computes the sum of one half and the norm of the next as one operator, so a layer is called with the
-normed input of its first half and the residual stream, and returns both for whoever comes next. Calibration walks the halves one by one,
-residual included: `attend` and `feed_forward` compute the same, operator by operator.
+A half is h + f(norm(h)). The stack computes the sum of one half, over the ranks too, and the norm of the next as one operator, so a layer
+is called with the normed input of its first half and the residual stream, and returns both for whoever comes next. Calibration walks the
+halves one by one, residual included: `attend` and `feed_forward` compute the same, operator by operator.
 """
 
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 import torch
-from quantkit_kernels import add_rms_norm, rms_norm
+from quantkit_kernels import rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -47,16 +47,22 @@ class DecoderLayer:
         norm_offset: float = 0.0,
         input_norm: str = "input_layernorm",
     ) -> None:
-        self.eps, self.all_reduce = eps, weights.all_reduce
+        self.eps, self.all_reduce, self.add_rms_norm = eps, weights.all_reduce, weights.add_rms_norm
         self.attention, self.mlp = attention, mlp
         self.input_norm = gain_of(weights, f"{prefix}.{input_norm}.weight", norm_offset)
         self.mlp_norm = gain_of(weights, f"{prefix}.{mlp_norm}.weight", norm_offset)
 
-    def __call__(self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """normed, residual [T, H]: the residual stream with and without `input_norm`. next_norm [H]: gain of the norm after this layer.
-        Returns the two after the layer."""
-        normed, residual = add_rms_norm(self.attention_output(normed, context), residual, self.mlp_norm, self.eps)
-        return add_rms_norm(self.mlp_output(normed), residual, next_norm, self.eps)
+        rows int64 [R]: tokens that anything behind the attention is asked for, all by default.
+        Returns the two after the layer, of these tokens."""
+        attended = self.attention(normed, context)
+        if rows is not None:
+            attended, residual = attended[rows], residual[rows]
+        normed, residual = self.add_rms_norm(attended, residual, self.mlp_norm, self.eps)
+        return self.add_rms_norm(self.mlp(normed), residual, next_norm, self.eps)
 
     def attend(self, hidden: Tensor, context: Context) -> Tensor:
         """The attention half, residual included: hidden [T, H] -> [T, H]."""
@@ -77,10 +83,6 @@ class DecoderLayer:
     def attention_output(self, normed: Tensor, context: Context) -> Tensor:
         """What the attention half adds to the residual stream."""
         return self.all_reduce(self.attention(normed, context))
-
-    def mlp_output(self, normed: Tensor) -> Tensor:
-        """What the MLP or expert half adds to the residual stream."""
-        return self.as_added(self.mlp_sum(normed))
 
     def as_added(self, summed: Tensor) -> Tensor:
         """What is added of what the MLP or the experts make."""
@@ -120,16 +122,17 @@ class Model:
         """Values of a token that `__call__` returns."""
         return self.embedding.shape[1] * (1 + len(self.read_at))
 
-    def __call__(self, token_ids: Tensor, context: Context) -> Tensor:
-        """token_ids [T] -> hidden [T, H] after the final norm, and what `read_at` asks for, [T, width]."""
+    def __call__(self, token_ids: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
+        """token_ids [T] -> hidden [T, H] after the final norm, and what `read_at` asks for, [T, width]; rows int64 [R]: of these tokens."""
         residual = F.embedding(token_ids, self.embedding)
         normed = rms_norm(residual, self.layers[0].input_norm, self.config.rms_norm_eps)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         read: list[Tensor] = []
         for number, (layer, next_norm) in enumerate(zip(self.layers, next_norms)):
             if number in self.read_at:
-                read.append(residual.clone())  # operators may add to it in place
-            normed, residual = layer(normed, residual, context, next_norm)
+                read.append(residual.clone() if rows is None else residual[rows])  # operators may add to it in place
+            last = number == len(self.layers) - 1
+            normed, residual = layer(normed, residual, context, next_norm, rows if last else None)
         return torch.cat((normed, *read), dim=-1) if read else normed
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class InnerWeights:
 
     def __init__(self, weights: Weights, rename: Rename) -> None:
         self.weights, self.rename = weights, rename
-        self.all_reduce = weights.all_reduce
+        self.all_reduce, self.add_rms_norm = weights.all_reduce, weights.add_rms_norm
 
     def tensor(self, name: str) -> Tensor:
         return self.weights.tensor(self.rename(name))

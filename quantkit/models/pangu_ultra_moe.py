@@ -10,7 +10,7 @@ Rotary pairs: public code disagrees. The vendor's modeling file and its engine (
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from quantkit_kernels import rms_norm
+from quantkit_kernels import add_rms_norm, rms_norm
 from torch import Tensor
 
 from quantkit.models import decoder, deepseek_v3, mtp
@@ -88,6 +88,11 @@ class DecoderLayer(decoder.DecoderLayer):
         super().__init__(p, config.rms_norm_eps, weights, self.attention_class(config, layer, weights), mlp, mlp_norm="pre_mlp_layernorm")
         self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
         self.post_mlp_norm = weights.tensor(f"{p}.post_mlp_layernorm.weight")
+
+    def __call__(self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor) -> tuple[Tensor, Tensor]:
+        """As every layer's; but what a half adds is normed before it is added."""
+        normed, residual = add_rms_norm(self.attention_output(normed, context), residual, self.mlp_norm, self.eps)
+        return add_rms_norm(self.as_added(self.mlp_sum(normed)), residual, next_norm, self.eps)
 
     def attention_output(self, normed: Tensor, context: Context) -> Tensor:
         return rms_norm(super().attention_output(normed, context), self.post_attention_norm, self.eps)

@@ -62,3 +62,6 @@ class Weights(Protocol):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of the ranks' partial outputs; x itself on one device."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`quantkit_kernels.add_rms_norm` of `all_reduce(x)`."""

@@ -124,7 +124,7 @@ def test_rows_of_what_is_behind_leave_those_of_the_pass(tiny_checkpoint: Path, m
         engine.speculation.make(drafts, 0)
         for _ in range(steps):
             engine.step()
-    drafter._behind_by, drafter._num_held = [], 0
+    drafter._unread.take()
     drafter._most_rows = 3 if by_rows else 2
     for _ in range(3):  # six rows are behind
         engine.step()
@@ -183,7 +183,7 @@ def test_a_layer_without_guesses_reads_in_large_passes(tiny_checkpoint: Path, mo
 
 def test_what_fell_far_behind_is_not_read_and_not_guessed_for(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long guesses are off, they cost nothing; who came later is guessed for, and so is who was computed again."""
-    monkeypatch.setattr("quantkit.executor.mtp_drafter._MOST_BEHIND", 8)
+    monkeypatch.setattr("quantkit.executor.unread._MOST", 8)
     engine = load(tiny_checkpoint, max_model_len=256, num_drafts=1)
     drafter: Any = engine.speculation.drafter
     read: list[int] = []

@@ -6,10 +6,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import pytest
 import torch
+from quantkit_kernels import add_rms_norm
 from quantkit_kernels.cuda import collectives as peers
 from quantkit_kernels.cuda.collectives import MAX_BYTES, MAX_SUM_BYTES, Peers
 
@@ -101,6 +103,7 @@ def _rank(rank: int, size: int, port: int) -> None:
     parallel.connect(device)
     assert parallel.peers is not None, "no peer access here"
     check_sums(parallel, rank, size, device)
+    check_norms(parallel, rank, size, device)
     check_gather(parallel, rank, size, device)
     check_scatter(parallel, rank, size, device)
     check_graph(parallel, rank, size, device)
@@ -136,6 +139,27 @@ def check_sums(parallel: Parallel, rank: int, size: int, device: torch.device) -
     assert (parallel.all_reduce(large) == size).all()
 
 
+def check_norms(parallel: Parallel, rank: int, size: int, device: torch.device) -> None:
+    """The sum over ranks, that with the residual and its norm in one launch: the bits of the three one after the other."""
+    shapes = [(1, 7168), (3, 7168), (146, 7168), (8, 4096), (1, 2048), (2, 24), (1, 8192), (2, 65536)]
+    for turn, (shape, dtype) in enumerate((shape, dtype) for shape in shapes for dtype in (torch.bfloat16, torch.float16)):
+        x = torch.randn(shape, generator=torch.Generator(device).manual_seed(1000 * turn + rank), device=device).to(dtype)
+        common = torch.Generator(device).manual_seed(turn)
+        residual, gain = (torch.randn(one, generator=common, device=device).to(dtype) for one in (shape, shape[1:]))
+        assert parallel.peers.norms(x, gain)
+        normed, total = parallel.add_rms_norm(x, residual, gain, 1e-6)
+        one_by_one = add_rms_norm(parallel.all_reduce(x), residual, gain, 1e-6)
+        assert torch.equal(total, one_by_one[1]), (shape, dtype)
+        if shape[1] < 8192:
+            assert torch.equal(normed, one_by_one[0]), (shape, dtype)
+        else:  # threads of norm.cu add up several words
+            torch.testing.assert_close(normed, one_by_one[0], rtol=1e-2, atol=1e-3)
+    assert not parallel.peers.norms(x, gain.float())
+    assert not parallel.peers.norms(x.new_zeros(1, 65544), x.new_zeros(65544))
+    wide = parallel.add_rms_norm(x, residual, gain.float(), 1e-6)
+    torch.testing.assert_close(wide[0], one_by_one[0], rtol=1e-2, atol=1e-2)
+
+
 def check_gather(parallel: Parallel, rank: int, size: int, device: torch.device) -> None:
     for turn, (tokens, dtype) in enumerate((t, d) for t in (1, 3, 16, 32, 33, 64, 127, 128) for d in (torch.bfloat16, torch.float32)):
         shape = (tokens, 32320 if dtype == torch.bfloat16 else 96)
@@ -168,6 +192,7 @@ def check_graph(parallel: Parallel, rank: int, size: int, device: torch.device, 
     counts = [1 + i * 7 % 16 for i in range(sums)]
     inputs = [torch.zeros(count, 7168, dtype=torch.bfloat16, device=device) for count in counts]
     turn = torch.zeros((), dtype=torch.int64, device=device)
+    zeros, gain = torch.zeros(16, 7168, dtype=torch.bfloat16, device=device), torch.ones(7168, dtype=torch.bfloat16, device=device)
 
     def fill() -> None:
         for index, x in enumerate(inputs):
@@ -176,7 +201,9 @@ def check_graph(parallel: Parallel, rank: int, size: int, device: torch.device, 
 
     def run() -> list[torch.Tensor]:
         fill()
-        return [parallel.all_gather(parallel.all_reduce(x * 2)) for x in inputs]
+        summed = [parallel.all_reduce(x * 2) for x in inputs[::2]]
+        normed = [parallel.add_rms_norm(x * 2, zeros[: len(x)], gain, 1e-6)[1] for x in inputs[1::2]]
+        return [parallel.all_gather(one) for pair in zip_longest(summed, normed) for one in pair if one is not None]
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

@@ -246,11 +246,13 @@ def test_logits_equal_the_description(case: str) -> None:
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize(("num_drafts", "captured"), [(1, False), (3, True)])
-def test_guesses_are_those_of_the_description(num_drafts: int, captured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_drafts", "captured", "paused"), [(1, False, False), (3, True, False), (3, True, True)])
+def test_guesses_are_those_of_the_description(
+    num_drafts: int, captured: bool, paused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each layer computed anew over the whole text, one behind the other, gives the guesses that the engine makes over its caches, in
-    static buffers too, as graphs have them; some of them are right, for the next token follows from the last one; and no token is another
-    than without them."""
+    static buffers too, as graphs have them, and where none were wanted for some steps; some of them are right, for the next token follows
+    from the last one; and no token is another than without them."""
     monkeypatch.setattr(LoadedModel, "cache_dtype", torch.float32)
     config = {**TINY, "vocab_size": 320}
     tensors = random_tensors(config)
@@ -273,8 +275,13 @@ def test_guesses_are_those_of_the_description(num_drafts: int, captured: bool, t
     statement, compared = Statement(config, tensors), 0
     prompts = [list(range(10 + i, 14 + 15 * i)) for i in range(3)]
     sequences = [engine.submit(one, params, i) for i, one in enumerate(prompts)]
+    steps, unread = 0, 0
     while engine.has_work:
+        steps += 1
+        if paused:
+            engine.speculation.make(0 if steps % 7 in (0, 3, 4, 5) else num_drafts, 0)
         engine.step()
+        unread += bool(heads._unread) if captured else 0
         for one in sequences:
             if one.finish_reason is None and one.drafts:
                 ids = torch.tensor([*one.token_ids, *one.drafts])
@@ -283,7 +290,8 @@ def test_guesses_are_those_of_the_description(num_drafts: int, captured: bool, t
                     states, logits = statement.guessed(number, ids[1 + number :][: len(states)], states)
                     assert logits[-1].max() - logits[-1, guess] < 1e-3
                     compared += 1
-    assert compared > 20
+    assert compared > (10 if paused else 20)
+    assert (unread > 5) == paused
     assert 0.1 < engine.speculation.acceptance.rate < 0.95
     plain = Engine.load(source, device="cpu", dtype="float32", max_batch=3, max_model_len=128)
     drawn = [SamplingParams(max_new_tokens=14, temperature=0.6 * i, seed=i, ignore_eos=True) for i in range(3)]

@@ -114,6 +114,16 @@ class GqaDecode(ctypes.Structure):
     ]
 
 
+class ExchangeNorm(ctypes.Structure):
+    """collectives/exchange_norm.cu."""
+
+    _fields_ = [
+        *_fields(_POINTER, "x residual weight normed total"),
+        *_fields(_INT, "rows h rank room"),
+        *_fields(_FLOAT, "eps"),
+    ]
+
+
 _ADDRESS = ctypes.POINTER(_POINTER)
 
 FUNCTIONS: dict[str, list[type]] = {
@@ -148,6 +158,7 @@ FUNCTIONS: dict[str, list[type]] = {
     "qk_inbox_make": [ctypes.c_size_t, _ADDRESS, _POINTER],
     "qk_inbox_open": [_POINTER, _ADDRESS],
     "qk_peer_exchange": [_POINTER, _POINTER, _ADDRESS, _POINTER, *[_INT] * 6, _POINTER],
+    "qk_exchange_norm": [ctypes.POINTER(ExchangeNorm), _INT, _INT, _ADDRESS, _POINTER, _POINTER],
     "qk_error_text": [_INT],
 }
 RESULTS: dict[str, type] = {"qk_error_text": ctypes.c_char_p}

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit_kernels.cuda.abi import ExchangeNorm
 from quantkit_kernels.cuda.build import library, why_no_library
-from quantkit_kernels.cuda.launch import checked, stream_of
+from quantkit_kernels.cuda.launch import DTYPES, checked, stream_of
 
 MAX_SUM_BYTES = 1 << 21
 """146 tokens of 7168 values. At 128 tokens on four H200 a sum takes 19 us, NCCL's 31; a longer one needs larger inboxes."""
@@ -28,6 +29,11 @@ MAX_RANKS = 8
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _SIDE_BY_SIDE, _OWN_PART = 3, 4
 _WORD = 16
+_EIGHT = 8
+"""Values of 16 bits in a word."""
+
+MAX_NORM_WIDTH = 1 << 16
+"""Columns of a row that a cluster of eight blocks norms."""
 
 Exchange = Callable[[Any], list[Any]]
 """One JSON value of each rank, in the order of ranks; every rank calls it."""
@@ -58,6 +64,21 @@ class Peers:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, added in float32 in the order of ranks and rounded once: the same bits on every rank."""
         return self._exchange(x, torch.empty_like(x, memory_format=torch.contiguous_format), _DTYPES[x.dtype], 1)
+
+    def norms(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether `add_rms_norm` takes x and the norm's gain."""
+        alike = x.dim() == 2 and x.dtype == weight.dtype and x.dtype in DTYPES
+        return alike and self.adds(x) and x.shape[1] % _EIGHT == 0 and x.shape[1] <= MAX_NORM_WIDTH
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`quantkit_kernels.add_rms_norm` of `all_reduce(x)`, in one launch. x, residual [T, H]; weight [H]."""
+        x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
+        normed, total = torch.empty_like(x), torch.empty_like(x)
+        pointers = (one.data_ptr() for one in (x, residual, weight, normed, total))
+        params = ExchangeNorm(*pointers, *x.shape, self.rank, MAX_BYTES // _WORD, eps)
+        ours = (self.size, self._inboxes, self._state.data_ptr(), stream_of(x.device))
+        checked(library().qk_exchange_norm(ctypes.byref(params), DTYPES[x.dtype], *ours))
+        return normed, total
 
     def scatters(self, x: Tensor) -> bool:
         """Whether `scatter_sum` takes x."""

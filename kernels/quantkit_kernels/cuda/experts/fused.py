@@ -15,7 +15,7 @@ from quantkit_kernels.workspace import workspace
 _LIST_BYTES = 7 << 10
 """What a block of fused_experts.cu has for its lists (kListBytes)."""
 _DONE_STRIDE = 16
-"""Ints from one entry's counter to the next (kDoneStride)."""
+"""Ints from one entry's counter to the next (kDoneStride); the first is of strips that were claimed."""
 
 
 def max_pairs(num_experts: int) -> int:
@@ -48,7 +48,7 @@ def fused_experts(
     intermediate = gate_up.row_scale.numel() // num_experts // 2
     between = torch.empty(pairs, intermediate, dtype=x.dtype, device=x.device)
     weighed = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
-    done = workspace(x.device, 0)[1][: min(pairs, num_experts + pairs // 8) * _DONE_STRIDE]
+    done = workspace(x.device, 0)[1][: (1 + min(pairs, num_experts + pairs // 8)) * _DONE_STRIDE]
     params = FusedExpertsParams(
         gate_up=Matrix(**pointers(gate_up), n=2 * intermediate, k=hidden),
         down=Matrix(**pointers(down), n=hidden, k=intermediate),

@@ -1,67 +1,22 @@
 // Sum over the GPUs of one host, for the small tensors of a decode step: every rank writes its values into an inbox on each of the others
-// and adds up what arrived in its own, in the order of the ranks, so that all of them hold the same bits. Or, instead of adding, puts what
-// arrived side by side.
-//
-// An empty word is EMPTY; a value that looks like it, a NaN of its own kind, is sent as another NaN. So the data are their own flag, and one
-// pass over the link is all that a rank waits for. Calls take the two halves of an inbox in turn. Who has read a word empties it: a peer
-// writes there again two calls later, and then it has seen this rank's values of the call between, which were sent after this call ended.
-// Every rank must make the same calls in the same order. No multicast.
+// and adds up what arrived in its own, in the order of the ranks, so that all of them hold the same bits (inbox.cuh). Or, instead of adding,
+// puts what arrived side by side.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include "collectives/inbox.cuh"
 #include "common/launch.cuh"
 
 namespace {
 
-constexpr int MOST_RANKS = 8, MOST_THREADS = 512;
-constexpr unsigned EMPTY = 0xffffffffu, OTHER_NAN = 0x7fff7fffu;
-
-// Memory of each rank as this process sees it.
-struct Inboxes {
-  uint4* of[MOST_RANKS];
-};
-
-// `calls` made so far on this device, and blocks of the running one that `arrived`.
-struct State {
-  unsigned calls, arrived;
-};
-
-__device__ __forceinline__ uint4 read_word(const uint4* from) {
-  uint4 v;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ void write_word(uint4* to, uint4 v) {
-  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-
-__device__ __forceinline__ bool is_full(uint4 v) { return v.x != EMPTY && v.y != EMPTY && v.z != EMPTY && v.w != EMPTY; }
-
-__device__ __forceinline__ uint4 sendable(uint4 v) {
-  const auto fix = [](unsigned word) { return word == EMPTY ? OTHER_NAN : word; };
-  return {fix(v.x), fix(v.y), fix(v.z), fix(v.w)};
-}
-
-template <class T, int RANKS> __device__ __forceinline__ uint4 sum(const uint4 (&parts)[RANKS]) {
-  constexpr int VALUES = sizeof(uint4) / sizeof(T);
-  float sums[VALUES] = {};
-#pragma unroll
-  for (int r = 0; r < RANKS; ++r)
-#pragma unroll
-    for (int i = 0; i < VALUES; ++i) sums[i] += float(reinterpret_cast<const T*>(&parts[r])[i]);
-  uint4 total;
-#pragma unroll
-  for (int i = 0; i < VALUES; ++i) reinterpret_cast<T*>(&total)[i] = T(sums[i]);
-  return total;
-}
+constexpr int MOST_THREADS = 512;
 
 struct Gather {};
 
-// One thread a word of 16 bytes. An inbox: two halves of RANKS parts of `room` words, a part per sender. T: what is added up, in float32; or
-// Gather: rows of `row_words` words of each rank come to lie side by side. SCATTER: x has `words` words for each rank, which alone adds them.
+// One thread a word of 16 bytes. T: what is added up, in float32; or Gather: rows of `row_words` words of each rank come to lie side by side.
+// SCATTER: x has `words` words for each rank, which alone adds them.
 template <class T, int RANKS, bool SCATTER>
 __global__ void __launch_bounds__(MOST_THREADS)
     exchange(const uint4* x, uint4* out, const __grid_constant__ Inboxes inboxes, State* state, int rank, int words, int row_words, int room) {
@@ -80,23 +35,9 @@ __global__ void __launch_bounds__(MOST_THREADS)
       else parts[r] = own;
     }
   }
-  __syncthreads();  // every thread knows the number of calls
-  if (threadIdx.x == 0 && atomicInc(&state->arrived, gridDim.x - 1) == gridDim.x - 1) *(volatile unsigned*)&state->calls = calls + 1;
+  count_call(state, calls, gridDim.x);
   if (!mine) return;
-  uint4* inbox = inboxes.of[rank] + half + at;
-  bool full;
-  do {
-    full = true;
-#pragma unroll
-    for (int r = 0; r < RANKS; ++r)
-      if (r != rank) {
-        parts[r] = read_word(inbox + (size_t)r * room);
-        full &= is_full(parts[r]);
-      }
-  } while (!full);
-#pragma unroll
-  for (int r = 0; r < RANKS; ++r)
-    if (r != rank) write_word(inbox + (size_t)r * room, {EMPTY, EMPTY, EMPTY, EMPTY});
+  receive<RANKS>(parts, inboxes.of[rank] + half + at, rank, room);
   if constexpr (std::is_same_v<T, Gather>) {
     const size_t to = (size_t)(at / row_words) * RANKS * row_words + at % row_words;
 #pragma unroll

@@ -1,4 +1,4 @@
-// The work of fused_experts.cu, and how it is dealt out to blocks and warps. That file says what an entry and a strip are.
+// The work of fused_experts.cu, and how blocks and warps come by it. That file says what an entry and a strip are.
 
 #pragma once
 
@@ -115,54 +115,92 @@ template <int TOKENS> __device__ int list_entries(const FusedExpertsParams& p, E
   return all >> 16;
 }
 
-// The work of a block and of its warps.
+// The work of a block, and of all warps together.
 struct Jobs {
   const FusedExpertsParams& p;
-  int warp, shared, early, count;  // of a warp: strips of gate_up with the others of its block, strips of down before the rest and in all
-  int early_first, early_stride, late_first, late_stride;
+  int warp, items, shared, units;  // strips of gate_up, those of the block, of which its warps take chunks; strips of down, that warps claim
 
   __device__ __forceinline__ Jobs(const FusedExpertsParams& params, int entries) : p(params) {
     warp = __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0);
-    const int blocks = gridDim.x, block = blockIdx.x, items = entries * (p.gate_up.n / 64), units = entries * (p.down.n / 64);
-    const int full = items % blocks;  // blocks that have one more
-    shared = items / blocks + (block < full);
-    // What the others take of down before all of them share the rest, in the same bytes.
-    const int ahead = min(units, full == 0 ? 0 : (blocks - full) * max(1, p.gate_up.k / p.down.k));
-    early_stride = (blocks - full) * kWarps, early_first = (block - full) * kWarps + warp;
-    early = block >= full && early_first < ahead ? (ahead - early_first + early_stride - 1) / early_stride : 0;
-    late_stride = blocks * kWarps, late_first = ahead + block * kWarps + warp;
-    count = shared + early + (late_first < units ? (units - late_first + late_stride - 1) / late_stride : 0);
+    const int blocks = gridDim.x;
+    items = entries * (p.gate_up.n / 64);
+    shared = items / blocks + ((int)blockIdx.x < items % blocks);
+    units = entries * (p.down.n / 64);
   }
 };
 
 // One piece of a warp's work after the other.
 struct Job {
   const Jobs& jobs;
-  int number = -1, entry, strip, entry_step, strip_step;
+  int number = -1, entry, strip;
 
   __device__ __forceinline__ explicit Job(const Jobs& work) : jobs(work) {}
   __device__ __forceinline__ bool down() const { return number >= jobs.shared; }
   __device__ __forceinline__ const Matrix& matrix() const { return down() ? jobs.p.down : jobs.p.gate_up; }
-  __device__ __forceinline__ bool next() {
-    if (++number >= jobs.count) return false;
-    const int strips = matrix().n / 64;
-    if (number == 0 || number == jobs.shared || number == jobs.shared + jobs.early) {
-      const bool late = number >= jobs.shared + jobs.early;
-      const int at = !down() ? blockIdx.x : late ? jobs.late_first : jobs.early_first;
-      const int step = !down() ? gridDim.x : late ? jobs.late_stride : jobs.early_stride;
-      entry = at / strips, strip = at % strips, entry_step = step / strips, strip_step = step % strips;
+  // To the block's next strip of gate_up, if there is one.
+  __device__ __forceinline__ bool next_shared() {
+    if (number + 1 >= jobs.shared) return false;
+    const int strips = jobs.p.gate_up.n / 64;
+    if (++number == 0) {
+      entry = blockIdx.x / strips, strip = blockIdx.x % strips;
     } else {
-      entry += entry_step, strip += strip_step;
+      entry += gridDim.x / strips, strip += gridDim.x % strips;
       if (strip >= strips) strip -= strips, ++entry;
     }
     return true;
   }
+  // To a strip of down.
+  __device__ __forceinline__ void go_down(int to_entry, int to_strip) { number = jobs.shared, entry = to_entry, strip = to_strip; }
   // Chunks of 128 along K: the warp's first, how far they are apart, and how many.
   __device__ __forceinline__ int first_chunk() const { return down() ? 0 : jobs.warp; }
   __device__ __forceinline__ int stride() const { return down() ? 1 : kWarps; }
   __device__ __forceinline__ int chunks() const {
     const int all = matrix().k / 128;
     return down() ? all : (all - jobs.warp + kWarps - 1) / kWarps;
+  }
+};
+
+constexpr int kClaimsRoom = 4;
+
+// The strips of down that a warp has claimed: they are claimed when their weights are to be asked for, which is up to two of them before the
+// warp multiplies. The device's counter is asked ahead, so that nobody waits for it. FEW: each warp has its strips beforehand, without it.
+template <bool FEW> struct Claims {
+  static constexpr uint32_t none = 0xffffffffu;
+  uint32_t place;  // in shared memory, kClaimsRoom words of the warp's own
+  int asked = 0, pushed = 0, popped = 0;
+  // Of few: the next one, how far they are apart, how many are left of these, and where those after them begin.
+  int next = 0, step = 0, early = 0, late = 0;
+
+  __device__ __forceinline__ Claims(const Jobs& jobs, uint32_t words) : place(words) {
+    if constexpr (FEW) {
+      const int blocks = gridDim.x, block = blockIdx.x, full = jobs.items % blocks;  // blocks that have one strip of gate_up more
+      // What the others take of down before all of them share the rest, in the same bytes.
+      const int ahead = min(jobs.units, full == 0 ? 0 : (blocks - full) * max(1, jobs.p.gate_up.k / jobs.p.down.k));
+      step = (blocks - full) * kWarps, next = (block - full) * kWarps + jobs.warp;
+      early = block >= full && next < ahead ? (ahead - next + step - 1) / step : 0;
+      late = ahead + block * kWarps + jobs.warp;
+    }
+  }
+  // One strip more for this warp, lane 0 knows which: a number beyond the last where there is none.
+  __device__ __forceinline__ void ask(int* counter) {
+    if constexpr (FEW) {
+      if (early-- == 0) next = late, step = gridDim.x * kWarps;
+      asked = next, next += step;
+    } else {
+      asm volatile("{.reg .pred first; setp.eq.s32 first, %2, 0; @first atom.relaxed.gpu.global.add.s32 %0, [%1], 1;}" : "+r"(asked) : "l"(counter), "r"(threadIdx.x & 31) : "memory");
+    }
+  }
+  __device__ __forceinline__ int answer() const { return __shfl_sync(0xffffffffu, asked, 0); }
+  __device__ __forceinline__ void push(uint32_t what) {
+    if ((threadIdx.x & 31) == 0) asm volatile("st.shared.u32 [%0], %1;" :: "r"(place + pushed % kClaimsRoom * 4), "r"(what) : "memory");
+    ++pushed;
+  }
+  __device__ __forceinline__ uint32_t pop() {
+    uint32_t what;
+    __syncwarp();
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(what) : "r"(place + popped % kClaimsRoom * 4) : "memory");
+    ++popped;
+    return what;
   }
 };
 

@@ -22,25 +22,26 @@ template <int FMT, int G, int MT> struct Room {
   static constexpr int slot_bytes = kChunkBytes + scales + zeros;
   static constexpr int ring_bytes = slots * kWarps * slot_bytes;
   static constexpr int sums_bytes = kWarps * 64 * tokens * 4;
-  static constexpr int touched_bytes = 128;
-  static constexpr int bytes = ring_bytes + sums_bytes + kWarps * slots * 8 + touched_bytes + kListBytes;
+  static constexpr int touched_bytes = 128, claimed_bytes = kWarps * kClaimsRoom * 4;
+  static constexpr int bytes = ring_bytes + sums_bytes + kWarps * slots * 8 + touched_bytes + claimed_bytes + kListBytes;
   static_assert(bytes <= kSharedBytes);
 };
 
 // A warp's ring of weights, which copies all its jobs one after the other, a chunk at a time: the words in bulk by one lane, scales and
 // zero points in pieces of 16 bytes by all.
-template <int FMT, int G, int MT> struct JobRing {
+template <int FMT, int G, int MT, bool FEW> struct JobRing {
   using R = Room<FMT, G, MT>;
   static constexpr int pieces = (R::scales + R::zeros) / 16;
   Job job;
+  Claims<FEW>& claims;
   const Entry* entries;
   uint32_t data, barriers, slot = 0, phase = 0;
-  int left = 0, next, stride;  // the chunk to request next, of `left` that are left of the job
+  int left = 0, next, stride;  // the chunk to request next, of `left` that are left of the job; -1: there is none any more
   const char* words;
   const uint8_t* factors;  // of chunk 0, for this lane's piece
   int factors_step;        // from one chunk to the next
 
-  __device__ __forceinline__ JobRing(const Jobs& work, const Entry* all) : job(work), entries(all) {}
+  __device__ __forceinline__ JobRing(const Jobs& work, Claims<FEW>& claimed, const Entry* all) : job(work), claims(claimed), entries(all) {}
   static __device__ __forceinline__ void init(uint32_t barriers) {
     if (elected()) {
       for (int i = 0; i < R::slots; ++i) init_barrier(barriers + i * 8, 33);
@@ -50,11 +51,25 @@ template <int FMT, int G, int MT> struct JobRing {
   }
   __device__ __forceinline__ void start(uint32_t data_at, uint32_t barriers_at) {
     data = data_at, barriers = barriers_at;
-    to_next_job();
+    if (job.jobs.shared == 0) claims.ask(job.jobs.p.done);
+#pragma unroll 1
     for (int i = 0; i < R::slots; ++i) request(i);
   }
+  // To a job that has chunks for this warp, if there is one.
   __device__ __forceinline__ void to_next_job() {
-    while (left == 0 && job.next()) {
+    while (left == 0) {
+      if (job.next_shared()) {
+        if (job.number + 1 == job.jobs.shared) claims.ask(job.jobs.p.done);
+      } else {
+        const int unit = claims.answer(), strips = job.jobs.p.down.n / 64;
+        if (unit >= job.jobs.units) {
+          claims.push(Claims<FEW>::none), left = -1;
+          return;
+        }
+        job.go_down(unit / strips, unit % strips);
+        claims.push((uint32_t)job.entry << 16 | job.strip);
+        claims.ask(job.jobs.p.done);
+      }
       const Matrix& m = job.matrix();
       left = job.chunks(), stride = job.stride();
       next = (entries[job.entry].expert * (m.n / 64) + job.strip) * (m.k / 128) + job.first_chunk();
@@ -65,7 +80,8 @@ template <int FMT, int G, int MT> struct JobRing {
     }
   }
   __device__ __forceinline__ void request(int place) {
-    if (left == 0) return;
+    to_next_job();
+    if (left < 0) return;
     const uint32_t to = data + place * R::slot_bytes;
     if (elected()) {
       expect_bytes(barriers + place * 8, kChunkBytes);
@@ -79,7 +95,7 @@ template <int FMT, int G, int MT> struct JobRing {
     }
     arrive_after_copies(barriers + place * 8);
     next += stride;
-    if (--left == 0) to_next_job();
+    --left;
   }
   __device__ __forceinline__ void wait() { wait_for(barriers + slot * 8, phase); }
   __device__ __forceinline__ void take(uint4 (&w)[4], int half) {

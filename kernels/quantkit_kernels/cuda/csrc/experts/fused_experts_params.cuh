@@ -20,6 +20,6 @@ struct FusedExpertsParams {
   float* out;                 // [pairs, hidden]
   const int* ids;             // [pairs] expert of each token-expert pair; stride in ints
   const float* pair_weights;  // [pairs]
-  int* done;                  // [entries * 16] zero; the sum over each token's pairs makes it so again
+  int* done;                  // [(1 + entries) * 16] zero; the sum over each token's pairs makes it so again
   int ids_stride, pairs, top_k, experts;
 };

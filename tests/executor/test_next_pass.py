@@ -1,0 +1,212 @@
+"""A pass that is launched before the tokens of the one before it are read: the same tokens, whoever comes, ends or is cancelled."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked_ranks import run_ranks
+from guessed_models import in_place
+
+from quantkit.devices import Fetched
+from quantkit.executor.engine import Engine
+from quantkit.executor.mtp_drafter import MtpDrafter
+from quantkit.executor.parallel import Parallel
+from quantkit.executor.runner import Runner
+from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.scheduler import Scheduler, StepBudget
+from quantkit.executor.sequence import Sequence
+from quantkit.executor.speculation import Speculation
+
+MOST = 4
+"""Requests that run together."""
+
+
+def load(path: Path, *, ahead: bool, num_drafts: int = 0, **options: Any) -> Engine:
+    engine = Engine.load(path, device="cpu", dtype="float32", max_batch=MOST, max_model_len=256, num_drafts=num_drafts, **options)
+    engine.runner = Runner(engine.loaded.model, engine.cache, in_place)
+    engine.runner._may_launch_next = ahead
+    assert isinstance(engine.scheduler, Scheduler)
+    engine.scheduler.lookahead = max(num_drafts, 1)
+    if num_drafts:
+        engine.speculation = Speculation(MtpDrafter(engine.loaded.mtp_layers[0], engine.runner, num_drafts, engine.parallel), 0)
+    return engine
+
+
+def requests(engine: Engine, count: int, seed: int) -> list[tuple[int, list[int], SamplingParams, int | None]]:
+    """When each comes, its prompt, what it asks for, and how many tokens it has when it is cancelled. Greedy and drawn; ended by length, a
+    token or a string; with penalties and log-probabilities."""
+    draw, made, vocab = random.Random(seed), [], engine.loaded.config.vocab_size
+    for index in range(count):
+        params = SamplingParams(
+            max_new_tokens=draw.choice((1, 2, 20, 40)),
+            temperature=draw.choice((0.0, 0.0, 1.0)),
+            seed=index,
+            ignore_eos=True,
+            stop_token_ids=tuple(draw.sample(range(vocab), vocab // 5)) if index % 2 else (),
+            stop=("e",) if index % 7 == 3 else (),
+            frequency_penalty=0.5 if index % 5 == 2 else 0.0,
+            logprobs=2 if index % 11 == 5 else None,
+        )
+        prompt = [draw.randrange(vocab) for _ in range(draw.choice((3, 60, 64, 90)))]
+        made.append((draw.randrange(12 * count), prompt, params, draw.choice((None, None, 3))))
+    return made
+
+
+def answers(engine: Engine, count: int = 10, seed: int = 0) -> list[tuple[list[int], str | None]]:
+    """Every request's tokens, and why it ended. From time to time one is taken its blocks, and computed again."""
+    assert isinstance(engine.scheduler, Scheduler)
+    waiting = sorted(enumerate(requests(engine, count, seed)), key=lambda one: one[1][0])
+    found, step = {}, 0
+    while waiting or engine.has_work:
+        while waiting and waiting[0][1][0] <= step:
+            index, (_, prompt, params, _) = waiting[0]
+            found[index] = (engine.submit(prompt, params, index), waiting.pop(0)[1][3])
+        if engine.has_work:
+            engine.step()
+        if step % 9 == 8 and engine.scheduler.running:
+            engine.scheduler._preempt(engine.scheduler.running[-1])
+        for sequence, most in found.values():
+            if most is not None and sequence.finish_reason is None and len(sequence.generated) >= most:
+                engine.cancel(sequence)
+        step += 1
+    return [(sequence.generated, sequence.finish_reason) for _, (sequence, _) in sorted(found.items())]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of passes that were launched ahead."""
+    made: list[int] = []
+    launch = Runner.launch_next
+
+    def noted(self: Runner, token_ids: torch.Tensor) -> None:
+        launch(self, token_ids)
+        if self.has_launched:
+            made.append(len(token_ids))
+
+    monkeypatch.setattr(Runner, "launch_next", noted)
+    return made
+
+
+@pytest.mark.parametrize(("seed", "mixed"), [(0, False), (1, True)])
+def test_no_token_changes(tiny_checkpoint: Path, launched: list[int], seed: int, mixed: bool) -> None:
+    """Blocks are few, so that those that end leave theirs to others at once."""
+    plain, ahead = (load(tiny_checkpoint, ahead=one, cache_tokens=384) for one in (False, True))
+    plain.scheduler.budget = ahead.scheduler.budget = StepBudget(96, 32, mixed)
+    expected = answers(plain, seed=seed)
+    assert launched == []
+    assert answers(ahead, seed=seed) == expected
+    assert len(launched) > 10
+    assert {reason for _, reason in expected} == {"length", "stop", "cancelled"}
+    assert ahead.scheduler.num_preempted > 3
+
+
+def test_no_token_changes_with_a_shared_beginning(tiny_checkpoint: Path, launched: list[int]) -> None:
+    """Blocks of ended answers are found by later requests."""
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    found = []
+    for ahead in (False, True):
+        engine, told = load(tiny_checkpoint, ahead=ahead, prefix_cache=True), list[list[int]]()
+        prompt = list(range(20, 50))
+        for _ in range(2):
+            one = engine.submit(prompt, params)
+            other = engine.submit(prompt[:20], SamplingParams(max_new_tokens=15, ignore_eos=True))
+            while engine.has_work:
+                engine.step()
+            told += [one.generated, other.generated]
+            prompt += one.generated
+        found.append(told)
+        assert one.num_found > 60
+    assert found[0] == found[1]
+    assert len(launched) > 50
+
+
+def test_guesses_come_and_go(tiny_checkpoint: Path, launched: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is launched while something is guessed; a layer that begins anew reads what passes launched ahead computed."""
+    steps, guesses, extend = [0], list[list[tuple[int, int, tuple[int, ...]]]](), Sequence.extend
+
+    def choose(self: Speculation) -> tuple[int, int]:
+        steps[0] += 1
+        wanted = (2 if steps[0] % 12 > 7 else 0, 0)
+        self.make(*wanted)
+        return wanted
+
+    def noted(self: Sequence, chosen: list[int], now: float) -> int:
+        if self.drafts:
+            guesses[-1].append((self.index, len(self.token_ids), tuple(self.drafts)))
+        return extend(self, chosen, now)
+
+    monkeypatch.setattr(Speculation, "choose", choose)
+    monkeypatch.setattr(Sequence, "extend", noted)
+    found = []
+    for ahead in (False, True):
+        guesses.append([])
+        steps[0], engine = 0, load(tiny_checkpoint, ahead=ahead, num_drafts=2)
+        found.append(answers(engine, 6))
+    assert found[0] == found[1]
+    assert guesses[0] == guesses[1], "those of a layer that read the same"
+    assert len(guesses[0]) > 10
+    assert len(launched) > 15
+
+
+def test_the_next_pass_is_launched_before_tokens_are_waited_for(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And before others are listened to; the last one's tokens need no further pass."""
+    engine, told = load(tiny_checkpoint, ahead=True), list[str]()
+    launch, wait = Runner.launch_next, Fetched.tolist
+    engine.meanwhile = lambda: told.append("others")
+
+    def launching(self: Runner, token_ids: torch.Tensor) -> None:
+        told.append("launch")
+        launch(self, token_ids)
+
+    def waiting(self: Fetched) -> list[Any]:
+        told.append("wait")
+        return wait(self)
+
+    monkeypatch.setattr(Runner, "launch_next", launching)
+    monkeypatch.setattr(Fetched, "tolist", waiting)
+    engine.submit([5, 6, 7], SamplingParams(max_new_tokens=4, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    # The first size of a step is captured when it is first computed.
+    assert told == ["others", "others", "wait", *["launch", "others", "wait"] * 2, "others", "wait"]
+    assert not engine.runner.has_launched
+
+
+def test_a_failing_row_takes_nothing_from_the_others(tiny_checkpoint: Path, launched: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass fails while another is under way: each answer is computed alone then, and goes on."""
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    found = []
+    for fails in (False, True):
+        engine, passes = load(tiny_checkpoint, ahead=True), [0]
+        append = engine._append
+
+        def broken(*given: Any, append: Any = append, passes: list[int] = passes, fails: bool = fails) -> None:
+            passes[0] += 1
+            if fails and passes[0] == 8:
+                raise RuntimeError("once")
+            append(*given)
+
+        monkeypatch.setattr(engine, "_append", broken)
+        sequences = [engine.submit([9 + index, 3], params) for index in range(3)]
+        while engine.has_work:
+            engine.step()
+        found.append([one.generated for one in sequences])
+    assert found[0] == found[1]
+    assert len(launched) > 20
+
+
+def test_rank_0_chooses_for_all(tmp_path: Path) -> None:
+    def compute(parallel: Parallel) -> list[list[int]]:
+        return [parallel.first(torch.arange(count) * (1 << 18) + parallel.rank).tolist() for count in (1, 2, 5)]
+
+    found = run_ranks(2, tmp_path, compute)
+    assert found[0] == found[1] == [[i * (1 << 18) for i in range(count)] for count in (1, 2, 5)]
+
+
+def test_what_was_fetched_is_not_written_over() -> None:
+    values = torch.arange(3)
+    fetched = Fetched(values)
+    values.zero_()
+    assert fetched.tolist() == [0, 1, 2]
