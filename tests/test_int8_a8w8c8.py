@@ -90,7 +90,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def loaded(path: Path, cache: str | None = "int8") -> LoadedModel:
-    return load_model(path, device="cpu", backend="reference", dtype="float32", cache=cache)
+    return load_model(path, device="cpu", dtype="float32", cache=cache)
 
 
 def test_steps_are_stored_and_told_as_modelslim_has_them(outputs: dict[str, Path], kind: str) -> None:
@@ -118,7 +118,7 @@ def test_steps_are_stored_and_told_as_modelslim_has_them(outputs: dict[str, Path
 
 def test_channels_of_latents_become_of_one_size_and_what_reads_them_is_the_same(sources: dict[str, Path], outputs: dict[str, Path]) -> None:
     after = loaded(outputs["latents"])
-    source = load_model(sources["latents"], device="cpu", backend="reference", dtype="float32")
+    source = load_model(sources["latents"], device="cpu", dtype="float32")
     for old, new in zip(source.model.layers, after.model.layers):
         ratio = old.attention.norms.k / new.attention.norms.k
         assert torch.equal(ratio, ratio.log2().round().exp2())
@@ -186,7 +186,9 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(sources: dict[str, Path], outpu
     for count in (5, 11):
         with pytest.raises(Stopped):
             run(sources["latents"], tmp_path / "out", text, on_event=stop_after(count))
-    assert files(run(sources["latents"], tmp_path / "out", text)) == files(outputs["latents"])
+    found, expected = files(run(sources["latents"], tmp_path / "out", text)), files(outputs["latents"])
+    assert found.keys() == expected.keys()
+    assert [name for name, content in found.items() if content != expected[name]] == []
 
 
 def test_two_ranks_have_the_tokens_of_one(outputs: dict[str, Path]) -> None:
@@ -226,7 +228,7 @@ def test_it_is_inspected_checked_and_converted_like_any_other(
     for options in ({"format": "compressed-tensors"}, {"dtype": "bf16"}):
         convert(outputs[kind], out := tmp_path / "-".join(options.values()), **options)
         assert not [name for name in Checkpoint.open(out).tensors if "fa_k" in name or "kv_cache" in name]
-        assert load_model(out, device="cpu", backend="reference", cache="int8").codes == torch.int8
+        assert load_model(out, device="cpu", cache="int8").codes == torch.int8
 
 
 def test_a_cache_with_an_offset_is_refused_in_int8_alone(outputs: dict[str, Path], tmp_path: Path) -> None:
