@@ -168,7 +168,7 @@ def test_a_tune_that_is_stopped_keeps_what_it_measured(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(tune, "tune", measured)
     monkeypatch.setattr(tune, "compilers", nullcontext)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a card")
     monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(tune, "multiprocessors", lambda device: 132)
     path = cards.own_table("sm_90")

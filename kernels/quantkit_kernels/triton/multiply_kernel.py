@@ -86,7 +86,7 @@ def add_codes_step(acc, step, x, places, k, there, codes, scales, n, rows, GROUP
                 sums = dot(int4_plane(words, i, DTYPE, NVIDIA) - less[:, None], some, sums)
         if DTYPE == tl.bfloat16:
             sums -= total * less.to(tl.float32)[:, None]
-        acc += sums * scale.to(tl.float32)[:, None]
+        acc += sums * scale[:, None]
     return acc
 
 
