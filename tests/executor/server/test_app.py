@@ -112,6 +112,9 @@ def test_parts_of_characters_are_told_by_their_bytes(running: Running) -> None:
         ("b", "b"),
     ]
     assert max(offsets) == len(text) - 1
+    chunks = list(client.completions.create(prompt="one", logprobs=1, echo=True, stream=True, **forced))
+    streamed = [at for chunk in chunks if (shown := chunk.choices[0].logprobs) for at in shown.text_offset or []]
+    assert streamed == [*range(3), *(3 + at for at in offsets)]
     asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 30, "temperature": 0, "logprobs": True}
     said = client.chat.completions.create(**asked, extra_body={"separate_reasoning": False}).choices[0]
     assert said.logprobs is not None
