@@ -33,6 +33,7 @@ from quantkit_kernels.samples import GRIDS, TOLERANCE, distance, exact_linear, g
 from quantkit_kernels.triton.cards import ExpertsPlan, LinearPlan
 from quantkit_kernels.triton.experts import TritonExperts
 from quantkit_kernels.triton.launch import scaled_sums
+from quantkit_kernels.triton.linear import TritonLinear
 from quantkit_kernels.triton.operators import cut_in_three
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -94,6 +95,7 @@ def test_few_tokens_of_int4_whose_sums_are_scaled(grid: str) -> None:
     weight = random_weight(grid, 70, 128 * 9, rng)
     for dtype in HALF:
         linear = prepare(weight, backend="triton", dtype=dtype)
+        assert isinstance(linear, TritonLinear)
         for tokens, mean in ((1, 0.0), (5, 20.0), (11, 1.0)):
             x = (torch.randn(tokens, 128 * 9, generator=rng, device=DEVICE) + mean).to(dtype)
             exact = exact_linear(x, weight)
