@@ -54,7 +54,7 @@ def requests(engine: Engine, count: int, seed: int) -> list[tuple[int, list[int]
     return made
 
 
-def answers(engine: Engine, count: int = 10, seed: int = 0) -> list[tuple[list[int], str | None]]:
+def answers(engine: Engine, count: int = 8, seed: int = 0) -> list[tuple[list[int], str | None]]:
     """Every request's tokens, and why it ended. From time to time one is taken its blocks, and computed again."""
     assert isinstance(engine.scheduler, Scheduler)
     waiting = sorted(enumerate(requests(engine, count, seed)), key=lambda one: one[1][0])
@@ -97,7 +97,7 @@ def test_no_token_changes(tiny_checkpoint: Path, launched: list[int], seed: int,
     expected = answers(plain, seed=seed)
     assert launched == []
     assert answers(ahead, seed=seed) == expected
-    assert len(launched) > 10
+    assert len(launched) > 5
     assert {reason for _, reason in expected} == {"length", "stop", "cancelled"}
     assert ahead.scheduler.num_preempted > 3
 
