@@ -2,7 +2,6 @@
 
 import random
 import time
-from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal
 
@@ -110,10 +109,8 @@ class Sequence:
         self.adjusts = bool(params.logit_bias or params.penalizes)
         """Whether logits are changed by what the request asks for, whatever comes before."""
         self._end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
-        self._stop_ids: Container[int] = ()
-        """Tokens behind which a stop string may have ended the answer."""
-        if params.stop:
-            self._stop_ids = stop_tokens(tokenizer.tokenizer, params.stop, params.skip_special_tokens)
+        self._stops = stop_tokens(tokenizer.tokenizer, params.stop, params.skip_special_tokens) if params.stop else None
+        """Behind which tokens a stop string may have ended the answer."""
         watched = streams or params.stop or params.stop_token_ids or not params.skip_special_tokens
         self._stream = TextStream(tokenizer.tokenizer, params.stop, skip_special=params.skip_special_tokens) if watched else None
         self._text: list[str] = []
@@ -153,8 +150,8 @@ class Sequence:
         """As `extend`, by one token where there are no drafts."""
         tokens = self.token_ids
         known = len(tokens)
-        ends = chosen in self._end_ids or chosen in self._stop_ids or self.guide is not None
-        if not ends and self.first_token and known + 1 < self.max_len:
+        may_end = chosen in self._end_ids or self.guide is not None or (self._stops is not None and self._stops[chosen])
+        if not may_end and self.first_token and known + 1 < self.max_len:
             # As `_append`, in a third of its time: nearly every token of every answer.
             assert self.finish_reason is None, (self.index, self.finish_reason)
             tokens.append(chosen)
@@ -182,7 +179,7 @@ class Sequence:
             return
         if self._stream is not None:
             self._unread.append(token_id)
-            ended = ended or (token_id in self._stop_ids and self._read(self._stream))
+            ended = ended or (self._stops is not None and self._stops[token_id] and self._read(self._stream))
         if ended:
             self.finish("stop")
             return

@@ -9,27 +9,25 @@ from tokenizers import Tokenizer
 _KEPT = 64
 """Sets of stop strings whose tokens are remembered."""
 _BY_TOKEN = {"ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}
-"""Decoders under which a token's text is the same behind any other tokens, but for a space before it and the bytes of a character that several
-tokens share."""
+"""Decoders under which a token's text is the same behind any other tokens, but for a space before it, and for bytes of a character that
+several tokens share."""
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """Text of bytes that are no whole character, or are none yet."""
 
 
-class StopTokens:
-    """Of stop strings under a tokenizer: `token in` is True for each token whose text may hold the end of one, and for some more. Tokens
-    are looked at when they are first asked for. skip_special: whether special tokens have no text."""
+class StopTokens(dict[int, bool]):
+    """Of stop strings under a tokenizer, by token: True for each whose text may hold the end of one, and for some more. A token is looked
+    at when it is first asked for. skip_special: whether special tokens have no text."""
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], skip_special: bool) -> None:
+        super().__init__()
         self._tokenizer, self._stop, self._skip_special = tokenizer, stop, skip_special
         self._by_token = _is_by_token(tokenizer) and not any(_UNFINISHED in one for one in stop)
-        self._known: dict[int, bool] = {}
 
-    def __contains__(self, token_id: int) -> bool:
-        known = self._known.get(token_id)
-        if known is None:
-            known = self._known[token_id] = not self._by_token or self._may_end(token_id)
-        return known
+    def __missing__(self, token_id: int) -> bool:
+        found = self[token_id] = not self._by_token or self._may_end(token_id)
+        return found
 
     def _may_end(self, token_id: int) -> bool:
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=self._skip_special)

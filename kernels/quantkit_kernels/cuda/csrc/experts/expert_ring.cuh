@@ -36,7 +36,8 @@ template <int FMT, int G, int MT, bool FEW> struct JobRing {
   Claims<FEW>& claims;
   const Entry* entries;
   uint32_t data, barriers, slot = 0, phase = 0;
-  int left = 0, next, stride;  // the chunk to request next, of `left` that are left of the job; -1: there is none any more
+  int left = 0, next, stride;  // the chunk to request next, of `left` that are left of the job
+  bool ended = false;          // there is no job any more
   const char* words;
   const uint8_t* factors;  // of chunk 0, for this lane's piece
   int factors_step;        // from one chunk to the next
@@ -57,17 +58,15 @@ template <int FMT, int G, int MT, bool FEW> struct JobRing {
   }
   // To a job that has chunks for this warp, if there is one.
   __device__ __forceinline__ void to_next_job() {
-    while (left == 0) {
+    while (left == 0 && !ended) {
       if (job.next_shared()) {
         if (job.number + 1 == job.jobs.shared) claims.ask(job.jobs.p.done);
       } else {
         const int unit = claims.answer(), strips = job.jobs.p.down.n / 64;
-        if (unit >= job.jobs.units) {
-          claims.push(Claims<FEW>::none), left = -1;
-          return;
-        }
+        ended = unit >= job.jobs.units;
         job.go_down(unit / strips, unit % strips);
-        claims.push((uint32_t)job.entry << 16 | job.strip);
+        claims.push(ended ? Claims<FEW>::none : (uint32_t)job.entry << 16 | job.strip);
+        if (ended) return;
         claims.ask(job.jobs.p.done);
       }
       const Matrix& m = job.matrix();
@@ -81,7 +80,7 @@ template <int FMT, int G, int MT, bool FEW> struct JobRing {
   }
   __device__ __forceinline__ void request(int place) {
     to_next_job();
-    if (left < 0) return;
+    if (left == 0) return;
     const uint32_t to = data + place * R::slot_bytes;
     if (elected()) {
       expect_bytes(barriers + place * 8, kChunkBytes);
