@@ -373,10 +373,17 @@ def show_decoding(rate: dict[str, Any]) -> None:
         err.print(f"  assuming {assumption}", soft_wrap=True)
 
 
+def _told_fit(fit: dict[str, Any]) -> str:
+    """What the fullest device of a role holds, of a `Fit` as a dictionary."""
+    weights, reserve, usable = (f"{fit[name] / 2**30:.3g}" for name in ("weight_bytes", "reserve_bytes", "usable_bytes"))
+    room = f"{fit['tokens']:,} tokens of cache" if fit["tokens"] >= fit["context"] else f"not one request of {fit['context']:,} tokens"
+    return f"the fullest card holds {weights} GiB of weights and has room for {room}; of its {usable} GiB {reserve} stay free"
+
+
 def show_deployment(plan: dict[str, Any], scripts: list[str]) -> None:
     err.print(f"{plan['engine']} on {plan['device']}, {plan['layout']}: {plan['summary']}")
     for role, fit in plan["memory"].items():
-        err.print(f"{role}: {json.dumps(fit)}", soft_wrap=True)
+        err.print(f"{role}: {_told_fit(fit)}", soft_wrap=True)
     err.print(f"commands: {plan['evidence']['commands']}; the format: {plan['evidence']['format']}", soft_wrap=True)
     for rate in plan["decoding"]:
         show_decoding(rate)

@@ -157,6 +157,8 @@ def test_kernels_and_deploy_answer(tiny_checkpoint: Path) -> None:
     assert table.count("runs on CUDA, not on cpu") == 1  # said once, for all operators
     slow = command("kernels", "--device", "cpu", "--backend", "reference").err
     assert [f"SLOW: linear_{kind} runs on the reference" in slow for kind in ("int4", "int8", "fp4", "dense")] == [True] * 3 + [False]
+    assert "triton runs nothing on cpu: runs on GPUs" in command("kernels", "--device", "cpu", "--backend", "triton").err
+    assert "runs nothing" not in slow
     for more, said in (
         ("--tune", "it is a CPU"),
         ("--tune --check", "two measurements"),

@@ -67,6 +67,9 @@ def kernels(
         if json_:
             return print_json({"device": str(target), "rows": rows} | told)
         console.show_kernels(str(target), rows)
+        asked = [row for row in rows if row["backend"] == backend]
+        if asked and not any(row["usable"] for row in asked):
+            console.tell(f"{backend} runs nothing on {target}: {asked[0]['reason']}; the table is that of auto")
         for line in told["slow"]:
             console.tell(line)
         return console.tell(f"plans of the Triton kernels: {told['plans']}") if told["plans"] else None

@@ -18,12 +18,13 @@ def proxy(
     import uvicorn
 
     from quantkit.engines.proxy import proxy as in_front_of
+    from quantkit.engines.relay import is_address
     from quantkit.executor.server.connections import HttpServer
     from quantkit.listening import bound
 
     servers = [[url.strip() for url in urls.split(",")] for urls in (prefill, decode)]
     for url in (url for urls in servers for url in urls):
-        if not url.startswith(("http://", "https://")):
+        if not is_address(url):
             raise QuantkitError(f"{url!r} is no address of a server", "give one such as http://10.0.0.1:8100")
     with bound(host, port) as sockets:
         HttpServer(uvicorn.Config(in_front_of(*servers), log_level="warning")).run(sockets)

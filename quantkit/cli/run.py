@@ -265,7 +265,9 @@ def deploy(
         str | None, typer.Option(help="Of a machine: 4, 4x80GiB or 4xH100; those of the layout otherwise, mostly 8.")
     ] = None,
     layout: Annotated[str | None, typer.Option(help="A layout by name, such as one with prefill and decode apart.")] = None,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of the longest request.")] = 16384,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the longest request; 16384 otherwise, or what the model takes.")
+    ] = None,
     hosts: Annotated[str | None, typer.Option(help="Addresses of the boxes, comma-separated.")] = None,
     nic: Annotated[str, typer.Option(help="The network interface of these addresses.")] = "eth0",
     mtp: Annotated[int, typer.Option(min=0, help="Tokens that the MTP layer guesses a step; 0 leaves it out.")] = 0,

@@ -1,5 +1,6 @@
 """The exact launch of a model on one box or many, and whether it fits: a layout of recipes/deploy/*.yaml filled in."""
 
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,10 +15,15 @@ from quantkit.engines.layouts import Command, LaunchRecipe, Role, Topology, find
 from quantkit.engines.memory import Fit, check_split, fit
 from quantkit.engines.profiles import Device, find_engine
 from quantkit.errors import QuantkitError
+from quantkit.models.architecture import ModelConfig
+from quantkit.models.rope import Rope
 from quantkit.models.stored import read_model
 
+CONTEXT = 16384
+"""Tokens of the longest request where nothing is said."""
 API_KEY = "QUANTKIT_API_KEY"
 """The variable that a script takes the servers' key from: a secret is not printed."""
+_HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ def deploy(
     devices: int | None = None,
     layout: str | None = None,
     device: Device | None = None,
-    context: int = 16384,
+    context: int | None = None,
     hosts: Sequence[str] | None = None,
     nic: str = "eth0",
     memory_gib: float | None = None,
@@ -109,8 +115,9 @@ def deploy(
 
     boxes, devices: machines, and devices of each, where they are not those of the layout.
     layout: by name, such as "disaggregated-a2"; else the one of `boxes` boxes that runs prefill and decode together.
-    context: tokens of the longest request. hosts: addresses of the boxes, in order of the roles, where their servers listen; one box whose
-    address is not given listens on loopback, and its engine finds its own interface. nic: the boxes' network interface.
+    context: tokens of the longest request; without, CONTEXT, or what the model takes where that is less.
+    hosts: addresses of the boxes, in order of the roles, where their servers listen; one box whose address is not given listens on
+    loopback, and its engine finds its own interface. nic: the boxes' network interface.
     memory_gib: of one device, where it is not the recipe's. guesses: tokens that the MTP layer guesses a step.
     Raises QuantkitError for an engine, layout or number of hosts there is not.
     """
@@ -120,10 +127,15 @@ def deploy(
     if hosts is None and chosen.boxes == 1:
         recipe = _without_network(recipe)
     hosts = list(hosts) if hosts is not None else [f"box{number}" for number in range(chosen.boxes)]
-    if len(hosts) != chosen.boxes:
-        raise QuantkitError(f"{chosen.name} takes {chosen.boxes} boxes and {len(hosts)} hosts were given", "give one address a box")
+    _check_hosts(hosts, chosen)
     checkpoint = Checkpoint.open(path)
     problems = check_checkpoint(engine, checkpoint, device=recipe.device)
+    longest = longest_text(read_model(checkpoint).config)
+    context = context or min(CONTEXT, longest or CONTEXT)
+    if longest and context > longest:
+        problems.append(
+            LoadProblem("error", f"the model takes texts of {longest} tokens, fewer than {context}", f"give --context {longest}")
+        )
     load = find_load(engine, checkpoint, recipe.device)
     common = {
         "model": str(path),
@@ -155,6 +167,24 @@ def deploy(
     return Deployment(
         str(path), engine, recipe.device, chosen.name, chosen.summary, notes, tuple(launches), memory, tuple(dict.fromkeys(problems)), known
     )
+
+
+def _check_hosts(hosts: Sequence[str], chosen: Topology) -> None:
+    if len(hosts) != chosen.boxes:
+        raise QuantkitError(f"{chosen.name} takes {chosen.boxes} boxes and {len(hosts)} hosts were given", "give one address a box")
+    for number, host in enumerate(hosts):
+        if not _HOST.fullmatch(host):
+            raise QuantkitError(f"{host!r} is no address of a box", "give a name or an IP address, without http:// and without a port")
+        if host in hosts[:number]:
+            raise QuantkitError(f"{host} is given for two boxes", "give each box an address of its own")
+
+
+def longest_text(config: ModelConfig) -> int:
+    """Tokens of the longest text as vLLM and SGLang count them: max_position_embeddings, or YaRN's factor times what it extends where that
+    is more; 0 where config.json does not say."""
+    rope = getattr(config, "rope", None)
+    extended = round(rope.factor * rope.original_max_position) if isinstance(rope, Rope) and rope.kind == "yarn" else 0
+    return max(config.max_position_embeddings or 0, extended)
 
 
 _ABOUT_KEYS = (

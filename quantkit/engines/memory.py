@@ -146,7 +146,8 @@ def find_split_problem(rows: Iterable[Parameter], grid: Callable[[str], Grid | N
         if size % (ranks * step):
             what = "outputs" if row.split == "column" else "input channels"
             told = f"{row.module} has {size} {what}, which {ranks} ranks cannot share in steps of {step}"
-            return LoadProblem("error", told, "use fewer tensor-parallel ranks, or a smaller group size")
+            remedy = "use fewer tensor-parallel ranks" + (", or a smaller group size" if row.split == "row" and step > 1 else "")
+            return LoadProblem("error", told, remedy + (", or a layout that shares out whole experts" if row.expert is not None else ""))
     return None
 
 

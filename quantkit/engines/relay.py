@@ -16,6 +16,15 @@ SECONDS_TO_REACH = 10.0
 _PIECE = 2**16
 
 
+def is_address(url: str) -> bool:
+    """Whether `ask` can ask there: http or https, a host, and a port that there is or none."""
+    try:
+        place = urlsplit(url)
+        return place.scheme in ("http", "https") and bool(place.hostname) and place.port != 0
+    except ValueError:
+        return False
+
+
 class Answer:
     """Status, kind of content, and a body that is read once, by `whole` or by `pieces`. Both raise ConnectionError where the server stops
     before its end."""

@@ -30,10 +30,10 @@ class SameTokens:
         self._model, self._vocab = model, vocab
         self.embedding, self.width = model.embedding, model.width
 
-    def __call__(self, token_ids: Tensor, context: Context) -> Tensor:
+    def __call__(self, token_ids: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
         """As `Model.__call__`; an id that the model does not know is read as its last."""
         known = len(self.embedding)
-        return self._model(token_ids.clamp(max=known - 1) if known < self._vocab else token_ids, context)
+        return self._model(token_ids.clamp(max=known - 1) if known < self._vocab else token_ids, context, rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `Model.logits`, of the other's ids at most."""

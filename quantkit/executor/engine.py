@@ -80,6 +80,7 @@ class Engine:
             drafter = make_drafter(draft, loaded, plan, self.runner, num_drafts, self.parallel, shared=prefix_cache)
         elif num_drafts:
             drafter = by_mtp_layers(loaded.mtp_layers, self.runner, num_drafts, self.parallel)
+        self.runner.prompts.reads_all = drafter is not None or count_experts
         self.speculation = Speculation(drafter, num_looked_up, measured=measure_steps)
         self.leader = Leader(self.parallel)
         self.grammars = Grammars(tokenizer.tokenizer, loaded.config.vocab_size, tokenizer.eos_ids)

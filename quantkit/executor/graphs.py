@@ -93,7 +93,7 @@ class Forward(Protocol):
 
 
 class TokenModel(Forward, Protocol):
-    """A model from token ids on. width: values of a token that it returns."""
+    """A model from token ids on, which is told the rows whose hidden states are wanted, too. width: values of a token that it returns."""
 
     embedding: Tensor
 

@@ -9,6 +9,7 @@ device and are launched operator by operator, as are those of models whose layer
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -50,15 +51,18 @@ class PromptRows(NamedTuple):
 
 class PassSize(NamedTuple):
     """What a graph is captured for. answers: rows, and blocks of their tables; tokens, sequences: of prompts, with padding, which is a
-    sequence too; seen: their cached tokens, where these are listed."""
+    sequence too; seen: their cached tokens, where these are listed; whole: whether hidden states of all tokens are returned."""
 
     answers: tuple[int, int]
     tokens: int
     sequences: int
     seen: int
+    whole: bool = True
 
 
-def size_of(answers: DecodeRows | None, prompts: list[PromptRows], cache: PagedCache, most: int = MOST_TOKENS) -> PassSize | None:
+def size_of(
+    answers: DecodeRows | None, prompts: list[PromptRows], cache: PagedCache, most: int = MOST_TOKENS, whole: bool = True
+) -> PassSize | None:
     """The size that holds such a pass; None where it is too large for a graph. most: tokens of prompts of a pass that is captured."""
     new = sum(len(one.token_ids) for one in prompts)
     if new > most or max(len(one.blocks) for one in prompts) > _MOST_BLOCKS:
@@ -71,7 +75,7 @@ def size_of(answers: DecodeRows | None, prompts: list[PromptRows], cache: PagedC
     rows = (0, 0)
     if answers is not None:
         rows = power_of_two(len(answers.token_ids)), max(power_of_two(answers.tables.shape[1]), MIN_TABLE_WIDTH)
-    return PassSize(rows, tokens, power_of_two(len(prompts) + 1), seen)
+    return PassSize(rows, tokens, power_of_two(len(prompts) + 1), seen, whole)
 
 
 def rounded_sizes(most: int) -> list[int]:
@@ -102,6 +106,8 @@ class PromptBuffers:
         self.token_ids, self.positions, self.slots, seen = longs
         starts, (lengths, rows, zeros) = ints[0][: count + 1], (one[:count] for one in ints[1:4])
         part = PromptPart(seen, zeros, lengths, rows) if size.seen else None
+        self.ends = starts[1:]
+        """Where the tokens of each sequence end."""
         self._spans, tables = SpansNow(), ints[4][: count * width].view(count, width)
         self.prompts = PaddedPrompts(self._spans, tables, starts, lengths, size=size.tokens, part=part)
 
@@ -147,7 +153,9 @@ class _Pass:
         self._answers = StaticBuffers(*size.answers, cache.device) if size.answers[0] else None
         self._prompts = PromptBuffers(size, max(min(cache.num_blocks, _MOST_BLOCKS), MIN_TABLE_WIDTH), cache.block_size, cache.device)
         self.lengths = self._answers.lengths if self._answers else []
-        self.rows = size.answers[0] + size.tokens
+        self.rows = size.answers[0] + (size.tokens if size.whole else size.sequences)
+        """Of hidden states."""
+        self._first, self._whole = size.answers[0], size.whole
 
     def fill(self, answers: DecodeRows | None, prompts: list[PromptRows]) -> None:
         if self._answers is not None and answers is not None:
@@ -155,12 +163,16 @@ class _Pass:
         self._prompts.fill(prompts)
 
     def compute(self) -> Tensor:
-        """Hidden states of all rows, padding included."""
-        context = self._prompts.context(self._cache)
-        if self._answers is None:
-            return self._model(self._prompts.token_ids, context)
-        token_ids = torch.cat((self._answers.token_ids, self._prompts.token_ids))
-        return self._model(token_ids, MixedContext(self._answers.context(self._cache), context))
+        """Hidden states of the answers' rows and of the prompts' tokens, or of the last one of each, padding included."""
+        prompts, token_ids, rows = self._prompts.context(self._cache), self._prompts.token_ids, None
+        context: PromptContext | MixedContext = prompts
+        if self._answers is not None:
+            token_ids = torch.cat((self._answers.token_ids, token_ids))
+            context = MixedContext(self._answers.context(self._cache), prompts)
+        if not self._whole:
+            answers = torch.arange(self._first, device=token_ids.device)
+            rows = torch.cat((answers, (self._prompts.ends + (self._first - 1)).clamp_(min=self._first)))  # an empty one has some row
+        return self._model(token_ids, context, rows)
 
 
 class PromptPasses:
@@ -171,6 +183,8 @@ class PromptPasses:
         self._capture = None if cache.goes_by_sequence else capture
         self.most_tokens = MOST_TOKENS
         """Of prompts in a pass that is captured."""
+        self.reads_all = True
+        """Whether hidden states of all tokens of prompts are read, not those of the last one of each alone."""
         self._met: Counter[PassSize] = Counter()
         self._graphs: dict[PassSize, tuple[_Pass, Callable[[], Tensor]]] = {}
         self._hidden: Tensor | None = None
@@ -193,20 +207,22 @@ class PromptPasses:
 
     def capture(self, answers: DecodeRows | None, prompts: list[PromptRows]) -> Tensor:
         """As `run`, captured now where the size is captured at all."""
-        size = size_of(answers, prompts, self.cache, self.most_tokens)
+        size = size_of(answers, prompts, self.cache, self.most_tokens, self.reads_all)
         if size is not None:
             self._met[size] = LAUNCHED_FIRST
         return self.run(answers, prompts)
 
-    def run(self, answers: DecodeRows | None, prompts: list[PromptRows]) -> Tensor:
-        """Hidden states [T, H] of the answers' rows, then of the prompts' tokens, valid until the next pass."""
-        size = size_of(answers, prompts, self.cache, self.most_tokens) if self._capture is not None else None
+    def run(self, answers: DecodeRows | None, prompts: list[PromptRows], *, whole: bool = False) -> Tensor:
+        """Hidden states [R, H] of the answers' rows, then of the prompts' tokens where `whole` or `reads_all`, else of the last token of
+        each; valid until the next pass."""
+        whole = whole or self.reads_all
+        size = size_of(answers, prompts, self.cache, self.most_tokens, whole) if self._capture is not None else None
         if size is None or not self._ready(size, answers, prompts):
-            return self.launch(answers, prompts)
+            return self.launch(answers, prompts, whole=whole)
         made, replay = self._graphs[size]
         made.fill(answers, prompts)
         hidden = replay()
-        count, first = sum(len(one.token_ids) for one in prompts), size.answers[0]
+        count, first = sum(len(one.token_ids) for one in prompts) if whole else len(prompts), size.answers[0]
         if answers is None or len(answers.token_ids) == first:
             return hidden[: first + count]
         return torch.cat((hidden[: len(answers.token_ids)], hidden[first : first + count]))
@@ -217,11 +233,14 @@ class PromptPasses:
         context = PrefillContext(self.cache, chunks)
         return context if answers is None else MixedContext(answers.context(self.cache), context)
 
-    def launch(self, answers: DecodeRows | None, prompts: list[PromptRows]) -> Tensor:
+    def launch(self, answers: DecodeRows | None, prompts: list[PromptRows], *, whole: bool = False) -> Tensor:
         """As `run`, operator by operator."""
-        token_ids = [] if answers is None else answers.token_ids.tolist()
+        token_ids, rows = [] if answers is None else answers.token_ids.tolist(), None
+        if not (whole or self.reads_all):
+            ends = accumulate((len(one.token_ids) for one in prompts), initial=len(token_ids) - 1)
+            rows = torch.tensor([*range(len(token_ids)), *islice(ends, 1, None)], device=self.cache.device)
         token_ids += [token for one in prompts for token in one.token_ids]
-        return self.model(torch.tensor(token_ids, device=self.cache.device), self.context(answers, prompts))
+        return self.model(torch.tensor(token_ids, device=self.cache.device), self.context(answers, prompts), rows)
 
     def _ready(self, size: PassSize, answers: DecodeRows | None, prompts: list[PromptRows]) -> bool:
         """Whether there is a graph of the size, captured now where the size has come often enough."""

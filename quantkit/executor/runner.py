@@ -46,12 +46,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What a pass computed: `hidden` [T, H] of the spans' tokens, one span after the other; a span as `Span` has it.
+    """What a pass computed: `hidden` [T, H] of the spans' tokens, one span after the other; a span as `Span` has it. Where nobody reads
+    them all (`PromptPasses.reads_all`, and no span's sequence asks for log-probabilities of its prompt), of a prompt's its last one alone.
 
     where: the tokens' places in the cache, `DecodeRows` where each attended by itself; else what makes the context of all.
     logits float32 [R, vocab] and greedy int64 [R] (the likeliest tokens): of the R tokens whose successors are to be chosen, None where
-    there are none; rows: which of the T these are; counts: which sequence they belong to, and how many each has. Tensors are valid until
-    the next pass.
+    there are none; rows: which of `hidden` these are; counts: which sequence they belong to, and how many each has. Tensors are valid
+    until the next pass.
     """
 
     spans: Items[tuple[Sequence, int, int]]
@@ -171,12 +172,13 @@ class Runner:
         rows, new = list(range(_num_rows(answers))), sum(length for _, _, length in prompts)
         given = self._answer_rows(answers, len(rows), room) if answers or (room is not None and room.rows) else None
         self._expect(len(rows), new, room)
-        hidden = self.prompts.run(given, own if room is None else [*own, *self._nobodys(room.tokens - new)])
+        whole = room is not None or self.prompts.reads_all or any(one.params.prompt_logprobs is not None for one, _, _ in prompts)
+        hidden = self.prompts.run(given, own if room is None else [*own, *self._nobodys(room.tokens - new)], whole=whole)
         if room is not None:
             hidden = torch.cat((hidden[: len(rows)], hidden[room.rows : room.rows + new]))
         counts, end = [(sequence, 1 + len(sequence.drafts)) for sequence in answers], len(rows)
         for sequence, start, length in prompts:
-            end += length
+            end += length if whole else 1
             sequence.num_cached += length
             if start + length == len(sequence.token_ids):
                 rows.append(end - 1)
@@ -184,7 +186,8 @@ class Runner:
         spans, where = [*_answer_spans(answers), *prompts], partial(self.prompts.context, given, own)
         if not rows:
             return ForwardPass(spans, hidden, where, None, None, rows, counts)
-        logits = self.model.logits(hidden[torch.tensor(rows, device=self.device)])
+        every = len(rows) == len(hidden)  # a list that goes to the device waits for it
+        logits = self.model.logits(hidden if every else hidden[torch.tensor(rows, device=self.device)])
         return ForwardPass(spans, hidden, where, logits, logits.argmax(dim=-1), rows, counts)
 
     def prompt_context(self, spans: Items[tuple[Sequence, int, int]]) -> PrefillContext | MixedContext:

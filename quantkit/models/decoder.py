@@ -52,10 +52,16 @@ class DecoderLayer:
         self.input_norm = gain_of(weights, f"{prefix}.{input_norm}.weight", norm_offset)
         self.mlp_norm = gain_of(weights, f"{prefix}.{mlp_norm}.weight", norm_offset)
 
-    def __call__(self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """normed, residual [T, H]: the residual stream with and without `input_norm`. next_norm [H]: gain of the norm after this layer.
-        Returns the two after the layer."""
-        normed, residual = self.add_rms_norm(self.attention(normed, context), residual, self.mlp_norm, self.eps)
+        rows int64 [R]: tokens that anything behind the attention is asked for, all by default.
+        Returns the two after the layer, of these tokens."""
+        attended = self.attention(normed, context)
+        if rows is not None:
+            attended, residual = attended[rows], residual[rows]
+        normed, residual = self.add_rms_norm(attended, residual, self.mlp_norm, self.eps)
         return self.add_rms_norm(self.mlp(normed), residual, next_norm, self.eps)
 
     def attend(self, hidden: Tensor, context: Context) -> Tensor:
@@ -116,16 +122,17 @@ class Model:
         """Values of a token that `__call__` returns."""
         return self.embedding.shape[1] * (1 + len(self.read_at))
 
-    def __call__(self, token_ids: Tensor, context: Context) -> Tensor:
-        """token_ids [T] -> hidden [T, H] after the final norm, and what `read_at` asks for, [T, width]."""
+    def __call__(self, token_ids: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
+        """token_ids [T] -> hidden [T, H] after the final norm, and what `read_at` asks for, [T, width]; rows int64 [R]: of these tokens."""
         residual = F.embedding(token_ids, self.embedding)
         normed = rms_norm(residual, self.layers[0].input_norm, self.config.rms_norm_eps)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         read: list[Tensor] = []
         for number, (layer, next_norm) in enumerate(zip(self.layers, next_norms)):
             if number in self.read_at:
-                read.append(residual.clone())  # operators may add to it in place
-            normed, residual = layer(normed, residual, context, next_norm)
+                read.append(residual.clone() if rows is None else residual[rows])  # operators may add to it in place
+            last = number == len(self.layers) - 1
+            normed, residual = layer(normed, residual, context, next_norm, rows if last else None)
         return torch.cat((normed, *read), dim=-1) if read else normed
 
     def logits(self, hidden: Tensor) -> Tensor:

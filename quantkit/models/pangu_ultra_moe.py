@@ -89,9 +89,14 @@ class DecoderLayer(decoder.DecoderLayer):
         self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
         self.post_mlp_norm = weights.tensor(f"{p}.post_mlp_layernorm.weight")
 
-    def __call__(self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """As every layer's; but what a half adds is normed before it is added."""
-        normed, residual = add_rms_norm(self.attention_output(normed, context), residual, self.mlp_norm, self.eps)
+        attended = self.attention_output(normed, context)
+        if rows is not None:
+            attended, residual = attended[rows], residual[rows]
+        normed, residual = add_rms_norm(attended, residual, self.mlp_norm, self.eps)
         return add_rms_norm(self.as_added(self.mlp_sum(normed)), residual, next_norm, self.eps)
 
     def attention_output(self, normed: Tensor, context: Context) -> Tensor:

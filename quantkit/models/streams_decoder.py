@@ -47,10 +47,14 @@ class StreamsLayer(decoder.DecoderLayer):
         self.before_attention = HyperConnection(sizes, f"{prefix}.{names.before_attention}", weights)
         self.before_mlp = HyperConnection(sizes, f"{prefix}.{names.before_mlp}", weights)
 
-    def __call__(self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """normed: the token ids [T]; residual: the streams [T, n, H], which are returned so. next_norm is not read: what comes next has
-        weights of its own before its norm."""
+        weights of its own before its norm. rows: as in `decoder.DecoderLayer`."""
         streams = self._attend(residual, context)
+        if rows is not None:
+            normed, streams = normed[rows], streams[rows]
         return normed, self._joined(streams, self._summed(streams, normed))
 
     def attend(self, hidden: Tensor, context: Context) -> Tensor:
@@ -106,11 +110,11 @@ class StreamsModel(decoder.Model):
         """As `decoder.Model.width`."""
         return self.embedding.shape[1] * (1 + self.hands_on * (self.num_handed or self.count))
 
-    def __call__(self, token_ids: Tensor, context: Context) -> Tensor:
-        """token_ids [T] -> hidden [T, H] after the final norm, and what is handed on, [T, width]."""
+    def __call__(self, token_ids: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
+        """token_ids [T] -> hidden [T, H] after the final norm, and what is handed on, [T, width]; rows int64 [R]: of these tokens."""
         streams = begun(F.embedding(token_ids, self.embedding), self.count)
         for layer in self.layers:
-            _, streams = layer(token_ids, streams, context, self.norm)
+            _, streams = layer(token_ids, streams, context, self.norm, rows if layer is self.layers[-1] else None)
         merged = self.end(streams)
         normed = rms_norm(merged, self.norm, self.config.rms_norm_eps)
         return torch.cat((normed, self.handed(streams, merged)), dim=-1) if self.hands_on else normed

@@ -1,7 +1,10 @@
 """What tests/judges/vllm_beside.py measures with: models of repeated layers, and the figures of a cell."""
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -71,3 +74,14 @@ def test_what_is_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pyt
     assert measured == ["vllm 128x8"]
     vllm_beside.measure([case], Namespace(cells="4096x8", directory=tmp_path), vllm_beside.time.monotonic() + 1, found)
     assert measured == ["vllm 128x8"]
+
+
+def test_a_server_that_does_not_come_up_says_where_it_stands(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as to:
+        process = subprocess.Popen([sys.executable, "-X", "faulthandler", "-c", "import time\ntime.sleep(60)"], stderr=to)
+    case = Case("m", "awq", 1, {"quantkit": Server("http://127.0.0.1:9", process, time.monotonic())})
+    vllm_beside.await_servers([case], time.monotonic() + 2)
+    assert case.servers["quantkit"].failed == "it did not come up in time"
+    assert process.wait(20) == -signal.SIGABRT
+    assert 'File "<string>", line 2' in log.read_text()

@@ -115,7 +115,7 @@ def test_a_load_curve_ends_with_a_rate_that_is_refused(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(load_curves, "measured", measured)
     asked = Namespace(input_len=8, output_len=8, first_rate=16, per_rate=1, seconds=60, ttft=1, tpot=50)
-    rows = load_curves.curve(None, "", "", asked)  # type: ignore[arg-type]
+    rows = list(load_curves.curve(None, "", "", asked))  # type: ignore[arg-type]
     assert [row["failed"] for row in rows] == [0, load_curves.FEWEST]
     told = {"topology"} | {f"{name}_p{percent}" for name in ("ttft_s", "tpot_ms") for percent in (50, 95)}
     assert set(load_curves.COLUMNS) - told <= {field.name for field in fields(SpeedRow)}

@@ -15,8 +15,9 @@ from quantkit.checkpoint.formats import awq, compressed_int8
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.launch import deploy
 from quantkit.engines.layouts import find_recipe, find_topology
-from quantkit.engines.memory import ParallelSizes, check_split, fit
+from quantkit.engines.memory import ParallelSizes, check_split, find_split_problem, fit
 from quantkit.errors import QuantkitError
+from quantkit.models.stored import read_model
 from quantkit.schemes import IntGrid
 
 GIB = 2**30
@@ -127,8 +128,32 @@ def test_questions_without_an_answer(int8: Path) -> None:
         deploy(int8, "vllm", boxes=3)
     with pytest.raises(QuantkitError, match="takes 2 boxes and 1 hosts"):
         deploy(int8, "vllm", boxes=2, hosts=["a"])
+    with pytest.raises(QuantkitError, match=r"'http://10\.0\.0\.1:80' is no address of a box; give a name or"):
+        deploy(int8, "vllm", hosts=["http://10.0.0.1:80"])
+    with pytest.raises(QuantkitError, match=r"10\.0\.0\.1 is given for two boxes"):
+        deploy(int8, "vllm", boxes=2, hosts=["10.0.0.1", "10.0.0.1"])
+    assert deploy(int8, "vllm", boxes=2, hosts=["fe80::1", "node-2.local"]).launches
     with pytest.raises(QuantkitError, match="no deployment recipe for chitu"):
         deploy(int8, "chitu")
+
+
+def test_a_longer_request_than_the_model_takes_is_told(tmp_path: Path) -> None:
+    """Engines refuse to start with it. YaRN extends what it begins with, whatever max_position_embeddings says; vLLM goes by it."""
+
+    def made(name: str, context: int | None, **changes: object) -> tuple[list[str], str]:
+        config = tiny_config(num_nextn_predict_layers=0, **changes)
+        path = tmp_path / name
+        if not path.exists():
+            write_packed(path, config, random_tensors(config), compressed_int8.FORMAT, IntGrid(8, None, symmetric=True))
+        found = deploy(path, "vllm", devices=1, context=context)
+        _, command = found.launches[0].commands[0]
+        return [problem.problem for problem in found.problems if problem.severity == "error"], command[command.index("--max-model-len") + 1]
+
+    assert made("yarn", None) == ([], "16384")
+    assert made("yarn", 4096 * 40) == ([], "163840")
+    assert made("yarn", 4096 * 40 + 1)[0] == ["the model takes texts of 163840 tokens, fewer than 163841"]
+    assert made("plain", None, rope_scaling=None) == ([], "2048")
+    assert made("plain", 2049, rope_scaling=None)[0] == ["the model takes texts of 2048 tokens, fewer than 2049"]
 
 
 def test_memory_is_counted_from_headers(int8: Path) -> None:
@@ -157,6 +182,10 @@ def test_a_split_that_does_not_divide_is_named(tmp_path: Path) -> None:
     assert check_split(checkpoint, ParallelSizes(1)) == []
     told = check_split(checkpoint, ParallelSizes(2))[0].problem
     assert "input channels, which 2 ranks cannot share in steps of 128" in told
+    whole = [row for row in read_model(checkpoint).rows if row.expert is not None]
+    found = find_split_problem(whole, lambda _: None, ParallelSizes(7))
+    assert found is not None
+    assert found.remedy == "use fewer tensor-parallel ranks, or a layout that shares out whole experts"
 
 
 def test_a_bias_behind_a_sum_over_ranks_is_not_cut(tmp_path: Path) -> None:

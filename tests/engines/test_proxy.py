@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from commands import command
 from running_server import wait_for
 
 from quantkit.engines.proxy import REMOTE, proxy
@@ -158,13 +159,25 @@ def test_a_piece_goes_on_before_the_next_is_there() -> None:
             self.wfile.write(b"5\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (rest[:5], len(rest) - 5, rest[5:]))
 
     second: Any = ThreadingHTTPServer(("127.0.0.1", 0), Waiting)
-    second.asked, second.says = [], ""
-    with answering() as first, in_thread(second), running([first.url], [f"http://127.0.0.1:{second.server_port}"]) as url:
-        with httpx.stream("POST", f"{url}/v1/completions", json=ASKED | {"stream": True}) as answer:
-            pieces = answer.iter_raw()
-            assert next(pieces) == b"data: 1\n\n"
-            heard.set()
-            assert b"".join(pieces) == b"data: [DONE]\n\n"
+    second.asked, second.says, where = [], "", [f"http://127.0.0.1:{second.server_port}"]
+    asked = ASKED | {"stream": True}
+    with (
+        answering() as first,
+        in_thread(second),
+        running([first.url], where) as url,
+        httpx.stream("POST", f"{url}/v1/completions", json=asked) as answer,
+    ):
+        pieces = answer.iter_raw()
+        assert next(pieces) == b"data: 1\n\n"
+        heard.set()
+        assert b"".join(pieces) == b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("wrong", ["10.0.0.1:8100", "http://", "http://a:99999", "ftp://a", ""])
+def test_an_address_that_is_none_is_refused_before_anything_listens(wrong: str) -> None:
+    said = command("proxy", "--prefill", f"http://127.0.0.1:8100,{wrong}", "--decode", "http://[::1]:8200")
+    assert (said.code, said.errors) == (1, 1)
+    assert f"{wrong!r} is no address of a server; give one such as http://10.0.0.1:8100" in said.error
 
 
 def test_a_refusal_of_prefill_is_the_answer() -> None:

@@ -204,7 +204,7 @@ def test_ids_that_one_model_lacks(models: dict[str, Path], vocab: int, known: in
     seen: list[torch.Tensor] = []
     loaded = load_model(models["llama"], device="cpu", dtype="float32")
 
-    def forward(token_ids: torch.Tensor, context: Any) -> torch.Tensor:
+    def forward(token_ids: torch.Tensor, context: Any, rows: Any) -> torch.Tensor:
         seen.append(token_ids)
         return token_ids
 

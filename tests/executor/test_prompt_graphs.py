@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,9 @@ def in_place(step: Callable[[], object], lengths: list[int]) -> Callable[[], obj
 def load(path: Path, capture: Capture | None, num_drafts: int = 0, budget: StepBudget | None = None) -> Engine:
     engine = Engine.load(path, device="cpu", dtype="float32", max_batch=4, max_model_len=320, num_drafts=num_drafts, prefix_cache=True)
     if capture is not None:
+        reads_all = engine.runner.prompts.reads_all
         engine.runner = Runner(engine.loaded.model, engine.cache, capture)
+        engine.runner.prompts.reads_all = reads_all
         if engine.speculation.drafter is not None:
             engine.speculation = Speculation(MtpDrafter(engine.loaded.mtp_layers[0], engine.runner, num_drafts, engine.parallel), 0)
     engine.scheduler.budget = budget or StepBudget(512, 48)
@@ -111,6 +114,59 @@ def test_hidden_states_are_those_of_an_eager_pass(tiny_checkpoint: Path) -> None
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
+def widths(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens the last layer's MLP computes, pass by pass, from now on."""
+    found, last = list[int](), engine.loaded.model.layers[-1]
+    mlp = last.mlp
+
+    def noted(x: Tensor) -> Tensor:
+        found.append(len(x))
+        return mlp(x)
+
+    monkeypatch.setattr(last, "mlp", noted)
+    return found
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["latents", "keys"])
+def test_last_tokens_alone_go_through_the_last_mlp(
+    tiny_checkpoint: Path, grouped: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of passes that are launched and replayed; who asks for all tokens gets all."""
+    engine = load(tiny_checkpoint if kind == "latents" else grouped, in_place)
+    prompts, computed = engine.runner.prompts, widths(engine, monkeypatch)
+    assert not prompts.reads_all
+    rows = [PromptRows(PROMPTS[2][:40], 0, [3, 1]), PromptRows(PROMPTS[1][:30], 0, [2])]
+    every = prompts.launch(None, rows, whole=True)
+    assert len(every) == computed.pop() == 70
+    for last in (prompts.launch(None, rows), prompts.run(None, rows), prompts.run(None, rows)):
+        torch.testing.assert_close(last, every[[39, 69]], rtol=0, atol=1e-5)
+    assert computed[0] == 2
+    assert max(computed) < 10
+    assert {size.whole for size in prompts._graphs} == {False}
+
+
+@pytest.mark.parametrize("asked", [{"num_drafts": 1}, {"count_experts": True}])
+def test_guesses_and_counted_experts_read_all_tokens(tiny_checkpoint: Path, asked: dict[str, Any]) -> None:
+    engine = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=2, max_model_len=320, **asked)
+    assert engine.runner.prompts.reads_all
+
+
+def test_log_probabilities_of_a_prompt_are_of_all_its_tokens(grouped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one pass with prompts of which nobody asks for them."""
+    engine = load(grouped, None, budget=StepBudget(512, 512))
+    computed = widths(engine, monkeypatch)
+    params = [SamplingParams(max_new_tokens=1, ignore_eos=True, prompt_logprobs=one) for one in (None, 0, None)]
+    alone = [next(iter(engine.generate([prompt], one))) for prompt, one in zip(PROMPTS, params)]
+    together = sorted(engine.generate(PROMPTS[:3], params), key=lambda one: one.index)
+    known = 64  # of the third prompt, by then
+    assert computed == [1, len(PROMPTS[1]), 1, sum(map(len, PROMPTS[:3])) - known]
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+    ours, theirs = ([token.logprob for token in one[1].prompt_logprobs or []] for one in (together, alone))
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    assert len(ours) == len(PROMPTS[1]) - 1
+
+
 def test_what_is_not_filled_is_a_sequence_in_nobodys_block() -> None:
     size = PassSize((0, 0), 8, 4, 16)
     buffers = PromptBuffers(size, 2, 4, torch.device("cpu"))
@@ -140,6 +196,7 @@ def test_little_of_a_pass_is_padding(tiny_checkpoint: Path, count: int) -> None:
 @torch.inference_mode()
 def test_long_passes_and_states_are_not_captured(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = load(tiny_checkpoint, in_place).runner.prompts
+    passes.reads_all = True
     passes.limit(20)
     monkeypatch.setattr(prompt_graphs, "_MOST_GRAPHS", 1)
     monkeypatch.setattr(prompt_graphs, "_MOST_BLOCKS", 2)
@@ -163,6 +220,7 @@ def test_a_size_is_launched_some_times_first(tiny_checkpoint: Path, monkeypatch:
 @torch.inference_mode()
 def test_a_limit_lets_go_of_larger_graphs(tiny_checkpoint: Path) -> None:
     passes = load(tiny_checkpoint, in_place).runner.prompts
+    passes.reads_all = True  # a product of another size may differ in its last bit
     prompts = {length: [PromptRows([3 + one for one in range(length)], 0, [1, 2])] for length in (16, 48)}
     expected = {length: passes.launch(None, prompt).clone() for length, prompt in prompts.items()}
     for prompt in prompts.values():

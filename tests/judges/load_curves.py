@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -31,6 +31,7 @@ from quantkit.evaluation.speed.measure import RequestTimes, summarize
 from quantkit.evaluation.speed.workload import Workload
 
 CLIENTS = 8
+RATE_OF_A_CLIENT = 32.0  # requests/s: few clients, for the last of many ends late, and what is answered a second counts until then
 USERS = 1024  # requests that may be open at a time
 FEWEST = 64  # requests of a rate
 # Several servers share a card, and none needs much of it.
@@ -63,8 +64,9 @@ def ask(url: str, model: str, work: Workload) -> list[RequestTimes]:
 
 def measured(pool: Executor, url: str, model: str, lengths: tuple[int, int], rate: float | None, requests: int) -> dict[str, Any]:
     """One row: `requests` of (input, output) tokens at `rate` in all, or without one as fast as USERS / CLIENTS users ask."""
-    share, users = rate and rate / CLIENTS, USERS // CLIENTS
-    works = [Workload(*lengths, requests // CLIENTS, users, round((rate or 0) * 100) + client, share) for client in range(CLIENTS)]
+    clients = CLIENTS if rate is None else min(CLIENTS, max(round(rate / RATE_OF_A_CLIENT), 1))
+    share, users = rate and rate / clients, USERS // clients
+    works = [Workload(*lengths, requests // clients, users, round((rate or 0) * 100) + client, share) for client in range(clients)]
     times = [one for client in [pool.submit(ask, url, model, work) for work in works] for one in client.result()]
     row = summarize(times, lengths[0], USERS, rate=rate).to_json()
     good = [one for one in times if one.error is None]
@@ -74,18 +76,17 @@ def measured(pool: Executor, url: str, model: str, lengths: tuple[int, int], rat
     return row
 
 
-def curve(pool: Executor, url: str, model: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows at doubling rates; the last is the first that passes a limit, loses a request or is not kept up with."""
+def curve(pool: Executor, url: str, model: str, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows at doubling rates; the last is the first that passes a limit or loses a request."""
     lengths = (asked.input_len, asked.output_len)
     measured(pool, url, model, lengths, None, FEWEST)  # warms up
-    rows, rate = list[dict[str, Any]](), asked.first_rate
-    until = time.monotonic() + asked.seconds
+    rate, until = asked.first_rate, time.monotonic() + asked.seconds
     while time.monotonic() < until:
-        rows.append(measured(pool, url, model, lengths, rate, max(FEWEST, round(rate * asked.per_rate))))
-        if rows[-1]["failed"] or rows[-1]["ttft_s_p95"] > asked.ttft or rows[-1]["tpot_ms_p95"] > asked.tpot:
+        row = measured(pool, url, model, lengths, rate, max(FEWEST, round(rate * asked.per_rate)))
+        yield row
+        if row["failed"] or row["ttft_s_p95"] > asked.ttft or row["tpot_ms_p95"] > asked.tpot:
             break
         rate *= 2
-    return rows
 
 
 def killed(name: str, server: Server, model: str) -> dict[str, Any]:
@@ -133,7 +134,14 @@ def main() -> int:
     parser.add_argument("--eager", action="store_true")
     asked = parser.parse_args()
     path = with_words(asked.directory / asked.model, asked.directory / "words" / Path(asked.model).name)
-    result: dict[str, Any] = {"model": asked.model, "input_len": asked.input_len, "output_len": asked.output_len, "curves": {}, "dead": {}}
+    result: dict[str, Any] = {
+        "model": asked.model,
+        "input_len": asked.input_len,
+        "output_len": asked.output_len,
+        "curves": {},
+        "failed": {},
+        "dead": {},
+    }
     servers = start(path, asked, asked.topologies.split(","))
     print(told("topology", {column: column for column in COLUMNS}), flush=True)
 
@@ -143,17 +151,18 @@ def main() -> int:
     try:
         with ProcessPoolExecutor(CLIENTS, get_context("spawn")) as pool:
             for name, server in servers.items():
+                rows = result["curves"][name] = []
                 try:
                     server.wait(asked.wait)
-                    result["curves"][name] = curve(pool, server.url, path.name, asked)
+                    for row in curve(pool, server.url, path.name, asked):
+                        rows.append(row)
+                        print(told(name, row), flush=True)
+                        keep()
                 except (RuntimeError, OSError, QuantkitError, httpx.HTTPError) as problem:
-                    result["curves"][name] = f"{type(problem).__name__}: {problem}"
+                    result["failed"][name] = f"{type(problem).__name__}: {problem}"
                     print(f"{name}: {problem}", flush=True)
-                    continue
-                finally:
                     keep()
-                print("\n".join(told(name, row) for row in result["curves"][name]), flush=True)
-        serving = [name for name, rows in result["curves"].items() if not isinstance(rows, str)]
+        serving = [name for name in servers if name not in result["failed"]]
         with ThreadPoolExecutor(len(servers)) as threads:
             for name, waited in [(name, threads.submit(killed, name, servers[name], path.name)) for name in serving]:
                 try:

@@ -14,6 +14,7 @@ not measured again. --steps write,run: the first writes the models, on --device.
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -93,7 +94,7 @@ def command(engine: str, path: Path, case: Case, port: int, asked: argparse.Name
         words = ["--max-model-len", str(CONTEXT), "--max-batch", str(USERS), "--tp", str(case.tp), "--device", asked.device]
         words += ["--cache-tokens", str(asked.cache_tokens)] if asked.cache_tokens else []
         words += ["--chunk-tokens", str(asked.chunk_tokens)] if engine != OURS else []
-        program = [sys.executable, "-m", "quantkit"]
+        program = [sys.executable, "-X", "faulthandler", "-m", "quantkit"]
     return [*program, "serve", str(path), "--host", "127.0.0.1", "--port", str(port), *words]
 
 
@@ -128,6 +129,8 @@ def await_servers(cases: list[Case], until: float) -> None:
         time.sleep(0.3)
     for case, engine, server in waiting:
         server.failed = "it did not come up in time"
+        # The log of ours then says where it stood; and the card is those servers' that are up.
+        server.process.send_signal(signal.SIGTERM if engine == PEER else signal.SIGABRT)
         print(f"{case.name} {engine}: {server.failed}", flush=True)
 
 
@@ -258,6 +261,7 @@ def case_of(text: str) -> Case:
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are ended then, too
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", default=sys.executable, help="python of an environment with vLLM")
     parser.add_argument("--directory", type=Path, required=True)

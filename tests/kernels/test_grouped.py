@@ -68,6 +68,30 @@ def test_gqa_prefill_of_several_prompts(window: int, dtype: torch.dtype, backend
     assert distance(out, case.exact) < TOLERANCE[dtype]
 
 
+@pytest.mark.skipif(bool(why_no_library("prompts")), reason=str(why_no_library("prompts")))
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("at_once", [4096, 100])
+@pytest.mark.parametrize("window", [0, 1, 130])
+def test_compiled_attention_of_prompts_is_float32(window: int, at_once: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd heads, keys in one part or several, of which the first tokens may see none."""
+    monkeypatch.setattr(prompts_in_torch, "AT_ONCE", at_once)
+    monkeypatch.setattr(prompts_in_torch, "attend_one", None)  # it is not asked
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for heads, width in (((14, 2), 64), ((3, 3), 80), ((5, 1), 24), ((2, 1), 256)):
+        case = grouped_attention([1, 700, 257], [1, 500, 3], heads, width, 16, torch.float32, window=window)
+        out = gqa_prefill(case.q, case.pages.cache, case.prompts, scale=case.scale, window=window, backend="cpu")
+        assert distance(out, case.exact) < 2e-6
+
+
+@pytest.mark.skipif(bool(why_no_library("prompts")), reason=str(why_no_library("prompts")))
+def test_a_score_that_is_no_number_stays_none() -> None:
+    case = grouped_attention([300], [300], (6, 2), 16, 16, torch.float32)
+    case.q[290, 1] = float("nan")
+    out = gqa_prefill(case.q, case.pages.cache, case.prompts, scale=case.scale, backend="cpu")
+    assert out[290, 1].isnan().all()
+    assert out.isnan().sum() == 16
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -30,7 +30,9 @@ from quantkit_kernels import (
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.gating import SILU
 from quantkit_kernels.samples import GRIDS, TOLERANCE, distance, exact_linear, grouped_attention, random_weight
+from quantkit_kernels.triton.cards import LinearPlan
 from quantkit_kernels.triton.experts import TritonExperts
+from quantkit_kernels.triton.launch import scaled_sums
 from quantkit_kernels.triton.operators import cut_in_three
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -83,6 +85,22 @@ def test_programs_that_share_k_add_up_in_order(grid: str) -> None:
         first = linear(x)
         assert distance(first, exact_linear(x, weight)) < TOLERANCE[torch.bfloat16]
         assert torch.equal(linear(x), first)
+
+
+@pytest.mark.parametrize("grid", ["int4-asym-128", "int4-asym-64", "int4-asym-32", "int4-sym-128"])
+def test_few_tokens_of_int4_whose_sums_are_scaled(grid: str) -> None:
+    """As exact as scaled weights, also where all features are near 20 and what decoding by bits adds is far more than the result."""
+    rng = generator()
+    weight = random_weight(grid, 70, 128 * 9, rng)
+    for dtype in HALF:
+        linear = prepare(weight, backend="triton", dtype=dtype)
+        for tokens, mean in ((1, 0.0), (5, 20.0), (11, 1.0)):
+            x = (torch.randn(tokens, 128 * 9, generator=rng, device=DEVICE) + mean).to(dtype)
+            exact = exact_linear(x, weight)
+            for tile in (8, 16):
+                plan = LinearPlan(64, tile, 2, 2, 3)
+                assert scaled_sums("int4", plan)
+                assert distance(linear.tiles(x, plan), exact) < TOLERANCE[dtype], (tokens, mean, tile, rng.initial_seed())
 
 
 def test_every_code_of_fp4_and_scales_of_zero() -> None:
@@ -238,7 +256,8 @@ def test_attention_sinks(window: int) -> None:
 
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_mla_decode(interleaved: bool) -> None:
-    for lengths, heads, block_size in (([1, 0, 37, 64], 5, 16), ([300], 40, 64), ([37], 40, 16)):  # the last in small programs
+    """Small programs share the row of 37 tokens, and the few heads of one of 300, whose shares are merged where W_UV is multiplied by."""
+    for lengths, heads, block_size in (([1, 0, 37, 64], 5, 16), ([300], 40, 64), ([37], 40, 16), ([300], 3, 64)):
         check_mla_decode("triton", DEVICE, heads, block_size, (24, 16, 20, 64), lengths, torch.float16, interleaved)
 
 

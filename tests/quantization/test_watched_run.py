@@ -247,6 +247,22 @@ def test_a_model_without_attention_runs(model_type: str, extra: dict[str, Any], 
     assert done.token_ids == text[3:]
 
 
+def test_a_model_whose_layers_read_the_tokens_once_more_runs_and_is_measured(tmp_path: Path) -> None:
+    """Gemma 4 of few parameters: every layer has an embedding of its own. It is rounded and computed whole, and not calibrated."""
+    sizes = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 320, "global_head_dim": 32, "num_global_key_value_heads": 1}
+    model = peer("gemma4_text", **sizes, layer_types=["sliding_attention", "full_attention"])
+    source = written(model, tmp_path / "gemma4")
+    (done,) = open_engine(EngineOptions(source, device="cpu")).generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, ignore_eos=True))
+    expected = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, min_new_tokens=4, do_sample=False)[0, 3:].tolist()
+    assert done.token_ids == expected
+    run(source, tmp_path / "out", "rtn-w4a16")
+    found = measure(str(tmp_path / "out"), [torch.arange(5, 40)], baseline=str(source), device="cpu")
+    assert found.kl is not None
+    assert 0 < found.kl < 0.5
+    with pytest.raises(QuantkitError, match="layers cannot be run one by one"):
+        run(source, tmp_path / "calibrated", "awq-w4a16")
+
+
 @pytest.mark.parametrize("turned", [False, True])
 def test_experts_that_are_stacked_either_way(turned: bool, tmp_path: Path) -> None:
     """Qwen3-VL-MoE is published with its experts turned, and transformers 5 saves them as it computes with them."""

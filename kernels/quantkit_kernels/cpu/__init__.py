@@ -5,8 +5,8 @@ int8   int8.cpp for few rows, VNNI, AVX2 or the compiler's own vectors. For more
        activations where the processor has VNNI (it saturates in 16 bits without, which a test product finds out), over the same packed
        weight; else `_weight_int8pack_mm` and float32 products of expanded blocks.
 fp4    fp4.cpp, AVX-512 or AVX2; 4.5 bits per weight.
-gqa    gqa.cpp, decoding over pages.
-silu   torch's, by rows that stay in a cache.
+gqa    gqa.cpp, decoding over pages. Prompts: prompts.cpp, keys and values expanded from latents too.
+silu   silu.cpp in bf16 and float32; in fp16, or without a compiler, torch's, by rows that stay in a cache.
 
 The C++ is compiled by the user's compiler at first use.
 """

@@ -1,4 +1,4 @@
-"""Compiles fp4.cpp, int4.cpp, int8.cpp or gqa.cpp with the user's C++ compiler at first use, two seconds, and loads it."""
+"""Compiles one of the C++ files beside it with the user's C++ compiler at first use, two seconds, and loads it."""
 
 import ctypes
 import functools
@@ -18,15 +18,21 @@ _FLAGS = {
     "VNNI": ("-mavx512f", "-mfma", "-mavx512bw", "-mavx512vnni"),
     "PORTABLE": (),
 }
-_LEVELS = {"fp4": ("AVX2", "AVX512", "VNNI"), "int4": tuple(_FLAGS), "int8": tuple(_FLAGS), "gqa": tuple(_FLAGS)}
+_LEVELS = {"fp4": ("AVX2", "AVX512", "VNNI")} | dict.fromkeys(("int4", "int8", "gqa", "prompts", "silu"), tuple(_FLAGS))
 """Which processors each source is for."""
 _FUNCTIONS = {
     "fp4": {"qk_fp4_linear": (5, 4), "qk_fp4_expand": (4, 4)},
     "int4": {"qk_int4_expand": (4, 8)},
     "int8": {"qk_int8_rows": (4, 5), "qk_int8_blocks": (5, 6), "qk_int8_quantize": (3, 4)},
     "gqa": {"qk_gqa_decode": (9, 9)},
+    "prompts": {"qk_prompt_attend": (6, 9)},
+    "silu": {"qk_silu_and_mul": (2, 4)},
 }
 """Of each library, and how many pointers and then integers they take. Blocks are for VNNI alone."""
+
+
+_HEADER, _OVER_HEADER = Path(__file__).parent / "vectors.h", ("prompts", "silu")
+"""Which sources include it."""
 
 
 def level() -> str:
@@ -79,5 +85,6 @@ def _source(name: str) -> Path:
 
 
 def _library_path(name: str, level: str) -> Path:
-    digest = hashlib.sha256(_source(name).read_bytes()).hexdigest()[:16]
+    made_from = _source(name).read_bytes() + (_HEADER.read_bytes() if name in _OVER_HEADER else b"")
+    digest = hashlib.sha256(made_from).hexdigest()[:16]
     return cache_directory() / f"{name}-{level.lower()}-{digest}.so"

@@ -1,12 +1,12 @@
 """Attention on a CPU. Grouped queries of a decode step by the project's own C++ (gqa.cpp): pages are read where they lie, in float32.
-Prompts by the blocks that calibration uses, in torch."""
+Prompts by prompts.cpp, in float32 too, or in torch."""
 
 import torch
 from torch import Tensor
 
 from quantkit_kernels import reference
 from quantkit_kernels.codes import KeyValues
-from quantkit_kernels.cpu.build import library
+from quantkit_kernels.cpu.build import library, why_no_library
 from quantkit_kernels.latents import Latents
 from quantkit_kernels.paged import PagedKeys, Rotation
 from quantkit_kernels.prompts import Prompts
@@ -32,17 +32,25 @@ def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int, sinks: Te
 
 
 def gqa_prefill(q: Tensor, cache: KeyValues, prompts: Prompts, scale: float, window: int, sinks: Tensor | None = None) -> Tensor:
-    return plain.gqa_prefill(q, cache, prompts, scale, window, sinks, _attend_whole)
+    return plain.gqa_prefill(q, cache, prompts, scale, window, sinks, _attend_blocks)
 
 
 def mla_prefill(q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float) -> Tensor:
     q_pe = turned(q[..., -2 * rotation.cos.shape[1] :], rotation)
-    return plain.attend_expanded(q, q_pe, kv_b, cache, prompts, scale, rotation.interleaved, _attend_whole)
+    return plain.attend_expanded(q, q_pe, kv_b, cache, prompts, scale, rotation.interleaved, _attend_blocks)
 
 
-def _attend_whole(q: Tensor, slots: Tensor, width: int, expand: plain.Expand, scale: float, window: int) -> Tensor:
-    """As `plain.attend_one`, where the keys are few: whole, with some queries at a time."""
-    if window or len(slots) > plain.AT_ONCE:
+def _attend_blocks(q: Tensor, slots: Tensor, width: int, expand: plain.Expand, scale: float, window: int) -> Tensor:
+    """As `plain.attend_one`."""
+    if why_no_library("prompts") is not None:
         return plain.attend_one(q, slots, width, expand, scale, window)
-    k, v = (side.to(q.dtype) for side in expand(slots))
-    return plain.attend_by_blocks(q, k, v, scale)
+    (new, heads, depth), seen = q.shape, len(slots)
+    queries = (q.float() * scale).contiguous()
+    best, total, out = torch.full((new, heads), float("-inf")), torch.zeros(new, heads), torch.zeros(new, heads, width)
+    earliest = max(0, seen - new + 1 - window) if window else 0
+    for first in range(earliest, seen, plain.AT_ONCE):
+        k, v = (side.float().contiguous() for side in expand(slots[first : first + plain.AT_ONCE]))
+        operands = (queries, k, v, best, total, out)
+        sizes = (new, seen - new - first, len(k), k.shape[1], heads // k.shape[1], depth, width, window, torch.get_num_threads())
+        library("prompts").qk_prompt_attend(*(one.data_ptr() for one in operands), *sizes)
+    return out.div_(total[..., None]).to(q.dtype)

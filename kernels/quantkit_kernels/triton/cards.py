@@ -91,7 +91,7 @@ EXPAND_TOKENS = 1024
 """From more tokens on a 4-bit weight is decoded to 16 bits and multiplied by the vendor's library, whatever a table says."""
 _EXPANDED = {"int4": 512, "fp4": 256}
 """From so many tokens on the rule says so, by kind."""
-_FEW, _SOME = 16, 64
+_FEWEST, _FEW, _SOME = 8, 16, 64
 """Tokens up to which a product is bound by reading weights, and by latency: then several programs share a multiprocessor and K."""
 
 
@@ -112,12 +112,18 @@ def linear_plan(name: str, processors: int, kind: str, n: int, k: int, tokens: i
         return measured if measured.rows else None
     if tokens >= _EXPANDED.get(kind, tokens + 1):
         return None
-    return fitting(_rule(name, processors, n, -(-k // 128), tokens), kind, name)
+    return fitting(_rule(name, processors, kind, n, -(-k // 128), tokens), kind, name)
 
 
-def _rule(name: str, processors: int, n: int, steps: int, tokens: int) -> LinearPlan:
+def least_tokens(name: str, kind: str) -> int:
+    """Of a tile by the rule: the columns of the smallest matrix instruction, of which NVIDIA's has 8. Kinds other than int4 were measured
+    with 16 only."""
+    return _FEWEST if name.startswith("sm_") and kind == "int4" else _FEW
+
+
+def _rule(name: str, processors: int, kind: str, n: int, steps: int, tokens: int) -> LinearPlan:
     """What the plans measured on an H200 have in common: so many programs a multiprocessor, and as many steps of K for each at least."""
-    width, room = max(16, min(128, _power_of_two(tokens))), shared_bytes(name)
+    width, room = max(least_tokens(name, kind), min(128, _power_of_two(tokens))), shared_bytes(name)
     if tokens <= _FEW and name.startswith("sm_"):  # of two warps: the matrix instructions of four are waited for
         plan, programs, least = LinearPlan(64, width, 1, 2, 3), 6 * processors, 4
     elif tokens <= _FEW:
@@ -146,14 +152,16 @@ class ExpertsPlan(NamedTuple):
 
 
 def experts_plan(name: str, kind: str, intermediate: int, hidden: int, pairs_per_expert: float) -> ExpertsPlan:
-    """A tile should hold all tokens of most experts."""
+    """A tile should hold all tokens of most experts; four times the average is enough for most."""
     measured = _nearest(_table(name).experts.get((kind, hidden, intermediate)), round(pairs_per_expert * 256 / _NEAR))
     if measured is not None:
         return measured
-    tokens = 16 if pairs_per_expert <= 12 else 32 if pairs_per_expert <= 24 else 64
+    tokens = _FEW if pairs_per_expert <= 12 else 32 if pairs_per_expert <= 24 else 64
+    if 4 * pairs_per_expert <= least_tokens(name, kind):
+        tokens = least_tokens(name, kind)
     # Elsewhere, and with int8 on a B200, gate's and up's sums do not fit the registers.
     wide = kind != "int8" and pairs_per_expert > 96 and shared_bytes(name) >= SHARED_BYTES["sm_90"]
-    few = LinearPlan(64, tokens, 1, 2, 3) if tokens == _FEW and name.startswith("sm_") else LinearPlan(64, tokens, 1, 4, 4)
+    few = LinearPlan(64, tokens, 1, 2, 3) if tokens <= _FEW and name.startswith("sm_") else LinearPlan(64, tokens, 1, 4, 4)
     plan = LinearPlan(128, 128, 1, 8, 3) if wide else few
     return ExpertsPlan(fitting(plan, kind, name, doubled=True), fitting(plan, kind, name))
 

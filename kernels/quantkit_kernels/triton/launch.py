@@ -75,9 +75,16 @@ def multiply(
         SPLIT=split, BN=plan.rows, BM=plan.tokens, EVEN_N=own_rows % plan.rows == 0, EVEN_K=packed.k % 128 == 0,
         NVIDIA=by_assembly(x.device), STAGES=plan.stages,
         DTYPE=decoded_type(out.dtype if epilogue != WEIGH else x.dtype),
-        ALONE=x.shape[0] == 1 if slots is None else isinstance(slots, ChosenExperts), BIASED=packed.bias is not None,
+        ALONE=x.shape[0] == 1 if slots is None else isinstance(slots, ChosenExperts),
+        SCALED_SUMS=scaled_sums(packed.kind, plan), BIASED=packed.bias is not None,
         num_warps=plan.warps, **constants(gating), **overlapped(x.device),
     )  # fmt: skip
+
+
+def scaled_sums(kind: str, plan: LinearPlan) -> bool:
+    """Whether codes are multiplied as they are and sums scaled, of which a tile of few tokens has fewer than weights. Those of four warps
+    and 16 tokens would be waited for at every step."""
+    return kind == "int4" and (plan.tokens <= 8 or (plan.tokens <= 16 and plan.warps <= 2))
 
 
 def constants(gating: Gating) -> dict[str, float]:

@@ -2,14 +2,26 @@
 """x @ W.T for packed weights, of one linear or of the experts of sorted pairs, from one token to many.
 
 Weights are the left operand: they go from memory to registers in the order of the matrix instruction's operand, are decoded there, and
-tokens are its columns, of which 16 are the fewest. A program has BN rows and BM tokens, and the SPLIT-th part of K; of the programs of one
-tile the last to arrive adds their sums up, in the order of K.
+tokens are its columns, of which 8 are the fewest on NVIDIA's cards and 16 on others. A program has BN rows and BM tokens, and the SPLIT-th
+part of K; of the programs of one tile the last to arrive adds their sums up, in the order of K.
 """
 
 import triton
 import triton.language as tl
 
-from quantkit_kernels.triton.weights_kernel import INT4, INT8, SPAN, dot, fetch, load_scales, plane, rounded, wait_for_input
+from quantkit_kernels.triton.weights_kernel import (
+    INT4,
+    INT8,
+    SPAN,
+    dot,
+    fetch,
+    int4_factors,
+    int4_plane,
+    load_scales,
+    plane,
+    rounded,
+    wait_for_input,
+)
 
 STORE, SILU_MUL, WEIGH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 ONE_TOKEN = tl.constexpr(2)
@@ -36,6 +48,45 @@ def add_step(acc, step, x, places, k, there, codes, scales, n, rows, COLUMNS: tl
             else:
                 some = tl.load(x + places[None, :] + feature[:, None], mask=there[None, :] & (feature[:, None] < k), other=0.0)
             acc = dot(plane(words, first, second, i, part, KIND, GROUP, DTYPE, NVIDIA), some, acc)
+    return acc
+
+
+@triton.jit
+def add_codes_step(acc, step, x, places, k, there, codes, scales, n, rows, GROUP: tl.constexpr, DTYPE: tl.constexpr, EVEN_K: tl.constexpr,
+                   NVIDIA: tl.constexpr):  # fmt: skip
+    """add_step of int4 for few tokens: the codes themselves are multiplied, and the sums of each group scaled, of which there are fewer.
+
+    A code comes with the power of two that decoding by bits leaves in it. That and the zero point are taken away with the sum of the
+    tokens' features, a product with ones; in float16, where that power is 1024, they are taken from the codes.
+    """
+    BN: tl.constexpr = acc.shape[0]
+    BM: tl.constexpr = acc.shape[1]
+    PLANES: tl.constexpr = GROUP // 32
+    column = tl.arange(0, 32)
+    words = tl.load(codes + step * n * 32 + rows[:, None] * 32 + column[None, :])
+    ones = tl.full((BN, 32), 1.0, tl.float32).to(DTYPE)
+    first = load_scales(scales, step, 0, n, rows, INT4, GROUP)
+    second = first
+    if GROUP == 32:
+        second = load_scales(scales, step, 1, n, rows, INT4, GROUP)
+    for group in tl.static_range(4 // PLANES):
+        less, scale = int4_factors(first if GROUP > 32 or group < 2 else second, group % 2, DTYPE)
+        sums = tl.zeros((BN, BM), tl.float32)
+        total = sums
+        for i in tl.static_range(group * PLANES, group * PLANES + PLANES):
+            feature = step * SPAN + 32 * i + column
+            if EVEN_K:
+                some = tl.load(x + places[None, :] + feature[:, None], mask=there[None, :], other=0.0)
+            else:
+                some = tl.load(x + places[None, :] + feature[:, None], mask=there[None, :] & (feature[:, None] < k), other=0.0)
+            if DTYPE == tl.bfloat16:
+                sums = dot(int4_plane(words, i, DTYPE, NVIDIA), some, sums)
+                total = dot(ones, some, total)
+            else:
+                sums = dot(int4_plane(words, i, DTYPE, NVIDIA) - less[:, None], some, sums)
+        if DTYPE == tl.bfloat16:
+            sums -= total * less.to(tl.float32)[:, None]
+        acc += sums * scale[:, None]
     return acc
 
 
@@ -107,13 +158,13 @@ def multiply(
     m, n, k, out_n, steps, top_k, up,
     KIND: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, EPILOGUE: tl.constexpr, EXPERTS: tl.constexpr, SPLIT: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, NVIDIA: tl.constexpr, STAGES: tl.constexpr,
-    DTYPE: tl.constexpr, ALONE: tl.constexpr, BIASED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
-    PDL: tl.constexpr,
+    DTYPE: tl.constexpr, ALONE: tl.constexpr, SCALED_SUMS: tl.constexpr, BIASED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One linear: x[m, k] -> out[m, out_n]. EXPERTS: of a tile of sorted pairs, from x's rows pair // top_k to out's rows pair.
 
     n: rows of the packed weight, of each expert; up: rows from a feature of gate to that of up, with SILU_MUL. ALONE: of each tile only the
-    first token is one. BIASED: bias float32 as row_scale lies. ALPHA, LIMIT, SHIFT: of `gated`.
+    first token is one. SCALED_SUMS: of int4, `add_codes_step`. BIASED: bias float32 as row_scale lies. ALPHA, LIMIT, SHIFT: of `gated`.
     """
     row_tile = tl.program_id(0) // SPLIT
     part = tl.program_id(0) % SPLIT
@@ -164,6 +215,10 @@ def multiply(
             acc = add_int8_step(acc, step, x, places, k, there, codes, n, rows, EVEN_K)
             if EPILOGUE == SILU_MUL:
                 more = add_int8_step(more, step, x, places, k, there, codes, n, rows + up, EVEN_K)
+        elif SCALED_SUMS:
+            acc = add_codes_step(acc, step, x, places, k, there, codes, scales, n, rows, GROUP, DTYPE, EVEN_K, NVIDIA)
+            if EPILOGUE == SILU_MUL:
+                more = add_codes_step(more, step, x, places, k, there, codes, scales, n, rows + up, GROUP, DTYPE, EVEN_K, NVIDIA)
         else:
             acc = add_step(acc, step, x, places, k, there, codes, scales, n, rows, COLUMNS, KIND, GROUP, DTYPE, EVEN_K, NVIDIA)
             if EPILOGUE == SILU_MUL:

@@ -27,6 +27,7 @@ from quantkit_kernels.triton.cards import (
     LinearPlan,
     architecture,
     fitting,
+    least_tokens,
     linear_plan,
     multiprocessors,
     shared_bytes,
@@ -38,7 +39,7 @@ from quantkit_kernels.triton.tune_experts import TOKENS as TOKENS_OF_EXPERTS
 from quantkit_kernels.triton.tune_experts import ExpertsCase, compile_experts, experts_of, grid_of, kernels_of_experts, tune_experts
 from quantkit_kernels.triton.wgmma_plans import WgmmaPlan, has_wgmma, wgmma_candidates
 
-TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024)
+TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
 MORE_TOKENS = {"int8": (4096,)}
 """Of kinds that are never decoded for the vendor's library."""
 Case = tuple[str, int, int, int]
@@ -54,7 +55,7 @@ def candidates(name: str, processors: int, case: Case) -> list[AnyPlan]:
     ruled = linear_plan(name, processors, kind, n, k, tokens)
     if ruled is not None:
         found.append(ruled)
-    width = max(16, min(256, 1 << (tokens - 1).bit_length()))
+    width = max(least_tokens(name, kind), min(256, 1 << (tokens - 1).bit_length()))
     if tokens <= 64:
         shapes, waves = [(64, width, 4, 3), (64, width, 4, 5), (128, width, 4, 3), (128, width, 8, 3)], [1, 2, 4, 6]
         if tokens <= 32:

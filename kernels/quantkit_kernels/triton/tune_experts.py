@@ -16,6 +16,7 @@ from quantkit_kernels.triton.cards import (
     architecture,
     experts_plan,
     experts_split,
+    least_tokens,
     shared_bytes,
     stage_bytes,
 )
@@ -50,7 +51,7 @@ def candidates(name: str, case: ExpertsCase) -> list[ExpertsPlan]:
     """The rule's plan, and of every width of a tile all launches of the first product."""
     kind, hidden, intermediate, *_ = case.size
     found = [experts_plan(name, kind, intermediate, hidden, case.pairs_per_expert)]
-    for width in _widths(case.pairs_per_expert):
+    for width in _widths(least_tokens(name, kind), case.pairs_per_expert):
         firsts, seconds = (_launches(name, kind, width, doubled) for doubled in (True, False))
         found += [ExpertsPlan(first, seconds[0]) for first in firsts]
     return list(dict.fromkeys(found))
@@ -64,9 +65,9 @@ def followers(name: str, case: ExpertsCase, best: ExpertsPlan) -> list[ExpertsPl
     ]
 
 
-def _widths(pairs_per_expert: float) -> tuple[int, ...]:
+def _widths(least: int, pairs_per_expert: float) -> tuple[int, ...]:
     if pairs_per_expert <= 4:
-        return (16,)
+        return (least,) if pairs_per_expert <= 0.5 else tuple(dict.fromkeys((least, 16)))
     return (16, 32) if pairs_per_expert <= 16 else (32, 64) if pairs_per_expert <= 48 else (64, 128)
 
 

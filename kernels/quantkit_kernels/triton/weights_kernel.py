@@ -144,11 +144,11 @@ def fp4_plane(words, PLANE: tl.constexpr, NVIDIA: tl.constexpr):
 
 @triton.jit
 def int4_factors(scales, PART: tl.constexpr, DTYPE: tl.constexpr):
-    """What a group's codes are decoded with, of each row: what to take away, and the scale. PART: 32 bits of the scale word."""
+    """What a group's codes are decoded with, of each row: what to take away, and the scale, float32. PART: 32 bits of the scale word."""
     word = (scales >> (32 * PART)).to(tl.int32)
     MAGIC: tl.constexpr = 0x4300 if DTYPE == tl.bfloat16 else 0x6400
     less = ((word >> 16) | MAGIC).to(tl.int16).to(DTYPE, bitcast=True)
-    return less, rounded(word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32), DTYPE)
+    return less, word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -187,7 +187,7 @@ def plane(words, first, second, PLANE: tl.constexpr, SUB: tl.constexpr, KIND: tl
                 less, scale = int4_factors(second, PLANE - 2, DTYPE)
         else:
             less, scale = int4_factors(first, PLANE * 32 // GROUP, DTYPE)
-        return scaled(int4_plane(words, PLANE, DTYPE, NVIDIA), less, scale, True, DTYPE, NVIDIA)
+        return scaled(int4_plane(words, PLANE, DTYPE, NVIDIA), less, rounded(scale, DTYPE), True, DTYPE, NVIDIA)
 
 
 @triton.jit

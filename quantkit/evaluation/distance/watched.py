@@ -37,8 +37,10 @@ class WatchedLayer:
         self.layer, self.show, self.input_norm = layer, show, layer.input_norm
         self.mlp = getattr(layer, "mlp", None)  # whoever counts experts asks for it
 
-    def __call__(self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor) -> tuple[Tensor, Tensor]:
-        normed, residual = self.layer(normed, residual, context, next_norm)
+    def __call__(
+        self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        normed, residual = self.layer(normed, residual, context, next_norm, rows)
         self.show(residual)
         return normed, residual
 

@@ -10,7 +10,7 @@ a type, and every refusal has one shape: {"error": {"message", "type", "param", 
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -189,6 +189,18 @@ def create_app(
     if log is not None:
         app.add_middleware(RequestLog, tell=log)
 
+    on_error = _refusals(service)
+    for kind in _FAULTS:
+        app.add_exception_handler(kind, on_error)
+    return app
+
+
+_FAULTS = (ApiError, QuantkitError, QueueFull, RequestFault, EngineFault, HTTPException, ClientDisconnect, Exception)
+
+
+def _refusals(service: Service) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """What answers a fault of each kind, in OpenAI's shape, and counts it."""
+
     def refuse(status: int, message: str, code: str, param: str | None = None, headers: Mapping[str, str] | None = None) -> Response:
         service.refused.add(1, str(status))
         return WireJson(error_body(status, message, code, param), status_code=status, headers=headers)
@@ -213,6 +225,4 @@ def create_app(
             case _:
                 return refuse(500, f"internal error: {type(fault).__name__}", "internal_error")
 
-    for kind in (ApiError, QuantkitError, QueueFull, RequestFault, EngineFault, HTTPException, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, on_error)
-    return app
+    return on_error

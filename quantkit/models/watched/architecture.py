@@ -46,6 +46,7 @@ class WatchedArchitecture:
     def __init__(self, config: Mapping[str, Any]) -> None:
         check_built(config)
         self.skeleton = skeleton = Skeleton(config)
+        skeleton.check_chain()
         check_logits(skeleton)
         self._by_kind: dict[str, LayerKind] = {}
         for layer in range(len(skeleton.layers)):

@@ -3,7 +3,7 @@ their tensors.
 
 Layers are called by the model's own forward: it is run once for each length of a sequence, with every layer replaced by one that writes
 down what it is given besides the hidden states (masks, rotary tables) and hands on a tensor of its own. So it is seen, too, that nothing
-happens between two layers; a model where something does is refused.
+happens between two layers; where something does, a model is not taken apart, and computed as a whole alone (whole.py).
 """
 
 import copy
@@ -63,7 +63,6 @@ class Skeleton:
         self._fill_buffers()
         self.fill_outside({})
         self._kept: dict[int, list[Call]] = {}
-        self._check_chain()
 
     # --- layers ------------------------------------------------------------------------------------------------------------
 
@@ -189,7 +188,7 @@ class Skeleton:
 
         return forward
 
-    def _check_chain(self) -> None:
+    def check_chain(self) -> None:
         """Layers are given nothing that depends on the tokens but the hidden states, and those as the layer before returned them.
         Raises QuantkitError where it is otherwise."""
         shape = (1, PROBED, self.hidden_size)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels.cuda.build import library
-from quantkit_kernels.cuda.experts.sum_pairs import sum_pairs, sum_rounded_pairs
+from quantkit_kernels.cuda.experts.sum_pairs import sum_rounded_pairs
 from quantkit_kernels.cuda.launch import SILU_MUL, WEIGH, checked, stream_of
 from quantkit_kernels.cuda.layout import PackedStrips
 from quantkit_kernels.cuda.linears.tiles import multiply_tiles
@@ -47,10 +47,9 @@ def sorted_experts(
     intermediate, hidden = gate_up.row_scale.numel() // num_experts // 2, x.shape[1]
     between = torch.empty(slots.order.numel(), intermediate, dtype=x.dtype, device=x.device)
     multiply_tiles(gate_up, kind, group, x, between, plan, epilogue=SILU_MUL, slots=slots, top_k=top_k, num_experts=num_experts)
-    rounded = isinstance(plan, ExpertTilesPlan)
-    weighed = torch.empty(pairs, hidden, dtype=x.dtype if rounded else torch.float32, device=x.device)
+    weighed = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     packed = (down, kind, group)
     multiply_tiles(*packed, between, weighed, plan, epilogue=WEIGH, slots=slots, num_experts=num_experts, pair_weights=topk_weights)
     y = torch.empty_like(x)
-    (sum_rounded_pairs if rounded else sum_pairs)(weighed, y, topk_ids if some_none else None)
+    sum_rounded_pairs(weighed, y, topk_ids if some_none else None)
     return y

@@ -294,7 +294,7 @@ template <int FMT, class T, int G> int launch(const TileParams& p, int tokens, v
 
 using bf16 = __nv_bfloat16;
 
-// dtype: 0 bf16, 1 fp16. tokens: that a tile has room for, 96 or 160. epilogue: kSiluMul or kWeigh, which here stores T. Returns a cudaError_t.
+// dtype: 0 bf16, 1 fp16. tokens: that a tile has room for, 96 or 160. epilogue: kSiluMul or kWeigh. Returns a cudaError_t.
 extern "C" int qk_expert_tiles(const TileParams* p, int format, int dtype, int group, int tokens, void* s) {
   const auto run = [&](auto launcher) { return launcher(*p, tokens, s); };
   if (format == kFp4) return run(launch<kFp4, bf16, 16>);

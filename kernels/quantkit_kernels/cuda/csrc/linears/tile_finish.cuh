@@ -45,25 +45,10 @@ template <int FMT, class T, int G, int NT, int WGS> struct Finish {
       const float y = float(acc[i * 8 / (2 * EACH)][i * 4 % EACH + 2 * h + e]) * scale[h];
       return FMT == kInt8 ? y * x_scale[i * 8 + 2 * q + e] : y;
     };
-    if (p.epilogue == kWeigh) {
-#pragma unroll
-      for (int i = 0; i < NT / 8; ++i)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int t = i * 8 + 2 * q + e;
-          if (t >= count) continue;
-          const int pair = p.order[tile * NT + t];
-          const float weight = p.pair_weights[pair];
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const int feature = block_n * S::rows + row + 8 * h;
-            if (feature < p.out_n) reinterpret_cast<float*>(p.out)[(size_t)pair * p.out_n + feature] = result(i, h, e) * weight;
-          }
-        }
-      return;
-    }
     T* staged = reinterpret_cast<T*>(ring);
-    const bool silu = p.epilogue == kSiluMul;
+    const bool silu = p.epilogue == kSiluMul, weigh = p.epilogue == kWeigh;
+    const int* const order = p.order + tile * NT;
+    const auto weight_of = [&](int t) { return !weigh ? 1.f : t < count ? p.pair_weights[order[t]] : 0.f; };
     const uint32_t to = shared_address(staged) + (threadIdx.x / 32 * (silu ? 8 : 16)) * 2;
 #pragma unroll
     for (int i = 0; i < NT / 8; i += 4) {
@@ -84,7 +69,12 @@ template <int FMT, class T, int G, int NT, int WGS> struct Finish {
 #pragma unroll
         for (int two = 0; two < 2; ++two) {
 #pragma unroll
-          for (int b = 0; b < 4; ++b) m[b] = pair_of<T>(result(i + 2 * two + b / 2, b % 2, 0), result(i + 2 * two + b / 2, b % 2, 1));
+          for (int b = 0; b < 4; b += 2) {
+            const int at = i + 2 * two + b / 2, t = at * 8 + 2 * q;
+            const float first = weight_of(t), second = weight_of(t + 1);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) m[b + h] = pair_of<T>(result(at, h, 0) * first, result(at, h, 1) * second);
+          }
           write_turned(to + ((i + 2 * two) * 8 + lane / 16 * 8 + lane % 8) * (S::pitch_stored * 2) + (lane / 8 % 2) * 16, m);
         }
       }
@@ -93,7 +83,8 @@ template <int FMT, class T, int G, int NT, int WGS> struct Finish {
     const int produced = silu ? S::rows / 2 : S::rows;
     for (int i = threadIdx.x; i < count * (produced / 8); i += S::consumers) {
       const int t = i / (produced / 8), r = i % (produced / 8) * 8, feature = block_n * produced + r;
-      if (feature < p.out_n) store_run<T, 8>(p, tile * NT + t, feature, *reinterpret_cast<const T(*)[8]>(staged + t * S::pitch_stored + r));
+      const int to_row = weigh ? order[t] : tile * NT + t;
+      if (feature < p.out_n) store_run<T, 8>(p, to_row, feature, *reinterpret_cast<const T(*)[8]>(staged + t * S::pitch_stored + r));
     }
   }
 

@@ -12,7 +12,7 @@ struct TileParams {
   const float* row_scale;
   const uint8_t* x;           // [tiles][bytes of a row / 128][tokens of a tile][128 bytes], see arrange.cu
   const float* x_scale;       // INT8 [slots]
-  void* out;                  // kStore [slots, N], kSiluMul [slots, N/2] in T; kWeigh [pairs, N] float
+  void* out;                  // kStore [slots, N], kSiluMul [slots, N/2], kWeigh [pairs, N], in T
   const int* tile_expert;     // [tiles] whose tokens a tile has, -1 for none; null for one linear, where slots are tokens
   const int* tile_count;      // [tiles] how many
   const int* order;           // [slots] the token-expert pair in a slot

@@ -1,0 +1,44 @@
+// Vectors of float32 as long as the processor's registers, by the compiler's own types.
+
+#pragma once
+
+#include <stdint.h>
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Vector __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Bits __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+// As they lie in memory:
+typedef float Loose __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef uint16_t LooseHalves __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
+
+struct Half { uint16_t bits; };  // bfloat16
+
+inline Vector load(const float* from) { return *(const Loose*)from; }
+inline Vector load(const Half* from) { return (Vector)(__builtin_convertvector(*(const LooseHalves*)from, Words) << 16); }
+inline void store(float* to, Vector value) { *(Loose*)to = value; }
+// Rounded to the nearest, ties to even; NaN stays one.
+inline void store(Half* to, Vector value) {
+  const Words bits = (Words)value, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  *(LooseHalves*)to = __builtin_convertvector(value == value ? rounded : (bits >> 16) | 0x40, LooseHalves);
+}
+
+// e^x of x <= 0, to 2 units in the last place; numbers below -87 count as -87, NaN stays.
+inline Vector exponential(Vector x) {
+  x = x < -87.f ? Vector{} - 87.f : x;
+  const Vector shifted = x * 1.44269504f + 12582912.f, n = shifted - 12582912.f;  // 1.5 * 2^23 rounds to whole numbers
+  const Vector f = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Vector p = f * 1.98756915e-4f + 1.39819995e-3f;
+  p = p * f + 8.33345191e-3f;
+  p = p * f + 4.16657959e-2f;
+  p = p * f + 1.66666655e-1f;
+  p = p * f + 5.00000012e-1f;
+  return (Vector)((Bits)(p * f * f + f + 1.f) + ((Bits)shifted << 23));
+}
