@@ -40,17 +40,17 @@ def requests(engine: Engine, count: int, seed: int) -> list[tuple[int, list[int]
     draw, made, vocab = random.Random(seed), [], engine.loaded.config.vocab_size
     for index in range(count):
         params = SamplingParams(
-            max_new_tokens=draw.choice((1, 2, 20, 40)),
+            max_new_tokens=draw.choice((1, 20, 30)),
             temperature=draw.choice((0.0, 0.0, 1.0)),
             seed=index,
             ignore_eos=True,
-            stop_token_ids=tuple(draw.sample(range(vocab), vocab // 5)) if index % 2 else (),
+            stop_token_ids=tuple(draw.sample(range(vocab), vocab // 20)) if index % 2 else (),
             stop=("e",) if index % 7 == 3 else (),
             frequency_penalty=0.5 if index % 5 == 2 else 0.0,
             logprobs=2 if index % 11 == 5 else None,
         )
         prompt = [draw.randrange(vocab) for _ in range(draw.choice((3, 60, 64, 90)))]
-        made.append((draw.randrange(12 * count), prompt, params, draw.choice((None, None, 3))))
+        made.append((draw.randrange(4 * count), prompt, params, draw.choice((None, None, 9))))
     return made
 
 
@@ -92,12 +92,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(("seed", "mixed"), [(0, False), (1, True)])
 def test_no_token_changes(tiny_checkpoint: Path, launched: list[int], seed: int, mixed: bool) -> None:
     """Blocks are few, so that those that end leave theirs to others at once."""
-    plain, ahead = (load(tiny_checkpoint, ahead=one, cache_tokens=384) for one in (False, True))
+    plain, ahead = (load(tiny_checkpoint, ahead=one, cache_tokens=768) for one in (False, True))
     plain.scheduler.budget = ahead.scheduler.budget = StepBudget(96, 32, mixed)
     expected = answers(plain, seed=seed)
     assert launched == []
     assert answers(ahead, seed=seed) == expected
-    assert len(launched) > 5
+    assert len(launched) > 10
+    assert max(launched) > 2
     assert {reason for _, reason in expected} == {"length", "stop", "cancelled"}
     assert ahead.scheduler.num_preempted > 3
 
