@@ -118,7 +118,7 @@ def loader_matrix() -> str:
     def spoken(parts: Sequence[str]) -> str:
         return ", ".join(part.replace("_", " ") for part in parts)
 
-    from quantkit.engines.evidence import evidence, loads_of
+    from quantkit.engines.evidence import cache_evidence, evidence, loads_of
 
     rows = []
     for profile in profiles():
@@ -138,6 +138,9 @@ def loader_matrix() -> str:
             known = f"run{where}: `{rule.run}`" if rule.run else "by source: " + "<br>".join(f"`{source}`" for source in rule.sources)
             parts = "; ".join(f"{grid}: {spoken(parts)}" for grid, parts in rule.grids.items())
             rows.append([profile.engine, ", ".join(rule.devices), f"{rule.format} {rule.variant}", "several", parts, rule.mtp, known])
+        for codes, models in profile.caches.items():
+            told = f"cache {codes}, by steps of the checkpoint, of {', '.join(models)}"
+            rows.append([profile.engine, "npu", "modelslim ascendV1", told, "-", "any", cache_evidence(profile, codes)])
     return markdown(["engine", "device", "format", "weights", "may be quantized", "MTP", "evidence"], rows)
 
 

@@ -193,15 +193,15 @@ def plan(
     over it. devices: "8x64GiB", tensor parallel over all of them, or "8x910B1" for predicted decoding times as well. Raises QuantkitError
     where quantize() would refuse the source. redundant: copies of routed experts in each layer, all of which then
     lie whole on devices. tokens: of the calibration text, for the time; as many as the recipe takes at most otherwise.
-    cache: int8 or fp8 counts one of 8 bits, as quantkit has it; BF16 otherwise. dp: the number of devices, where each is to have requests
-    of its own, a part of the routed experts, and everything else whole. draft: a draft model, which every device holds whole, and keeps
-    a cache for. layout: of the engine, by name, as `deploy` has it: its machines take the place of `devices`.
+    cache: int8 or fp8 counts one of 8 bits, as quantkit has it; the scheme's otherwise. dp: the number of devices, where each is to have
+    requests of its own, a part of the routed experts, and everything else whole. draft: a draft model, which every device holds whole,
+    and keeps a cache for. layout: of the engine, by name, as `deploy` has it: its machines take the place of `devices`.
     """
     check_wanted(sensitivities, mixture)
     settings = (recipe or load_recipe(scheme.name)).with_given(samples=samples, seq_len=seq_len)
     request = read_request(scheme, format, engine, settings, mixture)
     target = read_devices(devices) if isinstance(devices, str) else devices
-    place = _read_place(target.count, context, redundant, cache, dp, draft)
+    place = _read_place(target.count, context, redundant, cache or scheme.cache, dp, draft)
     job = open_job(request, model if isinstance(model, Checkpoint) else open_headers(str(model)))
     check_experts(job.rows, dp)
     if redundant and all(row.expert is None for row in job.rows):

@@ -83,6 +83,7 @@ def grid_label(grid: Grid | None) -> str:
             return "fp8"
 
 
+CacheCodes = Literal["int8"]
 Method = Literal["awq", "gptq", "smooth", "drift", "descent", "steps"]
 
 
@@ -94,6 +95,7 @@ class Scheme:
     like every other linear, are on `outside`.
     `methods` are applied in order before or while rounding; none means round to nearest, which needs no calibration.
     `formats` are the on-disk formats some engine loads it from, the default first.
+    `cache`: codes that engines keep tokens in, by steps that calibration finds and the checkpoint holds; None: 16 bits.
     """
 
     name: str
@@ -103,6 +105,7 @@ class Scheme:
     formats: tuple[str, ...]
     summary: str
     outside: Grid | None = None
+    cache: CacheCodes | None = None
 
     def grid(self, *, expert: bool, mtp: bool) -> Grid:
         """The grid of a linear. expert: it belongs to a routed expert; mtp: to a multi-token-prediction layer."""
@@ -148,6 +151,15 @@ SCHEMES: dict[str, Scheme] = {
             ("smooth", "awq", "gptq"),
             ("compressed-tensors", "modelslim"),
             "int8 weights per channel, int8 activations per token, BF16 cache",
+        ),
+        Scheme(
+            "int8-a8w8c8",
+            _W8,
+            8,
+            ("smooth", "awq", "gptq"),
+            ("modelslim",),
+            "int8 weights per channel, int8 activations per token, int8 cache by calibrated steps",
+            cache="int8",
         ),
         Scheme(
             "int4-w4a8",

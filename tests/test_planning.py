@@ -75,12 +75,16 @@ def test_memory_does_not_grow_with_the_model(r1: dict[str, Plan], tmp_path: Path
     assert fewer.host_peak_bytes < small.host_peak_bytes
 
 
+CALIBRATED = ("nvfp4-w4a4", "int8-a8w8c8")
+"""Schemes that are never rounded uncalibrated."""
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_output_bytes_are_those_written(tmp_path: Path, scheme: str) -> None:
     config = make_model.tiny_config(num_hidden_layers=2)
     source = make_model.write_fp8(tmp_path / "source", config, make_model.random_tensors(config))
     planned = plan(source, find_scheme(scheme))
-    few = {"samples": 4, "held_out": 1, "seq_len": 24} if scheme == "nvfp4-w4a4" else {"methods": ()}  # it is never rounded uncalibrated
+    few = {"samples": 4, "held_out": 1, "seq_len": 24} if scheme in CALIBRATED else {"methods": ()}
     report = quantize(source, tmp_path / "out", find_scheme(scheme), "auto", Recipe(scheme=scheme, **few), device="cpu")
     assert planned.output_bytes == report.output_bytes
     assert sum(planned.output_bytes_by_part.values()) == report.output_bytes

@@ -6,7 +6,7 @@ Arguments that do not fit raise ValueError naming the argument.
 """
 
 from quantkit_kernels.backends import BACKENDS, OPERATORS, OperatorRow, prefer, table
-from quantkit_kernels.codes import CODES, CodedKeys, CodedLatents, KeyValues
+from quantkit_kernels.codes import CODES, CodedKeys, CodedLatents, CodeSteps, KeySteps, KeyValues
 from quantkit_kernels.experts import NO_EXPERT, Experts, ExpertsBuilder, prepare_experts
 from quantkit_kernels.functional import add_rms_norm, gate_and_mul, mla_decode, mla_prepare, rms_norm, rope, silu_and_mul
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
@@ -37,6 +37,7 @@ __all__ = [
     "OPERATORS",
     "SILU",
     "CacheLayout",
+    "CodeSteps",
     "CodedKeys",
     "CodedLatents",
     "Dense",
@@ -48,6 +49,7 @@ __all__ = [
     "Int4",
     "Int4Int8",
     "Int8",
+    "KeySteps",
     "KeyValues",
     "Latents",
     "Linear",

@@ -3,6 +3,9 @@
 A value is scale * code. The scale is max|x| / 127 or / 448, so that no code overflows; codes are rounded to nearest, halves to even. A
 latent's rotary key stays in 16 bits, divided by the scale: one factor then holds for all that a token keeps, and operators multiply by it
 once, after the product. A product's operands are codes, which 16 bits hold exactly.
+
+Engines for NPUs know steps beforehand instead, which calibration found: one for a layer's latents, whose scale is then that step for every
+token; one for each channel of keys and of values, which are divided by it, and have scales of 1. What lies beyond 127 steps is cut off.
 """
 
 from typing import NamedTuple
@@ -39,6 +42,15 @@ class CodedKeys(NamedTuple):
         return self.key_scales, self.value_scales
 
 
+class KeySteps(NamedTuple):
+    """What a code is worth in each channel of keys and of values, alike for all tokens: float32 [kv_heads, D] each."""
+
+    keys: Tensor
+    values: Tensor
+
+
+CodeSteps = Tensor | KeySteps
+"""What is known beforehand of a layer: of latents float32 [], or of keys and values."""
 KeyValues = tuple[Tensor, Tensor] | CodedKeys
 """A layer's keys and values, each [num_blocks, block_size, kv_heads, D]: floats, or codes with their scales."""
 
@@ -66,25 +78,38 @@ def encode(x: Tensor, dtype: torch.dtype, least: Tensor | float = _LEAST_SCALE) 
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scales
 
 
+def encode_by(x: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
+    """Codes of x [..., D] where a code is worth `step`, of x's last dimensions, whatever x is."""
+    scaled = (x.float() / step).clamp(-LARGEST[dtype], LARGEST[dtype])
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
+
+
 def decode(codes: Tensor, scales: Tensor) -> Tensor:
     """The values float32 [..., D] of codes [..., D] and scales [...]."""
     return codes.float() * scales.unsqueeze(-1)
 
 
-def store_latents(cache: CodedLatents, slots: Tensor, latents: Tensor, keys: Tensor) -> None:
-    """Keep latents [T, kv_lora] and turned rotary keys [T, R] of the tokens at slots [T]."""
-    # A key over its scale must be a number of its dtype, which of float16 only unusual ones would not be.
-    least = keys.float().abs().amax(dim=-1) / torch.finfo(cache.keys.dtype).max
-    codes, scales = encode(latents, cache.codes.dtype, least)
+def store_latents(cache: CodedLatents, slots: Tensor, latents: Tensor, keys: Tensor, step: Tensor | None = None) -> None:
+    """Keep latents [T, kv_lora] and turned rotary keys [T, R] of the tokens at slots [T]. step float32 []: of codes, where it is known."""
+    if step is None:
+        # A key over its scale must be a number of its dtype, which of float16 only unusual ones would not be.
+        least = keys.float().abs().amax(dim=-1) / torch.finfo(cache.keys.dtype).max
+        codes, scales = encode(latents, cache.codes.dtype, least)
+    else:
+        codes, scales = encode_by(latents, step, cache.codes.dtype), step.expand(len(latents))
     _put(cache.codes, slots, codes)
     _put(cache.keys, slots, keys.float() / scales.unsqueeze(-1))
     _put(cache.scales, slots, scales)
 
 
-def store_keys(cache: CodedKeys, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Keep keys and values [T, kv_heads, D] of the tokens at slots [T]."""
-    for codes, scales, side in ((cache.keys, cache.key_scales, keys), (cache.values, cache.value_scales, values)):
-        encoded, found = encode(side, codes.dtype)
+def store_keys(cache: CodedKeys, slots: Tensor, keys: Tensor, values: Tensor, steps: KeySteps | None = None) -> None:
+    """Keep keys and values [T, kv_heads, D] of the tokens at slots [T], or what they are over known steps."""
+    sides = ((cache.keys, cache.key_scales, keys), (cache.values, cache.value_scales, values))
+    for (codes, scales, side), step in zip(sides, steps or (None, None)):
+        if step is None:
+            encoded, found = encode(side, codes.dtype)
+        else:
+            encoded, found = encode_by(side, step, codes.dtype), scales.new_ones(side.shape[:2])
         _put(codes, slots, encoded)
         _put(scales, slots, found)
 

@@ -76,23 +76,38 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, interleaved:
     return result
 
 
-def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents, slots: Tensor, *, backend: str = "auto") -> Tensor:
+def mla_prepare(
+    qkv_a: Tensor,
+    norms: Norms,
+    rotation: Rotation,
+    cache: Latents,
+    slots: Tensor,
+    *,
+    code_step: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
     """MLA before attention: norms the query part of the low-rank projection and caches the rest, the latent normed, the rotary key turned.
 
     qkv_a float [T, q_lora + kv_lora + R]: query part, latent, rotary key of each token. norms: gains [q_lora] and [kv_lora].
     cache as in `PagedLatents`, contiguous; slots int64 [T]: token t is stored in row slots[t] of all its slots.
+    code_step float32 []: what a code of a latent is worth, where it is known (codes.py); plain torch computes that, whatever the backend.
     Returns the normed query part [T, q_lora] of qkv_a's dtype. What is cached was rounded to qkv_a's dtype first, codes too.
     """
     tokens, latent = qkv_a.shape[0], norms.k.shape[0]
-    found = backends.find("mla_prepare", backend, qkv_a.device)
+    found = backends.find("mla_prepare", backend if code_step is None else "reference", qkv_a.device)
     rope_dim = _check_latents(found, cache, rotation, latent, tokens, qkv_a.dtype)
     check_tensor("qkv_a", qkv_a, (None, norms.q.shape[0] + latent + rope_dim), FLOAT_DTYPES)
     check_tensor("norms.q", norms.q, (None,), FLOAT_DTYPES)
     check_tensor("norms.k", norms.k, (None,), FLOAT_DTYPES)
     require(all(part.is_contiguous() for part in parts_of(cache)), "cache: not contiguous")
     check_tensor("slots", slots, (tokens,), (torch.int64,))
-    result: Tensor = found.mla_prepare(qkv_a, norms, rotation, cache, slots)
-    return result
+    if code_step is None:
+        result: Tensor = found.mla_prepare(qkv_a, norms, rotation, cache, slots)
+        return result
+    check_tensor("code_step", code_step, (), (torch.float32,))
+    require(isinstance(cache, CodedLatents), "code_step: the cache holds no codes")
+    stored: Tensor = found.mla_prepare(qkv_a, norms, rotation, cache, slots, code_step=code_step)
+    return stored
 
 
 def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, *, scale: float, backend: str = "auto") -> Tensor:

@@ -10,17 +10,27 @@ from torch import Tensor
 
 from quantkit_kernels import backends
 from quantkit_kernels.arguments import FLOAT_DTYPES, check_tensor, require
-from quantkit_kernels.codes import LARGEST, CodedKeys, KeyValues
+from quantkit_kernels.codes import LARGEST, CodedKeys, KeySteps, KeyValues
 from quantkit_kernels.paged import Norms, PagedKeys, Rotation, check_pages, check_rotation
 
 
-def gqa_prepare(qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: KeyValues, slots: Tensor, *, backend: str = "auto") -> Tensor:
+def gqa_prepare(
+    qkv: Tensor,
+    norms: Norms | None,
+    rotation: Rotation,
+    cache: KeyValues,
+    slots: Tensor,
+    *,
+    code_steps: KeySteps | None = None,
+    backend: str = "auto",
+) -> Tensor:
     """GQA before attention: norms and turns the queries, which are returned, and the keys; caches keys and values.
 
     qkv float [T, (heads + 2 * kv_heads) * D]: queries, keys and values of each token. norms: gains [D] of the norms over a head, or None
     where the model has none. The rotation turns a head's first R channels. cache: keys and values as in `PagedKeys`, contiguous; slots
     int64 [T]: token t is stored in row slots[t] of all their slots. Returns [T, heads, D] of qkv's dtype. Codes are of what was rounded to
-    qkv's dtype.
+    qkv's dtype. code_steps: what a code of each channel is worth, where that is known: keys and values are divided by it, and who reads
+    them multiplies queries, and what comes of values; plain torch computes that, whatever the backend.
     """
     kv_heads, width = check_sides(cache)
     require(all(side.is_contiguous() for side in cache), "keys, values: not contiguous")
@@ -33,8 +43,15 @@ def gqa_prepare(qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: Key
     rope_dim = check_rotation(rotation, qkv.shape[0])
     require(rope_dim <= width, f"cos: {rope_dim // 2} angles for heads of {width}")
     check_tensor("slots", slots, (qkv.shape[0],), (torch.int64,))
-    result: Tensor = backends.find("gqa_prepare", backend, qkv.device).gqa_prepare(qkv, norms, rotation, cache, slots)
-    return result
+    found = backends.find("gqa_prepare", backend if code_steps is None else "reference", qkv.device)
+    if code_steps is None:
+        result: Tensor = found.gqa_prepare(qkv, norms, rotation, cache, slots)
+        return result
+    require(isinstance(cache, CodedKeys), "code_steps: the cache holds no codes")
+    for step in code_steps:
+        check_tensor("code_steps", step, (kv_heads, width), (torch.float32,))
+    stored: Tensor = found.gqa_prepare(qkv, norms, rotation, cache, slots, code_steps=code_steps)
+    return stored
 
 
 def gqa_decode(q: Tensor, pages: PagedKeys, *, scale: float, window: int = 0, sinks: Tensor | None = None, backend: str = "auto") -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from quantkit.calibrate.allocator import keep_freed_blocks
 from quantkit.calibrate.batches import Batches
 from quantkit.calibrate.behind_experts import feed_forward
+from quantkit.calibrate.coded_cache import CodedCache
 from quantkit.calibrate.data import Sequences
 from quantkit.calibrate.ends import Ends, TableEnds
 from quantkit.calibrate.expert_layer import ExpertLayer
@@ -54,13 +55,22 @@ class Written:
 
 
 class Walk:
-    """One calibrated run over one model. ends: what is around the layers, where the table does not say it."""
+    """One calibrated run over one model. ends: what is around the layers, where the table does not say it. cache: of a scheme whose cache
+    has 8 bits."""
 
     def __init__(
-        self, model: SourceModel, solvers: Solvers, log: UnitLog, ranks: Ranks, batches: Batches, ends: Ends | None = None
+        self,
+        model: SourceModel,
+        solvers: Solvers,
+        log: UnitLog,
+        ranks: Ranks,
+        batches: Batches,
+        ends: Ends | None = None,
+        cache: CodedCache | None = None,
     ) -> None:
         self.ends = ends or TableEnds(model.weights, model.rows, model.config)
         self.model, self.solvers, self.log, self.ranks, self.batches = model, solvers, log, ranks, batches
+        self.cache = cache
         groups = [group for layer in model.layers for group in model.groups[layer]]
         self.residual = ResidualStream(model.weights, model.rows, groups, ends)
         self.plain: PlainPath | None = None
@@ -189,6 +199,8 @@ class Walk:
         self.log.enter("propagating", unit)
         tensors = written_tensors(sublayer, self.model.weights, written.weights, written.plain)
         readings = self.solvers.readings(written.weights, written.weights)
+        if self.cache is not None and self.cache.covers(sublayer):
+            sublayer = replace(sublayer, run=self.cache.run(sublayer, written.plain))
         if experts is not None and written.routed is not None and written.read is not None:
             # Attention may stand before them in this sublayer, and a router that took a scale is stored rounded: both count now.
             advance(sublayer, tensors, states.quantized, readings, AskedAgain(written.routed, written.read.scale))
@@ -208,8 +220,13 @@ class Walk:
         del observed, consumers
         self.log.enter("solving", unit)
         solved = solve_sublayer(scaled, weights, states, self.ranks, None if self.path is None else self.path.states)
-        self.log.write(unit, solved.linears, solved.plain, scaled.scales, mine=self.ranks.leads)
-        return Written(solved.weights, solved.plain, routed, scaled.experts_input)
+        plain = solved.plain
+        if self.cache is not None and self.cache.covers(sublayer):
+            tensors = written_tensors(sublayer, weights, solved.weights, plain)
+            readings = self.solvers.readings(solved.weights, solved.weights)
+            plain = plain | self.cache.find(sublayer, tensors, states.quantized, readings)
+        self.log.write(unit, solved.linears, plain, scaled.scales, mine=self.ranks.leads)
+        return Written(solved.weights, plain, routed, scaled.experts_input)
 
     def _found(self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None) -> Written:
         """Finished before; its experts may not be."""

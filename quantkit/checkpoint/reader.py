@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.check import QuantizedLinear, check_ignored, quantized_linears
+from quantkit.checkpoint.check import CACHE_PARTS, QuantizedLinear, check_ignored, quantized_linears
 from quantkit.checkpoint.description import check_description
 from quantkit.checkpoint.formats import detect_format, fp8_block
 from quantkit.checkpoint.formats.base import CODES, SIDE_FILES, Axis, Format, StoredPart, lifted
@@ -76,7 +76,16 @@ class Checkpoint:
         """The first known scheme with this grid in this format; methods such as AWQ leave no trace in the tensors."""
         if self.grid is None:
             return None
-        return next((s for s in SCHEMES.values() if s.weight == self.grid and self.format.name in s.formats), None)
+        cache = self.format.cache_codes(self.side)
+        alike = [s for s in SCHEMES.values() if s.weight == self.grid and self.format.name in s.formats]
+        return next((s for s in alike if s.cache == cache), next(iter(alike), None))
+
+    @property
+    def step_names(self) -> set[str]:
+        """Tensors with the steps of a cache in 8 bits, where what describes the checkpoint tells of one."""
+        if self.format.cache_codes(self.side) is None:
+            return set()
+        return {name for name in self.tensors if CACHE_PARTS.fullmatch(name)}
 
     @cached_property
     def fingerprint(self) -> str:

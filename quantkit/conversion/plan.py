@@ -69,6 +69,7 @@ class ConversionPlan:
         self.plain_dtype = dtype or plain_dtype(checkpoint)
         parts = {name for linear in checkpoint.linears.values() for name in linear.tensors}
         self.items = [self._linear(module) for module in checkpoint.linears]
+        parts |= checkpoint.step_names  # which no other format describes
         self.items += [self._tensor(name) for name in checkpoint.tensors if name not in parts]
         if self.target is dense.FORMAT:
             self._stack_items()

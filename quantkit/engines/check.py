@@ -10,7 +10,7 @@ from quantkit.engines.profiles import Device, EngineProfile, GridName, LoadRule,
 from quantkit.models import is_known
 from quantkit.models.stored import read_model
 from quantkit.models.table import Parameter
-from quantkit.schemes import Grid, IntGrid
+from quantkit.schemes import CacheCodes, Grid, IntGrid
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ def check_checkpoint(engine: str, checkpoint: Checkpoint, *, device: Device | No
         where = f" on {device}" if device else ""
         return [LoadProblem("error", f"{said}{where}: {reason}", f"quantkit convert, or quantize --engine {engine}")]
     general = check_model(profile, checkpoint, checkpoint.format.name)
+    general += check_cache(profile, checkpoint, checkpoint.format.cache_codes(checkpoint.side))
     if any(problem.severity == "error" for problem in general):
         return general
     rows = read_model(checkpoint).rows
@@ -109,6 +110,15 @@ def check_model(profile: EngineProfile, checkpoint: Checkpoint, format: str) -> 
         remedy = "add them: two releases of this architecture name the same numbers differently, and both names may stand there"
         faults.append(LoadProblem("error", f"{profile.engine} reads {names} in config.json, which it lacks", remedy))
     return faults
+
+
+def check_cache(profile: EngineProfile, checkpoint: Checkpoint, codes: CacheCodes | None) -> list[LoadProblem]:
+    """What keeps the engine from a cache in 8 bits of this model, by steps of a checkpoint."""
+    able = () if codes is None else profile.caches.get(codes, ())
+    if codes is None or checkpoint.config.get("model_type") in able:
+        return []
+    told = f"{profile.engine} reads no steps of an {codes} cache of {checkpoint.config.get('model_type')}"
+    return [LoadProblem("error", told, f"quantize to int8-a8w8c16; it reads them of {', '.join(able)}" if able else "use another engine")]
 
 
 def _check_load(engine: str, load: LoadRule | MixtureRule, checkpoint: Checkpoint, rows: list[Parameter]) -> list[LoadProblem]:

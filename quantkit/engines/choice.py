@@ -37,15 +37,16 @@ def choose(engine: str, scheme: Scheme, *, device: Device | None = None, format:
     An asymmetric int4 grid becomes symmetric where the engine has only that. Raises QuantkitError with the engine's reason.
     """
     profile = find_engine(engine)
+    keeps = scheme.cache is None or scheme.cache in profile.caches
     wanted = grid_name(scheme.weight)
     grids = {grid_name(grid): grid for grid in _variants(scheme.weight)}
     for load in profile.loads:
-        asked = (format is None or load.format == format) and (device is None or device in load.devices)
+        asked = keeps and (format is None or load.format == format) and (device is None or device in load.devices)
         held = [grid for name, grid in grids.items() if name in load.grids]
         if asked and held and load.format in scheme.formats:
             return _choice(profile.engine, load, held[0])
     where = (f" in format {format}" if format else "") + (f" on {device}" if device else "")
-    reason = profile.reason(format, None, wanted, device)
+    reason = profile.reason(format, None, wanted, device) if keeps else f"it reads no steps of an {scheme.cache} cache"
     loads = sorted({f"{load.format} ({grid})" for load in profile.loads for grid in load.grids if device is None or device in load.devices})
     raise QuantkitError(f"{engine} does not load {scheme.name}{where}: {reason}", f"it loads {', '.join(loads)}")
 

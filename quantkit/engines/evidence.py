@@ -11,11 +11,12 @@ from functools import cache
 
 from quantkit.assets import asset
 from quantkit.engines.profiles import Device, EngineProfile, GridName, LoadRule, MixtureRule
+from quantkit.schemes import CacheCodes
 from quantkit.settings_file import Strict, read_yaml
 
 
 class Loaded(Strict):
-    """One format on one grid, as an engine's loader took it on a CPU. ranks: as "0 and 3 of 4"."""
+    """One format on one grid, as an engine's loader took it on a CPU. ranks: as "0 and 3 of 4". cache: codes whose steps it took, too."""
 
     engine: str
     release: str
@@ -29,6 +30,7 @@ class Loaded(Strict):
     right: int
     faults: int
     found: int
+    cache: CacheCodes | None = None
 
     @property
     def holds(self) -> bool:
@@ -84,6 +86,15 @@ def loads_of(profile: EngineProfile, load: LoadRule) -> tuple[Loaded, ...]:
     """What the judge found of a rule: a result for each of its grids and devices that it tried."""
     about = [one for one in loaded() if (one.engine, one.format, one.variant) == (profile.engine, load.format, load.variant)]
     return tuple(one for one in about if one.grid in load.grids and one.device in load.devices)
+
+
+def cache_evidence(profile: EngineProfile, codes: CacheCodes) -> str:
+    """Of a cache by steps of a checkpoint, such as "loaded by vllm-ascend 0.23.0 on a CPU (deepseek_v3, qwen3)"; or "by source"."""
+    found = [one for one in loaded() if (one.engine, one.cache) == (profile.engine, codes)]
+    if not found or not all(one.holds for one in found):
+        return "by source"
+    models = sorted({model for one in found for model in one.models})
+    return f"loaded by {profile.engine} {found[0].release} on a CPU ({', '.join(models)})"
 
 
 def evidence(profile: EngineProfile, load: LoadRule | MixtureRule) -> str:

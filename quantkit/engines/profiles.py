@@ -12,7 +12,7 @@ from pydantic import Field
 from quantkit.assets import asset
 from quantkit.errors import QuantkitError
 from quantkit.models.table import Parameter
-from quantkit.schemes import Fp4Grid, Fp8BlockGrid, Grid, IntGrid, Mxfp4Grid
+from quantkit.schemes import CacheCodes, Fp4Grid, Fp8BlockGrid, Grid, IntGrid, Mxfp4Grid
 from quantkit.settings_file import Strict, read_yaml
 
 Device = Literal["cuda", "npu", "cpu"]
@@ -106,6 +106,8 @@ class EngineProfile(Strict):
     config: dict[str, dict[str, Any]] = Field({})
     reads: dict[str, tuple[str, ...]] = Field({})
     formats: dict[str, tuple[str, ...]] = Field({})
+    # Model types whose cache it keeps in these codes, by steps that a checkpoint holds.
+    caches: dict[CacheCodes, tuple[str, ...]] = Field({})
     loads: tuple[LoadRule, ...]
     mixtures: tuple[MixtureRule, ...] = ()
     refuses: tuple[Refusal, ...] = ()

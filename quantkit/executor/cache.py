@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from quantkit_kernels import CODES, CodedKeys, CodedLatents, KeyValues, Latents, why_no_codes
+from quantkit_kernels import CODES, CodedKeys, CodedLatents, CodeSteps, KeySteps, KeyValues, Latents, why_no_codes
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
 from quantkit.executor.entries import CompressedEntries
 from quantkit.executor.recent import RecentTokens
 from quantkit.executor.states import RecurrentStates
+from quantkit.models.context import NO_STEPS
 
 BLOCK_SIZE = 64
 """Tokens per block: large enough that block tables stay short, small enough that a sequence wastes little."""
@@ -54,6 +55,7 @@ class PagedCache:
     """Storage: `layers[i]` is [num_blocks, block_size, width], or a tensor for each of `parts`, the widths that lie apart; where there is a
     coding `CodedLatents`, or `CodedKeys` whose heads lie side by side. dtype: of what is neither code nor scale.
 
+    steps: of codes, by layer, where they are known.
     index_dim: width of the index keys beside latents, [num_blocks, block_size, index_dim] of `dtype` a layer; 0 for a model without.
     entries: what a model of compressed attention keeps, whose layers keep nothing here. recent: what short convolutions read.
     places: of a model some of whose layers keep nothing here, the number that each other layer has; states: what those keep.
@@ -70,6 +72,7 @@ class PagedCache:
         device: torch.device | str,
         parts: tuple[int, ...] = (),
         coding: Coding | None = None,
+        steps: Mapping[int, CodeSteps] = NO_STEPS,
         index_dim: int = 0,
         places: Mapping[int, int] | None = None,
         states: RecurrentStates | None = None,
@@ -96,6 +99,7 @@ class PagedCache:
         self._index = storage(dtype, index_dim) if index_dim else ()
         self.num_blocks, self.block_size, self.width, self.parts, self.coding = num_blocks, block_size, width, parts, coding
         self.dtype, self.device = dtype, torch.device(device)
+        self.steps = steps
         self._places, self._states, self._entries, self._recent = places, states, entries, recent
 
     @property
@@ -133,6 +137,18 @@ class PagedCache:
         stored = self.layers[layer if self._places is None else self._places[layer]]
         keys, values = (part.unflatten(-1, (-1, head_dim)) for part in stored[:2])
         return CodedKeys(keys, values, *stored.scales) if isinstance(stored, CodedKeys) else (keys, values)
+
+    def latent_step(self, layer: int) -> Tensor | None:
+        """What a code of a latent is worth, where it is known."""
+        step = self.steps.get(layer)
+        assert not isinstance(step, KeySteps), "a cache of latents"
+        return step
+
+    def key_steps(self, layer: int) -> KeySteps | None:
+        """What a code of each channel of keys and values is worth, where it is known."""
+        steps = self.steps.get(layer)
+        assert not isinstance(steps, Tensor), "a cache of keys and values"
+        return steps
 
     def need_states(self) -> RecurrentStates:
         """Of a model that has layers with a state."""

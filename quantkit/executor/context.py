@@ -67,7 +67,8 @@ class CachedContext(Positions):
 
     def store_mla(self, layer: int, qkv_a: Tensor, norms: Norms, rope: Rope) -> Tensor:
         """As `models.context.Context.store_mla`."""
-        return mla_prepare(qkv_a, norms, self.cache_rotation(rope), self.cache.latents(layer), self.slots)
+        step = self.cache.latent_step(layer)
+        return mla_prepare(qkv_a, norms, self.cache_rotation(rope), self.cache.latents(layer), self.slots, code_step=step)
 
     def store_index(self, layer: int, keys: Tensor) -> Tensor:
         """The layer's index keys [num_blocks, block_size, D], with those of the new tokens [T, D]."""
@@ -77,7 +78,14 @@ class CachedContext(Positions):
 
     def store_gqa(self, layer: int, qkv: Tensor, kv_heads: int, head_dim: int, norms: Norms | None, rope: Rope) -> Tensor:
         """As `models.context.Context.store_gqa`."""
-        return gqa_prepare(qkv, norms, self.rotation(rope), self.cache.heads(layer, head_dim), self.slots)
+        steps, stored = self.cache.key_steps(layer), self.cache.heads(layer, head_dim)
+        q = gqa_prepare(qkv, norms, self.rotation(rope), stored, self.slots, code_steps=steps)
+        return q if steps is None else times_steps(q, steps.keys)
+
+    def read_values(self, layer: int, attended: Tensor) -> Tensor:
+        """What came of the values [T, heads, D], which are kept over their steps where these are known."""
+        steps = self.cache.key_steps(layer)
+        return attended if steps is None else times_steps(attended, steps.values)
 
 
 class PromptContext(CachedContext):
@@ -155,7 +163,8 @@ class PromptContext(CachedContext):
 
     def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         """As `models.context.Context.attend_gqa`."""
-        return gqa_prefill(q, self.cache.heads(layer, q.shape[2]), self.prompts, scale=scale, window=window, sinks=sinks)
+        heads = self.cache.heads(layer, q.shape[2])
+        return self.read_values(layer, gqa_prefill(q, heads, self.prompts, scale=scale, window=window, sinks=sinks))
 
 
 class PrefillContext(PromptContext):
@@ -252,4 +261,9 @@ class DecodeContext(CachedContext):
         """As `models.context.Context.attend_gqa`."""
         keys, values, *scales = self.cache.heads(layer, q.shape[2])
         pages = PagedKeys(keys, values, self.block_table, self.seq_lens, self.lengths, (scales[0], scales[1]) if scales else None)
-        return gqa_decode(q, pages, scale=scale, window=window, sinks=sinks)
+        return self.read_values(layer, gqa_decode(q, pages, scale=scale, window=window, sinks=sinks))
+
+
+def times_steps(x: Tensor, steps: Tensor) -> Tensor:
+    """x [T, heads, D] times the steps [kv_heads, D] of the head that each shares, in x's dtype."""
+    return (x.unflatten(1, (len(steps), -1)).float() * steps[:, None]).flatten(1, 2).to(x.dtype)

@@ -16,13 +16,11 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models import deepseek_v3, gqa
+from quantkit.models.cache_steps import divided, powers
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.rope import Rope
 from quantkit.models.table import Parameter
 from quantkit.quant.weights import dequantize
-
-_FURTHEST = 8
-"""Of divisors, as powers of two: what float16 has room for beside weights."""
 
 
 def even_channels(layers: Iterable[DecoderLayer], rows: list[Parameter], checkpoint: Checkpoint) -> None:
@@ -40,17 +38,6 @@ def even_channels(layers: Iterable[DecoderLayer], rows: list[Parameter], checkpo
             divisors = powers(alike_in_pairs(attention.norms.k.float().abs(), attention.config.rope))
             q = (attention.norms.q.float() * divisors).to(attention.norms.q.dtype)
             attention.norms = attention.norms._replace(q=q, k=divided(attention.norms.k, divisors))
-
-
-def powers(sizes: Tensor) -> Tensor:
-    """The power of two nearest to each of `sizes` over their median; 1 for zero."""
-    middle = sizes.median().clamp_min(torch.finfo(torch.float32).tiny)
-    exponents = (sizes / middle).log2().round().clamp(-_FURTHEST, _FURTHEST)
-    return torch.where(sizes > 0, exponents, 0.0).exp2()
-
-
-def divided(gains: Tensor, divisors: Tensor) -> Tensor:
-    return (gains.float() / divisors).to(gains.dtype)
 
 
 def alike_in_pairs(sizes: Tensor, rope: Rope) -> Tensor:

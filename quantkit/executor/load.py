@@ -1,10 +1,11 @@
 """From a checkpoint directory to a model that computes: the part that every verb shares."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from quantkit_kernels import CacheLayout, cache_layout, prefer, why_no_rounded_inputs
+from quantkit_kernels import CacheLayout, CodeSteps, KeySteps, cache_layout, prefer, why_no_rounded_inputs
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.devices import find_device, find_dtype
@@ -18,12 +19,14 @@ from quantkit.executor.recent import RecentTokens, recent_bytes
 from quantkit.executor.states import RecurrentStates, state_bytes
 from quantkit.executor.weights import ExecutorWeights
 from quantkit.models.architecture import CompressedCache, KeyValueCache, LatentCache, ModelConfig, MtpModel
+from quantkit.models.cache_steps import read_steps
 from quantkit.models.context import cached_dtype
 from quantkit.models.decoder import Model
 from quantkit.models.delta_rule import DeltaNet
 from quantkit.models.short_conv import ShortConvolutions
 from quantkit.models.stored import Model as StoredModel
 from quantkit.models.stored import check_stored, is_stored, read_model
+from quantkit.models.table import Parameter
 from quantkit.models.tied import check_stored_head
 from quantkit.schemes import IntGrid
 
@@ -32,7 +35,8 @@ from quantkit.schemes import IntGrid
 class LoadedModel:
     """`model`, `mtp_layers` and `config` are the architecture file's Model, MtpLayers (as many as asked for) and Config.
 
-    `nbytes` is what the prepared weights hold. codes: the dtype of a cache in 8 bits, None for one of 16. told: as in `stored.Model`.
+    `nbytes` is what the prepared weights hold. codes: the dtype of a cache in 8 bits, None for one of 16; steps: by layer, what a code is
+    worth, where the checkpoint says so and the cache is in int8. told: as in `stored.Model`.
     """
 
     model: Model
@@ -44,6 +48,7 @@ class LoadedModel:
     dtype: torch.dtype
     codes: torch.dtype | None = None
     told: str = ""
+    steps: Mapping[int, CodeSteps] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -109,6 +114,7 @@ class LoadedModel:
             device=self.device,
             parts=layout.widths if len(layout.widths) > 1 else (),
             coding=coding,
+            steps=self.steps,
             index_dim=held.index_dim if isinstance(held, LatentCache) else 0,
             places=None if net is None else net.places_of_others(self.config.num_hidden_layers),
             states=RecurrentStates(net, places, self.device, self.weights.parallel.size) if isinstance(net, DeltaNet) else None,
@@ -181,9 +187,24 @@ def load_model(
         layers = tuple(architecture.MtpLayer(config, weights, number) for number in range(count))  # type: ignore[misc]
         for layer in layers:
             layer.follow(model)
+    steps = _steps(checkpoint, config, rows, target, parallel) if codes == torch.int8 else {}
     if codes is not None:
-        even_channels([*model.layers, *(layer.block for layer in layers)], rows, checkpoint)
-    return LoadedModel(model, layers, config, checkpoint, weights, target, compute, codes, read.told)
+        uneven = [*model.layers, *(layer.block for layer in layers)]
+        even_channels([layer for number, layer in enumerate(uneven) if number not in steps], rows, checkpoint)
+    return LoadedModel(model, layers, config, checkpoint, weights, target, compute, codes, read.told, steps)
+
+
+def _steps(
+    checkpoint: Checkpoint, config: ModelConfig, rows: list[Parameter], device: torch.device, parallel: Parallel
+) -> dict[int, CodeSteps]:
+    """Of this rank's heads, on the device."""
+    steps: dict[int, CodeSteps] = {}
+    for layer, found in read_steps(checkpoint, config.cache, rows).items():
+        if isinstance(found, KeySteps):
+            steps[layer] = KeySteps(*(side.chunk(parallel.size)[parallel.rank].to(device) for side in found))
+        else:
+            steps[layer] = found.to(device)
+    return steps
 
 
 def _check_heads(config: ModelConfig, size: int) -> None:
@@ -192,9 +213,9 @@ def _check_heads(config: ModelConfig, size: int) -> None:
         counts["num_key_value_heads"] = config.cache.kv_heads
     if config.recurrent is not None:
         counts["linear_num_key_heads"] = config.recurrent.key_heads
-    for field, heads in counts.items():
+    for name, heads in counts.items():
         if heads % size:
-            raise QuantkitError(f"the model has {field} = {heads}, which {size} ranks cannot share evenly", "use another --tp")
+            raise QuantkitError(f"the model has {name} = {heads}, which {size} ranks cannot share evenly", "use another --tp")
 
 
 def _check_sparse(config: ModelConfig, device: torch.device) -> None:

@@ -222,7 +222,9 @@ class GuidedJob:
     def _launch(self) -> dict[str, Any]:
         """Scripts in the output folder, and what the engine has against the checkpoint."""
         if self.choice.engine == QUANTKIT:
-            script = f"#!/bin/bash\n{shlex.join(['quantkit', 'serve', str(self.target)])}\n"
+            cache = find_scheme(self.choice.scheme).cache
+            command = ["quantkit", "serve", str(self.target), *(["--cache", cache] if cache else [])]
+            script = f"#!/bin/bash\n{shlex.join(command)}\n"
             return {"scripts": self._written({"launch.sh": script}), "problems": []}
         box = self.request.box
         options: dict[str, Any] = {"boxes": box.boxes} if box.boxes > 1 else {"devices": self.choice.devices}

@@ -4,11 +4,12 @@ Tokens of all sequences lie flat in [T, ...]. The model computes queries, keys a
 see which, and where earlier ones are kept.
 """
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import quantkit_kernels
 import torch
-from quantkit_kernels import Norms, Rotation, gqa_prepare, mla_prepare
+from quantkit_kernels import CodeSteps, KeySteps, Norms, Rotation, gqa_prepare, mla_prepare
 from quantkit_kernels.codes import decode, decoded, empty_keys, empty_latents
 from quantkit_kernels.reference.prompts import attend_by_blocks, attend_one
 from torch import Tensor
@@ -105,6 +106,9 @@ def expand_latents(cached: Tensor, kv_b: Tensor, nope: int) -> tuple[Tensor, Ten
     return torch.cat((k_nope, k_pe[:, None].expand(-1, heads, -1)), dim=-1), v
 
 
+NO_STEPS: Mapping[int, CodeSteps] = {}
+
+
 def cached_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of a cache, by the compute dtype: that one where it has 16 bits, as operators over the cache want it; else bfloat16."""
     return torch.bfloat16 if dtype == torch.float32 else dtype
@@ -113,12 +117,19 @@ def cached_dtype(dtype: torch.dtype) -> torch.dtype:
 class CausalContext(Positions):
     """Whole sequences, each seeing itself causally, nothing kept beyond a layer: for calibration, perplexity and tests.
 
-    codes: tokens attend to what a cache of 8 bits holds of those before them and of themselves.
+    codes: tokens attend to what a cache of 8 bits holds of those before them and of themselves; steps: by layer, what a code is worth where
+    that is known.
     """
 
-    def __init__(self, seq_lens: list[int], device: torch.device | str = "cpu", codes: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        seq_lens: list[int],
+        device: torch.device | str = "cpu",
+        codes: torch.dtype | None = None,
+        steps: Mapping[int, CodeSteps] = NO_STEPS,
+    ) -> None:
         super().__init__(torch.cat([torch.arange(n, device=device) for n in seq_lens]))
-        self.seq_lens, self.codes = seq_lens, codes
+        self.seq_lens, self.codes, self.steps = seq_lens, codes, steps
 
     def store_mla(self, layer: int, qkv_a: Tensor, norms: Norms, rope: Rope) -> Tensor:
         tokens, kv_lora = len(qkv_a), norms.k.shape[0]
@@ -126,7 +137,9 @@ class CausalContext(Positions):
         if self.codes is None:
             return mla_prepare(qkv_a, norms, self.rotation(rope), self.stored, self.rows)
         room = empty_latents((tokens, 1), kv_lora, rope.dim, self.codes, cached_dtype(qkv_a.dtype), qkv_a.device)
-        q_a = mla_prepare(qkv_a, norms, self.rotation(rope), room, self.rows)
+        step = self.steps.get(layer)
+        assert not isinstance(step, KeySteps), "of latents"
+        q_a = mla_prepare(qkv_a, norms, self.rotation(rope), room, self.rows, code_step=step)
         self.stored.copy_(decoded(room))
         return q_a
 
@@ -174,9 +187,12 @@ class CausalContext(Positions):
         if self.codes is None:
             return gqa_prepare(qkv, norms, self.rotation(rope), (self.keys, self.values), self.rows)
         room = empty_keys(shape, self.codes, qkv.device)
-        q = gqa_prepare(qkv, norms, self.rotation(rope), room, self.rows)
-        self.keys.copy_(decode(room.keys, room.key_scales))
-        self.values.copy_(decode(room.values, room.value_scales))
+        steps = self.steps.get(layer)
+        assert not isinstance(steps, Tensor), "of keys and values"
+        q = gqa_prepare(qkv, norms, self.rotation(rope), room, self.rows, code_steps=steps)
+        keys, values = decode(room.keys, room.key_scales), decode(room.values, room.value_scales)
+        self.keys.copy_(keys if steps is None else keys * steps.keys)
+        self.values.copy_(values if steps is None else values * steps.values)
         return q
 
     def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:

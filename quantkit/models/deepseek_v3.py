@@ -174,6 +174,7 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     groups = [
         ScaleGroup(f"{a}.qkv_a", f"{p}.input_layernorm", True, (f"{a}.q_a_proj", f"{a}.kv_a_proj_with_mqa"), f"{a}.q_a_proj"),
         ScaleGroup(f"{a}.q_b", f"{a}.q_a_layernorm", True, (f"{a}.q_b_proj",), f"{a}.q_b_proj"),
+        ScaleGroup(f"{a}.kv_b", f"{a}.kv_a_layernorm", True, (f"{a}.kv_b_proj",), f"{a}.kv_b_proj"),
     ]
     norm = f"{p}.post_attention_layernorm"
     if not config.is_moe(layer):

@@ -14,11 +14,13 @@ from functools import cached_property
 from quantkit.calibrate.units import units_of
 from quantkit.checkpoint.formats import compressed_mixed, find_format, modelslim
 from quantkit.checkpoint.formats.base import Format
+from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.engines.check import check_model
+from quantkit.engines.check import check_cache, check_model
 from quantkit.engines.choice import FormatChoice, MixtureChoice, choose, choose_mixture
 from quantkit.engines.profiles import find_engine
 from quantkit.errors import QuantkitError
+from quantkit.models.cache_steps import is_codable, step_specs
 from quantkit.models.table import Parameter
 from quantkit.models.tied import check_stored_head
 from quantkit.quantization.checks import (
@@ -86,10 +88,21 @@ class Job:
         return [row for row in self.rows if row.module in self.grids and not isinstance(self.grids[row.module], Fp8BlockGrid)]
 
     def stored_bytes(self, row: Parameter, grid: Grid | None) -> int:
-        """Of the tensors that a parameter becomes on a grid; on none it keeps its type, and is BF16 where the source packs it."""
+        """Of the tensors that a parameter becomes on a grid, and of those beside it; on none it keeps its type, and is BF16 where the
+        source packs it."""
+        beside = sum(spec.nbytes for spec in self.beside.get(row.name, ()))
         if grid is not None:
-            return sum(spec.nbytes for spec in self.target.specs(row.module, (row.shape[0], row.shape[1]), grid))
-        return 2 * math.prod(row.shape) if row.module in self.checkpoint.linears else self.checkpoint.tensors[row.name].nbytes
+            return beside + sum(spec.nbytes for spec in self.target.specs(row.module, (row.shape[0], row.shape[1]), grid))
+        packed = row.module in self.checkpoint.linears
+        return beside + (2 * math.prod(row.shape) if packed else self.checkpoint.tensors[row.name].nbytes)
+
+    @cached_property
+    def beside(self) -> Mapping[str, tuple[TensorSpec, ...]]:
+        """Tensors that the output holds beside a parameter, by its name: the steps of an int8 cache, of layers that are calibrated. An MTP
+        layer of which nothing is rounded is not."""
+        calibrated = {row.layer for row in self.linears}
+        rows = [row for row in self.rows if row.layer in calibrated or not row.mtp]
+        return step_specs(self.inventory.config.cache, rows) if self.request.scheme.cache else {}
 
     @cached_property
     def coverage(self) -> Coverage:
@@ -110,6 +123,9 @@ def read_request(scheme: Scheme, format: str, engine: str | None, recipe: Recipe
     if scheme.activation_bits == 4 and recipe.methods == ():
         told = f"{scheme.name} has scales for what linears read, which calibration finds, and the recipe has no methods"
         raise QuantkitError(told, "leave methods out of the recipe, or use --scheme fp4-w4a16")
+    if scheme.cache and recipe.methods == ():
+        told = f"{scheme.name} has steps of a cache, which calibration finds, and the recipe has no methods"
+        raise QuantkitError(told, "leave methods out of the recipe, or use --scheme int8-a8w8c16")
     for method, before in (("drift", "gptq"), ("descent", "gptq"), ("steps", "descent")):
         if method in (recipe.methods or ()) and before not in (recipe.methods or ()):
             raise QuantkitError(f"the recipe's methods have {method} without {before}, which it works on", f"add {before} before it")
@@ -173,13 +189,16 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
         check_stored_head(checkpoint, inventory.rows)
     target = request.target
     if request.choice is not None:
-        for unfit in check_model(find_engine(request.choice.engine), checkpoint, request.format):
+        profile = find_engine(request.choice.engine)
+        unfits = check_model(profile, checkpoint, request.format) + check_cache(profile, checkpoint, request.scheme.cache)
+        for unfit in unfits:
             raise QuantkitError(unfit.problem, unfit.remedy)
         target = narrowed(target, request.choice, inventory.rows)
     scheme, linears = request.scheme, [row for row in inventory.rows if target.quantizes(row.module, row.role, mtp=row.mtp)]
     if inventory.by_name:
         linears = in_whole_groups(linears, scheme)
     grids: dict[str, Grid] = {row.module: scheme.grid(expert=row.expert is not None, mtp=row.mtp) for row in linears}
+    _check_cache(request.scheme, inventory)
     job = Job(request, inventory.cut or checkpoint, inventory, target, grids)
     _check_choice(job)
     if request.mixture.keep or request.mixture.preset:
@@ -208,6 +227,15 @@ def _without_kept(job: Job) -> Job:
     request = replace(request, format=name, target=MIXING[name], choice=several, scheme=replace(request.scheme, weight=base))
     target = narrowed(request.target, several, job.rows) if several else request.target
     return replace(job, request=request, target=target, grids=grids)
+
+
+def _check_cache(scheme: Scheme, inventory: Inventory) -> None:
+    """Raise QuantkitError where the scheme has a cache in 8 bits, and the model keeps something else than it holds."""
+    if scheme.cache is None:
+        return
+    if inventory.by_name or inventory.config.recurrent is not None or not is_codable(inventory.config.cache):
+        told = f"{scheme.name} has an {scheme.cache} cache of latents, or of keys and values in every layer, and this model keeps another"
+        raise QuantkitError(told, "use --scheme int8-a8w8c16")
 
 
 def _check_choice(job: Job) -> None:

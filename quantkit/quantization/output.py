@@ -24,10 +24,13 @@ from quantkit.models.table import Parameter
 from quantkit.quant.weights import Weight
 from quantkit.schemes import Fp8BlockGrid, Grid
 
+NOTHING_BESIDE: Mapping[str, tuple[TensorSpec, ...]] = {}
+
 
 class Output:
     """Writes units of parameters in one format. grids: by module, of what it holds packed. dropped: tensors of the source left out, with
-    the reason. described: its config.json, but for its quantization."""
+    the reason. described: its config.json, but for its quantization. beside: what lies beside a parameter, by its name, and was in no
+    source: steps of a cache."""
 
     def __init__(
         self,
@@ -37,15 +40,19 @@ class Output:
         units: dict[str, list[Parameter]],
         dropped: dict[str, str],
         described: Mapping[str, Any],
+        beside: Mapping[str, tuple[TensorSpec, ...]] = NOTHING_BESIDE,
     ) -> None:
         self.source, self.format, self.grids, self.units, self.dropped = source, format, grids, units, dropped
-        self.described = described
+        self.described, self.beside = described, beside
         self.rows = {row.name: row for rows in units.values() for row in rows}
         self._writer: CheckpointWriter | None = None
         self._run = ""
 
     def specs(self, row: Parameter) -> list[TensorSpec]:
-        """The tensors that one parameter becomes."""
+        """The tensors that one parameter becomes, and those beside it."""
+        return [*self._own_specs(row), *self.beside.get(row.name, ())]
+
+    def _own_specs(self, row: Parameter) -> list[TensorSpec]:
         if row.module in self.grids:
             return self.format.specs(row.module, (row.shape[0], row.shape[1]), self.grids[row.module])
         return [TensorSpec(row.name, self.source.dtype(row), row.shape)]
@@ -98,6 +105,7 @@ class Output:
                 tensors |= self.format.pack(row.module, self.source.checkpoint.weight(row.module))
             else:
                 tensors[row.name] = plain[row.name] if row.name in plain else self.source.plain(row)
+            tensors |= {spec.name: plain[spec.name] for spec in self.beside.get(row.name, ())}
         self.writer.write(unit, tensors, {**facts, "changed": sorted(plain)})
 
     def settle(self) -> None:
@@ -116,10 +124,11 @@ class Output:
         for row in self.units[unit]:
             if self.rounds(row):
                 # Packed bytes travel, and are unpacked on the device.
-                parts = {spec.name: tensors[spec.name].to(self.source.device) for spec in self.specs(row)}
+                parts = {spec.name: tensors[spec.name].to(self.source.device) for spec in self._own_specs(row)}
                 weights[row.module] = self.format.unpack(row.module, parts)
             elif row.module not in self.grids:
                 plain[row.name] = tensors[row.name]
+            plain |= {spec.name: tensors[spec.name] for spec in self.beside.get(row.name, ())}
         return weights, plain, facts
 
     def save_state(self, layer: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -151,7 +160,8 @@ class Output:
         """Write config, manifest, the files that belong to a model, and `more`; OUT exists when this returns. grid: the scheme's, for
         descriptions that name one."""
         quantized: dict[str, Grid | None] = {row.module: self.grids[row.module] for row in self.rows.values() if row.module in self.grids}
-        plain = [spec for row in self.rows.values() if row.module not in self.grids for spec in self.specs(row)]
+        plain = [spec for row in self.rows.values() if row.module not in self.grids for spec in self._own_specs(row)]
+        plain += [spec for row in self.rows.values() for spec in self.beside.get(row.name, ())]
         files = read_companions(self.source.checkpoint.path)
         files |= self.format.extra_files(grid, quantized, plain)
         files |= more

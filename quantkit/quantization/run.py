@@ -15,6 +15,7 @@ import torch
 from quantkit import __version__
 from quantkit.amounts import size, span
 from quantkit.calibrate.batches import Batches
+from quantkit.calibrate.coded_cache import CodedCache
 from quantkit.calibrate.data import OWN_TEXT, Sequences, load_sequences
 from quantkit.calibrate.findings import Findings
 from quantkit.calibrate.parameter_reader import ParameterReader
@@ -149,7 +150,7 @@ def quantize(
     if ranks.size > 1 and where.type != "cpu":  # torchrun allows one thread; on a CPU results depend on their number
         torch.set_num_threads(ranks.cores)
     source_reader, about = ParameterReader(job.checkpoint, where), job.inventory
-    output = Output(source_reader, job.target, job.grids, job.units, about.dropped, about.described)
+    output = Output(source_reader, job.target, job.grids, job.units, about.dropped, about.described, job.beside)
     if not overwrite and (manifest := made_for(out, run.fingerprint)):
         if isinstance(job.checkpoint, PrunedCheckpoint):
             prune_as(job.checkpoint, out)
@@ -283,7 +284,8 @@ def _round(run: _Run, output: Output, ranks: Ranks, on_event: OnEvent, pruned: P
     frozen = job.grids.keys() - quantized
     model = SourceModel(output.source, job.inventory.architecture, job.inventory.config, job.rows, quantized, frozen)
     log = UnitLog(model.units, output.source, output, on_event, _shares(job))
-    walk = Walk(model, solvers, log, ranks, run.batches, job.inventory.ends(output.source))
+    cache = CodedCache(job.inventory.config.cache, output.source.device) if job.request.scheme.cache else None
+    walk = Walk(model, solvers, log, ranks, run.batches, job.inventory.ends(output.source), cache)
     walk.unpruned = None if pruned is None else pruned.held_out
     findings = walk.run(run.sequences)
     round_units(output.source, output, plain, on_event, ranks, begun=_WALKED)

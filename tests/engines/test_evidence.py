@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from quantkit.engines import evidence as module
-from quantkit.engines.evidence import LayoutRun, Loaded, evidence, layout_evidence, layout_runs, loaded
+from quantkit.engines.evidence import LayoutRun, Loaded, cache_evidence, evidence, layout_evidence, layout_runs, loaded
 from quantkit.engines.layouts import find_topology
 from quantkit.engines.profiles import EngineProfile, LoadRule, find_engine
 
@@ -42,6 +42,14 @@ def test_loaded_is_said_where_all_was_right_and_every_fault_found(int8: Rule, mo
     assert said(found=2) == "by source"
     assert said(faults=0, found=0) == "by source"
     assert said(loads=0, right=0) == "by source"
+
+
+def test_who_reads_steps_of_a_cache_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    ascend = find_engine("vllm-ascend")
+    assert cache_evidence(ascend, "int8") == "loaded by vllm-ascend 0.23.0 on a CPU (deepseek_v3, qwen3)"
+    assert cache_evidence(find_engine("sglang"), "int8") == "by source"
+    monkeypatch.setattr(module, "loaded", lambda: tuple(one.model_copy(update={"found": 0}) for one in loaded()))
+    assert cache_evidence(ascend, "int8") == "by source"
 
 
 def test_a_run_counts_for_more() -> None:

@@ -29,6 +29,7 @@ CASES: dict[str, tuple[dict[str, Any], StepBudget]] = {
     "hy_v3": ({"num_drafts": 2, "prefix_cache": True}, StepBudget(300, 96, mixed=True, doubles_at=50)),
     "deepseek_v3": ({"num_drafts": 1, "prefix_cache": True, "cache_tokens": 512}, StepBudget(130, 50, mixed=True)),
     "deepseek_v32": ({"prefill_tokens": 33, "prefix_cache": True}, StepBudget(33, 33, mixed=True, doubles_at=200)),
+    "pangu_ultra_moe": ({"prefill_tokens": 97, "prefix_cache": True}, StepBudget(97, 33, mixed=True)),
     "openpangu_v2": ({"prefill_tokens": 65}, StepBudget(65, 16, mixed=True)),
 }
 

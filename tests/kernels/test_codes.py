@@ -5,6 +5,7 @@ import torch
 from quantkit_kernels import (
     CodedKeys,
     CodedLatents,
+    KeySteps,
     Norms,
     PagedLatents,
     Prompts,
@@ -67,6 +68,29 @@ def test_mla_prepare_stores_codes_of_what_it_would_have_stored(codes: torch.dtyp
     assert distance(found[slots, :kv_lora], exact[slots, :kv_lora]) < (1.2e-2 if codes == torch.int8 else 4e-2)
     assert distance(found[slots, kv_lora:], exact[slots, kv_lora:]) < 4e-3
     assert coded.scales.isnan().sum() == 29
+
+
+@DTYPES
+def test_mla_prepare_stores_codes_by_a_known_step(dtype: torch.dtype) -> None:
+    """The same for every token, whatever it holds; what lies beyond 127 steps is cut off, rotary keys are not."""
+    kv_lora, rope_dim, step = 40, 16, torch.tensor(0.02)
+    qkv_a, norms = torch.randn(3, 24 + kv_lora + rope_dim).to(dtype), Norms(torch.rand(24), torch.rand(kv_lora) * 2, 1e-6)
+    angles, slots = torch.rand(3, rope_dim // 2) * 6, torch.tensor([30, 0, 9])
+    rotation, keys = Rotation(angles.cos(), angles.sin()), torch.bfloat16 if dtype == torch.float32 else dtype
+    plain, coded = torch.zeros(4, 8, kv_lora + rope_dim, dtype=dtype), empty_latents((4, 8), kv_lora, rope_dim, torch.int8, keys, CPU)
+    q_a = mla_prepare(qkv_a, norms, rotation, plain, slots)
+    assert torch.equal(mla_prepare(qkv_a, norms, rotation, coded, slots, code_step=step), q_a)
+    exact = plain.flatten(0, 1)[slots].float()
+    codes = (exact[:, :kv_lora] / step).round()
+    assert codes.abs().max() > 127
+    assert torch.equal(coded.codes.flatten(0, 1)[slots].float(), codes.clamp(-127, 127))
+    assert bool((coded.scales.flatten()[slots] == step).all())
+    assert distance(decoded(coded).flatten(0, 1)[slots, kv_lora:], exact[:, kv_lora:].double()) < 4e-3
+    for wrong, told in ((torch.tensor([0.02]), "code_step: shape"), (step.double(), "code_step: dtype")):
+        with pytest.raises(ValueError, match=told):
+            mla_prepare(qkv_a, norms, rotation, coded, slots, code_step=wrong)
+    with pytest.raises(ValueError, match="code_step: the cache holds no codes"):
+        mla_prepare(qkv_a, norms, rotation, plain, slots, code_step=step)
 
 
 @KINDS
@@ -144,6 +168,24 @@ def test_gqa_prepare_stores_codes_of_what_it_would_have_stored(codes: torch.dtyp
         exact, stored = side.flatten(0, 1)[slots], decode(found, scales).flatten(0, 1)[slots]
         assert distance(stored, exact.double()) < (1.2e-2 if codes == torch.int8 else 4e-2)
     assert coded.key_scales.isnan().sum() == 29 * kv_heads
+
+
+def test_gqa_prepare_stores_codes_by_known_steps() -> None:
+    """Of each channel; scales are 1, and queries as they would be."""
+    tokens, heads, kv_heads, width = 3, 4, 2, 24
+    qkv, angles, slots = torch.randn(tokens, (heads + 2 * kv_heads) * width), torch.rand(tokens, 8) * 6, torch.tensor([30, 0, 9])
+    rotation, steps = Rotation(angles.cos(), angles.sin()), KeySteps(*(torch.rand(2, kv_heads, width) * 0.02 + 0.01))
+    plain, coded = torch.zeros(2, 4, 8, kv_heads, width).unbind(), empty_keys((4, 8, kv_heads, width), torch.int8, CPU)
+    q = gqa_prepare(qkv, None, rotation, (plain[0], plain[1]), slots)
+    assert torch.equal(gqa_prepare(qkv, None, rotation, coded, slots, code_steps=steps), q)
+    for side, step, found, scales in zip(plain, steps, coded[:2], coded.scales):
+        exact = (side.flatten(0, 1)[slots] / step).round().clamp(-127, 127)
+        assert torch.equal(found.flatten(0, 1)[slots].float(), exact)
+        assert bool((scales.flatten(0, 1)[slots] == 1).all())
+    with pytest.raises(ValueError, match="code_steps: the cache holds no codes"):
+        gqa_prepare(qkv, None, rotation, (plain[0], plain[1]), slots, code_steps=steps)
+    with pytest.raises(ValueError, match="code_steps: shape"):
+        gqa_prepare(qkv, None, rotation, coded, slots, code_steps=KeySteps(steps.keys[:1], steps.values))
 
 
 def test_what_is_no_code_is_refused() -> None:

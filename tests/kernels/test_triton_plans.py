@@ -51,17 +51,18 @@ def test_plans_by_the_rule_fit_the_card(name: str, monkeypatch: pytest.MonkeyPat
             assert gate_up.tokens == down.tokens
 
 
-def test_int4_of_up_to_8_tokens_takes_the_smallest_matrix_instruction() -> None:
-    """On NVIDIA's cards; experts of many tokens get few each. The rule's plans, and those of the table that is shipped."""
+def test_experts_of_int4_asked_for_by_few_take_the_smallest_matrix_instruction() -> None:
+    """On NVIDIA's cards: by the rule, and by the table that is shipped. --tune tries it beside tiles of 16."""
     for name, least in (("sm_80", 8), ("sm_90", 8), ("sm_120", 8), ("gfx942", 16)):
-        for n, k in ((2000, 4000), (7168, 16384)):
-            plans = [cards.linear_plan(name, 132, "int4", n, k, tokens) for tokens in (1, 8, 9)]
-            assert [plan.tokens for plan in plans if isinstance(plan, cards.LinearPlan)] == [least, least, 16]
         for size in ((512, 7168), (640, 4000)):
             experts = [cards.experts_plan(name, "int4", *size, pairs) for pairs in (8 / 256, 288 / 257, 2.3)]
             assert [plan.down.tokens for plan in experts] == [least, least, 16]
             assert all(plan.gate_up.tokens == plan.down.tokens for plan in experts)
         assert cards.experts_plan(name, "fp4", 640, 4000, 1.0).down.tokens == 16
+        tried = candidates(name, ExpertsCase(ExpertsSize("int4", 4096, 768), 32))
+        assert {plan.gate_up.tokens for plan in tried} == {least, 16}
+        linears = [tune.candidates(name, 132, ("int4", 4096, 4096, tokens)) for tokens in (1, 16)]
+        assert [{plan.tokens for plan in plans} for plans in linears] == [{least, 16}, {16}]
 
 
 def test_plans_by_wgmma_fit_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,10 +85,10 @@ def test_plans_by_wgmma_fit_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_table_of_this_machine_counts_for_more_than_the_one_that_ships() -> None:
     shipped = json.loads((cards.TABLES / "sm_90.json").read_text())["plans"]["linear"]
-    of_one, of_eight, _ = (cards.LinearPlan(*row[4]) for row in shipped if row[:3] == ["int4", 2112, 7168] and row[3] <= 16)
-    assert of_one != of_eight
+    of_one, of_sixteen = (cards.LinearPlan(*row[4]) for row in shipped if row[:3] == ["int4", 2112, 7168] and row[3] <= 16)
+    assert of_one != of_sixteen
     assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 1) == of_one
-    assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 3) == of_eight  # the next larger
+    assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 3) == of_sixteen  # the next larger
     path = cards.own_table("sm_90")
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"plans": {"linear": [["int4", 2112, 7168, 16, [128, 16, 2, 8, 3]]], "experts": []}}))

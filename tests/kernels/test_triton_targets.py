@@ -131,7 +131,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rec
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *a, **k: recorder.launch(kernel, *a, **k))
     monkeypatch.setattr(backend, "interpreted", lambda: True)
     modules = ("cards", "linear", "experts", "operators", "rows", "launch", "wgmma")
-    for module in (*modules, "attention.decode", "attention.merge", "attention.wgmma"):
+    for module in (*modules, "attention.decode", "attention.heads", "attention.wgmma"):
         found = __import__(f"quantkit_kernels.triton.{module}", fromlist=["x"])
         for function, answer in (
             ("architecture", name),
@@ -202,9 +202,8 @@ def operators() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "mla_prepare", lambda: mla_prepare(zeros(8, 2112), norms, angles(8, 64), zeros(2, 64, 576), slots, backend="triton")
     codes = empty_latents((2, 64), 512, 64, torch.float8_e4m3fn, HALF, torch.device("cpu"))
     yield "mla_prepare", lambda: mla_prepare(zeros(8, 2112), norms, angles(8, 64), codes, slots, backend="triton")
-    plain = zeros(64, 64, 576)
-    for rows, heads, blocks, cache in ((1, 32, 16, plain), (1, 128, 64, plain), (8, 16, 64, plain), (1, 128, 64, codes)):
-        pages = PagedLatents(cache, zeros(rows, blocks, dtype=ints), zeros(rows, dtype=ints))
+    for rows, heads, cache in ((1, 128, zeros(64, 64, 576)), (8, 16, zeros(64, 64, 576)), (1, 128, codes), (32, 32, codes)):
+        pages = PagedLatents(cache, zeros(rows, 64, dtype=ints), zeros(rows, dtype=ints))
         q, kv_b = zeros(rows, heads, 192), zeros(heads, 256, 512)
         yield "mla_decode", lambda q=q, kv_b=kv_b, pages=pages: mla_decode(q, kv_b, angles(len(q), 64), pages, scale=1.0, backend="triton")
     of_head, cache = Norms(zeros(128), zeros(128), 1e-6), (zeros(2, 64, 8, 128), zeros(2, 64, 8, 128))

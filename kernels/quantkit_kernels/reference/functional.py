@@ -89,12 +89,20 @@ def cache_layout(kv_lora: int, rope_dim: int, dtype: torch.dtype) -> CacheLayout
     return CacheLayout((kv_lora + rope_dim,), 64)
 
 
-def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents, slots: Tensor, steps: AttentionSteps = PLAIN) -> Tensor:
+def mla_prepare(
+    qkv_a: Tensor,
+    norms: Norms,
+    rotation: Rotation,
+    cache: Latents,
+    slots: Tensor,
+    steps: AttentionSteps = PLAIN,
+    code_step: Tensor | None = None,
+) -> Tensor:
     q_a, latent, k_pe = qkv_a.split([norms.q.shape[0], norms.k.shape[0], 2 * rotation.cos.shape[1]], dim=-1)
     latent = steps.rms_norm(latent, norms.k, norms.eps)
     key = steps.turned(k_pe.unsqueeze(1), rotation).squeeze(1)
     if isinstance(cache, CodedLatents):
-        store_latents(cache, slots, latent, key)
+        store_latents(cache, slots, latent, key, code_step)
     else:
         assert isinstance(cache, Tensor), "one tensor, as cache_layout says"
         cache.view(-1, cache.shape[2]).index_copy_(0, slots, torch.cat([latent, key], dim=-1).to(cache.dtype))

@@ -3,13 +3,19 @@
 import torch
 from torch import Tensor
 
-from quantkit_kernels.codes import CodedKeys, KeyValues, decode, store_keys
+from quantkit_kernels.codes import CodedKeys, KeySteps, KeyValues, decode, store_keys
 from quantkit_kernels.paged import Norms, PagedKeys, Rotation
 from quantkit_kernels.reference.functional import PLAIN, AttentionSteps
 
 
 def gqa_prepare(
-    qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: KeyValues, slots: Tensor, steps: AttentionSteps = PLAIN
+    qkv: Tensor,
+    norms: Norms | None,
+    rotation: Rotation,
+    cache: KeyValues,
+    slots: Tensor,
+    steps: AttentionSteps = PLAIN,
+    code_steps: KeySteps | None = None,
 ) -> Tensor:
     kv_heads, width = cache[0].shape[2:]
     heads = qkv.unflatten(1, (-1, width))
@@ -21,7 +27,7 @@ def gqa_prepare(
         first = steps.turned(normed[..., :rope], rotation)
         sides.append(first if rope == width else torch.cat([first, normed[..., rope:]], dim=-1))
     if isinstance(cache, CodedKeys):
-        store_keys(cache, slots, sides[1], v)
+        store_keys(cache, slots, sides[1], v, code_steps)
         return sides[0]
     for stored, side in zip(cache, (sides[1], v)):
         stored.view(-1, kv_heads, width).index_copy_(0, slots, side.to(stored.dtype))

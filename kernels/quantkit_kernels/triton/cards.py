@@ -112,18 +112,12 @@ def linear_plan(name: str, processors: int, kind: str, n: int, k: int, tokens: i
         return measured if measured.rows else None
     if tokens >= _EXPANDED.get(kind, tokens + 1):
         return None
-    return fitting(_rule(name, processors, kind, n, -(-k // 128), tokens), kind, name)
+    return fitting(_rule(name, processors, n, -(-k // 128), tokens), kind, name)
 
 
-def least_tokens(name: str, kind: str) -> int:
-    """Of a tile by the rule: the columns of the smallest matrix instruction, of which NVIDIA's has 8. Kinds other than int4 were measured
-    with 16 only."""
-    return _FEWEST if name.startswith("sm_") and kind == "int4" else _FEW
-
-
-def _rule(name: str, processors: int, kind: str, n: int, steps: int, tokens: int) -> LinearPlan:
+def _rule(name: str, processors: int, n: int, steps: int, tokens: int) -> LinearPlan:
     """What the plans measured on an H200 have in common: so many programs a multiprocessor, and as many steps of K for each at least."""
-    width, room = max(least_tokens(name, kind), min(128, _power_of_two(tokens))), shared_bytes(name)
+    width, room = max(16, min(128, _power_of_two(tokens))), shared_bytes(name)
     if tokens <= _FEW and name.startswith("sm_"):  # of two warps: the matrix instructions of four are waited for
         plan, programs, least = LinearPlan(64, width, 1, 2, 3), 6 * processors, 4
     elif tokens <= _FEW:
@@ -149,6 +143,12 @@ class ExpertsPlan(NamedTuple):
 
     gate_up: LinearPlan
     down: LinearPlan
+
+
+def least_tokens(name: str, kind: str) -> int:
+    """Of a tile of experts: the columns of the smallest matrix instruction, of which NVIDIA's has 8. Kinds other than int4 were measured
+    with 16 only, and most linears are no faster with 8."""
+    return _FEWEST if name.startswith("sm_") and kind == "int4" else _FEW
 
 
 def experts_plan(name: str, kind: str, intermediate: int, hidden: int, pairs_per_expert: float) -> ExpertsPlan:

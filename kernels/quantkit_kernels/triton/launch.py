@@ -82,9 +82,8 @@ def multiply(
 
 
 def scaled_sums(kind: str, plan: LinearPlan) -> bool:
-    """Whether codes are multiplied as they are and sums scaled, of which a tile of few tokens has fewer than weights. Those of four warps
-    and 16 tokens would be waited for at every step."""
-    return kind == "int4" and (plan.tokens <= 8 or (plan.tokens <= 16 and plan.warps <= 2))
+    """Whether codes are multiplied as they are and sums scaled, of which a tile of 8 tokens has a quarter of the weights' number."""
+    return kind == "int4" and plan.tokens <= 8
 
 
 def constants(gating: Gating) -> dict[str, float]:

@@ -39,7 +39,7 @@ from quantkit_kernels.triton.tune_experts import TOKENS as TOKENS_OF_EXPERTS
 from quantkit_kernels.triton.tune_experts import ExpertsCase, compile_experts, experts_of, grid_of, kernels_of_experts, tune_experts
 from quantkit_kernels.triton.wgmma_plans import WgmmaPlan, has_wgmma, wgmma_candidates
 
-TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024)
+TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024)
 MORE_TOKENS = {"int8": (4096,)}
 """Of kinds that are never decoded for the vendor's library."""
 Case = tuple[str, int, int, int]
@@ -55,7 +55,7 @@ def candidates(name: str, processors: int, case: Case) -> list[AnyPlan]:
     ruled = linear_plan(name, processors, kind, n, k, tokens)
     if ruled is not None:
         found.append(ruled)
-    width = max(least_tokens(name, kind), min(256, 1 << (tokens - 1).bit_length()))
+    width = max(16, min(256, 1 << (tokens - 1).bit_length()))
     if tokens <= 64:
         shapes, waves = [(64, width, 4, 3), (64, width, 4, 5), (128, width, 4, 3), (128, width, 8, 3)], [1, 2, 4, 6]
         if tokens <= 32:
@@ -63,6 +63,8 @@ def candidates(name: str, processors: int, case: Case) -> list[AnyPlan]:
             waves.append(12)
     else:
         shapes, waves = [(128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 4)] + [(128, 256, 8, 3)] * (width == 256), [1, 2]
+    if tokens < least_tokens(name, kind) < width:
+        shapes += [(128, 8, 4, 3), (128, 8, 4, 5), (64, 8, 2, 5)]
     for rows, wide, warps, stages in shapes:
         tiles = -(-n // rows) * -(-tokens // wide)
         for wave in waves:

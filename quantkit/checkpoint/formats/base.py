@@ -16,7 +16,7 @@ from torch import Tensor
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.errors import QuantkitError
 from quantkit.quant.weights import Weight
-from quantkit.schemes import Grid, IntGrid
+from quantkit.schemes import CacheCodes, Grid, IntGrid
 
 # JSON files beside config.json that say how a checkpoint is quantized.
 SLIM_FILES = (
@@ -117,6 +117,10 @@ class Format(ABC):
     def extra_files(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, bytes]:
         """Files beside config.json that engines need, by name."""
         return {}
+
+    def cache_codes(self, side: Mapping[str, Any]) -> CacheCodes | None:
+        """The codes of a cache whose steps a checkpoint holds, by the files beside config.json; None of one of 16 bits."""
+        return None
 
     def specs(self, module: str, shape: tuple[int, int], grid: Grid | None) -> list[TensorSpec]:
         """Tensors that `pack` will return for a linear of `shape` (N, K)."""

@@ -16,7 +16,7 @@ from quantkit.checkpoint.formats.base import Format, StoredPart
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.errors import QuantkitError
 from quantkit.quant.weights import Weight
-from quantkit.schemes import Grid, grid_label
+from quantkit.schemes import CacheCodes, Grid, grid_label
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,9 @@ class Declared(Format):
         self.origin, self.placed, self.members = origin, placed, tuple(members)
         self.name, self.variant = origin.name, origin.variant  # type: ignore[misc]
         self.own_suffixes = tuple(dict.fromkeys(suffix for one in self.members for suffix in one.own_suffixes))  # type: ignore[misc]
+
+    def cache_codes(self, side: Mapping[str, Any]) -> CacheCodes | None:
+        return self.origin.cache_codes(side)
 
     def member(self, module: str) -> Format:
         return self._placement(module).format

@@ -7,6 +7,7 @@ Int4 is symmetric per channel, two rows to a byte in two's complement, the even 
 codes + 8 and takes scale_bias = 8 * sum_k(code * scale) off again; layers cut along K carry the sum of each of 16 slices.
 vllm-ascend registers weight_offset as a parameter, so it must be there. config.json says nothing. What else ModelSlim writes is read by the
 type that each tensor has in the description (modelslim_kinds.py).
+A cache in int8 is told there, too; the tensors with its steps are in models/cache_steps.py.
 """
 
 import json
@@ -32,7 +33,7 @@ from quantkit.checkpoint.header import TensorSpec
 from quantkit.errors import QuantkitError
 from quantkit.quant.packing import from_twos_complement, pack_pairs, to_twos_complement, unpack_pairs
 from quantkit.quant.weights import IntWeight, Weight
-from quantkit.schemes import Grid, IntGrid
+from quantkit.schemes import CacheCodes, Grid, IntGrid
 
 _SIDE_FILE = "quant_model_description.json"
 _INT8 = IntGrid(bits=8, group_size=None, symmetric=True)
@@ -54,6 +55,8 @@ _KINDS: dict[tuple[str, bool, bool], Format] = {
 """By type, whether a linear has scales of two stages, and whether the description has a version."""
 _PACKED_W4A16: dict[bool, Format] = {True: SlimLinear(4, 16, "N"), False: SlimLinear(4, 16, "K")}
 """In groups, or per channel."""
+_CACHES = (("fa_quant_type", "FAKQuant", ".fa_k.", "FAQuant"), ("kv_cache_type", "C8", ".kv_cache_", "C8"))
+"""Of latents, and of keys and values: the key that says so and its value, a part of the names of tensors, and their type."""
 
 
 class ModelSlim(Format):
@@ -119,6 +122,10 @@ class ModelSlim(Format):
             codes, bits = from_twos_complement(unpack_pairs(codes.view(torch.uint8).T)).T.contiguous(), 4
         return IntWeight(codes, tensors[f"{module}.weight_scale"].float(), None, bits)
 
+    def cache_codes(self, side: Mapping[str, Any]) -> CacheCodes | None:
+        described = _described(side)
+        return "int8" if any(described.get(key) == said for key, said, _, _ in _CACHES) else None
+
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
         return any(name in side for name in SLIM_FILES)
 
@@ -153,6 +160,9 @@ class ModelSlim(Format):
             suffixes = self.own_suffixes if own_grid == _INT4 else self.own_suffixes[:2]
             description |= {module + suffix: _TYPE_NAMES[own_grid] for suffix in (".weight", *suffixes)}
         description |= {spec.name: "FLOAT" for spec in plain}
+        for key, said, part, of_tensors in _CACHES:
+            steps = [spec.name for spec in plain if part in spec.name]
+            description |= {key: said, **dict.fromkeys(steps, of_tensors)} if steps else {}
         # vllm-ascend asks for the head's type, of one that is tied to the embedding too.
         description |= {f"{HEAD}.weight": "FLOAT"} if HEAD not in quantized else {}
         return {_SIDE_FILE: json.dumps(description, indent=2).encode() + b"\n"}

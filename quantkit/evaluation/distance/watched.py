@@ -81,7 +81,7 @@ class Watched:
         """Documents as flat sequences, T their tokens together."""
         self.trace = Trace()
         device = self.loaded.device
-        context = CausalContext([len(ids) for ids in documents], device, self.loaded.codes)
+        context = CausalContext([len(ids) for ids in documents], device, self.loaded.codes, self.loaded.steps)
         self.trace.final = self.loaded.model(torch.cat(documents).to(device), context)
         return self.trace
 

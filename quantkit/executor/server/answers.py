@@ -1,5 +1,6 @@
 """The answers to chat and completions requests, of a request's pieces: whole, or in chunks."""
 
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,7 +10,16 @@ from quantkit.executor.server.parts import AnswerParts, PartsReader, joined
 from quantkit.executor.server.protocol import ChatRequest, CompletionRequest
 from quantkit.executor.server.reasoning import ReasoningSplitter
 from quantkit.executor.server.service import AnswerStream, Piece
-from quantkit.executor.server.shapes import Envelope, call_delta, chat_logprobs, completion_logprobs, prompt_logprobs, tool_call, usage
+from quantkit.executor.server.shapes import (
+    Envelope,
+    TextOffsets,
+    call_delta,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    tool_call,
+    usage,
+)
 from quantkit.executor.server.tools.splitter import ToolCallSplitter
 from quantkit.tokenizer.chat import ChatTokenizer
 
@@ -106,6 +116,7 @@ class CompletionAnswer:
         self.envelope = Envelope("text_completion", model)
         self.id = self.envelope.id
         self._silent = body.max_tokens == 0
+        self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
         self._echoed: set[int] = set()
 
     async def whole(self, stream: AnswerStream) -> dict[str, Any]:
@@ -141,7 +152,7 @@ class CompletionAnswer:
         reason = self._reason(piece.completion) if piece.completion else None
         text, found = ("", []) if self._silent else (piece.text, piece.logprobs)
         if text or found or reason:
-            logprobs = {"logprobs": completion_logprobs(found, self.tokenizer)} if found else {}
+            logprobs = {"logprobs": completion_logprobs(found, self.tokenizer, self._offsets[piece.choice])} if found else {}
             chunks.append({"index": piece.choice, "finish_reason": reason, "text": text, **logprobs})
         return chunks
 
@@ -151,7 +162,7 @@ class CompletionAnswer:
             return None
         shown = [] if self._silent else found
         first = None if scored is None else self._prepared.choices[choice][0][0]
-        return completion_logprobs([*(scored or []), *shown], self.tokenizer, first=first)
+        return completion_logprobs([*(scored or []), *shown], self.tokenizer, self._offsets[choice], first)
 
     def _prompt(self, choice: int) -> str:
         return self._prepared.texts[choice // self.body.n]

@@ -3,7 +3,6 @@
 import time
 import uuid
 from codecs import getincrementaldecoder
-from itertools import accumulate
 from typing import Any, Literal
 
 from quantkit.executor.sequence import Completion, TokenLogprob
@@ -61,8 +60,26 @@ def chat_logprobs(found: list[TokenLogprob], tokenizer: ChatTokenizer) -> dict[s
     return {"content": [{**entry(one.token_id, one.logprob), "top_logprobs": [entry(*top) for top in one.top]} for one in found]}
 
 
-def completion_logprobs(found: list[TokenLogprob], tokenizer: ChatTokenizer, first: int | None = None) -> dict[str, Any]:
-    """first: a prompt's first token, which nothing stands before: it has no log-probability."""
+class TextOffsets:
+    """Where each token begins in one choice's text, in characters. Of a character that several tokens make together the text has nothing
+    before the last of them."""
+
+    def __init__(self) -> None:
+        self._characters = getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def next(self, piece: bytes) -> int:
+        """Of the next token, whose bytes are `piece`."""
+        begin = self._length
+        self._length += len(self._characters.decode(piece))
+        return begin
+
+
+def completion_logprobs(
+    found: list[TokenLogprob], tokenizer: ChatTokenizer, offsets: TextOffsets, first: int | None = None
+) -> dict[str, Any]:
+    """offsets: of the choice, whose tokens before these it has seen. first: a prompt's first token, which nothing stands before: it has no
+    log-probability."""
     begin = [] if first is None else [first]
     tokens = [*begin, *(one.token_id for one in found)]
     nothing = [None] * len(begin)
@@ -70,14 +87,8 @@ def completion_logprobs(found: list[TokenLogprob], tokenizer: ChatTokenizer, fir
         "tokens": [tokenizer.token_text(token) for token in tokens],
         "token_logprobs": [*nothing, *(_finite(one.logprob) for one in found)],
         "top_logprobs": [*nothing, *(_by_text(one, tokenizer) for one in found)],
-        "text_offset": _offsets([tokenizer.token_bytes(token) for token in tokens]),
+        "text_offset": [offsets.next(tokenizer.token_bytes(token)) for token in tokens],
     }
-
-
-def _offsets(pieces: list[bytes]) -> list[int]:
-    """Characters of the text before each token; of one that several tokens make together none is before its last token."""
-    characters = getincrementaldecoder("utf-8")("replace")
-    return list(accumulate((len(characters.decode(piece)) for piece in pieces[:-1]), initial=0)) if pieces else []
 
 
 def _by_text(one: TokenLogprob, tokenizer: ChatTokenizer) -> dict[str, float]:

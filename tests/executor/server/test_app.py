@@ -66,10 +66,10 @@ def test_chat_whole_and_streamed(running: Running, peer: Engine) -> None:
 
 def test_completions_prompts_choices_stop_and_seed(running: Running, peer: Engine) -> None:
     client = running.client()
-    asked = {"model": "tiny", "max_tokens": 12, "temperature": 0.9, "top_p": 0.95, "seed": 7, "extra_body": {"ignore_eos": True}}
+    asked = {"model": "tiny", "max_tokens": 12, "temperature": 0.9, "top_p": 0.95, "seed": 11, "extra_body": {"ignore_eos": True}}
     both = client.completions.create(prompt=["one", "two"], n=2, **asked)
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
-    for index, (prompt, seed) in enumerate([("one", 7), ("one", 8), ("two", 7), ("two", 8)]):
+    for index, (prompt, seed) in enumerate([("one", 11), ("one", 12), ("two", 11), ("two", 12)]):
         params = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.95, seed=seed, ignore_eos=True)
         assert both.choices[index].text.rstrip("\ufffd") == expected(peer, peer.tokenizer.encode(prompt), params)
     assert both.usage.prompt_tokens == 6
@@ -112,6 +112,9 @@ def test_parts_of_characters_are_told_by_their_bytes(running: Running) -> None:
         ("b", "b"),
     ]
     assert max(offsets) == len(text) - 1
+    chunks = list(client.completions.create(prompt="one", logprobs=1, echo=True, stream=True, **forced))
+    streamed = [at for chunk in chunks if (shown := chunk.choices[0].logprobs) for at in shown.text_offset or []]
+    assert streamed == [*range(3), *(3 + at for at in offsets)]
     asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 30, "temperature": 0, "logprobs": True}
     said = client.chat.completions.create(**asked, extra_body={"separate_reasoning": False}).choices[0]
     assert said.logprobs is not None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models import find_architecture
+from quantkit.models.cache_steps import is_codable, step_specs
 from quantkit.models.table import Parameter
 from quantkit.quant.weights import E2M1_VALUES, Fp4Weight, IntWeight
 
@@ -31,10 +32,19 @@ def faults(path: Path, pieces: Pieces, rank: Rank, unread: list[str]) -> list[st
     """
     checkpoint = Checkpoint.open(path)
     architecture = find_architecture(checkpoint.config)
+    config = architecture.Config.from_dict(checkpoint.config)
+    rows = architecture.parameters(config)
     found: list[str] = []
     known: set[str] = set()
     right: set[str] = set()
-    for row in architecture.parameters(architecture.Config.from_dict(checkpoint.config)):
+    for name, stored in step_specs(config.cache, rows).items() if is_codable(config.cache) else ():
+        piece = f"{stored[0].name.removesuffix('scale')[:-1]}|scale"
+        if checkpoint.has(stored[0].name):
+            known.add(piece)
+            fault = _different_steps(checkpoint.read(stored[0].name), pieces.get(piece), rank)
+            found += [f"{name}: {fault}"] if fault else []
+            right |= set() if fault else {spec.name for spec in stored}
+    for row in rows:
         names = [name for name in (row.name, row.other_name) if name is not None]
         stored = checkpoint.parts(row.module) if row.module in checkpoint.linears else [name for name in names if checkpoint.has(name)]
         modules = [name.removesuffix(".weight") for name in names]
@@ -49,6 +59,16 @@ def faults(path: Path, pieces: Pieces, rank: Rank, unread: list[str]) -> list[st
         right |= set() if wrong else set(stored)
     found += [f"{name}: no parameter takes it" for name in unread if name not in right]
     return found + [f"{name} is in the engine and not in the checkpoint" for name in sorted(set(pieces) - known)]
+
+
+def _different_steps(ours: Tensor, theirs: Tensor | None, rank: Rank) -> str | None:
+    """ours: a step, or those of all heads' channels, of which a rank holds its heads'."""
+    if theirs is None:
+        return "steps of the cache are nowhere in the engine"
+    whole, size = ours.flatten(), theirs.numel()
+    parts = whole.numel() // size
+    own = whole.narrow(0, rank.number * parts // rank.of * size, size)
+    return None if _equal(own, theirs.flatten()) else f"steps {tuple(theirs.shape)} of the cache are not rank {rank.number}'s"
 
 
 KINDS = ("value", "codes", "zero", "scale", "global", "scale_bias")

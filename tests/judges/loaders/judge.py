@@ -81,6 +81,7 @@ SCHEMES = (
     ("fp4-w4a16", "modelopt"),
     ("fp4-w4a16", "compressed-tensors"),
     ("int8-a8w8c16", "modelslim"),
+    ("int8-a8w8c8", "modelslim"),
     ("int4-w4a8", "modelslim"),
 )
 # What an engine has no class for, and where there is nothing to quantize.
@@ -88,9 +89,9 @@ WITHOUT = {"sglang": ("pangu_ultra_moe",)}
 EXPERTS_ONLY = (("vllm-ascend", "awq-w4a16"), ("vllm-ascend", "int4-w4a8"), ("sglang", "int4-w4a8"))
 # Parameters that are made and not stored. Offsets of symmetric weights and the order of inputs (g_idx) in compressed-tensors, in ModelOpt's
 # layout the scales of activations and of an 8-bit cache: no product of such a checkpoint reads them. Scales to be laid out
-# anew are filled later.
+# anew are filled later. vllm-ascend has parameters for scales of queries and values of latents, and uses those of keys alone.
 UNUSED = {
-    "vllm-ascend": r"\.(w13_|w2_)?weight_offset ",
+    "vllm-ascend": r"\.((w13_|w2_)?weight_offset|fa_[qv]\.(scale|offset)|[kv]_cache_offset) ",
     "sglang": r"\.((w13_|w2_)?(weight_)?(input_scale|blockscale_swizzled|g_idx|g_idx_sort_indices)|attn(_mqa|_mha)?\.[kv]_scale) ",
 }
 
@@ -101,7 +102,9 @@ def cases(engine: str) -> Iterator[Case]:
             if not any(load.format == format and device in load.devices and _holds(load, scheme) for load in find_engine(engine).loads):
                 continue
             for model in MODELS:
+                codes = find_scheme(scheme).cache
                 nothing = model == "qwen3" and (engine, scheme) in EXPERTS_ONLY
+                nothing = nothing or (codes is not None and model not in find_engine(engine).caches.get(codes, ()))
                 if model not in WITHOUT.get(engine, ()) and not nothing:
                     yield Case(engine, device, scheme, format, model)
 
@@ -173,8 +176,9 @@ def targets(path: Path) -> list[tuple[str, str]]:
     """What to damage, and how: each tensor that one expert's weight is stored as."""
     tensors = {name: tensor for shard in sorted(path.glob("*.safetensors")) for name, tensor in load_file(shard).items()}
     within = {name: tensor for name, tensor in tensors.items() if ".1.mlp.experts.5.down_proj." in name}
+    within |= {name: tensor for name, tensor in tensors.items() if ".1.self_attn.fa_k." in name}
     read = {name: tensor for name, tensor in within.items() if not name.endswith(("shape", "offset", "input_scale"))}
-    return [(name, damage) for name, tensor in read.items() for damage in DAMAGES if damage != "transposed" or tensor.dim() == 2]
+    return [(name, damage) for name, tensor in read.items() for damage in DAMAGES if damage != "transposed" or tensor.numel() > 1]
 
 
 def judge(engine: str, python: str, directory: Path, asked: list[Case]) -> dict[tuple[Case, Rank], bool]:
@@ -227,6 +231,7 @@ def summed(right: dict[tuple[Case, Rank], bool], found: dict[tuple[Case, str], b
                 "right": sum(held.values()),
                 "faults": len(made),
                 "found": sum(made),
+                **({"cache": codes} if (codes := find_scheme(key[2]).cache) else {}),
             }
         )
     return entries

@@ -136,7 +136,9 @@ def pieces_of(model: nn.Module) -> Pieces:
             found |= expert_pieces(name, *experts(module))
         elif isinstance(module, LinearBase):
             found |= linear(name, module)
-        else:
+        elif hasattr(module, "fak_descale_float") or hasattr(module, "k_cache_scale"):
+            found |= cache_steps(name.split(".self_attn")[0] + ".self_attn", module)
+        elif not name.endswith((".fa_q", ".fa_k", ".fa_v")):
             found |= plain_pieces(name, module)
         impl = getattr(module, "impl", None)
         if impl is not None and hasattr(impl, "W_UV"):
@@ -144,6 +146,16 @@ def pieces_of(model: nn.Module) -> Pieces:
             attention = name.split(".self_attn")[0] + ".self_attn"
             found[f"{attention}.kv_b_proj|value"] = absorbed.flatten(0, 1)
     return found
+
+
+def cache_steps(attention: str, module: nn.Module) -> Pieces:
+    """Of an int8 cache, as the rank's attention uses them: a latent's, or those of its heads' channels."""
+    if hasattr(module, "fak_descale_float"):
+        return {f"{attention}.fa_k|scale": module.fak_descale_float}
+    module.impl._prepare_c8_scales(module, torch.device("cpu"))
+    assert not module.k_cache_offset.any()
+    assert not module.v_cache_offset.any()
+    return {f"{attention}.{side}_proj.kv_cache|scale": getattr(module, f"_c8_{side}_scale") for side in "kv"}
 
 
 def scheme_of(module: nn.Module) -> str | None:

@@ -52,7 +52,9 @@ class Watch(TorchDispatchMode):
         """Parameters of which some element was never written."""
         found = []
         for name, parameter in self.parameters.items():
-            written = self.written[parameter.untyped_storage().data_ptr()]
+            written = self.written.get(parameter.untyped_storage().data_ptr())
+            if written is None:  # it was given other memory while it was loaded, written in one piece
+                continue
             seen = written.as_strided(parameter.shape, parameter.stride(), parameter.storage_offset())
             if not bool(seen.all()):
                 found.append(f"{name} {tuple(parameter.shape)}, {int(seen.sum())} of {seen.numel()} elements")

@@ -9,7 +9,7 @@ from quantkit_kernels import reference
 from quantkit_kernels.latents import parts_of
 from quantkit_kernels.paged import PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.reference.functional import absorbed, values
-from quantkit_kernels.triton.attention.merge import FEW_ROWS, RowShares, merged, merged_values, multiply_heads
+from quantkit_kernels.triton.attention.heads import heads_by_kernel, multiply_heads
 from quantkit_kernels.triton.cards import DecodeCut, decode_cut, multiprocessors, overlapped
 from quantkit_kernels.triton.operators import codes_of, key_sides, latent_parts
 from quantkit_kernels.triton.rows import power_of_two
@@ -21,6 +21,10 @@ _HEADS, _FEW_HEADS = 32, 16
 """Of a program that attends to latents, which all its heads read."""
 _LARGE, _FEW_CUT = 128, DecodeCut(16, 4, 2, least=1)
 """The tokens of a large program, and how small ones are launched: the fastest of ten on an H200."""
+_AT_ONCE, _COLUMNS = 32, 128
+"""Shares that the second launch has in registers, and columns of a program."""
+_SHARES, _LATENT_AT_ONCE, _LATENT_COLUMNS = 16, 64, 64
+"""The same of latents cut in so many shares or more, which have few rows: more programs, and all of their loads at once."""
 
 
 class Turning(NamedTuple):
@@ -51,7 +55,7 @@ def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int, sinks: Te
     shared = q.shape[1] // keys.shape[2]
     heads = min(64, max(16, power_of_two(shared)))
     cached = Cached(sides[0], sides[1], q, sides[2], sides[3], codes)
-    return merged(_attend(q.contiguous(), cached, pages, scale, window, shared, heads, sinks=sinks))
+    return _attend(q.contiguous(), cached, pages, scale, window, shared, heads, sinks=sinks)
 
 
 def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, scale: float) -> Tensor:
@@ -65,11 +69,10 @@ def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents,
     turning = Turning(q[..., nope:], Rotation(rotation.cos.contiguous(), rotation.sin.contiguous(), rotation.interleaved))
     cached = Cached(one_head, one_head, k_pe, scales.unsqueeze(2), scales.unsqueeze(2), codes)
     block, cut = _latent_cut(q, pages)
-    if len(q) > FEW_ROWS or kv_b.stride()[1:] != (kv_b.shape[2], 1):
-        attended = merged(_attend(absorbed(q[..., :nope], kv_b), cached, pages, scale, 0, heads, block, turning, cut=cut))
-        return values(attended, kv_b, nope)
-    query = multiply_heads(q[..., :nope], kv_b[:, :nope], across=False)
-    return merged_values(_attend(query, cached, pages, scale, 0, heads, block, turning, cut=cut), kv_b[:, nope:])
+    by_torch = not heads_by_kernel(len(q), kv_b)
+    query = absorbed(q[..., :nope], kv_b) if by_torch else multiply_heads(q[..., :nope], kv_b[:, :nope], across=False)
+    attended = _attend(query, cached, pages, scale, 0, heads, block, turning, cut=cut)
+    return values(attended, kv_b, nope) if by_torch else multiply_heads(attended, kv_b[:, nope:], across=True)
 
 
 def _latent_cut(q: Tensor, pages: PagedLatents) -> tuple[int, DecodeCut | None]:
@@ -94,9 +97,9 @@ def _attend(
     turning: Turning | None = None,
     sinks: Tensor | None = None,
     cut: DecodeCut | None = None,
-) -> RowShares:
-    """Of q [rows, heads, D], its last dimension without gaps. block: heads of a program; cut: if not the card's."""
-    from quantkit_kernels.triton.attention.decode_kernel import attend_cached
+) -> Tensor:
+    """q [rows, heads, D], its last dimension without gaps -> [rows, heads, D]. block: heads of a program; cut: if not the card's."""
+    from quantkit_kernels.triton.attention.decode_kernel import attend_cached, merge
 
     (rows, heads, width), keys = q.shape, cached.keys
     page, kv_heads = keys.shape[1:3]
@@ -120,4 +123,10 @@ def _attend(
         SHARED=shared, HEADS=block, D=width, D_PADDED=padded, R=rotary, PAGE=page, TOKENS=cut.tokens, INTERLEAVED=interleaved,
         WINDOWED=window > 0, SUNK=sinks is not None, SPLIT=splits > 1, CODES=cached.codes, STAGES=cut.stages, num_warps=cut.warps, **how,
     )  # fmt: skip
-    return RowShares(partial, found, out, splits, latent=rotary > 0)
+    if splits > 1:
+        shares = power_of_two(splits)
+        at_once, columns = (_LATENT_AT_ONCE, _LATENT_COLUMNS) if rotary and shares >= _SHARES else (_AT_ONCE, _COLUMNS)
+        columns = min(columns, padded)
+        grid = (rows * heads, -(-width // columns))
+        merge[grid](partial, found, out, splits, D=width, COLUMNS=columns, SPLITS=shares, AT_ONCE=min(at_once, shares), **how)
+    return out

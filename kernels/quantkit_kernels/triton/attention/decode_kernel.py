@@ -9,7 +9,7 @@ import triton.language as tl
 
 from quantkit_kernels.triton.codes_kernel import LEAST_SCALE, decoded
 from quantkit_kernels.triton.rope_kernel import partner_of
-from quantkit_kernels.triton.weights_kernel import dot, fetch_lines, rounded, wait_for_input
+from quantkit_kernels.triton.weights_kernel import dot, rounded, wait_for_input
 
 
 @triton.jit
@@ -121,63 +121,24 @@ def attend_cached(
 
 
 @triton.jit
-def some_shares(partial, row, splits, column, start, D: tl.constexpr, AT_ONCE: tl.constexpr):
-    """AT_ONCE shares from `start` on, of columns of a row and head; zeros beyond the last."""
-    part = start + tl.arange(0, AT_ONCE)
-    at = partial + (row * splits + part)[:, None] * D + column[None, :]
-    return tl.load(at, mask=(part < splits)[:, None] & (column < D)[None, :], other=0.0)
-
-
-@triton.jit
-def merged(partial, found, row, splits, column, D: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Columns of a row and head, float32: its shares weighed by what they found. SPLITS: a power of two, at least splits."""
-    shares = some_shares(partial, row, splits, column, 0, D, AT_ONCE)  # on their way while the weights are computed
+def merge(
+    partial, found, out, splits, D: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr
+):
+    """A program per row and head, and COLUMNS of them: shares weighed by what they found. SPLITS: a power of two, at least splits."""
+    wait_for_input(PDL)
+    row = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, SPLITS)
     logs = tl.load(found + row * splits + every, mask=every < splits, other=float("-inf"))
     top = tl.max(logs, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2(logs - base), 0)
-    sums = tl.zeros(column.shape, tl.float32)
-    for start in tl.static_range(0, SPLITS, AT_ONCE):
-        if start > 0:
-            shares = some_shares(partial, row, splits, column, start, D, AT_ONCE)
-        part = start + tl.arange(0, AT_ONCE)
-        weights = tl.exp2(tl.load(found + row * splits + part, mask=part < splits, other=float("-inf")) - base)
-        sums += tl.sum(weights[:, None] * shares, 0)
-    return sums / tl.where(total == 0.0, 1.0, total)
-
-
-@triton.jit
-def merge(
-    partial, found, out, splits, D: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr
-):
-    """A program per row and head, and COLUMNS of them."""
-    wait_for_input(PDL)
-    row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    result = merged(partial, found, row, splits, column, D, SPLITS, AT_ONCE)
+    sums = tl.zeros((COLUMNS,), tl.float32)
+    for start in tl.static_range(0, SPLITS, AT_ONCE):
+        part = start + tl.arange(0, AT_ONCE)
+        there = part < splits
+        weights = tl.exp2(tl.load(found + row * splits + part, mask=there, other=float("-inf")) - base)
+        at = partial + (row * splits + part)[:, None] * D + column[None, :]
+        sums += tl.sum(weights[:, None] * tl.load(at, mask=there[:, None] & (column < D)[None, :], other=0.0), 0)
+    result = sums / tl.where(total == 0.0, 1.0, total)
     tl.store(out + row * D + column, rounded(result, out.dtype.element_ty), mask=column < D)
-
-
-@triton.jit
-def merge_values(
-    partial, found, weight, out, splits, w_head,
-    D: tl.constexpr, D_PADDED: tl.constexpr, V: tl.constexpr, VALUES: tl.constexpr, SPLITS: tl.constexpr, NVIDIA: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Of one row: the shares of a head merged, and multiplied by its matrix weight [V, D], w_head apart -> out [heads, V]. A program has
-    VALUES of them."""
-    head = tl.program_id(0).to(tl.int64)
-    value = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
-    column = tl.arange(0, D_PADDED)
-    weight += head * w_head
-    if PDL and NVIDIA:  # the weight is there before the shares are
-        line = tl.minimum(tl.arange(0, D_PADDED // 64) * 64, D - 1)
-        fetch_lines(weight + tl.minimum(value, V - 1)[:, None] * D + line[None, :])
-    wait_for_input(PDL)
-    result = rounded(merged(partial, found, head, splits, column, D, SPLITS, SPLITS), out.dtype.element_ty).to(tl.float32)
-    some = tl.load(weight + value[:, None] * D + column[None, :], mask=(value < V)[:, None] & (column < D)[None, :], other=0.0).to(
-        tl.float32
-    )
-    to = out + head * V + value
-    tl.store(to, rounded(tl.sum(some * result[None, :], 1), out.dtype.element_ty), mask=value < V)

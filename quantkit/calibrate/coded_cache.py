@@ -1,0 +1,119 @@
+"""Steps of an int8 cache: found on what calibration tokens leave in it behind rounded weights, and used by everything after that.
+
+A layer of latent attention has one step for all channels, so channels are brought to one size first: the norm's gain is divided by powers
+of two and the columns of kv_b, which has 16 bits, are multiplied by them, which rounds nothing. Keys and values have a step for each
+channel. Steps are tried from the one that cuts nothing off to half of it, and the one with the least squared error is taken; latents'
+errors count as kv_b's columns make them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from quantkit_kernels import CodeSteps, KeySteps
+from quantkit_kernels.codes import LARGEST
+from torch import Tensor
+
+from quantkit.calibrate.hidden_states import HiddenStates
+from quantkit.calibrate.layer_weights import LayerWeights
+from quantkit.calibrate.routing import no_experts
+from quantkit.calibrate.sublayer import Run, Sublayer
+from quantkit.models.architecture import KeyValueCache, LatentCache
+from quantkit.models.cache_steps import STORED, divided, powers, step_specs, steps_of, stored_steps
+from quantkit.models.context import CausalContext
+from quantkit.models.decoder import DecoderLayer
+from quantkit.models.reading import Reading
+from quantkit.models.table import Parameter
+
+TOKENS = 16384
+"""Calibration tokens whose cache is looked at, about."""
+_SHARES = tuple(1 - 0.05 * i for i in range(11))
+
+
+@dataclass(frozen=True)
+class CodedCache:
+    """The cache of one model in int8. device: of the layers."""
+
+    cache: LatentCache | KeyValueCache
+    device: torch.device
+
+    def covers(self, sublayer: Sublayer) -> bool:
+        """Whether tokens are kept there, by steps."""
+        return bool(step_specs(self.cache, sublayer.rows))
+
+    def find(
+        self, sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStates, readings: Mapping[str, Reading]
+    ) -> dict[str, Tensor]:
+        """Tensors to be stored, by name: the steps, and what changes so that latents have channels of one size. tensors: of the sublayer
+        rounded, float32; states: before it."""
+        block, kept = sublayer.build(LayerWeights(tensors, no_experts, readings=readings)), list[tuple[Tensor, ...]]()
+        for batch in states.batches():
+            if batch.held_out or sum(len(part[0]) for part in kept) >= TOKENS:
+                break
+            context = CausalContext(batch.lengths, states.hidden.device)
+            block.attend(states.hidden[batch.part], context)
+            kept.append((context.stored[:, 0],) if isinstance(self.cache, LatentCache) else (context.keys[0], context.values[0]))
+        seen = [torch.cat(parts) for parts in zip(*kept)]
+        if isinstance(self.cache, LatentCache):
+            return self._latents(sublayer, tensors, seen[0][:, : self.cache.kv_lora_rank])
+        steps = KeySteps(*(best_steps(side.flatten(1)).unflatten(0, side.shape[1:]) for side in seen))
+        return stored_steps(step_specs(self.cache, sublayer.rows), sublayer.rows, steps)
+
+    def _latents(self, sublayer: Sublayer, tensors: Mapping[str, Tensor], latents: Tensor) -> dict[str, Tensor]:
+        norm, kv_b = latent_norm(sublayer)
+        divisors = powers(latents.abs().amax(0))
+        stored = {row.name: tensors[row.name].to(sublayer.stored[row.name]) for row in (norm, kv_b)}
+        changed = {norm.name: divided(stored[norm.name], divisors), kv_b.name: stored[kv_b.name] * divisors.to(stored[kv_b.name].dtype)}
+        counts = changed[kv_b.name].float().square().sum(0)
+        step = best_step(latents / divisors, counts)
+        specs = step_specs(self.cache, sublayer.rows)
+        return {name: one.cpu() for name, one in changed.items()} | stored_steps(specs, sublayer.rows, step)
+
+    def run(self, sublayer: Sublayer, plain: Mapping[str, Tensor]) -> Run:
+        """The sublayer over a cache by the steps among its stored tensors."""
+        rows = sublayer.rows
+        steps = steps_of(self.cache, step_specs(self.cache, rows), rows, plain)
+        on = self.device
+        placed: CodeSteps = steps.to(on) if isinstance(steps, Tensor) else KeySteps(*(side.to(on) for side in steps))
+        layer = next(row.layer for row in rows if row.layer is not None)
+
+        def attend(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:
+            return block.attend(hidden, CausalContext(lengths, hidden.device, torch.int8, {layer: placed}))
+
+        return attend
+
+
+def latent_norm(sublayer: Sublayer) -> tuple[Parameter, Parameter]:
+    """The norm of the latent, and kv_b, which alone reads it."""
+    rows = {row.module: row for row in sublayer.rows}
+    kv_b = next(row for row in sublayer.rows if row.projection == "kv_b")
+    group = next(group for group in sublayer.groups if group.consumers == (kv_b.module,))
+    return rows[group.producer], kv_b
+
+
+def best_step(x: Tensor, counts: Tensor) -> Tensor:
+    """The step for all of x [n, K], float32 []. counts [K]: of each channel's squared error."""
+    largest = x.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+    steps = [_stored(largest * share / LARGEST[torch.int8]) for share in _SHARES]
+    errors = torch.stack([(_errors(x, step) * counts).sum() for step in steps])
+    return steps[int(errors.argmin())]
+
+
+def best_steps(x: Tensor) -> Tensor:
+    """The step of each channel of x [n, K], float32 [K]."""
+    largest = x.abs().amax(0).clamp(min=1e-30)
+    steps = torch.stack([_stored(largest * share / LARGEST[torch.int8]) for share in _SHARES])
+    errors = torch.stack([_errors(x, step) for step in steps])
+    return steps.gather(0, errors.argmin(0, keepdim=True))[0]
+
+
+def _stored(step: Tensor) -> Tensor:
+    """The next number that is stored, from `step` on upwards."""
+    near = step.to(STORED)
+    return torch.where(near.float() < step, torch.nextafter(near, torch.full_like(near, torch.inf)), near).float()
+
+
+def _errors(x: Tensor, step: Tensor) -> Tensor:
+    """Squared error of each channel, [K]."""
+    largest = LARGEST[torch.int8]
+    return ((x / step).round_().clamp_(-largest, largest).mul_(step) - x).square_().sum(0)

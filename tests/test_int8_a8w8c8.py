@@ -1,0 +1,281 @@
+"""int8-a8w8c8, from a source to tokens: steps of an int8 cache are found, written as ModelSlim has them, told, and used."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import make_model
+import pytest
+import torch
+from letters import write_letters
+from output_files import files
+from packed_model import write_random
+from quantkit_kernels import KeySteps
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantkit.calibrate import coded_cache
+from quantkit.calibrate.coded_cache import best_step, best_steps
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.conversion import convert
+from quantkit.diagnosis.diagnose import diagnose
+from quantkit.engines.check import check_checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
+from quantkit.executor.engine import Engine
+from quantkit.executor.load import LoadedModel, load_model
+from quantkit.executor.sampling import SamplingParams
+from quantkit.inspection import describe
+from quantkit.models.cache_steps import powers
+from quantkit.models.context import CausalContext
+from quantkit.planning import plan
+from quantkit.progress import Event, Progress, silent
+from quantkit.quantization import quantize
+from quantkit.recipe import Recipe
+from quantkit.schemes import find_scheme
+
+GROUPED = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 512,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+SMALL = {"samples": 10, "held_out": 4, "seq_len": 48, "scale_points": 3, "fit_points": 2, "search_rows": 16, "min_expert_tokens": 32}
+PROMPTS = [[7 + i * 13 % 300 for i in range(length)] for length in (70, 5, 33)]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_letters(tmp_path_factory.mktemp("text") / "calibration.txt")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Latents and keys whose channels differ by more than a code has room for."""
+    folder, config = tmp_path_factory.mktemp("models"), make_model.tiny_config(num_hidden_layers=2)
+    tensors, generator = make_model.random_tensors(config), torch.Generator().manual_seed(1)
+    for name, tensor in tensors.items():
+        if tensor.dim() == 1 and "layernorm" in name:
+            tensors[name] = (tensor.float() * (1.5 * torch.randn(tensor.shape, generator=generator)).exp()).bfloat16()
+    return {"latents": make_model.write_fp8(folder / "latents", config, tensors), "keys": write_random(folder / "keys", GROUPED)}
+
+
+def run(source: Path, out: Path, text: Path, scheme: str = "int8-a8w8c8", on_event: Callable[[Event], None] = silent) -> Path:
+    recipe = Recipe(scheme=scheme, calibration=str(text), output_curvature=False, **SMALL)
+    return quantize(source, out, find_scheme(scheme), "modelslim", recipe, device="cpu", on_event=on_event).out
+
+
+@pytest.fixture(scope="module")
+def outputs(sources: dict[str, Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("outputs")
+    return {kind: run(source, folder / kind, text) for kind, source in sources.items()}
+
+
+@pytest.fixture(params=["latents", "keys"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def loaded(path: Path, cache: str | None = "int8") -> LoadedModel:
+    return load_model(path, device="cpu", dtype="float32", cache=cache)
+
+
+def test_steps_are_stored_and_told_as_modelslim_has_them(outputs: dict[str, Path], kind: str) -> None:
+    written = Checkpoint.open(outputs[kind])
+    told = json.loads((outputs[kind] / "quant_model_description.json").read_text())
+    names = {
+        "latents": {f"model.layers.{layer}.self_attn.fa_k.{part}" for layer in (0, 1, 2) for part in ("scale", "offset")},
+        "keys": {
+            f"model.layers.{n}.self_attn.{side}_proj.kv_cache_{part}" for n in (0, 1) for side in "kv" for part in ("scale", "offset")
+        },
+    }[kind]
+    assert {name for name in written.tensors if "fa_" in name or "kv_cache" in name} == names
+    for name in names:
+        tensor = written.read(name)
+        assert tensor.shape == ((1, 1) if kind == "latents" else (64,))
+        assert tensor.dtype == (torch.int8 if name.endswith("fa_k.offset") else torch.bfloat16)
+        assert bool((tensor > 0).all()) == name.endswith("scale")
+        assert told[name] == {"latents": "FAQuant", "keys": "C8"}[kind]
+    key, said = {"latents": ("fa_quant_type", "FAKQuant"), "keys": ("kv_cache_type", "C8")}[kind]
+    assert told[key] == said
+    assert written.scheme is not None
+    assert written.scheme.name == "int8-a8w8c8"
+    assert not diagnose(outputs[kind]).findings.found
+
+
+def test_channels_of_latents_become_of_one_size_and_what_reads_them_is_the_same(sources: dict[str, Path], outputs: dict[str, Path]) -> None:
+    after = loaded(outputs["latents"])
+    source = load_model(sources["latents"], device="cpu", dtype="float32")
+    for old, new in zip(source.model.layers, after.model.layers):
+        ratio = old.attention.norms.k / new.attention.norms.k
+        assert torch.equal(ratio, ratio.log2().round().exp2())
+        assert len(ratio.unique()) > 2
+        assert torch.equal(old.attention.kv_b.bfloat16().float() * ratio, new.attention.kv_b)
+        assert new.attention.norms.k.log().std() < old.attention.norms.k.log().std()
+
+
+@torch.inference_mode()
+def test_the_cache_holds_codes_of_known_steps_and_is_read_by_them(outputs: dict[str, Path], kind: str) -> None:
+    """Prompts in chunks, then a token a row, as one causal pass over what the cache holds."""
+    model = loaded(outputs[kind])
+    paged, prompts = model.new_cache(8), [torch.tensor(one) for one in PROMPTS]
+    blocks, size = [torch.tensor(one) for one in ([5, 2], [7], [1])], paged.block_size
+    first = [Chunk(0, min(40, len(ids) - 1), own) for ids, own in zip(prompts, blocks)]
+    model.model(torch.cat([ids[: one.length] for ids, one in zip(prompts, first)]), PrefillContext(paged, first))
+    model.model(prompts[0][40:69], PrefillContext(paged, [Chunk(40, 29, blocks[0])]))
+    positions = torch.tensor([len(ids) - 1 for ids in prompts])
+    tables = torch.nn.utils.rnn.pad_sequence(blocks, batch_first=True)
+    slots = tables[torch.arange(3), positions // size] * size + positions % size
+    found = model.model(torch.stack([ids[-1] for ids in prompts]), DecodeContext(paged, positions, tables, slots))
+    lengths = [len(ids) for ids in prompts]
+
+    def causal(codes: torch.dtype | None, **steps: object) -> Tensor:
+        context = CausalContext(lengths, codes=codes, **steps)  # type: ignore[arg-type]
+        return model.model(torch.cat(prompts), context)[torch.tensor(lengths).cumsum(0) - 1]
+
+    exact, by_token = causal(torch.int8, steps=model.steps), causal(torch.int8)
+    apart = (causal(None) - exact).norm()
+    assert (found - exact).norm() < 0.05 * apart
+    assert (by_token - exact).norm() > 0.2 * apart, "a step a token has other codes"
+    for layer, kept in enumerate(paged.layers):
+        steps = model.steps[layer]
+        if isinstance(steps, KeySteps):
+            assert all(bool((scales.view(-1)[2 * slots] == 1).all()) for scales in kept[2:])
+        else:
+            assert bool((kept[2].view(-1)[slots] == steps).all())
+
+
+def test_the_kl_that_is_told_is_that_of_the_int8_cache(
+    sources: dict[str, Path], outputs: dict[str, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps 64 times as wide leave next to nothing of a latent, and weights alone lose what they lost."""
+    monkeypatch.setattr(coded_cache, "best_step", lambda x, counts: best_step(x, counts) * 64)
+    coarse = run(sources["latents"], tmp_path / "coarse", text)
+    told = [json.loads((path / "report.json").read_text())["held_out"]["kl"] for path in (outputs["latents"], coarse)]
+    assert told[1] > 1.5 * told[0]
+
+
+def test_a_stopped_run_goes_on_to_the_same_bytes(sources: dict[str, Path], outputs: dict[str, Path], text: Path, tmp_path: Path) -> None:
+    class Stopped(Exception):
+        pass
+
+    def stop_after(count: int) -> Callable[[Event], None]:
+        seen = 0
+
+        def on_event(event: Event) -> None:
+            nonlocal seen
+            seen += isinstance(event, Progress)
+            if seen >= count:
+                raise Stopped
+
+        return on_event
+
+    for count in (5, 11):
+        with pytest.raises(Stopped):
+            run(sources["latents"], tmp_path / "out", text, on_event=stop_after(count))
+    found, expected = files(run(sources["latents"], tmp_path / "out", text)), files(outputs["latents"])
+    assert found.keys() == expected.keys()
+    assert [name for name, content in found.items() if content != expected[name]] == []
+
+
+def test_two_ranks_have_the_tokens_of_one(outputs: dict[str, Path]) -> None:
+    found = []
+    for ranks in (1, 2):
+        engine = Engine.load(outputs["keys"], device="cpu", dtype="float32", max_batch=4, max_model_len=128, cache="int8", tp=ranks)
+        try:
+            params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+            found.append([one.token_ids for one in sorted(engine.generate(PROMPTS, params), key=lambda one: one.index)])
+        finally:
+            engine.close()
+    assert found[0] == found[1]
+
+
+def test_drafts_change_no_token(outputs: dict[str, Path]) -> None:
+    def tokens(**options: int) -> list[list[int]]:
+        engine = Engine.load(outputs["latents"], device="cpu", dtype="float32", max_batch=4, max_model_len=128, cache="int8", **options)
+        params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+        return [one.token_ids for one in sorted(engine.generate(PROMPTS, params), key=lambda one: one.index)]
+
+    assert tokens(num_drafts=1) == tokens()
+
+
+def test_without_cache_it_is_a_model_like_any_other(outputs: dict[str, Path], kind: str) -> None:
+    assert not loaded(outputs[kind], None).steps
+    assert not loaded(outputs[kind], "fp8").steps, "steps are of int8"
+
+
+def test_it_is_inspected_checked_and_converted_like_any_other(
+    sources: dict[str, Path], outputs: dict[str, Path], kind: str, tmp_path: Path
+) -> None:
+    """What the steps are is known; other formats leave them out."""
+    about = describe(Checkpoint.open(outputs[kind]))
+    assert (about.scheme, about.missing, about.unknown) == ("int8-a8w8c8", [], [])
+    found = diagnose(str(outputs[kind]), source=str(sources[kind]), depth="tensors").findings.found
+    assert not [one for one in found if one.severity == "error" and one.name == "error-large"], found
+    for options in ({"format": "compressed-tensors"}, {"dtype": "bf16"}):
+        convert(outputs[kind], out := tmp_path / "-".join(options.values()), **options)
+        assert not [name for name in Checkpoint.open(out).tensors if "fa_k" in name or "kv_cache" in name]
+        assert load_model(out, device="cpu", cache="int8").codes == torch.int8
+
+
+def test_a_cache_with_an_offset_is_refused_in_int8_alone(outputs: dict[str, Path], tmp_path: Path) -> None:
+    """As some publish it; engines' decoding leaves the offset out."""
+    shifted = shutil.copytree(outputs["keys"], tmp_path / "shifted")
+    (shard,) = shifted.glob("*.safetensors")
+    tensors = load_file(shard)
+    tensors["model.layers.1.self_attn.v_proj.kv_cache_offset"][3] = 7
+    save_file(tensors, shard, metadata={"format": "pt"})
+    with pytest.raises(QuantkitError, match=r"layers\.1\.self_attn\.v_proj\.kv_cache_offset of .* is not zero"):
+        loaded(shifted)
+    assert loaded(shifted, "fp8").codes == torch.float8_e4m3fn
+
+
+def test_best_steps_cut_what_is_rare_and_far_away() -> None:
+    """Of 65,536 numbers of unit size and one of 10, where 0.8 of the step loses 21.6 + 4.0, and all of it 33.9."""
+    x = torch.randn(65536, 3, generator=torch.Generator().manual_seed(0))
+    whole = best_steps(x)
+    x[0, 1] = 10.0
+    found, largest = best_steps(x), 10 / 127
+    assert torch.equal(found, found.bfloat16().float())
+    assert found[[0, 2]].equal(whole[[0, 2]])
+    assert 0.7 * largest < found[1] < 0.81 * largest
+    assert best_step(x, torch.tensor([1.0, 0.0, 1.0])) < found[1], "a channel that counts nothing"
+    assert powers(torch.tensor([0.0, 1.0, 2.9, 0.3])).equal(torch.tensor([1.0, 4.0, 8.0, 1.0]))
+
+
+def test_who_cannot_have_it_is_told_so(sources: dict[str, Path], outputs: dict[str, Path], tmp_path: Path) -> None:
+    scheme = find_scheme("int8-a8w8c8")
+    with pytest.raises(QuantkitError, match="steps of a cache, which calibration finds"):
+        quantize(sources["keys"], tmp_path / "a", scheme, "auto", Recipe(scheme=scheme.name, methods=()), device="cpu")
+    with pytest.raises(QuantkitError, match="sglang does not load int8-a8w8c8: it reads no steps"):
+        quantize(sources["keys"], tmp_path / "b", scheme, "auto", Recipe(scheme=scheme.name), engine="sglang", device="cpu")
+    llama = write_random(tmp_path / "llama", {**GROUPED, "model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    with pytest.raises(QuantkitError, match="vllm-ascend reads no steps of an int8 cache of llama"):
+        quantize(llama, tmp_path / "c", scheme, "auto", Recipe(scheme=scheme.name), engine="vllm-ascend", device="cpu")
+    for kind in ("latents", "keys"):
+        assert not [one for one in check_checkpoint("vllm-ascend", Checkpoint.open(outputs[kind])) if one.severity == "error"]
+    assert any("int8 cache" in one.problem for one in check_checkpoint("sglang", Checkpoint.open(outputs["latents"])))
+
+
+def test_plan_counts_the_tensors_and_the_cache(sources: dict[str, Path], outputs: dict[str, Path], kind: str) -> None:
+    scheme = find_scheme("int8-a8w8c8")
+    found, wide = (plan(sources[kind], one, devices="1x16GiB") for one in (scheme, find_scheme("int8-a8w8c16")))
+    written = Checkpoint.open(outputs[kind])
+    if kind == "keys":  # of the FP8 source both count what its MTP layer becomes
+        assert found.output_bytes == sum(info.nbytes for info in written.tensors.values())
+    assert found.devices.cache_bytes_per_token is not None
+    assert wide.devices.cache_bytes_per_token is not None
+    assert found.devices.cache_bytes_per_token < 0.75 * wide.devices.cache_bytes_per_token
