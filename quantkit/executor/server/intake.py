@@ -35,6 +35,9 @@ _SHORT_BYTES = 32 << 10
 """Bodies up to this size never wait behind longer ones."""
 _SHORT_THREADS, _LONG_THREADS = 2, 1
 
+_IN_JSON = {"dict_type": "Input should be an object", "list_type": "Input should be an array"}
+"""What pydantic calls by Python's names."""
+
 _HEAD = 8
 """Characters a token of the beginning that is tokenised first, where a text is longer: few texts have as many."""
 
@@ -224,7 +227,8 @@ def valid(fields: dict[str, Any], kind: type[Model]) -> Model:
         place = ".".join(str(part)[:100] for part in _place(first, fields))
         if first["type"] == "extra_forbidden":
             check_supported(place)
-        raise ApiError(400, f"{place}: {first['msg']}" if place else first["msg"], "invalid_request", place or None) from fault
+        said = _IN_JSON.get(first["type"], first["msg"])
+        raise ApiError(400, f"{place}: {said}" if place else said, "invalid_request", place or None) from fault
 
 
 def _telling(fault: ValidationError) -> Mapping[str, Any]:

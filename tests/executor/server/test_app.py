@@ -69,9 +69,11 @@ def test_completions_prompts_choices_stop_and_seed(running: Running, peer: Engin
     asked = {"model": "tiny", "max_tokens": 12, "temperature": 0.9, "top_p": 0.95, "seed": 11, "extra_body": {"ignore_eos": True}}
     both = client.completions.create(prompt=["one", "two"], n=2, **asked)
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
-    for index, (prompt, seed) in enumerate([("one", 11), ("one", 12), ("two", 11), ("two", 12)]):
-        params = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.95, seed=seed, ignore_eos=True)
-        assert both.choices[index].text.rstrip("\ufffd") == expected(peer, peer.tokenizer.encode(prompt), params)
+    wanted = [("one", 11), ("one", 12), ("two", 11), ("two", 12)]
+    params = [SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.95, seed=seed, ignore_eos=True) for _, seed in wanted]
+    # Together, as the server computes them: sums over other numbers of rows differ in their last bits, and a draw may be close.
+    for done in peer.generate([peer.tokenizer.encode(prompt) for prompt, _ in wanted], params):
+        assert both.choices[done.index].text.rstrip("\ufffd") == done.text.rstrip("\ufffd")
     assert both.usage.prompt_tokens == 6
     text = both.choices[0].text
     stopped = client.completions.create(prompt="one", stop=[text[3:6]], **asked)

@@ -29,6 +29,8 @@ def running(tiny_checkpoint: Path) -> Iterator[Running]:
         ({"max_tokens": 901}, 400, "at most 900"),
         ({"max_tokens": 1020}, 400, "the context holds 1024"),
         ({"messages": []}, 400, "messages"),
+        ({"messages": "hi"}, 400, "messages: Input should be an array"),
+        ({"messages": ["hi"]}, 400, "messages.0: Input should be an object"),
         ({"messages": [{"role": "user", "content": "x" * 700}]}, 400, "at most 600"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
         ({"messages": [{"content": "x"}]}, 400, "no role"),
