@@ -215,7 +215,7 @@ def serve(
     )
     with _sockets(host, port) as sockets:
         with console.status(f"loading {model}"):
-            engine = lead_or_follow(asked)
+            engine = lead_or_follow(asked, console.tell)
         if engine.loaded.told:
             console.tell(engine.loaded.told)
         if template is not None:

@@ -154,9 +154,9 @@ class Engine:
         )
 
     @classmethod
-    def open(cls, options: EngineOptions) -> "Engine":
-        """As `load`."""
-        path = options.model_path
+    def open(cls, options: EngineOptions, tell: Callable[[str], None] = lambda text: None) -> "Engine":
+        """As `load`. tell: takes a line for every stage that is behind it."""
+        path, began = options.model_path, time.perf_counter()
         tokenizer = ChatTokenizer(path)
         check_defaults(tokenizer.sampling_defaults, path / "generation_config.json")
         if options.draft is not None:
@@ -173,6 +173,7 @@ class Engine:
                 expert_parallel=SINGLE if options.dp == 1 else parallel,
                 cache=options.cache,
             )
+            tell(f"weights are there after {time.perf_counter() - began:.1f} s")
             check_eos(tokenizer.eos_ids, loaded.config.vocab_size, path)
             check_states(loaded.keeps_states, loaded.takes_back, options)
             draft = None if options.draft is None else load_draft(options.draft, loaded, options)
@@ -191,10 +192,10 @@ class Engine:
                 draft=draft,
             )
             if options.measure_steps:
-                given = engine.scheduler.budget
-                engine.scheduler.budget = measure(
-                    engine.runner, parallel, given, options.max_batch, asked=options.prefill_tokens is not None
-                )
+                given, asked = engine.scheduler.budget, options.prefill_tokens is not None
+                engine.scheduler.budget = measure(engine.runner, parallel, given, options.max_batch, asked=asked)
+                beside = engine.scheduler.budget.beside_answers
+                tell(f"steps are measured after {time.perf_counter() - began:.1f} s: {beside} tokens of prompts beside answers")
                 capture_ahead(engine.runner, parallel, options.max_batch * (1 + options.lookahead), engine.max_model_len)
             if options.count_experts:  # only now: measuring is nobody's text
                 engine.expert_counter = ExpertCounter(loaded)

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from quantkit.errors import QuantkitError
 from quantkit.executor.engine import Engine
@@ -20,9 +21,10 @@ from quantkit.executor.rank_processes import leave_fault
 _WATCH_SECONDS = 0.2
 
 
-def lead_or_follow(options: EngineOptions) -> Engine:
-    """Rank 0's engine. A process that was started as another rank follows here, and ends when rank 0 dismisses it."""
-    engine = Engine.open(options)
+def lead_or_follow(options: EngineOptions, tell: Callable[[str], None] = lambda text: None) -> Engine:
+    """Rank 0's engine. A process that was started as another rank follows here, and ends when rank 0 dismisses it. tell: as of
+    `Engine.open`, of rank 0."""
+    engine = Engine.open(options) if int(os.environ.get("RANK", "0")) else Engine.open(options, tell)
     if engine.parallel.rank == 0:
         return engine
     follow(engine)

@@ -13,6 +13,7 @@ from running_server import Running, load, wait_for
 
 from quantkit.executor import budget
 from quantkit.executor.engine import Engine
+from quantkit.executor.options import EngineOptions
 from quantkit.executor.parallel import SINGLE
 from quantkit.executor.prompt_graphs import PromptRows
 from quantkit.executor.runner import Runner
@@ -266,3 +267,11 @@ def test_the_slowest_rank_decides(tiny_checkpoint: Path) -> None:
         assert trial.together(31).shape == (2,)
     assert len(told) == 2, "what is known is not measured again"
     assert all(value < 0 for value in told)
+
+
+def test_loading_tells_what_is_behind_it(tiny_checkpoint: Path) -> None:
+    told: list[str] = []
+    options = EngineOptions(tiny_checkpoint, device="cpu", dtype="float32", max_batch=2, max_model_len=320, measure_steps=True)
+    engine = Engine.open(options, told.append)
+    assert [line.partition(" after ")[0] for line in told] == ["weights are there", "steps are measured"]
+    assert told[1].endswith(f" s: {engine.scheduler.budget.beside_answers} tokens of prompts beside answers")

@@ -30,9 +30,10 @@ from quantkit_kernels import (
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.gating import SILU
 from quantkit_kernels.samples import GRIDS, TOLERANCE, distance, exact_linear, grouped_attention, random_weight
-from quantkit_kernels.triton.cards import LinearPlan
+from quantkit_kernels.triton.cards import ExpertsPlan, LinearPlan
 from quantkit_kernels.triton.experts import TritonExperts
 from quantkit_kernels.triton.launch import scaled_sums
+from quantkit_kernels.triton.linear import TritonLinear
 from quantkit_kernels.triton.operators import cut_in_three
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -94,6 +95,7 @@ def test_few_tokens_of_int4_whose_sums_are_scaled(grid: str) -> None:
     weight = random_weight(grid, 70, 128 * 9, rng)
     for dtype in HALF:
         linear = prepare(weight, backend="triton", dtype=dtype)
+        assert isinstance(linear, TritonLinear)
         for tokens, mean in ((1, 0.0), (5, 20.0), (11, 1.0)):
             x = (torch.randn(tokens, 128 * 9, generator=rng, device=DEVICE) + mean).to(dtype)
             exact = exact_linear(x, weight)
@@ -143,6 +145,24 @@ def test_experts_few_and_many(grid: str) -> None:
         exact = exact_experts(x, ids, topk_weights, weights)
         assert distance(y, exact) < (2e-2 if grid == "int8" else 2 * TOLERANCE[torch.bfloat16]), (tokens, rng.initial_seed())
     assert torch.equal(experts(x.to(DEVICE), ids.int().to(DEVICE), topk_weights.to(DEVICE)).cpu(), y)
+
+
+@pytest.mark.parametrize("grid", ["int4-asym-32", "int4-sym-128"])
+def test_experts_of_int4_in_tiles_of_8(grid: str) -> None:
+    """One token whose pairs are tiles of their own; and twenty, all of which ask for expert 4, so that it has three tiles."""
+    rng = torch.Generator()
+    rng.seed()
+    weights = random_experts(grid, 6, 256, 128, rng)
+    on_device = [[type(one)._make(None if part is None else part.to(DEVICE) for part in one) for one in side] for side in weights]
+    experts = layer(on_device, "triton", torch.bfloat16)
+    assert isinstance(experts, TritonExperts)
+    plan = ExpertsPlan(LinearPlan(64, 8, 1, 2, 3), LinearPlan(128, 8, 1, 4, 3))
+    for tokens in (1, 20):
+        x, topk_weights = torch.randn(tokens, 256, generator=rng).bfloat16(), torch.rand(tokens, 2, generator=rng)
+        ids = torch.stack([torch.full((tokens,), 4), torch.randint(0, 4, (tokens,), generator=rng)], dim=1)
+        y = experts.by_plan(x.to(DEVICE), ids.to(DEVICE), topk_weights.to(DEVICE), plan).cpu()
+        exact = exact_experts(x, ids, topk_weights, weights)
+        assert distance(y, exact) < 2 * TOLERANCE[torch.bfloat16], (tokens, rng.initial_seed())
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-64", "int8"])
