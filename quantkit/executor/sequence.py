@@ -9,6 +9,7 @@ from quantkit.executor.grammar import Guide
 from quantkit.executor.guessing import COMPUTED
 from quantkit.executor.sampling import SamplingParams
 from quantkit.tokenizer.chat import ChatTokenizer, TextStream
+from quantkit.tokenizer.stops import stop_tokens
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -108,13 +109,13 @@ class Sequence:
         self.adjusts = bool(params.logit_bias or params.penalizes)
         """Whether logits are changed by what the request asks for, whatever comes before."""
         self._end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
-        self._plain = guide is None and not params.stop
-        """Whether only a token of `_end_ids` and the length can end the answer."""
+        self._stops = stop_tokens(tokenizer.tokenizer, params.stop, params.skip_special_tokens) if params.stop else None
+        """Behind which tokens a stop string may have ended the answer."""
         watched = streams or params.stop or params.stop_token_ids or not params.skip_special_tokens
         self._stream = TextStream(tokenizer.tokenizer, params.stop, skip_special=params.skip_special_tokens) if watched else None
         self._text: list[str] = []
         self._unread: list[int] = []
-        """Tokens whose text nobody has asked for yet: where no stop string may end the answer it can wait."""
+        """Tokens whose text nobody has asked for yet: where no stop string may have ended the answer it can wait."""
         self._taken = self._taken_logprobs = 0
 
     @property
@@ -149,7 +150,8 @@ class Sequence:
         """As `extend`, by one token where there are no drafts."""
         tokens = self.token_ids
         known = len(tokens)
-        if self._plain and self.first_token and known + 1 < self.max_len and chosen not in self._end_ids:
+        may_end = chosen in self._end_ids or self.guide is not None or (self._stops is not None and self._stops[chosen])
+        if not may_end and self.first_token and known + 1 < self.max_len:
             # As `_append`, in a third of its time: nearly every token of every answer.
             assert self.finish_reason is None, (self.index, self.finish_reason)
             tokens.append(chosen)
@@ -177,7 +179,7 @@ class Sequence:
             return
         if self._stream is not None:
             self._unread.append(token_id)
-            ended = ended or bool(self.params.stop and self._read(self._stream))
+            ended = ended or (self._stops is not None and self._stops[token_id] and self._read(self._stream))
         if ended:
             self.finish("stop")
             return

@@ -82,7 +82,7 @@ class Config(ConfigDefaults):
         }
         for key, value in required.items():
             if config.get(key, value) != value:
-                raise QuantkitError(f"config.json has {key} = {config[key]!r}", f"quantkit computes {value!r} only")
+                raise QuantkitError(f"config.json has {key} = {config[key]!r}", f"use another engine: quantkit computes {value!r} only")
         refuse_attention_bias(config)
         if config.get("q_lora_rank", 0) is None:
             raise QuantkitError("config.json has q_lora_rank null", "quantkit needs the low-rank query projection of V3 and R1")

@@ -33,7 +33,7 @@ def refuse_others(config: dict[str, Any]) -> None:
     """Raise QuantkitError naming a field with a value that is not computed."""
     for key, value in _ONLY.items():
         if config.get(key) not in (None, value):
-            raise QuantkitError(f"config.json has {key} = {config[key]!r}", f"quantkit computes {value!r} only")
+            raise QuantkitError(f"config.json has {key} = {config[key]!r}", f"use another engine: quantkit computes {value!r} only")
     for name, wanted in {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "norm_topk_prob": True}.items():
         if check_flag(config, name, default=wanted) != wanted:
             raise QuantkitError(f"config.json has {name} = {config[name]!r}", f"quantkit computes this architecture with {wanted}")

@@ -137,7 +137,7 @@ def refuse_other_forwards(config: dict[str, Any], own: Collection[str] = ()) -> 
     reads itself."""
     for key, values in _COMPUTED.items():
         if key in config and key not in own and config[key] not in values:
-            raise QuantkitError(f"config.json has {key} = {config[key]!r}", f"quantkit computes {values[0]!r} only")
+            raise QuantkitError(f"config.json has {key} = {config[key]!r}", f"use another engine: quantkit computes {values[0]!r} only")
 
 
 def read_config(

@@ -172,7 +172,7 @@ def _kind(scaling: Mapping[str, Any]) -> Kind:
     for kind in kinds:
         if named[0] == kind:
             return kind
-    raise QuantkitError(f"rope scaling {named[0]!r} is not supported", f"quantkit has {', '.join(kinds)}")
+    raise QuantkitError(f"config.json has rope scaling {named[0]!r}", f"use another engine: quantkit computes {', '.join(kinds)}")
 
 
 def _check_fields(scaling: Mapping[str, Any], kind: Kind) -> None:

@@ -40,21 +40,21 @@ def requests(engine: Engine, count: int, seed: int) -> list[tuple[int, list[int]
     draw, made, vocab = random.Random(seed), [], engine.loaded.config.vocab_size
     for index in range(count):
         params = SamplingParams(
-            max_new_tokens=draw.choice((1, 2, 20, 40)),
+            max_new_tokens=draw.choice((1, 20, 30)),
             temperature=draw.choice((0.0, 0.0, 1.0)),
             seed=index,
             ignore_eos=True,
-            stop_token_ids=tuple(draw.sample(range(vocab), vocab // 5)) if index % 2 else (),
+            stop_token_ids=tuple(draw.sample(range(vocab), vocab // 20)) if index % 2 else (),
             stop=("e",) if index % 7 == 3 else (),
             frequency_penalty=0.5 if index % 5 == 2 else 0.0,
             logprobs=2 if index % 11 == 5 else None,
         )
         prompt = [draw.randrange(vocab) for _ in range(draw.choice((3, 60, 64, 90)))]
-        made.append((draw.randrange(12 * count), prompt, params, draw.choice((None, None, 3))))
+        made.append((draw.randrange(4 * count), prompt, params, draw.choice((None, None, 9))))
     return made
 
 
-def answers(engine: Engine, count: int = 10, seed: int = 0) -> list[tuple[list[int], str | None]]:
+def answers(engine: Engine, count: int = 8, seed: int = 0) -> list[tuple[list[int], str | None]]:
     """Every request's tokens, and why it ended. From time to time one is taken its blocks, and computed again."""
     assert isinstance(engine.scheduler, Scheduler)
     waiting = sorted(enumerate(requests(engine, count, seed)), key=lambda one: one[1][0])
@@ -89,15 +89,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-@pytest.mark.parametrize(("seed", "mixed"), [(0, False), (1, True)])
+@pytest.mark.parametrize(("seed", "mixed"), [(0, False), (3, True)])
 def test_no_token_changes(tiny_checkpoint: Path, launched: list[int], seed: int, mixed: bool) -> None:
     """Blocks are few, so that those that end leave theirs to others at once."""
-    plain, ahead = (load(tiny_checkpoint, ahead=one, cache_tokens=384) for one in (False, True))
+    plain, ahead = (load(tiny_checkpoint, ahead=one, cache_tokens=768) for one in (False, True))
     plain.scheduler.budget = ahead.scheduler.budget = StepBudget(96, 32, mixed)
     expected = answers(plain, seed=seed)
     assert launched == []
     assert answers(ahead, seed=seed) == expected
     assert len(launched) > 10
+    assert max(launched) > 1
     assert {reason for _, reason in expected} == {"length", "stop", "cancelled"}
     assert ahead.scheduler.num_preempted > 3
 
@@ -143,7 +144,11 @@ def test_guesses_come_and_go(tiny_checkpoint: Path, launched: list[int], monkeyp
     for ahead in (False, True):
         guesses.append([])
         steps[0], engine = 0, load(tiny_checkpoint, ahead=ahead, num_drafts=2)
-        found.append(answers(engine, 6))
+        params = SamplingParams(max_new_tokens=32, ignore_eos=True)
+        sequences = [engine.submit([9 + 5 * index, 3], params, index) for index in range(3)]
+        while engine.has_work:
+            engine.step()
+        found.append([one.generated for one in sequences])
     assert found[0] == found[1]
     assert guesses[0] == guesses[1], "those of a layer that read the same"
     assert len(guesses[0]) > 10

@@ -82,7 +82,7 @@ def test_deepseek_scales_its_softmax_as_transformers_does() -> None:
     ("description", "told"),
     [
         ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic'"),
-        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}, "'longrope'"),
+        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}, "'longrope'; use another engine"),
         ({"rope_type": "proportional", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_type": "proportional"}, "'proportional'"),
         ({"type": "mrope", "mrope_section": [1, 1]}, "'mrope'"),

@@ -31,12 +31,16 @@ template <int FMT, int G, int MT> struct Room {
 // zero points in pieces of 16 bytes by all.
 template <int FMT, int G, int MT, bool FEW> struct JobRing {
   using R = Room<FMT, G, MT>;
+  // How the end is noted: by `ended`, or by a `left` of -1, which takes fewer registers. Of the former the compiler makes the loop that was
+  // measured with many pairs (docs/lab/2026-11-27-a-step.md), and spills of it with 16 tokens an entry.
+  static constexpr bool flagged = !FEW && MT == 1;
   static constexpr int pieces = (R::scales + R::zeros) / 16;
   Job job;
   Claims<FEW>& claims;
   const Entry* entries;
   uint32_t data, barriers, slot = 0, phase = 0;
-  int left = 0, next, stride;  // the chunk to request next, of `left` that are left of the job; -1: there is none any more
+  int left = 0, next, stride;  // the chunk to request next, of `left` that are left of the job
+  bool ended = false;          // there is no job any more
   const char* words;
   const uint8_t* factors;  // of chunk 0, for this lane's piece
   int factors_step;        // from one chunk to the next
@@ -57,17 +61,24 @@ template <int FMT, int G, int MT, bool FEW> struct JobRing {
   }
   // To a job that has chunks for this warp, if there is one.
   __device__ __forceinline__ void to_next_job() {
-    while (left == 0) {
+    while (left == 0 && !ended) {
       if (job.next_shared()) {
         if (job.number + 1 == job.jobs.shared) claims.ask(job.jobs.p.done);
       } else {
         const int unit = claims.answer(), strips = job.jobs.p.down.n / 64;
-        if (unit >= job.jobs.units) {
-          claims.push(Claims<FEW>::none), left = -1;
-          return;
+        if constexpr (!flagged) {
+          if (unit >= job.jobs.units) {
+            claims.push(Claims<FEW>::none), left = -1;
+            return;
+          }
+          job.go_down(unit / strips, unit % strips);
+          claims.push((uint32_t)job.entry << 16 | job.strip);
+        } else {
+          ended = unit >= job.jobs.units;
+          job.go_down(unit / strips, unit % strips);
+          claims.push(ended ? Claims<FEW>::none : (uint32_t)job.entry << 16 | job.strip);
+          if (ended) return;
         }
-        job.go_down(unit / strips, unit % strips);
-        claims.push((uint32_t)job.entry << 16 | job.strip);
         claims.ask(job.jobs.p.done);
       }
       const Matrix& m = job.matrix();
@@ -81,7 +92,7 @@ template <int FMT, int G, int MT, bool FEW> struct JobRing {
   }
   __device__ __forceinline__ void request(int place) {
     to_next_job();
-    if (left < 0) return;
+    if (flagged ? left == 0 : left < 0) return;
     const uint32_t to = data + place * R::slot_bytes;
     if (elected()) {
       expect_bytes(barriers + place * 8, kChunkBytes);
