@@ -15,8 +15,7 @@ from quantkit.engines.layouts import Command, LaunchRecipe, Role, Topology, find
 from quantkit.engines.memory import Fit, check_split, fit
 from quantkit.engines.profiles import Device, find_engine
 from quantkit.errors import QuantkitError
-from quantkit.models.architecture import ModelConfig
-from quantkit.models.rope import Rope
+from quantkit.models.rope import longest_text
 from quantkit.models.stored import read_model
 
 CONTEXT = 16384
@@ -177,14 +176,6 @@ def _check_hosts(hosts: Sequence[str], chosen: Topology) -> None:
             raise QuantkitError(f"{host!r} is no address of a box", "give a name or an IP address, without http:// and without a port")
         if host in hosts[:number]:
             raise QuantkitError(f"{host} is given for two boxes", "give each box an address of its own")
-
-
-def longest_text(config: ModelConfig) -> int:
-    """Tokens of the longest text as vLLM and SGLang count them: max_position_embeddings, or YaRN's factor times what it extends where that
-    is more; 0 where config.json does not say."""
-    rope = getattr(config, "rope", None)
-    extended = round(rope.factor * rope.original_max_position) if isinstance(rope, Rope) and rope.kind == "yarn" else 0
-    return max(config.max_position_embeddings or 0, extended)
 
 
 _ABOUT_KEYS = (

@@ -108,7 +108,7 @@ def test_groups_stay_whole(source: Path, pruned: Path) -> None:
 
 def test_saliency_is_the_mean_of_weight_times_norm(source: Path, text: Path, pruned: Path) -> None:
     """Of layer 1, computed here from the whole model's own forward."""
-    loaded = load_model(source, device="cpu", backend="reference", dtype="float32")
+    loaded = load_model(source, device="cpu", dtype="float32")
     mlp: Any = loaded.model.layers[1].mlp
     assert isinstance(mlp, MoeMlp)
     seen: list[Tensor] = []
@@ -190,7 +190,7 @@ def test_transformers_computes_the_same(source: Path, text: Path, tmp_path: Path
     out = run(source, text, tmp_path / "out", scheme="rtn-w4a16", prune=0.25)
     convert(out, tmp_path / "dense", dtype="float32")
     ids = torch.tensor(ChatTokenizer(source).encode("What is left computes."))
-    loaded = load_model(tmp_path / "dense", device="cpu", backend="reference", dtype="float32")
+    loaded = load_model(tmp_path / "dense", device="cpu", dtype="float32")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
     assert theirs.config.n_routed_experts == 6
     with torch.inference_mode():

@@ -135,7 +135,7 @@ def test_the_report_says_what_both_models_say_on_held_out_text(
     )
     said = []
     for path in (source, outputs[scheme].out):
-        watched = Watched(load_model(path, device="cpu", backend="reference", dtype="float32"))
+        watched = Watched(load_model(path, device="cpu", dtype="float32"))
         said.append(watched.loaded.model.head(watched(sequences.held_out).final).float().log_softmax(-1))
     facts = json.loads((outputs[scheme].out / "report.json").read_text())["held_out"]
     assert facts["tokens"] == len(said[0]) == sum(map(len, sequences.held_out))
