@@ -27,8 +27,9 @@ from quantkit.tokenizer.chat import ChatTokenizer
 
 MODEL = "tiny-r1"
 PROBLEMS = 12
-TOLERANCE, SHARE = 0.005, 0.002
-"""Nats a token, and of its log-likelihood: the cache has 16 bits, and sums go in another order. Wrong places differ by nats."""
+TOLERANCE, SHARE = 0.02, 0.005
+"""Nats a token, and of its log-likelihood: sums go in another order, and their results have 16 bits. Of these answers, at -30 to -100 nats,
+both ways are up to 0.4 nats from float32, and 0.2 from each other. Wrong places differ by nats."""
 
 
 def rows() -> list[dict[str, Any]]:
