@@ -101,13 +101,13 @@ def mla_prepare(
     check_tensor("norms.k", norms.k, (None,), FLOAT_DTYPES)
     require(all(part.is_contiguous() for part in parts_of(cache)), "cache: not contiguous")
     check_tensor("slots", slots, (tokens,), (torch.int64,))
-    if code_step is None:
-        result: Tensor = found.mla_prepare(qkv_a, norms, rotation, cache, slots)
-        return result
-    check_tensor("code_step", code_step, (), (torch.float32,))
-    require(isinstance(cache, CodedLatents), "code_step: the cache holds no codes")
-    stored: Tensor = found.mla_prepare(qkv_a, norms, rotation, cache, slots, code_step=code_step)
-    return stored
+    known = {}
+    if code_step is not None:
+        check_tensor("code_step", code_step, (), (torch.float32,))
+        require(isinstance(cache, CodedLatents), "code_step: the cache holds no codes")
+        known["code_step"] = code_step
+    result: Tensor = found.mla_prepare(qkv_a, norms, rotation, cache, slots, **known)
+    return result
 
 
 def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, *, scale: float, backend: str = "auto") -> Tensor:

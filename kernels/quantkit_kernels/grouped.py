@@ -44,14 +44,14 @@ def gqa_prepare(
     require(rope_dim <= width, f"cos: {rope_dim // 2} angles for heads of {width}")
     check_tensor("slots", slots, (qkv.shape[0],), (torch.int64,))
     found = backends.find("gqa_prepare", backend if code_steps is None else "reference", qkv.device)
-    if code_steps is None:
-        result: Tensor = found.gqa_prepare(qkv, norms, rotation, cache, slots)
-        return result
-    require(isinstance(cache, CodedKeys), "code_steps: the cache holds no codes")
-    for step in code_steps:
-        check_tensor("code_steps", step, (kv_heads, width), (torch.float32,))
-    stored: Tensor = found.gqa_prepare(qkv, norms, rotation, cache, slots, code_steps=code_steps)
-    return stored
+    known = {}
+    if code_steps is not None:
+        require(isinstance(cache, CodedKeys), "code_steps: the cache holds no codes")
+        for step in code_steps:
+            check_tensor("code_steps", step, (kv_heads, width), (torch.float32,))
+        known["code_steps"] = code_steps
+    result: Tensor = found.gqa_prepare(qkv, norms, rotation, cache, slots, **known)
+    return result
 
 
 def gqa_decode(q: Tensor, pages: PagedKeys, *, scale: float, window: int = 0, sinks: Tensor | None = None, backend: str = "auto") -> Tensor:

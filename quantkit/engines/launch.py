@@ -15,7 +15,7 @@ from quantkit.engines.layouts import Command, LaunchRecipe, Role, Topology, find
 from quantkit.engines.memory import Fit, check_split, fit
 from quantkit.engines.profiles import Device, find_engine
 from quantkit.errors import QuantkitError
-from quantkit.models.rope import longest_text
+from quantkit.models.architecture import longest_text
 from quantkit.models.stored import read_model
 
 CONTEXT = 16384

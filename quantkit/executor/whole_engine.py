@@ -20,7 +20,7 @@ from quantkit.executor.sampling import Batch, SamplingParams, check_defaults, sa
 from quantkit.executor.sequence import Completion, Delta, Sequence
 from quantkit.model_files import read_json
 from quantkit.models import is_known
-from quantkit.models.watched.whole import SLOW, WholeModel
+from quantkit.models.watched.whole import WholeModel, slow_by_transformers
 from quantkit.tokenizer.chat import ChatTokenizer
 
 _CONTEXT = 4096
@@ -108,7 +108,7 @@ class WholeEngine:
 
 def slow(path: Path) -> str:
     """What to tell of a model that transformers computes; empty for any other."""
-    return "" if is_known(read_json(path / "config.json")) else f"{path} is {SLOW}"
+    return "" if is_known(read_json(path / "config.json")) else slow_by_transformers(path)
 
 
 def load_whole(path: Path, device: str = "auto") -> WholeModel:

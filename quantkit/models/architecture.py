@@ -14,6 +14,7 @@ from quantkit.models.decoder import DecoderLayer, Model
 from quantkit.models.delta_rule import DeltaNet
 from quantkit.models.hyper import StreamSizes
 from quantkit.models.mtp import MtpReads
+from quantkit.models.rope import Rope
 from quantkit.models.short_conv import ShortConvolutions
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import Weights
@@ -270,3 +271,11 @@ class Architecture(Protocol[C]):
 
     def scale_groups(self, config: C, layer: int, /) -> list[ScaleGroup]:
         """The scales of one layer that can be folded. A linear is consumer of one group before it is the producer of another."""
+
+
+def longest_text(config: ModelConfig) -> int:
+    """Tokens of the longest text as vLLM and SGLang count them: max_position_embeddings, or YaRN's factor times what it extends where that
+    is more; 0 where config.json does not say."""
+    rope = getattr(config, "rope", None)
+    extended = round(rope.factor * rope.original_max_position) if isinstance(rope, Rope) and rope.kind == "yarn" else 0
+    return max(config.max_position_embeddings or 0, extended)

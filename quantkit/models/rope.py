@@ -7,15 +7,12 @@ kind does not have is refused by name, and so are kinds whose frequencies depend
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
-
-if TYPE_CHECKING:
-    from quantkit.models.architecture import ModelConfig
 
 Kind = Literal["default", "linear", "llama3", "yarn"]
 DEFAULT_THETA = 10000.0
@@ -229,11 +226,3 @@ def _number(key: str, value: Any, above: float | None = 0.0) -> float:
         wanted = "a number" if above is None else f"a number above {above:g}"
         raise QuantkitError(f"config.json has {key} = {value!r:.60}, not {wanted}", _SOURCE)
     return float(value)
-
-
-def longest_text(config: "ModelConfig") -> int:
-    """Tokens of the longest text as vLLM and SGLang count them: max_position_embeddings, or YaRN's factor times what it extends where that
-    is more; 0 where config.json does not say."""
-    rope = getattr(config, "rope", None)
-    extended = round(rope.factor * rope.original_max_position) if isinstance(rope, Rope) and rope.kind == "yarn" else 0
-    return max(config.max_position_embeddings or 0, extended)

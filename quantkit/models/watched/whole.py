@@ -4,6 +4,7 @@ can be measured. Quantized weights are decoded at load; linears of 8-bit schemes
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ from quantkit.models.watched.experts import Asked, StackedExperts, UnknownExpert
 from quantkit.models.watched.skeleton import ROUTE, Skeleton, check_built
 from quantkit.quant.weights import dequantize
 
-SLOW = "computed by transformers on decoded weights, because quantkit has no file for its architecture: slow"
+
+def slow_by_transformers(path: Path) -> str:
+    """What to say of a checkpoint that is computed so."""
+    return f"{path} is computed by transformers on decoded weights, because quantkit has no file for its architecture: slow"
 
 
 @dataclass
@@ -49,7 +53,7 @@ class WholeModel:
     @property
     def told(self) -> str:
         """What to say of it."""
-        return f"{self.checkpoint.path} is {SLOW}"
+        return slow_by_transformers(self.checkpoint.path)
 
     @property
     def vocab_size(self) -> int:
