@@ -67,18 +67,16 @@ class QualityJob:
 
 def jobs(given: argparse.Namespace) -> list[QualityJob]:
     """Most wanted first: the first scheme's longest of AutoRound, which would not end otherwise; then for each seed the schemes that have
-    targets, variants of ours, and the other schemes; then the longest of other schemes. Of a turn the searches of AWQ come first, which
-    take longest."""
+    targets, and the other schemes, variants of ours with them; then the longest of other schemes. Of a turn the searches of AWQ come
+    first, which take longest."""
     variants = json.loads(given.variants.read_text()) if given.variants else {}
     found = []
     for nth, seed in enumerate(given.seeds):
         for scheme in given.schemes:
-            late = scheme in ("nvfp4-w4a4", "int4-w4a8-groups")
-            named: list[tuple[int, str, dict[str, Any]]] = [(3 * nth + 2 * late, "quantkit", {})]
-            named += [
-                (3 * nth + 2 * late, name, {}) for name in PEERS[scheme] if given.peers and (nth == 0 or not name.endswith("nearest"))
-            ]
-            named += [(3 * nth + 1 + late, f"quantkit {name}", own) for name, own in variants.get(scheme, {}).items()]
+            turn = 2 * nth + (scheme in ("nvfp4-w4a4", "int4-w4a8-groups"))
+            named: list[tuple[int, str, dict[str, Any]]] = [(turn, "quantkit", {})]
+            named += [(turn, name, {}) for name in PEERS[scheme] if given.peers and (nth == 0 or not name.endswith("nearest"))]
+            named += [(turn, f"quantkit {name}", own) for name, own in variants.get(scheme, {}).items()]
             if nth == 0 and given.peers and given.longest:
                 named += [(-1 if scheme == given.schemes[0] else 99, name, {}) for name in STRONGEST.get(scheme, ())]
             for own_turn, name, settings in named:
