@@ -18,6 +18,7 @@ from quantkit.quant.descent import Descent
 from quantkit.quant.fp4 import global_scale, input_divisor
 from quantkit.quant.gptq import Curvature, scaled_losses
 from quantkit.quant.rounding import Fp4Rounder, IntRounder, Mxfp4Rounder, Rounder, RoundingStep, round_to_nearest
+from quantkit.quant.tensor_cores import tensor_core_products
 from quantkit.quant.two_sided import compensate_both, judged_outputs
 from quantkit.quant.weights import Fp4Weight, RoundedWeight, Weight
 from quantkit.recipe import Recipe
@@ -122,6 +123,7 @@ class Solver:
         error = w - values / scale
         return (error.gather(-1, curvature.order.unsqueeze(-2).expand_as(error)) @ curvature.factor).square().sum(-1)
 
+    @tensor_core_products()
     def solve_stack(
         self,
         weights: dict[str, Tensor],
@@ -169,6 +171,7 @@ class Solver:
                 parts[module].append(_Part(values[own], _rows(step, own), *told))
         return {module: self._finish(w, parts.pop(module), amax[module]) for module, w in weights.items()}
 
+    @tensor_core_products()
     def solve_batch(
         self, weights: dict[str, Tensor], curvature: Curvature, samples: list[Tensor], outputs: Curvature | None = None
     ) -> dict[str, Solved]:
