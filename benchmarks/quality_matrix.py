@@ -48,7 +48,7 @@ class QualityJob:
     seed: int
     settings: dict[str, Any] = field(default_factory=dict)
     turn: int = 0
-    """A job of a later turn waits until none of this one is left to begin."""
+    """A job waits until none is left to begin that is two turns before it, or one turn and of the worker's kind."""
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -145,14 +145,14 @@ class QualityMatrix:
         print(f"{time.perf_counter() - self.start:6.1f} s  {text}", flush=True)
 
     def take(self, kind: str, *, gpu: bool) -> QualityJob | None:
-        """The first job, or, as that spares imports, the first of its turn that is of a worker's kind. Waits where only judges are left
+        """The first job, or, as that spares imports, the first of its turn or the next that is of the worker's kind. Waits where only judges are left
         that are not there yet."""
         while True:
             with self.lock:
                 able = [job for job in self.left if gpu or job.on_cpu]
                 there = [job for job in able if (self.given.judges / job.judge).is_dir()]
                 if there:
-                    job = next((job for job in there if job.turn == there[0].turn and job.kind == kind), there[0])
+                    job = next((job for job in there if job.turn <= there[0].turn + 1 and job.kind == kind), there[0])
                     self.left.remove(job)
                     key = job.judge, job.seed
                     self.tokens[key] = self.tokens.get(key) or tokens_of(self.given, *key)
