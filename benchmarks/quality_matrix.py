@@ -48,7 +48,7 @@ class QualityJob:
     seed: int
     settings: dict[str, Any] = field(default_factory=dict)
     turn: int = 0
-    """A job waits until none is left to begin that is two turns before it, or one turn and of the worker's kind."""
+    """Jobs of a turn come before those of the next, but that a worker keeps to its kind for one turn more."""
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -145,8 +145,8 @@ class QualityMatrix:
         print(f"{time.perf_counter() - self.start:6.1f} s  {text}", flush=True)
 
     def take(self, kind: str, *, gpu: bool) -> QualityJob | None:
-        """The first job, or, as that spares imports, the first of its turn or the next that is of the worker's kind. Waits where only judges are left
-        that are not there yet."""
+        """The first job, or, as that spares imports, the first of its turn or the next that is of the worker's kind. Waits
+        where only judges are left that are not there yet."""
         while True:
             with self.lock:
                 able = [job for job in self.left if gpu or job.on_cpu]
