@@ -153,8 +153,9 @@ def deploy(
     for role in chosen.roles:
         used = hosts[started : started + role.boxes]
         launches += [launch.without(left_out) for launch in _launches(recipe, chosen, role, used, options, common)]
+        bits = chosen.cache_bits(role, read_model(checkpoint).config.cache, checkpoint.format.cache_codes(checkpoint.side))
         memory[role.name] = fit(
-            checkpoint, role.parallel, context, memory_gib or recipe.memory_gib, recipe.memory_fraction, recipe.reserve_gib
+            checkpoint, role.parallel, context, memory_gib or recipe.memory_gib, recipe.memory_fraction, recipe.reserve_gib, bits
         )
         problems += check_split(checkpoint, role.parallel)
         started += role.boxes

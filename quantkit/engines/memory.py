@@ -84,11 +84,19 @@ def draft_sizes(checkpoint: Checkpoint, cache_bits: CacheBits = 16) -> DraftSize
     return DraftSizes(weights, model.config.num_cached_layers * model.config.cache.token_bytes(cache_bits))
 
 
-def fit(checkpoint: Checkpoint, parallel: ParallelSizes, context: int, memory_gib: float, fraction: float, reserve_gib: float) -> Fit:
+def fit(
+    checkpoint: Checkpoint,
+    parallel: ParallelSizes,
+    context: int,
+    memory_gib: float,
+    fraction: float,
+    reserve_gib: float,
+    cache_bits: CacheBits = 16,
+) -> Fit:
     """Whether weights, reserve and one request of `context` tokens fit in the `fraction` of `memory_gib` that an engine may use."""
     model = read_model(checkpoint)
-    config, rows = model.config, model.rows
-    return fit_rows([(row, _stored_bytes(checkpoint, row)) for row in rows], config, parallel, context, memory_gib, fraction, reserve_gib)
+    rows = [(row, _stored_bytes(checkpoint, row)) for row in model.rows]
+    return fit_rows(rows, model.config, parallel, context, memory_gib, fraction, reserve_gib, cache_bits)
 
 
 def fit_rows(
