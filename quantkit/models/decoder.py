@@ -47,7 +47,8 @@ class DecoderLayer:
         norm_offset: float = 0.0,
         input_norm: str = "input_layernorm",
     ) -> None:
-        self.eps, self.all_reduce, self.add_rms_norm = eps, weights.all_reduce, weights.add_rms_norm
+        self.eps, self.all_reduce = eps, weights.all_reduce
+        self.add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = weights.add_rms_norm
         self.attention, self.mlp = attention, mlp
         self.input_norm = gain_of(weights, f"{prefix}.{input_norm}.weight", norm_offset)
         self.mlp_norm = gain_of(weights, f"{prefix}.{mlp_norm}.weight", norm_offset)
@@ -58,11 +59,19 @@ class DecoderLayer:
         """normed, residual [T, H]: the residual stream with and without `input_norm`. next_norm [H]: gain of the norm after this layer.
         rows int64 [R]: tokens that anything behind the attention is asked for, all by default.
         Returns the two after the layer, of these tokens."""
-        attended = self.attention(normed, context)
+        attended = self.attention_part(normed, context)
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
         normed, residual = self.add_rms_norm(attended, residual, self.mlp_norm, self.eps)
-        return self.add_rms_norm(self.mlp(normed), residual, next_norm, self.eps)
+        return self.add_rms_norm(self.mlp_part(normed), residual, next_norm, self.eps)
+
+    def attention_part(self, normed: Tensor, context: Context) -> Tensor:
+        """What `add_rms_norm` adds of the attention: partial over ranks, which it sums."""
+        return self.attention(normed, context)
+
+    def mlp_part(self, normed: Tensor) -> Tensor:
+        """What `add_rms_norm` adds of the MLP: partial over ranks, which it sums."""
+        return self.mlp(normed)
 
     def attend(self, hidden: Tensor, context: Context) -> Tensor:
         """The attention half, residual included: hidden [T, H] -> [T, H]."""
