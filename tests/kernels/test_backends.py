@@ -85,6 +85,7 @@ TRITONS = {
 def a_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], None]]:
     """Makes a module `triton` with this text the one that is imported, or none."""
     from quantkit_kernels import triton
+    from quantkit_kernels.triton import first_use
 
     def install(text: str | None) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
@@ -96,10 +97,50 @@ def a_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
             (tmp_path / "triton.py").write_text(text)
             monkeypatch.syspath_prepend(tmp_path)
         triton._why_no_triton.cache_clear()
+        first_use.why_not_started.cache_clear()
 
     yield install
-    sys.modules.pop("triton", None)
+    for name in ("triton", "triton.runtime"):
+        sys.modules.pop(name, None)
     triton._why_no_triton.cache_clear()
+    first_use.why_not_started.cache_clear()
+
+
+DRIVER = """
+import subprocess, sys, types
+__version__ = "3.6.0"
+class Driver:
+    @property
+    def active(self):
+        {start}
+runtime = types.ModuleType("triton.runtime")
+runtime.driver = Driver()
+sys.modules["triton.runtime"] = runtime
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "reason"),
+    [
+        ("raise RuntimeError('Failed to find C compiler. Please specify via CC')", "Failed to find C compiler"),
+        ("subprocess.run(['false'], check=True)", "returned non-zero exit status 1"),
+        ("open('/nonexistent/gcc')", "No such file or directory"),
+        ("return types.SimpleNamespace(get_current_target=lambda: 'sm_86')", None),
+    ],
+)
+def test_a_machine_on_which_triton_cannot_build_is_told_what_it_lacks(
+    start: str, reason: str | None, a_triton: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    a_triton(DRIVER.replace("{start}", start))
+    found = why_unusable("linear_int4", "triton", torch.device("cuda"))
+    if reason is None:
+        assert found is None
+    else:
+        assert str(found).startswith("Triton does not start: ")
+        assert reason in str(found)
+        assert str(found).endswith("install gcc and python3-dev")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

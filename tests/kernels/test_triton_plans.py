@@ -225,6 +225,7 @@ def test_what_cannot_be_kept_is_refused_before_it_is_measured(tmp_path: Path, mo
 
 def test_where_triton_cannot_keep_its_kernels_another_backend_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "_why_no_triton", lambda: None)
+    monkeypatch.setattr(triton, "why_not_started", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     (tmp_path / "file").touch()

@@ -18,7 +18,7 @@ from quantkit_kernels.triton.attention.decode import gqa_decode, mla_decode
 from quantkit_kernels.triton.attention.prefill import gqa_prefill, mla_prefill
 from quantkit_kernels.triton.cards import interpreted
 from quantkit_kernels.triton.experts import TritonExpertsLayout
-from quantkit_kernels.triton.first_use import announce, why_not_kept
+from quantkit_kernels.triton.first_use import announce, why_not_kept, why_not_started
 from quantkit_kernels.triton.linear import linear
 from quantkit_kernels.triton.operators import (
     add_rms_norm,
@@ -67,8 +67,8 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
         return "no GPU here"
     if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
         return "needs compute capability 8.0 or more"
-    if device.type == "cuda" and (not_kept := why_not_kept()) is not None:
-        return not_kept
+    if device.type == "cuda" and (reason := why_not_kept() or why_not_started()) is not None:
+        return reason
     if operator.endswith("_dense"):
         return "quantized weights only"
     if operator == "mla_prolog":

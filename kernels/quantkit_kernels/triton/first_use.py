@@ -4,6 +4,7 @@ import functools
 import hashlib
 import logging
 import os
+import subprocess
 from pathlib import Path
 
 import torch
@@ -34,6 +35,20 @@ def why_not_kept() -> str | None:
     if can_be_written(Path(folder).absolute()):
         return None
     return f"{folder} cannot be written, where Triton keeps what it compiles; set TRITON_CACHE_DIR to a folder that can"
+
+
+@functools.cache
+def why_not_started() -> str | None:
+    """None where Triton's driver starts. At first use on a machine Triton builds it, and what launches each kernel, with a C compiler,
+    which a small container lacks, as it may lack Python's headers."""
+    from triton.runtime import driver
+
+    try:
+        driver.active.get_current_target()
+    except (RuntimeError, OSError, AssertionError, ImportError, subprocess.SubprocessError) as fault:
+        told = str(fault).partition("\n")[0][:200]
+        return f"Triton does not start: {told}; it needs a C compiler and Python's headers: install gcc and python3-dev"
+    return None
 
 
 def _digest() -> str:
