@@ -27,7 +27,7 @@ _HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
 
 @dataclass(frozen=True)
 class Launch:
-    """What to run on one box: `commands` in order, each with the environment it needs; the last ones stay running together.
+    """What to run on one box: `commands` in order, each with the environment it needs; the last ones run together, and end together.
 
     key: the option or variable that gives a command its API key, where one of them serves; see `LaunchRecipe`.
     """
@@ -57,7 +57,9 @@ class Launch:
             ray_head = command[:2] == ("ray", "start") and "--block" not in command
             asks = f' {self.key} "${API_KEY}"' if self.key and self.key.startswith("-") and self.listens in command else ""
             lines.append(f"{own} {shlex.join(command)}{asks}".strip() + ("" if ray_head or len(self.commands) == 1 else " &"))
-        return "\n".join([*lines, "wait"]) + "\n"
+        if any(line.endswith(" &") for line in lines):
+            lines += ["trap 'kill $(jobs -p) 2>/dev/null' EXIT", "wait -n"]  # what is left waits for the one that ended, for ever
+        return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,10 @@ def deploy(
         "first_host": hosts[0],
         "listen": listen,
         "guesses": str(guesses),
+        "drafted": str(guesses + 1),
+        "per_box": str(chosen.devices_per_box),
+        **{f"{role.name}_dp": str(role.data_parallel) for role in chosen.roles},
+        **{f"{role.name}_tp": str(role.tensor_parallel) for role in chosen.roles},
     }
     options = (*recipe.options, *(load.launch if load else ()), *_speculation(recipe, checkpoint, guesses))
     left_out = {} if any(row.expert is not None for row in read_model(checkpoint).rows) else recipe.of_experts
@@ -158,7 +164,7 @@ def deploy(
         )
         problems += check_split(checkpoint, role.parallel)
         started += role.boxes
-    notes = tuple(note for note in (recipe.notes, chosen.notes, load.notes if load else "", _ABOUT_KEYS) if note)
+    notes = tuple(note for note in (recipe.notes, _fill(chosen.notes, common), load.notes if load else "", _ABOUT_KEYS) if note)
     known = {
         "commands": layout_evidence(engine, chosen.name, guesses),
         "format": evidence(find_engine(engine), load) if load else "not loaded",
