@@ -285,7 +285,9 @@ def test_boxes_of_sglang_are_as_many_as_are_asked_for(int8: Path) -> None:
 @pytest.mark.parametrize("ends", ["0", "3"])
 def test_commands_of_a_box_end_together(int8: Path, tmp_path: Path, ends: str) -> None:
     """A data-parallel engine that is left waits for the one that ended, and says nothing."""
-    script = next(launch for launch in deploy(int8, "vllm-ascend", layout="disaggregated-a2").launches if len(launch.commands) == 8).script()
+    script = next(
+        launch for launch in deploy(int8, "vllm-ascend", layout="disaggregated-a2").launches if len(launch.commands) == 8
+    ).script()
     program = tmp_path / "vllm"
     pids = tmp_path / "pids"
     program.write_text(
