@@ -87,7 +87,7 @@ class RoleServers:
         return dict(zip(self.urls, await asyncio.gather(*map(one, self.urls))))
 
 
-class Passed(Response):
+class PassedOn(Response):
     """A server's answer, whose body goes on as it comes. Where the server stops meanwhile, an event of a stream says so, and the connection
     is broken off; where the client goes, the server's is."""
 
@@ -138,7 +138,7 @@ def proxy(prefill: Sequence[str], decode: Sequence[str]) -> Starlette:
         said = _read_object(told)
         if said is None:
             return _error(502, f"{begun.url} answers with no JSON object, as servers of vLLM do")
-        return Passed(await second.ask(path, body | {"kv_transfer_params": said.get("kv_transfer_params")}, headers))
+        return PassedOn(await second.ask(path, body | {"kv_transfer_params": said.get("kv_transfer_params")}, headers))
 
     async def generate(request: Request) -> Response:
         raw = await _body(request)
