@@ -22,6 +22,8 @@ CONTEXT = 16384
 """Tokens of the longest request where nothing is said."""
 API_KEY = "QUANTKIT_API_KEY"
 """The variable that a script takes the servers' key from: a secret is not printed."""
+_NIC = re.compile(r"[=^]?[A-Za-z0-9._:@-]+(,[A-Za-z0-9._:@-]+)*")
+"""One interface, or what NCCL takes for several: prefixes, names behind "=", all but those behind "^"."""
 _HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
 
 
@@ -129,6 +131,8 @@ def deploy(
         recipe = _without_network(recipe)
     hosts = list(hosts) if hosts is not None else [f"box{number}" for number in range(chosen.boxes)]
     _check_hosts(hosts, chosen)
+    if not _NIC.fullmatch(nic):
+        raise QuantkitError(f"{nic!r} is no network interface", "give one that ip link lists, such as eth0")
     checkpoint = Checkpoint.open(path)
     problems = check_checkpoint(engine, checkpoint, device=recipe.device)
     longest = longest_text(read_model(checkpoint).config)
@@ -160,7 +164,13 @@ def deploy(
         used = hosts[started : started + role.boxes]
         launches += [launch.without(left_out) for launch in _launches(recipe, chosen, role, used, options, common)]
         memory[role.name] = fit(
-            checkpoint, role.parallel, context, memory_gib or recipe.memory_gib, recipe.memory_fraction, recipe.reserve_gib
+            checkpoint,
+            role.parallel,
+            context,
+            memory_gib or recipe.memory_gib,
+            recipe.memory_fraction,
+            recipe.reserve_gib,
+            mtp=guesses > 0,
         )
         problems += check_split(checkpoint, role.parallel)
         started += role.boxes

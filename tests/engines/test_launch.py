@@ -135,6 +135,10 @@ def test_questions_without_an_answer(int8: Path) -> None:
     with pytest.raises(QuantkitError, match=r"10\.0\.0\.1 is given for two boxes"):
         deploy(int8, "vllm", boxes=2, hosts=["10.0.0.1", "10.0.0.1"])
     assert deploy(int8, "vllm", boxes=2, hosts=["fe80::1", "node-2.local"]).launches
+    for nic in ("eth0; reboot", "", "-x y"):
+        with pytest.raises(QuantkitError, match=f"{nic!r} is no network interface; give one that ip link lists"):
+            deploy(int8, "vllm", nic=nic)
+    assert deploy(int8, "vllm", nic="^docker,lo").launches
     with pytest.raises(QuantkitError, match="no deployment recipe for chitu"):
         deploy(int8, "chitu")
 
@@ -175,6 +179,32 @@ def test_memory_is_counted_from_headers(int8: Path) -> None:
     halves = fit(checkpoint, ParallelSizes(1, pipeline=2), 100, 1.0, 1.0, 0.0)
     assert stored / 2 < halves.weight_bytes < stored
     assert not fit(checkpoint, ParallelSizes(1), 10**9, 1.0, 1.0, 0.0).fits
+
+
+def test_heads_and_layers_come_out_even(int8: Path, tmp_path: Path) -> None:
+    """Their rows may divide where heads do not: vLLM refuses such ranks."""
+    from test_architectures import CONFIGS
+    from test_architectures import random_tensors as of_any
+
+    def told(path: Path, devices: int, boxes: int = 1) -> str:
+        return str(deploy(path, "vllm", devices=devices, boxes=boxes).refusal)
+
+    assert "32 attention heads, which 64 ranks cannot share evenly; use another number of tensor-parallel ranks" in told(int8, 64)
+    assert told(int8, 32) == "None"
+    made = deploy(int8, "vllm", layout="two-boxes", boxes=5, devices=1)
+    assert "has 3 layers, fewer than 5 pipeline stages; use fewer boxes" in str(made.refusal)
+    config = CONFIGS["qwen3"] | {"num_attention_heads": 12, "num_key_value_heads": 3}
+    few = write_packed(tmp_path / "few", config, of_any(config), compressed_int8.FORMAT, IntGrid(8, None, symmetric=True))
+    assert "3 key-value heads, which 2 ranks cannot share" in told(few, 2)
+    assert [told(few, devices) for devices in (1, 3, 6, 12)] == ["None"] * 4, "one head is held by several ranks"
+
+
+def test_an_mtp_layer_that_guesses_is_held(int8: Path) -> None:
+    without, guessing = (deploy(int8, "vllm", devices=1, guesses=guesses).memory["server"] for guesses in (0, 1))
+    checkpoint = Checkpoint.open(int8)
+    mtp = sum(tensor.nbytes for tensor in checkpoint.tensors.values() if ".layers.3." in tensor.name)
+    assert guessing.weight_bytes == without.weight_bytes + mtp
+    assert guessing.cache_bytes_per_token * 3 == without.cache_bytes_per_token * 4
 
 
 def test_a_split_that_does_not_divide_is_named(tmp_path: Path) -> None:
