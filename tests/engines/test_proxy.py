@@ -97,11 +97,16 @@ def test_a_piece_goes_on_before_the_next_is_there() -> None:
         assert b"".join(pieces) == b"data: [DONE]\n\n"
 
 
-@pytest.mark.parametrize("wrong", ["10.0.0.1:8100", "http://", "http://a:99999", "ftp://a", ""])
+@pytest.mark.parametrize("wrong", ["10.0.0.1:8100", "http://", "http://a:99999", "ftp://a", "", "http://a b", "http://a/?x=1", "http://a..b"])
 def test_an_address_that_is_none_is_refused_before_anything_listens(wrong: str) -> None:
     said = command("proxy", "--prefill", f"http://127.0.0.1:8100,{wrong}", "--decode", "http://[::1]:8200")
     assert (said.code, said.errors) == (1, 1)
     assert f"{wrong!r} is no address of a server; give one such as http://10.0.0.1:8100" in said.error
+
+
+def test_an_address_of_the_api_is_told_what_to_leave_out() -> None:
+    said = command("proxy", "--prefill", "http://127.0.0.1:8100/v1/", "--decode", "http://127.0.0.1:8200")
+    assert "http://127.0.0.1:8100/v1/ is where the API of a server begins; give http://127.0.0.1:8100" in said.error
 
 
 def test_a_refusal_of_prefill_is_the_answer() -> None:
