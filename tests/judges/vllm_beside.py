@@ -121,7 +121,7 @@ def token_bytes(path: Path) -> int:
 def start(cases: list[Case], asked: argparse.Namespace) -> None:
     """All servers of all cases. Two that fit side by side have cards of their own."""
     for number, (case, engine) in enumerate((case, engine) for engine in reversed(engines(asked)) for case in cases):
-        case.servers[engine] = start_one(case, engine, FIRST_PORT + number, asked)
+        case.servers[engine] = start_one(case, engine, asked.first_port + number, asked)
     for case in cases:
         case.servers = {engine: case.servers[engine] for engine in engines(asked)}
 
@@ -361,6 +361,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=0, help="of the models; all by default")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--wait", type=float, default=150, help="seconds that servers may take to come up")
+    parser.add_argument("--first-port", type=int, default=FIRST_PORT, help="of the servers; another for a second run beside this one")
     parser.add_argument("--own-wait", type=float, default=60, help="seconds that those of ours may take, each of two times")
     parser.add_argument("--seconds", type=float, default=3600, help="after which no further cell is measured")
     asked = parser.parse_args()
