@@ -25,7 +25,7 @@ def attention_costs(scaled: Scaled, folded: FoldedTensors) -> dict[str, Curvatur
     """By module: [P, n, n] of P heads of n rows, or [1, N, N], for `compensate_both`. Nothing for a sublayer whose cost is not known, or
     that is no attention with heads of one size."""
     sublayer = scaled.sublayer
-    if sublayer.outputs is None:
+    if sublayer.outputs is None or not sublayer.heads:
         return {}
     rows = _by_projection(sublayer.needed)
     if "o" not in rows or rows["o"].module not in sublayer.ends or rows["o"].shape[1] % sublayer.heads:

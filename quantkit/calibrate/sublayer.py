@@ -51,7 +51,8 @@ class Sublayer:
     frozen: those that the output holds packed as the source does. solvers: of what is rounded.
     experts: the first linear of its routed experts, None where it has none.
     importance: what a squared error in each channel of the residual stream counts after this sublayer, float32 [H]; None: alike.
-    outputs: what an error there costs, [H, H], where GPTQ is to heed it. heads: that query, if it is attention.
+    outputs: what an error there costs, [H, H], where GPTQ is to heed it. heads: that query, if it is attention; 0 where nobody
+    looked for them.
     """
 
     name: str
