@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 import torch
-from quantkit_kernels import rms_norm
+from quantkit_kernels import by_own_backend, rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -107,6 +107,8 @@ class Model:
 
     layer_class: ClassVar[type[Any]]
     """The architecture's layer, made from (config, layer, weights)."""
+    backend: str = "auto"
+    """Of the operators that hold no weights, while it computes."""
 
     def __init__(
         self,
@@ -131,6 +133,7 @@ class Model:
         """Values of a token that `__call__` returns."""
         return self.embedding.shape[1] * (1 + len(self.read_at))
 
+    @by_own_backend
     def __call__(self, token_ids: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
         """token_ids [T] -> hidden [T, H] after the final norm, and what `read_at` asks for, [T, width]; rows int64 [R]: of these tokens."""
         residual = F.embedding(token_ids, self.embedding)
@@ -144,6 +147,7 @@ class Model:
             normed, residual = layer(normed, residual, context, next_norm, rows if last else None)
         return torch.cat((normed, *read), dim=-1) if read else normed
 
+    @by_own_backend
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, H], or [T, width] -> float32 [T, vocab]."""
         return self.head(hidden[:, : self.embedding.shape[1]].contiguous()).float()
