@@ -58,7 +58,7 @@ COMMANDS = {
     "ppl": ["ppl", "MODEL", "--text", "text.txt", "--limit", "2"],
     "eval": ["eval", "MODEL", "--tasks", "tiny-math", "--limit", "1", "--max-tokens", "2", "--out", "e[v1][/b]"],
     "bench": ["bench", "MODEL", "--input-len", "4", "--concurrency", "1", "--output-len", "2", "--warmup", "0", "--requests", "1"],
-    "deploy": ["deploy", "MODEL", "--engine", "vllm", "--hosts", "a", "--nic", "a[/b]"],
+    "deploy": ["deploy", "MODEL", "--engine", "vllm", "--hosts", "a", "--nic", "a[b]"],
     "kernels": ["kernels", "--device", "cpu"],
 }
 
@@ -233,7 +233,13 @@ def test_stopped_before_anything_is_there(source: Path, here: Path, monkeypatch:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    "typed", [("serve", "tiny-r1", "--port", "PORT"), ("run", "tiny-r1", "--prompt", "1"), ("ppl", "tiny-r1", "--text", __file__), ("bench", "tiny-r1")]
+    "typed",
+    [
+        ("serve", "tiny-r1", "--port", "PORT"),
+        ("run", "tiny-r1", "--prompt", "1"),
+        ("ppl", "tiny-r1", "--text", __file__),
+        ("bench", "tiny-r1"),
+    ],
 )
 def test_stopped_while_a_model_loads(typed: tuple[str, ...], number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     stop_after(monkeypatch, Checkpoint, "open", 1, number)

@@ -97,7 +97,9 @@ def test_a_piece_goes_on_before_the_next_is_there() -> None:
         assert b"".join(pieces) == b"data: [DONE]\n\n"
 
 
-@pytest.mark.parametrize("wrong", ["10.0.0.1:8100", "http://", "http://a:99999", "ftp://a", "", "http://a b", "http://a/?x=1", "http://a..b"])
+@pytest.mark.parametrize(
+    "wrong", ["10.0.0.1:8100", "http://", "http://a:99999", "ftp://a", "", "http://a b", "http://a/?x=1", "http://a..b"]
+)
 def test_an_address_that_is_none_is_refused_before_anything_listens(wrong: str) -> None:
     said = command("proxy", "--prefill", f"http://127.0.0.1:8100,{wrong}", "--decode", "http://[::1]:8200")
     assert (said.code, said.errors) == (1, 1)

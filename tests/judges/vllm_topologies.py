@@ -90,7 +90,13 @@ TOPOLOGIES = {
     "mtp-alone": Topology("one-box", devices=1, guesses=1),
     "mtp-experts": Topology("one-box-experts", guesses=1),
     "copies": Topology(
-        "one-box-experts", more=("--enable-eplb", "--eplb-config", '{"num_redundant_experts": 8, "step_interval": 16, "window_size": 16}')
+        "one-box-experts",
+        # By NIXL, its default where that is installed, the copies of plain weights were wrong on four H200.
+        more=(
+            "--enable-eplb",
+            "--eplb-config",
+            '{"num_redundant_experts": 8, "step_interval": 16, "window_size": 16, "communicator": "torch_gloo"}',
+        ),
     ),
 }
 CASES = {
@@ -242,7 +248,7 @@ def keep(runs: Sequence[LayoutRun]) -> None:
 
 
 def _key(run: LayoutRun) -> tuple[str | int, ...]:
-    return (run.engine, run.machine, run.release, run.layout, run.guesses, run.options, run.ranks, run.model, run.format)
+    return (run.engine, run.device, run.machine, run.release, run.layout, run.guesses, run.options, run.ranks, run.model, run.format)
 
 
 def write(directory: Path, model: str, formats: Sequence[str], device: str) -> None:
