@@ -16,7 +16,7 @@ import typer
 from quantkit import __version__
 from quantkit.cli import bench, check, compare, evaluate, go, inspect, needle, perplexity, place, playground, proxy, quantize, regrade, run
 from quantkit.cli.examples import epilog
-from quantkit.cli.stopping import Command, Stopped
+from quantkit.cli.stopping import StoppableCommand, Stopped
 from quantkit.cli.streams import open_streams
 from quantkit.console import tell, tell_error
 from quantkit.errors import QuantkitError
@@ -53,7 +53,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("proxy", proxy.proxy),
 )
 for name, command in COMMANDS:
-    app.command(name, cls=Command, epilog=epilog(name))(command)
+    app.command(name, cls=StoppableCommand, epilog=epilog(name))(command)
 
 
 def _show_version(asked: bool) -> None:

@@ -45,7 +45,7 @@ def stoppable(kept: Callable[[], str] = str) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-class Command(FilledCommand):
+class StoppableCommand(FilledCommand):
     """A command that ends so wherever it is stopped, as while it loads a model; inside, `stoppable` says what is kept."""
 
     def invoke(self, ctx: Any) -> Any:
