@@ -90,7 +90,13 @@ TOPOLOGIES = {
     "mtp-alone": Topology("one-box", devices=1, guesses=1),
     "mtp-experts": Topology("one-box-experts", guesses=1),
     "copies": Topology(
-        "one-box-experts", more=("--enable-eplb", "--eplb-config", '{"num_redundant_experts": 8, "step_interval": 16, "window_size": 16}')
+        "one-box-experts",
+        # By NIXL, its default where that is installed, the copies of plain weights were wrong on four H200.
+        more=(
+            "--enable-eplb",
+            "--eplb-config",
+            '{"num_redundant_experts": 8, "step_interval": 16, "window_size": 16, "communicator": "torch_gloo"}',
+        ),
     ),
 }
 CASES = {
@@ -128,6 +134,14 @@ CASES = {
         ("qwen3-dense", "ct-w8a8", "experts-over-boxes"),
     ),
 }
+
+
+def attention(backend: str, guesses: int) -> list[str]:
+    """vLLM's options for it. An MTP layer does not take the model's, but that of its own options, which are given anew: the last count."""
+    if not backend:
+        return []
+    said = {"method": "mtp", "num_speculative_tokens": guesses, "attention_backend": backend}
+    return ["--attention-backend", backend, *(["--speculative-config", json.dumps(said)] if guesses else [])]
 
 
 def deployments(path: Path, name: str, cards: int) -> list[Deployment]:
@@ -242,7 +256,7 @@ def keep(runs: Sequence[LayoutRun]) -> None:
 
 
 def _key(run: LayoutRun) -> tuple[str | int, ...]:
-    return (run.engine, run.machine, run.release, run.layout, run.guesses, run.options, run.ranks, run.model, run.format)
+    return (run.engine, run.device, run.machine, run.release, run.layout, run.guesses, run.options, run.ranks, run.model, run.format)
 
 
 def write(directory: Path, model: str, formats: Sequence[str], device: str) -> None:
@@ -289,6 +303,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=420, help="that a server may take to come up")
     parser.add_argument("--last", type=float, default=float("inf"), help="seconds after which no further server is started")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--attention", default="", help="vLLM's backend of it, such as TRITON_ATTN, for MTP layers too")
     parser.add_argument("--engine", default="vllm 0.32.0")
     parser.add_argument("--machine", default="CPU", help="as the result names it: CPU, H200")
     parser.add_argument("--result", action="store_true", help="write recipes/deploy/run.json")
@@ -306,7 +321,7 @@ def main() -> int:
             made = deployments(asked.directory / model / format, topology, asked.cards)
             stages = asked.device == "cpu" and "pipeline" in topology
             compiled = () if asked.device == "cuda" and not asked.eager else EAGER_STAGES if stages else EAGER
-            more = [*MEMORY[asked.device], *compiled, *TOPOLOGIES[topology].more]
+            more = [*MEMORY[asked.device], *compiled, *TOPOLOGIES[topology].more, *attention(asked.attention, TOPOLOGIES[topology].guesses)]
             ranks = TOPOLOGIES[topology].ranks(asked.cards)
             cards = [(number * ranks + rank) % asked.cards for rank in range(ranks)] if asked.device == "cuda" else range(asked.cards)
             return Server(made, number, cards, asked.device, asked.vllm, asked.directory / "-".join(case), more)
@@ -315,6 +330,7 @@ def main() -> int:
     if "compare" not in asked.steps:
         return 0
     more = "compiled" if asked.device == "cuda" and not asked.eager else ""
+    more = " ".join([*more.split(), *attention(asked.attention, 0)])
     runs = compare(asked.directory, asked.cards, asked.machine, asked.engine, asked.beside, more)
     if asked.result:
         keep(runs)
