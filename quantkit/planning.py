@@ -252,7 +252,7 @@ def _laid_out(
     machine: dict[str, Any] = {"devices": given}
     if isinstance(given, Devices):
         machine = {"devices": given.count, "memory_gib": given.memory_bytes / 2**30, "device": given.device}
-    options = {**machine, "cache_bits": place.bits, "grid": job.grids.get}
+    options = {**machine, "grid": job.grids.get}
     return plan_layout(engine, layout, rows, job.inventory.config, job.request.scheme, place.context, place.redundant, **options)
 
 
