@@ -252,8 +252,8 @@ def _laid_out(
     machine: dict[str, Any] = {"devices": given}
     if isinstance(given, Devices):
         machine = {"devices": given.count, "memory_gib": given.memory_bytes / 2**30, "device": given.device}
-    machine["grid"] = job.grids.get
-    return plan_layout(engine, layout, rows, job.inventory.config, job.request.scheme, place.context, place.redundant, **machine)
+    options = {**machine, "grid": job.grids.get}
+    return plan_layout(engine, layout, rows, job.inventory.config, job.request.scheme, place.context, place.redundant, **options)
 
 
 def _read_place(devices: int, context: int, redundant: int, cache: str | None, dp: int, draft: str | Path | None) -> PlacedRequest:

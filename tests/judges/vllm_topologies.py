@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import vllm_cuda
@@ -55,6 +55,20 @@ MEMORY = {"cuda": ("--gpu-memory-utilization", "0.02", *FEW), "cpu": FEW}
 # an AssertionError at the first request (v1/worker/cpu_worker.py, _should_warm_up_model).
 EAGER = ("--enforce-eager",)
 EAGER_STAGES = ("--compilation-config", '{"mode": 2, "backend": "eager"}')
+
+
+class JudgedServer(Protocol):
+    """What is asked of a server, whatever engine it is of."""
+
+    began: float
+
+    def wait(self, seconds: float) -> None: ...
+
+    def answer(self, model: str, prompt: list[int]) -> dict[str, Any]: ...
+
+    def guessed(self) -> str: ...
+
+    def end(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -156,12 +170,14 @@ def deployments(path: Path, name: str, cards: int) -> list[Deployment]:
     return made
 
 
-def run(directory: Path, cases: Sequence[Case], seconds: float, beside: int, last: float, start: Callable[[int, Case], Server]) -> None:
+def run(
+    directory: Path, cases: Sequence[Case], seconds: float, beside: int, last: float, start: Callable[[int, Case], JudgedServer]
+) -> None:
     """Writes DIRECTORY/topologies.json as answers come: one a case, or {"error": text}. `beside` servers run at a time, and none is
     started after `last` seconds."""
     path, lock, stopped = directory / "topologies.json", threading.Lock(), threading.Event()
     told = json.loads(path.read_text()) if path.exists() else {}
-    servers: list[Server] = []
+    servers: list[JudgedServer] = []
     began = time.monotonic()
 
     def one(number: int, case: Case) -> None:
@@ -196,7 +212,7 @@ def run(directory: Path, cases: Sequence[Case], seconds: float, beside: int, las
             server.end()
 
 
-def _answers(case: Case, server: Server, seconds: float) -> tuple[Any, str]:
+def _answers(case: Case, server: JudgedServer, seconds: float) -> tuple[Any, str]:
     """Of a server once it is up, and a word about it. Raises RuntimeError, OSError, KeyError or httpx.HTTPError where there are none."""
     model, format, _ = case
     server.wait(seconds)
