@@ -62,7 +62,8 @@ class DecoderLayer:
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
         normed, residual = self.add_rms_norm(attended, residual, self.mlp_norm, self.eps)
-        return self.add_rms_norm(self.mlp(normed), residual, next_norm, self.eps)
+        added = self.mlp.unsummed(normed) if isinstance(self.mlp, MoeMlp) else self.mlp(normed)
+        return self.add_rms_norm(added, residual, next_norm, self.eps)
 
     def attend(self, hidden: Tensor, context: Context) -> Tensor:
         """The attention half, residual included: hidden [T, H] -> [T, H]."""
