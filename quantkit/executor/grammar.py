@@ -93,7 +93,6 @@ class Grammars:
         except ValueError as fault:  # no token that ends an answer, or a kind of tokenizer that it cannot read
             raise QuantkitError(f"this model's tokenizer cannot be held to a grammar: {fault}", "send no schema and no grammar") from fault
 
-
     def _read_marks(self) -> frozenset[str]:
         """Texts of added tokens, as they are and as JSON escapes them; without the backslashes."""
         texts = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if not token.content.isspace()]
@@ -190,8 +189,8 @@ def lark(grammar: str) -> str:
 
 
 def _spelled_out(grammar: str) -> str:
-    """The grammar for texts that hold an added token's, such as </think>. Where only one text can follow, the library lets that be written by
-    the tokens that the tokenizer makes of it, and refuses the added one afterwards; so nothing is to be written that way."""
+    """The grammar for texts that hold an added token's, such as </think>. Where only one text can follow, the library asks for
+    the tokens that the tokenizer makes of it, and refuses the added one afterwards; so it is not to ask that way."""
     if not grammar.startswith("{"):
         return f"{_NO_FORCING}\n{grammar}"
     (part,) = json.loads(grammar)["grammars"]

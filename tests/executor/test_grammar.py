@@ -69,7 +69,7 @@ def test_a_choice_may_hold_any_character(engine: Engine) -> None:
 
 
 def test_texts_of_added_tokens_are_spelled_out() -> None:
-    """By tiny-r1's tokenizer, which has <think> and the marks of turns; the library would write them by their own tokens, and end the answer."""
+    """By tiny-r1's tokenizer, which has <think> and the marks of turns; by the library alone such answers ended with an error."""
     model, schema = Engine.load(find_model("tiny-r1"), device="cpu", max_batch=4, max_model_len=256), {"enum": ["<｜User｜> a </think>"]}
     larks = ('start: "x</think>" | "</think>"', "start: /<think>b<.think>/")
     texts = [grammar.regex("<think>[ab]</think>c"), grammar.choice(["</think>"]), grammar.json_schema(schema), *map(grammar.lark, larks)]
