@@ -84,6 +84,7 @@ class Peers:
         residual, weight = residual.contiguous(), weight.contiguous()
         normed, total = torch.empty_like(residual), torch.empty_like(residual)
         (rows, width), pointers = residual.shape, (one.data_ptr() for one in (residual, weight, normed, total))
+        given: tuple[int | None, int | None]
         if isinstance(x, Tensor):
             x = x.contiguous()
             given, counters, top_k = (x.data_ptr(), None), None, 0
