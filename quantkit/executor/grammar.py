@@ -193,8 +193,11 @@ def _spelled_out(grammar: str) -> str:
     the tokens that the tokenizer makes of it, and refuses the added one afterwards; so it is not to ask that way."""
     if not grammar.startswith("{"):
         return f"{_NO_FORCING}\n{grammar}"
-    (part,) = json.loads(grammar)["grammars"]
-    lark_grammar = part["lark_grammar"] or f"start: %json {json.dumps(part['json_schema'])}"
+    try:
+        (part,) = json.loads(grammar)["grammars"]
+        lark_grammar = part.get("lark_grammar") or f"start: %json {json.dumps(part['json_schema'])}"
+    except (ValueError, TypeError, KeyError, AttributeError):  # a request's own, whose faults the library names
+        return grammar
     return f"{_NO_FORCING}\n{lark_grammar}"
 
 

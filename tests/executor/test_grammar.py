@@ -79,6 +79,9 @@ def test_texts_of_added_tokens_are_spelled_out() -> None:
         assert done.finish_reason == "stop"
         assert re.fullmatch(pattern, done.text), done.text
         assert not {5, 6} & set(done.token_ids), "these are thinking's own"
+    for text in ('{"a": "</think>"}', '{"grammars": "</think>"}', '{"grammars": ["</think>"]}', "{</think>"):
+        with pytest.raises(QuantkitError, match="cannot be used"):
+            model.submit(PROMPTS[0], SamplingParams(grammar=text))
 
 
 def test_unknown_formats_ask_for_nothing_wherever_a_schema_stands(engine: Engine) -> None:
