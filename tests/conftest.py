@@ -6,14 +6,6 @@ from pathlib import Path
 import make_model
 import pytest
 import torch
-from quantkit_kernels import backends
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_backend_is_preferred() -> Iterator[None]:
-    """A model that is loaded with a backend prefers it for its whole process: not for the tests of the next file."""
-    yield
-    backends.prefer("auto", torch.device("cpu"))
 
 
 @pytest.fixture

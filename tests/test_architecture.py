@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"errors", "visible"},
-    {"amounts", "assets", "result", "schemes", "plots", "progress", "devices", "model_files", "whole_files", "listening"},
+    {"amounts", "assets", "result", "schemes", "plots", "progress", "devices", "model_files", "whole_files", "listening", "disconnect"},
     {"hub", "tokenizer", "settings_file", "meter", "expert_counts"},
     {"quant", "recipe"},
     {"checkpoint", "quantkit_kernels"},

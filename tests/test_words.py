@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from replay_server import ReplayServer, Reply
 
 from quantkit import __version__
 from quantkit.checkpoint.lock import Lock
+from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.target import partial_of
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.conversion import plan as convert_module
@@ -56,7 +58,7 @@ COMMANDS = {
     "ppl": ["ppl", "MODEL", "--text", "text.txt", "--limit", "2"],
     "eval": ["eval", "MODEL", "--tasks", "tiny-math", "--limit", "1", "--max-tokens", "2", "--out", "e[v1][/b]"],
     "bench": ["bench", "MODEL", "--input-len", "4", "--concurrency", "1", "--output-len", "2", "--warmup", "0", "--requests", "1"],
-    "deploy": ["deploy", "MODEL", "--engine", "vllm", "--hosts", "a", "--nic", "a[/b]"],
+    "deploy": ["deploy", "MODEL", "--engine", "vllm", "--hosts", "a", "--devices", "2"],
     "kernels": ["kernels", "--device", "cpu"],
 }
 
@@ -229,18 +231,41 @@ def test_stopped_before_anything_is_there(source: Path, here: Path, monkeypatch:
     assert said.json["error"]["message"].startswith("interrupted: no unit is done")
 
 
-def test_stopped_while_it_is_imported() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ("serve", "tiny-r1", "--port", "PORT"),
+        ("run", "tiny-r1", "--prompt", "1"),
+        ("ppl", "tiny-r1", "--text", __file__),
+        ("bench", "tiny-r1"),
+    ],
+)
+def test_stopped_while_a_model_loads(typed: tuple[str, ...], number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_after(monkeypatch, Checkpoint, "open", 1, number)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    said = command(*(port if one == "PORT" else one for one in typed))
+    assert said.code == 128 + number
+    assert said.err.splitlines()[-1] == {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[signal.Signals(number)]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "told"), [("raise KeyboardInterrupt", 130, "interrupted"), ("os.kill(os.getpid(), 15)", 143, "terminated")]
+)
+def test_stopped_while_it_is_imported(sent: str, code: int, told: str) -> None:
     stopped = (
-        "import sys\n"
+        "import os, sys\n"
         "class Stop:\n"
         "    def find_spec(self, name, *_):\n"
-        "        if name == 'quantkit.cli': raise KeyboardInterrupt\n"
+        f"        if name == 'quantkit.cli': {sent}\n"
         "sys.meta_path.insert(0, Stop())\n"
         "from quantkit.__main__ import main\n"
         "main()\n"
     )
     done = subprocess.run([sys.executable, "-c", stopped], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", f"{told}\n")
 
 
 # --- two at one output -------------------------------------------------------------------------------------------------------

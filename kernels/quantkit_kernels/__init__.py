@@ -5,7 +5,7 @@ once, by `prepare` or an `ExpertsBuilder`, and then called. `table()` says which
 Arguments that do not fit raise ValueError naming the argument.
 """
 
-from quantkit_kernels.backends import BACKENDS, OPERATORS, OperatorRow, prefer, table
+from quantkit_kernels.backends import BACKENDS, OPERATORS, OperatorRow, asked, by_own_backend, check_runs, prefer, table
 from quantkit_kernels.codes import CODES, CodedKeys, CodedLatents, CodeSteps, KeySteps, KeyValues
 from quantkit_kernels.experts import NO_EXPERT, Experts, ExpertsBuilder, prepare_experts
 from quantkit_kernels.functional import add_rms_norm, gate_and_mul, mla_decode, mla_prepare, mla_queries, rms_norm, rope, silu_and_mul
@@ -72,8 +72,11 @@ __all__ = [
     "UnsummedPairs",
     "Weight",
     "add_rms_norm",
+    "asked",
+    "by_own_backend",
     "cache_layout",
     "check",
+    "check_runs",
     "dequantize",
     "doubled_angles",
     "gate_and_mul",

@@ -7,8 +7,12 @@ imported when first asked for, so a missing Triton or torch_npu costs nothing.
 
 import functools
 import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -65,55 +69,120 @@ def why_unusable(
 
 
 _PREFERRED: dict[str, str] = {}
-"""By device type: the backend that "auto" takes first."""
+"""By device type: the backend that "auto" takes first in this process."""
+_ASKED: ContextVar[str] = ContextVar("asked", default="auto")
+"""What "auto" takes before that, inside `asked`."""
 
 
-def prefer(backend: str, device: torch.device) -> None:
-    """From now on "auto" takes `backend` on devices of this type, for every operator that it has; with "auto" the best one again.
-
-    For a whole model to be served by a backend that is asked for. ValueError for one that serves no operator there.
-    """
+def check_runs(backend: str, device: torch.device) -> None:
+    """ValueError for a backend that is not known, or serves no operator on devices of this type."""
     if backend != "auto":
         _check_name(backend)
         reasons = [why_unusable(operator, backend, device) for operator in OPERATORS]
         if None not in reasons:
             raise ValueError(f"backend: {backend} runs nothing on {device.type}: {reasons[0]}")
+
+
+def prefer(backend: str, device: torch.device) -> None:
+    """From now on "auto" takes `backend` on devices of this type, for every operator that it has; with "auto" the best one again.
+
+    For a whole process; of a part of it see `asked`. ValueError as `check_runs` has it.
+    """
+    check_runs(backend, device)
     _PREFERRED[device.type] = backend
-    find.cache_clear()
-    find_with_sinks.cache_clear()
+
+
+@contextmanager
+def asked(backend: str) -> Iterator[None]:
+    """Inside, in this thread, "auto" takes `backend` for every operator that it has, whatever the process prefers; "auto" changes nothing.
+
+    A model that was loaded for a backend computes so, and another beside it by its own.
+    """
+    if backend == "auto":
+        yield
+        return
+    before = _ASKED.set(backend)
+    try:
+        yield
+    finally:
+        _ASKED.reset(before)
+
+
+class Computes(Protocol):
+    """What was made for a backend, or for "auto"."""
+
+    backend: str
+
+
+Own = TypeVar("Own", bound=Computes)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def by_own_backend(method: Callable[Concatenate[Own, Arguments], Result]) -> Callable[Concatenate[Own, Arguments], Result]:
+    """A method whose operators are run by its object's backend."""
+
+    @functools.wraps(method)
+    def run(self: Own, *arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
+        with asked(self.backend):
+            return method(self, *arguments, **named)
+
+    return run
+
+
+def _first(backend: str, device: torch.device) -> str:
+    """What "auto" takes before all else here; another backend as it is."""
+    if backend != "auto":
+        return backend
+    here = _ASKED.get()
+    return _PREFERRED.get(device.type, "auto") if here == "auto" else here
 
 
 SINKS = ("gqa_decode", "gqa_prefill")
 """Operators that take attention sinks; of the backends those that name them in a SINKS of their own."""
 
 
-@functools.cache
 def find_with_sinks(operator: str, backend: str, device: torch.device) -> ModuleType:
     """As `find`, of the backends that take attention sinks. With "auto" the best of these where the one taken does not."""
-    found = find(operator, backend, device)
+    return _found_with_sinks(operator, backend == "auto", _first(backend, device), device)
+
+
+@functools.cache
+def _found_with_sinks(operator: str, auto: bool, backend: str, device: torch.device) -> ModuleType:
+    found = _found(operator, auto, backend, device)
     if operator in getattr(found, "SINKS", ()):
         return found
-    if backend != "auto":
+    if not auto:
         raise ValueError(f"backend: {backend} runs {operator} without attention sinks")
     able = (name for name in reversed(BACKENDS) if operator in getattr(module(name), "SINKS", ()))
     return module(next(name for name in able if why_unusable(operator, name, device) is None and (name, device.type) != ("triton", "cpu")))
 
 
-@functools.cache
 def find(operator: str, backend: str, device: torch.device) -> ModuleType:
     """The module that runs `operator`; see `choose`. Remembered, for it is asked at every call."""
-    return module(choose(operator, backend, device))
+    return _found(operator, backend == "auto", _first(backend, device), device)
+
+
+@functools.cache
+def _found(operator: str, auto: bool, backend: str, device: torch.device) -> ModuleType:
+    return module(serving(operator, backend, device) if auto else choose(operator, backend, device))
+
+
+def forget() -> None:
+    """What was found before, where something can be used that could not, or the other way round."""
+    _found.cache_clear()
+    _found_with_sinks.cache_clear()
 
 
 def choose(operator: str, backend: str, device: torch.device, dtype: torch.dtype | None = None, shapes: tuple[Shape, ...] = ()) -> str:
-    """The backend to run `operator` with: the one asked for, or with "auto" the preferred, else the best usable one. ValueError with the
-    reason otherwise.
+    """The backend to run `operator` with: the one asked for, or with "auto" the one of `asked`, the preferred one, else the best usable.
+    ValueError with the reason otherwise.
 
     "auto" never expands a quantized weight: it takes backend "expanded" for unquantized weights only.
     """
     assert operator in OPERATORS, operator
     if backend == "auto":
-        return serving(operator, _PREFERRED.get(device.type, "auto"), device, dtype, shapes)
+        return serving(operator, _first(backend, device), device, dtype, shapes)
     _check_name(backend)
     reason = why_unusable(operator, backend, device, dtype, shapes)
     if reason is not None:
@@ -140,9 +209,9 @@ def _candidates(operator: str, device: torch.device) -> list[str]:
 def serving_gates(kind: str, backend: str, device: torch.device, dtype: torch.dtype | None = None, shapes: tuple[Shape, ...] = ()) -> str:
     """The backend of experts with biases or a `Gating` of their own, of weights of a kind: the one that serves linears, which a loop runs,
     but on a GPU the best of those whose kernels compute a whole layer of them, where that one's do not."""
-    asked = _PREFERRED.get(device.type, "auto") if backend == "auto" else backend
-    chosen = serving(f"linear_{kind}", asked, device, dtype, shapes)
-    if device.type != "cuda" or hasattr(module(chosen), "gated_experts_layout") or asked == "reference":
+    first = _first(backend, device)
+    chosen = serving(f"linear_{kind}", first, device, dtype, shapes)
+    if device.type != "cuda" or hasattr(module(chosen), "gated_experts_layout") or first == "reference":
         return chosen
     able = (name for name in _candidates(f"experts_{kind}", device) if hasattr(module(name), "gated_experts_layout"))
     return next((name for name in able if why_unusable(f"experts_{kind}", name, device, dtype, shapes) is None), chosen)

@@ -21,10 +21,15 @@ def cache_directory() -> Path:
 def why_no_cache() -> str | None:
     """None where a library can be kept, else the reason and what helps."""
     folder = cache_directory()
-    there = next(one for one in (folder, *folder.parents) if os.path.exists(one))  # Path.exists raises below a folder that is closed
-    if os.access(there, os.W_OK | os.X_OK) and there.is_dir():
+    if can_be_written(folder):
         return None
     return f"{folder} cannot be written, where kernels are kept that are compiled at first use; set XDG_CACHE_HOME to a folder that can"
+
+
+def can_be_written(folder: Path) -> bool:
+    """Whether it is a folder that takes files, or could be made one."""
+    there = next(one for one in (folder, *folder.parents) if os.path.exists(one))  # Path.exists raises below a folder that is closed
+    return os.access(there, os.W_OK | os.X_OK) and there.is_dir()
 
 
 def compile_into(target: Path, command: Sequence[str], sources: Sequence[Path]) -> None:

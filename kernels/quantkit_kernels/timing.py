@@ -1,5 +1,6 @@
 """How long an operator takes: the time of a call, and the bandwidth it should be held against."""
 
+import math
 import statistics
 import time
 import warnings
@@ -12,6 +13,7 @@ import torch
 from quantkit_kernels import accelerator
 
 _REPLAYS = 15
+_RUN_SECONDS = 2e-3
 _CPU_SECONDS = 0.15
 _CACHE_BYTES = {"cuda": 60 << 20, "npu": 192 << 20}
 """The last cache before memory: an H200's L2, a 910B's L2."""
@@ -62,19 +64,20 @@ def seconds_in_turns(sides: Sequence[Sequence[Callable[[], object]]], device: to
 
 def _captured(calls: Sequence[Callable[[], object]], driver: ModuleType) -> tuple[Callable[[], object], int]:
     """What runs all of `calls` once or several times, and how many calls that is."""
-    # Enough calls that one run of them lasts well past its own launch.
-    rounds = -(-20 // len(calls))
+
+    def once() -> None:
+        for call in calls:
+            call()
 
     def run() -> None:
         for _ in range(rounds):
-            for call in calls:
-                call()
+            once()
 
     stream = driver.Stream()
     stream.wait_stream(driver.current_stream())
     with driver.stream(stream):
-        for call in calls:
-            call()
+        once()
+        rounds = _rounds(len(calls), _elapsed(once, driver))
     driver.synchronize()
     graph = accelerator.new_graph(driver)
     repeated: Callable[[], object] = graph.replay
@@ -86,6 +89,11 @@ def _captured(calls: Sequence[Callable[[], object]], driver: ModuleType) -> tupl
         warnings.warn(f"timed launch by launch, not captured: {str(fault).partition(chr(10))[0]}", RuntimeWarning, stacklevel=4)
         repeated = run
     return repeated, rounds * len(calls)
+
+
+def _rounds(calls: int, seconds: float) -> int:
+    """How often all of so many calls, which take `seconds`, are in one run: it lasts well past its own launch, and has about 20 at most."""
+    return max(1, min(-(-20 // calls), math.ceil(_RUN_SECONDS / max(seconds, 1e-6))))
 
 
 def _elapsed(run: Callable[[], object], driver: ModuleType) -> float:

@@ -2,7 +2,7 @@
 
 Everything heavy is imported inside the command that needs it, so that `quantkit --help` answers at once. Results go to stdout
 (with --json one JSON object and nothing else), progress to stderr. Exit 0 on success, 1 with one line saying what is wrong and
-what to do, 2 on bad usage.
+what to do, 2 on bad usage, 130 and 143 where Ctrl-C or SIGTERM ended it.
 """
 
 import os
@@ -15,9 +15,8 @@ import typer
 
 from quantkit import __version__
 from quantkit.cli import bench, check, compare, evaluate, go, inspect, needle, perplexity, place, playground, proxy, quantize, regrade, run
-from quantkit.cli.empty import FilledCommand
 from quantkit.cli.examples import epilog
-from quantkit.cli.stopping import Stopped
+from quantkit.cli.stopping import StoppableCommand, Stopped
 from quantkit.cli.streams import open_streams
 from quantkit.console import tell, tell_error
 from quantkit.errors import QuantkitError
@@ -54,7 +53,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     ("proxy", proxy.proxy),
 )
 for name, command in COMMANDS:
-    app.command(name, cls=FilledCommand, epilog=epilog(name))(command)
+    app.command(name, cls=StoppableCommand, epilog=epilog(name))(command)
 
 
 def _show_version(asked: bool) -> None:

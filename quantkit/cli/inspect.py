@@ -120,7 +120,7 @@ def _told(device: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _tune(device: Any, json_: bool, model: str | None, tp: int) -> None:
     from quantkit_kernels.backends import why_unusable
     from quantkit_kernels.sizes import MEASURED
-    from quantkit_kernels.triton.cards import architecture, own_table
+    from quantkit_kernels.triton.cards import NoTable, architecture, own_table
     from quantkit_kernels.triton.tune import write_table
 
     reason = "it is a CPU" if device.type == "cpu" else why_unusable("linear_int4", "triton", device)
@@ -136,8 +136,11 @@ def _tune(device: Any, json_: bool, model: str | None, tp: int) -> None:
         console.tell(f"{len(wanted.linears)} sizes of linears and {len(wanted.experts)} of experts")
     path = own_table(architecture(device))
     console.tell(f"plans are kept in {path}, those of a weight as soon as it is measured")
-    for line in write_table(device, path, wanted):
-        console.tell(line)
+    try:
+        for line in write_table(device, path, wanted):
+            console.tell(line)
+    except NoTable as fault:
+        raise QuantkitError(str(fault), "delete what is in the way, or set XDG_CACHE_HOME to a folder that can be written") from fault
     if json_:
         return print_json({"device": str(device), "architecture": architecture(device), "table": str(path)})
     console.tell(f"a copy of {path}, sent to quantkit, becomes the table of {architecture(device)}")

@@ -26,5 +26,7 @@ def proxy(
     for url in (url for urls in servers for url in urls):
         if not is_address(url):
             raise QuantkitError(f"{url!r} is no address of a server", "give one such as http://10.0.0.1:8100")
+        if url.rstrip("/").endswith("/v1"):
+            raise QuantkitError(f"{url} is where the API of a server begins", f"give {url.rstrip('/').removesuffix('/v1')}")
     with bound(host, port) as sockets:
         HttpServer(uvicorn.Config(in_front_of(*servers), log_level="warning")).run(sockets)

@@ -1,4 +1,4 @@
-"""Being stopped: Ctrl-C and SIGTERM end a command with what is kept and the command that goes on."""
+"""Being stopped: Ctrl-C and SIGTERM end a command with one line: what is kept, where something is, and the command that goes on."""
 
 import shlex
 import signal
@@ -6,7 +6,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
+from quantkit.cli.empty import FilledCommand
 from quantkit.errors import Interrupted
 
 
@@ -41,6 +43,14 @@ def stoppable(kept: Callable[[], str] = str) -> Iterator[None]:
         raise Stopped(said, signal.SIGTERM if terminated else signal.SIGINT) from stop
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+class StoppableCommand(FilledCommand):
+    """A command that ends so wherever it is stopped, as while it loads a model; inside, `stoppable` says what is kept."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with stoppable():
+            return super().invoke(ctx)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

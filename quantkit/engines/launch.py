@@ -22,12 +22,14 @@ CONTEXT = 16384
 """Tokens of the longest request where nothing is said."""
 API_KEY = "QUANTKIT_API_KEY"
 """The variable that a script takes the servers' key from: a secret is not printed."""
+_NIC = re.compile(r"[=^]?[A-Za-z0-9._:@-]+(,[A-Za-z0-9._:@-]+)*")
+"""One interface, or what NCCL takes for several: prefixes, names behind "=", all but those behind "^"."""
 _HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What to run on one box: `commands` in order, each with the environment it needs; the last ones stay running together.
+    """What to run on one box: `commands` in order, each with the environment it needs; the last ones run together, and end together.
 
     key: the option or variable that gives a command its API key, where one of them serves; see `LaunchRecipe`.
     """
@@ -57,7 +59,9 @@ class Launch:
             ray_head = command[:2] == ("ray", "start") and "--block" not in command
             asks = f' {self.key} "${API_KEY}"' if self.key and self.key.startswith("-") and self.listens in command else ""
             lines.append(f"{own} {shlex.join(command)}{asks}".strip() + ("" if ray_head or len(self.commands) == 1 else " &"))
-        return "\n".join([*lines, "wait"]) + "\n"
+        if any(line.endswith(" &") for line in lines):
+            lines += ["trap 'kill $(jobs -p) 2>/dev/null' EXIT", "wait -n"]  # what is left waits for the one that ended, for ever
+        return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,8 @@ def deploy(
         recipe = _without_network(recipe)
     hosts = list(hosts) if hosts is not None else [f"box{number}" for number in range(chosen.boxes)]
     _check_hosts(hosts, chosen)
+    if not _NIC.fullmatch(nic):
+        raise QuantkitError(f"{nic!r} is no network interface", "give one that ip link lists, such as eth0")
     checkpoint = Checkpoint.open(path)
     problems = check_checkpoint(engine, checkpoint, device=recipe.device)
     longest = longest_text(read_model(checkpoint).config)
@@ -144,6 +150,10 @@ def deploy(
         "first_host": hosts[0],
         "listen": listen,
         "guesses": str(guesses),
+        "drafted": str(guesses + 1),
+        "per_box": str(chosen.devices_per_box),
+        **{f"{role.name}_dp": str(role.data_parallel) for role in chosen.roles},
+        **{f"{role.name}_tp": str(role.tensor_parallel) for role in chosen.roles},
     }
     options = (*recipe.options, *(load.launch if load else ()), *_speculation(recipe, checkpoint, guesses))
     left_out = {} if any(row.expert is not None for row in read_model(checkpoint).rows) else recipe.of_experts
@@ -154,11 +164,17 @@ def deploy(
         used = hosts[started : started + role.boxes]
         launches += [launch.without(left_out) for launch in _launches(recipe, chosen, role, used, options, common)]
         memory[role.name] = fit(
-            checkpoint, role.parallel, context, memory_gib or recipe.memory_gib, recipe.memory_fraction, recipe.reserve_gib
+            checkpoint,
+            role.parallel,
+            context,
+            memory_gib or recipe.memory_gib,
+            recipe.memory_fraction,
+            recipe.reserve_gib,
+            mtp=guesses > 0,
         )
         problems += check_split(checkpoint, role.parallel)
         started += role.boxes
-    notes = tuple(note for note in (recipe.notes, chosen.notes, load.notes if load else "", _ABOUT_KEYS) if note)
+    notes = tuple(note for note in (recipe.notes, _fill(chosen.notes, common), load.notes if load else "", _ABOUT_KEYS) if note)
     known = {
         "commands": layout_evidence(engine, chosen.name, guesses),
         "format": evidence(find_engine(engine), load) if load else "not loaded",

@@ -157,16 +157,18 @@ def _on_boxes(layout: Topology, boxes: int) -> Topology:
 
 def _on_devices(layout: Topology, devices: int) -> Topology:
     """A layout on machines of another number of devices. Tensor parallel in a machine stays so; data-parallel groups become more or fewer.
+    A published rate is of its own size alone.
 
     Raises QuantkitError where the ranks of a role do not come out even.
     """
     if devices == layout.devices_per_box:
         return layout
     roles = tuple(_role_on(role, layout, devices) for role in layout.roles)
-    summary = layout.summary
     if layout.boxes == 1 and roles[0].data_parallel == 1:
         summary = f"One box, tensor parallel over {devices}." if devices > 1 else "One device."
-    return layout.model_copy(update={"devices_per_box": devices, "roles": roles, "summary": summary})
+    else:
+        summary = f"{'One box' if layout.boxes == 1 else f'{layout.boxes} boxes'} of {devices} in the layout {layout.name}."
+    return layout.model_copy(update={"devices_per_box": devices, "roles": roles, "summary": summary, "published": ()})
 
 
 def _role_on(role: Role, layout: Topology, devices: int) -> Role:

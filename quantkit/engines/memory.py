@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.check import LoadProblem
-from quantkit.models.architecture import CacheBits, ModelConfig
+from quantkit.models.architecture import CacheBits, KeyValueCache, ModelConfig
 from quantkit.models.eagle3 import HeadConfig, is_head
 from quantkit.models.stored import read_model
 from quantkit.models.table import Parameter
@@ -84,11 +84,14 @@ def draft_sizes(checkpoint: Checkpoint, cache_bits: CacheBits = 16) -> DraftSize
     return DraftSizes(weights, model.config.num_cached_layers * model.config.cache.token_bytes(cache_bits))
 
 
-def fit(checkpoint: Checkpoint, parallel: ParallelSizes, context: int, memory_gib: float, fraction: float, reserve_gib: float) -> Fit:
-    """Whether weights, reserve and one request of `context` tokens fit in the `fraction` of `memory_gib` that an engine may use."""
+def fit(
+    checkpoint: Checkpoint, parallel: ParallelSizes, context: int, memory_gib: float, fraction: float, reserve_gib: float, mtp: bool = False
+) -> Fit:
+    """Whether weights, reserve and one request of `context` tokens fit in the `fraction` of `memory_gib` that an engine may use.
+    mtp: whether the MTP layers are loaded, too."""
     model = read_model(checkpoint)
-    config, rows = model.config, model.rows
-    return fit_rows([(row, _stored_bytes(checkpoint, row)) for row in rows], config, parallel, context, memory_gib, fraction, reserve_gib)
+    stored = [(row, _stored_bytes(checkpoint, row)) for row in model.rows]
+    return fit_rows(stored, model.config, parallel, context, memory_gib, fraction, reserve_gib, mtp=mtp)
 
 
 def fit_rows(
@@ -101,19 +104,22 @@ def fit_rows(
     reserve_gib: float,
     cache_bits: CacheBits = 16,
     draft: DraftSizes = NO_DRAFT,
+    mtp: bool = False,
 ) -> Fit:
-    """The same for parameters with the bytes that each is, or will be, stored in, and a draft model beside them. MTP layers are not
-    counted."""
+    """The same for parameters with the bytes that each is, or will be, stored in, and a draft model beside them. MTP layers are of the last
+    stage, and counted where `mtp`."""
     experts = len({row.expert for row, _ in rows if row.expert is not None})
     stages = [0.0] * parallel.pipeline
     per_stage = math.ceil(config.num_hidden_layers / parallel.pipeline)
     for row, stored in rows:
-        if not row.mtp:
-            outside = 0 if row.role == "embedding" else parallel.pipeline - 1
-            stages[outside if row.layer is None else row.layer // per_stage] += stored * _share(row, parallel, experts)
+        if not row.mtp or mtp:
+            last = parallel.pipeline - 1
+            outside = 0 if row.role == "embedding" and not row.mtp else last
+            stages[outside if row.layer is None else min(row.layer // per_stage, last)] += stored * _share(row, parallel, experts)
     weights = math.ceil(max(stages)) + draft.weight_bytes
     reserve, usable = int(reserve_gib * GIB), int(memory_gib * fraction * GIB)
-    cached = math.ceil(config.num_cached_layers / parallel.pipeline)
+    guessing = len({row.layer for row, _ in rows if row.mtp and row.layer is not None}) if mtp else 0
+    cached = math.ceil(config.num_cached_layers / parallel.pipeline) + guessing
     per_token = cached * config.cache.token_bytes(cache_bits, parallel.tensor) + draft.token_bytes
     state = 0 if config.recurrent is None else math.ceil(config.recurrent.held_bytes(parallel.tensor) / parallel.pipeline)
     tokens = max((usable - reserve - weights) * context // (per_token * context + state), 0)
@@ -121,14 +127,31 @@ def fit_rows(
 
 
 def check_split(checkpoint: Checkpoint, parallel: ParallelSizes) -> list[LoadProblem]:
-    """Linears that do not divide over the ranks: rows by 8 where int4 is packed along them, columns by the group size."""
+    """Heads, layers and linears that do not divide over the ranks: of linears rows by 8 where int4 is packed along them, columns by the
+    group size."""
 
     def grid(module: str) -> Grid | None:
         linear = checkpoint.linears.get(module)
         return None if linear is None else linear.grid
 
-    problem = find_split_problem(read_model(checkpoint).rows, grid, parallel)
+    model = read_model(checkpoint)
+    problem = find_part_problem(model.config, parallel) or find_split_problem(model.rows, grid, parallel)
     return [] if problem is None else [problem]
+
+
+def find_part_problem(config: ModelConfig, parallel: ParallelSizes) -> LoadProblem | None:
+    """Attention heads that do not come out even over tensor-parallel ranks, or fewer layers than stages. Key-value heads fewer than ranks
+    are held by several (vLLM, config/model.py)."""
+    heads, ranks = config.num_attention_heads, parallel.tensor
+    kv = config.cache.kv_heads if isinstance(config.cache, KeyValueCache) else ranks
+    for count, what, even in ((heads, "attention", heads % ranks == 0), (kv, "key-value", max(kv, ranks) % min(kv, ranks) == 0)):
+        if not even:
+            told = f"the model has {count} {what} heads, which {ranks} ranks cannot share evenly"
+            return LoadProblem("error", told, "use another number of tensor-parallel ranks")
+    if config.num_hidden_layers < parallel.pipeline:
+        told = f"the model has {config.num_hidden_layers} layers, fewer than {parallel.pipeline} pipeline stages"
+        return LoadProblem("error", told, "use fewer boxes, or another layout")
+    return None
 
 
 def find_split_problem(rows: Iterable[Parameter], grid: Callable[[str], Grid | None], parallel: ParallelSizes) -> LoadProblem | None:

@@ -17,10 +17,13 @@ _PIECE = 2**16
 
 
 def is_address(url: str) -> bool:
-    """Whether `ask` can ask there: http or https, a host, and a port that there is or none."""
+    """Whether `ask` can ask there: http or https, a host that can be looked up, and a port that there is or none; nothing behind a path."""
     try:
         place = urlsplit(url)
-        return place.scheme in ("http", "https") and bool(place.hostname) and place.port != 0
+        host = place.hostname or ""
+        host.encode("idna")
+        whole = place.scheme in ("http", "https") and bool(host) and place.port != 0
+        return whole and not (place.query or place.fragment or place.username) and not any(letter.isspace() for letter in url)
     except ValueError:
         return False
 
@@ -60,7 +63,8 @@ class Answer:
             yield b"".join(held)
 
     def close(self) -> None:
-        self._writer.close()
+        """At once: what the server was not sent yet, it need not read."""
+        self._writer.transport.abort()
 
     def _next(self) -> object:
         try:
@@ -73,7 +77,10 @@ class Answer:
 
 
 async def ask(method: str, url: str, headers: Mapping[str, str], body: bytes = b"") -> Answer:
-    """The answer, its body not read yet; whoever gets it closes it. Raises OSError where the server cannot be reached or ends without."""
+    """The answer, its body not read yet; whoever gets it closes it.
+
+    Raises OSError where the server cannot be reached or ends without one, and ValueError for a header that HTTP does not have.
+    """
     place = urlsplit(url)
     assert place.hostname is not None, url
     secure = place.scheme == "https"
@@ -86,11 +93,14 @@ async def ask(method: str, url: str, headers: Mapping[str, str], body: bytes = b
     target = (place.path or "/") + (f"?{place.query}" if place.query else "")
     answer = Answer(f"{place.scheme}://{place.netloc}", reader, writer, parser)
     try:
-        head = parser.send(h11.Request(method=method, target=target, headers=list(told.items())))
+        try:
+            lines = [(name.encode(), value.encode("latin-1")) for name, value in told.items()]
+            head = parser.send(h11.Request(method=method, target=target, headers=lines))
+        except h11.LocalProtocolError as problem:
+            raise ValueError(str(problem)) from problem
         rest = parser.send(h11.Data(body)), parser.send(h11.EndOfMessage())
         writer.write(b"".join(part for part in (head, *rest) if part))
-        await writer.drain()
-        await answer.begin()
+        await answer.begin()  # a server may answer, and why it refuses, before it has read everything
     except BaseException:
         answer.close()
         raise

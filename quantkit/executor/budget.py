@@ -11,6 +11,9 @@ first tokens four seconds late, once.
 Chunks of a long prompt lie behind a context, ever another one. So passes are measured as these are computed: launched, not replayed; and
 half a chunk behind a long context, for there a token costs more.
 
+Where passes take seconds, as of a large model on a CPU, measuring them takes minutes. So no more is computed than `_MOST_S` allow for: a
+longer pass is taken to last as its tokens do in the longest that was measured, which it does at most, and what comes after goes without.
+
 A pass that is captured waits for no launch. That is worth its capture, which takes as long as some passes and happens while users wait,
 only where launching is what a pass waits for: with many tokens, and sooner in large models, the device is busy all the time.
 """
@@ -48,6 +51,8 @@ _NEVER = 1 << 24
 """Tokens of context: where one costs twice as much only behind more than so many, all cost the same."""
 _STRIDE = 7
 """Between the ids of made-up tokens: other tokens ask for other experts, whose weights are read."""
+_MOST_S, _SLOW_S = 20.0, 1.0
+"""Seconds of passes that are measured, what they compile aside; and of one that is not done again: nothing small moves it."""
 _CHEAPEST = 0.5
 """Of a pass's mean time a token, what one more takes at least: passes that wait for their launches look as if tokens were free."""
 
@@ -61,7 +66,7 @@ def measure(runner: Runner, parallel: Parallel, budget: StepBudget, max_batch: i
     room = (runner.cache.num_blocks - 1) * runner.cache.block_size
     most = min(budget.alone, room)
     trial = _Trial(runner, parallel)
-    if runner.device.type != "cpu":
+    if runner.device.type != "cpu" and trial.affords(trial.at_most(most)):
         trial.together(most)[:1].tolist()  # what is compiled, loaded and allocated for a step this long, no prompt waits for
     if max_batch == 1:
         return budget
@@ -71,12 +76,15 @@ def measure(runner: Runner, parallel: Parallel, budget: StepBudget, max_batch: i
         runner.prompts.limit(_captured(trial, most))
     chunk, doubles_at = most, 0
     if not asked:
-        passes = _Passes(lambda tokens: trial.seconds(trial.launched, tokens), step)
+        passes = _Passes(trial.bounded, step)
         chunk = passes.knee(most, max(_LONGEST_S, _STEPS * step))
-        if (behind := min(_BEHIND, room // chunk - 1)) >= _FEWEST_BEHIND:
+        behind = min(_BEHIND, room // chunk - 1)
+        if behind >= _FEWEST_BEHIND and trial.affords((behind + 1) * trial.at_most(chunk)):
             for part in range(behind):
                 trial.launched(chunk, part * chunk)
             doubles_at = passes.doubles_at(chunk, behind * chunk, trial.seconds(trial.launched, chunk // 2, behind * chunk))
+    if not trial.affords(2 * trial.at_most(chunk)):
+        return StepBudget(budget.alone, chunk, doubles_at=doubles_at)
     apart = step + trial.seconds(trial.launched, chunk)
     return StepBudget(budget.alone, chunk, mixed=trial.seconds(trial.mixed, rows, chunk) < apart, doubles_at=doubles_at)
 
@@ -85,7 +93,8 @@ def _captured(trial: "_Trial", most: int) -> int:
     """The most tokens of a pass that is worth a graph."""
     tokens = min(MOST_TOKENS, most)
     while tokens > _LEAST_CAPTURED:
-        if trial.seconds(trial.launched, tokens) >= _WORTH * trial.seconds(trial.prompt, tokens):
+        launched = trial.bounded(tokens)
+        if launched < _SLOW_S and launched >= _WORTH * trial.seconds(trial.prompt, tokens):
             break
         tokens //= 2
     return tokens
@@ -162,14 +171,33 @@ class _Trial:
         self._runner, self._parallel = runner, parallel
         self._known: dict[tuple[Any, ...], float] = {}
         """Seconds by what was computed, and its sizes."""
+        self._spent = 0.0
 
     def seconds(self, compute: Callable[..., torch.Tensor], *sizes: int) -> float:
-        """The better of two, after two that compile and capture; measured once for each size."""
+        """The better of two, after two that compile and capture; of a slow pass the one after the first. Measured once for each size."""
         if (compute, *sizes) not in self._known:
-            for _ in range(2):
-                compute(*sizes)
-            self._known[compute, *sizes] = min(self._once(lambda: compute(*sizes)) for _ in range(2))
+            runs = [self._once(lambda: compute(*sizes)) for _ in range(2)]
+            if runs[1] < _SLOW_S:
+                runs += [self._once(lambda: compute(*sizes)) for _ in range(2)]
+            self._known[compute, *sizes] = min(runs[2:] or runs[1:])
+            self._spent += len(runs) * self._known[compute, *sizes]
         return self._known[compute, *sizes]
+
+    def bounded(self, tokens: int) -> float:
+        """A pass that is launched: measured, or the longest that it can take, where measuring that would take too long."""
+        most = self.at_most(tokens)
+        return self.seconds(self.launched, tokens) if self.affords(2 * most) else most
+
+    def at_most(self, tokens: int) -> float:
+        """Seconds of a pass that is launched: measured, or as many for each token as in the longest that was; the shortest always is."""
+        self.seconds(self.launched, min(_FEWEST, tokens))
+        measured = [size for kind, size, *behind in self._known if kind == self.launched and not behind and size <= tokens]
+        longest = max(measured)
+        return self._known[self.launched, longest] * tokens / longest
+
+    def affords(self, seconds: float) -> bool:
+        """Whether so many more may be measured; the same on all ranks, as all count what the slowest took."""
+        return self._spent + seconds <= _MOST_S
 
     def _once(self, compute: Callable[[], torch.Tensor]) -> float:
         began = time.perf_counter()

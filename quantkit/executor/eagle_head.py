@@ -101,6 +101,7 @@ def load_head(path: Path, loaded: LoadedModel, options: EngineOptions) -> Loaded
         if embedding.shape[1] != config.decoder.hidden_size or len(embedding) < vocab:
             raise QuantkitError(f"{path} has no embedding of its own, and the model's is {tuple(embedding.shape)}", _REMEDY)
         head = Eagle3Head(config, weights, embedding, ids.to(loaded.device), vocab)
+        head.backend = options.backend
     loaded.model.read_at = read_at
     return LoadedHead(head, config, loaded.dtype, loaded.device, weights.nbytes)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from quantkit_kernels import CacheLayout, CodeSteps, KeySteps, cache_layout, prefer, why_no_rounded_inputs
+from quantkit_kernels import CacheLayout, CodeSteps, KeySteps, asked, cache_layout, check_runs, why_no_rounded_inputs
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.devices import find_device, find_dtype
@@ -129,7 +129,8 @@ class LoadedModel:
             case LatentCache(kv_lora_rank, rope_dim) if self.codes is not None:
                 return CacheLayout((kv_lora_rank, rope_dim), BLOCK_SIZE)
             case LatentCache(kv_lora_rank, rope_dim):
-                return cache_layout(kv_lora_rank, rope_dim, self.dtype, self.device)
+                with asked(self.weights.backend):
+                    return cache_layout(kv_lora_rank, rope_dim, self.dtype, self.device)
             case KeyValueCache():
                 return CacheLayout((self.cache_width // 2, self.cache_width // 2), BLOCK_SIZE)
             case CompressedCache():
@@ -155,8 +156,8 @@ def load_model(
     """Open, check and prepare. mtp: MTP layers, at most. cache: int8 or fp8 for a cache in 8 bits. parallel: ranks that
     cut linears; expert_parallel: ranks that share out the routed experts and have all else whole.
 
-    backend: serves every operator that it has; what it lacks the best one serves. From now on that holds for the whole process. Raises
-    QuantkitError for a fault of the checkpoint, the architecture, the device or the backend.
+    backend: serves every operator that it has of this model; what it lacks the best one serves. Raises QuantkitError for a fault of the
+    checkpoint, the architecture, the device or the backend.
     """
     checkpoint = Checkpoint.open(Path(path))
     read = read_model(checkpoint)
@@ -164,10 +165,11 @@ def load_model(
     target = find_device(device)
     _check_inputs(checkpoint, target, backend)
     try:
-        prefer(backend, target)
+        check_runs(backend, target)
     except ValueError as fault:
         raise QuantkitError(str(fault), "choose another --backend (`quantkit kernels` lists them)") from fault
-    codes = find_codes(cache, target)
+    with asked(backend):
+        codes = find_codes(cache, target)
     compute = find_dtype(dtype, target, isinstance(checkpoint.grid, IntGrid) and checkpoint.grid.bits == 4)
     _check_heads(config, parallel.size)
     check_experts(rows, expert_parallel.size)
@@ -183,10 +185,12 @@ def load_model(
     weights = ExecutorWeights(checkpoint, rows, device=target, dtype=compute, backend=backend, parallel=parallel, expert_ranks=expert_ranks)
     with torch.inference_mode():
         model = architecture.Model(config, weights)
+        model.backend = backend
         count = min(mtp, config.num_nextn_predict_layers) if architecture.MtpLayer else 0
         layers = tuple(architecture.MtpLayer(config, weights, number) for number in range(count))  # type: ignore[misc]
         for layer in layers:
             layer.follow(model)
+            layer.backend = backend
     steps = _steps(checkpoint, config, rows, target, parallel) if codes == torch.int8 else {}
     if codes is not None:
         uneven = [*model.layers, *(layer.block for layer in layers)]

@@ -9,6 +9,7 @@ it at every call. A model small enough is expanded once instead, with the same v
 """
 
 import math
+import warnings
 from collections.abc import Iterable
 from itertools import chain
 
@@ -81,6 +82,7 @@ class ExecutorWeights:
         self._read: dict[str, kernels.Weight] = {}
         """Linears that were read to ask for a prolog, and for which there is none: whoever asks for them next gets them."""
         self._told_slow = False
+        self._told_unserved: set[str] = set()
         self.nbytes = 0
         """Bytes held by everything handed out so far."""
 
@@ -254,6 +256,7 @@ class ExecutorWeights:
         chosen = backends.serving(f"{operator}_{grid}", self.backend, self.device, self.dtype, shapes)
         if chosen == self.backend:
             return chosen
+        self._tell_unserved(f"{operator}_{grid}", shapes, chosen)
         small = grid == "fp4" and chosen == "cpu" and max(map(math.prod, shapes)) <= _SMALL_FP4
         if self._may_expand and (small or chosen == "reference"):
             return "expanded"
@@ -261,6 +264,16 @@ class ExecutorWeights:
             self._told_slow = True
             tell_slow(f"{operator}_{grid}", weights[0], self.device, self.dtype)
         return chosen
+
+    def _tell_unserved(self, operator: str, shapes: tuple[backends.Shape, ...], chosen: str) -> None:
+        """Warn once where the backend asked for has an operator, and not for these weights in the compute dtype."""
+        if self.backend == "auto" or operator in self._told_unserved or backends.why_unusable(operator, self.backend, self.device):
+            return
+        self._told_unserved.add(operator)
+        reason = backends.why_unusable(operator, self.backend, self.device, self.dtype, shapes)
+        warnings.warn(
+            f"backend {self.backend} does not serve {operator} of this model, {chosen} does: {reason}", RuntimeWarning, stacklevel=2
+        )
 
     def _gates_backend(self, gate: kernels.Weight, down: kernels.Weight) -> str:
         """As `_backend`, of experts with biases or a gating of their own."""

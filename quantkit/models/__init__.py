@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from quantkit.errors import QuantkitError
 from quantkit.models.architecture import Architecture, ModelConfig
+from quantkit.models.rope import length_kind
 
 ARCHITECTURES = (
     "deepseek_v3",
@@ -38,6 +39,22 @@ _FILES = {"PanguEmbedded": "pangu_embedded"}
 _ELSEWHERE = {"deepseek_v3": ("q_lora_rank", ".q_a_proj.")}
 """Architectures whose file does not compute a model with this field null, and transformers does: Moonlight's queries have no low rank. And
 the part of a tensor's name that tells that the field is not null."""
+_LLAMA_LIKE = (
+    "glm4_moe",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_moe",
+    "qwen3_next",
+    "solar_open",
+)
+"""Architectures of which transformers computes other gates than SiLU's, and frequencies that depend on the length of the text."""
+_GATES = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "tanh", "mish")
 
 if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
     from quantkit.models import (
@@ -95,7 +112,21 @@ if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
 
 def is_known(config: Mapping[str, Any]) -> bool:
     """Whether there is a model file that computes a config.json."""
-    return config.get("model_type") in ARCHITECTURES and not _missing(config)
+    return config.get("model_type") in ARCHITECTURES and not _elsewhere(config)
+
+
+def _elsewhere(config: Mapping[str, Any]) -> str:
+    """What a config.json has that the architecture's file does not compute, and transformers does; empty without."""
+    if field := _missing(config):
+        return f"{field} null"
+    if config.get("model_type") not in _LLAMA_LIKE:
+        return ""
+    inner = config.get("text_config")
+    text = inner if isinstance(inner, Mapping) else config
+    if (gate := text.get("hidden_act")) in _GATES:
+        return f"hidden_act {gate!r}"
+    kind = length_kind(text)
+    return f"rope scaling {kind!r}" if kind else ""
 
 
 def _missing(config: Mapping[str, Any]) -> str:
@@ -115,8 +146,8 @@ def check_missing(config: Mapping[str, Any], stored: Iterable[str]) -> None:
 def find_architecture(config: dict[str, Any]) -> Architecture[ModelConfig]:
     """The model file for a config.json. Raises QuantkitError where there is none."""
     model_type = config.get("model_type")
-    if field := _missing(config):
-        problem = f"config.json has {field} null, and quantkit's file of {model_type} does not compute that"
+    if what := _elsewhere(config):
+        problem = f"config.json has {what}, and quantkit's file of {model_type} does not compute that"
         raise QuantkitError(problem, "quantize, run, eval and ppl compute it by transformers; serve it with another engine")
     if not is_known(config):
         raise QuantkitError(

@@ -225,6 +225,8 @@ class MtpModel(Protocol):
     embedding: Tensor
     """Its own or the main model's, [vocab, H]; of some tokens alone while the layer is calibrated."""
     reads: MtpReads
+    backend: str
+    """As `decoder.Model` has it."""
 
     def follow(self, model: Model) -> None:
         """Share what it shares with the main model, which hands out from now on what it reads."""

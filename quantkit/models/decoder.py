@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 import torch
-from quantkit_kernels import rms_norm
+from quantkit_kernels import UnsummedPairs, by_own_backend, rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -47,7 +47,8 @@ class DecoderLayer:
         norm_offset: float = 0.0,
         input_norm: str = "input_layernorm",
     ) -> None:
-        self.eps, self.all_reduce, self.add_rms_norm = eps, weights.all_reduce, weights.add_rms_norm
+        self.eps, self.all_reduce = eps, weights.all_reduce
+        self.add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = weights.add_rms_norm
         self.attention, self.mlp = attention, mlp
         self.input_norm = gain_of(weights, f"{prefix}.{input_norm}.weight", norm_offset)
         self.mlp_norm = gain_of(weights, f"{prefix}.{mlp_norm}.weight", norm_offset)
@@ -58,12 +59,19 @@ class DecoderLayer:
         """normed, residual [T, H]: the residual stream with and without `input_norm`. next_norm [H]: gain of the norm after this layer.
         rows int64 [R]: tokens that anything behind the attention is asked for, all by default.
         Returns the two after the layer, of these tokens."""
-        attended = self.attention(normed, context)
+        attended = self.attention_part(normed, context)
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
         normed, residual = self.add_rms_norm(attended, residual, self.mlp_norm, self.eps)
-        added = self.mlp.unsummed(normed) if isinstance(self.mlp, MoeMlp) else self.mlp(normed)
-        return self.add_rms_norm(added, residual, next_norm, self.eps)
+        return self.add_rms_norm(self.mlp_part(normed), residual, next_norm, self.eps)
+
+    def attention_part(self, normed: Tensor, context: Context) -> Tensor:
+        """What `add_rms_norm` adds of the attention: partial over ranks, which it sums."""
+        return self.attention(normed, context)
+
+    def mlp_part(self, normed: Tensor) -> Tensor | UnsummedPairs:
+        """What `add_rms_norm` adds of the MLP: partial over ranks, which it sums."""
+        return self.mlp.unsummed(normed) if isinstance(self.mlp, MoeMlp) else self.mlp(normed)
 
     def attend(self, hidden: Tensor, context: Context) -> Tensor:
         """The attention half, residual included: hidden [T, H] -> [T, H]."""
@@ -99,6 +107,8 @@ class Model:
 
     layer_class: ClassVar[type[Any]]
     """The architecture's layer, made from (config, layer, weights)."""
+    backend: str = "auto"
+    """Of the operators that hold no weights, while it computes."""
 
     def __init__(
         self,
@@ -123,6 +133,7 @@ class Model:
         """Values of a token that `__call__` returns."""
         return self.embedding.shape[1] * (1 + len(self.read_at))
 
+    @by_own_backend
     def __call__(self, token_ids: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
         """token_ids [T] -> hidden [T, H] after the final norm, and what `read_at` asks for, [T, width]; rows int64 [R]: of these tokens."""
         residual = F.embedding(token_ids, self.embedding)
@@ -136,6 +147,7 @@ class Model:
             normed, residual = layer(normed, residual, context, next_norm, rows if last else None)
         return torch.cat((normed, *read), dim=-1) if read else normed
 
+    @by_own_backend
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, H], or [T, width] -> float32 [T, vocab]."""
         return self.head(hidden[:, : self.embedding.shape[1]].contiguous()).float()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from quantkit_kernels import add_rms_norm, rms_norm
+from quantkit_kernels import add_rms_norm, by_own_backend, rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -97,7 +97,12 @@ def parameters(config: HeadConfig) -> list[Parameter]:
 
 
 class Eagle3Head:
-    """embedding [vocab, H]: of the model's tokens. token_ids int64 [draft_vocab]: which of the model's `vocab` ids it guesses among."""
+    """embedding [vocab, H]: of the model's tokens. token_ids int64 [draft_vocab]: which of the model's `vocab` ids it guesses among.
+
+    backend: as `decoder.Model` has it.
+    """
+
+    backend: str = "auto"
 
     def __init__(self, config: HeadConfig, weights: Weights, embedding: Tensor, token_ids: Tensor, vocab: int) -> None:
         c = config.decoder
@@ -117,6 +122,7 @@ class Eagle3Head:
         """hidden [T, 3 * target_hidden], the depths side by side -> [T, H]."""
         return self.fc(hidden)
 
+    @by_own_backend
     def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context) -> Tensor:
         """next_token_ids [T], hidden [T, H] of `combine`, or of this -> hidden [T, H] before the last norm."""
         c = self.config.decoder
@@ -129,6 +135,7 @@ class Eagle3Head:
         normed, residual = add_rms_norm(attended, residual, self.mlp_norm, self.eps)
         return residual + self.mlp(normed)
 
+    @by_own_backend
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, H] -> float32 [T, vocab], minus infinity for tokens that it does not guess."""
         own = self.head(rms_norm(hidden, self.norm, self.eps)).float()

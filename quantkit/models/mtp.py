@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
-from quantkit_kernels import rms_norm
+from quantkit_kernels import by_own_backend, rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -64,6 +64,8 @@ class MtpLayer:
     shares: ClassVar[bool] = False
     """Whether embedding and head are the main model's."""
     reads: MtpReads = "normed"
+    backend: str = "auto"
+    """As `decoder.Model` has it."""
 
     def __init__(self, config: MtpStackConfig, weights: Weights, index: int = 0) -> None:
         layer = config.num_hidden_layers + index
@@ -89,12 +91,14 @@ class MtpLayer:
         embedded = rms_norm(F.embedding(next_token_ids, self.embedding), self.enorm, self.eps)
         return self.eh_proj(torch.cat((embedded, rms_norm(hidden, self.hnorm, self.eps)), dim=-1))
 
+    @by_own_backend
     def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context) -> Tensor:
         """-> hidden [T, H] after the final norm; also the `hidden` of a further MTP step."""
         inputs = self.inputs(next_token_ids, hidden)
         normed, _ = self.block(rms_norm(inputs, self.block.input_norm, self.eps), inputs, context, self.norm)
         return normed
 
+    @by_own_backend
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, H] -> float32 [T, vocab]."""
         return self.head(hidden).float()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
-from quantkit_kernels import rms_norm
+from quantkit_kernels import by_own_backend, rms_norm
 from torch import Tensor
 
 from quantkit.models import decoder, deepseek_v3, mtp, pangu_ultra_moe, streams_decoder
@@ -265,6 +265,7 @@ class MtpLayer(mtp.MtpLayer):
         assert isinstance(model, Model), "a layer behind streams"
         model.hands_on = True
 
+    @by_own_backend
     def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context) -> Tensor:
         """hidden [T, 2 H]: as the main model hands it out, and as it is returned, for the next MTP layer."""
         inputs = self.inputs(next_token_ids, hidden[:, len(self.hnorm) :].contiguous())

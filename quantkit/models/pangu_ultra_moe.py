@@ -86,18 +86,15 @@ class DecoderLayer(decoder.DecoderLayer):
         p = f"model.layers.{layer}"
         mlp = mixture_of(config, f"{p}.mlp", weights) if config.is_moe(layer) else Mlp(f"{p}.mlp", weights)
         super().__init__(p, config.rms_norm_eps, weights, self.attention_class(config, layer, weights), mlp, mlp_norm="pre_mlp_layernorm")
+        self.add_rms_norm = add_rms_norm  # what a half adds is normed before it is added, and so summed over the ranks before
         self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
         self.post_mlp_norm = weights.tensor(f"{p}.post_mlp_layernorm.weight")
 
-    def __call__(
-        self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor, rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """As every layer's; but what a half adds is normed before it is added."""
-        attended = self.attention_output(normed, context)
-        if rows is not None:
-            attended, residual = attended[rows], residual[rows]
-        normed, residual = add_rms_norm(attended, residual, self.mlp_norm, self.eps)
-        return add_rms_norm(self.as_added(self.mlp_sum(normed)), residual, next_norm, self.eps)
+    def attention_part(self, normed: Tensor, context: Context) -> Tensor:
+        return self.attention_output(normed, context)
+
+    def mlp_part(self, normed: Tensor) -> Tensor:
+        return self.as_added(self.mlp_sum(normed))
 
     def attention_output(self, normed: Tensor, context: Context) -> Tensor:
         return rms_norm(super().attention_output(normed, context), self.post_attention_norm, self.eps)

@@ -1,7 +1,8 @@
 """Rotary position embedding: the frequencies and scales that transformers' modeling_rope_utils.py computes, by its names.
 
 default, linear, llama3 (Llama 3.1's wavelength bands) and yarn (arXiv 2309.00071, as DeepSeek uses it). A field of config.json that the
-kind does not have is refused by name, and so are kinds whose frequencies depend on the length of the text (dynamic, longrope).
+kind does not have is refused by name, and so are kinds whose frequencies depend on the length of the text (dynamic, longrope): models
+with these are computed by transformers, where it has them.
 """
 
 import math
@@ -17,6 +18,8 @@ from quantkit.errors import QuantkitError
 Kind = Literal["default", "linear", "llama3", "yarn"]
 DEFAULT_THETA = 10000.0
 """transformers' rope_theta of an architecture whose config.json has none."""
+
+_BY_LENGTH = ("dynamic", "longrope")
 
 _NEEDED: dict[Kind, tuple[str, ...]] = {
     "default": (),
@@ -154,6 +157,12 @@ def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(scaling, Mapping):
         raise QuantkitError(f"config.json has {named} = {scaling!r}, not an object", _SOURCE)
     return scaling
+
+
+def length_kind(config: Mapping[str, Any]) -> str:
+    """The kind of a config.json's rotary embedding where its frequencies depend on the length of the text; empty for any other."""
+    scaling = next((value for name in ("rope_scaling", "rope_parameters") if isinstance(value := config.get(name), Mapping) and value), {})
+    return next((kind for kind in _BY_LENGTH if kind in (scaling.get("rope_type"), scaling.get("type"))), "")
 
 
 def _partial_rotary_factor(scaling: Mapping[str, Any], config: Mapping[str, Any], default: float) -> float:

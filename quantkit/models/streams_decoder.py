@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
-from quantkit_kernels import rms_norm
+from quantkit_kernels import by_own_backend, rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -110,6 +110,7 @@ class StreamsModel(decoder.Model):
         """As `decoder.Model.width`."""
         return self.embedding.shape[1] * (1 + self.hands_on * (self.num_handed or self.count))
 
+    @by_own_backend
     def __call__(self, token_ids: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
         """token_ids [T] -> hidden [T, H] after the final norm, and what is handed on, [T, width]; rows int64 [R]: of these tokens."""
         streams = begun(F.embedding(token_ids, self.embedding), self.count)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 import torch
-from quantkit_kernels import rms_norm
+from quantkit_kernels import by_own_backend, rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -54,6 +54,8 @@ class MtpLayer:
 
     layer_class: ClassVar[type[Any]]
     reads: MtpReads = "streams"
+    backend: str = "auto"
+    """As `decoder.Model` has it."""
 
     def __init__(self, config: StreamsMtpConfig, weights: Weights, index: int = 0) -> None:
         layer = config.num_hidden_layers + index
@@ -77,12 +79,14 @@ class MtpLayer:
         streams = rms_norm(hidden.unflatten(-1, (self.count, -1)).contiguous(), self.hnorm, self.eps)
         return (embedded[:, None] + self.h_proj(streams.flatten(0, 1)).unflatten(0, (-1, self.count))).flatten(1)
 
+    @by_own_backend
     def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context) -> Tensor:
         """hidden [T, H + n H]: as the main model hands it out, and as it is returned, for a further step."""
         inputs = self.inputs(next_token_ids, hidden[:, self.hidden_size :])
         _, streams = self.block(next_token_ids, inputs.unflatten(-1, (self.count, -1)), context, self.norm)
         return torch.cat((rms_norm(self.end(streams), self.norm, self.eps), streams.flatten(1)), dim=-1)
 
+    @by_own_backend
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, H + n H] -> float32 [T, vocab]."""
         return self.head(hidden[:, : self.hidden_size].contiguous()).float()

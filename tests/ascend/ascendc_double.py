@@ -40,10 +40,10 @@ def installed() -> Iterator[list[str]]:
         library.define(schema)
         name = schema.partition("(")[0]
         library.impl(name, {"int4_grouped": int4_grouped, "fp4_gemv": fp4_gemv}[name], "CPU")
-    backends.find.cache_clear()
+    backends.forget()
     try:
         with triton_double.installed() as launched:
             yield launched
     finally:
         library._destroy()
-        backends.find.cache_clear()
+        backends.forget()

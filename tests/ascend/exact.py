@@ -42,12 +42,12 @@ def installed() -> Iterator[None]:
     replaced = {"reference": cast(ModuleType, here), "cpu": cast(ModuleType, absent)}
     backends.module = lambda name: replaced.get(name) or importlib.import_module(f"quantkit_kernels.{name}")
     ExecutorWeights.mla_prolog = mla_prolog  # type: ignore[method-assign]
-    backends.find.cache_clear()
+    backends.forget()
     try:
         yield
     finally:
         backends.module, ExecutorWeights.mla_prolog = plain, chained  # type: ignore[method-assign]
-        backends.find.cache_clear()
+        backends.forget()
 
 
 def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: object) -> str | None:

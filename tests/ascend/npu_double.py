@@ -44,12 +44,12 @@ def installed() -> Iterator[list[str]]:
         library.define(schema.removeprefix("npu::"))
         name = schema.removeprefix("npu::").partition("(")[0]
         library.impl(name, _enforcing(name, called), "CPU")
-    backends.find.cache_clear()
+    backends.forget()
     try:
         yield called
     finally:
         library._destroy()
-        backends.find.cache_clear()
+        backends.forget()
 
 
 def _enforcing(name: str, called: list[str]) -> Any:

@@ -67,14 +67,14 @@ def test_launches_of_a_step(model: str, backend: str, batch: int, counted: str, 
         rows = engine.runner.rows([5] * batch, [(one, one.num_cached) for one in sequences])
         context = rows.context(engine.cache)
         for layer in loaded.layers:
-            layer(hidden, hidden, context, layer.input_norm)  # tables made once a step are not a layer's
-            with CountLaunches() as launches:
-                layer(hidden, hidden, context, layer.input_norm)
+            with backends.asked(backend):
+                layer(hidden, hidden, context, layer.input_norm)  # tables made once a step are not a layer's
+                with CountLaunches() as launches:
+                    layer(hidden, hidden, context, layer.input_norm)
             found.append(len(launches.names))
         token_ids = torch.tensor([5] * batch)
         with CountLaunches() as launches:
             compute(loaded, (token_ids,), rows.context(engine.cache))
-        backends.prefer("auto", torch.device("cpu"))
     assert len(found) == 2
     dense, moe = found
     assert load_hardware("910b1").launches[counted] == Launches(dense_layer=dense, moe_layer=moe, step=len(launches.names) - dense - moe)
@@ -88,7 +88,6 @@ def test_decoding_on_the_doubles_of_kernels(r1_attention: Callable[[str], Path])
     for backend, double in (("torch_npu", triton_double), ("ascend", triton_double), ("ascend", ascendc_double)):
         with double.installed() as called:
             found.append(forced(r1_attention("int8-attention"), "bfloat16", backend, text, 16))
-            backends.prefer("auto", torch.device("cpu"))
         assert (called.count("int4_down") > 0) == (len(found) == 2)
     assert divergence(found[0], found[1]) < 2e-3
     assert divergence(found[0], found[2]) < 2e-3

@@ -44,14 +44,14 @@ def installed() -> Iterator[list[str]]:
     ascend.unusable = lambda operator, device, dtype, shapes: next(  # type: ignore[assignment]
         (reason for reason in (ascend.refused(operator, dtype, shape) for shape in shapes or (None,)) if reason), None
     )
-    backends.find.cache_clear()
+    backends.forget()
     try:
         with npu_double.installed():
             yield called
     finally:
         library._destroy()
         launch.run, ascend.unusable = plain, refused  # type: ignore[assignment]
-        backends.find.cache_clear()
+        backends.forget()
 
 
 def check(one: launch.KernelLaunch) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -76,12 +75,34 @@ def test_what_is_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pyt
     assert measured == ["vllm 128x8"]
 
 
-def test_a_server_that_does_not_come_up_says_where_it_stands(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with log.open("wb") as to:
-        process = subprocess.Popen([sys.executable, "-X", "faulthandler", "-c", "import time\ntime.sleep(60)"], stderr=to)
-    case = Case("m", "awq", 1, {"quantkit": Server("http://127.0.0.1:9", process, time.monotonic())})
-    vllm_beside.await_servers([case], time.monotonic() + 2)
-    assert case.servers["quantkit"].failed == "it did not come up in time"
-    assert process.wait(20) == -signal.SIGABRT
-    assert 'File "<string>", line 2' in log.read_text()
+def test_a_server_of_ours_that_does_not_come_up_says_where_it_stands_and_is_started_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sleeps = [sys.executable, "-X", "faulthandler", "-c", "import time\nprint('loading', flush=True)\ntime.sleep(60)"]
+    monkeypatch.setattr(vllm_beside, "command", lambda *of: sleeps)
+    asked = Namespace(directory=tmp_path, visible=["0"], cards=1, own_wait=3.0)
+    case = Case("m", "awq", 1)
+    case.servers["quantkit"] = first = vllm_beside.start_one(case, "quantkit", 9, asked)
+    vllm_beside.await_servers([case], asked, time.monotonic() + 60, iter(()))
+    second = case.servers["quantkit"]
+    assert second is not first
+    assert second.failed == "it did not come up in time"
+    assert first.process.wait(20) == second.process.wait(20) == -signal.SIGABRT
+    log = tmp_path / "beside-m-awq-1-quantkit.log"
+    until = time.monotonic() + 20
+    while log.read_text().count('File "<string>", line 3') < 2 and time.monotonic() < until:
+        time.sleep(0.1)
+    assert log.read_text().count('File "<string>", line 3') == 2
+    assert "m:awq:1 quantkit | loading" in capfd.readouterr().out
+
+
+def test_ours_is_measured_while_the_peer_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_beside, "warm", lambda url: [])
+    monkeypatch.setattr(vllm_beside, "cell_of", lambda url, cell: [{"ttft_s": 1.0}])
+    case = Case("qwen3-8b", "awq", 1, {name: Server(name, None, 0.0, answered=name == "quantkit") for name in ("vllm", "quantkit")})  # type: ignore[arg-type]
+    monkeypatch.setattr(Server, "up", lambda server: server.answered)
+    found: dict[str, Any] = {}
+    asked = Namespace(cells="128x1,16000x64", directory=tmp_path, engines=vllm_beside.ENGINES)
+    assert len(list(vllm_beside.measure_before([case], asked, found))) == 2
+    assert found == {case.name: {"128x1": {"quantkit-before": [{"ttft_s": 1.0}]}}}
+    assert json.loads((tmp_path / "beside.json").read_text()) == found

@@ -114,7 +114,7 @@ def test_a_load_curve_ends_with_a_rate_that_is_refused(monkeypatch: pytest.Monke
         return {"failed": 0, "ttft_s_p95": 0.1, "tpot_ms_p95": 2.0}
 
     monkeypatch.setattr(load_curves, "measured", measured)
-    asked = Namespace(input_len=8, output_len=8, first_rate=16, per_rate=1, seconds=60, ttft=1, tpot=50)
+    asked = Namespace(input_len=8, output_len=8, rates=[16, 32, 64], per_rate=1, seconds=60, ttft=1, tpot=50)
     rows = list(load_curves.curve(None, "", "", asked))  # type: ignore[arg-type]
     assert [row["failed"] for row in rows] == [0, load_curves.FEWEST]
     told = {"topology"} | {f"{name}_p{percent}" for name in ("ttft_s", "tpot_ms") for percent in (50, 95)}

@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import re
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -133,6 +135,10 @@ def test_questions_without_an_answer(int8: Path) -> None:
     with pytest.raises(QuantkitError, match=r"10\.0\.0\.1 is given for two boxes"):
         deploy(int8, "vllm", boxes=2, hosts=["10.0.0.1", "10.0.0.1"])
     assert deploy(int8, "vllm", boxes=2, hosts=["fe80::1", "node-2.local"]).launches
+    for nic in ("eth0; reboot", "", "-x y"):
+        with pytest.raises(QuantkitError, match=f"{nic!r} is no network interface; give one that ip link lists"):
+            deploy(int8, "vllm", nic=nic)
+    assert deploy(int8, "vllm", nic="^docker,lo").launches
     with pytest.raises(QuantkitError, match="no deployment recipe for chitu"):
         deploy(int8, "chitu")
 
@@ -173,6 +179,32 @@ def test_memory_is_counted_from_headers(int8: Path) -> None:
     halves = fit(checkpoint, ParallelSizes(1, pipeline=2), 100, 1.0, 1.0, 0.0)
     assert stored / 2 < halves.weight_bytes < stored
     assert not fit(checkpoint, ParallelSizes(1), 10**9, 1.0, 1.0, 0.0).fits
+
+
+def test_heads_and_layers_come_out_even(int8: Path, tmp_path: Path) -> None:
+    """Their rows may divide where heads do not: vLLM refuses such ranks."""
+    from test_architectures import CONFIGS
+    from test_architectures import random_tensors as of_any
+
+    def told(path: Path, devices: int, boxes: int = 1) -> str:
+        return str(deploy(path, "vllm", devices=devices, boxes=boxes).refusal)
+
+    assert "32 attention heads, which 64 ranks cannot share evenly; use another number of tensor-parallel ranks" in told(int8, 64)
+    assert told(int8, 32) == "None"
+    made = deploy(int8, "vllm", layout="two-boxes", boxes=5, devices=1)
+    assert "has 3 layers, fewer than 5 pipeline stages; use fewer boxes" in str(made.refusal)
+    config = CONFIGS["qwen3"] | {"num_attention_heads": 12, "num_key_value_heads": 3}
+    few = write_packed(tmp_path / "few", config, of_any(config), compressed_int8.FORMAT, IntGrid(8, None, symmetric=True))
+    assert "3 key-value heads, which 2 ranks cannot share" in told(few, 2)
+    assert [told(few, devices) for devices in (1, 3, 6, 12)] == ["None"] * 4, "one head is held by several ranks"
+
+
+def test_an_mtp_layer_that_guesses_is_held(int8: Path) -> None:
+    without, guessing = (deploy(int8, "vllm", devices=1, guesses=guesses).memory["server"] for guesses in (0, 1))
+    checkpoint = Checkpoint.open(int8)
+    mtp = sum(tensor.nbytes for tensor in checkpoint.tensors.values() if ".layers.3." in tensor.name)
+    assert guessing.weight_bytes == without.weight_bytes + mtp
+    assert guessing.cache_bytes_per_token * 3 == without.cache_bytes_per_token * 4
 
 
 def test_a_split_that_does_not_divide_is_named(tmp_path: Path) -> None:
@@ -253,6 +285,66 @@ def test_a_layout_on_another_number_of_boxes(int8: Path) -> None:
 
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
+@pytest.mark.parametrize("devices", [8, 16])
+def test_commands_are_of_the_machines_that_were_asked_for(int8: Path, engine: str, device: str, layout: str, devices: int) -> None:
+    """SGLang's boxes, and the sizes that prefill and decode know of each other, were those of the recipe whatever was asked for."""
+    chosen = find_topology(engine, None, layout, device, devices)  # type: ignore[arg-type]
+    made = deploy(int8, engine, layout=layout, device=device, devices=devices)  # type: ignore[arg-type]
+    assert devices == find_topology(engine, None, layout, device).devices_per_box or f" {devices}" in made.summary  # type: ignore[arg-type]
+    sizes = {role.name: {"dp_size": role.data_parallel, "tp_size": role.tensor_parallel} for role in chosen.roles}
+    for launch in made.launches:
+        boxes = next(role.boxes for role in chosen.roles if role.name == launch.role)
+        for _, command in launch.commands:
+            if "--nnodes" in command:
+                assert command[command.index("--nnodes") + 1] == str(boxes)
+            if any(word.startswith("--num-gpus=") for word in command):
+                assert f"--num-gpus={devices}" in command
+            if "--kv-transfer-config" in command:
+                told = json.loads(command[command.index("--kv-transfer-config") + 1]).get("kv_connector_extra_config", sizes)
+                assert told == sizes
+    assert not [note for note in made.notes if "$" in note]
+
+
+def test_boxes_of_sglang_are_as_many_as_are_asked_for(int8: Path) -> None:
+    for layout, boxes in (("two-boxes", 3), ("four-boxes", 8)):
+        for number, launch in enumerate(deploy(int8, "sglang", layout=layout, boxes=boxes, device="cuda").launches):
+            ((_, command),) = launch.commands
+            assert [command[command.index(option) + 1] for option in ("--nnodes", "--node-rank")] == [str(boxes), str(number)]
+
+
+@pytest.mark.parametrize("ends", ["0", "3"])
+def test_commands_of_a_box_end_together(int8: Path, tmp_path: Path, ends: str) -> None:
+    """A data-parallel engine that is left waits for the one that ended, and says nothing."""
+    script = next(
+        launch for launch in deploy(int8, "vllm-ascend", layout="disaggregated-a2").launches if len(launch.commands) == 8
+    ).script()
+    program = tmp_path / "vllm"
+    pids = tmp_path / "pids"
+    program.write_text(
+        f'#!/bin/bash\necho $$ >> {pids}\n[[ "$*" == *"--data-parallel-rank 5 "* ]] || exec sleep 60\n'
+        f"while [ $(wc -l < {pids}) -lt 8 ]; do sleep 0.05; done\nexit {ends}\n"
+    )
+    program.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "QUANTKIT_API_KEY": "k"}
+    ended = subprocess.run(["bash", "-c", script], env=environment, timeout=30, capture_output=True, text=True)
+    assert ended.returncode == int(ends), ended.stderr
+    started = [int(pid) for pid in pids.read_text().split()]
+    until = time.monotonic() + 10
+    while (left := [pid for pid in started if _runs(pid)]) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(started) == 8
+    assert not left
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
 def test_a_model_without_experts_is_asked_for_none(dense: Path, engine: str, device: str, layout: str) -> None:
     """vLLM ends with "Number of experts in the model must be greater than 0 when expert parallelism is enabled"."""
     for launch in deploy(dense, engine, layout=layout, device=device).launches:  # type: ignore[arg-type]
@@ -265,6 +357,18 @@ def test_a_model_without_experts_is_asked_for_none(dense: Path, engine: str, dev
 def test_guesses_of_the_mtp_layer(int8: Path, tmp_path: Path) -> None:
     ((_, command),) = deploy(int8, "vllm", guesses=2).launches[0].commands
     assert json.loads(command[command.index("--speculative-config") + 1]) == {"method": "mtp", "num_speculative_tokens": 2}
+    for device in ("cuda", "npu"):
+        ((_, command),) = deploy(int8, "sglang", device=device, guesses=2).launches[0].commands  # type: ignore[arg-type]
+        said = {word: command[at + 1] for at, word in enumerate(command) if word.startswith("--speculative-")}
+        assert said == {
+            "--speculative-algorithm": "NEXTN",
+            "--speculative-num-steps": "2",
+            "--speculative-eagle-topk": "1",
+            "--speculative-num-draft-tokens": "3",
+        }
+        assert set(said) <= OPTIONS["sglang"]
+    ((_, command),) = deploy(int8, "vllm-ascend", guesses=1).launches[0].commands
+    assert json.loads(command[command.index("--speculative-config") + 1]) == {"method": "mtp", "num_speculative_tokens": 1}
     with pytest.raises(QuantkitError, match="omni-infer has no options for guesses"):
         deploy(int8, "omni-infer", guesses=1)
     config = tiny_config(num_nextn_predict_layers=0)

@@ -1,94 +1,18 @@
-"""The proxy between servers of this process: what each is asked, what the client gets, and what it is told when a server is dead.
-
-The servers stand in for vLLM's; tests/judges/vllm_topologies.py runs the proxy before vLLM itself.
-"""
+"""The proxy between servers of this process: what each is asked, what the client gets, and what it is told when a server is dead."""
 
 import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from commands import command
-from running_server import wait_for
+from proxied_servers import ASKED, KEY, PLACE, Answering, answering, in_thread, running
 
-from quantkit.engines.proxy import REMOTE, proxy
-
-PLACE = {"remote_engine_id": "p", "remote_block_ids": [1, 2], "do_remote_prefill": True}
-ASKED = {"model": "m", "prompt": "a", "max_tokens": 9, "min_tokens": 4, "logprobs": 2}
-KEY = {"Authorization": "Bearer k"}
-
-
-class Answering(BaseHTTPRequestHandler):
-    """Keeps what it is asked. A prefill server says where the cache is; a decode server streams two events, or stops after the first."""
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        self._say(b'{"data": []}')
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server: Any = self.server
-        server.asked.append((self.path, dict(self.headers), body))
-        if server.says == "refuse":
-            return self._say(b'{"error": {"message": "too long"}}', 400)
-        if server.says == "stop":
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.send_header("Content-Length", "1000")
-            self.end_headers()
-            self.wfile.write(b"data: 1\n\n")
-            return None
-        if "do_remote_decode" in body["kv_transfer_params"]:
-            return self._say(json.dumps({"kv_transfer_params": PLACE}).encode())
-        return self._say(b"data: 1\n\ndata: [DONE]\n\n", kind="text/event-stream")
-
-    def _say(self, content: bytes, status: int = 200, kind: str = "application/json") -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-
-@contextmanager
-def in_thread(server: Any) -> Iterator[Any]:
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
-
-
-@contextmanager
-def answering(says: str = "") -> Iterator[Any]:
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
-    server.asked, server.says, server.url = [], says, f"http://127.0.0.1:{server.server_port}"
-    with in_thread(server):
-        yield server
-
-
-@contextmanager
-def running(prefill: list[str], decode: list[str]) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(proxy(prefill, decode), port=0, log_level="critical"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    wait_for(lambda: server.started)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
+from quantkit.engines.proxy import REMOTE
 
 
 @pytest.fixture
@@ -173,11 +97,18 @@ def test_a_piece_goes_on_before_the_next_is_there() -> None:
         assert b"".join(pieces) == b"data: [DONE]\n\n"
 
 
-@pytest.mark.parametrize("wrong", ["10.0.0.1:8100", "http://", "http://a:99999", "ftp://a", ""])
+@pytest.mark.parametrize(
+    "wrong", ["10.0.0.1:8100", "http://", "http://a:99999", "ftp://a", "", "http://a b", "http://a/?x=1", "http://a..b"]
+)
 def test_an_address_that_is_none_is_refused_before_anything_listens(wrong: str) -> None:
     said = command("proxy", "--prefill", f"http://127.0.0.1:8100,{wrong}", "--decode", "http://[::1]:8200")
     assert (said.code, said.errors) == (1, 1)
     assert f"{wrong!r} is no address of a server; give one such as http://10.0.0.1:8100" in said.error
+
+
+def test_an_address_of_the_api_is_told_what_to_leave_out() -> None:
+    said = command("proxy", "--prefill", "http://127.0.0.1:8100/v1/", "--decode", "http://127.0.0.1:8200")
+    assert "http://127.0.0.1:8100/v1/ is where the API of a server begins; give http://127.0.0.1:8100" in said.error
 
 
 def test_a_refusal_of_prefill_is_the_answer() -> None:

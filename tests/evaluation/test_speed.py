@@ -8,9 +8,10 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
-from faulty_server import BROKEN, WHOLE, FaultyServer, Wire
+from faulty_server import BROKEN, DONE, WHOLE, FaultyServer, Wire, chunk, event
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.results.published import published_speeds_of
@@ -245,6 +246,32 @@ def test_a_broken_reply_is_one_failed_request(name: str) -> None:
     with FaultyServer(second_is_broken) as faulty:
         times = list(EndpointTarget(faulty.url).run(Workload(4, 2, requests=3, concurrency=1)))
     assert sum(one.error is not None for one in times) == 1
+
+
+@pytest.mark.parametrize("tokens", ["2", -2, 2.5, True, float("nan"), 10**400, [2]], ids=lambda value: str(value)[:5])
+def test_a_count_that_is_none_is_the_requests_fault(tokens: Any) -> None:
+    def reply(wire: Wire, body: dict) -> None:
+        wire.stream(chunk("a"), chunk("b"), event({"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": tokens}}), DONE)
+
+    with FaultyServer(reply) as faulty, pytest.raises(QuantkitError, match=r"all 1 .*completion_tokens = .*, which is no number of tokens"):
+        measure_grid(EndpointTarget(faulty.url), [4], [1], output_len=2, requests=1)
+
+
+def test_a_reply_without_an_end_is_left() -> None:
+    left = threading.Event()
+
+    def endless(wire: Wire, body: dict) -> None:
+        wire.head()
+        try:
+            while True:
+                wire.write(chunk("a "))
+        except OSError:
+            left.set()
+
+    with FaultyServer(endless) as faulty:
+        (times,) = EndpointTarget(faulty.url).run(Workload(4, 2, requests=1, concurrency=1))
+        assert times.error == "the reply does not end: it has more than 72 pieces, and 2 tokens were asked for"
+        assert left.wait(10)
 
 
 def test_endpoint_failures_are_reported(server: str) -> None:

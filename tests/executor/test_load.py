@@ -1,17 +1,22 @@
 """A rank reads its share of the file and what the ranks have in common, in every packed format."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import make_model
 import pytest
 import torch
-from packed_model import write_packed
+from packed_model import write_packed, write_random
+from quantkit_kernels import cpu as cpu_backend
+from quantkit_kernels import silu_and_mul
 
 from quantkit.checkpoint import shards
 from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int4, compressed_int8, modelopt, modelslim
 from quantkit.checkpoint.formats.base import Format
 from quantkit.executor.load import LoadedModel, load_model
 from quantkit.executor.parallel import Parallel
+from quantkit.models.context import CausalContext
 from quantkit.schemes import Fp4Grid, Grid, IntGrid
 
 CASES: dict[str, tuple[Format, Grid]] = {
@@ -72,3 +77,28 @@ def test_shares_are_those_of_the_whole_weight(packed: Path) -> None:
     shares = [load(packed, rank).weights for rank in range(SIZE)]
     for module, dim in ((down, 1), (up, 0)):
         assert torch.equal(torch.cat([share.dequantized(module) for share in shares], dim=dim), whole.weights.dequantized(module))
+
+
+def test_each_model_of_a_process_computes_by_its_own_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is loaded last does not decide for the one before it, nor for what computes without a model."""
+    by_cpu: list[str] = []
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64}
+    sizes = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "rms_norm_eps": 1e-6}
+    path = write_random(tmp_path / "model", {"model_type": "qwen3", "rope_theta": 1e4, **heads, **sizes})
+
+    def counted(operator: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: by_cpu.append(operator) or run(*given)  # type: ignore[func-returns-value]
+
+    for operator in ("gqa_prefill", "silu_and_mul"):
+        monkeypatch.setattr(cpu_backend, operator, counted(operator, getattr(cpu_backend, operator)))
+    models = {asked: load_model(path, device="cpu", dtype="float32", backend=asked).model for asked in ("reference", "auto")}
+    ids, found = torch.arange(5, 25), {}
+    for asked in ("reference", "auto", "reference"):
+        by_cpu.clear()
+        with torch.inference_mode():
+            found[asked] = models[asked].logits(models[asked](ids, CausalContext([len(ids)])))
+        assert bool(by_cpu) == (asked == "auto"), (asked, by_cpu)
+    torch.testing.assert_close(found["auto"], found["reference"], atol=1e-3, rtol=0)
+    by_cpu.clear()
+    silu_and_mul(torch.ones(2, 8))
+    assert by_cpu == ["silu_and_mul"]

@@ -214,6 +214,9 @@ class Launched:
     def seconds(self, took: Callable[[int], float], tokens: int) -> float:
         return took(tokens)
 
+    def bounded(self, tokens: int) -> float:
+        return self.launched(tokens)
+
     def prompt(self, tokens: int) -> float:
         return 24e-6 * tokens
 
@@ -238,7 +241,7 @@ def test_what_is_measured_is_a_budget(tiny_checkpoint: Path) -> None:
     assert alone == StepBudget(512, 512), "one request waits for nobody"
 
 
-@pytest.mark.parametrize(("device", "computed"), [("cuda", [[224, 224]]), ("cpu", [])])
+@pytest.mark.parametrize(("device", "computed"), [("cuda", [[32]] * 4 + [[224, 224]]), ("cpu", [])])
 def test_the_longest_step_is_computed_before_the_first_request(device: str, computed: list[int]) -> None:
     """Of two prompts, as long as a step is, or as the cache holds. A CPU has nothing to compile, and computes for seconds."""
     launched: list[list[int]] = []
@@ -252,6 +255,28 @@ def test_the_longest_step_is_computed_before_the_first_request(device: str, comp
     runner: Any = SimpleNamespace(device=torch.device(device), cache=cache, model=model, prompts=SimpleNamespace(launch=launch))
     assert budget.measure(runner, SINGLE, StepBudget(512, 512), 1, asked=True) == StepBudget(512, 512)
     assert launched == computed
+
+
+@pytest.mark.parametrize(("each", "least"), [(4.0, 32), (0.02, 32), (2e-4, 64)])
+def test_slow_passes_are_not_measured_for_long(tiny_checkpoint: Path, each: float, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock of its own, which each pass moves on by its tokens: as of a large model on a CPU, and of one that is fast enough."""
+    engine, now = load(tiny_checkpoint, max_model_len=512, max_batch=4), [0.0]
+    launch, run = engine.runner.prompts.launch, engine.runner.steps.run
+
+    def launched(answers: Any, prompts: list[PromptRows]) -> torch.Tensor:
+        now[0] += each * sum(len(one.token_ids) for one in prompts)
+        return launch(answers, prompts)
+
+    def stepped(rows: Any) -> Any:
+        now[0] += each
+        return run(rows)
+
+    monkeypatch.setattr(engine.runner.prompts, "launch", launched)
+    monkeypatch.setattr(engine.runner.steps, "run", stepped)
+    monkeypatch.setattr(budget, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    found = budget.measure(engine.runner, SINGLE, StepBudget(4096, 4096), 4, asked=False)
+    assert found.beside_answers >= least
+    assert now[0] <= 20 + 4 * each * 32 + 2 * each, "the shortest pass and the answers' step always are measured"
 
 
 def test_the_slowest_rank_decides(tiny_checkpoint: Path) -> None:

@@ -131,6 +131,18 @@ def test_the_reference_is_told_with_its_time(tiny_checkpoint: Path, weights: Exe
         assert slow._backend("linear", int4) == "reference"
 
 
+def test_what_the_backend_asked_for_does_not_take_of_a_model_is_told_once(weights: ExecutorWeights) -> None:
+    """24 rows, which the CPU's packed operator of int4 does not take; of unquantized ones it has none, which is nothing to tell."""
+    int4 = operand(quantize_int(W[:24, :64], IntGrid(4, 32, False), scale_dtype=torch.float16), torch.bfloat16)
+    asked = ExecutorWeights(weights.checkpoint, [], device=torch.device("cpu"), dtype=torch.bfloat16, backend="cpu")
+    with pytest.warns(RuntimeWarning, match=r"^backend cpu does not serve linear_int4 of this model, reference does: .*16"):
+        asked._backend("linear", int4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asked._backend("linear", int4)
+        asked._backend("linear", kernels.Dense(W[:24, :64]))
+
+
 def test_experts_of_another_gate_go_where_kernels_for_it_are(weights: ExecutorWeights, monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has none, and runs a loop over linears; inputs that are rounded need that loop everywhere."""
     int4 = operand(quantize_int(W[:24, :64], IntGrid(4, 32, False), scale_dtype=torch.float16), torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Load curves of the commands that `quantkit deploy` prints: latency at request rates that double until it passes a limit.
+"""Load curves of the commands that `quantkit deploy` prints: latency at rising request rates, until it passes a limit.
 
     python tests/judges/load_curves.py --vllm PYTHON --directory DIR --cards 4
 
@@ -33,7 +33,7 @@ from quantkit.evaluation.speed.workload import Workload
 CLIENTS = 8
 RATE_OF_A_CLIENT = 32.0  # requests/s: few clients, for the last of many ends late, and what is answered a second counts until then
 USERS = 1024  # requests that may be open at a time
-FEWEST = 64  # requests of a rate
+FEWEST = 32  # requests of a rate
 # Several servers share a card, and none needs much of it.
 MEMORY = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(2**33), "--max-num-seqs", "256")
 # Whose death is looked at: by its title, among all processes of the server or of the one with that number.
@@ -77,16 +77,17 @@ def measured(pool: Executor, url: str, model: str, lengths: tuple[int, int], rat
 
 
 def curve(pool: Executor, url: str, model: str, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows at doubling rates; the last is the first that passes a limit or loses a request."""
+    """A row a rate; the last is the first that passes a limit or loses a request."""
     lengths = (asked.input_len, asked.output_len)
     measured(pool, url, model, lengths, None, FEWEST)  # warms up
-    rate, until = asked.first_rate, time.monotonic() + asked.seconds
-    while time.monotonic() < until:
+    until = time.monotonic() + asked.seconds
+    for rate in asked.rates:
+        if time.monotonic() > until:
+            break
         row = measured(pool, url, model, lengths, rate, max(FEWEST, round(rate * asked.per_rate)))
         yield row
         if row["failed"] or row["ttft_s_p95"] > asked.ttft or row["tpot_ms_p95"] > asked.tpot:
             break
-        rate *= 2
 
 
 def killed(name: str, server: Server, model: str) -> dict[str, Any]:
@@ -125,7 +126,9 @@ def main() -> int:
     parser.add_argument("--topologies", default="tensor,experts,apart,apart-twice", help=f"of {', '.join(TOPOLOGIES)}")
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--first-rate", type=float, default=16)
+    parser.add_argument(
+        "--rates", type=lambda text: [float(rate) for rate in text.split(",")], default=[4, 16, 32, 64, 128, 256, 512], help="requests/s"
+    )
     parser.add_argument("--per-rate", type=float, default=3, help="seconds that requests of a rate arrive for")
     parser.add_argument("--ttft", type=float, default=1.0, help="limit in seconds, of 95 %% of the requests")
     parser.add_argument("--tpot", type=float, default=50.0, help="limit in milliseconds, likewise")

@@ -3,9 +3,13 @@
     python tests/judges/vllm_beside.py --vllm PYTHON --directory DIR --cases qwen3-8b:awq:1,qwen3-8b:bf16:1 [--seconds 200]
 
 A case is a model of shape_models.py, a format, and on how many cards (--tensor-parallel-size and --tp). Its two servers are up before
-either is measured, and only one has requests. A cell is so many users who each send a prompt of so many tokens at once and get 64; its
-figures are those of `quantkit bench`, medians of its rounds. `gap`: while 32 users get answers, a prompt of 16,000 tokens
-arrives; the largest time between two tokens of an answer.
+their cells are compared, and only one has requests. Ours is up long before vLLM's: it is measured meanwhile, too, as `quantkit-before`, so
+that there are figures where vLLM's does not come up. A cell is so many users who each send a prompt of so many tokens at once and get 64;
+its figures are those of `quantkit bench`, medians of its rounds. `gap`: while 32 users get answers, a prompt of 16,000 tokens arrives; the
+largest time between two tokens of an answer.
+
+What servers say is printed as it comes. One of ours that is not up after --own-wait is ended by a signal that leaves its stacks, and
+started once more.
 
 Cells come in the order of CELLS, of all cases in turn, until the time is up. Rows are kept in DIRECTORY/beside.json, and what is there is
 not measured again. --steps write,run: the first writes the models, on --device.
@@ -18,9 +22,11 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,7 +41,8 @@ from quantkit.evaluation.speed.endpoint import EndpointTarget
 from quantkit.evaluation.speed.measure import RequestTimes, summarize
 from quantkit.evaluation.speed.workload import Workload
 
-PEER, OURS = "vllm", "quantkit"
+PEER, OURS, BEFORE = "vllm", "quantkit", "quantkit-before"
+ENGINES = [PEER, OURS]
 CELLS = "4096x32,1024x32,gap,1024x64,128x64,128x8,128x32,4096x8,1024x8,1024x1,4096x1,128x1,16000x1,16000x8,4096x64,16000x32,16000x64"
 FIRST_PORT = 19100
 USERS, CONTEXT, OUTPUT = 64, 16640, 64
@@ -44,6 +51,10 @@ WARM = ((128, 64), (1024, 8), (4096, 1), (16000, 1))
 ROUNDS, LONG_S = 3, 1.6
 """Rounds of a cell, and after how many seconds of them no further one begins."""
 ANSWERS, ANSWER_INPUT, ANSWER_OUTPUT, ARRIVING = 32, 1024, 512, 16000
+LONGEST_BEFORE_S = 8.5
+"""A cell that takes longer is not begun while vLLM's servers load."""
+ENDING_S, LINE = 10.0, 200
+"""Seconds that servers have to end; characters of a line of theirs that is printed."""
 KEYS = ("ttft_s", "tpot_ms", "system_tps")
 Rows = list[dict[str, Any]]
 
@@ -64,24 +75,27 @@ class Case:
 
 @dataclass
 class Server:
-    """One engine's process. `failed`: why it did not come up."""
+    """One engine's process. `failed`: why it did not come up. answered: whether it ever did."""
 
     url: str
     process: subprocess.Popen[bytes]
     began: float
     failed: str = ""
+    answered: bool = False
 
     def up(self) -> bool:
         if self.process.poll() is not None:
             self.failed = f"it ended with {self.process.returncode}"
-        try:
-            return not self.failed and httpx.get(f"{self.url}/health", timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
+        if self.failed or self.answered:
+            return not self.failed
+        with suppress(httpx.TransportError):
+            self.answered = httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+        return self.answered
 
 
 def engines(asked: argparse.Namespace) -> tuple[str, ...]:
-    return (PEER, OURS, *([f"{OURS}-{asked.chunk_tokens}"] if asked.chunk_tokens else []))
+    more = [f"{OURS}-{asked.chunk_tokens}"] if asked.chunk_tokens else []
+    return tuple(engine for engine in (PEER, OURS, *more) if engine.partition("-")[0] in asked.engines)
 
 
 def command(engine: str, path: Path, case: Case, port: int, asked: argparse.Namespace) -> list[str]:
@@ -106,43 +120,80 @@ def token_bytes(path: Path) -> int:
 
 def start(cases: list[Case], asked: argparse.Namespace) -> None:
     """All servers of all cases. Two that fit side by side have cards of their own."""
-    for number, (case, engine) in enumerate((case, engine) for engine in engines(asked) for case in cases):
-        first = case.tp if engine != PEER and 2 * case.tp <= asked.cards else 0
-        port = FIRST_PORT + number
-        told = {**os.environ, **SETTINGS["cuda"], "CUDA_VISIBLE_DEVICES": ",".join(str(first + card) for card in range(case.tp))}
-        log = (asked.directory / f"beside-{case.name.replace(':', '-')}-{engine}.log").open("wb")
-        words = command(engine, asked.directory / case.model / case.form, case, port, asked)
-        log.write(f"$ {' '.join(words)}\n".encode())
-        log.flush()
-        process = subprocess.Popen(words, env=told, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        case.servers[engine] = Server(f"http://127.0.0.1:{port}", process, time.monotonic())
+    for number, (case, engine) in enumerate((case, engine) for engine in reversed(engines(asked)) for case in cases):
+        case.servers[engine] = start_one(case, engine, asked.first_port + number, asked)
+    for case in cases:
+        case.servers = {engine: case.servers[engine] for engine in engines(asked)}
 
 
-def await_servers(cases: list[Case], until: float) -> None:
-    waiting = [(case, engine, server) for case in cases for engine, server in case.servers.items()]
+def start_one(case: Case, engine: str, port: int, asked: argparse.Namespace) -> Server:
+    first = case.tp if engine != PEER and 2 * case.tp <= asked.cards else 0
+    cards = ",".join(asked.visible[first : first + case.tp])
+    told = {**os.environ, **SETTINGS["cuda"], "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": cards}
+    words = command(engine, asked.directory / case.model / case.form, case, port, asked)
+    process = subprocess.Popen(words, env=told, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    log = asked.directory / f"beside-{case.name.replace(':', '-')}-{engine}.log"
+    with log.open("a") as opened:
+        opened.write(f"$ {' '.join(words)}\n")
+    threading.Thread(target=tell, args=(process, f"{case.name} {engine}", log), daemon=True).start()
+    return Server(f"http://127.0.0.1:{port}", process, time.monotonic())
+
+
+def tell(process: subprocess.Popen[bytes], name: str, log: Path) -> None:
+    """Print and keep what a server says, as it comes; bars of progress are only kept."""
+    began = time.monotonic()
+    assert process.stdout is not None
+    with log.open("ab", buffering=0) as to:
+        for line in process.stdout:
+            to.write(line)
+            if b"it/s]" not in line and b"s/it]" not in line:
+                print(f"{time.monotonic() - began:6.1f} s  {name} | {line.decode(errors='replace').rstrip()[:LINE]}", flush=True)
+
+
+def await_servers(cases: list[Case], asked: argparse.Namespace, until: float, meanwhile: Iterator[None]) -> None:
+    """Until each is up or has failed. meanwhile: what is done a piece at a time by servers that are up."""
+    waiting = [(case, engine) for case in cases for engine in case.servers]
+    again: set[tuple[str, str]] = set()
     while waiting and time.monotonic() < until:
         for one in list(waiting):
-            case, engine, server = one
+            case, engine = one
+            server = case.servers[engine]
+            late = engine != PEER and time.monotonic() - server.began > asked.own_wait
+            if late and not server.up():
+                give_up(case, engine)
+                if (case.name, engine) not in again:
+                    again.add((case.name, engine))
+                    server.process.wait(ENDING_S)
+                    port = int(server.url.rpartition(":")[2])
+                    case.servers[engine] = start_one(case, engine, port, asked)
+                    continue
             if server.up() or server.failed:
                 waiting.remove(one)
                 print(f"{case.name} {engine}: {server.failed or f'up after {time.monotonic() - server.began:.0f} s'}", flush=True)
-        time.sleep(0.3)
-    for case, engine, server in waiting:
-        server.failed = "it did not come up in time"
-        # The log of ours then says where it stood; and the card is those servers' that are up.
-        server.process.send_signal(signal.SIGTERM if engine == PEER else signal.SIGABRT)
-        print(f"{case.name} {engine}: {server.failed}", flush=True)
+        if waiting and next(meanwhile, Ellipsis) is Ellipsis:
+            time.sleep(0.3)
+    for case, engine in waiting:
+        give_up(case, engine)
+
+
+def give_up(case: Case, engine: str) -> None:
+    """The log of ours then says where it stood; and the card is those servers' that are up."""
+    server = case.servers[engine]
+    server.failed = "it did not come up in time"
+    server.process.send_signal(signal.SIGTERM if engine == PEER else signal.SIGABRT)
+    print(f"{case.name} {engine}: {server.failed}", flush=True)
 
 
 def end(cases: list[Case]) -> None:
     processes = [server.process for case in cases for server in case.servers.values()]
     for process in processes:
         process.terminate()
+    until = time.monotonic() + ENDING_S
     for process in processes:
         try:
-            process.wait(10)
+            process.wait(max(until - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def requests(url: str, tokens: int, users: int, output: int) -> list[RequestTimes]:
@@ -208,13 +259,43 @@ def measure(cases: list[Case], asked: argparse.Namespace, until: float, found: d
         for case in cases:
             rows = found.setdefault(case.name, {}).setdefault(cell, {})
             for engine, server in case.servers.items():
-                if engine in rows or time.monotonic() + expected_s(cell) > until:
-                    continue
-                took = attempt(f"{case.name} {engine} {cell}", server, gap_of if cell == "gap" else partial(cell_of, cell=cell))
-                rows |= {engine: took} if took else {}
-            (asked.directory / "beside.json").write_text(json.dumps(found, indent=1))
+                if engine not in rows and time.monotonic() + expected_s(cell) < until:
+                    measure_one(case, engine, server, cell, rows)
+            keep(asked, found)
             for line in told(case.name, cell, rows):
                 print(line, flush=True)
+
+
+def measure_before(cases: list[Case], asked: argparse.Namespace, found: dict[str, Any]) -> Iterator[None]:
+    """Cells of our servers while those of vLLM load, one at a time; it goes on asking until they are up."""
+    if asked.engines != ENGINES:
+        return
+    left = {case.name: ["", *(cell for cell in asked.cells.split(",") if expected_s(cell) < LONGEST_BEFORE_S)] for case in cases}
+    while any(left.values()):
+        for case in cases:
+            server = case.servers[OURS]
+            if server.up() and left[case.name]:
+                cell = left[case.name].pop(0)
+                if not cell:
+                    attempt(f"{case.name} {BEFORE}", server, warm)
+                elif BEFORE not in (rows := found.setdefault(case.name, {}).setdefault(cell, {})):
+                    measure_one(case, BEFORE, server, cell, rows)
+                    print(f"{case.name} | {cell} | {BEFORE} | {rows.get(BEFORE)}", flush=True)
+                    keep(asked, found)
+            elif server.failed:
+                left[case.name] = []
+            yield
+            if not any(other.servers[OURS].up() for other in cases):
+                time.sleep(0.3)
+
+
+def measure_one(case: Case, name: str, server: Server, cell: str, rows: dict[str, Rows]) -> None:
+    took = attempt(f"{case.name} {name} {cell}", server, gap_of if cell == "gap" else partial(cell_of, cell=cell))
+    rows |= {name: took} if took else {}
+
+
+def keep(asked: argparse.Namespace, found: dict[str, Any]) -> None:
+    (asked.directory / "beside.json").write_text(json.dumps(found, indent=1))
 
 
 def attempt(name: str, server: Server, measured: Callable[[str], Rows | None]) -> Rows | None:
@@ -246,11 +327,11 @@ def run(cases: list[Case], asked: argparse.Namespace) -> int:
     until = began + asked.seconds
     start(cases, asked)
     try:
-        await_servers(cases, min(began + asked.wait, until))
+        await_servers(cases, asked, min(began + asked.wait, until), measure_before(cases, asked, found))
         measure(cases, asked, until, found)
     finally:
         end(cases)
-    return int(any(set(rows) != set(engines(asked)) for case in cases for rows in found.get(case.name, {"": {}}).values()))
+    return int(any(not set(rows) >= set(engines(asked)) for case in cases for rows in found.get(case.name, {"": {}}).values()))
 
 
 def case_of(text: str) -> Case:
@@ -268,14 +349,24 @@ def main() -> int:
     parser.add_argument("--steps", default="write,run")
     parser.add_argument("--cases", default="qwen3-8b:awq:1", type=lambda text: [case_of(part) for part in text.split(",")])
     parser.add_argument("--cells", default=CELLS, help="TOKENSxUSERS and gap")
+    parser.add_argument(
+        "--engines",
+        type=lambda text: [engine for engine in ENGINES if engine in text.split(",")],
+        default=ENGINES,
+        help="one, where two do not fit the card: the other in a second run over the same --directory",
+    )
     parser.add_argument("--cards", type=int, default=1)
     parser.add_argument("--cache-tokens", type=int, default=0, help="of each server, where several share a card; what fits otherwise")
     parser.add_argument("--chunk-tokens", type=int, default=0, help="of another server of ours, beside the one that chooses")
     parser.add_argument("--layers", type=int, default=0, help="of the models; all by default")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--wait", type=float, default=150, help="seconds that servers may take to come up")
+    parser.add_argument("--first-port", type=int, default=FIRST_PORT, help="of the servers; another for a second run beside this one")
+    parser.add_argument("--own-wait", type=float, default=60, help="seconds that those of ours may take, each of two times")
     parser.add_argument("--seconds", type=float, default=3600, help="after which no further cell is measured")
     asked = parser.parse_args()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    asked.visible = visible.split(",") if visible else [str(card) for card in range(asked.cards)]
     asked.directory.mkdir(parents=True, exist_ok=True)
     if "write" in asked.steps:
         for case in asked.cases:

@@ -1,5 +1,10 @@
 """The table of operators and backends says what `prepare` then does."""
 
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
 import pytest
 import torch
 from quantkit_kernels import BACKENDS, OPERATORS, ExpertsBuilder, Gating, backends, prefer, prepare, table
@@ -65,11 +70,85 @@ def test_what_is_preferred_is_what_auto_takes_until_it_is_no_more() -> None:
         assert prepare(weight).backend == before
 
 
-def test_reasons_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quantkit_kernels import triton
+TRITONS = {
+    "none": (None, "triton is not installed: pip install triton"),
+    "old": ("__version__ = '3.1.0'", "triton 3.1.0 is too old, 3.6 or newer is needed: pip install --upgrade triton"),
+    "of another machine": (
+        "raise ImportError('libtriton.so: wrong ELF class\\nand more')",
+        "triton is installed and cannot be imported: libtriton.so: wrong ELF class",
+    ),
+    "new": ("__version__ = '3.10.0+git1'", "no GPU here"),
+}
 
-    monkeypatch.setattr(triton, "_has_triton", lambda: False)
-    assert why_unusable("linear_int4", "triton", torch.device("cuda")) == "triton is not installed: pip install triton"
+
+@pytest.fixture
+def a_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], None]]:
+    """Makes a module `triton` with this text the one that is imported, or none."""
+    from quantkit_kernels import triton
+    from quantkit_kernels.triton import first_use
+
+    def install(text: str | None) -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+            monkeypatch.delitem(sys.modules, name)
+        if text is None:
+            monkeypatch.setitem(sys.modules, "triton", None)  # type: ignore[arg-type]
+            monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        else:
+            (tmp_path / "triton.py").write_text(text)
+            monkeypatch.syspath_prepend(tmp_path)
+        triton._why_no_triton.cache_clear()
+        first_use.why_not_started.cache_clear()
+
+    yield install
+    for name in ("triton", "triton.runtime"):
+        sys.modules.pop(name, None)
+    triton._why_no_triton.cache_clear()
+    first_use.why_not_started.cache_clear()
+
+
+DRIVER = """
+import subprocess, sys, types
+__version__ = "3.6.0"
+class Driver:
+    @property
+    def active(self):
+        {start}
+runtime = types.ModuleType("triton.runtime")
+runtime.driver = Driver()
+sys.modules["triton.runtime"] = runtime
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "reason"),
+    [
+        ("raise RuntimeError('Failed to find C compiler. Please specify via CC')", "Failed to find C compiler"),
+        ("subprocess.run(['false'], check=True)", "returned non-zero exit status 1"),
+        ("open('/nonexistent/gcc')", "No such file or directory"),
+        ("return types.SimpleNamespace(get_current_target=lambda: 'sm_86')", None),
+    ],
+)
+def test_a_machine_on_which_triton_cannot_build_is_told_what_it_lacks(
+    start: str, reason: str | None, a_triton: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    a_triton(DRIVER.replace("{start}", start))
+    found = why_unusable("linear_int4", "triton", torch.device("cuda"))
+    if reason is None:
+        assert found is None
+    else:
+        assert str(found).startswith("Triton does not start: ")
+        assert reason in str(found)
+        assert str(found).endswith("install gcc and python3-dev")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("which", TRITONS)
+def test_reasons_say_what_to_install(which: str, a_triton: Callable[[str | None], None]) -> None:
+    text, reason = TRITONS[which]
+    a_triton(text)
+    assert why_unusable("linear_int4", "triton", torch.device("cuda")) == reason
 
 
 def on_hopper(monkeypatch: pytest.MonkeyPatch, *usable: str) -> torch.device:

@@ -110,13 +110,13 @@ def test_backends_without_sinks_are_told_and_the_reference_computes_them() -> No
     assert backends.find_with_sinks("gqa_prefill", "auto", cpu) is cpu_backend
     with pytest.MonkeyPatch.context() as patched:
         patched.delattr(cpu_backend, "SINKS")
-        backends.find_with_sinks.cache_clear()
+        backends.forget()
         assert backends.find_with_sinks("gqa_prefill", "auto", cpu) is reference
         with pytest.raises(ValueError, match="cpu runs gqa_prefill without attention sinks"):
             backends.find_with_sinks("gqa_prefill", "cpu", cpu)
         told = {row.operator: row.reason for row in backends.table("cpu") if row.backend == "cpu"}
         assert told["gqa_prefill"] == "attention sinks: another backend"
-        backends.find_with_sinks.cache_clear()
+        backends.forget()
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -90,6 +90,23 @@ def test_an_npu_graph_is_replayed_and_the_devices_clock_counts(driver: Driver) -
     assert driver.synchronized > driver.replays
 
 
+@pytest.mark.parametrize(("milliseconds", "calls", "captured"), [(0.01, 3, 21), (0.5, 1, 4), (7.0, 2, 2)])
+def test_long_calls_are_repeated_less(
+    milliseconds: float, calls: int, captured: int, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of two milliseconds is long beside its launch; every call, which has a weight of its own, is in it once at least."""
+    lengths = set()
+
+    class Counted(driver.NPUGraph):  # type: ignore[misc, name-defined]
+        def replay(self) -> None:
+            lengths.add(len(self.work))
+            super().replay()
+
+    monkeypatch.setattr(driver, "NPUGraph", Counted)
+    assert timing.seconds_per_call([driver.work(milliseconds)] * calls, CPU) == pytest.approx(milliseconds / 1e3)
+    assert lengths == {captured}
+
+
 def test_what_cannot_be_captured_is_timed_all_the_same_and_said(driver: Driver) -> None:
     driver.capturable = False
     with pytest.warns(RuntimeWarning, match="launch by launch, not captured: this one waits for the host$"):

@@ -1,6 +1,7 @@
 """Plans of the Triton backend, without Triton or a device: rules fit the card, tables are read, layouts decode to the weight."""
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quantkit_kernels import triton
 from quantkit_kernels.samples import random_weight
 from quantkit_kernels.sizes import ExpertsSize, LinearSize, Products
 from quantkit_kernels.triton import cards, first_use, tune, wgmma, wgmma_plans
@@ -189,6 +191,73 @@ def test_a_tune_that_is_stopped_keeps_what_it_measured(tmp_path: Path, monkeypat
         assert cards.linear_plan("sm_90", 132, "int8", 64, 128, 16) == plain
         assert cards.linear_plan("sm_90", 132, "int8", 64, 128, 17) == (by_wgmma if here else plain)
     assert list(tmp_path.rglob("tmp*")) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["", '{"plans": {"linear": [["int4", 64', "[]", '{"plans": {"linear": [["int4", 64, 128, 1, [32]]], "experts": []}}']
+)
+def test_a_damaged_table_of_this_machine_is_named_and_does_not_count(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    before, path = cards.linear_plan("sm_90", 132, "int4", 7168, 2048, 1), cards.own_table("sm_90")
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    cards._table.cache_clear()
+    assert cards.linear_plan("sm_90", 132, "int4", 7168, 2048, 1) == before
+    assert f"{path} is no table of plans" in caplog.text
+    assert "delete it" in caplog.text
+
+
+def test_what_cannot_be_kept_is_refused_before_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a card")
+    monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(tune, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(tune, "compilers", lambda: pytest.fail("nothing is to be measured"))
+    path = cards.own_table("sm_90")
+    path.parent.write_text("a file where the folder would be")
+    with pytest.raises(cards.NoTable, match=f"{path.parent} cannot be written"):
+        list(tune.write_table(torch.device("cuda"), path))
+    path.parent.unlink()
+    path.parent.mkdir()
+    path.write_text("half a tab")
+    with pytest.raises(cards.NoTable, match=f"{path} is no table of plans"):
+        list(tune.write_table(torch.device("cuda"), path))
+    assert path.read_text() == "half a tab"
+
+
+def test_where_triton_cannot_keep_its_kernels_another_backend_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "_why_no_triton", lambda: None)
+    monkeypatch.setattr(triton, "why_not_started", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    (tmp_path / "file").touch()
+    for name, value in (("TRITON_CACHE_DIR", tmp_path / "file"), ("TRITON_HOME", tmp_path / "file")):
+        monkeypatch.setenv(name, str(value))
+        reason = triton.unusable("linear_int4", torch.device("cuda"), None, ())
+        assert str(reason).startswith(f"{tmp_path}/file")
+        assert "set TRITON_CACHE_DIR" in str(reason)
+        monkeypatch.setenv(name, str(tmp_path / "new" / "folder"))
+        assert triton.unusable("linear_int4", torch.device("cuda"), None, ()) is None
+        monkeypatch.delenv(name)
+
+
+def test_plans_are_found_where_the_cache_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of somebody else's, of which Path.exists raises; to root none is closed."""
+    (tmp_path / "quantkit").mkdir()
+    (tmp_path / "quantkit").chmod(0)
+
+    def stat(path: Path, *, follow_symlinks: bool = True) -> object:
+        if path.is_relative_to(tmp_path / "quantkit") and path.name.startswith("triton"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return os.stat(path, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(first_use, "why_no_cache", lambda: "closed")
+    monkeypatch.setattr(first_use, "architecture", lambda device: "sm_80")
+    monkeypatch.setattr(first_use, "_version", lambda: "3.6.0")
+    first_use.announce.cache_clear()
+    first_use.announce(torch.device("cuda"))
+    first_use.announce.cache_clear()
+    assert cards.linear_plan("sm_90", 132, "int4", 7168, 2048, 1) is not None
+    assert "--tune measures this card's" in cards.plans_told("sm_90")
 
 
 def test_what_the_plan_until_now_took_is_told_where_another_is_faster() -> None:

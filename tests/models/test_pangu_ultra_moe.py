@@ -7,7 +7,7 @@ import torch
 from plain_weights import PlainWeights
 from torch import Tensor
 
-from quantkit.models import find_architecture
+from quantkit.models import find_architecture, pangu_ultra_moe
 from quantkit.models.context import CausalContext
 from quantkit.models.pangu_ultra_moe import FIRST_RELEASE_NAMES
 from quantkit.models.table import resolve
@@ -176,3 +176,8 @@ def test_mtp_layer_has_the_sandwich_norms() -> None:
     doubled = {name: tensor * 2 if "3.post_mlp" in name else tensor for name, tensor in tensors.items()}
     assert not torch.allclose(plain, architecture.MtpLayer(config, PlainWeights(doubled))(torch.arange(9), hidden, CausalContext([9])))
     assert config == replace(config)
+
+
+def test_the_pass_over_a_layer_is_every_layers() -> None:
+    """Which rows go on behind the attention is decided in one place; of a sandwich only what is added differs."""
+    assert "__call__" not in vars(pangu_ultra_moe.DecoderLayer)

@@ -1,5 +1,6 @@
 """Architectures that quantkit has no file for, calibrated: what is written, what the report says of it, and going on after a stop."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,58 @@ def test_a_model_without_attention_runs(model_type: str, extra: dict[str, Any], 
         for _ in range(4):
             text.append(int(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
     assert done.token_ids == text[3:]
+
+
+LONGCAT = {
+    "num_hidden_layers": 4,  # it counts halves
+    "ffn_hidden_size": 256,
+    "expert_ffn_hidden_size": 128,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 12,
+    "head_dim": 12,
+    "v_head_dim": 32,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 5,
+    "zero_expert_num": 3,
+    "moe_topk": 3,
+}
+
+
+def test_experts_that_hand_on_what_they_read_run_and_are_rounded_to_nearest(tmp_path: Path) -> None:
+    """LongCat-Flash's zero experts. Calibration refuses them."""
+    model = peer("longcat_flash", **LONGCAT)
+    source = tmp_path / "longcat"
+    tensors = revert_weight_conversion(model, model.state_dict())
+    write_dense(source, model.config.to_dict(), {name: one.bfloat16().clone() for name, one in tensors.items()})
+    engine = open_engine(EngineOptions(source, device="cpu"))
+    (done,) = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=12, ignore_eos=True))
+    expected = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12, min_new_tokens=12, do_sample=False)[0, 3:].tolist()
+    assert done.token_ids == expected
+    run(source, tmp_path / "out", "rtn-w4a16")
+    found = measure(str(tmp_path / "out"), [torch.arange(5, 40)], baseline=str(source), device="cpu")
+    assert found.kl is not None
+    assert 0 < found.kl < 0.5
+    with pytest.raises(QuantkitError, match="some experts of layer 0 hand on what they read"):
+        run(source, tmp_path / "calibrated", "awq-w4a16")
+
+
+@pytest.mark.parametrize("model_type", ["gptj", "codegen"])
+def test_sizes_that_do_not_go_together_are_told_in_a_line(model_type: str, tmp_path: Path) -> None:
+    """Transformers builds rotary_dim 64 on heads of 32, and fails in its forward."""
+    model = peer(model_type, rotary_dim=16)
+    source = written(model, tmp_path / model_type)
+    engine = open_engine(EngineOptions(source, device="cpu"))
+    (done,) = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, ignore_eos=True))
+    assert done.token_ids == model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, min_new_tokens=4, do_sample=False)[0, 3:].tolist()
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "rotary_dim": 64}))
+    wrong = open_engine(EngineOptions(source, device="cpu"))
+    (done,) = wrong.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4))
+    with pytest.raises(QuantkitError, match="transformers fails to compute it") as fault:
+        raise done.fault or AssertionError("it answers")
+    assert "config.json" in fault.value.remedy
 
 
 def test_a_model_whose_layers_read_the_tokens_once_more_runs_and_is_measured(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Run on an H200; compiled ahead for the architectures in the kernels' README. car
 
 import functools
 import importlib.util
+import re
 
 import torch
 
@@ -17,7 +18,7 @@ from quantkit_kernels.triton.attention.decode import gqa_decode, mla_decode
 from quantkit_kernels.triton.attention.prefill import gqa_prefill, mla_prefill
 from quantkit_kernels.triton.cards import interpreted
 from quantkit_kernels.triton.experts import TritonExpertsLayout
-from quantkit_kernels.triton.first_use import announce
+from quantkit_kernels.triton.first_use import announce, why_not_kept, why_not_started
 from quantkit_kernels.triton.linear import linear
 from quantkit_kernels.triton.operators import (
     add_rms_norm,
@@ -59,12 +60,15 @@ __all__ = [
 def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
     if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
         return f"runs on GPUs, not on {device.type}"
-    if not _has_triton():
-        return "triton is not installed: pip install triton"
+    why_not = _why_no_triton()
+    if why_not is not None:
+        return why_not
     if device.type == "cuda" and not torch.cuda.is_available():
         return "no GPU here"
     if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
         return "needs compute capability 8.0 or more"
+    if device.type == "cuda" and (reason := why_not_kept() or why_not_started()) is not None:
+        return reason
     if operator.endswith("_dense"):
         return "quantized weights only"
     if operator == "mla_prolog":
@@ -79,9 +83,22 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
     return None
 
 
+_OLDEST = (3, 6)
+"""Of Triton: what kernels were run with. Older ones lack what they are written in."""
+
+
 @functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _why_no_triton() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install triton"
+    try:
+        import triton
+    except (ImportError, OSError) as fault:  # OSError: a library of it that this machine cannot load
+        return f"triton is installed and cannot be imported: {str(fault).partition(chr(10))[0]}"
+    version = str(getattr(triton, "__version__", "0"))
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _OLDEST:
+        return f"triton {version} is too old, {'.'.join(map(str, _OLDEST))} or newer is needed: pip install --upgrade triton"
+    return None
 
 
 def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> ExpertsLayout:

@@ -6,6 +6,7 @@ What it measured on this machine counts for cards of the same name only: an H100
 
 import functools
 import json
+import logging
 import os
 import re
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ import torch
 from quantkit_kernels.compiled import cache_directory
 from quantkit_kernels.triton.wgmma_plans import WgmmaPlan, has_wgmma, wgmma_rule
 
+_log = logging.getLogger(__name__)
 TABLES = Path(__file__).parent / "tables"
 _KIB = 1024
 SHARED_BYTES = {
@@ -216,16 +218,34 @@ class Table(NamedTuple):
     wgmma: dict[tuple[int, int], list[tuple[int, WgmmaPlan | None]]]
 
 
+class NoTable(ValueError):
+    """A table of plans that cannot be read, or not written."""
+
+
 @functools.cache
 def _table(name: str) -> Table:
     table = Table({}, {}, {})
     for path in (_shipped_table(name), own_table(name)):
-        if path.exists():
-            found = _read(json.loads(path.read_text())["plans"])
+        if os.path.exists(path):  # Path.exists raises below a folder that is closed
+            try:
+                found = _read(plans_in(path))
+            except NoTable as fault:
+                _log.warning("%s: plans of this machine do not count; delete it and measure again: quantkit kernels --tune", fault)
+                continue
             table.linear.update(found.linear)
             table.experts.update(found.experts)
             table.wgmma.update(found.wgmma)
     return table
+
+
+def plans_in(path: Path) -> dict[str, list[list[Any]]]:
+    """By section, the rows of a table on disk."""
+    try:
+        plans: dict[str, list[list[Any]]] = json.loads(path.read_text())["plans"]
+        _read(plans)
+    except (OSError, ValueError, KeyError, TypeError) as fault:
+        raise NoTable(f"{path} is no table of plans ({type(fault).__name__}: {fault})") from fault
+    return plans
 
 
 def _read(plans: dict[str, Any]) -> Table:
@@ -260,7 +280,9 @@ def plans_told(name: str) -> str:
     rest = f"a rule, for there is no table of {name}"
     if shipped.exists():
         rest = f"the package's for all cards of {name}, measured on {json.loads(shipped.read_text())['card']}"
-    return f"of this card, in {own}; of weights that are not there {rest}" if own.exists() else f"{rest}; --tune measures this card's"
+    if not os.path.exists(own):  # Path.exists raises below a folder that is closed
+        return f"{rest}; --tune measures this card's"
+    return f"of this card, in {own}; of weights that are not there {rest}"
 
 
 @dataclass(frozen=True)

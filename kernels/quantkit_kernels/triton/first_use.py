@@ -3,11 +3,13 @@
 import functools
 import hashlib
 import logging
+import os
+import subprocess
 from pathlib import Path
 
 import torch
 
-from quantkit_kernels.compiled import cache_directory, why_no_cache
+from quantkit_kernels.compiled import cache_directory, can_be_written, why_no_cache
 from quantkit_kernels.triton.cards import architecture
 
 _log = logging.getLogger(__name__)
@@ -19,11 +21,34 @@ def announce(device: torch.device) -> None:
     if device.type != "cuda":
         return
     marker = cache_directory() / f"triton-{architecture(device)}-{_digest()}"
-    if not marker.exists():
+    if not os.path.exists(marker):  # Path.exists raises below a folder that is closed
         _log.warning("compiling the Triton kernels as they are used, once on this machine: about 10 s in all")
         if why_no_cache() is None:
             marker.parent.mkdir(parents=True, exist_ok=True)
             marker.touch()
+
+
+def why_not_kept() -> str | None:
+    """None where Triton can keep what it compiles, which it does not do without."""
+    home = os.environ.get("TRITON_HOME", os.path.expanduser("~"))
+    folder = os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache")
+    if can_be_written(Path(folder).absolute()):
+        return None
+    return f"{folder} cannot be written, where Triton keeps what it compiles; set TRITON_CACHE_DIR to a folder that can"
+
+
+@functools.cache
+def why_not_started() -> str | None:
+    """None where Triton's driver starts. At first use on a machine Triton builds it, and what launches each kernel, with a C compiler,
+    which a small container lacks, as it may lack Python's headers."""
+    from triton.runtime import driver
+
+    try:
+        driver.active.get_current_target()
+    except (RuntimeError, OSError, AssertionError, ImportError, subprocess.SubprocessError) as fault:
+        told = str(fault).partition("\n")[0][:200]
+        return f"Triton does not start: {told}; it needs a C compiler and Python's headers: install gcc and python3-dev"
+    return None
 
 
 def _digest() -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from quantkit_kernels.compiled import can_be_written
 from quantkit_kernels.samples import random_weight
 from quantkit_kernels.sizes import MEASURED, ExpertsSize, LinearSize, Products
 from quantkit_kernels.timing import copies_beyond_cache, seconds_in_turns
@@ -25,11 +26,13 @@ from quantkit_kernels.triton.cards import (
     AnyPlan,
     ExpertsPlan,
     LinearPlan,
+    NoTable,
     architecture,
     fitting,
     least_tokens,
     linear_plan,
     multiprocessors,
+    plans_in,
     shared_bytes,
     stage_bytes,
 )
@@ -133,20 +136,26 @@ def _compile(what: tuple[LinearSize, int, AnyPlan]) -> None:
 
 
 class TableFile:
-    """A table on disk. Plans of a weight take the place of those that an earlier run measured; others stay."""
+    """A table on disk. Plans of a weight take the place of those that an earlier run measured; others stay.
+
+    NoTable where there is something else, or nothing can be written.
+    """
 
     def __init__(self, path: Path, device: torch.device) -> None:
         self._path, self._machine = path, {"card": torch.cuda.get_device_name(device), "torch": torch.__version__}
-        self._plans: dict[str, list[list[Any]]] = json.loads(path.read_text())["plans"] if path.exists() else {}
+        self._plans: dict[str, list[list[Any]]] = plans_in(path) if os.path.exists(path) else {}
+        if not can_be_written(path.parent):
+            raise NoTable(f"{path.parent} cannot be written")
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def put(self, section: str, weight: Sequence[object], rows: Sequence[Sequence[object]]) -> None:
         """rows: what follows the weight's kind and sizes in each of its rows."""
         others = [row for row in self._plans.get(section, []) if row[: len(weight)] != list(weight)]
         self._plans |= {"linear": [], "experts": []} | self._plans | {section: others + [[*weight, *row] for row in rows]}
-        with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False) as file:
-            json.dump({**self._machine, "plans": self._plans}, file)
-        Path(file.name).rename(self._path)
+        with tempfile.TemporaryDirectory(dir=self._path.parent) as folder:
+            whole = Path(folder) / self._path.name
+            whole.write_text(json.dumps({**self._machine, "plans": self._plans}))
+            whole.rename(self._path)
 
 
 def write_table(device: torch.device, path: Path, products: Products = MEASURED) -> Iterator[str]:

@@ -14,11 +14,14 @@ from typing import Any
 
 import httpx
 
-from quantkit.evaluation.openai_server import FAULTS, OpenAIServer, fault
+from quantkit.evaluation.openai_server import FAULTS, OpenAIServer, StreamError, fault
 from quantkit.evaluation.speed.measure import RequestTimes, now
 from quantkit.evaluation.speed.workload import Workload
 
 WORDS = ("time", "person", "year", "way", "day", "thing", "man", "world", "life", "hand", "part", "child", "eye", "place", "work", "week")
+_PIECES_A_TOKEN, _PIECES = 4, 64
+"""More than any server sends of as many tokens as were asked for; one that does not count would go on for ever."""
+_MOST_TOKENS = 2**31
 _OUTPUT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
@@ -75,20 +78,33 @@ class EndpointTarget:
             "ignore_eos": not work.prompts,
         }
         moments: list[float] = []
-        usage: dict[str, int] = {}
+        usage: dict[str, Any] = {}
+        most = _PIECES_A_TOKEN * work.output_len + _PIECES
         try:
             async with aclosing(self.server.stream(client, "/chat/completions", body)) as events:
                 async for event in events:
                     usage = event.get("usage") or usage
                     if _has_output(event):
                         moments.append(now())
-            prompt_tokens, output_tokens = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or len(moments)
+                    if len(moments) > most:
+                        raise StreamError(
+                            f"the reply does not end: it has more than {most} pieces, and {work.output_len} tokens were asked for"
+                        )
+            prompt_tokens, output_tokens = _count(usage, "prompt_tokens") or 0, _count(usage, "completion_tokens") or len(moments)
         except (*FAULTS, AttributeError, TypeError) as error:  # the last two: JSON of another shape than a reply's
             return RequestTimes(sent, 0, 0, 0, 0, fault(error))
         if not moments:
             return RequestTimes(sent, 0, 0, 0, 0, "the reply had no text")
         gaps = tuple(after - before for before, after in itertools.pairwise(moments))
         return RequestTimes(sent, moments[0], moments[-1], prompt_tokens, output_tokens, gaps=gaps)
+
+
+def _count(usage: dict[str, Any], name: str) -> int | None:
+    """None where the server does not say. Raises StreamError for what is no number of tokens."""
+    value = usage.get(name)
+    if value is None or (type(value) is int and 0 <= value <= _MOST_TOKENS):
+        return value
+    raise StreamError(f"the usage of the reply has {name} = {str(value)[:50]}, which is no number of tokens")
 
 
 def _has_output(event: dict[str, Any]) -> bool:

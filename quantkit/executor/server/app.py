@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
 from quantkit import __version__
+from quantkit.disconnect import until_disconnect
 from quantkit.errors import QuantkitError
 from quantkit.executor.server.answers import ChatAnswer, CompletionAnswer
 from quantkit.executor.server.intake import ApiError, Intake, Lanes, Limits, Prepared, check_supported, parse, valid
@@ -29,7 +30,7 @@ from quantkit.executor.server.request_log import RequestLog, note_of
 from quantkit.executor.server.responses import ResponseAnswer, ResponsesRequest
 from quantkit.executor.server.service import EngineFault, QueueFull, RequestFault, Service
 from quantkit.executor.server.tokens import detokenize, tokenize
-from quantkit.executor.server.wire import EventStream, WireJson, error_body, until_disconnect
+from quantkit.executor.server.wire import EventStream, WireJson, error_body
 
 Answer = ChatAnswer | CompletionAnswer | ResponseAnswer
 Result = TypeVar("Result")

@@ -2,13 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
+from quantkit.disconnect import until_disconnect
 from quantkit.executor.server.service import AnswerStream, EngineFault, RequestFault
 
 
@@ -63,25 +64,6 @@ class EventStream(Response):
         if not self._named:
             await send(_event(b"[DONE]"))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def until_disconnect(work: Coroutine[Any, Any, Any], receive: Receive) -> Any:
-    """The result of `work`; it is cancelled and ClientDisconnect raised where the client goes first. The body must have been read."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        for one in (task, watch):
-            one.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
 
 
 def _event(data: bytes, name: str | None = None) -> Message:

@@ -152,7 +152,10 @@ class WatchedArchitecture:
         try:
             if more:
                 raise UnknownExperts("a layer has several mixtures of experts")
-            return look_at_experts(skeleton.model, f"{skeleton.prefixes[layer]}.{name}", skeleton.layers[layer].get_submodule(name))
+            found = look_at_experts(skeleton.model, f"{skeleton.prefixes[layer]}.{name}", skeleton.layers[layer].get_submodule(name))
+            if found.beyond:
+                raise UnknownExperts(f"some experts of layer {layer} hand on what they read, which calibration does not compute")
+            return found
         except UnknownExperts as fault:
             raise QuantkitError(f"{skeleton.told}: {fault}", ROUTE) from fault
 

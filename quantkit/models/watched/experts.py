@@ -7,6 +7,7 @@ numbered entries through transformers' own conversion to published names.
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -69,13 +70,15 @@ class Asked:
 @dataclass(frozen=True)
 class StackedExperts:
     """One module of experts. names: of each expert's gate, up and down on disk, or as `stacks` cut it up. parameters: its own tensors, in
-    transformers' names. width: inner channels of an expert."""
+    transformers' names. width: inner channels of an expert. beyond: how much of its input a place after the experts answers: 1 where it
+    hands the input on, as LongCat-Flash's zero experts do, 0 where it is no expert."""
 
     names: tuple[tuple[str, str, str], ...]
     stacks: tuple[Stack, ...]
     parameters: frozenset[str]
     width: int
     gating: Gating
+    beyond: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -98,15 +101,16 @@ def experts_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def look_at_experts(model: Any, name: str, module: nn.Module) -> StackedExperts:
     """name: of the module in the model. Raises UnknownExperts where it is not understood."""
     held = _held(module)
-    _check_computed(module, held)
+    beyond = _check_computed(module, held)
     names, stacks = _stored(model, name, held)
     parameters = frozenset(f"{name}.{key}" for key in (held.inner, held.outer))
-    return StackedExperts(names, stacks, parameters, held.width, WatchedGating(activation=_activation(module)))
+    return StackedExperts(names, stacks, parameters, held.width, WatchedGating(activation=_activation(module)), beyond)
 
 
 @dataclass(frozen=True)
 class _Held:
-    """Names of the parameters: of gates and then ups, [E, 2I, H], and of downs [E, H, I]; or turned, [E, H, 2I] and [E, I, H]."""
+    """Names of the parameters: of gates and then ups, [E, 2I, H], and of downs [E, H, I]; or turned, [E, H, 2I] and [E, I, H]. spare:
+    places of the first beyond those of the second, which are no experts."""
 
     inner: str
     outer: str
@@ -114,11 +118,12 @@ class _Held:
     count: int
     width: int
     hidden: int
+    spare: int = 0
 
     def shapes(self, count: int, width: int, hidden: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of both, for other sizes."""
-        inner, outer = (2 * width, hidden), (hidden, width)
-        return ((count, *inner[::-1]), (count, *outer[::-1])) if self.turned else ((count, *inner), (count, *outer))
+        inner, outer, places = (2 * width, hidden), (hidden, width), count + self.spare
+        return ((places, *inner[::-1]), (count, *outer[::-1])) if self.turned else ((places, *inner), (count, *outer))
 
     def each(self, gate_up: Tensor, down: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Matrices of every expert's gate, up and down, [I, H], [I, H] and [H, I]."""
@@ -132,7 +137,7 @@ def _held(module: nn.Module) -> _Held:
     for inner, outer, turned in product(own, own, (False, True)):
         if inner != outer and len(own[inner]) == len(own[outer]) == 3:
             hidden, width = own[outer][2:0:-1] if turned else own[outer][1:]
-            found = _Held(inner, outer, turned, own[inner][0], width, hidden)
+            found = _Held(inner, outer, turned, own[outer][0], width, hidden, max(0, own[inner][0] - own[outer][0]))
             fits += [found] if found.shapes(found.count, width, hidden) == (own[inner], own[outer]) else []
     if len(own) != 2 or len(fits) != 1:
         told = ", ".join(f"{key} {list(shape)}" for key, shape in own.items())
@@ -154,8 +159,8 @@ def _activation(module: Any) -> Activation:
     return apply
 
 
-def _check_computed(module: Any, held: _Held) -> None:
-    """The module, cut down to two experts of 6 and 4 channels, computes the formula."""
+def _check_computed(module: Any, held: _Held) -> float:
+    """The module, cut down to two experts of 6 and 4 channels, computes the formula. Returns what `StackedExperts` has as `beyond`."""
     generator = torch.Generator().manual_seed(1)
     gate_up, down = (torch.randn(shape, generator=generator) for shape in held.shapes(2, 4, 6))
     x, ids = torch.randn(5, 6, generator=generator), torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0], [1, 0]])
@@ -168,17 +173,27 @@ def _check_computed(module: Any, held: _Held) -> None:
                 made = [F.linear(activation(F.linear(x, gate)) * F.linear(x, up), last) for gate, up, last in held.each(gate_up, down)]
                 chosen = torch.stack(made, 1).gather(1, ids[:, :, None].expand(-1, -1, 6))
                 if _agrees(small(x, ids, weights), (chosen * weights[:, :, None]).sum(1)):
-                    return
+                    return _beyond(small, x, weights) if held.spare else 0.0
         except Exception as fault:  # whatever a module makes of such a call
             told = f"is called otherwise ({fault!s:.60})"
             try:
                 with torch.no_grad():
                     if _agrees(small(x.repeat(2, 1)), torch.cat(made)):
-                        return
+                        return 0.0
             except Exception:  # of this one, too
                 continue
         told = "computes no gated MLPs, down(f(gate(x)) * up(x))"
     raise UnknownExperts(f"the module of experts {type(module).__name__} {told}")
+
+
+def _beyond(small: Any, x: Tensor, weights: Tensor) -> float:
+    """What the first place after two experts answers, over its input."""
+    made = small(x, torch.full(weights.shape, 2), weights)
+    if not float(made.abs().max()):
+        return 0.0
+    if _agrees(made, x * weights.sum(1, keepdim=True)):
+        return 1.0
+    raise UnknownExperts(f"a place after the experts of {type(small).__name__} computes something of its own")
 
 
 def _agrees(found: Tensor, expected: Tensor) -> bool:
@@ -206,8 +221,8 @@ def _stored(model: Any, name: str, held: _Held) -> tuple[tuple[tuple[str, str, s
     from transformers.core_model_loading import revert_weight_conversion
 
     shapes = held.shapes(held.count, 2, 3)
-    numbers = torch.arange(held.count * 18, dtype=torch.float64)
-    gate_up, down = (part.view(shape) for part, shape in zip(numbers.split([held.count * 12, held.count * 6]), shapes))
+    sizes = [math.prod(shape) for shape in shapes]
+    gate_up, down = (part.view(shape) for part, shape in zip(torch.arange(sum(sizes), dtype=torch.float64).split(sizes), shapes))
     published = revert_weight_conversion(model, {f"{name}.{held.inner}": gate_up, f"{name}.{held.outer}": down})
     by_first = {float(one.flatten()[0]): (key, one) for key, one in published.items()}
     expected = held.each(gate_up, down)

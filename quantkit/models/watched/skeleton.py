@@ -90,9 +90,19 @@ class Skeleton:
 
     @property
     def positions(self) -> int | None:
-        """Tokens of the longest text that the model was made for; None where its config does not say."""
+        """Tokens of the longest text that the model was made for; None where its config does not say. Dynamic frequencies are stretched
+        for texts up to their factor longer than max_position_embeddings."""
         config = self.model.config.get_text_config()
-        return next((found for name in _POSITIONS if type(found := getattr(config, name, None)) is int), None)
+        found = next((found for name in _POSITIONS if type(found := getattr(config, name, None)) is int), None)
+        rope = getattr(config, "rope_parameters", None) or {}
+        return int(found * rope["factor"]) if found and rope.get("rope_type") == "dynamic" else found
+
+    def forget_lengths(self) -> None:
+        """As before any text: dynamic frequencies are those of the longest text so far, which another text has nothing to do with."""
+        for module in self.text.modules():
+            if hasattr(module, "max_seq_len_cached") and hasattr(module, "original_inv_freq"):
+                module.max_seq_len_cached = module.original_max_seq_len
+                module.inv_freq = module.original_inv_freq.clone()
 
     def check_length(self, length: int) -> None:
         """Raises QuantkitError where the model's forward does not take texts of `length` tokens, as with learned positions."""
@@ -164,6 +174,7 @@ class Skeleton:
                 raise _Reached
             return answers[len(calls) - 1]
 
+        self.forget_lengths()
         with suppress(_Reached), self._layers_replaced([answer] * len(self.layers)):
             self.text(inputs_embeds=embedded, use_cache=False)
         return calls, given, answers

@@ -79,8 +79,8 @@ class WholeModel:
         head = self.model.get_output_embeddings()
         hooks.append(head.register_forward_pre_hook(lambda module, args: setattr(passed, "final", args[0][0])))
         try:
-            self.model(input_ids=ids[None].to(self.device), use_cache=False)
-        except (IndexError, RuntimeError) as fault:
+            self._computed(ids[None].to(self.device), use_cache=False)
+        except QuantkitError as fault:
             if longest is None or len(ids) <= longest:
                 raise
             told = f"{self.checkpoint.path} has {longest} positions, and a text has {len(ids)} tokens"
@@ -100,8 +100,22 @@ class WholeModel:
     def next_logits(self, ids: list[int], cache: Any) -> tuple[Tensor, Any]:
         """Of the token after `ids`, which follow those in `cache` (None at first): float32 [1, vocab], and what to give for the next; None
         where the model has no cache of keys and values, and wants the whole text again."""
-        found = self.model(input_ids=torch.tensor([ids], device=self.device), past_key_values=cache, use_cache=self._has_cache)
+        found = self._computed(torch.tensor([ids], device=self.device), past_key_values=cache, use_cache=self._has_cache)
         return found.logits[0, -1:].float(), getattr(found, "past_key_values", None)
+
+    def _computed(self, ids: Tensor, **how: Any) -> Any:
+        """What transformers' forward makes of ids [1, T]. Raises QuantkitError where it fails, as with a config.json whose sizes do not go
+        together: a rotary_dim above the head's, for one."""
+        if how.get("past_key_values") is None:
+            self.skeleton.forget_lengths()
+        try:
+            return self.model(input_ids=ids, **how)
+        except torch.OutOfMemoryError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as fault:
+            told = f"{self.checkpoint.path}: transformers fails to compute it ({type(fault).__name__}: {fault!s:.120})"
+            remedy = "the values of its config.json may not go together: use the one that came with these weights"
+            raise QuantkitError(told, remedy) from fault
 
     @property
     def _has_cache(self) -> bool:
@@ -201,10 +215,11 @@ def _experts(found: StackedExperts, each: list[list[Tensor]], readings: list[lis
         x, topk_ids, topk_weights = asked.x, asked.topk_ids, asked.topk_weights
         out = torch.zeros_like(x)
         for expert in topk_ids.unique().tolist():
+            tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
             if expert >= len(each):  # a place for no expert
+                out.index_add_(0, tokens, found.beyond * x[tokens] * topk_weights[tokens, slots, None].to(x.dtype))
                 continue
             gate, up, down = each[expert]
-            tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
             before, between = readings[expert]
             read = before(x[tokens].float()).to(x.dtype)
             hidden = found.gating(F.linear(read, gate), F.linear(read, up))

@@ -40,7 +40,7 @@ def operators(built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not hasattr(torch.ops.quantkit_ascendc, "fp4_gemv"):
         torch.ops.load_library(str(built / "binding.so"))
     monkeypatch.setattr(streamed, "cores", lambda device: (3, 5))
-    backends.find.cache_clear()
+    backends.forget()
     with npu_double.installed():
         monkeypatch.setattr("quantkit_kernels.ascend.unusable", lambda *arguments: None)
         yield

@@ -1,0 +1,118 @@
+"""Llama-like models whose gate or rotary embedding the architecture's file does not compute: transformers does, whole."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from letters import write_letters
+from make_model import write_dense
+from transformers_peers import checkpoint_tensors
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.executor.follower import lead_or_follow
+from quantkit.executor.options import EngineOptions
+from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.whole_engine import open_engine
+from quantkit.models import find_architecture, is_known
+from quantkit.models.watched.whole import WholeModel
+from quantkit.quantization.run import quantize
+from quantkit.recipe import Recipe
+from quantkit.schemes import SCHEMES
+
+SIZES = {
+    "vocab_size": 331,
+    "hidden_size": 160,
+    "intermediate_size": 224,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+DYNAMIC = {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
+LONG = {
+    "original_max_position_embeddings": 16,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1 + 0.1 * i for i in range(16)],
+        "long_factor": [1 + 0.4 * i for i in range(16)],
+        "factor": 4.0,
+    },
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dynamic": ("llama", DYNAMIC),
+    "longrope": ("llama", LONG),
+    "gelu": ("llama", {"hidden_act": "gelu"}),
+    "tanh": ("qwen3", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
+    "relu": ("mistral", {"hidden_act": "relu"}),
+    "qwen2": ("qwen2", {"hidden_act": "gelu", **DYNAMIC}),
+    "experts": ("mixtral", {"hidden_act": "gelu_new", "num_local_experts": 3, **LONG}),
+}
+
+
+def peer_of(case: str) -> Any:
+    model_type, extra = CASES[case]
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**{**SIZES, "model_type": model_type, **extra}), dtype=torch.float32
+    ).eval()
+    for parameter in model.parameters():
+        drawn = torch.randn_like(parameter)
+        parameter.data = (0.5 + drawn * 0.3 if parameter.dim() == 1 else drawn * parameter.shape[-1] ** -0.5).bfloat16().float()
+    return model
+
+
+def written(model: Any, path: Path) -> Path:
+    return write_dense(path, model.config.to_dict(), {name: one.bfloat16() for name, one in checkpoint_tensors(model).items()})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_and_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    """Of a text beyond the length that frequencies change at, and of a short one after it: a text does not depend on those before."""
+    model, texts = peer_of(case), [list(range(5, 45)), [9, 8, 7], list(range(50, 70))]
+    source = written(model, tmp_path / case)
+    engine = open_engine(EngineOptions(source, device="cpu"))
+    whole = WholeModel(Checkpoint.open(source), torch.device("cpu"), torch.float32)
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    for text, done in zip(texts, engine.generate(texts, params), strict=True):
+        fresh, ids = peer_of(case), torch.tensor([text])
+        fresh.generation_config.eos_token_id = None
+        expected = fresh.generate(ids, max_new_tokens=8, do_sample=False)[0, len(text) :].tolist()
+        assert done.token_ids == expected, text
+        with torch.inference_mode():
+            logits = peer_of(case)(ids).logits[0]
+        torch.testing.assert_close(whole.logits(whole.forward(ids[0]).final), logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["dynamic", "tanh"])
+def test_they_are_calibrated(case: str, tmp_path: Path) -> None:
+    source = written(peer_of(case), tmp_path / case)
+    text = write_letters(tmp_path / "calibration.txt", 600)
+    recipe = Recipe(scheme="awq-w4a16", calibration=str(text), samples=6, held_out=2, seq_len=48, scale_points=3, group_size=32)
+    report = quantize(source, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe)
+    assert 0 < report.findings.next_token["kl"] < 0.5
+    (done,) = open_engine(EngineOptions(tmp_path / "out", device="cpu")).generate([[5, 6, 7]], SamplingParams(max_new_tokens=4))
+    assert done.fault is None
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_server_says_what_it_does_not_compute(case: str, tmp_path: Path) -> None:
+    config = peer_of(case).config.to_dict()
+    assert not is_known(config)
+    with pytest.raises(QuantkitError, match=r"config.json has (hidden_act|rope scaling) '\w+', and quantkit's file of") as fault:
+        lead_or_follow(EngineOptions(written(peer_of(case), tmp_path / case), device="cpu"))
+    assert "run, eval and ppl compute it by transformers" in fault.value.remedy
+
+
+def test_a_gate_that_nobody_has_is_refused_by_the_file() -> None:
+    config = {**SIZES, "model_type": "llama", "hidden_act": "glue", "rms_norm_eps": 1e-6}
+    assert is_known(config)
+    with pytest.raises(QuantkitError, match="hidden_act = 'glue'"):
+        find_architecture(config).Config.from_dict(config)
