@@ -48,7 +48,7 @@ class DecoderLayer:
         input_norm: str = "input_layernorm",
     ) -> None:
         self.eps, self.all_reduce = eps, weights.all_reduce
-        self.add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = weights.add_rms_norm
+        self.add_rms_norm: Callable[[Any, Tensor, Tensor, float], tuple[Tensor, Tensor]] = weights.add_rms_norm  # of what the parts return
         self.attention, self.mlp = attention, mlp
         self.input_norm = gain_of(weights, f"{prefix}.{input_norm}.weight", norm_offset)
         self.mlp_norm = gain_of(weights, f"{prefix}.{mlp_norm}.weight", norm_offset)
