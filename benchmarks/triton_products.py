@@ -3,10 +3,10 @@
     python benchmarks/triton_products.py [--vllm SITE-PACKAGES/vllm] [--kinds int8,fp4,int4] [--experts fp4,int4] [--open]
         [--seconds 200] [--out FILE.json]
 
-Linears of DeepSeek-R1 and Qwen3-8B and routed experts of R1. Times are graph replays over weights that rotate beyond the cache, all sides
-in turns, the median of 15. vLLM's: Marlin for fp4 and int4, for int8 CUTLASS after quantizing the activations. library: int4 and fp4
-decoded to 16 bits for cuBLAS; int8 torch._int_mm after quantizing, and one kernel that scales. Every kind's kernels are compiled first, by
-several processes, which hold every product against float64: those that are timed, and products of odd sizes.
+Linears of DeepSeek-R1 and Qwen3-8B and routed experts of R1, whole and of a rank of four. Times are graph replays over weights that rotate
+beyond the cache, all sides in turns, the median of 15. vLLM's: Marlin for fp4 and int4, for int8 CUTLASS after quantizing the activations.
+library: int4 and fp4 decoded to 16 bits for cuBLAS; int8 torch._int_mm after quantizing, and one kernel that scales. Kernels are compiled
+first, by several processes, which hold every product against float64: those that are timed, and products of odd sizes.
 
 --open: of FP4 only the products that missed the target on 23 November. After --seconds no further product is begun.
 """
@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,9 +50,9 @@ ODD = (
     *(("int4-asym-32", 70, 1152, 1), ("int4-asym-32", 1000, 1664, 33), ("int4-asym-32", 5160, 640, 200), ("int4-asym-32", 4104, 2944, 513)),
 )
 """Grid, N, K and tokens: N that are no multiples of 64, K of odd multiples of 128 or 16, groups of 32."""
-EXPERTS = (256, 7168, 2048, 8)
+EXPERTS = {"experts": (256, 7168, 2048, 8), "experts of a rank of four": (256, 7168, 512, 8)}
 """How many, hidden and intermediate size, experts of a token."""
-EXPERT_TOKENS = (1, 4, 16, 64, 512, 2048)
+EXPERT_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 SAMPLED = 384
 PROCESS_BYTES = 12 << 30
 """Of a process that lays out the largest weight."""
@@ -184,9 +185,9 @@ def timed_linears(device: torch.device, wanted: Sequence[Product], peer: Any, un
             torch.cuda.empty_cache()
 
 
-def layer_of_experts(kind: str, backend: str, rng: torch.Generator) -> Any:
+def layer_of_experts(kind: str, sizes: tuple[int, int, int, int], backend: str, rng: torch.Generator) -> Any:
     """Experts that are four in turns."""
-    count, hidden, intermediate, _ = EXPERTS
+    count, hidden, intermediate, _ = sizes
     shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
     few = [[random_weight(GRIDS[kind], n, k, rng) for n, k in shapes] for _ in range(4)]
     builder = ExpertsBuilder(count, backend=backend, device=rng.device)
@@ -196,27 +197,27 @@ def layer_of_experts(kind: str, backend: str, rng: torch.Generator) -> Any:
 
 
 def timed_experts(device: torch.device, kinds: Sequence[str], peer: Any, until: float) -> Iterator[dict[str, Any]]:
-    count, hidden, intermediate, top_k = EXPERTS
-    for kind in kinds:
+    for kind, (name, sizes) in product(kinds, EXPERTS.items()):
         if time.monotonic() > until:
             return
+        count, hidden, intermediate, top_k = sizes
         layers = {}
         for backend in ("triton", "cuda") if device.type == "cuda" else ("triton",):
             rng = torch.Generator(device).manual_seed(2)
-            layers[backend] = layer_of_experts(kind, backend, rng)
+            layers[backend] = layer_of_experts(kind, sizes, backend, rng)
         theirs = peer.experts(kind, count, hidden, intermediate) if peer and kind != "int8" else None
         for tokens in EXPERT_TOKENS:
             x = torch.randn(tokens, hidden, generator=rng, device=device).bfloat16()
             ids = [torch.rand(tokens, count, generator=rng, device=device).topk(top_k, dim=-1).indices.int() for _ in range(4)]
             weights = torch.rand(tokens, top_k, generator=rng, device=device)
-            calls: dict[str, list[Call]] = {name: [partial(layer, x, one, weights) for one in ids] for name, layer in layers.items()}
+            calls: dict[str, list[Call]] = {side: [partial(layer, x, one, weights) for one in ids] for side, layer in layers.items()}
             first, *others = (layer(x, ids[0], weights).float() for layer in layers.values())
             apart = max((float((first - one).norm() / one.norm()) for one in others), default=0.0)
             if theirs is not None:
                 calls["vllm"] = [partial(theirs, x, one, weights) for one in ids]
             calls = working(calls, device)
             times = dict(zip(calls, (1e6 * one for one in seconds_in_turns(list(calls.values()), device)), strict=True))
-            yield {"kind": kind, "linear": "experts", "tokens": tokens, "apart": apart, **times}
+            yield {"kind": kind, "linear": name, "tokens": tokens, "apart": apart, **times}
         del layers, theirs, calls
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -224,9 +225,9 @@ def timed_experts(device: torch.device, kinds: Sequence[str], peer: Any, until: 
 
 def target(cell: dict[str, Any]) -> tuple[float, float] | None:
     """What is asked for, and what Triton takes, each of the best of the others'; None where nothing is there to be beside."""
-    names = ("vllm",) if cell["linear"] == "experts" else ("vllm", "library")
+    names = ("vllm",) if cell["linear"] in EXPERTS else ("vllm", "library")
     others = [cell[name] for name in names if name in cell]
-    asked = 1.2 if cell["linear"] == "experts" else 1.15 if cell["tokens"] <= 16 else 1.1
+    asked = 1.2 if cell["linear"] in EXPERTS else 1.15 if cell["tokens"] <= 16 else 1.1
     return (asked, cell["triton"] / min(others)) if others else None
 
 

@@ -67,27 +67,28 @@ def test_what_is_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(vllm_beside, "warm", lambda url: [])
     monkeypatch.setattr(vllm_beside, "cell_of", lambda url, cell: measured.append(f"{url} {cell}"))
     case = Case("qwen3-8b", "awq", 1, {name: Server(name, None, 0.0) for name in ("vllm", "quantkit")})  # type: ignore[arg-type]
-    case.servers["quantkit"].failed = "it ended with 1"
+    case.servers["quantkit"].failed, case.again = "it ended with 1", True
     found: dict[str, Any] = {case.name: {"128x1": {"vllm": [{}]}}}
-    vllm_beside.measure([case], Namespace(cells="128x1,128x8", directory=tmp_path), vllm_beside.time.monotonic() + 600, found)
+    monkeypatch.setattr(vllm_beside, "start_again", lambda cases, engine, asked: None)
+    for engine in ("quantkit", "vllm"):
+        asked = Namespace(cells="128x1,128x8", directory=tmp_path)
+        vllm_beside.measure([case], engine, asked, vllm_beside.time.monotonic() + 600, found)
     assert measured == ["vllm 128x8"]
-    vllm_beside.measure([case], Namespace(cells="4096x8", directory=tmp_path), vllm_beside.time.monotonic() + 1, found)
+    vllm_beside.measure([case], "vllm", Namespace(cells="4096x8", directory=tmp_path), vllm_beside.time.monotonic() + 1, found)
     assert measured == ["vllm 128x8"]
+
+
+SLEEPS = "import time\nprint('loading', flush=True)\ntime.sleep(60)"
 
 
 def test_a_server_of_ours_that_does_not_come_up_says_where_it_stands_and_is_started_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    sleeps = [sys.executable, "-X", "faulthandler", "-c", "import time\nprint('loading', flush=True)\ntime.sleep(60)"]
-    monkeypatch.setattr(vllm_beside, "command", lambda *of: sleeps)
-    asked = Namespace(directory=tmp_path, visible=["0"], cards=1, own_wait=3.0)
-    case = Case("m", "awq", 1)
-    case.servers["quantkit"] = first = vllm_beside.start_one(case, "quantkit", 9, asked)
-    vllm_beside.await_servers([case], asked, time.monotonic() + 60, iter(()))
-    second = case.servers["quantkit"]
-    assert second is not first
-    assert second.failed == "it did not come up in time"
-    assert first.process.wait(20) == second.process.wait(20) == -signal.SIGABRT
+    monkeypatch.setattr(vllm_beside, "command", lambda *of: [sys.executable, "-X", "faulthandler", "-c", SLEEPS])
+    asked = Namespace(directory=tmp_path, wait=3.0, engines=["quantkit"], chunk_tokens=0, seconds=60, first_port=9, cells="128x1")
+    assert vllm_beside.run([case := Case("m", "awq", 1)], asked) == 1
+    assert case.servers["quantkit"].failed == "it did not come up in time"
+    assert case.servers["quantkit"].process.wait(20) == -signal.SIGABRT
     log = tmp_path / "beside-m-awq-1-quantkit.log"
     until = time.monotonic() + 20
     while log.read_text().count('File "<string>", line 3') < 2 and time.monotonic() < until:
@@ -96,13 +97,9 @@ def test_a_server_of_ours_that_does_not_come_up_says_where_it_stands_and_is_star
     assert "m:awq:1 quantkit | loading" in capfd.readouterr().out
 
 
-def test_ours_is_measured_while_the_peer_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_beside, "warm", lambda url: [])
-    monkeypatch.setattr(vllm_beside, "cell_of", lambda url, cell: [{"ttft_s": 1.0}])
-    case = Case("qwen3-8b", "awq", 1, {name: Server(name, None, 0.0, answered=name == "quantkit") for name in ("vllm", "quantkit")})  # type: ignore[arg-type]
-    monkeypatch.setattr(Server, "up", lambda server: server.answered)
-    found: dict[str, Any] = {}
-    asked = Namespace(cells="128x1,16000x64", directory=tmp_path, engines=vllm_beside.ENGINES)
-    assert len(list(vllm_beside.measure_before([case], asked, found))) == 2
-    assert found == {case.name: {"128x1": {"quantkit-before": [{"ttft_s": 1.0}]}}}
-    assert json.loads((tmp_path / "beside.json").read_text()) == found
+def test_a_cell_that_does_not_end_ends_its_server_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_beside, "command", lambda *of: [sys.executable, "-X", "faulthandler", "-c", SLEEPS])
+    server = vllm_beside.start_one(Case("m", "awq", 1), "quantkit", 9, Namespace(directory=tmp_path))
+    assert vllm_beside.attempt("m quantkit 1x1", server, lambda url: time.sleep(30), 0.2) is None
+    assert server.failed == "it did not end an answer in 0 s"
+    assert server.process.wait(20) == -signal.SIGABRT

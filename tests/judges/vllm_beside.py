@@ -1,18 +1,18 @@
-"""`quantkit serve` beside `vllm serve`: the same files, as many cards, and the same requests for both, one server at a time.
+"""`quantkit serve` beside `vllm serve`: the same files, as many cards, and the same requests for both, one engine after the other.
 
     python tests/judges/vllm_beside.py --vllm PYTHON --directory DIR --cases qwen3-8b:awq:1,qwen3-8b:bf16:1 [--seconds 200]
 
-A case is a model of shape_models.py, a format, and on how many cards (--tensor-parallel-size and --tp). Its two servers are up before
-their cells are compared, and only one has requests. Ours is up long before vLLM's: it is measured meanwhile, too, as `quantkit-before`, so
-that there are figures where vLLM's does not come up. A cell is so many users who each send a prompt of so many tokens at once and get 64;
-its figures are those of `quantkit bench`, medians of its rounds. `gap`: while 32 users get answers, a prompt of 16,000 tokens arrives; the
-largest time between two tokens of an answer.
+A case is a model of shape_models.py, a format, and on how many cards (--tensor-parallel-size and --tp). The servers of an engine, one for
+each case, are up before any is measured, and only one has requests; they have ended when those of the other engine begin, so that each has
+the card for itself. A cell is so many users who each send a prompt of so many tokens at once and get 64; its figures are those of `quantkit
+bench`, medians of its rounds. `gap`: while 32 users get answers, a prompt of 16,000 tokens arrives; the largest time between two tokens of
+an answer.
 
-What servers say is printed as it comes. One of ours that is not up after --own-wait is ended by a signal that leaves its stacks, and
-started once more.
+What servers say is printed as it comes. A server that is not up in time, or does not end a cell, is ended by a signal that leaves the
+stacks of ours in its log; one of ours is then started once more.
 
-Cells come in the order of CELLS, of all cases in turn, until the time is up. Rows are kept in DIRECTORY/beside.json, and what is there is
-not measured again. --steps write,run: the first writes the models, on --device.
+Cells come in the order of CELLS, of all cases in turn, until the time of an engine is up. Rows are kept in DIRECTORY/beside.json, and what
+is there is not measured again. --steps write,run: the first writes the models, on --device.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,8 +41,8 @@ from quantkit.evaluation.speed.endpoint import EndpointTarget
 from quantkit.evaluation.speed.measure import RequestTimes, summarize
 from quantkit.evaluation.speed.workload import Workload
 
-PEER, OURS, BEFORE = "vllm", "quantkit", "quantkit-before"
-ENGINES = [PEER, OURS]
+PEER, OURS = "vllm", "quantkit"
+ENGINES = [OURS, PEER]
 CELLS = "4096x32,1024x32,gap,1024x64,128x64,128x8,128x32,4096x8,1024x8,1024x1,4096x1,128x1,16000x1,16000x8,4096x64,16000x32,16000x64"
 FIRST_PORT = 19100
 USERS, CONTEXT, OUTPUT = 64, 16640, 64
@@ -51,8 +51,8 @@ WARM = ((128, 64), (1024, 8), (4096, 1), (16000, 1))
 ROUNDS, LONG_S = 3, 1.6
 """Rounds of a cell, and after how many seconds of them no further one begins."""
 ANSWERS, ANSWER_INPUT, ANSWER_OUTPUT, ARRIVING = 32, 1024, 512, 16000
-LONGEST_BEFORE_S = 8.5
-"""A cell that takes longer is not begun while vLLM's servers load."""
+LEAST_BOUND_S = 20.0
+"""How long a cell may take at least, before its server is ended and, if it is ours, started again."""
 ENDING_S, LINE = 10.0, 200
 """Seconds that servers have to end; characters of a line of theirs that is printed."""
 KEYS = ("ttft_s", "tpot_ms", "system_tps")
@@ -61,12 +61,13 @@ Rows = list[dict[str, Any]]
 
 @dataclass
 class Case:
-    """A model in a format on some cards, and its two servers."""
+    """A model in a format on some cards, and its servers. again: whether the one of now was started a second time."""
 
     model: str
     form: str
     tp: int
     servers: dict[str, "Server"] = field(default_factory=dict)
+    again: bool = False
 
     @property
     def name(self) -> str:
@@ -95,7 +96,7 @@ class Server:
 
 def engines(asked: argparse.Namespace) -> tuple[str, ...]:
     more = [f"{OURS}-{asked.chunk_tokens}"] if asked.chunk_tokens else []
-    return tuple(engine for engine in (PEER, OURS, *more) if engine.partition("-")[0] in asked.engines)
+    return tuple(engine for engine in (OURS, *more, PEER) if engine.partition("-")[0] in asked.engines)
 
 
 def command(engine: str, path: Path, case: Case, port: int, asked: argparse.Namespace) -> list[str]:
@@ -118,18 +119,8 @@ def token_bytes(path: Path) -> int:
     return int(config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 2 * 2)
 
 
-def start(cases: list[Case], asked: argparse.Namespace) -> None:
-    """All servers of all cases. Two that fit side by side have cards of their own."""
-    for number, (case, engine) in enumerate((case, engine) for engine in reversed(engines(asked)) for case in cases):
-        case.servers[engine] = start_one(case, engine, asked.first_port + number, asked)
-    for case in cases:
-        case.servers = {engine: case.servers[engine] for engine in engines(asked)}
-
-
 def start_one(case: Case, engine: str, port: int, asked: argparse.Namespace) -> Server:
-    first = case.tp if engine != PEER and 2 * case.tp <= asked.cards else 0
-    cards = ",".join(asked.visible[first : first + case.tp])
-    told = {**os.environ, **SETTINGS["cuda"], "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": cards}
+    told = {**os.environ, **SETTINGS["cuda"], "PYTHONUNBUFFERED": "1"}
     words = command(engine, asked.directory / case.model / case.form, case, port, asked)
     process = subprocess.Popen(words, env=told, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     log = asked.directory / f"beside-{case.name.replace(':', '-')}-{engine}.log"
@@ -150,42 +141,39 @@ def tell(process: subprocess.Popen[bytes], name: str, log: Path) -> None:
                 print(f"{time.monotonic() - began:6.1f} s  {name} | {line.decode(errors='replace').rstrip()[:LINE]}", flush=True)
 
 
-def await_servers(cases: list[Case], asked: argparse.Namespace, until: float, meanwhile: Iterator[None]) -> None:
-    """Until each is up or has failed. meanwhile: what is done a piece at a time by servers that are up."""
-    waiting = [(case, engine) for case in cases for engine in case.servers]
-    again: set[tuple[str, str]] = set()
-    while waiting and time.monotonic() < until:
-        for one in list(waiting):
-            case, engine = one
+def await_servers(cases: list[Case], engine: str, asked: argparse.Namespace) -> None:
+    """Until each is up or has failed, --wait seconds after it began."""
+    waiting = list(cases)
+    while waiting:
+        for case in list(waiting):
             server = case.servers[engine]
-            late = engine != PEER and time.monotonic() - server.began > asked.own_wait
-            if late and not server.up():
-                give_up(case, engine)
-                if (case.name, engine) not in again:
-                    again.add((case.name, engine))
-                    server.process.wait(ENDING_S)
-                    port = int(server.url.rpartition(":")[2])
-                    case.servers[engine] = start_one(case, engine, port, asked)
-                    continue
-            if server.up() or server.failed:
-                waiting.remove(one)
+            if server.up() or server.failed or time.monotonic() - server.began > asked.wait:
+                waiting.remove(case)
+                if not (server.up() or server.failed):
+                    give_up(server, "it did not come up in time")
                 print(f"{case.name} {engine}: {server.failed or f'up after {time.monotonic() - server.began:.0f} s'}", flush=True)
-        if waiting and next(meanwhile, Ellipsis) is Ellipsis:
-            time.sleep(0.3)
-    for case, engine in waiting:
-        give_up(case, engine)
+        time.sleep(0.3)
 
 
-def give_up(case: Case, engine: str) -> None:
+def give_up(server: Server, why: str) -> None:
     """The log of ours then says where it stood; and the card is those servers' that are up."""
-    server = case.servers[engine]
-    server.failed = "it did not come up in time"
-    server.process.send_signal(signal.SIGTERM if engine == PEER else signal.SIGABRT)
-    print(f"{case.name} {engine}: {server.failed}", flush=True)
+    server.failed = why
+    server.process.send_signal(signal.SIGABRT)
 
 
-def end(cases: list[Case]) -> None:
-    processes = [server.process for case in cases for server in case.servers.values()]
+def start_again(cases: list[Case], engine: str, asked: argparse.Namespace) -> None:
+    """Those of ours that were given up, once."""
+    if engine == PEER:
+        return
+    again = [case for case in cases if case.servers[engine].process.poll() != 0 and case.servers[engine].failed and not case.again]
+    for case in again:
+        stop([case.servers[engine].process])
+        case.again = True
+        case.servers[engine] = start_one(case, engine, int(case.servers[engine].url.rpartition(":")[2]), asked)
+    await_servers(again, engine, asked)
+
+
+def stop(processes: list["subprocess.Popen[bytes]"]) -> None:
     for process in processes:
         process.terminate()
     until = time.monotonic() + ENDING_S
@@ -250,61 +238,48 @@ def warm(url: str) -> None:
         requests(url, tokens, users, 8)
 
 
-def measure(cases: list[Case], asked: argparse.Namespace, until: float, found: dict[str, Any]) -> None:
+def measure(cases: list[Case], engine: str, asked: argparse.Namespace, until: float, found: dict[str, Any]) -> None:
     """Cell after cell of every case into `found`, which is written after each; what failed is told, and is not there."""
     for case in cases:
-        for engine, server in case.servers.items():
-            attempt(f"{case.name} {engine}", server, warm)
+        attempt(f"{case.name} {engine}", case.servers[engine], warm)
     for cell in asked.cells.split(","):
         for case in cases:
             rows = found.setdefault(case.name, {}).setdefault(cell, {})
-            for engine, server in case.servers.items():
-                if engine not in rows and time.monotonic() + expected_s(cell) < until:
-                    measure_one(case, engine, server, cell, rows)
-            keep(asked, found)
+            if engine not in rows and time.monotonic() + expected_s(cell) < until:
+                measure_one(case, engine, case.servers[engine], cell, rows)
+            (asked.directory / "beside.json").write_text(json.dumps(found, indent=1))
             for line in told(case.name, cell, rows):
                 print(line, flush=True)
-
-
-def measure_before(cases: list[Case], asked: argparse.Namespace, found: dict[str, Any]) -> Iterator[None]:
-    """Cells of our servers while those of vLLM load, one at a time; it goes on asking until they are up."""
-    if asked.engines != ENGINES:
-        return
-    left = {case.name: ["", *(cell for cell in asked.cells.split(",") if expected_s(cell) < LONGEST_BEFORE_S)] for case in cases}
-    while any(left.values()):
-        for case in cases:
-            server = case.servers[OURS]
-            if server.up() and left[case.name]:
-                cell = left[case.name].pop(0)
-                if not cell:
-                    attempt(f"{case.name} {BEFORE}", server, warm)
-                elif BEFORE not in (rows := found.setdefault(case.name, {}).setdefault(cell, {})):
-                    measure_one(case, BEFORE, server, cell, rows)
-                    print(f"{case.name} | {cell} | {BEFORE} | {rows.get(BEFORE)}", flush=True)
-                    keep(asked, found)
-            elif server.failed:
-                left[case.name] = []
-            yield
-            if not any(other.servers[OURS].up() for other in cases):
-                time.sleep(0.3)
+        start_again(cases, engine, asked)
 
 
 def measure_one(case: Case, name: str, server: Server, cell: str, rows: dict[str, Rows]) -> None:
-    took = attempt(f"{case.name} {name} {cell}", server, gap_of if cell == "gap" else partial(cell_of, cell=cell))
+    bound = max(LEAST_BOUND_S, 2 * expected_s(cell))
+    took = attempt(f"{case.name} {name} {cell}", server, gap_of if cell == "gap" else partial(cell_of, cell=cell), bound)
     rows |= {name: took} if took else {}
 
 
-def keep(asked: argparse.Namespace, found: dict[str, Any]) -> None:
-    (asked.directory / "beside.json").write_text(json.dumps(found, indent=1))
-
-
-def attempt(name: str, server: Server, measured: Callable[[str], Rows | None]) -> Rows | None:
-    """Nothing where the server is not up, or what was asked of it failed."""
+def attempt(name: str, server: Server, measured: Callable[[str], Rows | None], most_s: float = LEAST_BOUND_S) -> Rows | None:
+    """Nothing where the server is not up, or what was asked of it failed, or did not end in `most_s`: then its log says where it stands."""
+    if server.failed:
+        return None
+    answer: Future[Rows | None] = Future()
+    threading.Thread(target=answered, args=(answer, measured, server.url), daemon=True).start()
     try:
-        return None if server.failed else measured(server.url)
+        return answer.result(most_s)
     except (QuantkitError, httpx.HTTPError) as problem:
         print(f"{name}: {problem}", flush=True)
-        return None
+    except TimeoutError:
+        give_up(server, f"it did not end an answer in {most_s:.0f} s")
+        print(f"{name}: {server.failed}", flush=True)
+    return None
+
+
+def answered(answer: "Future[Rows | None]", measured: Callable[[str], Rows | None], url: str) -> None:
+    try:
+        answer.set_result(measured(url))
+    except BaseException as problem:
+        answer.set_exception(problem)
 
 
 def told(name: str, cell: str, rows: dict[str, Rows]) -> list[str]:
@@ -322,15 +297,19 @@ def told(name: str, cell: str, rows: dict[str, Rows]) -> list[str]:
 
 
 def run(cases: list[Case], asked: argparse.Namespace) -> int:
-    began, kept = time.monotonic(), asked.directory / "beside.json"
+    kept = asked.directory / "beside.json"
     found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
-    until = began + asked.seconds
-    start(cases, asked)
-    try:
-        await_servers(cases, asked, min(began + asked.wait, until), measure_before(cases, asked, found))
-        measure(cases, asked, until, found)
-    finally:
-        end(cases)
+    for engine in engines(asked):
+        until = time.monotonic() + asked.seconds
+        try:
+            for number, case in enumerate(cases):
+                case.again = False
+                case.servers[engine] = start_one(case, engine, asked.first_port + number, asked)
+            await_servers(cases, engine, asked)
+            start_again(cases, engine, asked)
+            measure(cases, engine, asked, until, found)
+        finally:
+            stop([case.servers[engine].process for case in cases if engine in case.servers])
     return int(any(not set(rows) >= set(engines(asked)) for case in cases for rows in found.get(case.name, {"": {}}).values()))
 
 
@@ -341,6 +320,10 @@ def case_of(text: str) -> Case:
     return Case(model, form, int(tp))
 
 
+def engines_of(text: str) -> list[str]:
+    return [engine for engine in ENGINES if engine in text.split(",")]
+
+
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are ended then, too
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -349,24 +332,15 @@ def main() -> int:
     parser.add_argument("--steps", default="write,run")
     parser.add_argument("--cases", default="qwen3-8b:awq:1", type=lambda text: [case_of(part) for part in text.split(",")])
     parser.add_argument("--cells", default=CELLS, help="TOKENSxUSERS and gap")
-    parser.add_argument(
-        "--engines",
-        type=lambda text: [engine for engine in ENGINES if engine in text.split(",")],
-        default=ENGINES,
-        help="one, where two do not fit the card: the other in a second run over the same --directory",
-    )
-    parser.add_argument("--cards", type=int, default=1)
+    parser.add_argument("--engines", type=engines_of, default=ENGINES, help="one of them alone; the rows of the other are kept")
     parser.add_argument("--cache-tokens", type=int, default=0, help="of each server, where several share a card; what fits otherwise")
     parser.add_argument("--chunk-tokens", type=int, default=0, help="of another server of ours, beside the one that chooses")
     parser.add_argument("--layers", type=int, default=0, help="of the models; all by default")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--wait", type=float, default=150, help="seconds that servers may take to come up")
     parser.add_argument("--first-port", type=int, default=FIRST_PORT, help="of the servers; another for a second run beside this one")
-    parser.add_argument("--own-wait", type=float, default=60, help="seconds that those of ours may take, each of two times")
-    parser.add_argument("--seconds", type=float, default=3600, help="after which no further cell is measured")
+    parser.add_argument("--seconds", type=float, default=3600, help="of an engine, after which no further cell of it is measured")
     asked = parser.parse_args()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    asked.visible = visible.split(",") if visible else [str(card) for card in range(asked.cards)]
     asked.directory.mkdir(parents=True, exist_ok=True)
     if "write" in asked.steps:
         for case in asked.cases:

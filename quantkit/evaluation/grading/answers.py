@@ -13,6 +13,7 @@ from quantkit.evaluation.grading import answer_words
 from quantkit.evaluation.grading.conversions import restated
 from quantkit.evaluation.grading.languages import decimal_comma
 from quantkit.evaluation.grading.prose import has_number, read_last, read_sentence, spoken
+from quantkit.evaluation.grading.quantities import begin_quantity
 from quantkit.evaluation.grading.typesetting import normalize
 from quantkit.evaluation.grading.values import Value, read_value
 
@@ -219,12 +220,32 @@ def _with_thousands(text: str) -> str:
     return _THOUSANDS.sub(lambda match: match[0].replace(".", ""), text)
 
 
+_SAID_TWICE = re.compile(
+    r"(?<![\w-])(?P<words>[A-Za-z]+(?:[ -][A-Za-z]+){0,6})\s?\((?P<digits>\d[\d,]*(?:\.\d+|/\d+)?)\)"
+    r"|(?<![\w.,/(])(?P<first>\d[\d,]*(?:\.\d+)?)\s?\((?P<spoken>[A-Za-z]+(?:[ -][A-Za-z]+){0,6})\)"
+)
+
+
+def _said_once(match: re.Match[str]) -> str:
+    """Of a number in words and in digits, `seven (7)` or `7 (seven)`, the digits; what are two numbers stays."""
+    digits = match["digits"] or match["first"]
+    value = begin_quantity(digits)
+    parts = re.split(r"(?<=[ -])", match["words"] or match["spoken"])
+    for place in range(len(parts)):
+        words = "".join(parts[place:])
+        number = begin_quantity(words)
+        if number is not None and number.end == len(words) and value is not None and number.value == value.value:
+            return match[0] if match["first"] and place else "".join(parts[:place]) + digits
+    return match[0]
+
+
 def find_number(text: str, letters: bool = True, question: str = "") -> Extraction:
     """The answer of a text whose answer is a number: the last box, else the last stated answer, else the last number.
 
     An answer that is stated behind the box, as a sentence, and is another one, replaces the box.
     """
     text = _with_thousands(_named_value(_CALCULATION.sub("", prepared(text))))
+    text = _SAID_TWICE.sub(_said_once, text)
     box = last_box(text)
     if box.open_box:
         return box

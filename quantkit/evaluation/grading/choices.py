@@ -37,8 +37,26 @@ def find_choice(text: str, options: list[str]) -> Extraction:
             return Extraction(chosen, where)
     if refuses(text) and not any(refuses(option) for option in options):
         return Extraction(NOTHING, "last")
-    alone = _alone(text, options) or _by_value(text, options)
+    alone = _left(text, LETTERS[: len(options)]) or _alone(text, options) or _by_value(text, options)
     return Extraction(alone, "last") if alone is not None else Extraction(None)
+
+
+_ALL_WRONG = re.compile(
+    r"(?<![A-Za-z0-9'])(?P<letters>[(\[]?[A-Z][)\]]?(?:\s*,\s*(?:(?:and|und|y|et|e)\s+)?[(\[]?[A-Z][)\]]?|\s+(?:and|und|y|et|e|&)\s+[(\[]?[A-Z][)\]]?)+)\s+"
+    r"(?:(?:can|could|must)\s+(?:all\s+)?be|are|were|sind|son|sont|sono|são)\s+(?:all\s+|clearly\s+|definitely\s+)?"
+    r"(?:wrong|incorrect|false|impossible|ruled\s+out|eliminated|excluded|discarded|not\s+(?:correct|right)|falsch|incorrectas?|falsas?|fausses?"
+    r"|incorrectes?|sbagliate|erradas?)(?![a-z])"
+)
+
+
+def _left(text: str, letters: str) -> str | None:
+    """The option that is left where a sentence calls all others wrong, and nothing behind it names one."""
+    found = list(_ALL_WRONG.finditer(text[-_ENDING:]))
+    if not found or re.search(r"(?<![A-Za-z0-9'])(?:[B-HJ-Z]|A(?!\s+[a-z]))(?![A-Za-z0-9'])", text[-_ENDING:][found[-1].end() :]):
+        return None
+    wrong = set(re.findall(r"[A-Z]", found[-1]["letters"]))
+    left = set(letters) - wrong
+    return left.pop() if len(left) == 1 and wrong <= set(letters) and len(wrong) > 1 else None
 
 
 def _by_value(text: str, options: list[str]) -> str | None:
@@ -225,7 +243,8 @@ _DOUBT = re.compile(
 
 
 _ASKED_AND_DENIED = re.compile(r"(?i)(?<![A-Za-z])[(\[]?[A-Z][)\]]?\?\s*(?:no|nope|not quite|wrong)\b[\s,.:;!—-]*")
-_CONTRAST = re.compile(r"(?i),\s+(?:(?:and|but)\s+)?(?:not|rather than|instead of)\s+[^,.;]*(?=\W*$)")  # it is meiosis (B), not mitosis (A)
+# It is meiosis (B), not mitosis (A).
+_CONTRAST = re.compile(r"(?i)(?:,\s+(?:(?:and|but)\s+)?(?:not|rather than|instead of)|\s(?:rather than|instead of))\s+[^,.;]*(?=\W*$)")
 _CONCEDED = re.compile(r"(?i)(?:(?<=[.!?]\s)|^)(?:(?:even )?though|although|while|whereas|unlike) [^,.\n]*, ")
 _VERDICT_LINE = re.compile(r"(?m)^[^\w\n]*[(\[]?(?P<letter>[A-Z])(?![A-Za-z'])(?P<said>.*)$")
 _NEXT_OPTION = re.compile(

@@ -106,7 +106,7 @@ def _read_value(problem: Problem, found: answers.Extraction, text: str, cut: boo
         gold, value = read_value(problem.gold), found.value
         if isinstance(gold, Fraction) and gold in found.restated:
             value = gold
-        if isinstance(gold, Fraction) and gold.denominator != 1 and "%" in (found.text or "") and value != gold:
+        if isinstance(gold, Fraction) and gold.denominator != 1 and re.search("%|percent", found.text or "") and value != gold:
             value /= 100
         return _verdict(value == gold, found, canonical(value))
     if found.value is None:

@@ -129,7 +129,7 @@ def _claim(sentence: str) -> str:
     for pattern in (_REMARK, _BEHIND, _IN_FRONT):
         without = pattern.sub("", sentence)
         sentence = without if has_number(without) else sentence
-    sentence = _LATER.sub(r"\g<said>", sentence)
+    sentence = _PART_OF.sub(r"\g<part>", _LATER.sub(r"\g<said>", sentence))
     sentence = claimed(_TO_DO.sub(r"\g<said>", _AND_WHEN.sub(r"\g<said>", sentence)))
     without = _KNOWN.sub(r"\g<whose> ", sentence)
     return without if re.search(r"\d", without) else sentence
@@ -170,6 +170,11 @@ _NO_ANSWER_BEFORE = re.compile(
     r"(?:[-+*/^×÷·√:<>≤≥≠±(]|\\[A-Za-z]+\{?|(?<![A-Za-z])(?:or|to|of the|of her|of his|of their)|\d\s*(?:,|and|&|和|到|至|或))\s*$"
     r"|[不非]是\s*$"
 )
+# Of how many: 7 of 12 children are 7; without what is counted, 7 of 12 may be 7/12, and is never 12.
+_PART_OF = re.compile(
+    rf"(?i)(?P<part>(?<![\w.,/%$])(?:\d[\d,]*|{_NUMBER_WORD}))\s+(?:out\s+)?of\s+\d[\d,]*(?=\s+[a-z]{{3}})(?!\s+(?:is|are|was|equals)\b)"
+)
+_IS_PART_OF = re.compile(rf"(?i)(?<![\w.,/%$])(?:\d[\d,]*|{_NUMBER_WORD})\s+(?:out\s+)?of\s*$")
 _END = r"(?<=[.!?。])(?<!i\.e\.)(?<!e\.g\.)(?<!vs\.)(?<!approx\.)\s+|[\n。]"
 # Numbers that only name something, sentences beside the matter, and what is only assumed.
 _NAMED = re.compile(
@@ -298,7 +303,7 @@ def read_last(text: str, letters: bool = True, question: str = "") -> tuple[str 
         return None, None
     last = tokens[-1]
     before, token = clause[: last.start()], clause[last.start() :]
-    changed = _NO_ANSWER_BEFORE.search(before) or CHANGES.search(re.split(r"[,;.]\s", before)[-1][-30:])
+    changed = _NO_ANSWER_BEFORE.search(before) or _IS_PART_OF.search(before) or CHANGES.search(re.split(r"[,;.]\s", before)[-1][-30:])
     return last[0].strip(" ,."), asks(None if changed else read_sentence(token, letters))
 
 

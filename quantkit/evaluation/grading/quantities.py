@@ -50,6 +50,7 @@ _MORE = re.compile(
 )
 _TIMES = {"two": 2, "three": 3}
 _PARTS = {"half": Fraction(1, 2), "quarter": Fraction(1, 4), "third": Fraction(1, 3)}
+_SHARES = {"third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9, "tenth": 10}
 _AFTER = re.compile(
     rf"\s*(?:%|percent(?![A-Za-z])|per cent(?![A-Za-z])|°\s*{TEXT}?\s*[CFK]?(?![A-Za-z]){END_TEXT}?|º|¢|(?:{CURRENCY})|[.,/]-+(?!\d))"
 )
@@ -62,6 +63,7 @@ _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 _NAMES = {name: number for number, name in enumerate(_ONES.split())} | {
     name: 10 * number for number, name in enumerate(_TENS.split(), start=2)
 }
+_SHARE = re.compile(rf"(?P<count>{'|'.join(_ONES.split()[2:10])})[\s-]+(?P<part>{'|'.join(_SHARES)})s(?![A-Za-z])", re.IGNORECASE)
 _SPOKEN_DECIMALS = re.compile(rf"\s+point((?:\s+(?:{'|'.join(_ONES.split()[:10])})\b)+)", re.IGNORECASE)
 _WORD_SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _WORD = re.compile(r"[\s-]*([A-Za-z]+)")
@@ -142,6 +144,8 @@ def _words(text: str, start: int) -> Quantity | None:
     chinese = _CHINESE.match(text, start)
     if chinese is not None and len(chinese[0]) <= LONGEST:
         return Quantity(_chinese(chinese[0]), chinese.end())
+    if (share := _SHARE.match(text, start)) is not None:
+        return Quantity(Fraction(_NAMES[share["count"].lower()], _SHARES[share["part"].lower()]), share.end())
     total, group, scale, end, after_and = 0, 0, 1, start, -1
     while (match := (_AFTER_COMMA if scale >= 1000 else _WORD).match(text, max(end, after_and))) is not None:
         word = match[1].lower()

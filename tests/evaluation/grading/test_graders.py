@@ -121,3 +121,44 @@ def test_a_gold_that_is_no_integer_is_refused() -> None:
 def test_unknown_grader_lists_those_there_are() -> None:
     with pytest.raises(QuantkitError, match="python-tests"):
         find_grader("nope")
+
+
+@pytest.mark.parametrize(
+    ("gold", "text", "right"),
+    [
+        ("7", "So seven (7) of 12 children walk.", True),
+        ("12", "So seven (7) of 12 children walk.", False),
+        ("7", "Seven (7) of the 12 eggs are left.", True),
+        ("12", "7 out of 12", False),
+        ("5", "Of twelve (12) children, five (5) stay.", True),
+        ("8", "Two thirds (2/3) of twelve (12) is eight (8).", True),
+        ("12", "seven (7) red + five (5) blue = twelve (12) balls", True),
+        ("36", "Total: 36 (thirty-six) apples", True),
+        ("36", "Her age is thirty-six (36) years.", True),
+        ("36", "Her age is thirty-six (35) years.", False),
+        ("3/4", "Three quarters", True),
+        ("2/5", "Two-fifths of the class", True),
+        ("2/5", "40 percent", True),
+    ],
+)
+def test_numbers_in_words_beside_their_digits(judge: MathJudge, gold: str, text: str, right: bool) -> None:
+    assert graded(judge, "number", gold, text).correct is right
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("A, C and D are wrong.", True),
+        ("A, C, and D are incorrect.", True),
+        ("(A), (C), (D) can be ruled out.", True),
+        ("A, C und D sind falsch.", True),
+        ("A and C are wrong.", False),
+        ("A, B and C are wrong.", False),
+        ("A, C and D are wrong. B is wrong too.", False),
+        ("A, C and D are wrong. The answer is E.", False),
+        ("London rather than Rome.", True),
+    ],
+)
+def test_the_option_that_is_left_is_chosen(judge: MathJudge, text: str, right: bool) -> None:
+    options = ["Paris", "London", "Rome", "Berlin"]
+    assert graded(judge, "choice", "B", text, options=options).correct is right
