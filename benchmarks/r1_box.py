@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from made_engine import joined_ranks, made_engine, made_model, report_of_ranks
+from quantkit_kernels import UnsummedPairs
 from r1_guesses import DraftingEngine
 from r1_synthetic import R1, TINY, SyntheticWeights
 from torch import Tensor
@@ -65,7 +66,7 @@ class BoxWeights(SyntheticWeights):
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.parallel.all_reduce(x)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor | UnsummedPairs, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return self.parallel.add_rms_norm(x, residual, gain, eps)
 
 

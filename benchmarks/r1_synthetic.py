@@ -84,9 +84,16 @@ class CountedExperts:
         self.num_experts, self.nbytes, self.backend = experts.num_experts, experts.nbytes, experts.backend
 
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        self._note(topk_ids)
+        return self.experts(x, topk_ids, topk_weights)
+
+    def unsummed(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor | kernels.UnsummedPairs:
+        self._note(topk_ids)
+        return self.experts.unsummed(x, topk_ids, topk_weights)
+
+    def _note(self, topk_ids: Tensor) -> None:
         if CountedExperts.distinct is not None:
             CountedExperts.distinct.append(len(topk_ids.unique()))
-        return self.experts(x, topk_ids, topk_weights)
 
 
 class SyntheticWeights:
@@ -170,8 +177,8 @@ class SyntheticWeights:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return kernels.add_rms_norm(x, residual, gain, eps)
+    def add_rms_norm(self, x: Tensor | kernels.UnsummedPairs, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return kernels.add_rms_norm(x if isinstance(x, Tensor) else x.summed(), residual, gain, eps)
 
     def read(self, distinct: float) -> dict[str, float]:
         """Weight bytes that a step reads, by part, with so many distinct experts in an average layer."""

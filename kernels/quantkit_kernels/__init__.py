@@ -8,7 +8,7 @@ Arguments that do not fit raise ValueError naming the argument.
 from quantkit_kernels.backends import BACKENDS, OPERATORS, OperatorRow, asked, by_own_backend, check_runs, prefer, table
 from quantkit_kernels.codes import CODES, CodedKeys, CodedLatents, CodeSteps, KeySteps, KeyValues
 from quantkit_kernels.experts import NO_EXPERT, Experts, ExpertsBuilder, prepare_experts
-from quantkit_kernels.functional import add_rms_norm, gate_and_mul, mla_decode, mla_prepare, rms_norm, rope, silu_and_mul
+from quantkit_kernels.functional import add_rms_norm, gate_and_mul, mla_decode, mla_prepare, mla_queries, rms_norm, rope, silu_and_mul
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.grouped import gqa_decode, gqa_prepare
 from quantkit_kernels.latents import CacheLayout, Latents, cache_layout, doubled_angles, pairs_apart, why_no_codes
@@ -24,6 +24,7 @@ from quantkit_kernels.linear import (
     why_no_rounded_inputs,
 )
 from quantkit_kernels.paged import Norms, PagedKeys, PagedLatents, Rotation
+from quantkit_kernels.pairs import UnsummedPairs
 from quantkit_kernels.prolog import MlaProlog, MlaSizes, MlaWeights, prepare_mla_prolog, why_no_prolog
 from quantkit_kernels.prompts import PaddedPrompts, PromptPart, Prompts, SpansNow, gqa_prefill, mla_prefill
 from quantkit_kernels.routing import Routing, moe_gate, route
@@ -68,6 +69,7 @@ __all__ = [
     "Rotation",
     "Routing",
     "SpansNow",
+    "UnsummedPairs",
     "Weight",
     "add_rms_norm",
     "asked",
@@ -84,6 +86,7 @@ __all__ = [
     "mla_decode",
     "mla_prefill",
     "mla_prepare",
+    "mla_queries",
     "moe_gate",
     "pairs_apart",
     "prefer",

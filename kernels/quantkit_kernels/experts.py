@@ -15,6 +15,7 @@ from quantkit_kernels import backends
 from quantkit_kernels.arguments import FLOAT_DTYPES, INDEX_DTYPES, check_compute_dtype, check_tensor, require
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.linear import laid_out, rounds_inputs
+from quantkit_kernels.pairs import UnsummedPairs
 from quantkit_kernels.weights import Weight, check_weight, kind, shape
 
 NO_EXPERT = -1
@@ -48,6 +49,10 @@ class Experts(ABC):
         if topk_ids.numel() == 0:
             return torch.zeros_like(x)
         return self.forward(x, topk_ids, topk_weights)
+
+    def unsummed(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor | UnsummedPairs:
+        """As the call; or its pairs, where the kernels leave them to whoever reads the sum."""
+        return self(x, topk_ids, topk_weights)
 
     @abstractmethod
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Each checks its arguments, picks a backend ("auto": the fastest usable on the te
 float32 whatever the dtype of the tensors; results are rounded once.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -93,6 +94,34 @@ def mla_prepare(
     code_step float32 []: what a code of a latent is worth, where it is known (codes.py); plain torch computes that, whatever the backend.
     Returns the normed query part [T, q_lora] of qkv_a's dtype. What is cached was rounded to qkv_a's dtype first, codes too.
     """
+    found, known = _checked_prepare(qkv_a, norms, rotation, cache, slots, code_step, backend)
+    result: Tensor = found.mla_prepare(qkv_a, norms, rotation, cache, slots, **known)
+    return result
+
+
+def mla_queries(
+    qkv_a: Tensor,
+    norms: Norms,
+    rotation: Rotation,
+    cache: Latents,
+    slots: Tensor,
+    q_b: Callable[[Tensor], Tensor],
+    *,
+    code_step: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """`q_b`, a linear or what calls one, of what `mla_prepare` returns: in one launch where the backend has one for both, which gives the
+    same to the last bit. The other arguments are those of `mla_prepare`."""
+    found, known = _checked_prepare(qkv_a, norms, rotation, cache, slots, code_step, backend)
+    together = getattr(found, "mla_queries", None)
+    queries: Tensor | None = together(qkv_a, norms, rotation, cache, slots, q_b) if together else None
+    return q_b(found.mla_prepare(qkv_a, norms, rotation, cache, slots, **known)) if queries is None else queries
+
+
+def _checked_prepare(
+    qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents, slots: Tensor, code_step: Tensor | None, backend: str
+) -> tuple[ModuleType, dict[str, Tensor]]:
+    """Who runs `mla_prepare` of these arguments, and what the reference alone is told."""
     tokens, latent = qkv_a.shape[0], norms.k.shape[0]
     found = backends.find("mla_prepare", backend if code_step is None else "reference", qkv_a.device)
     rope_dim = _check_latents(found, cache, rotation, latent, tokens, qkv_a.dtype)
@@ -101,13 +130,11 @@ def mla_prepare(
     check_tensor("norms.k", norms.k, (None,), FLOAT_DTYPES)
     require(all(part.is_contiguous() for part in parts_of(cache)), "cache: not contiguous")
     check_tensor("slots", slots, (tokens,), (torch.int64,))
-    known = {}
-    if code_step is not None:
-        check_tensor("code_step", code_step, (), (torch.float32,))
-        require(isinstance(cache, CodedLatents), "code_step: the cache holds no codes")
-        known["code_step"] = code_step
-    result: Tensor = found.mla_prepare(qkv_a, norms, rotation, cache, slots, **known)
-    return result
+    if code_step is None:
+        return found, {}
+    check_tensor("code_step", code_step, (), (torch.float32,))
+    require(isinstance(cache, CodedLatents), "code_step: the cache holds no codes")
+    return found, {"code_step": code_step}
 
 
 def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, *, scale: float, backend: str = "auto") -> Tensor:

@@ -1,5 +1,6 @@
-"""Token-expert pairs sorted by expert: what kernels for many tokens read, of any card."""
+"""Token-expert pairs: sorted by expert, as kernels for many tokens read them, of any card, and with results that are not summed."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,3 +24,20 @@ def empty_slots(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
     pairs = topk_ids.numel()
     tiles = min(pairs, num_experts) + pairs // tokens
     return Slots(*(torch.empty(size, dtype=torch.int32, device=topk_ids.device) for size in (tiles, tiles, tiles * tokens)))
+
+
+class UnsummedPairs(NamedTuple):
+    """What each token's experts make of it, times its weight, not yet added up. Somebody has to add it up, once.
+
+    weighed float32 [T * k, H], a token's k pairs side by side. dtype: of the sum. counters int32, which become zero with the sum, or None.
+    add_up: does both, and returns [T, H].
+    """
+
+    weighed: Tensor
+    tokens: int
+    dtype: torch.dtype
+    counters: Tensor | None
+    add_up: Callable[["UnsummedPairs"], Tensor]
+
+    def summed(self) -> Tensor:
+        return self.add_up(self)

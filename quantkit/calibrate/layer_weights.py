@@ -6,7 +6,7 @@ The routed experts are not here: `experts` is whatever operator the caller puts 
 from collections.abc import Callable, Mapping
 
 import torch
-from quantkit_kernels import SILU, Gating, add_rms_norm
+from quantkit_kernels import SILU, Gating, UnsummedPairs, add_rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -96,5 +96,6 @@ class LayerWeights:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor | UnsummedPairs, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        assert isinstance(x, Tensor), "no operator here leaves pairs unsummed"
         return add_rms_norm(x, residual, gain, eps)

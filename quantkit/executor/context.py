@@ -23,6 +23,7 @@ from quantkit_kernels import (
     mla_decode,
     mla_prefill,
     mla_prepare,
+    mla_queries,
 )
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -35,7 +36,7 @@ from quantkit.models.latent_window import LatentWindow, Seen, attend_seen, withi
 from quantkit.models.rope import Rope
 from quantkit.models.short_conv import convolved, convolved_step, number_of
 from quantkit.models.sparse import IndexInputs, Selected, attend_selected, choose, joined
-from quantkit.models.weights import PrologOp
+from quantkit.models.weights import LinearOp, PrologOp
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,11 @@ class CachedContext(Positions):
         """As `models.context.Context.store_mla`."""
         step = self.cache.latent_step(layer)
         return mla_prepare(qkv_a, norms, self.cache_rotation(rope), self.cache.latents(layer), self.slots, code_step=step)
+
+    def query_mla(self, layer: int, qkv_a: Tensor, norms: Norms, q_b: LinearOp, rope: Rope) -> Tensor:
+        """As `models.context.Context.query_mla`."""
+        where = (self.cache_rotation(rope), self.cache.latents(layer), self.slots)
+        return mla_queries(qkv_a, norms, *where, q_b, code_step=self.cache.latent_step(layer))
 
     def store_index(self, layer: int, keys: Tensor) -> Tensor:
         """The layer's index keys [num_blocks, block_size, D], with those of the new tokens [T, D]."""

@@ -8,6 +8,7 @@
 Grammars come with requests: their size, their depth and the work of a step are limited.
 """
 
+import functools
 import json
 import threading
 from collections import OrderedDict
@@ -26,10 +27,17 @@ MAX_DEPTH = 64
 SPACES = {"whitespace_pattern": r"(\x0A\x20{0,24}|\x20{1,2})"}
 """White space between the parts of JSON: enough to indent it, and no more. As options of llguidance's JSON grammars."""
 
+_SCHEMA_KEYWORDS = frozenset(
+    {"items", "additionalItems", "prefixItems", "contains", "additionalProperties", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"}
+)
+_KEYWORDS_OF_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+"""Keywords of a JSON schema whose values are schemas, one or a list of them, and those that hold schemas by name."""
+
 _KEPT = 32
 """Compiled grammars that are kept for requests to come."""
 _LEXER_STATES, _GRAMMAR_SYMBOLS = 20_000, 100_000
 """Of a grammar at most; a state takes 1 to 2 kB."""
+_NO_FORCING = '%llguidance {"no_forcing": true}'
 _REMEDY = "give a grammar that llguidance takes (https://github.com/guidance-ai/llguidance)"
 
 
@@ -44,6 +52,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._matchers: OrderedDict[str, Any] = OrderedDict()
         self._vocabulary: Any = None
+        self._marks: frozenset[str] = frozenset()
 
     def guide(self, grammar: str, after: int | None) -> "Guide":
         """Follows one answer. Raises QuantkitError for what is no grammar or asks for too much."""
@@ -63,7 +72,10 @@ class Grammars:
         if len(grammar) > MAX_GRAMMAR:
             raise QuantkitError(f"the grammar has {len(grammar)} characters", f"give at most {MAX_GRAMMAR}")
         if self._vocabulary is None:
+            self._marks = self._read_marks()
             self._vocabulary = self._read_vocabulary(library)
+        if any(mark in grammar.replace("\\", "") for mark in self._marks):
+            grammar = _spelled_out(grammar)
         limits = library.LLParserLimits(max_lexer_states=_LEXER_STATES, max_grammar_size=_GRAMMAR_SYMBOLS, verbose_errors=False)
         matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         if matcher.is_error():
@@ -80,6 +92,11 @@ class Grammars:
             return library.LLTokenizer(self._tokenizer.to_str(), n_vocab=size, eos_token=self._eos_ids)
         except ValueError as fault:  # no token that ends an answer, or a kind of tokenizer that it cannot read
             raise QuantkitError(f"this model's tokenizer cannot be held to a grammar: {fault}", "send no schema and no grammar") from fault
+
+    def _read_marks(self) -> frozenset[str]:
+        """Texts of added tokens, as they are and as JSON escapes them; without the backslashes."""
+        texts = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if not token.content.isspace()]
+        return frozenset(form.replace("\\", "") for text in texts for form in (text, json.dumps(text)[1:-1]))
 
 
 class Guide:
@@ -127,10 +144,28 @@ class Guide:
 
 def json_schema(schema: dict[str, Any]) -> str:
     """JSON that fits a schema. Raises QuantkitError where the schema is too large."""
-    text = json.dumps(schema)
-    check_size(text)
-    made: str = _library().LLMatcher.grammar_from_json_schema(text, defaults=SPACES)
+    check_size(json.dumps(schema))
+    made: str = _library().LLMatcher.grammar_from_json_schema(json.dumps(_with_known_formats(schema)), defaults=SPACES)
     return made
+
+
+def _with_known_formats(schema: Any) -> Any:
+    """The schema without formats that the library does not know: they say nothing of what fits (JSON Schema 2020-12, Validation, 7.2.1)."""
+    if not isinstance(schema, dict):
+        return schema
+    kept = {key: value for key, value in schema.items() if key != "format" or not isinstance(value, str) or _knows_format(value)}
+    for key, value in kept.items():
+        if key in _SCHEMA_KEYWORDS:
+            kept[key] = [*map(_with_known_formats, value)] if isinstance(value, list) else _with_known_formats(value)
+        elif key in _KEYWORDS_OF_NAMED_SCHEMAS and isinstance(value, dict):
+            kept[key] = {name: _with_known_formats(one) for name, one in value.items()}
+    return kept
+
+
+@functools.lru_cache(256)
+def _knows_format(name: str) -> bool:
+    matcher = _library().LLMatcher
+    return not matcher.validate_grammar(matcher.grammar_from_json_schema(json.dumps({"type": "string", "format": name})))
 
 
 def regex(expression: str) -> str:
@@ -142,7 +177,8 @@ def regex(expression: str) -> str:
 
 def choice(texts: list[str]) -> str:
     """One of `texts`."""
-    return lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+    # The library reads texts as JSON has them, but no delete character as it is.
+    return lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in texts))
 
 
 def lark(grammar: str) -> str:
@@ -150,6 +186,19 @@ def lark(grammar: str) -> str:
     check_size(grammar)
     made: str = _library().LLMatcher.grammar_from_lark(grammar)
     return made
+
+
+def _spelled_out(grammar: str) -> str:
+    """The grammar for texts that hold an added token's, such as </think>. Where only one text can follow, the library asks for
+    the tokens that the tokenizer makes of it, and refuses the added one afterwards; so it is not to ask that way."""
+    if not grammar.startswith("{"):
+        return f"{_NO_FORCING}\n{grammar}"
+    try:
+        (part,) = json.loads(grammar)["grammars"]
+        lark_grammar = part.get("lark_grammar") or f"start: %json {json.dumps(part['json_schema'])}"
+    except (ValueError, TypeError, KeyError, AttributeError):  # a request's own, whose faults the library names
+        return grammar
+    return f"{_NO_FORCING}\n{lark_grammar}"
 
 
 def check_size(text: str) -> None:

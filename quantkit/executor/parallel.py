@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from quantkit_kernels import accelerator, add_rms_norm
+from quantkit_kernels import UnsummedPairs, accelerator, add_rms_norm
 from torch import Tensor
 
 from quantkit.devices import Fetched, find_device
@@ -96,9 +96,11 @@ class Parallel:
         self._guard(lambda: dist.all_reduce(wide))
         return wide.to(x.dtype)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`quantkit_kernels.add_rms_norm` of `all_reduce(x)`: in one launch where the ranks' memory takes x."""
-        if self.peers is not None and self.peers.norms(x, gain):
+    def add_rms_norm(self, x: Tensor | UnsummedPairs, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`quantkit_kernels.add_rms_norm` of `all_reduce(x)`: in one launch where the ranks' memory takes x, or what adds up to it."""
+        if isinstance(x, UnsummedPairs) and not (self.peers is not None and self.peers.norms_pairs(x, gain)):
+            x = x.summed()
+        if isinstance(x, UnsummedPairs) or (self.peers is not None and self.peers.norms(x, gain)):
             normed, total = self.peers.add_rms_norm(x, residual, gain, eps)
             return normed, total
         return add_rms_norm(self.all_reduce(x), residual, gain, eps)

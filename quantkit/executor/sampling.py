@@ -48,9 +48,9 @@ class SamplingParams:
     grammar_after: the token behind which it begins (None: at once).
 
     `stop` ends the text before any of its strings, stop_token_ids before any of its tokens; ignore_eos goes on to max_new_tokens (for
-    benchmarks), and before min_new_tokens no token that ends the answer is chosen. skip_special_tokens: whether the text leaves them out.
-    logprobs: None, or how many alternatives to report with each token's own log-probability (0: only its own); prompt_logprobs: the same
-    for the prompt's tokens. Log-probabilities are the model's own, before anything here is applied.
+    benchmarks), and before min_new_tokens no token that ends the answer is chosen, and no stop string ends it. skip_special_tokens:
+    whether the text leaves them out. logprobs: None, or how many alternatives to report with each token's own log-probability (0: only
+    its own); prompt_logprobs: the same for the prompt's tokens. Log-probabilities are the model's own, before anything here is applied.
     """
 
     max_new_tokens: int = 512

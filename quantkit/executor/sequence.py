@@ -112,7 +112,8 @@ class Sequence:
         self._stops = stop_tokens(tokenizer.tokenizer, params.stop, params.skip_special_tokens) if params.stop else None
         """Behind which tokens a stop string may have ended the answer."""
         watched = streams or params.stop or params.stop_token_ids or not params.skip_special_tokens
-        self._stream = TextStream(tokenizer.tokenizer, params.stop, skip_special=params.skip_special_tokens) if watched else None
+        special, early = params.skip_special_tokens, params.min_new_tokens
+        self._stream = TextStream(tokenizer.tokenizer, params.stop, skip_special=special, min_tokens=early) if watched else None
         self._text: list[str] = []
         self._unread: list[int] = []
         """Tokens whose text nobody has asked for yet: where no stop string may have ended the answer it can wait."""

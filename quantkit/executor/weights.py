@@ -191,8 +191,8 @@ class ExecutorWeights:
         add_up = self.parallel.all_reduce
         return self._prefetcher.during(add_up, x) if self._prefetcher else add_up(x)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if self._prefetcher:
+    def add_rms_norm(self, x: Tensor | kernels.UnsummedPairs, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if self._prefetcher and isinstance(x, Tensor):
             return kernels.add_rms_norm(self.all_reduce(x), residual, gain, eps)
         return self.parallel.add_rms_norm(x, residual, gain, eps)
 

@@ -22,7 +22,7 @@ from quantkit.models.latent_window import LatentWindow, Seen, attend_seen, withi
 from quantkit.models.rope import Rope
 from quantkit.models.short_conv import convolved
 from quantkit.models.sparse import IndexInputs, Selected, attend_selected, choose, joined
-from quantkit.models.weights import PrologOp
+from quantkit.models.weights import LinearOp, PrologOp
 
 
 class Context(Protocol):
@@ -35,6 +35,9 @@ class Context(Protocol):
     def store_mla(self, layer: int, qkv_a: Tensor, norms: Norms, rope: Rope) -> Tensor:
         """Multi-head latent attention, first part: norms the query part [q_lora] of qkv_a [T, q_lora + kv_lora + rope.dim], which is
         returned, and keeps the latent, normed, and the rotary key, turned, for `attend_mla` of this layer."""
+
+    def query_mla(self, layer: int, qkv_a: Tensor, norms: Norms, q_b: LinearOp, rope: Rope) -> Tensor:
+        """The first part, and `q_b` of what `store_mla` returns."""
 
     def select(self, layer: int, inputs: IndexInputs, topk: int) -> None:
         """Sparse attention, between the parts: keeps the index keys, and finds for each token the `topk` of its sequence, up to itself,
@@ -142,6 +145,9 @@ class CausalContext(Positions):
         q_a = mla_prepare(qkv_a, norms, self.rotation(rope), room, self.rows, code_step=step)
         self.stored.copy_(decoded(room))
         return q_a
+
+    def query_mla(self, layer: int, qkv_a: Tensor, norms: Norms, q_b: LinearOp, rope: Rope) -> Tensor:
+        return q_b(self.store_mla(layer, qkv_a, norms, rope))
 
     def select(self, layer: int, inputs: IndexInputs, topk: int) -> None:
         self.selected, parts, start = None, [], 0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 import torch
-from quantkit_kernels import by_own_backend, rms_norm
+from quantkit_kernels import UnsummedPairs, by_own_backend, rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -48,7 +48,7 @@ class DecoderLayer:
         input_norm: str = "input_layernorm",
     ) -> None:
         self.eps, self.all_reduce = eps, weights.all_reduce
-        self.add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = weights.add_rms_norm
+        self.add_rms_norm: Callable[[Any, Tensor, Tensor, float], tuple[Tensor, Tensor]] = weights.add_rms_norm  # of what the parts return
         self.attention, self.mlp = attention, mlp
         self.input_norm = gain_of(weights, f"{prefix}.{input_norm}.weight", norm_offset)
         self.mlp_norm = gain_of(weights, f"{prefix}.{mlp_norm}.weight", norm_offset)
@@ -69,9 +69,9 @@ class DecoderLayer:
         """What `add_rms_norm` adds of the attention: partial over ranks, which it sums."""
         return self.attention(normed, context)
 
-    def mlp_part(self, normed: Tensor) -> Tensor:
+    def mlp_part(self, normed: Tensor) -> Tensor | UnsummedPairs:
         """What `add_rms_norm` adds of the MLP: partial over ranks, which it sums."""
-        return self.mlp(normed)
+        return self.mlp.unsummed(normed) if isinstance(self.mlp, MoeMlp) else self.mlp(normed)
 
     def attend(self, hidden: Tensor, context: Context) -> Tensor:
         """The attention half, residual included: hidden [T, H] -> [T, H]."""

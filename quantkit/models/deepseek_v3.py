@@ -201,9 +201,8 @@ class Attention:
         if self.prolog is not None:
             attended = context.decode_mla(self.layer, x, self.prolog, c.rope, c.softmax_scale)
         if attended is None:
-            q_a = context.store_mla(self.layer, self.qkv_a(x), self.norms, c.rope)
-            q = self.q_b(q_a).unflatten(-1, (-1, c.qk_head_dim))
-            attended = context.attend_mla(self.layer, q, self.kv_b, c.rope, c.softmax_scale)
+            q = context.query_mla(self.layer, self.qkv_a(x), self.norms, self.q_b, c.rope)
+            attended = context.attend_mla(self.layer, q.unflatten(-1, (-1, c.qk_head_dim)), self.kv_b, c.rope, c.softmax_scale)
         return self.o(attended.flatten(1))
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from quantkit_kernels import SILU, Gating, Routing, gate_and_mul, moe_gate, route
+from quantkit_kernels import SILU, Gating, Routing, UnsummedPairs, gate_and_mul, moe_gate, route
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -202,6 +202,11 @@ class MoeMlp:
         topk_ids, topk_weights = self.choose(x)
         routed = self.experts(x, topk_ids, topk_weights)
         return routed + self._shared_output(self.shared, x) if self.shared else routed
+
+    def unsummed(self, x: Tensor) -> Tensor | UnsummedPairs:
+        """As the call; or what each token's experts make, where they leave the sum to whoever reads it and nothing else is added."""
+        left_apart = getattr(self.experts, "unsummed", None)
+        return left_apart(x, *self.choose(x)) if left_apart is not None and self.shared is None else self(x)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of each token and what they weigh, [T, k] each, a joined shared expert last."""

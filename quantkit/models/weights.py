@@ -7,7 +7,7 @@ So one forward serves both, and no forward knows about files, schemes or devices
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from quantkit_kernels import SILU, Gating
+from quantkit_kernels import SILU, Gating, UnsummedPairs
 from torch import Tensor
 
 from quantkit.models.rope import Rope
@@ -63,5 +63,5 @@ class Weights(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of the ranks' partial outputs; x itself on one device."""
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`quantkit_kernels.add_rms_norm` of `all_reduce(x)`."""
+    def add_rms_norm(self, x: Tensor | UnsummedPairs, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`quantkit_kernels.add_rms_norm` of `all_reduce(x)`. x: what experts of these weights may leave unsummed, too."""

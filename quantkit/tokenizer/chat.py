@@ -152,11 +152,13 @@ class TextStream:
     """Turns one answer's tokens into text as they come, and watches for stop strings.
 
     A character of several tokens appears when it is whole. Text that may be the beginning of a stop string is held back.
-    skip_special: whether special tokens are left out.
+    skip_special: whether special tokens are left out. min_tokens: a stop string that ends among so many first tokens is text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, skip_special: bool = True) -> None:
-        self._tokenizer, self._stop = tokenizer, stop
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, skip_special: bool = True, min_tokens: int = 0) -> None:
+        self._tokenizer, self._stop, self._early = tokenizer, stop, min_tokens
+        self._passed = 0
+        """Characters of what is held in which no stop string may end."""
         self._decoder = DecodeStream(skip_special_tokens=skip_special)
         self._held = ""
         self.stopped = False
@@ -167,7 +169,9 @@ class TextStream:
         self._held += self._decoder.step(self._tokenizer, token_id) or ""
         if not self._stop:
             return self._release(len(self._held))
-        ends = [index for index in (self._held.find(stop) for stop in self._stop) if index >= 0]
+        if self._early:
+            self._early, self._passed = self._early - 1, len(self._held)
+        ends = [index for index in map(self._found, self._stop) if index >= 0]
         if ends:
             self.stopped = True
             text = self._release(min(ends))
@@ -179,8 +183,12 @@ class TextStream:
         """What is still held when the answer ends without a stop string."""
         return self._release(len(self._held))
 
+    def _found(self, stop: str) -> int:
+        """Where the stop string begins, -1 where it does not end the answer."""
+        return self._held.find(stop, max(0, self._passed - len(stop) + 1))
+
     def _release(self, count: int) -> str:
-        text, self._held = self._held[:count], self._held[count:]
+        text, self._held, self._passed = self._held[:count], self._held[count:], max(0, self._passed - count)
         return text
 
 

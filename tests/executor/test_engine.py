@@ -119,6 +119,16 @@ def test_stop_string_ends_text_before_it(engine: Engine) -> None:
     assert done.text == free.text[: free.text.index(stop)]
 
 
+def test_a_stop_string_among_the_first_min_new_tokens_is_text(engine: Engine) -> None:
+    prompt = questions(engine, 1)[0]
+    (free,) = run(engine, [prompt], GREEDY)
+    stop = free.text[1:3]
+    (done,) = run(engine, [prompt], SamplingParams(max_new_tokens=24, ignore_eos=True, stop=(stop,), min_new_tokens=12))
+    assert stop in done.text
+    assert len(done.token_ids) > 12
+    assert done.token_ids == free.token_ids[: len(done.token_ids)]
+
+
 def test_stream_is_generate_in_pieces(engine: Engine) -> None:
     prompt = questions(engine, 2)[1]
     deltas = list(engine.stream(prompt, GREEDY))

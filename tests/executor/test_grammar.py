@@ -12,6 +12,7 @@ from quantkit.errors import QuantkitError
 from quantkit.executor import grammar
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling import SamplingParams
+from quantkit.hub import find_model
 
 PROMPTS = [list(range(6 + i, 30 + 3 * i)) for i in range(4)]
 SCHEMA = {
@@ -59,6 +60,50 @@ def test_expressions_choices_and_grammars(engine: Engine) -> None:
     assert set(answers(engine, grammar=grammar.choice(["yes", 'no "']))) <= {"yes", 'no "'}
     text = grammar.lark('start: "(" start ")" | "x"')
     assert all(re.fullmatch(r"\(*x\)*", one) for one in answers(engine, grammar=text, temperature=1.0))
+
+
+def test_a_choice_may_hold_any_character(engine: Engine) -> None:
+    texts = ['a"b\\c\n\t', "\x7fdel\b\f", "\x01ctl", "\u2028x", "\x85", "\U0001f600\u200d", "/a+/", "</think>", " x "]
+    for text in texts:
+        assert set(answers(engine, grammar=grammar.choice([text]))) == {text}
+
+
+def test_texts_of_added_tokens_are_spelled_out() -> None:
+    """By tiny-r1's tokenizer, which has <think> and the marks of turns; by the library alone such answers ended with an error."""
+    model, schema = Engine.load(find_model("tiny-r1"), device="cpu", max_batch=4, max_model_len=256), {"enum": ["<｜User｜> a </think>"]}
+    larks = ('start: "x</think>" | "</think>"', "start: /<think>b<.think>/")
+    texts = [grammar.regex("<think>[ab]</think>c"), grammar.choice(["</think>"]), grammar.json_schema(schema), *map(grammar.lark, larks)]
+    wanted = [r"<think>[ab]</think>c", "</think>", r'"<｜User｜> a </think>"', "x?</think>", "<think>b<.think>"]
+    for text, pattern in zip(texts, wanted, strict=True):
+        (done,) = model.generate([PROMPTS[0]], [SamplingParams(max_new_tokens=60, temperature=0.0, grammar=text)])
+        assert done.finish_reason == "stop"
+        assert re.fullmatch(pattern, done.text), done.text
+        assert not {5, 6} & set(done.token_ids), "these are thinking's own"
+    for text in ('{"a": "</think>"}', '{"grammars": "</think>"}', '{"grammars": ["</think>"]}', "{</think>"):
+        with pytest.raises(QuantkitError, match="cannot be used"):
+            model.submit(PROMPTS[0], SamplingParams(grammar=text))
+
+
+def test_unknown_formats_ask_for_nothing_wherever_a_schema_stands(engine: Engine) -> None:
+    """A property of that name, and values that look like schemas, stay as they are."""
+    secret, odd = {"type": "string", "format": "password", "maxLength": 2}, {"format": "no-format"}
+    schema = {
+        "type": "object",
+        "properties": {
+            "format": {"enum": [odd, odd | {"x": 1}]},
+            "list": {"type": "array", "items": {"$ref": "#/$defs/secret"}, "minItems": 1, "maxItems": 1},
+            "either": {"anyOf": [secret, {"type": "null"}]},
+            "day": {"type": "string", "format": "date"},
+        },
+        "required": ["format", "list", "either", "day"],
+        "additionalProperties": False,
+        "$defs": {"secret": secret},
+    }
+    for text in answers(engine, grammar=grammar.json_schema(schema), temperature=1.0):
+        value = json.loads(text)
+        assert value["format"]["format"] == "no-format"
+        assert len(value["list"][0]) <= 2
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", value["day"]), "a known format still counts"
 
 
 def test_it_ends_where_nothing_can_follow_and_goes_on_where_something_can(engine: Engine) -> None:

@@ -6,14 +6,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import Any
 
 import pytest
 import torch
-from quantkit_kernels import add_rms_norm
+from quantkit_kernels import UnsummedPairs, add_rms_norm
 from quantkit_kernels.cuda import collectives as peers
 from quantkit_kernels.cuda.collectives import MAX_BYTES, MAX_SUM_BYTES, Peers
+from quantkit_kernels.cuda.experts.sum_pairs import add_up
 
 from quantkit.executor.parallel import Parallel
 
@@ -104,6 +105,7 @@ def _rank(rank: int, size: int, port: int) -> None:
     assert parallel.peers is not None, "no peer access here"
     check_sums(parallel, rank, size, device)
     check_norms(parallel, rank, size, device)
+    check_pairs(parallel, rank, size, device)
     check_gather(parallel, rank, size, device)
     check_scatter(parallel, rank, size, device)
     check_graph(parallel, rank, size, device)
@@ -158,6 +160,23 @@ def check_norms(parallel: Parallel, rank: int, size: int, device: torch.device) 
     assert not parallel.peers.norms(x.new_zeros(1, 65544), x.new_zeros(65544))
     wide = parallel.add_rms_norm(x, residual, gain.float(), 1e-6)
     torch.testing.assert_close(wide[0], one_by_one[0], rtol=1e-2, atol=1e-2)
+
+
+def check_pairs(parallel: Parallel, rank: int, size: int, device: torch.device) -> None:
+    """The sum over each token's experts in that launch too: the bits of a launch more, and counters that are zero again."""
+    turn = 0
+    for (tokens, top_k), width in product([(1, 9), (8, 9), (4, 1), (3, 20), (9, 9)], [7168, 2048, 24]):
+        for dtype, counters in product((torch.bfloat16, torch.float16), (None, torch.ones(40000, dtype=torch.int32, device=device))):
+            turn += 1
+            weighed = torch.randn(tokens * top_k, width, generator=torch.Generator(device).manual_seed(1000 * turn + rank), device=device)
+            common = torch.Generator(device).manual_seed(turn)
+            residual, gain = (torch.randn(one, generator=common, device=device).to(dtype) for one in ((tokens, width), (width,)))
+            pairs = UnsummedPairs(weighed, tokens, dtype, counters, add_up)
+            assert parallel.peers.norms_pairs(pairs, gain) == (tokens <= 8)
+            found = parallel.add_rms_norm(pairs, residual, gain, 1e-6)
+            assert counters is None or not counters.any()
+            expected = parallel.add_rms_norm(pairs.summed(), residual, gain, 1e-6)
+            assert all(map(torch.equal, found, expected)), (tokens, top_k, width, dtype)
 
 
 def check_gather(parallel: Parallel, rank: int, size: int, device: torch.device) -> None:

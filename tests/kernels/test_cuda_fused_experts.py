@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quantkit_kernels import ExpertsBuilder
+from quantkit_kernels import ExpertsBuilder, UnsummedPairs
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.cuda.experts.experts import CudaExperts
 from quantkit_kernels.cuda.experts.fused import fused_experts
@@ -81,6 +81,23 @@ def test_one_token_with_tokens_in_shared_memory_matches_float64(grid: str, dtype
                     assert distance(y, exact) < 2 * TOLERANCE[dtype], (hidden, top_k, plans, seed)
                     assert torch.equal(y, experts.two_products(x, ids, weights, plans)), (hidden, top_k, plans, seed)
                 assert distance(experts(x, ids, weights), exact) < 2 * TOLERANCE[dtype], (hidden, top_k, seed)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 40])
+@pytest.mark.parametrize("grid", ["int4-asym-128", "fp4", "int8"])
+def test_unsummed_pairs_add_up_to_the_call(grid: str, tokens: int) -> None:
+    """By both kernels for few tokens; int8 and many tokens come summed."""
+    rng = torch.Generator(DEVICE).manual_seed(4)
+    experts, _ = built(grid, 24, 1024, 512, torch.bfloat16, rng)
+    for _ in range(3):  # counters are zero again behind each
+        x = torch.randn(tokens, 1024, generator=rng, device=DEVICE).bfloat16()
+        ids = torch.rand(tokens, 24, generator=rng, device=DEVICE).topk(6, dim=-1).indices
+        weights = torch.rand(tokens, 6, generator=rng, device=DEVICE)
+        expected, found = experts(x, ids, weights), experts.unsummed(x, ids, weights)
+        assert isinstance(found, UnsummedPairs) == (grid != "int8" and tokens < 40)
+        assert torch.equal(found.summed() if isinstance(found, UnsummedPairs) else found, expected)
+    experts.asked = 0.5
+    assert isinstance(experts.unsummed(x, ids, weights), torch.Tensor), "ids may be NO_EXPERT"
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-128", "fp4"])

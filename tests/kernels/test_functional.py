@@ -15,14 +15,18 @@ from quantkit_kernels import (
     gate_and_mul,
     mla_decode,
     mla_prepare,
+    mla_queries,
     moe_gate,
+    prepare_dense,
     rms_norm,
     rope,
     route,
     silu_and_mul,
 )
 from quantkit_kernels.backends import choose
+from quantkit_kernels.codes import empty_latents
 from quantkit_kernels.cpu.build import why_no_library
+from quantkit_kernels.latents import parts_of
 from quantkit_kernels.samples import TOLERANCE, distance, latent_attention
 
 DTYPES = tuple(TOLERANCE)
@@ -169,6 +173,23 @@ def test_mla_prepare_norms_turns_and_caches(dtype: torch.dtype, interleaved: boo
     assert distance(stored[slots], exact) < TOLERANCE[dtype]
     untouched = torch.ones(32, dtype=torch.bool).index_fill(0, slots, False)
     assert stored[untouched].isnan().all()
+
+
+def test_mla_queries_are_the_product_of_what_mla_prepare_returns() -> None:
+    """Also of a cache in codes by a known step, and arguments are checked the same."""
+    qkv_a, norms, angles = torch.randn(3, 24 + 40 + 16), Norms(torch.rand(24), torch.rand(40), 1e-6), torch.rand(3, 8)
+    rotation, slots = Rotation(angles.cos(), angles.sin()), torch.tensor([30, 0, 9])
+    q_b = prepare_dense(torch.randn(32, 24), dtype=torch.float32)
+    coded = empty_latents((4, 8), 40, 16, torch.int8, torch.float32, torch.device("cpu"))
+    for cache, known in ((torch.zeros(4, 8, 56), None), (coded, torch.tensor(0.02))):
+        q_a = mla_prepare(qkv_a, norms, rotation, cache, slots, code_step=known)
+        expected = [part.flatten(0, 1)[slots] for part in parts_of(cache)]
+        for part in parts_of(cache):
+            part.zero_()
+        assert torch.equal(mla_queries(qkv_a, norms, rotation, cache, slots, q_b, code_step=known), q_b(q_a))
+        assert all(torch.equal(part.flatten(0, 1)[slots], one) for part, one in zip(parts_of(cache), expected))
+    with pytest.raises(ValueError, match="code_step: the cache holds no codes"):
+        mla_queries(qkv_a, norms, rotation, torch.zeros(4, 8, 56), slots, q_b, code_step=torch.tensor(0.02))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -119,6 +119,28 @@ def test_the_earliest_stop_string_counts(chat: ChatTokenizer) -> None:
     assert "".join(stream_text(chat, "one two three", ("o t", "e"))[0]) == "on"
 
 
+@pytest.mark.parametrize(
+    ("stop", "early", "shown"),
+    [
+        (("ab",), 2, "x"),
+        (("ab",), 3, "xab x"),
+        (("ab",), 7, "xab xabc"),
+        (("abc",), 7, "xab x"),
+        (("b", "bc"), 7, "xab xa"),
+        (("b", "bd"), 7, "xab xabc"),
+        (("xab xabc",), 7, ""),
+    ],
+)
+def test_a_stop_string_that_ends_too_early_is_text(chat: ChatTokenizer, stop: tuple[str, ...], early: int, shown: str) -> None:
+    """Also where its characters may begin another; one that begins early and ends late counts."""
+    stream, text = TextStream(chat.tokenizer, stop, min_tokens=early), ""
+    for character in "xab xabc":
+        (token,) = chat.tokenizer.encode(character, add_special_tokens=False).ids
+        text += "" if stream.stopped else stream.push(token)
+    assert stream.stopped == (shown != "xab xabc")
+    assert text + ("" if stream.stopped else stream.finish()) == shown
+
+
 def test_what_only_looked_like_a_stop_string_comes_out(chat: ChatTokenizer) -> None:
     pieces, stopped = stream_text(chat, "a EN EEND? EN", ("ENDING",))
     assert not stopped

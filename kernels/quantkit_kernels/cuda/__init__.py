@@ -11,7 +11,7 @@ import torch
 
 from quantkit_kernels.backends import Shape
 from quantkit_kernels.cuda.attention.gqa import gqa_decode, gqa_prepare
-from quantkit_kernels.cuda.attention.mla import mla_decode, mla_prepare
+from quantkit_kernels.cuda.attention.mla import mla_decode, mla_prepare, mla_queries
 from quantkit_kernels.cuda.attention.prefill import gqa_prefill, mla_prefill
 from quantkit_kernels.cuda.build import why_no_library
 from quantkit_kernels.cuda.experts.experts import CudaExpertsLayout
@@ -32,6 +32,7 @@ __all__ = [
     "mla_decode",
     "mla_prefill",
     "mla_prepare",
+    "mla_queries",
     "moe_gate",
     "rms_norm",
     "rope",

@@ -63,7 +63,7 @@ class RouteParams(ctypes.Structure):
 
 
 class MlaPrepare(ctypes.Structure):
-    """attention/mla_prepare.cu."""
+    """attention/mla_prepare.cuh."""
 
     _fields_ = [
         *_fields(_POINTER, "qkv_a q_norm kv_norm cosines sines slots q_a cache"),
@@ -118,8 +118,8 @@ class ExchangeNorm(ctypes.Structure):
     """collectives/exchange_norm.cu."""
 
     _fields_ = [
-        *_fields(_POINTER, "x residual weight normed total"),
-        *_fields(_INT, "rows h rank room"),
+        *_fields(_POINTER, "x pairs residual weight normed total counters"),
+        *_fields(_INT, "count rows h top_k rank room"),
         *_fields(_FLOAT, "eps"),
     ]
 
@@ -148,6 +148,7 @@ FUNCTIONS: dict[str, list[type]] = {
     "qk_moe_gate": [_POINTER, _POINTER, _INT, _INT, _POINTER, ctypes.POINTER(RouteParams), _POINTER],
     "qk_mla_prepare": [ctypes.POINTER(MlaPrepare), _INT, _POINTER],
     "qk_mla_prepare_codes": [ctypes.POINTER(MlaPrepare), ctypes.POINTER(MlaCodesOut), _INT, _INT, _POINTER],
+    "qk_mla_queries": [ctypes.POINTER(MlaPrepare), ctypes.POINTER(GemmParams), *[_INT] * 3, _POINTER],
     "qk_mla_decode": [ctypes.POINTER(MlaDecode), _INT, _POINTER],
     "qk_mla_decode_codes": [ctypes.POINTER(MlaDecode), ctypes.POINTER(MlaCodes), _INT, _INT, _POINTER],
     "qk_gqa_prepare": [ctypes.POINTER(GqaPrepare), _INT, _POINTER],

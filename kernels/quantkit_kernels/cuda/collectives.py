@@ -15,6 +15,7 @@ from torch import Tensor
 from quantkit_kernels.cuda.abi import ExchangeNorm
 from quantkit_kernels.cuda.build import library, why_no_library
 from quantkit_kernels.cuda.launch import DTYPES, checked, stream_of
+from quantkit_kernels.pairs import UnsummedPairs
 
 MAX_SUM_BYTES = 1 << 21
 """146 tokens of 7168 values. At 128 tokens on four H200 a sum takes 19 us, NCCL's 31; a longer one needs larger inboxes."""
@@ -34,6 +35,8 @@ _EIGHT = 8
 
 MAX_NORM_WIDTH = 1 << 16
 """Columns of a row that a cluster of eight blocks norms."""
+
+MAX_TOKENS_OF_PAIRS = 8
 
 Exchange = Callable[[Any], list[Any]]
 """One JSON value of each rank, in the order of ranks; every rank calls it."""
@@ -70,14 +73,27 @@ class Peers:
         alike = x.dim() == 2 and x.dtype == weight.dtype and x.dtype in DTYPES
         return alike and self.adds(x) and x.shape[1] % _EIGHT == 0 and x.shape[1] <= MAX_NORM_WIDTH
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def norms_pairs(self, pairs: UnsummedPairs, weight: Tensor) -> bool:
+        """Whether `add_rms_norm` adds up pairs too. With more tokens a launch of its own is as fast: it has more blocks."""
+        few = 0 < pairs.tokens <= MAX_TOKENS_OF_PAIRS and pairs.weighed.device == self.device
+        width = pairs.weighed.shape[1]
+        return few and pairs.dtype == weight.dtype and pairs.dtype in DTYPES and width % _EIGHT == 0 and width <= MAX_NORM_WIDTH
+
+    def add_rms_norm(self, x: Tensor | UnsummedPairs, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """`quantkit_kernels.add_rms_norm` of `all_reduce(x)`, in one launch. x, residual [T, H]; weight [H]."""
-        x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
-        normed, total = torch.empty_like(x), torch.empty_like(x)
-        pointers = (one.data_ptr() for one in (x, residual, weight, normed, total))
-        params = ExchangeNorm(*pointers, *x.shape, self.rank, MAX_BYTES // _WORD, eps)
-        ours = (self.size, self._inboxes, self._state.data_ptr(), stream_of(x.device))
-        checked(library().qk_exchange_norm(ctypes.byref(params), DTYPES[x.dtype], *ours))
+        residual, weight = residual.contiguous(), weight.contiguous()
+        normed, total = torch.empty_like(residual), torch.empty_like(residual)
+        (rows, width), pointers = residual.shape, (one.data_ptr() for one in (residual, weight, normed, total))
+        given: tuple[int | None, int | None]
+        if isinstance(x, Tensor):
+            x = x.contiguous()
+            given, counters, top_k = (x.data_ptr(), None), None, 0
+        else:
+            given, counters, top_k = (None, x.weighed.data_ptr()), x.counters, len(x.weighed) // rows
+        cleared = (None, 0) if counters is None else (counters.data_ptr(), counters.numel())
+        params = ExchangeNorm(*given, *pointers, *cleared, rows, width, top_k, self.rank, MAX_BYTES // _WORD, eps)
+        ours = (self.size, self._inboxes, self._state.data_ptr(), stream_of(residual.device))
+        checked(library().qk_exchange_norm(ctypes.byref(params), DTYPES[residual.dtype], *ours))
         return normed, total
 
     def scatters(self, x: Tensor) -> bool:

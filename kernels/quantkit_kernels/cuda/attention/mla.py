@@ -1,11 +1,12 @@
-"""Latent attention of a decode step: mla_prepare.cu, and mla_decode.cu or mla_decode_codes.cu at DeepSeek-V3's sizes. Other sizes the
-reference computes.
+"""Latent attention of a decode step: mla_prepare.cu, or mla_queries.cu, and mla_decode.cu or mla_decode_codes.cu at DeepSeek-V3's sizes.
+Other sizes the reference computes.
 
 No launch depends on the sequences' lengths, which a captured step finds on the device.
 """
 
 import ctypes
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from quantkit_kernels import reference
 from quantkit_kernels.codes import CodedLatents
 from quantkit_kernels.cuda.abi import MlaCodes, MlaCodesOut, MlaDecode, MlaPrepare
 from quantkit_kernels.cuda.build import library
-from quantkit_kernels.cuda.launch import CODES, DTYPES, checked, stream_of
+from quantkit_kernels.cuda.launch import CODES, DTYPES, FORMATS, checked, stream_of
+from quantkit_kernels.cuda.linears.linear import CudaLinear
+from quantkit_kernels.cuda.plans import CLUSTERS_AT_ONCE, TokensInSharedPlan, linear_plan
 from quantkit_kernels.latents import Latents, parts_of
 from quantkit_kernels.paged import Norms, PagedLatents, Rotation
 
@@ -24,18 +27,18 @@ _TILE = 32
 _CODE_TILE = 64
 """And of a cache in 8 bits (kCodeTile)."""
 _MOST_SPLITS = 256
+_MOST_QUERIES, _MOST_NORMED = 8, 2048
+"""Rows and their widths of mla_queries.cu."""
+_GRIDS_OF_QUERIES = {("int4", 128, torch.bfloat16)}
+"""What it is used for: of the grids that it is compiled for, all of 4 bits, a card has run this one."""
 
 
 def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents, slots: Tensor) -> Tensor:
-    tokens, q_lora, kv_lora, rope = qkv_a.shape[0], norms.q.shape[0], norms.k.shape[0], 2 * rotation.cos.shape[1]
-    alike = qkv_a.dtype == norms.q.dtype == norms.k.dtype == _float_dtype(cache) and qkv_a.dtype in DTYPES
-    if not alike or q_lora % 8 or kv_lora % 8 or rope % 8 or tokens == 0:
+    if not _preparable(qkv_a, norms, rotation, cache):
         return reference.mla_prepare(qkv_a, norms, rotation, cache, slots)
-    q_a = torch.empty(tokens, q_lora, dtype=qkv_a.dtype, device=qkv_a.device)
-    tensors = [one.contiguous() for one in (qkv_a, norms.q, norms.k, rotation.cos, rotation.sin, slots)]
-    pointers = [one.data_ptr() for one in (*tensors, q_a)]
-    whole = cache.data_ptr() if isinstance(cache, Tensor) else None
-    params = MlaPrepare(*pointers, whole, tokens, q_lora, kv_lora, rope, rotation.interleaved, norms.eps)
+    q_a = torch.empty(qkv_a.shape[0], norms.q.shape[0], dtype=qkv_a.dtype, device=qkv_a.device)
+    tensors = _operands(qkv_a, norms, rotation, slots)
+    params = _prepare_params(tensors, q_a, norms, rotation, cache)
     how = (DTYPES[qkv_a.dtype], stream_of(qkv_a.device))
     if isinstance(cache, CodedLatents):
         to = MlaCodesOut(*(part.data_ptr() for part in cache))
@@ -43,6 +46,48 @@ def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents,
     else:
         checked(library().qk_mla_prepare(ctypes.byref(params), *how))
     return q_a
+
+
+def mla_queries(
+    qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents, slots: Tensor, q_b: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    """`q_b` of `mla_prepare`, to the last bit, in one launch (mla_queries.cu); None where they are two."""
+    rows, (q_lora, kv_lora) = qkv_a.shape[0], (norms.q.shape[0], norms.k.shape[0])
+    if not isinstance(q_b, CudaLinear) or not isinstance(cache, Tensor) or not _preparable(qkv_a, norms, rotation, cache):
+        return None
+    fits = q_b.in_features == q_lora and q_b.dtype == qkv_a.dtype and q_lora <= _MOST_NORMED and kv_lora <= _MOST_NORMED
+    if not fits or rows > _MOST_QUERIES or (q_b.kind, q_b.group, q_b.dtype) not in _GRIDS_OF_QUERIES:
+        return None
+    plan = linear_plan(q_b.kind, q_b.padded, q_lora, rows)
+    # A block more for each token: with more blocks than multiprocessors they would wait for one another.
+    if not isinstance(plan, TokensInSharedPlan) or plan.split > 1 or -(-q_b.padded // (32 * plan.wn)) + rows > CLUSTERS_AT_ONCE[1]:
+        return None
+    tensors = _operands(qkv_a, norms, rotation, slots)
+    prepare, queries = _prepare_params(tensors, None, norms, rotation, cache), qkv_a.new_empty(rows, q_b.out_features)
+    product = q_b.params(rows, queries)
+    product.wn, product.split = plan.wn, 1
+    layout = (FORMATS[q_b.kind], DTYPES[q_b.dtype], q_b.group)
+    checked(library().qk_mla_queries(ctypes.byref(prepare), ctypes.byref(product), *layout, stream_of(qkv_a.device)))
+    return queries
+
+
+def _preparable(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents) -> bool:
+    """Whether the kernels take such tensors."""
+    alike = qkv_a.dtype == norms.q.dtype == norms.k.dtype == _float_dtype(cache) and qkv_a.dtype in DTYPES
+    widths = (norms.q.shape[0], norms.k.shape[0], 2 * rotation.cos.shape[1])
+    return alike and not any(width % 8 for width in widths) and qkv_a.shape[0] > 0
+
+
+def _operands(qkv_a: Tensor, norms: Norms, rotation: Rotation, slots: Tensor) -> list[Tensor]:
+    return [one.contiguous() for one in (qkv_a, norms.q, norms.k, rotation.cos, rotation.sin, slots)]
+
+
+def _prepare_params(operands: list[Tensor], q_a: Tensor | None, norms: Norms, rotation: Rotation, cache: Latents) -> MlaPrepare:
+    """operands: as `_operands` gives them, which the caller keeps until the launch."""
+    whole = cache.data_ptr() if isinstance(cache, Tensor) else None
+    sizes = (len(operands[0]), norms.q.shape[0], norms.k.shape[0], 2 * rotation.cos.shape[1])
+    to = (None if q_a is None else q_a.data_ptr(), whole)
+    return MlaPrepare(*(one.data_ptr() for one in operands), *to, *sizes, rotation.interleaved, norms.eps)
 
 
 def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, scale: float) -> Tensor:

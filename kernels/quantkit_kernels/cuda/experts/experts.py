@@ -10,9 +10,9 @@ from torch import Tensor
 
 from quantkit_kernels.cuda.abi import GemmParams
 from quantkit_kernels.cuda.build import library
-from quantkit_kernels.cuda.experts.fused import fused_experts, max_pairs
+from quantkit_kernels.cuda.experts.fused import fused_experts, max_pairs, unsummed_experts
 from quantkit_kernels.cuda.experts.sorted import SORTED_PAIRS, sorted_experts
-from quantkit_kernels.cuda.experts.sum_pairs import sum_pairs
+from quantkit_kernels.cuda.experts.sum_pairs import add_up, sum_pairs
 from quantkit_kernels.cuda.launch import SILU_MUL, WEIGH
 from quantkit_kernels.cuda.layout import PackedStrips, group_of, interleaved, pack, pointers
 from quantkit_kernels.cuda.linears.few_tokens import quantize_rows, tokens_in_registers, tokens_in_shared
@@ -26,6 +26,7 @@ from quantkit_kernels.cuda.plans import (
     sorted_plan,
 )
 from quantkit_kernels.experts import Experts, ExpertsLayout
+from quantkit_kernels.pairs import UnsummedPairs
 from quantkit_kernels.weights import Weight, kind, shape, to_device
 
 MAX_PAIRS = 4096
@@ -55,7 +56,7 @@ class CudaExperts(Experts):
         return [tensor for tensor in (*self.gate_up, *self.down) if tensor is not None]
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        many = topk_ids.numel() * self.asked >= SORTED_PER_EXPERT[self.kind] * self.num_experts
+        many = self._are_many(topk_ids.numel())
         room = max_pairs(self.num_experts) if self.kind != "int8" else MAX_PAIRS
         tokens = (SORTED_PAIRS if many else room) // topk_ids.shape[1]
         parts = zip(x.contiguous().split(tokens), topk_ids.contiguous().split(tokens), topk_weights.contiguous().split(tokens))
@@ -64,30 +65,53 @@ class CudaExperts(Experts):
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def many_tokens(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        weights = (self.gate_up, self.down, self.kind, self.group, self.num_experts)
         plan = sorted_plan(self.kind, topk_ids.numel() * self.asked / self.num_experts)
-        return sorted_experts(*weights, x, topk_ids, topk_weights, plan, self.asked < 1)
+        return sorted_experts(*self._weights(), x, topk_ids, topk_weights, plan, self.asked < 1)
 
     def few_tokens(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
-        plans = experts_plans(self.kind, self.hidden, self.intermediate, self.num_experts, pairs, top_k)
-        # The kernel of one token reads the weights that its ids name.
-        if plans is not None and (self.asked == 1 or not isinstance(plans[0], TokensInSharedPlan)):
+        plans = self._few_plans(topk_ids)
+        if plans is not None:
             return self.two_products(x, topk_ids, topk_weights, plans)
-        weights = (self.gate_up, self.down, self.kind, self.group, self.num_experts)
-        tiles = experts_token_tiles(pairs * self.asked / self.num_experts)
-        return fused_experts(*weights, x, topk_ids, topk_weights, tiles, self.asked < 1)
+        tiles = experts_token_tiles(topk_ids.numel() * self.asked / self.num_experts)
+        return fused_experts(*self._weights(), x, topk_ids, topk_weights, tiles, self.asked < 1)
+
+    def unsummed(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor | UnsummedPairs:
+        pairs, some_none = topk_ids.numel(), self.asked < 1
+        if some_none or self.kind == "int8" or not 0 < pairs <= max_pairs(self.num_experts) or self._are_many(pairs):
+            return self(x, topk_ids, topk_weights)
+        x, topk_ids, topk_weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
+        plans = self._few_plans(topk_ids)
+        if plans is not None:
+            return UnsummedPairs(self._two_products(x, topk_ids, topk_weights, plans), len(x), x.dtype, None, add_up)
+        return unsummed_experts(*self._weights(), x, topk_ids, topk_weights, experts_token_tiles(pairs / self.num_experts))
+
+    def _are_many(self, pairs: int) -> bool:
+        return pairs * self.asked >= SORTED_PER_EXPERT[self.kind] * self.num_experts
+
+    def _weights(self) -> tuple[PackedStrips, PackedStrips, str, int, int]:
+        return self.gate_up, self.down, self.kind, self.group, self.num_experts
+
+    def _few_plans(self, topk_ids: Tensor) -> ExpertsPlans | None:
+        """For gate_up and down in a launch each; None for both in one."""
+        plans = experts_plans(self.kind, self.hidden, self.intermediate, self.num_experts, topk_ids.numel(), topk_ids.shape[1])
+        # The kernel of one token reads the weights that its ids name.
+        names_all = plans is None or self.asked == 1 or not isinstance(plans[0], TokensInSharedPlan)
+        return plans if names_all else None
 
     def two_products(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plans: ExpertsPlans) -> Tensor:
         """gate_up and down in a launch each, by given plans."""
+        y = torch.empty_like(x)
+        sum_pairs(self._two_products(x, topk_ids, topk_weights, plans), y, topk_ids if self.asked < 1 else None)
+        return y
+
+    def _two_products(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plans: ExpertsPlans) -> Tensor:
+        """Of each pair, times its weight, float32 [T * k, H]."""
         pairs = topk_ids.numel()
         between = torch.empty(pairs, self.intermediate, dtype=self.dtype, device=x.device)
         self._launch(self.gate_up, SILU_MUL, x, between, topk_ids, topk_weights, plans[0])
         weighed = torch.empty(pairs, self.hidden, dtype=torch.float32, device=x.device)
         self._launch(self.down, WEIGH, between, weighed, topk_ids, topk_weights, plans[1])
-        y = torch.empty_like(x)
-        sum_pairs(weighed, y, topk_ids if self.asked < 1 else None)
-        return y
+        return weighed
 
     def _launch(
         self,

@@ -1,4 +1,5 @@
-"""Routed experts of few tokens in 4 bits, in two launches: one computes both products, the other sums over each token's experts."""
+"""Routed experts of few tokens in 4 bits, in two launches: one computes both products, the other sums over each token's experts, or
+the norm behind them does."""
 
 import ctypes
 
@@ -7,9 +8,10 @@ from torch import Tensor
 
 from quantkit_kernels.cuda.abi import FusedExpertsParams, Matrix
 from quantkit_kernels.cuda.build import library
-from quantkit_kernels.cuda.experts.sum_pairs import sum_pairs
+from quantkit_kernels.cuda.experts.sum_pairs import add_up, sum_pairs
 from quantkit_kernels.cuda.launch import DTYPES, FORMATS, checked, stream_of
 from quantkit_kernels.cuda.layout import PackedStrips, pointers
+from quantkit_kernels.pairs import UnsummedPairs
 from quantkit_kernels.workspace import workspace
 
 _LIST_BYTES = 7 << 10
@@ -44,6 +46,26 @@ def fused_experts(
     At most `max_pairs(num_experts)` pairs of at most MAX_EXPERTS experts. token_tiles (1 or 2): an entry has up to 8 * token_tiles tokens
     of one expert, which are multiplied at once. some_none: whether ids may be NO_EXPERT.
     """
+    pairs = unsummed_experts(gate_up, down, kind, group, num_experts, x, topk_ids, topk_weights, token_tiles)
+    if not some_none:
+        return pairs.summed()
+    y = torch.empty_like(x)
+    sum_pairs(pairs.weighed, y, topk_ids, pairs.counters)
+    return y
+
+
+def unsummed_experts(
+    gate_up: PackedStrips,
+    down: PackedStrips,
+    kind: str,
+    group: int,
+    num_experts: int,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    token_tiles: int,
+) -> UnsummedPairs:
+    """`fused_experts` before the sum; pairs of NO_EXPERT are whatever lies there."""
     pairs, hidden = topk_ids.numel(), x.shape[1]
     intermediate = gate_up.row_scale.numel() // num_experts // 2
     between = torch.empty(pairs, intermediate, dtype=x.dtype, device=x.device)
@@ -65,6 +87,4 @@ def fused_experts(
     )
     layout = (FORMATS[kind], DTYPES[x.dtype], group)
     checked(library().qk_fused_experts(ctypes.byref(params), *layout, token_tiles, stream_of(x.device)))
-    y = torch.empty_like(x)
-    sum_pairs(weighed, y, topk_ids if some_none else None, done)
-    return y
+    return UnsummedPairs(weighed, len(x), x.dtype, done, add_up)

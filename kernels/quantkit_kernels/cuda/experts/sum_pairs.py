@@ -1,9 +1,11 @@
 """The sum over each token's experts."""
 
+import torch
 from torch import Tensor
 
 from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.launch import DTYPES, checked, stream_of
+from quantkit_kernels.pairs import UnsummedPairs
 
 
 def sum_pairs(weighed: Tensor, y: Tensor, ids: Tensor | None = None, counters: Tensor | None = None) -> None:
@@ -12,6 +14,12 @@ def sum_pairs(weighed: Tensor, y: Tensor, ids: Tensor | None = None, counters: T
     sizes = (*_place(ids), DTYPES[y.dtype], y.shape[0], weighed.shape[0] // y.shape[0], y.shape[1])
     cleared = (None, 0) if counters is None else (counters.data_ptr(), counters.numel())
     checked(library().qk_sum_pairs(weighed.data_ptr(), y.data_ptr(), *sizes, *cleared, stream_of(y.device)))
+
+
+def add_up(pairs: UnsummedPairs) -> Tensor:
+    y = torch.empty(pairs.tokens, pairs.weighed.shape[1], dtype=pairs.dtype, device=pairs.weighed.device)
+    sum_pairs(pairs.weighed, y, None, pairs.counters)
+    return y
 
 
 def sum_rounded_pairs(weighed: Tensor, y: Tensor, ids: Tensor | None = None) -> None:

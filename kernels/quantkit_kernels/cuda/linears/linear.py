@@ -48,8 +48,7 @@ class CudaLinear(Linear):
         """x[M, K] -> [M, N] by a kernel that reads every weight once."""
         x = x.contiguous()
         y = torch.empty(x.shape[0], self.out_features, dtype=self.dtype, device=self.device)
-        params = self._params()
-        params.m, params.epilogue, params.out = x.shape[0], STORE, y.data_ptr()
+        params = self.params(x.shape[0], y)
         params.x = x.data_ptr()
         if self.kind == "int8":
             codes, scale = quantize_rows(x)
@@ -74,6 +73,12 @@ class CudaLinear(Linear):
         layout = (FORMATS[self.kind], DTYPES[self.dtype], self.group)
         checked(library().qk_expand(ctypes.byref(params), *layout, full.data_ptr(), stream_of(self.device)))
         return F.linear(x, full)
+
+    def params(self, rows: int, y: Tensor) -> GemmParams:
+        """What kernels that read every weight once are told of a product into y [rows, N], but for x and the plan."""
+        params = self._params()
+        params.m, params.epilogue, params.out = rows, STORE, y.data_ptr()
+        return params
 
     def _params(self) -> GemmParams:
         return GemmParams(**pointers(self.packed), n=self.padded, k=self.in_features, out_n=self.out_features, top_k=1)

@@ -146,7 +146,7 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
   };
   const auto await = [&](int turn) { wait_for(barriers + turn % kSlots * 8, turn / kSlots & 1); };
 
-  // The newest token was cached before the queries' kernel began, so all of the cache may be read while that ends.
+  // The newest token was cached before the queries' kernel let this one start, so all of the cache may be read while that ends.
   Place places[kSlots] = {};
 #pragma unroll
   for (int turn = 1; turn < kSlots; ++turn)

@@ -5,19 +5,10 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include "attention/mla_prepare.cuh"
 #include "common/codes.cuh"
 #include "common/lanes.cuh"
 #include "common/launch.cuh"
-
-// In no namespace, for a C function that takes a type of an unnamed namespace is not exported.
-struct MlaPrepare {
-  const void *qkv_a, *q_norm, *kv_norm;  // [tokens, q_lora + kv_lora + rope]; gains [q_lora], [kv_lora]
-  const float *cosines, *sines;          // [tokens, rope / 2]
-  const int64_t* slots;                  // [tokens]
-  void *q_a, *cache;                     // [tokens, q_lora]; [.., kv_lora + rope]
-  int tokens, q_lora, kv_lora, rope, interleaved;
-  float eps;
-};
 
 // Where codes go, rotary keys divided by the scale, and scales.
 struct MlaCodesOut {
@@ -27,56 +18,15 @@ struct MlaCodesOut {
 
 namespace {
 
-// A thread's first eight gains of a row: long in no cache, so they are asked for before the row is there.
-template <class T> __device__ __forceinline__ Eight<T> first_gains(const T* weight, int width) {
-  return threadIdx.x * 8 < width ? *reinterpret_cast<const Eight<T>*>(weight + threadIdx.x * 8) : Eight<T>{};
-}
-
-template <class T> __device__ void norm_row(const T* from, const T* weight, const Eight<T>& gains, T* to, int width, float eps) {
-  // What a thread reads first it keeps; rows of up to 2048 need no more.
-  const int at = threadIdx.x * 8;
-  Eight<T> kept = {};
-  float squares = 0;
-  for (int i = at; i < width; i += blockDim.x * 8) {
-    const Eight<T> v = *reinterpret_cast<const Eight<T>*>(from + i);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) squares += v.get(j) * v.get(j);
-    if (i == at) kept = v;
-  }
-  const float factor = rsqrtf(block_sum(squares) / width + eps);
-  for (int i = at; i < width; i += blockDim.x * 8) {
-    Eight<T> v = i == at ? kept : *reinterpret_cast<const Eight<T>*>(from + i);
-    const Eight<T> w = i == at ? gains : *reinterpret_cast<const Eight<T>*>(weight + i);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) v.set(j, v.get(j) * factor * w.get(j));
-    *reinterpret_cast<Eight<T>*>(to + i) = v;
-  }
-}
-
 // Two blocks a token: one norms the query part, the other does the rest.
-template <class T>
-__global__ void mla_prepare(const T* qkv_a, const T* q_norm, const T* kv_norm, const float* cosines, const float* sines, const int64_t* slots, T* q_a, T* cache, int q_lora,
-                            int kv_lora, int rope, int interleaved, float eps) {
-  const Eight<T> gains = blockIdx.y == 0 ? first_gains(q_norm, q_lora) : first_gains(kv_norm, kv_lora);
+template <class T> __global__ void mla_prepare(const MlaPrepare p) {
+  const Eight<T> gains = blockIdx.y == 0 ? first_gains((const T*)p.q_norm, p.q_lora) : first_gains((const T*)p.kv_norm, p.kv_lora);
   let_successor_start();
   wait_for_predecessor();
-  const int token = blockIdx.x, width = kv_lora + rope;
-  const T* row = qkv_a + (size_t)token * (q_lora + width);
-  if (blockIdx.y == 0) {
-    norm_row(row, q_norm, gains, q_a + (size_t)token * q_lora, q_lora, eps);
-    return;
-  }
-  T* entry = cache + slots[token] * width;
-  const int half = rope / 2;
-  const T* key = row + q_lora + kv_lora;
-  // By the last threads first, as the row's norm is the first ones' work.
-  for (int i = blockDim.x - 1 - threadIdx.x; i < half; i += blockDim.x) {
-    const int first = interleaved ? 2 * i : i, second = interleaved ? 2 * i + 1 : i + half;
-    const float c = cosines[token * half + i], s = sines[token * half + i], a = float(key[first]), b = float(key[second]);
-    entry[kv_lora + first] = T(a * c - b * s);
-    entry[kv_lora + second] = T(a * s + b * c);
-  }
-  norm_row(row + q_lora, kv_norm, gains, entry, kv_lora, eps);
+  const int token = blockIdx.x, width = p.kv_lora + p.rope;
+  const T* row = (const T*)p.qkv_a + (size_t)token * (p.q_lora + width);
+  if (blockIdx.y == 0) norm_row(row, (const T*)p.q_norm, gains, (T*)p.q_a + (size_t)token * p.q_lora, p.q_lora, p.eps);
+  else cache_token(p, row + p.q_lora, gains, (T*)p.cache + p.slots[token] * width, token * (p.rope / 2));
 }
 
 // The same into codes. Values are rounded to T before they are encoded, and computed anew for each of the two passes over them.
@@ -138,8 +88,7 @@ template <class T, class Code> __global__ void mla_prepare_codes(const MlaPrepar
 extern "C" int qk_mla_prepare(const MlaPrepare* m, int dtype, void* s) {
   const auto run = [&](auto* like) {
     using T = std::remove_pointer_t<decltype(like)>;
-    return start(mla_prepare<T>, dim3(m->tokens, 2), 256, 0, s, (const T*)m->qkv_a, (const T*)m->q_norm, (const T*)m->kv_norm, m->cosines, m->sines, m->slots, (T*)m->q_a, (T*)m->cache,
-                 m->q_lora, m->kv_lora, m->rope, m->interleaved, m->eps);
+    return start(mla_prepare<T>, dim3(m->tokens, 2), 256, 0, s, *m);
   };
   return dtype == 0 ? run((__nv_bfloat16*)nullptr) : run((__half*)nullptr);
 }

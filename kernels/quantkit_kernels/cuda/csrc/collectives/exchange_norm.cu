@@ -1,5 +1,6 @@
 // The sum over the GPUs of one host, its sum with the residual, and the norm of that, in one launch: what a half of a layer ends and the next
-// begins with. Each is rounded as exchange.cu and norm.cu round it.
+// begins with. Before them, where it is asked for, the sum over each token's experts. Each is rounded as sum_pairs.cu, exchange.cu and norm.cu
+// round it.
 //
 // A cluster of up to eight blocks has a row, a thread a word of 16 bytes. Sums of squares meet in the blocks' shared memory.
 
@@ -15,14 +16,18 @@
 
 // In no namespace, for a C function that takes a type of an unnamed namespace is not exported.
 struct ExchangeNorm {
-  const void *x, *residual, *weight;  // [rows, h] twice, [h]
-  void *normed, *total;               // [rows, h]
-  int rows, h, rank, room;            // room: words of a sender's part of an inbox
+  const void* x;                               // [rows, h], or null:
+  const float* pairs;                          // [rows * top_k, h], multiplied with the routing weights before
+  const void *residual, *weight;               // [rows, h], [h]
+  void *normed, *total;                        // [rows, h]
+  int* counters;                               // of fused_experts.cu: `count` of them become zero where x is null
+  int count, rows, h, top_k, rank, room;       // room: words of a sender's part of an inbox
   float eps;
 };
 
 namespace {
 
+using bf16 = __nv_bfloat16;
 constexpr int kMostThreads = 1024, kMostBlocks = 8;
 
 // To the same place of another block of the cluster.
@@ -30,7 +35,22 @@ __device__ __forceinline__ void write_to(float* place, float v, int block) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(address_in(shared_address(place), block)), "f"(v) : "memory");
 }
 
-template <class T, int RANKS>
+// The sum over a token's experts of eight columns, as sum_pairs.cu has it.
+template <class T> __device__ __forceinline__ Eight<T> sum_of_pairs(const float* from, int top_k, int h) {
+  float sum[8] = {};
+#pragma unroll 8
+  for (int k = 0; k < top_k; ++k) {
+    const float4* one = reinterpret_cast<const float4*>(from + (size_t)k * h);
+    const float4 low = one[0], high = one[1];
+    sum[0] += low.x, sum[1] += low.y, sum[2] += low.z, sum[3] += low.w, sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w;
+  }
+  Eight<T> rounded;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) rounded.set(j, sum[j]);
+  return rounded;
+}
+
+template <class T, int RANKS, bool PAIRS>
 __global__ void __launch_bounds__(kMostThreads) exchange_norm(const __grid_constant__ ExchangeNorm m, const __grid_constant__ Inboxes inboxes, State* state) {
   __shared__ float sums[kMostThreads / 32 * kMostBlocks];
   const int at = blockIdx.x * blockDim.x + threadIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x / 32;
@@ -47,13 +67,16 @@ __global__ void __launch_bounds__(kMostThreads) exchange_norm(const __grid_const
   const size_t half = (size_t)(calls & 1) * RANKS * m.room;
   uint4 parts[RANKS] = {};
   if (mine) {
-    const uint4 own = sendable(reinterpret_cast<const uint4*>(m.x)[word]);
+    if constexpr (PAIRS) v = sum_of_pairs<T>(m.pairs + (size_t)blockIdx.y * m.top_k * m.h + at * 8, m.top_k, m.h);
+    else v = reinterpret_cast<const Eight<T>*>(m.x)[word];
+    const uint4 own = sendable(v.bits);
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) {
       if (r != m.rank) write_word(inboxes.of[r] + half + (size_t)m.rank * m.room + word, own);
       else parts[r] = own;
     }
     residual = reinterpret_cast<const Eight<T>*>(m.residual)[word];
+    for (int i = word; PAIRS && i < m.count; i += m.rows * (m.h / 8)) m.counters[i] = 0;
   }
   count_call(state, calls, gridDim.x * gridDim.y);
   if (mine) {
@@ -76,19 +99,19 @@ __global__ void __launch_bounds__(kMostThreads) exchange_norm(const __grid_const
   if (mine) reinterpret_cast<Eight<T>*>(m.normed)[word] = v;
 }
 
-template <class T> int run(const ExchangeNorm& m, int ranks, const Inboxes& inboxes, void* state, void* stream) {
+template <class T, bool PAIRS> int run(const ExchangeNorm& m, int ranks, const Inboxes& inboxes, void* state, void* stream) {
   int threads = 128;
   while (threads * kMostBlocks * 8 < m.h) threads *= 2;
   const int blocks = (m.h / 8 + threads - 1) / threads;
   const auto go = [&](auto kernel) { return start_clusters(kernel, dim3(blocks, m.rows), threads, 0, blocks, stream, m, inboxes, (State*)state); };
   switch (ranks) {
-    case 2: return go(exchange_norm<T, 2>);
-    case 3: return go(exchange_norm<T, 3>);
-    case 4: return go(exchange_norm<T, 4>);
-    case 5: return go(exchange_norm<T, 5>);
-    case 6: return go(exchange_norm<T, 6>);
-    case 7: return go(exchange_norm<T, 7>);
-    case 8: return go(exchange_norm<T, 8>);
+    case 2: return go(exchange_norm<T, 2, PAIRS>);
+    case 3: return go(exchange_norm<T, 3, PAIRS>);
+    case 4: return go(exchange_norm<T, 4, PAIRS>);
+    case 5: return go(exchange_norm<T, 5, PAIRS>);
+    case 6: return go(exchange_norm<T, 6, PAIRS>);
+    case 7: return go(exchange_norm<T, 7, PAIRS>);
+    case 8: return go(exchange_norm<T, 8, PAIRS>);
   }
   return (int)cudaErrorInvalidValue;
 }
@@ -99,5 +122,6 @@ template <class T> int run(const ExchangeNorm& m, int ranks, const Inboxes& inbo
 extern "C" int qk_exchange_norm(const ExchangeNorm* m, int dtype, int ranks, void* const* inboxes, void* state, void* s) {
   Inboxes all = {};
   for (int r = 0; r < ranks && r < MOST_RANKS; ++r) all.of[r] = (uint4*)inboxes[r];
-  return dtype == 0 ? run<__nv_bfloat16>(*m, ranks, all, state, s) : run<__half>(*m, ranks, all, state, s);
+  if (dtype == 0) return m->x ? run<bf16, false>(*m, ranks, all, state, s) : run<bf16, true>(*m, ranks, all, state, s);
+  return m->x ? run<__half, false>(*m, ranks, all, state, s) : run<__half, true>(*m, ranks, all, state, s);
 }
