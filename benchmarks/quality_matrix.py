@@ -1,13 +1,13 @@
 """Models x schemes x methods x seeds of quality.py on GPUs and many cores, in processes that stay, most wanted first, until time is up.
 
-    python benchmarks/quality_matrix.py run FILE.jsonl --judges DIR --out OUT [--seconds 500] [--gpu 9] [--cpu 4] [--variants FILE.json]
+    python benchmarks/quality_matrix.py run FILE.jsonl --judges DIR --out OUT [--seconds 500] [--gpu KIND=N,...] [--cpu 4] [--variants FILE]
     python benchmarks/quality_matrix.py table FILE.jsonl [--split tuning]
 
 run: every result is added to FILE at once, KL of every document on both splits; what FILE has is not run again. Both sides fit the same
 tokens: --samples documents of a judge's own text, drawn with the seed. A worker computes on one of the GPUs, or, where CUDA is hidden from
-it, on one core; every judge has one more, on one of the GPUs. A judge whose folder is not there yet, as it is still trained, comes when
-it is. table: KL and its ratio to the best peer, the mean over seeds, with percentile
-bootstraps over documents.
+it, on one core; every judge has one more, on one of the GPUs. Workers on a GPU begin with the kinds that --gpu names, and import what those
+need while judges are still trained: a judge's runs begin when its folder is there. table: KL and its ratio to the best peer, the mean over
+seeds, with percentile bootstraps over documents.
 """
 
 import argparse
@@ -47,6 +47,8 @@ class QualityJob:
     name: str
     seed: int
     settings: dict[str, Any] = field(default_factory=dict)
+    turn: int = 0
+    """Jobs of a turn come before those of the next, but that a worker keeps to its kind for one turn more."""
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -65,20 +67,21 @@ class QualityJob:
 
 def jobs(given: argparse.Namespace) -> list[QualityJob]:
     """Most wanted first: the first scheme's longest of AutoRound, which would not end otherwise; then for each seed the schemes that have
-    targets, variants of ours, and the other schemes; then the longest of other schemes."""
+    targets, and the other schemes, variants of ours with them; then the longest of other schemes. Of a turn the searches of AWQ come
+    first, which take longest."""
     variants = json.loads(given.variants.read_text()) if given.variants else {}
     found = []
-    for turn, seed in enumerate(given.seeds):
+    for nth, seed in enumerate(given.seeds):
         for scheme in given.schemes:
-            late = scheme in ("nvfp4-w4a4", "int4-w4a8-groups")
-            for name in (*(PEERS[scheme] if given.peers else ()), "quantkit"):
-                if turn == 0 or not name.endswith("nearest"):
-                    found += [(3 * turn + 2 * late, QualityJob(judge, scheme, name, seed)) for judge in given.models]
-            for name, settings in variants.get(scheme, {}).items():
-                found += [(3 * turn + 1 + late, QualityJob(judge, scheme, f"quantkit {name}", seed, settings)) for judge in given.models]
-            for name in STRONGEST.get(scheme, ()) if turn == 0 and given.peers and given.longest else ():
-                found += [(-1 if scheme == given.schemes[0] else 99, QualityJob(judge, scheme, name, seed)) for judge in given.models]
-    return [job for _, job in sorted(found, key=lambda pair: pair[0])]
+            turn = 2 * nth + (scheme in ("nvfp4-w4a4", "int4-w4a8-groups"))
+            named: list[tuple[int, str, dict[str, Any]]] = [(turn, "quantkit", {})]
+            named += [(turn, name, {}) for name in PEERS[scheme] if given.peers and (nth == 0 or not name.endswith("nearest"))]
+            named += [(turn, f"quantkit {name}", own) for name, own in variants.get(scheme, {}).items()]
+            if nth == 0 and given.peers and given.longest:
+                named += [(-1 if scheme == given.schemes[0] else 99, name, {}) for name in STRONGEST.get(scheme, ())]
+            for own_turn, name, settings in named:
+                found += [QualityJob(judge, scheme, name, seed, settings, own_turn) for judge in given.models]
+    return sorted(found, key=lambda job: (job.turn, not job.name.endswith("awq-gptq")))
 
 
 def tokens_of(given: argparse.Namespace, judge: str, seed: int) -> Path:
@@ -141,16 +144,15 @@ class QualityMatrix:
     def told(self, text: str) -> None:
         print(f"{time.perf_counter() - self.start:6.1f} s  {text}", flush=True)
 
-    def take(self, kind: str | None, *, gpu: bool) -> QualityJob | None:
-        """The first job; of the same kind as the last one of this slot, if the next few have it, as that spares imports. Waits where only
-        judges are left that are not there yet."""
+    def take(self, kind: str, *, gpu: bool) -> QualityJob | None:
+        """The first job, or, as that spares imports, the first of its turn or the next that is of the worker's kind. Waits
+        where only judges are left that are not there yet."""
         while True:
             with self.lock:
                 able = [job for job in self.left if gpu or job.on_cpu]
                 there = [job for job in able if (self.given.judges / job.judge).is_dir()]
-                same = [job for job in there[: self.given.ahead] if job.kind == kind]
                 if there:
-                    job = (same or there)[0]
+                    job = next((job for job in there if job.turn <= there[0].turn + 1 and job.kind == kind), there[0])
                     self.left.remove(job)
                     key = job.judge, job.seed
                     self.tokens[key] = self.tokens.get(key) or tokens_of(self.given, *key)
@@ -159,13 +161,20 @@ class QualityMatrix:
                 return None
             time.sleep(0.5)
 
-    def slot(self, name: str, card: str) -> None:
-        while (job := self.take(self.workers[name].kind if name in self.workers else None, gpu=bool(card))) is not None:
-            if name in self.workers and self.workers[name].kind != job.kind:
-                self.workers.pop(name).end()
-            if name not in self.workers:
-                python = sys.executable if job.kind == "quantkit" else self.given.peer_python
-                self.workers[name] = Worker(job.kind, self.given.out / f"{name}.log", python, card)
+    def begin(self, name: str, card: str, kind: str) -> None:
+        """Another worker for a slot."""
+        if name in self.workers:
+            self.workers.pop(name).end()
+        python = sys.executable if kind == "quantkit" else self.given.peer_python
+        self.workers[name] = Worker(kind, self.given.out / f"{name}.log", python, card)
+
+    def slot(self, name: str, card: str, kind: str) -> None:
+        """kind: of the first worker; an empty word for that of the first job."""
+        if kind:
+            self.begin(name, card, kind)
+        while (job := self.take(self.workers[name].kind if name in self.workers else "", gpu=bool(card))) is not None:
+            if name not in self.workers or self.workers[name].kind != job.kind:
+                self.begin(name, card, job.kind)
             asked = self._asked(job)
             try:
                 answer = self.workers[name].ask(asked)
@@ -227,8 +236,8 @@ class QualityMatrix:
 
     def run(self) -> None:
         """One job of every GPU comes before a second of any."""
-        slots = [(f"gpu{card}-{i}", card) for i in range(self.given.gpu) for card in self.given.cards]
-        slots += [(f"cpu{i}", "") for i in range(self.given.cpu)]
+        slots = [(f"gpu{card}-{i}", card, kind) for i, kind in enumerate(self.given.gpu) for card in self.given.cards]
+        slots += [(f"cpu{i}", "", "") for i in range(self.given.cpu)]
         cards = self.given.cards or [""]
         judging = [(judge, cards[i % len(cards)]) for i, judge in enumerate(self.given.models)]
         scorers = [threading.Thread(target=self.score, args=one, daemon=True) for one in judging]
@@ -319,6 +328,11 @@ def main() -> None:
     def words(text: str) -> list[str]:
         return [word for word in text.split(",") if word]
 
+    def kinds(text: str) -> list[str]:
+        """KIND=N,... as N words of each kind, the kinds in turn."""
+        counts = {kind: int(count) for kind, _, count in (word.partition("=") for word in words(text))}
+        return [kind for i in range(max(counts.values(), default=0)) for kind, count in counts.items() if i < count]
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "table"))
     parser.add_argument("file", type=Path)
@@ -332,9 +346,8 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=40, help="of each split")
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--cards", type=words, default=["0"], help="numbers of the GPUs; an empty word for none")
-    parser.add_argument("--gpu", type=int, default=9, help="workers on each of them")
+    parser.add_argument("--gpu", type=kinds, default=kinds("quantkit=3,llmcompressor=3,autoround=3"), help="workers on each, by first kind")
     parser.add_argument("--cpu", type=int, default=4, help="workers on a core")
-    parser.add_argument("--ahead", type=int, default=12, help="jobs among which a worker looks for its own kind")
     parser.add_argument("--variants", type=Path)
     parser.add_argument("--headrooms", action="store_true", help="judge nvfp4-w4a4 under other divisors of its inputs, too")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="others' programs beside ours")

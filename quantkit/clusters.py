@@ -34,7 +34,7 @@ from quantkit.costmodel import (
 from quantkit.engines.layouts import PublishedRate, Topology, find_recipe, find_topology
 from quantkit.engines.memory import Fit, ParallelSizes, fit_rows
 from quantkit.errors import QuantkitError
-from quantkit.models.architecture import ModelConfig
+from quantkit.models.architecture import CacheBits, ModelConfig
 from quantkit.models.stored import read_model
 from quantkit.models.table import Parameter
 from quantkit.schemes import Scheme
@@ -80,6 +80,7 @@ def decode_step(
     batch: int,
     context: int,
     devices_per_box: int | None = None,
+    cache_bits: CacheBits = 16,
 ) -> DecodeStep:
     """batch: sequences of all devices together, shared out over the data-parallel groups; context: tokens each attends to. Raises
     QuantkitError where the hardware says nothing of its fabric, or experts are not spread over the devices."""
@@ -95,7 +96,7 @@ def decode_step(
     for load, tokens in _loads(rows, config, scheme, parallel, batch):
         for part, spent in product_ms(load, level, bandwidth, hardware, round(tokens)).items():
             parts[part] = parts.get(part, 0.0) + spent
-    parts |= _attention_ms(config, hardware, level, parallel, own * context)
+    parts |= _attention_ms(config, hardware, level, parallel, own * context, cache_bits)
     parts["launches"] = count_launches(config, hardware, level.launches, scheme) * level.launch_us / 1e3
     if parallel.tensor > 1:
         payload = own * config.hidden_size * _HALF * 2 * (parallel.tensor - 1) / parallel.tensor
@@ -185,8 +186,9 @@ def plan_layout(
     topology = topology.model_copy(update={"roles": roles})
     rows = [row for row, _ in stored]
     experts = _experts(rows)
+    of_card = recipe.memory_gib, recipe.memory_fraction, recipe.reserve_gib
     memory = {
-        role.name: fit_rows(stored, config, role.parallel, context, recipe.memory_gib, recipe.memory_fraction, recipe.reserve_gib)
+        role.name: fit_rows(stored, config, role.parallel, context, *of_card, topology.cache_bits(role, config.cache, scheme.cache))
         for role in roles
     }
     return PlannedLayout(
@@ -205,14 +207,16 @@ def beside_rate(
     rate: PublishedRate, topology: Topology, rows: Sequence[Parameter], config: ModelConfig, scheme: Scheme, hardware: Hardware, held: Fit
 ) -> dict[str, Any]:
     """One published rate, and every level's prediction: of its batch, or of the largest batch within its limit that fits in `held`."""
-    parallel = next(role for role in topology.roles if role.name == rate.role).parallel
+    role = next(role for role in topology.roles if role.name == rate.role)
+    parallel, bits = role.parallel, topology.cache_bits(role, config.cache, scheme.cache)
     fits = held.tokens // rate.context
     predicted = []
     for level in hardware.levels:
 
         def step(batch: int, level: Level = level) -> DecodeStep:
             box = topology.devices_per_box
-            return decode_step(rows, config, scheme, hardware, level, parallel, batch=batch, context=rate.context, devices_per_box=box)
+            sizes = {"batch": batch, "context": rate.context, "devices_per_box": box}
+            return decode_step(rows, config, scheme, hardware, level, parallel, **sizes, cache_bits=bits)
 
         one = step(rate.batch) if rate.batch is not None else largest_step(rate.limit_ms or 0.0, fits, parallel, step)
         if one is not None:
@@ -271,9 +275,11 @@ def _loads(
     ]
 
 
-def _attention_ms(config: ModelConfig, hardware: Hardware, level: Level, parallel: ParallelSizes, attended: float) -> dict[str, float]:
+def _attention_ms(
+    config: ModelConfig, hardware: Hardware, level: Level, parallel: ParallelSizes, attended: float, cache_bits: CacheBits
+) -> dict[str, float]:
     """Reading `attended` cached tokens, and multiplying the rank's heads by them; overlapped where products are: the slower counts."""
-    cached = config.cache.token_bytes(16, parallel.tensor) * config.num_hidden_layers * attended
+    cached = config.cache.token_bytes(cache_bits, parallel.tensor) * config.num_hidden_layers * attended
     read = level.cache_passes * cached / (hardware.hbm_gb_s * level.hbm_efficiency * 1e6)
     heads = config.num_attention_heads / parallel.tensor
     multiplied = 2 * attended * heads * config.cache.read_by_head * config.num_hidden_layers / (hardware.cube_tflops * 1e9)

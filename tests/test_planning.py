@@ -7,6 +7,7 @@ import psutil
 import pytest
 import r1_headers
 from commands import command
+from packed_model import write_random
 from tied_model import TIED, tied_tensors
 
 from quantkit.checkpoint.reader import Checkpoint
@@ -123,6 +124,29 @@ def test_known_hardware_is_predicted_too() -> None:
     assert (named.devices.memory_bytes, named.cost_model) == (79 * 2**30, None)
     with pytest.raises(QuantkitError, match="hardware FOO is not known"):
         plan("tiny-r1", find_scheme("awq-w4a16"), devices="8xFOO")
+
+
+def test_roles_of_a_layout_keep_tokens_in_as_many_bits_as_the_engine_has(tmp_path: Path) -> None:
+    """vllm-ascend: latents in 8 bits only where they came from another role; keys and values wherever they are sent to none."""
+    latents = r1_headers.write_headers(tmp_path / "r1", r1_headers.r1_config())
+    grouped = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_attention_heads": 16, "num_key_value_heads": 8}
+    grouped |= {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 320}
+    grouped |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "hidden_act": "silu", "tie_word_embeddings": False}
+    keys = write_random(tmp_path / "qwen3", grouped)
+
+    def token_bytes(path: Path, scheme: str, layout: str) -> dict[str, int]:
+        found = plan(path, find_scheme(scheme), engine="vllm-ascend", layout=layout).layout
+        assert found is not None
+        return {role: held.cache_bytes_per_token for role, held in found.memory.items()}
+
+    apart = token_bytes(latents, "int8-a8w8c16", "disaggregated-a2")
+    assert apart == {"prefill": 61 * 2 * 576, "decode": 61 * 2 * 576}
+    assert token_bytes(latents, "int8-a8w8c8", "disaggregated-a2") == {"prefill": apart["prefill"], "decode": 61 * (512 + 4 + 2 * 64)}
+    assert token_bytes(latents, "int8-a8w8c8", "four-boxes") == token_bytes(latents, "int8-a8w8c16", "four-boxes")
+    assert token_bytes(keys, "int8-a8w8c8", "one-box")["server"] < 0.6 * token_bytes(keys, "int8-a8w8c16", "one-box")["server"]
+    apart, coded = (token_bytes(keys, scheme, "disaggregated-a2") for scheme in ("int8-a8w8c16", "int8-a8w8c8"))
+    assert coded["prefill"] == apart["prefill"]
+    assert coded["decode"] < 0.6 * apart["decode"]
 
 
 def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.statistics import HeldOutRows, own_panels, send_panels
+from quantkit.quant.tensor_cores import tensor_core_products
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class DriftSum:
         """x float32 [..., K]: what `module` reads on the quantized path, of calibration tokens."""
         self._heard.setdefault(module, deque()).append(x.reshape(-1, x.shape[-1]))
 
+    @tensor_core_products()
     def compare(self, module: str, o: Tensor) -> None:
         """o: what it reads for the same tokens on the original one."""
         x = self._heard[module].popleft()

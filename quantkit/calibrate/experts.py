@@ -24,6 +24,7 @@ from quantkit.models.reading import AS_IT_IS, Reading
 from quantkit.models.table import GatedMlp
 from quantkit.quant.fp4 import input_divisor
 from quantkit.quant.gptq import Curvature
+from quantkit.quant.tensor_cores import tensor_core_products
 from quantkit.quant.weights import dequantize, divide_rows, dividing_powers
 from quantkit.schemes import Fp4Grid, Mxfp4Grid
 
@@ -91,6 +92,7 @@ class ExpertSolver:
         self.reading = Reading(solver.activation_bits, input_divisor(read.largest))
         self.layer_rows = self.reading(_of_layer(fitted) / read.scale)
 
+    @tensor_core_products()
     def solve(self, rows: Mapping[int, GatedMlp], experts: Mapping[int, ExpertWeights]) -> tuple[dict[str, Solved], dict[int, Tensor]]:
         """rows, experts: by number of the expert. Returns module -> solved, of three linears each, and
         expert -> what its down projection then reads [n, I], for the tokens of `Routed.quantized_of`.
@@ -240,6 +242,7 @@ class _Asked:
     fitted: int
 
 
+@tensor_core_products()
 def quantized_outputs(routed: Routed, expert: int, rounded: ExpertWeights, scale: Tensor, hidden: Tensor | None) -> Tensor:
     """One rounded expert's outputs [n, H], unweighted, for the tokens of `Routed.quantized_of`.
 

@@ -9,6 +9,7 @@ from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.hidden_states import HiddenStates
 from quantkit.calibrate.routing import Recorder, Routed
 from quantkit.calibrate.sublayer import Sublayer, advance
+from quantkit.quant.tensor_cores import tensor_core_products
 
 
 @dataclass
@@ -30,6 +31,7 @@ class OriginalPath:
         assert self.routed is not None, "a sublayer with routed experts"
         return self.routed.of(number)
 
+    @tensor_core_products()
     def expert_outputs(self, number: int, original: ExpertWeights) -> Tensor:
         """One expert's outputs [n, H], unweighted, for the tokens that choose it."""
         assert self.routed is not None, "a sublayer with routed experts"

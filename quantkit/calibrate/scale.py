@@ -20,6 +20,7 @@ from quantkit.errors import QuantkitError
 from quantkit.models.table import ScaleGroup
 from quantkit.quant.awq import effective_scale
 from quantkit.quant.gptq import Curvature
+from quantkit.quant.tensor_cores import tensor_core_products
 
 TOLERANCE = 1e-7
 """Squared relative difference that folding scales may make in float32."""
@@ -95,6 +96,7 @@ class ScaledInput:
         assert self.drift is not None, "an input that was heard on both paths"
         return self.curvature.solved(self.drift.inputs)
 
+    @tensor_core_products()
     def aimed(self, w: Tensor) -> Tensor:
         """What is rounded in place of a reader's weight w [N, K], in its memory."""
         if self.drift is None:

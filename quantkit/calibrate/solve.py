@@ -1,9 +1,11 @@
 """A sublayer's third value: what the output holds of it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from quantkit.calibrate.attention_cost import attention_costs
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
 from quantkit.calibrate.observe_ends import observe_ends
 from quantkit.calibrate.parameter_reader import ParameterReader
@@ -11,6 +13,7 @@ from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.scale import FoldedTensors, Scaled
 from quantkit.calibrate.solver import Rounded, Solver
 from quantkit.models.table import Parameter
+from quantkit.quant.gptq import Curvature
 from quantkit.quant.weights import Weight
 
 
@@ -40,6 +43,7 @@ def solve_sublayer(
     sites = sorted(scaled.sites.items(), key=lambda site: -rows[site[0]].shape[1])
     if original is not None:
         sites.sort(key=lambda site: sublayer.ends.issuperset(site[1]))
+    costs = attention_costs(scaled, folded) | ({} if sublayer.outputs is None else dict.fromkeys(sublayer.ends, sublayer.outputs))
     seen = original is None
     for first, modules in sites:
         if not seen and sublayer.ends.issuperset(modules):
@@ -48,16 +52,17 @@ def solve_sublayer(
             scaled, seen = replace(scaled, inputs=scaled.inputs | observe_ends(scaled, folded, weights, states, ranks, original)), True
         own = [rows[module] for module in modules if module in sublayer.quantized]
         for solver, alike in sublayer.solvers.alike([row.module for row in own]).items():
-            linears |= _solve_site(scaled, first, [rows[module] for module in alike], folded, solver)
+            linears |= _solve_site(scaled, first, [rows[module] for module in alike], folded, solver, costs)
     changed = [row for row in sublayer.rows if row.module not in sublayer.quantized and scaled.folding.changes(row.name)]
     return SolvedSublayer(linears, {row.name: folded[row.name].to(sublayer.stored[row.name]) for row in changed})
 
 
-def _solve_site(scaled: Scaled, first: str, rows: list[Parameter], folded: FoldedTensors, solver: Solver) -> dict[str, Rounded]:
+def _solve_site(
+    scaled: Scaled, first: str, rows: list[Parameter], folded: FoldedTensors, solver: Solver, costs: Mapping[str, Curvature]
+) -> dict[str, Rounded]:
     """The linears of one input that are on one grid."""
     read = scaled.inputs[first]
     weights = {row.module: read.aimed(folded[row.name]) for row in rows}
     fused = {row.module: row.fused for row in rows if row.fused}
-    outputs = scaled.sublayer.outputs if scaled.sublayer.ends.issuperset(weights) else None
-    solved = solver.solve_stack(weights, fused, read.curvature, read.sample, outputs)
+    solved = solver.solve_stack(weights, fused, read.curvature, read.sample, costs)
     return {module: solver.reading_under(one, read.largest).rounded for module, one in solved.items()}

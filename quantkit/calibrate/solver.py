@@ -5,7 +5,7 @@ are. Linears with inputs of their own (the experts' down projections) are solved
 Where it is known what an error in each output costs, rows make up for rows too, and plain rounding is judged by that cost.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,11 +18,13 @@ from quantkit.quant.descent import Descent
 from quantkit.quant.fp4 import global_scale, input_divisor
 from quantkit.quant.gptq import Curvature, scaled_losses
 from quantkit.quant.rounding import Fp4Rounder, IntRounder, Mxfp4Rounder, Rounder, RoundingStep, round_to_nearest
+from quantkit.quant.tensor_cores import tensor_core_products
 from quantkit.quant.two_sided import compensate_both, judged_outputs
 from quantkit.quant.weights import Fp4Weight, RoundedWeight, Weight
 from quantkit.recipe import Recipe
 from quantkit.schemes import Fp4Grid, Grid, IntGrid, Method, Mxfp4Grid
 
+NO_COSTS: Mapping[str, Curvature] = {}
 JUDGED_OUTPUTS = 512
 """Directions of a linear's outputs that its error is judged in, where their cost is known."""
 FP4_NEIGHBOURS = (0, -1, 1, -2, 2, 3, 4)
@@ -121,17 +123,29 @@ class Solver:
         error = w - values / scale
         return (error.gather(-1, curvature.order.unsqueeze(-2).expand_as(error)) @ curvature.factor).square().sum(-1)
 
+    @tensor_core_products()
     def solve_stack(
         self,
         weights: dict[str, Tensor],
         fused: dict[str, str],
         curvature: Curvature,
         sample: Tensor,
-        outputs: Curvature | None = None,
+        outputs: Mapping[str, Curvature] = NO_COSTS,
     ) -> dict[str, Solved]:
         """Linears [N_i, K] that read one input. fused: module -> name shared by siblings with one FP4 global scale; sample [S, K];
-        outputs: what an error in their outputs costs, [N, N], the same for all, where the recipe compensates for it."""
+        outputs: what an error in the outputs of a linear costs, see `compensate_both`, where it is known and the recipe compensates."""
         amax = self._amax(weights, fused)
+        told = {module: w for module, w in weights.items() if module in outputs}
+        others = {module: w for module, w in weights.items() if module not in outputs}
+        solved: dict[str, Solved] = {}
+        for module, w in told.items():
+            solved |= self._solve_rows({module: w}, amax, curvature, sample, outputs[module])
+        return solved | (self._solve_rows(others, amax, curvature, sample, None) if others else {})
+
+    def _solve_rows(
+        self, weights: dict[str, Tensor], amax: dict[str, Tensor], curvature: Curvature, sample: Tensor, outputs: Curvature | None
+    ) -> dict[str, Solved]:
+        """Some linears of a stack, whose largest weights are known."""
         judge = None if outputs is None else judged_outputs(outputs, JUDGED_OUTPUTS)
         parts: dict[str, list[_Part]] = {module: [] for module in weights}
         both = {}
@@ -157,6 +171,7 @@ class Solver:
                 parts[module].append(_Part(values[own], _rows(step, own), *told))
         return {module: self._finish(w, parts.pop(module), amax[module]) for module, w in weights.items()}
 
+    @tensor_core_products()
     def solve_batch(
         self, weights: dict[str, Tensor], curvature: Curvature, samples: list[Tensor], outputs: Curvature | None = None
     ) -> dict[str, Solved]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate.ranks import Ranks
+from quantkit.quant.tensor_cores import tensor_core_products
 
 PANEL = 1024
 """Rows of a square that are summed together. A Hessian is symmetric, and what lies right of a panel's last row is not computed. Ranks share
@@ -71,6 +72,7 @@ class StatisticsSum:
         self._tokens = 0
         self._sample, self._ranks = HeldOutRows(sample_rows), ranks
 
+    @tensor_core_products()
     def add(self, x: Tensor) -> None:
         """x float32 [T, K] of calibration tokens."""
         for rows in own_panels(x.shape[1], self._ranks):

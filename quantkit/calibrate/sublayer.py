@@ -51,7 +51,8 @@ class Sublayer:
     frozen: those that the output holds packed as the source does. solvers: of what is rounded.
     experts: the first linear of its routed experts, None where it has none.
     importance: what a squared error in each channel of the residual stream counts after this sublayer, float32 [H]; None: alike.
-    outputs: what an error there costs, [H, H], where GPTQ is to heed it.
+    outputs: what an error there costs, [H, H], where GPTQ is to heed it. heads: that query, if it is attention; 0 where nobody
+    looked for them.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Sublayer:
     experts: str | None
     importance: Tensor | None
     outputs: Curvature | None
+    heads: int
 
     @property
     def ends(self) -> frozenset[str]:
@@ -116,6 +118,7 @@ def sublayer_of(
         experts=None if experts is None else experts.gate.module,
         importance=importance,
         outputs=outputs,
+        heads=model.config.num_attention_heads,
     )
 
 

@@ -163,6 +163,7 @@ def deploy(
     for role in chosen.roles:
         used = hosts[started : started + role.boxes]
         launches += [launch.without(left_out) for launch in _launches(recipe, chosen, role, used, options, common)]
+        bits = chosen.cache_bits(role, read_model(checkpoint).config.cache, checkpoint.format.cache_codes(checkpoint.side))
         memory[role.name] = fit(
             checkpoint,
             role.parallel,
@@ -170,6 +171,7 @@ def deploy(
             memory_gib or recipe.memory_gib,
             recipe.memory_fraction,
             recipe.reserve_gib,
+            bits,
             mtp=guesses > 0,
         )
         problems += check_split(checkpoint, role.parallel)

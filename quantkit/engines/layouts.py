@@ -12,6 +12,8 @@ from quantkit.assets import asset
 from quantkit.engines.memory import ParallelSizes
 from quantkit.engines.profiles import Device, find_engine
 from quantkit.errors import QuantkitError
+from quantkit.models.architecture import CacheBits, CompressedCache, KeyValueCache, LatentCache
+from quantkit.schemes import CacheCodes
 from quantkit.settings_file import Strict, read_yaml
 
 Command = tuple[str, ...]
@@ -20,7 +22,8 @@ Command = tuple[str, ...]
 class Role(Strict):
     """Boxes that run the same commands. `rest`: those of boxes after the first, where they differ.
 
-    `per_rank`: once for each data-parallel group of the box, each with its own port, rank and devices.
+    `per_rank`: once for each data-parallel group of the box, each with its own port, rank and devices. takes_cache: the caches of prompts
+    come to it from another role.
     """
 
     name: str
@@ -31,6 +34,7 @@ class Role(Strict):
     expert_parallel: bool
     redundant_experts: int = 0
     per_rank: bool = False
+    takes_cache: bool = False
     environment: dict[str, str] = Field({})
     first: tuple[Command, ...]
     rest: tuple[Command, ...] | None = None
@@ -68,6 +72,12 @@ class Topology(Strict):
     @property
     def boxes(self) -> int:
         return sum(role.boxes for role in self.roles)
+
+    def cache_bits(self, role: Role, cache: LatentCache | KeyValueCache | CompressedCache, codes: CacheCodes | None) -> CacheBits:
+        """What a role keeps tokens in, of a checkpoint with steps of a cache in these codes: as vllm-ascend 0.23.0 has it, 16 bits where
+        caches are sent to another role, and for latents 8 bits only where they came from one."""
+        alone = len(self.roles) == 1 and isinstance(cache, KeyValueCache)
+        return 8 if codes is not None and (role.takes_cache or alone) else 16
 
     @model_validator(mode="after")
     def _uses_every_device(self) -> "Topology":

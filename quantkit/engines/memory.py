@@ -85,13 +85,20 @@ def draft_sizes(checkpoint: Checkpoint, cache_bits: CacheBits = 16) -> DraftSize
 
 
 def fit(
-    checkpoint: Checkpoint, parallel: ParallelSizes, context: int, memory_gib: float, fraction: float, reserve_gib: float, mtp: bool = False
+    checkpoint: Checkpoint,
+    parallel: ParallelSizes,
+    context: int,
+    memory_gib: float,
+    fraction: float,
+    reserve_gib: float,
+    cache_bits: CacheBits = 16,
+    mtp: bool = False,
 ) -> Fit:
     """Whether weights, reserve and one request of `context` tokens fit in the `fraction` of `memory_gib` that an engine may use.
     mtp: whether the MTP layers are loaded, too."""
     model = read_model(checkpoint)
     stored = [(row, _stored_bytes(checkpoint, row)) for row in model.rows]
-    return fit_rows(stored, model.config, parallel, context, memory_gib, fraction, reserve_gib, mtp=mtp)
+    return fit_rows(stored, model.config, parallel, context, memory_gib, fraction, reserve_gib, cache_bits, mtp=mtp)
 
 
 def fit_rows(

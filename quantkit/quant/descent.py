@@ -46,18 +46,19 @@ def descend(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder
 def _sweep(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps) -> None:
     """Every column once. seen: V^T E, kept true."""
     columns, factor, round_block = values.shape[-2], curvature.factor, block_rounder(values.device)
-    for start in range(0, columns, BLOCK):
+    for start, (diagonal, inverse) in zip(range(0, columns, BLOCK), curvature.reactions):
         stop = min(start + BLOCK, columns)
         rows = factor[..., start:stop, start:]
-        own = rows @ rows.mT
-        diagonal = own.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-        one = torch.eye(stop - start, device=values.device)
-        unit = (own / diagonal).tril(-1) + one
-        inverse = torch.linalg.solve_triangular(unit, one.expand_as(unit), upper=False)
         before = values[..., start:stop, :].clone()
         target = before + inverse @ ((rows @ seen[..., start:, :]) / diagonal)
+        one = torch.eye(stop - start, device=values.device)
         round_block(target, one - inverse, rounder, steps.of(start, stop), values[..., start:stop, :])
-        seen[..., start:, :] -= rows.mT @ (values[..., start:stop, :] - before)
+        change = values[..., start:stop, :] - before
+        left = seen[..., start:, :]
+        if left.dim() == 2:
+            left.addmm_(rows.mT, change, alpha=-1)
+        else:
+            left.baddbmm_(rows.mT.expand(len(left), -1, -1), change, alpha=-1)
 
 
 def _refit(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps) -> None:

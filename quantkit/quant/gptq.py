@@ -64,6 +64,20 @@ class Curvature:
         whole = columns // BLOCK
         return (*(_inverse(torch.stack(blocks[:whole])) if whole else ()), *(_inverse(block) for block in blocks[whole:]))
 
+    @cached_property
+    def reactions(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """What a sweep of descent needs of each block of BLOCK columns: the Hessian's diagonal [..., C, 1], and (I + A)^-1 [..., C, C], A
+        the block of the Hessian under its diagonal, row i divided by H_ii."""
+        return tuple(self._reaction(start) for start in range(0, self.factor.shape[-1], BLOCK))
+
+    def _reaction(self, start: int) -> tuple[Tensor, Tensor]:
+        rows = self.factor[..., start : start + BLOCK, start:]
+        own = rows @ rows.mT
+        diagonal = own.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        one = torch.eye(own.shape[-1], device=own.device)
+        unit = (own / diagonal).tril(-1) + one
+        return diagonal.clone(), torch.linalg.solve_triangular(unit, one.expand_as(unit), upper=False)
+
     @property
     def conditional(self) -> Tensor:
         """What a squared error in each channel costs once the channels after it have made up for it, [..., K], in their own order."""

@@ -85,7 +85,7 @@ def test_descent_lowers_the_error_of_held_out_inputs(outputs: bool) -> None:
     for methods in (("gptq",), ("gptq", "descent")):
         own = solver(*methods)
         judged = Curvature.of(cost @ cost.t(), 0.05) if outputs else None
-        solved = own.solve_stack({"a": w}, {}, own.curvature(x.t() @ x / len(x)), held_out, judged)["a"]
+        solved = own.solve_stack({"a": w}, {}, own.curvature(x.t() @ x / len(x)), held_out, {} if judged is None else {"a": judged})["a"]
         assert solved.method == "+".join(methods)
         error = (w - solved.values) @ held_out.t()
         found.append(float((error * (cost @ cost.t() @ error if outputs else error)).sum()))

@@ -98,3 +98,31 @@ def test_judged_outputs_are_the_cost() -> None:
     judge = judged_outputs(outputs, N)
     torch.testing.assert_close(judge @ judge.t(), cost, rtol=1e-3, atol=1e-3)
     assert judged_outputs(outputs, N // 4).shape == (N, N // 4)
+
+
+def test_parts_that_cost_nothing_together_are_rounded_as_if_alone() -> None:
+    w, hessian = problem(6)
+    inputs, half = Curvature.of(hessian, 0.01), N // 2
+    costs = torch.stack([cost_of_outputs(seed)[:half, :half] for seed in (6, 7)])
+    outputs = Curvature.of(costs, 0.01)
+    values, step = compensate_both(w, inputs, outputs, ROUNDERS["int4"])
+    judge = judged_outputs(outputs, N)
+    torch.testing.assert_close(judge @ judge.t(), torch.block_diag(*costs), rtol=0.1, atol=0.02)
+    for part, cost in enumerate(costs):
+        own = slice(part * half, (part + 1) * half)
+        alone, alone_step = compensate_both(w[own], inputs, Curvature.of(cost, 0.01), ROUNDERS["int4"])
+        assert torch.equal(step.step[own], alone_step.step)
+        assert (values[own] == alone).float().mean() > 0.99  # sums in another order may round a tie the other way
+        assert loss(w[own], values[own], hessian, cost) < 0.7 * loss(
+            w[own], compensate(w[own], inputs, ROUNDERS["int4"]).values, hessian, cost
+        )
+
+
+def test_few_rows_at_a_time_are_rows_of_every_part() -> None:
+    w, hessian = problem(8)
+    outputs = Curvature.of(torch.stack([cost_of_outputs(seed)[: N // 2, : N // 2] for seed in (8, 9)]), 0.01)
+    inputs = Curvature.of(hessian, 0.01)
+    few, _ = compensate_both(w, inputs, outputs, ROUNDERS["int4"], most_rows=3)
+    cost = torch.block_diag(*(cost_of_outputs(seed)[: N // 2, : N // 2] for seed in (8, 9)))
+    plain = compensate(w, inputs, ROUNDERS["int4"]).values
+    assert loss(w, few, hessian, cost) < 0.7 * loss(w, plain, hessian, cost)

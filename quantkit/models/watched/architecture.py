@@ -22,7 +22,7 @@ from quantkit.models.watched.skeleton import ROUTE, Skeleton, check_built
 
 @dataclass(frozen=True)
 class WatchedConfig(ConfigDefaults):
-    """Of the fields of `ModelConfig` those that calibration asks for."""
+    """Of the fields of `ModelConfig` those that calibration asks for. num_attention_heads: 0, as nobody looked for heads."""
 
     vocab_size: int
     hidden_size: int
@@ -32,6 +32,7 @@ class WatchedConfig(ConfigDefaults):
     gating: Gating = SILU
     num_nextn_predict_layers: int = 0
     copied: tuple[str, ...] = ()
+    num_attention_heads: int = 0
 
     def is_moe(self, layer: int) -> bool:
         return False

@@ -1,0 +1,110 @@
+"""What an error inside attention is said to cost is, up to one factor for each linear, what it does cost in the residual stream."""
+
+from pathlib import Path
+
+import make_model
+import pytest
+import quantize_job
+import torch
+from letters import write_letters
+from packed_model import write_random
+from torch import Tensor
+
+from quantkit.calibrate import walk
+from quantkit.calibrate.attention_cost import attention_costs
+from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
+from quantkit.calibrate.layer_weights import LayerWeights
+from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.ranks import Ranks
+from quantkit.calibrate.routing import no_experts
+from quantkit.calibrate.scale import FoldedTensors, Scaled
+from quantkit.calibrate.solve import SolvedSublayer, solve_sublayer
+from quantkit.quant.gptq import Curvature
+
+DIRECTIONS = 12
+GROUPED = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+def squares(curvature: Curvature) -> Tensor:
+    """U U^T with rows as they lie in memory, [P, n, n]."""
+    root = torch.empty_like(curvature.factor).scatter_(-2, curvature.order.unsqueeze(-1).expand_as(curvature.factor), curvature.factor)
+    return root @ root.mT
+
+
+def measured(scaled: Scaled, folded: FoldedTensors, states: HiddenStatePair, module: str, error: Tensor) -> float:
+    """What it costs in the stream that the outputs of a linear have `error` [N], times a random number for each token."""
+    sublayer = scaled.sublayer
+    tensors = {row.name: folded[row.name] for row in sublayer.needed}
+    hidden, length = states.quantized.hidden[: states.quantized.lengths[0]], states.quantized.lengths[0]
+    before = sublayer.run(sublayer.build(LayerWeights(tensors, no_experts)), hidden, [length])
+    w = tensors[f"{module}.weight"]
+    random = torch.randn(4, w.shape[1], generator=torch.Generator().manual_seed(0))
+    cost = 0.0
+    assert sublayer.outputs is not None
+    stream = squares(Curvature(sublayer.outputs.factor[None], sublayer.outputs.energy[None], sublayer.outputs.order[None]))[0]
+    for row in random:
+        changed = tensors | {f"{module}.weight": w + 1e-3 * float(w.norm()) / float(row.norm()) * torch.outer(error, row)}
+        lost = sublayer.run(sublayer.build(LayerWeights(changed, no_experts)), hidden, [length]) - before
+        cost += float(((lost @ stream) * lost).sum())
+    return cost
+
+
+def compared(scaled: Scaled, source: ParameterReader, states: HiddenStatePair) -> dict[str, Tensor]:
+    """projection -> told and measured costs [2, DIRECTIONS] of errors in one head, from the cheapest direction to the dearest."""
+    folded, found = FoldedTensors(scaled.sublayer, source, scaled.folding), {}
+    projections = {row.module: row.projection for row in scaled.sublayer.rows}
+    for module, curvature in attention_costs(scaled, folded).items():
+        costs = squares(curvature)
+        values, vectors = torch.linalg.eigh(costs[0])
+        chosen = torch.linspace(0, len(values) - 1, DIRECTIONS).long()
+        errors = torch.cat([vectors[:, chosen].t(), vectors.new_zeros(DIRECTIONS, (len(costs) - 1) * len(values))], dim=1)
+        told = [measured(scaled, folded, states, module, error) for error in errors]
+        found[str(projections[module])] = torch.stack([values[chosen], torch.tensor(told)])
+    return found
+
+
+def latent(path: Path) -> Path:
+    """A small DeepSeek-V3."""
+    config = make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2)
+    return make_model.write_fp8(path, config, make_model.random_tensors(config))
+
+
+def grouped(path: Path) -> Path:
+    """A small Llama whose heads share values in pairs."""
+    return write_random(path, GROUPED)
+
+
+@pytest.mark.parametrize(("kind", "projections"), [("latent", {"q_a", "q_b", "kv_a"}), ("grouped", {"v"})])
+def test_told_costs_are_those_that_are_measured(kind: str, projections: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def solve(
+        scaled: Scaled, source: ParameterReader, states: HiddenStatePair, ranks: Ranks, original: HiddenStates | None = None
+    ) -> SolvedSublayer:
+        if scaled.sublayer.name.endswith("attend") and scaled.sublayer.outputs is not None:  # of an MTP layer nothing is known
+            found.append(compared(scaled, source, states))
+        return solve_sublayer(scaled, source, states, ranks, original)
+
+    monkeypatch.setattr(walk, "solve_sublayer", solve)
+    source = latent(tmp_path / "source") if kind == "latent" else grouped(tmp_path / "source")
+    quantize_job.run(source, write_letters(tmp_path / "calibration.txt"), tmp_path / "out")
+    assert len(found) == 2
+    for layer in found:
+        assert layer.keys() == projections
+        for projection, costs in layer.items():
+            assert torch.corrcoef(costs.log())[0, 1] > 0.85, (projection, costs)
+            assert costs[1, -3:].min() > 2 * costs[1, :3].max(), (projection, costs)
