@@ -87,11 +87,15 @@ def test_latents_in_parts(seed: int, calls: list[dict[str, Any]], monkeypatch: p
     assert calls
 
 
-def test_prompts_that_the_kernel_does_not_take_are_the_other_ones() -> None:
+def test_prompts_that_the_kernel_does_not_take_are_the_other_ones(caplog: pytest.LogCaptureFixture) -> None:
     cpu = torch.device("cpu")
+    wgmma._tell_shared.cache_clear()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(wgmma, "architecture", lambda device: "sm_90")
-        assert wgmma.wgmma_cut(cpu, 128, 64, 128, 0, 0) is None  # another process may compute there
+        for _ in range(2):
+            assert wgmma.wgmma_cut(cpu, 128, 64, 128, 0, 0) is None  # another process may compute there
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "EXCLUSIVE_PROCESS" in caplog.text
         patched.setattr(wgmma, "exclusive", lambda device: True)
         assert wgmma.wgmma_cut(cpu, 128, 64, 128, 0, 0) == wgmma.WgmmaCut(128, 2, False)
         assert wgmma.wgmma_cut(cpu, 256, 0, 256, 64, 0) == wgmma.WgmmaCut(64, 2, True)
