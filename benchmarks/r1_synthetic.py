@@ -104,6 +104,7 @@ class SyntheticWeights:
 
     ranks = parallel = SINGLE
     expert_ranks = NO_RANKS
+    backend = "auto"
 
     def __init__(self, config: Any, tp: int, device: torch.device, rows: list[Parameter] | None = None, bits: int = 4) -> None:
         """rows: the architecture's table, DeepSeek-V3's where none is given. bits: of linears and experts, 4 or 16."""

@@ -161,9 +161,9 @@ def layouts() -> str:
     rows = []
     for recipe in recipes():
         for layout in recipe.layouts:
-            runs = [run for run in layout_runs() if (run.engine, run.layout) == (recipe.engine, layout.name)]
+            runs = [run for run in layout_runs() if (run.engine, run.device, run.layout) == (recipe.engine, recipe.device, layout.name)]
             found = dict[tuple[str, ...], list[str]]()
-            for run in runs if recipe.device == "cuda" else []:
+            for run in runs:
                 words = [word for word in run.options.split() if word in ("--enable-eplb", "2-of-each", "compiled")]
                 where = f"{run.ranks} rank{'s' if run.ranks > 1 else ''} on {run.machine}, {run.release}"
                 key = (recipe.engine, ", ".join([layout.name, *words]), "yes" if run.guesses else "", where, run.model)

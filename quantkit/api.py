@@ -97,7 +97,7 @@ def plan(
     mixture: Mixture = NO_MIXTURE,
     sensitivities: str | Path | None = None,
     recipe: str | Path | Recipe | None = None,
-    devices: str = "8x64GiB",
+    devices: str | None = None,
     samples: int | None = None,
     seq_len: int | None = None,
     group_size: int | None = None,
@@ -111,10 +111,10 @@ def plan(
 ) -> Plan:
     """What quantize() with the same arguments will write and need, and whether the result serves `context` tokens on `devices`.
 
-    Headers alone are read: no weight of a hub model is downloaded. devices: number and memory of each, tensor parallel over all, or
-    "8x910B1" for predicted decoding times as well. redundant: copies of routed experts in a layer. cache: int8 or fp8 counts a cache of 8
-    bits. dp: the number of devices, where each has requests of its own and shares routed experts alone. draft: a draft model, which every
-    device holds whole. layout: of the engine, such as "four-boxes", whose machines take the place of `devices`.
+    Headers alone are read: no weight of a hub model is downloaded. devices: number and memory of each (8x64GiB without), tensor parallel
+    over all, or "8x910B1" for predicted decoding times as well. redundant: copies of routed experts in a layer. cache: int8 or fp8 counts
+    a cache of 8 bits. dp: the number of devices, where each has requests of its own and shares routed experts alone. draft: a draft
+    model, which every device holds whole. layout: of the engine, such as "four-boxes"; `devices` are those of one of its machines then.
     """
     chosen, asked = _asked(scheme, recipe, mixture, prune=prune, samples=samples, seq_len=seq_len, group_size=group_size)
     measured = None if sensitivities is None else Path(sensitivities)

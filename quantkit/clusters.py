@@ -32,12 +32,13 @@ from quantkit.costmodel import (
     touched_share,
 )
 from quantkit.engines.layouts import PublishedRate, Topology, find_recipe, find_topology
-from quantkit.engines.memory import Fit, ParallelSizes, fit_rows
+from quantkit.engines.memory import Fit, ParallelSizes, find_part_problem, find_split_problem, fit_rows
+from quantkit.engines.profiles import Device
 from quantkit.errors import QuantkitError
 from quantkit.models.architecture import CacheBits, ModelConfig
 from quantkit.models.stored import read_model
 from quantkit.models.table import Parameter
-from quantkit.schemes import Scheme
+from quantkit.schemes import Grid, Scheme
 
 _SCALE_BYTES, _HALF = 4, 2
 
@@ -149,7 +150,8 @@ def beside_published(
 @dataclass(frozen=True)
 class PlannedLayout:
     """What a device of each role of an engine's layout holds. devices: of all machines of a role; experts: of each layer on one device,
-    None for a model without; memory_gib: of one device. decoding: predicted, beside each rate that was published of the layout."""
+    None for a model without; memory_gib: of one device. problems: why a role cannot be split so, where it cannot. decoding: predicted,
+    beside each rate that was published of the layout."""
 
     engine: str
     name: str
@@ -158,11 +160,12 @@ class PlannedLayout:
     devices: dict[str, int]
     experts: dict[str, int | None]
     memory: dict[str, Fit]
+    problems: dict[str, str]
     decoding: tuple[dict[str, Any], ...]
 
     @property
     def fits(self) -> bool:
-        return all(held.fits for held in self.memory.values())
+        return not self.problems and all(held.fits for held in self.memory.values())
 
     def facts(self) -> list[tuple[str, str]]:
         told = [(f"  {self.engine}, {self.name}", self.summary)]
@@ -170,35 +173,52 @@ class PlannedLayout:
             experts = "" if self.experts[role] is None else f", {self.experts[role]} experts a layer"
             room = f"{size(held.weight_bytes)} of weights each{experts}; room for {held.tokens:,} tokens, {held.context:,} a request"
             told.append((f"  {role}, {self.devices[role]} devices of {self.memory_gib:g} GiB", room))
+            if role in self.problems:
+                told.append((f"  {role} cannot be split so", self.problems[role]))
         return told
 
 
 def plan_layout(
-    engine: str, name: str, stored: list[tuple[Parameter, int]], config: ModelConfig, scheme: Scheme, context: int, redundant: int = 0
+    engine: str,
+    name: str,
+    stored: list[tuple[Parameter, int]],
+    config: ModelConfig,
+    scheme: Scheme,
+    context: int,
+    redundant: int = 0,
+    *,
+    devices: int | None = None,
+    memory_gib: float | None = None,
+    device: Device | None = None,
+    grid: Callable[[str], Grid | None] = lambda module: None,
 ) -> PlannedLayout:
     """A layout of parameters with the bytes that each will be stored in, as `deploy` tells of a checkpoint that is there.
 
-    context: tokens of the longest request. redundant: copies of busy experts in each layer, beside the layout's own. Raises QuantkitError
-    for an engine or layout that there is not.
+    context: tokens of the longest request. redundant: copies of busy experts in each layer, beside the layout's own. devices, memory_gib,
+    device: of a machine, of one of its devices, and their kind, where they are not the layout's. grid: of a module's weight. Raises
+    QuantkitError for an engine or layout that there is not, or that does not come out even on such machines.
     """
-    recipe, topology = find_recipe(engine, None), find_topology(engine, name=name)
+    recipe, topology = find_recipe(engine, device), find_topology(engine, name=name, device=device, devices=devices)
+    memory_gib = memory_gib or recipe.memory_gib
     roles = tuple(role.model_copy(update={"redundant_experts": role.redundant_experts + redundant}) for role in topology.roles)
     topology = topology.model_copy(update={"roles": roles})
     rows = [row for row, _ in stored]
     experts = _experts(rows)
-    of_card = recipe.memory_gib, recipe.memory_fraction, recipe.reserve_gib
+    of_card = memory_gib, recipe.memory_fraction, recipe.reserve_gib
     memory = {
         role.name: fit_rows(stored, config, role.parallel, context, *of_card, topology.cache_bits(role, config.cache, scheme.cache))
         for role in roles
     }
+    found = {role.name: find_part_problem(config, role.parallel) or find_split_problem(rows, grid, role.parallel) for role in roles}
     return PlannedLayout(
         engine,
         topology.name,
         topology.summary,
-        recipe.memory_gib,
+        memory_gib,
         {role.name: role.parallel.world for role in roles},
         {role.name: role.parallel.local_experts(experts) if experts and role.expert_parallel else None for role in roles},
         memory,
+        {role: f"{problem.problem}; {problem.remedy}" for role, problem in found.items() if problem is not None},
         tuple(beside_published(topology, rows, config, scheme, memory)),
     )
 

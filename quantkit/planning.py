@@ -32,7 +32,7 @@ from quantkit.quantization.sizes import PlannedChoice, PlannedSize, plan_choosin
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.result import Result
 from quantkit.schemes import Scheme
-from quantkit.serving_devices import Devices, read_devices
+from quantkit.serving_devices import STANDARD_DEVICES, Devices, read_devices, read_number
 from quantkit.workspaces import reserved
 
 MEMORY_FRACTION = 0.9
@@ -176,7 +176,7 @@ def plan(
     mixture: Mixture = NO_MIXTURE,
     sensitivities: Path | None = None,
     recipe: Recipe | None = None,
-    devices: str | Devices = "8x64GiB",
+    devices: str | Devices | None = None,
     samples: int | None = None,
     seq_len: int | None = None,
     context: int = 4096,
@@ -190,17 +190,17 @@ def plan(
     """What quantize() with the same arguments will write and need, and whether its output serves `context` tokens on `devices`.
 
     model: a directory, a built-in name, a hub id, or one that is open. recipe: the scheme's own by default; samples and seq_len are set
-    over it. devices: "8x64GiB", tensor parallel over all of them, or "8x910B1" for predicted decoding times as well. Raises QuantkitError
-    where quantize() would refuse the source. redundant: copies of routed experts in each layer, all of which then
+    over it. devices: "8x64GiB", as without, tensor parallel over all of them, or "8x910B1" for predicted decoding times as well. Raises
+    QuantkitError where quantize() would refuse the source. redundant: copies of routed experts in each layer, all of which then
     lie whole on devices. tokens: of the calibration text, for the time; as many as the recipe takes at most otherwise.
     cache: int8 or fp8 counts one of 8 bits, as quantkit has it; the scheme's otherwise. dp: the number of devices, where each is to have
     requests of its own, a part of the routed experts, and everything else whole. draft: a draft model, which every device holds whole,
-    and keeps a cache for. layout: of the engine, by name, as `deploy` has it: its machines take the place of `devices`.
+    and keeps a cache for. layout: of the engine, by name, as `deploy` has it; `devices` are those of one of its machines then.
     """
     check_wanted(sensitivities, mixture)
     settings = (recipe or load_recipe(scheme.name)).with_given(samples=samples, seq_len=seq_len)
     request = read_request(scheme, format, engine, settings, mixture)
-    target = read_devices(devices) if isinstance(devices, str) else devices
+    target = devices if isinstance(devices, Devices) else read_devices(STANDARD_DEVICES if devices is None else devices)
     place = _read_place(target.count, context, redundant, cache or scheme.cache, dp, draft)
     job = open_job(request, model if isinstance(model, Checkpoint) else open_headers(str(model)))
     check_experts(job.rows, dp)
@@ -211,7 +211,7 @@ def plan(
     rows = [(row, job.stored_bytes(row, job.grids.get(row.module))) for row in job.rows]
     output = sum(nbytes for _, nbytes in rows)
     fits, placed = _placed(rows, job, target, place)
-    laid_out = None if layout is None else _laid_out(rows, job, engine, layout, place)
+    laid_out = None if layout is None else _laid_out(rows, job, engine, layout, place, devices)
     peak, least = (expected_peak(job, memory)[0] for memory in (None, 0))
     stored = sum(tensor.nbytes for tensor in job.checkpoint.whole.tensors.values())
     work = job_work(job, job.linears, stored + output, tokens)
@@ -240,12 +240,20 @@ def plan(
     )
 
 
-def _laid_out(rows: list[tuple[Parameter, int]], job: Job, engine: str | None, layout: str, place: PlacedRequest) -> PlannedLayout:
+def _laid_out(
+    rows: list[tuple[Parameter, int]], job: Job, engine: str | None, layout: str, place: PlacedRequest, devices: str | Devices | None
+) -> PlannedLayout:
+    """devices: of one machine, as `deploy` takes them; those of the layout without."""
     if engine is None:
         raise QuantkitError(f"layout {layout!r} is of no engine", "give --engine")
     if job.inventory.by_name:
         raise QuantkitError("layouts are planned for architectures that quantkit knows", "leave out --layout")
-    return plan_layout(engine, layout, rows, job.inventory.config, job.request.scheme, place.context, place.redundant)
+    given = read_number(devices) if isinstance(devices, str) else devices
+    machine: dict[str, Any] = {"devices": given}
+    if isinstance(given, Devices):
+        machine = {"devices": given.count, "memory_gib": given.memory_bytes / 2**30, "device": given.device}
+    options = {**machine, "grid": job.grids.get}
+    return plan_layout(engine, layout, rows, job.inventory.config, job.request.scheme, place.context, place.redundant, **options)
 
 
 def _read_place(devices: int, context: int, redundant: int, cache: str | None, dp: int, draft: str | Path | None) -> PlacedRequest:

@@ -15,6 +15,8 @@ from quantkit.settings_file import Strict, find_yaml, read_yaml
 _GIB = 2**30
 STANDARD_GIB = 64
 """Of a device whose memory is not given: a 910B's, for which the recipes are."""
+STANDARD_DEVICES = f"8x{STANDARD_GIB}GiB"
+"""Where no devices are given."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from packed_model import write_random
 from tied_model import TIED, tied_tensors
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.clusters import PlannedLayout
 from quantkit.errors import QuantkitError
 from quantkit.planning import Plan, plan
 from quantkit.quantization import quantize
@@ -170,6 +171,38 @@ def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(tmp_path
         plan(path, scheme, layout="four-boxes")
     with pytest.raises(QuantkitError, match="vllm-ascend has no layout none; its layouts"):
         plan(path, scheme, engine="vllm-ascend", layout="none")
+
+
+def test_a_layout_is_planned_on_the_machines_that_are_given(tmp_path: Path) -> None:
+    """--devices were not looked at beside --layout: 64 devices held what 32 do."""
+    path, scheme = r1_headers.write_headers(tmp_path / "r1", r1_headers.r1_config()), find_scheme("int8-a8w8c16")
+
+    def laid_out(layout: str, devices: str | None) -> PlannedLayout:
+        found = plan(path, scheme, engine="vllm-ascend", layout=layout, devices=devices).layout
+        assert found is not None
+        return found
+
+    own, wide, small = (laid_out("four-boxes", devices) for devices in (None, "16", "8x32GiB"))
+    assert (own.devices, wide.devices, small.devices) == ({"server": 32}, {"server": 64}, {"server": 32})
+    assert (own.memory_gib, wide.memory_gib, small.memory_gib) == (64, 64, 32)
+    assert wide.memory["server"].weight_bytes < own.memory["server"].weight_bytes
+    assert small.memory["server"].usable_bytes < own.memory["server"].usable_bytes
+    assert own.decoding
+    assert not wide.decoding, "a published rate is of its own size"
+    with pytest.raises(QuantkitError, match="four-boxes is laid out for machines of 8 devices"):
+        laid_out("four-boxes", "5")
+    with pytest.raises(QuantkitError, match="there is no deployment recipe for vllm-ascend on cuda"):
+        laid_out("four-boxes", "8xH100")
+
+
+def test_a_layout_that_cannot_be_split_so_does_not_fit() -> None:
+    planned = plan("tiny-r1", find_scheme("awq-w4a16"), engine="vllm", layout="two-boxes")
+    assert planned.layout is not None
+    assert not planned.fits
+    told = dict(planned.layout.facts())["  server cannot be split so"]
+    assert "which 8 ranks cannot share in steps of" in told
+    on_two = plan("tiny-r1", find_scheme("int8-a8w8c16"), engine="vllm", layout="two-boxes", devices="2xH100")
+    assert (on_two.fits, on_two.layout and on_two.layout.problems) == (True, {})
 
 
 def test_the_command_prints_a_layout_and_its_published_rate(tmp_path: Path) -> None:

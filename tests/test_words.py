@@ -58,7 +58,7 @@ COMMANDS = {
     "ppl": ["ppl", "MODEL", "--text", "text.txt", "--limit", "2"],
     "eval": ["eval", "MODEL", "--tasks", "tiny-math", "--limit", "1", "--max-tokens", "2", "--out", "e[v1][/b]"],
     "bench": ["bench", "MODEL", "--input-len", "4", "--concurrency", "1", "--output-len", "2", "--warmup", "0", "--requests", "1"],
-    "deploy": ["deploy", "MODEL", "--engine", "vllm", "--hosts", "a", "--devices", "2"],
+    "deploy": ["deploy", "MODEL", "--engine", "vllm", "--hosts", "a", "--nic", "a[b]", "--devices", "2"],
     "kernels": ["kernels", "--device", "cpu"],
 }
 

@@ -107,8 +107,9 @@ def plan(
     model: Model,
     scheme: MaybeScheme = None,
     devices: Annotated[
-        str, typer.Option(help="8x64GiB, 8xH100, or 8x910B1 for predicted decoding times as well; 8 is of 64 GiB each.")
-    ] = "8x64GiB",
+        str | None,
+        typer.Option(help="8x64GiB, as without, 8xH100, or 8x910B1 for predicted decoding times as well; 8 is of 64 GiB each."),
+    ] = None,
     format_: FormatName = "auto",
     engine: EngineName = None,
     keep: Keep = None,
@@ -127,7 +128,7 @@ def plan(
     dp: Dp = 1,
     draft: DraftHeld = None,
     layout: Annotated[
-        str | None, typer.Option(help="A layout of --engine, such as four-boxes, in place of --devices: as for deploy.")
+        str | None, typer.Option(help="A layout of --engine, such as four-boxes, as for deploy; --devices are of one machine then.")
     ] = None,
     prune: Prune = None,
     json_: AsJson = False,

@@ -39,14 +39,16 @@ class Loaded(Strict):
 
 
 class LayoutRun(Strict):
-    """A layout's commands, run with one checkpoint on `ranks` cards, or processes, of `machine`. guesses: of the MTP layer. options: those
-    that were added and change what is run, or "2-of-each" where there were two servers of each kind.
+    """A layout's commands, run with one checkpoint on `ranks` cards, or processes, of `machine`. device: of the recipe that they are of.
+    guesses: of the MTP layer. options: those that were added and change what is run, or "2-of-each" where there were two servers of each
+    kind.
 
     equal of compared tokens were quantkit's; `passed` says whether they are enough. said: why there are none.
     """
 
     engine: str
     release: str
+    device: Device = "cuda"
     machine: str
     layout: str
     ranks: int
@@ -66,11 +68,11 @@ def layout_runs() -> tuple[LayoutRun, ...]:
     return read_yaml(asset("recipes", "deploy", "run.json"), tuple[LayoutRun, ...], "run make test-vllm-topologies, or restore that file")
 
 
-def layout_evidence(engine: str, layout: str, guesses: int = 0) -> str:
+def layout_evidence(engine: str, device: Device, layout: str, guesses: int = 0) -> str:
     """Such as "run on CPU, vllm 0.32.0 (awq, ct-w8a8)": where, and with which formats, tokens were quantkit's; or "by source"."""
     found: dict[str, set[str]] = {}
     for run in layout_runs():
-        if (run.engine, run.layout, bool(run.guesses)) == (engine, layout, bool(guesses)) and run.passed:
+        if (run.engine, run.device, run.layout, bool(run.guesses)) == (engine, device, layout, bool(guesses)) and run.passed:
             found.setdefault(f"{run.machine}, {run.engine} {run.release}", set()).add(run.format)
     said = [f"{where} ({', '.join(sorted(formats))})" for where, formats in found.items()]
     return f"run on {'; '.join(said)}" if said else "by source"

@@ -22,8 +22,8 @@ CONTEXT = 16384
 """Tokens of the longest request where nothing is said."""
 API_KEY = "QUANTKIT_API_KEY"
 """The variable that a script takes the servers' key from: a secret is not printed."""
-_NIC = re.compile(r"[=^]?[A-Za-z0-9._:@-]+(,[A-Za-z0-9._:@-]+)*")
-"""One interface, or what NCCL takes for several: prefixes, names behind "=", all but those behind "^"."""
+_NIC = re.compile(r"[=^]?[^/\s,\x00-\x1f\x7f]+(,[^/\s,\x00-\x1f\x7f]+)*")
+"""One interface, by a name that Linux takes, or what NCCL takes for several: prefixes, names behind "=", all but those behind "^"."""
 _HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
 
 
@@ -178,7 +178,7 @@ def deploy(
         started += role.boxes
     notes = tuple(note for note in (recipe.notes, _fill(chosen.notes, common), load.notes if load else "", _ABOUT_KEYS) if note)
     known = {
-        "commands": layout_evidence(engine, chosen.name, guesses),
+        "commands": layout_evidence(engine, recipe.device, chosen.name, guesses),
         "format": evidence(find_engine(engine), load) if load else "not loaded",
     }
     return Deployment(

@@ -31,6 +31,8 @@ REMOTE = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
 NOT_OF_PREFILL = ("stream_options", "min_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "n", "best_of")
 LARGEST_BODY = 64 << 20
 """Bytes of a request: images come in it, a million tokens as numbers are 8 MB."""
+BODY_SECONDS = 120.0
+"""Within which a request must be whole."""
 SECONDS_TO_LOOK = 5.0
 """That a server may take to answer /health or /v1/models."""
 LOST_SECONDS = 10.0
@@ -141,7 +143,11 @@ def proxy(prefill: Sequence[str], decode: Sequence[str]) -> Starlette:
         return PassedOn(await second.ask(path, body | {"kv_transfer_params": said.get("kv_transfer_params")}, headers))
 
     async def generate(request: Request) -> Response:
-        raw = await _body(request)
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                raw = await _body(request)
+        except TimeoutError:
+            return _error(408, f"the request was not whole after {BODY_SECONDS:g} s")
         if raw is None:
             return _error(413, f"the request is larger than {LARGEST_BODY} bytes")
         body = _read_object(raw)

@@ -18,18 +18,20 @@ from quantkit.executor.context import Chunk, PrefillContext
 from quantkit.executor.eagle_head import LoadedHead
 from quantkit.executor.load import LoadedModel
 from quantkit.executor.options import EngineOptions
-from quantkit.models.architecture import LatentCache
+from quantkit.models.architecture import KeyValueCache, LatentCache
 
 PREFILL_TOKENS = {"cuda": 4096, "npu": 2048, "cpu": 1024}
 """Prompt tokens of a step: weights are read and decoded once for all of them, and whoever comes meanwhile waits for them."""
 LONG_PREFILL_TOKENS = 8192
-"""Of a mixture whose every step expands all latents of a prompt anew, on a CUDA device that has memory for it. 16,384 tokens of one of four
-ranks of R1 take an H200 1.174 s in steps of 4096, 1.148 of 8192."""
+"""On a CUDA device that has memory for it: of models with keys and values, whose answers then wait for fewer prompts of others between
+two tokens, and of a mixture whose every step expands all latents of a prompt anew. 16,384 tokens of one of four ranks of R1 take an H200
+1.174 s in steps of 4096, 1.148 of 8192."""
 _GRAPHS_BYTES = 3 << 29
 """What captured steps take beside a step that is launched."""
-_ROWS, _PAIR_ROWS, _EXPANDED_BYTES = 8, 2.6, 1 << 30
-"""Rows of the hidden size that a step holds of a token, and while experts compute of a token and expert, places without a pair included;
-latents that are expanded at a time. Of R1 3.7 GB: one of four ranks took 2.4 in prompts of 8192 to 61,440 tokens."""
+_ROWS, _MLP_ROWS, _PAIR_ROWS, _EXPANDED_BYTES = 8, 16, 2.6, 1 << 30
+"""Rows of the hidden size that a step holds of a token, and more while an MLP without experts computes (gate, up and what is between them:
+Qwen3-8B has 9), and while experts compute of a token and expert, places without a pair included; latents that are expanded at a time. Of R1
+3.7 GB: one of four ranks took 2.4 in prompts of 8192 to 61,440 tokens."""
 _MOST_FOR_STEPS = 0.25
 """The largest share of free memory that a cache leaves to long steps."""
 
@@ -52,14 +54,18 @@ def prefill_tokens(loaded: LoadedModel, plan: CachePlan, draft: LoadedModel | Lo
 
 def long_step_bytes(loaded: LoadedModel) -> int | None:
     """What a step of LONG_PREFILL_TOKENS takes; None for models and devices that have no such steps."""
-    config = loaded.config
-    latents = isinstance(config.cache, LatentCache) and not config.cache.index_dim
-    if loaded.device.type != "cuda" or not latents or config.routing is None or loaded.weights.expert_ranks.size > 1:
+    config, held = loaded.config, loaded.config.cache
+    if loaded.device.type != "cuda" or loaded.weights.expert_ranks.size > 1 or config.recurrent is not None:
         return None
-    asked = config.routing.num_experts_per_tok + 1  # the shared one, too
-    row = config.hidden_size * loaded.dtype.itemsize
-    at_once = max(int(LONG_PREFILL_TOKENS * asked * _PAIR_ROWS * row), _EXPANDED_BYTES)
-    return LONG_PREFILL_TOKENS * _ROWS * row + at_once + _GRAPHS_BYTES
+    row, at_once = config.hidden_size * loaded.dtype.itemsize, 0
+    if isinstance(held, LatentCache):
+        if held.index_dim or config.routing is None:
+            return None
+        at_once = _EXPANDED_BYTES
+    elif not isinstance(held, KeyValueCache):
+        return None
+    asked = _MLP_ROWS if config.routing is None else _PAIR_ROWS * (config.routing.num_experts_per_tok + 1)  # the shared one, too
+    return LONG_PREFILL_TOKENS * _ROWS * row + max(int(LONG_PREFILL_TOKENS * asked * row), at_once) + _GRAPHS_BYTES
 
 
 def plan_beside(loaded: LoadedModel, options: EngineOptions, draft: LoadedModel | LoadedHead | None = None) -> CachePlan:

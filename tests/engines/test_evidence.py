@@ -71,6 +71,7 @@ def test_a_layout_is_said_to_run_where_its_tokens_were_right(monkeypatch: pytest
     wrong = right.model_copy(update={"format": "ct-w8a8", "passed": False})
     guessed = right.model_copy(update={"guesses": 1, "machine": "H200"})
     monkeypatch.setattr(module, "layout_runs", lambda: (right, wrong, guessed, right.model_copy(update={"format": "source"})))
-    assert layout_evidence("vllm", "one-box") == "run on CPU, vllm 1 (awq, source)"
-    assert layout_evidence("vllm", "one-box", guesses=2) == "run on H200, vllm 1 (awq)"
-    assert layout_evidence("vllm", "two-boxes") == layout_evidence("sglang", "one-box") == "by source"
+    assert layout_evidence("vllm", "cuda", "one-box") == "run on CPU, vllm 1 (awq, source)"
+    assert layout_evidence("vllm", "cuda", "one-box", guesses=2) == "run on H200, vllm 1 (awq)"
+    assert layout_evidence("vllm", "cuda", "two-boxes") == layout_evidence("sglang", "cuda", "one-box") == "by source"
+    assert layout_evidence("vllm", "npu", "one-box") == "by source", "the commands of another kind of device are others"

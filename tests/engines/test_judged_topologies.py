@@ -1,5 +1,6 @@
 """What tests/judges/vllm_topologies.py starts and judges by: the commands on four cards, and models whose routers are decided."""
 
+import json
 import sys
 import time
 from argparse import Namespace
@@ -17,7 +18,7 @@ import torch
 from make_model import write_dense
 from vllm_cuda import routing_ties
 from vllm_server import Server
-from vllm_topologies import CASES, TOPOLOGIES, compare, deployments
+from vllm_topologies import CASES, TOPOLOGIES, attention, compare, deployments
 
 from quantkit.evaluation.speed.measure import SpeedRow
 
@@ -105,6 +106,14 @@ def test_a_result_says_that_its_server_was_compiled(tmp_path: Path) -> None:
     for more in ("", "compiled"):
         found = compare(tmp_path, 4, "H200", "vllm 0.22.1", 1, more)
         assert [(run.options, run.ranks, run.said) for run in found] == [(more, 4, "gone"), (f"2-of-each {more}".strip(), 4, "gone")]
+
+
+def test_an_attention_that_is_asked_for_reaches_the_mtp_layer() -> None:
+    assert attention("", 1) == []
+    assert attention("TRITON_ATTN", 0) == ["--attention-backend", "TRITON_ATTN"]
+    *model, option, said = attention("TRITON_ATTN", 1)
+    assert (model, option) == (["--attention-backend", "TRITON_ATTN"], "--speculative-config")
+    assert json.loads(said) == {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": "TRITON_ATTN"}
 
 
 def test_a_load_curve_ends_with_a_rate_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

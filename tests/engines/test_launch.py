@@ -135,7 +135,7 @@ def test_questions_without_an_answer(int8: Path) -> None:
     with pytest.raises(QuantkitError, match=r"10\.0\.0\.1 is given for two boxes"):
         deploy(int8, "vllm", boxes=2, hosts=["10.0.0.1", "10.0.0.1"])
     assert deploy(int8, "vllm", boxes=2, hosts=["fe80::1", "node-2.local"]).launches
-    for nic in ("eth0; reboot", "", "-x y"):
+    for nic in ("eth0; reboot", "", "a/b"):
         with pytest.raises(QuantkitError, match=f"{nic!r} is no network interface; give one that ip link lists"):
             deploy(int8, "vllm", nic=nic)
     assert deploy(int8, "vllm", nic="^docker,lo").launches

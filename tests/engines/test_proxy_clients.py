@@ -153,6 +153,16 @@ def test_a_client_that_goes_before_its_request_is_whole(pair: tuple[Any, Any, st
     assert len(first.asked) == before + 1
 
 
+def test_a_request_that_never_gets_whole_is_refused(pair: tuple[Any, Any, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    *_, url = pair
+    monkeypatch.setattr(proxy, "BODY_SECONDS", 0.3)
+    with connected(url) as client:
+        client.sendall(POST % (1000, CLOSE, b'{"prompt": '))
+        told = b"".join(iter(lambda: client.recv(65536), b""))
+    assert told.startswith(b"HTTP/1.1 408")
+    assert b"the request was not whole after 0.3 s" in told
+
+
 def test_looking_takes_nobodys_turn_and_says_who_is_there(dead: str) -> None:
     """A probe between two requests sent all of them to the same of two servers."""
     with answering() as first, answering() as other, answering() as second:

@@ -248,13 +248,22 @@ def test_a_broken_reply_is_one_failed_request(name: str) -> None:
     assert sum(one.error is not None for one in times) == 1
 
 
-@pytest.mark.parametrize("tokens", ["2", -2, 2.5, True, float("nan"), 10**400, [2]], ids=lambda value: str(value)[:5])
+@pytest.mark.parametrize("tokens", ["2", 2.5, True, float("nan"), 10**400, [2]], ids=lambda value: str(value)[:5])
 def test_a_count_that_is_none_is_the_requests_fault(tokens: Any) -> None:
     def reply(wire: Wire, body: dict) -> None:
         wire.stream(chunk("a"), chunk("b"), event({"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": tokens}}), DONE)
 
     with FaultyServer(reply) as faulty, pytest.raises(QuantkitError, match=r"all 1 .*completion_tokens = .*, which is no number of tokens"):
         measure_grid(EndpointTarget(faulty.url), [4], [1], output_len=2, requests=1)
+
+
+@pytest.mark.parametrize("name", sorted(set(WHOLE) - {"gone behind the finish reason"}))
+def test_a_whole_reply_is_one_however_it_is_sent(name: str) -> None:
+    """But one that is not streamed, of which it is not known when its tokens came, and one that is cut before its usage."""
+    with FaultyServer(WHOLE[name]) as faulty:
+        (times,) = EndpointTarget(faulty.url).run(Workload(4, 2, requests=1, concurrency=1))
+    assert times.error == ("the reply had no text" if name == "not streamed" else None)
+    assert times.prompt_tokens >= 0
 
 
 def test_a_reply_without_an_end_is_left() -> None:

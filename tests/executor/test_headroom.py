@@ -1,8 +1,10 @@
-"""How many tokens of prompts a step computes where nobody chose: more of a mixture over latents, where memory is left for them."""
+"""How many tokens of prompts a step computes where nobody chose: more of models with keys and values and of a mixture over latents, where
+memory is left for them."""
 
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from quantkit.executor.cache import plan_cache
 from quantkit.executor.headroom import LONG_PREFILL_TOKENS, PREFILL_TOKENS, long_step_bytes, plan_beside, prefill_tokens
 from quantkit.executor.load import LoadedModel, load_model
 from quantkit.executor.options import EngineOptions
-from quantkit.models.architecture import KeyValueCache
+from quantkit.models.architecture import CompressedCache, KeyValueCache
+from quantkit.models.delta_rule import DeltaNet
 
 CUDA = torch.device("cuda")
 
@@ -56,11 +59,28 @@ def test_others_have_the_steps_that_their_device_has(loaded: LoadedModel) -> Non
     cache = loaded.config.cache
     for kind in ("cpu", "npu"):
         assert long_step_bytes(replace(loaded, device=SimpleNamespace(type=kind))) is None
-    for held in (KeyValueCache(2, 16), replace(cache, index_dim=32)):  # type: ignore[type-var]
-        config = SimpleNamespace(cache=held, routing=loaded.config.routing)
+    asked = loaded.config.routing
+    others: list[tuple[Any, Any, Any]] = [(replace(cache, index_dim=32), asked, None), (cache, None, None)]
+    others += [(KeyValueCache(2, 16), None, DeltaNet), (CompressedCache, asked, None)]
+    for held, routing, recurrent in others:
+        config = SimpleNamespace(cache=held, routing=routing, recurrent=recurrent, hidden_size=256)
         assert long_step_bytes(replace(loaded, config=config)) is None
-    dense = SimpleNamespace(cache=cache, routing=None)
-    assert long_step_bytes(replace(loaded, config=dense)) is None
+
+
+def test_models_with_keys_and_values_have_long_steps_too(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3-8B's sizes: of a token 4096 numbers of 16 bits in eight rows, and 12,288 three times."""
+    config = SimpleNamespace(cache=KeyValueCache(8, 128), routing=None, recurrent=None, hidden_size=4096)
+    dense = replace(loaded, config=config)  # type: ignore[arg-type]
+    needed = long_step_bytes(dense)
+    assert needed is not None
+    assert needed > LONG_PREFILL_TOKENS * 2 * (8 * 4096 + 3 * 12288)
+    mixture = replace(dense, config=SimpleNamespace(**{**vars(config), "routing": loaded.config.routing, "hidden_size": 2048}))
+    assert long_step_bytes(mixture) != needed
+    plan = SimpleNamespace(num_blocks=0, block_size=64)
+    monkeypatch.setattr(LoadedModel, "cache_token_bytes", 1)
+    for count, tokens in ((needed, LONG_PREFILL_TOKENS), (needed - 1, PREFILL_TOKENS["cuda"])):
+        free(monkeypatch, count)
+        assert prefill_tokens(dense, plan) == tokens  # type: ignore[arg-type]
 
 
 def test_the_cache_leaves_room_and_nothing_is_refused_for_it(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

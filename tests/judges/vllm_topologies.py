@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import vllm_cuda
@@ -55,6 +55,20 @@ MEMORY = {"cuda": ("--gpu-memory-utilization", "0.02", *FEW), "cpu": FEW}
 # an AssertionError at the first request (v1/worker/cpu_worker.py, _should_warm_up_model).
 EAGER = ("--enforce-eager",)
 EAGER_STAGES = ("--compilation-config", '{"mode": 2, "backend": "eager"}')
+
+
+class JudgedServer(Protocol):
+    """What is asked of a server, whatever engine it is of."""
+
+    began: float
+
+    def wait(self, seconds: float) -> None: ...
+
+    def answer(self, model: str, prompt: list[int]) -> dict[str, Any]: ...
+
+    def guessed(self) -> str: ...
+
+    def end(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -90,7 +104,13 @@ TOPOLOGIES = {
     "mtp-alone": Topology("one-box", devices=1, guesses=1),
     "mtp-experts": Topology("one-box-experts", guesses=1),
     "copies": Topology(
-        "one-box-experts", more=("--enable-eplb", "--eplb-config", '{"num_redundant_experts": 8, "step_interval": 16, "window_size": 16}')
+        "one-box-experts",
+        # By NIXL, its default where that is installed, the copies of plain weights were wrong on four H200.
+        more=(
+            "--enable-eplb",
+            "--eplb-config",
+            '{"num_redundant_experts": 8, "step_interval": 16, "window_size": 16, "communicator": "torch_gloo"}',
+        ),
     ),
 }
 CASES = {
@@ -130,6 +150,14 @@ CASES = {
 }
 
 
+def attention(backend: str, guesses: int) -> list[str]:
+    """vLLM's options for it. An MTP layer does not take the model's, but that of its own options, which are given anew: the last count."""
+    if not backend:
+        return []
+    said = {"method": "mtp", "num_speculative_tokens": guesses, "attention_backend": backend}
+    return ["--attention-backend", backend, *(["--speculative-config", json.dumps(said)] if guesses else [])]
+
+
 def deployments(path: Path, name: str, cards: int) -> list[Deployment]:
     """What is printed for a topology, as often as it is run. Each box has an address of its own."""
     topology = TOPOLOGIES[name]
@@ -142,12 +170,14 @@ def deployments(path: Path, name: str, cards: int) -> list[Deployment]:
     return made
 
 
-def run(directory: Path, cases: Sequence[Case], seconds: float, beside: int, last: float, start: Callable[[int, Case], Server]) -> None:
+def run(
+    directory: Path, cases: Sequence[Case], seconds: float, beside: int, last: float, start: Callable[[int, Case], JudgedServer]
+) -> None:
     """Writes DIRECTORY/topologies.json as answers come: one a case, or {"error": text}. `beside` servers run at a time, and none is
     started after `last` seconds."""
     path, lock, stopped = directory / "topologies.json", threading.Lock(), threading.Event()
     told = json.loads(path.read_text()) if path.exists() else {}
-    servers: list[Server] = []
+    servers: list[JudgedServer] = []
     began = time.monotonic()
 
     def one(number: int, case: Case) -> None:
@@ -182,7 +212,7 @@ def run(directory: Path, cases: Sequence[Case], seconds: float, beside: int, las
             server.end()
 
 
-def _answers(case: Case, server: Server, seconds: float) -> tuple[Any, str]:
+def _answers(case: Case, server: JudgedServer, seconds: float) -> tuple[Any, str]:
     """Of a server once it is up, and a word about it. Raises RuntimeError, OSError, KeyError or httpx.HTTPError where there are none."""
     model, format, _ = case
     server.wait(seconds)
@@ -242,7 +272,7 @@ def keep(runs: Sequence[LayoutRun]) -> None:
 
 
 def _key(run: LayoutRun) -> tuple[str | int, ...]:
-    return (run.engine, run.machine, run.release, run.layout, run.guesses, run.options, run.ranks, run.model, run.format)
+    return (run.engine, run.device, run.machine, run.release, run.layout, run.guesses, run.options, run.ranks, run.model, run.format)
 
 
 def write(directory: Path, model: str, formats: Sequence[str], device: str) -> None:
@@ -289,6 +319,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=420, help="that a server may take to come up")
     parser.add_argument("--last", type=float, default=float("inf"), help="seconds after which no further server is started")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--attention", default="", help="vLLM's backend of it, such as TRITON_ATTN, for MTP layers too")
     parser.add_argument("--engine", default="vllm 0.32.0")
     parser.add_argument("--machine", default="CPU", help="as the result names it: CPU, H200")
     parser.add_argument("--result", action="store_true", help="write recipes/deploy/run.json")
@@ -306,7 +337,7 @@ def main() -> int:
             made = deployments(asked.directory / model / format, topology, asked.cards)
             stages = asked.device == "cpu" and "pipeline" in topology
             compiled = () if asked.device == "cuda" and not asked.eager else EAGER_STAGES if stages else EAGER
-            more = [*MEMORY[asked.device], *compiled, *TOPOLOGIES[topology].more]
+            more = [*MEMORY[asked.device], *compiled, *TOPOLOGIES[topology].more, *attention(asked.attention, TOPOLOGIES[topology].guesses)]
             ranks = TOPOLOGIES[topology].ranks(asked.cards)
             cards = [(number * ranks + rank) % asked.cards for rank in range(ranks)] if asked.device == "cuda" else range(asked.cards)
             return Server(made, number, cards, asked.device, asked.vllm, asked.directory / "-".join(case), more)
@@ -315,6 +346,7 @@ def main() -> int:
     if "compare" not in asked.steps:
         return 0
     more = "compiled" if asked.device == "cuda" and not asked.eager else ""
+    more = " ".join([*more.split(), *attention(asked.attention, 0)])
     runs = compare(asked.directory, asked.cards, asked.machine, asked.engine, asked.beside, more)
     if asked.result:
         keep(runs)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantkit_kernels import BACKENDS, OPERATORS, ExpertsBuilder, Gating, backends, prefer, prepare, table
+from quantkit_kernels import BACKENDS, OPERATORS, ExpertsBuilder, Gating, backends, prefer, prepare, self_check, table
 from quantkit_kernels.backends import serving_gates, why_unusable
 from quantkit_kernels.experts import ExpertsLayout
 from quantkit_kernels.reference.experts import LoopLayout
@@ -149,6 +149,13 @@ def test_reasons_say_what_to_install(which: str, a_triton: Callable[[str | None]
     text, reason = TRITONS[which]
     a_triton(text)
     assert why_unusable("linear_int4", "triton", torch.device("cuda")) == reason
+
+
+def test_the_check_of_operators_leaves_tritons_interpreter_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With TRITON_INTERPRET=1 it is usable on a CPU, and would take hours at R1's sizes."""
+    monkeypatch.setattr(self_check, "why_unusable", lambda operator, name, *others: None)
+    for kind, taken in (("cpu", False), ("cuda", True)):
+        assert ("triton" in self_check._backends("linear_int4", torch.device(kind), torch.bfloat16, ())) == taken
 
 
 def on_hopper(monkeypatch: pytest.MonkeyPatch, *usable: str) -> torch.device:

@@ -33,7 +33,8 @@ def test_products_of_any_shape_and_plan(seed: int) -> None:
     multiply(
         programs, Descriptor(x_codes, (tokens, 128)), Descriptor(codes.flatten(0, 1), (rows, 128)), Pointer(x_scale[:, 0]),
         Pointer(row_scale), Pointer(out), Pointer(sums), Pointer(arrived), m, n, padded, steps, split, token_tiles, row_tiles,
-        BM=tokens, BN=rows, SHARED=split > 1, STAGES=stages, LEFT=left, BAND=choose.choice((1, 2, 8)), WARPS=4, PDL=True,
+        BM=tokens, BN=rows, SHARED=split > 1, EARLY=split == 1 and choose.random() < 0.5, STAGES=stages, LEFT=left,
+        BAND=choose.choice((1, 2, 8)), WARPS=4, PDL=True,
     )  # fmt: skip
     assert distance(out.view(m, n), exact_linear(x, weight)) < TOLERANCE[torch.bfloat16]
     assert not arrived.any()

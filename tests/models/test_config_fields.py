@@ -99,12 +99,12 @@ def asked(kind: str, extra: dict[str, Any], name: str) -> bool | None:
             expected = peer(token_ids[None]).logits[0]
     except Exception:  # whatever transformers says of such a config
         return None
-    architecture = find_architecture(config_dict)
     try:
+        architecture = find_architecture(config_dict)
         config = architecture.Config.from_dict(config_dict)
     except QuantkitError:
         with pytest.raises(QuantkitError, match=name):
-            architecture.Config.from_dict(config_dict)
+            find_architecture(config_dict).Config.from_dict(config_dict)
         return False
     with torch.no_grad():
         names = config.mixture.linears if hasattr(config, "mixture") else PROJ_NAMES

@@ -4,7 +4,8 @@ next, and then the tensor units stand still; here one product is under way while
 
 Tiles of BM tokens and BN rows of the weight come by TMA into STAGES places of shared memory, a step of 128 input features at a time. A
 program computes tile after tile, and what it loads runs ahead of what it multiplies, over the end of a tile, too. SHARED: it computes one
-of `split` parts of a tile's steps and adds it to sums in memory, exactly, in any order, for they are whole numbers.
+of `split` parts of a tile's steps and adds it to sums in memory, exactly, in any order, for they are whole numbers. EARLY: the scales of a
+tile are loaded before its products, where no other program of the multiprocessor hides the wait for them.
 """
 
 from triton.experimental import gluon
@@ -32,8 +33,8 @@ def place(tile, token_tiles, row_tiles, BAND: gl.constexpr):
 @gluon.jit(do_not_specialize=["m", "steps", "split", "token_tiles", "row_tiles"])
 def multiply_int8(
     x, w, x_scale, row_scale, out, sums, arrived, m, n, rows, steps, split, token_tiles, row_tiles,
-    BM: gl.constexpr, BN: gl.constexpr, SHARED: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, BAND: gl.constexpr,
-    WARPS: gl.constexpr, PDL: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, SHARED: gl.constexpr, EARLY: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr,
+    BAND: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out[m, n] of x int8 [m, k], a descriptor of tiles [BM, 128], and w int8 [steps * rows, 128], of tiles [BN, 128]. LEFT: the weight is
     the left operand, of which an instruction takes 64 rows, while tokens may be 16."""
@@ -80,6 +81,11 @@ def multiply_int8(
     phase = 0
     for index in range(tiles):
         acc = gl.zeros([A, B], gl.int32, SUMS)
+        token_scales = x_scale
+        row_scales = row_scale
+        if EARLY:
+            token_tile, row_tile = place(tile + index * programs, token_tiles, row_tiles, BAND)
+            token_scales, row_scales = scales_of(x_scale, row_scale, token_tile, row_tile, m, n, BM, BN, 0 if LEFT else 1, SUMS)
         for _ in range(end - begin):
             mbarrier.wait(there.index(slot), phase)
             if LEFT:
@@ -106,13 +112,17 @@ def multiply_int8(
         at = tile + index * programs
         token_tile, row_tile = place(at, token_tiles, row_tiles, BAND)
         mine = sums + at * (BM * BN)
-        finish(acc, mine, arrived + at, split, x_scale, row_scale, out, token_tile, row_tile, m, n, BM, BN, SHARED, LEFT, WARPS, SUMS)
+        finish(
+            acc, mine, arrived + at, split, token_scales, row_scales, out, token_tile, row_tile, m, n,
+            BM, BN, SHARED, EARLY, LEFT, WARPS, SUMS,
+        )  # fmt: skip
 
 
 @gluon.jit
 def finish(
     acc, mine, arrived, split, x_scale, row_scale, out, token, row, m, n,
-    BM: gl.constexpr, BN: gl.constexpr, SHARED: gl.constexpr, LEFT: gl.constexpr, WARPS: gl.constexpr, SUMS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, SHARED: gl.constexpr, EARLY: gl.constexpr, LEFT: gl.constexpr, WARPS: gl.constexpr,
+    SUMS: gl.constexpr,
 ):  # fmt: skip
     """A tile is scaled and written, if it is shared by the last program to arrive. Its sums and counter are zero before and after."""
     ACROSS: gl.constexpr = 0 if LEFT else 1  # the dimension that a vector of tokens lacks
@@ -134,9 +144,9 @@ def finish(
             total = gl.load(at, mask=there, other=0, cache_modifier=".cg")
             gl.store(at, gl.zeros([BN, BM] if LEFT else [BM, BN], gl.int32, ROWS), mask=there)
             gl.store(arrived, 0)
-            write(total, x_scale, row_scale, out, token, row, m, n, BM, BN, ACROSS, ROWS, ROWS)
+            write(total, x_scale, row_scale, out, token, row, m, n, BM, BN, False, ACROSS, ROWS, ROWS)
     else:
-        write(acc, x_scale, row_scale, out, token, row, m, n, BM, BN, ACROSS, SUMS, ROWS)
+        write(acc, x_scale, row_scale, out, token, row, m, n, BM, BN, EARLY, ACROSS, SUMS, ROWS)
 
 
 @gluon.jit
@@ -155,15 +165,26 @@ def tokens_there(token, m, BM: gl.constexpr, BN: gl.constexpr, ACROSS: gl.conste
 
 
 @gluon.jit
-def write(
-    sums, x_scale, row_scale, out, token, row, m, n,
-    BM: gl.constexpr, BN: gl.constexpr, ACROSS: gl.constexpr, LAYOUT: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    """out = sums by both scales. LAYOUT: of the sums; ROWS: in which features of a token lie in a thread side by side."""
+def scales_of(x_scale, row_scale, token, row, m, n, BM: gl.constexpr, BN: gl.constexpr, ACROSS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Of a tile's tokens, and of its rows of the weight."""
     at = token * BM + gl.arange(0, BM, gl.SliceLayout(ACROSS, LAYOUT))
     own = row * BN + gl.arange(0, BN, gl.SliceLayout(1 - ACROSS, LAYOUT))
     of_token = gl.load(x_scale + at, mask=at < m, other=0.0)
     of_row = gl.load(row_scale + own, mask=own < n, other=0.0)
+    return of_token, of_row
+
+
+@gluon.jit
+def write(
+    sums, x_scale, row_scale, out, token, row, m, n,
+    BM: gl.constexpr, BN: gl.constexpr, EARLY: gl.constexpr, ACROSS: gl.constexpr, LAYOUT: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """out = sums by both scales, with EARLY the tile's own. LAYOUT: of the sums; ROWS: in which features of a token lie in a thread side by
+    side."""
+    of_token = x_scale
+    of_row = row_scale
+    if not EARLY:
+        of_token, of_row = scales_of(x_scale, row_scale, token, row, m, n, BM, BN, ACROSS, LAYOUT)
     scaled = sums.to(gl.float32) * gl.expand_dims(of_row, 1 - ACROSS) * gl.expand_dims(of_token, ACROSS)
     values = gl.convert_layout(scaled.to(out.dtype.element_ty), ROWS)
     to_token = token * BM + gl.arange(0, BM, gl.SliceLayout(ACROSS, ROWS))

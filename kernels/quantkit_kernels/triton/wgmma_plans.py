@@ -66,6 +66,8 @@ def wgmma_rule(processors: int, n: int, k: int, tokens: int) -> WgmmaPlan:
             shape = (128, 256, 8, 4, False, 1)
         elif tokens > 64 and k <= _SHALLOW and tiles(128, 128) >= processors:
             shape = (128, 128, 4, 3, False, 2)
+        elif tokens > 64 and tokens <= 128 and processors * 4 // 5 <= tiles(64, 128) <= processors:
+            shape = (64, 128, 4, 9, False, 1)
         elif tokens > 64 and tiles(128, 128) >= processors * (3 if tokens > 128 else 2) // 6:
             shape = (128, 128, 8, 6, False, 1)
         enough = shape[0] > 64 or 2 * tiles(*shape[:2]) > processors
@@ -100,5 +102,5 @@ def _shapes(tokens: int) -> list[Shape]:
         return [(64, 64, 4, 10, False, 1), (64, 64, 4, 6, True, 2), (128, 64, 4, 4, True, 2)]
     found: list[Shape] = [(128, 128, 8, 6, False, 1), (128, 128, 4, 3, False, 2), (64, 64, 4, 6, False, 2)]
     if tokens <= 256:
-        return [*found, (64, 128, 4, 4, False, 2), (64, 64, 4, 10, False, 1)]
+        return [*found, (64, 128, 4, 4, False, 2), (64, 128, 4, 9, False, 1), (64, 64, 4, 10, False, 1)]
     return [*found, (128, 256, 8, 4, False, 1), (256, 128, 8, 4, False, 1)]

@@ -100,10 +100,12 @@ class EndpointTarget:
 
 
 def _count(usage: dict[str, Any], name: str) -> int | None:
-    """None where the server does not say. Raises StreamError for what is no number of tokens."""
+    """None where the server does not know, which some say by a negative one. Raises StreamError for what is no number of tokens."""
     value = usage.get(name)
-    if value is None or (type(value) is int and 0 <= value <= _MOST_TOKENS):
-        return value
+    if value is None:
+        return None
+    if type(value) in (int, float) and value <= _MOST_TOKENS and value == value // 1:
+        return int(value) if value >= 0 else None
     raise StreamError(f"the usage of the reply has {name} = {str(value)[:50]}, which is no number of tokens")
 
 

@@ -256,7 +256,7 @@ def _build(config: Mapping[str, Any], told: str) -> Any:
             return build_model(config, attention).eval()
         except Exception as found:  # an attention it does not have, or a config that it does not build
             fault = found
-    raise QuantkitError(f"{told}: transformers does not build it ({type(fault).__name__}: {fault!s:.80})", ROUTE) from fault
+    raise QuantkitError(f"{told}: transformers does not build it ({type(fault).__name__}: {fault!s:.160})", ROUTE) from fault
 
 
 def _moved(value: Any, device: torch.device) -> Any:

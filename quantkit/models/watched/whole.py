@@ -45,7 +45,7 @@ class WholeModel:
             self.skeleton = Skeleton(checkpoint.config)
         except QuantkitError as fault:
             told = f"{checkpoint.path / 'config.json'}: {fault.problem}"
-            otherwise = "pip install -U 'quantkit[transformers]', or use another engine"
+            otherwise = "use the config.json that came with these weights, pip install -U 'quantkit[transformers]', or use another engine"
             raise QuantkitError(told, otherwise if ROUTE in fault.remedy else fault.remedy) from fault
         self.model: Any = self.skeleton.model
         self._fill()
