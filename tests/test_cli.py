@@ -167,10 +167,9 @@ def test_kernels_and_deploy_answer(tiny_checkpoint: Path) -> None:
         ("--check --backend cpu", "--backend is for the table"),
     ):
         assert said in command("kernels", "--device", "cpu", *more.split()).error
-    assert answer("deploy", tiny_checkpoint, "--engine", "vllm", "--boxes", "1")["launches"]
-    close, apart = (
-        answer("deploy", tiny_checkpoint, "--engine", "vllm", "--hosts", f"10.0.0.1,{space}10.0.0.2", "--boxes", "2") for space in ("", " ")
-    )
+    launch = "deploy", tiny_checkpoint, "--engine", "vllm", "--devices", "2"
+    assert answer(*launch, "--boxes", "1")["launches"]
+    close, apart = (answer(*launch, "--hosts", f"10.0.0.1,{space}10.0.0.2", "--boxes", "2") for space in ("", " "))
     assert close == apart
 
 

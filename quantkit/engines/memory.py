@@ -154,7 +154,7 @@ def find_part_problem(config: ModelConfig, parallel: ParallelSizes) -> LoadProbl
     for count, what, even in ((heads, "attention", heads % ranks == 0), (kv, "key-value", max(kv, ranks) % min(kv, ranks) == 0)):
         if not even:
             told = f"the model has {count} {what} heads, which {ranks} ranks cannot share evenly"
-            return LoadProblem("error", told, "use another number of tensor-parallel ranks")
+            return LoadProblem("error", told, "use another number of tensor-parallel ranks (--devices, --boxes)")
     if config.num_hidden_layers < parallel.pipeline:
         told = f"the model has {config.num_hidden_layers} layers, fewer than {parallel.pipeline} pipeline stages"
         return LoadProblem("error", told, "use fewer boxes, or another layout")
