@@ -12,7 +12,7 @@ from letters import write_letters
 from torch.nn import functional as F
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.engines.memory import ParallelSizes, check_split, fit
+from quantkit.engines.memory import ParallelSizes, check_split, find_split_problem, fit
 from quantkit.engines.profiles import part_of
 from quantkit.errors import QuantkitError
 from quantkit.executor.engine import Engine
@@ -90,7 +90,10 @@ def test_engines_parts_and_memory_are_asked_of_its_table(model: Path) -> None:
     assert one.weight_bytes == sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     assert two.weight_bytes == spread.weight_bytes < one.weight_bytes
     assert check_split(checkpoint, ParallelSizes(2)) == []
-    assert "blocks.0.att.wq has 128 outputs" in check_split(checkpoint, ParallelSizes(3))[0].problem
+    assert "4 attention heads, which 3 ranks cannot share" in check_split(checkpoint, ParallelSizes(3))[0].problem
+    undivided = find_split_problem(rows, lambda module: None, ParallelSizes(3))
+    assert undivided is not None
+    assert "blocks.0.att.wq has 128 outputs" in undivided.problem
 
 
 @torch.inference_mode()
