@@ -244,7 +244,9 @@ def test_int8_on_hopper_is_by_wgmma_and_one_product_is_under_way_while_the_next_
 
 
 @pytest.mark.parametrize("card", ["sm_90"], indirect=True)
-def test_prompts_on_hopper_are_by_wgmma_and_softmax_runs_beside_a_product(card: Recorder) -> None:
+def test_prompts_on_hopper_are_by_wgmma_and_softmax_runs_beside_a_product(card: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no other process may compute on the card."""
+    monkeypatch.setattr("quantkit_kernels.triton.attention.wgmma.exclusive", lambda device: True)
     for card.operator, run in operators():
         if card.operator.endswith("_prefill"):
             run()
