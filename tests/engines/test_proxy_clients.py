@@ -47,7 +47,7 @@ def heard(sent: bytes, url: str) -> bytes:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[1", b"null", b"[]", b'"a"', b"1", b"\xff\xfe", b'{"prompt": "\xe9"}', b"[" * 100_000, b'{"a": ' + b"1" * 5000 + b"}", b"{}x"],
+    [b"", b"[1", b"null", b"[]", b'"a"', b"1", b"\xff\xfe", b'{"prompt": "\xe9"}', b"[" * 100_000, b"{}x"],
     ids=lambda content: repr(content[:12]),
 )
 def test_a_body_that_is_no_object_is_the_clients_fault(pair: tuple[Any, Any, str], content: bytes) -> None:
