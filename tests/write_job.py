@@ -51,14 +51,15 @@ def specs() -> list[TensorSpec]:
     return [TensorSpec(name, t.dtype, tuple(t.shape)) for number in range(UNITS) for name, t in unit(number).items()]
 
 
-def write(out: Path, rank: int = 0, ranks: int = 1, overwrite: bool = False) -> CheckpointWriter:
-    """Write this rank's units, in an order of its own, and return the writer."""
+def write(out: Path, rank: int = 0, ranks: int = 1, overwrite: bool = False, pause: float = 0.0) -> CheckpointWriter:
+    """Write this rank's units, in an order of its own, and return the writer. pause: seconds before each."""
     writer = CheckpointWriter(out, specs(), fingerprint=FINGERPRINT, overwrite=overwrite, shard_bytes=SHARD_BYTES, rank=rank)
     mine = list(range(rank, UNITS, ranks))
     random.shuffle(mine)
     for number in mine:
         name = f"unit {number}"
         if not writer.done(name):
+            time.sleep(pause)
             writer.write(name, unit(number), {"number": number})
     return writer
 
@@ -85,7 +86,8 @@ def kill_and_start_again(out: Path, kills: int) -> list[int]:
     found: list[int] = []
     while not out.exists():
         found.append(units())
-        pid = _forked(lambda: write(out).finish(CONFIG, EXTRA))
+        # Without a pause a run may be done before this process, which waits for a processor, looks again.
+        pid = _forked(lambda: write(out, pause=0.005).finish(CONFIG, EXTRA))
         if len(found) <= kills:
             while len(found) % 3 and units() == found[-1] and not out.exists():
                 time.sleep(0.001)
