@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit_kernels.cuda.abi import GemmParams
 from quantkit_kernels.cuda.build import library
-from quantkit_kernels.cuda.experts.fused import fused_experts, max_pairs, unsummed_experts
+from quantkit_kernels.cuda.experts.fused import fused_experts, max_pairs
 from quantkit_kernels.cuda.experts.sorted import SORTED_PAIRS, sorted_experts
 from quantkit_kernels.cuda.experts.sum_pairs import add_up, sum_pairs
 from quantkit_kernels.cuda.launch import SILU_MUL, WEIGH
@@ -69,21 +69,27 @@ class CudaExperts(Experts):
         return sorted_experts(*self._weights(), x, topk_ids, topk_weights, plan, self.asked < 1)
 
     def few_tokens(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        plans = self._few_plans(topk_ids)
-        if plans is not None:
-            return self.two_products(x, topk_ids, topk_weights, plans)
-        tiles = experts_token_tiles(topk_ids.numel() * self.asked / self.num_experts)
-        return fused_experts(*self._weights(), x, topk_ids, topk_weights, tiles, self.asked < 1)
+        return self._summed(self._few_pairs(x, topk_ids, topk_weights), topk_ids)
 
     def unsummed(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor | UnsummedPairs:
-        pairs, some_none = topk_ids.numel(), self.asked < 1
-        if some_none or self.kind == "int8" or not 0 < pairs <= max_pairs(self.num_experts) or self._are_many(pairs):
+        pairs = topk_ids.numel()
+        if self.asked < 1 or self.kind == "int8" or not 0 < pairs <= max_pairs(self.num_experts) or self._are_many(pairs):
             return self(x, topk_ids, topk_weights)
-        x, topk_ids, topk_weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
+        return self._few_pairs(x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous())
+
+    def _few_pairs(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> UnsummedPairs:
         plans = self._few_plans(topk_ids)
         if plans is not None:
-            return UnsummedPairs(self._two_products(x, topk_ids, topk_weights, plans), len(x), x.dtype, None, add_up)
-        return unsummed_experts(*self._weights(), x, topk_ids, topk_weights, experts_token_tiles(pairs / self.num_experts))
+            return self._two_products(x, topk_ids, topk_weights, plans)
+        tiles = experts_token_tiles(topk_ids.numel() * self.asked / self.num_experts)
+        return fused_experts(*self._weights(), x, topk_ids, topk_weights, tiles)
+
+    def _summed(self, pairs: UnsummedPairs, topk_ids: Tensor) -> Tensor:
+        if self.asked == 1:
+            return pairs.summed()
+        y = torch.empty(pairs.tokens, self.hidden, dtype=pairs.dtype, device=pairs.weighed.device)
+        sum_pairs(pairs.weighed, y, topk_ids, pairs.counters)
+        return y
 
     def _are_many(self, pairs: int) -> bool:
         return pairs * self.asked >= SORTED_PER_EXPERT[self.kind] * self.num_experts
@@ -100,18 +106,15 @@ class CudaExperts(Experts):
 
     def two_products(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plans: ExpertsPlans) -> Tensor:
         """gate_up and down in a launch each, by given plans."""
-        y = torch.empty_like(x)
-        sum_pairs(self._two_products(x, topk_ids, topk_weights, plans), y, topk_ids if self.asked < 1 else None)
-        return y
+        return self._summed(self._two_products(x, topk_ids, topk_weights, plans), topk_ids)
 
-    def _two_products(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plans: ExpertsPlans) -> Tensor:
-        """Of each pair, times its weight, float32 [T * k, H]."""
+    def _two_products(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plans: ExpertsPlans) -> UnsummedPairs:
         pairs = topk_ids.numel()
         between = torch.empty(pairs, self.intermediate, dtype=self.dtype, device=x.device)
         self._launch(self.gate_up, SILU_MUL, x, between, topk_ids, topk_weights, plans[0])
         weighed = torch.empty(pairs, self.hidden, dtype=torch.float32, device=x.device)
         self._launch(self.down, WEIGH, between, weighed, topk_ids, topk_weights, plans[1])
-        return weighed
+        return UnsummedPairs(weighed, len(x), x.dtype, None, add_up)
 
     def _launch(
         self,

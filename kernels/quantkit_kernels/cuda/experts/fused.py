@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quantkit_kernels.cuda.abi import FusedExpertsParams, Matrix
 from quantkit_kernels.cuda.build import library
-from quantkit_kernels.cuda.experts.sum_pairs import add_up, sum_pairs
+from quantkit_kernels.cuda.experts.sum_pairs import add_up
 from quantkit_kernels.cuda.launch import DTYPES, FORMATS, checked, stream_of
 from quantkit_kernels.cuda.layout import PackedStrips, pointers
 from quantkit_kernels.pairs import UnsummedPairs
@@ -39,33 +39,13 @@ def fused_experts(
     topk_ids: Tensor,
     topk_weights: Tensor,
     token_tiles: int,
-    some_none: bool = False,
-) -> Tensor:
-    """What `Experts` computes of x[T, H], topk_ids[T, k] and topk_weights[T, k] float32, all contiguous, by weights packed per expert.
+) -> UnsummedPairs:
+    """What `Experts` computes of x[T, H], topk_ids[T, k] and topk_weights[T, k] float32, all contiguous, by weights packed per expert,
+    before the sum; pairs of NO_EXPERT are whatever lies there.
 
     At most `max_pairs(num_experts)` pairs of at most MAX_EXPERTS experts. token_tiles (1 or 2): an entry has up to 8 * token_tiles tokens
-    of one expert, which are multiplied at once. some_none: whether ids may be NO_EXPERT.
+    of one expert, which are multiplied at once.
     """
-    pairs = unsummed_experts(gate_up, down, kind, group, num_experts, x, topk_ids, topk_weights, token_tiles)
-    if not some_none:
-        return pairs.summed()
-    y = torch.empty_like(x)
-    sum_pairs(pairs.weighed, y, topk_ids, pairs.counters)
-    return y
-
-
-def unsummed_experts(
-    gate_up: PackedStrips,
-    down: PackedStrips,
-    kind: str,
-    group: int,
-    num_experts: int,
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    token_tiles: int,
-) -> UnsummedPairs:
-    """`fused_experts` before the sum; pairs of NO_EXPERT are whatever lies there."""
     pairs, hidden = topk_ids.numel(), x.shape[1]
     intermediate = gate_up.row_scale.numel() // num_experts // 2
     between = torch.empty(pairs, intermediate, dtype=x.dtype, device=x.device)
