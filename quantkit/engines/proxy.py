@@ -10,6 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import cycle
 from math import inf
 from typing import Any
@@ -100,9 +101,8 @@ class PassedOn(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(self._send(send), receive)
-        except ClientDisconnect:
-            pass  # nobody is there to be told
+            with suppress(ClientDisconnect):  # nobody is there to be told
+                await until_disconnect(self._send(send), receive)
         finally:
             self._answer.close()
 
