@@ -10,7 +10,7 @@ import pytest
 import torch
 from letters import write_letters
 from output_files import files
-from packed_model import write_random
+from packed_model import GROUPED, write_random
 from quantkit_kernels import KeySteps
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -35,24 +35,6 @@ from quantkit.quantization import quantize
 from quantkit.recipe import Recipe
 from quantkit.schemes import find_scheme
 
-GROUPED = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 320,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "max_position_embeddings": 512,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
 SMALL = {"samples": 10, "held_out": 4, "seq_len": 48, "scale_points": 3, "fit_points": 2, "search_rows": 16, "min_expert_tokens": 32}
 PROMPTS = [[7 + i * 13 % 300 for i in range(length)] for length in (70, 5, 33)]
 

@@ -7,7 +7,7 @@ import pytest
 import quantize_job
 import torch
 from letters import write_letters
-from packed_model import write_random
+from packed_model import GROUPED, write_random
 from torch import Tensor
 
 from quantkit.calibrate import walk
@@ -22,21 +22,7 @@ from quantkit.calibrate.solve import SolvedSublayer, solve_sublayer
 from quantkit.quant.gptq import Curvature
 
 DIRECTIONS = 12
-GROUPED = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 320,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 512,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
+LLAMA = GROUPED | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
 
 def squares(curvature: Curvature) -> Tensor:
@@ -85,7 +71,7 @@ def latent(path: Path) -> Path:
 
 def grouped(path: Path) -> Path:
     """A small Llama whose heads share values in pairs."""
-    return write_random(path, GROUPED)
+    return write_random(path, LLAMA)
 
 
 @pytest.mark.parametrize(("kind", "projections"), [("latent", {"q_a", "q_b", "kv_a"}), ("grouped", {"v"})])
