@@ -41,6 +41,10 @@ def no_qkv_a(row: Parameter) -> bool:
     return row.role == "linear" and part_of(row) != "qkv_a"
 
 
+def kv_b(row: Parameter) -> bool:
+    return row.role == "kv_b" and not row.mtp
+
+
 def no_mtp(row: Parameter) -> bool:
     return row.role == "linear" and not row.mtp
 
@@ -135,6 +139,7 @@ def test_unknown_engine_lists_the_known() -> None:
         ("sglang", awq.FORMAT, INT4_G64, linear),
         ("sglang", compressed_int4.FORMAT, INT4_SYMMETRIC, no_qkv_a),
         ("sglang", compressed_int8.FORMAT, INT8, linear),
+        ("sglang", awq.FORMAT, INT4_G64, kv_b),
         ("sglang", modelopt.FORMAT, Fp4Grid(), no_mtp),
         ("sglang", modelopt.W4A4, W4A4, no_mtp),
         ("vllm-ascend", compressed_int8.FORMAT, INT8, linear),
@@ -166,6 +171,8 @@ def test_nothing_to_say_of_what_an_engine_loads(packed: Any, engine: str, format
         ("vllm", compressed_fp4.W4A4, W4A4, linear, "cpu", "no FP4 kernel"),
         ("chitu", modelopt.W4A4, W4A4, no_mtp, None, "16-bit activations"),
         ("sglang", compressed_fp4.W4A4, W4A4, linear, None, "does not take qkv_a quantized"),
+        ("sglang", compressed_int4.FORMAT, INT4_SYMMETRIC, kv_b, "cuda", "does not take kv_b quantized"),
+        ("sglang", modelopt.FORMAT, Fp4Grid(), kv_b, "cuda", "does not take kv_b quantized"),
     ],
 )
 def test_what_an_engine_refuses(packed: Any, engine: str, format: Any, grid: Any, quantizes: Any, device: Any, told: str) -> None:
