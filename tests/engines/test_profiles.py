@@ -139,7 +139,6 @@ def test_unknown_engine_lists_the_known() -> None:
         ("sglang", awq.FORMAT, INT4_G64, linear),
         ("sglang", compressed_int4.FORMAT, INT4_SYMMETRIC, no_qkv_a),
         ("sglang", compressed_int8.FORMAT, INT8, linear),
-        ("sglang", awq.FORMAT, INT4_G64, kv_b),
         ("sglang", modelopt.FORMAT, Fp4Grid(), no_mtp),
         ("sglang", modelopt.W4A4, W4A4, no_mtp),
         ("vllm-ascend", compressed_int8.FORMAT, INT8, linear),
