@@ -262,8 +262,8 @@ def attend_prompts(
             mbarrier.init(v_there.index(i), count=1)
             mbarrier.init(k_free.index(i), count=2)
             mbarrier.init(v_free.index(i), count=2)
-        # Only where partitions take turns: Triton gives the memory of barriers that nobody waits for to the partitions' arguments, and beside
-        # another process on the card a partition read a barrier's first value in place of how many keys there are.
+        # Only where partitions take turns: the memory of barriers that nobody waits for goes to the arguments of partitions, and where
+        # another process computed on the card a partition read a barrier's first value there in place of how many keys it sees.
         if TURNS:
             turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
             mbarrier.init(turns.index(0), count=1)
