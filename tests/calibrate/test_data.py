@@ -170,7 +170,11 @@ def test_good_data_is_not(tmp_path: Path) -> None:
         ("c.jsonl", '{"text": "ab"}\n{"conversations": [{"from": "alien", "value": "x"}]}', r"conversations\[0\] has role 'alien'"),
         ("c.jsonl", '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "has a part that is no text"),
         ("c.jsonl", '{"text": "ab"}', "gives 1 sequence; give at least two"),
-        ("c.jsonl", '{"text": null}\n{"text": ""}\n{"text": "ab"}\n{"text": "a"}', "gives 1 sequence: 3 of its 4 records hold no two tokens"),
+        (
+            "c.jsonl",
+            '{"text": null}\n{"text": ""}\n{"text": "ab"}\n{"text": "a"}',
+            "gives 1 sequence: 3 of its 4 records hold no two tokens",
+        ),
         ("c.txt", "", "gives no sequence; give"),
         ("c.json", '[\n{"text": "ab"},\n{"text": }\n]', "line 3 is not JSON"),
         ("c.json", '[\n{"text": "ab"},\n\n{"txt": "cd"}\n]', "line 4 is no document: it has txt"),
