@@ -131,8 +131,8 @@ def prefill_request(body: dict[str, Any]) -> dict[str, Any]:
 def is_for_decode_alone(body: dict[str, Any]) -> bool:
     """Whether one cache that is read once is not enough for the answer.
 
-    vLLM 0.22.1 tells where the cache of the first prompt lies (entrypoints/openai/completion/serving.py), reads it for every answer and frees
-    it after the first (kv_connector/v1/nixl/worker.py), and gives log-probabilities of those prompt tokens that it computes itself.
+    Of vLLM 0.22.1: it tells where the cache of the first prompt lies (entrypoints/openai/completion/serving.py); it reads a cache for every
+    answer, and frees it after the first (kv_connector/v1/nixl/worker.py); log-probabilities are of prompt tokens that it computes itself.
     """
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
