@@ -248,7 +248,7 @@ def _check_plain_siblings(engine: str, load: LoadRule, checkpoint: Checkpoint, l
     lost = next((row for row in plain if part_of(row) != "qkv_a" and not ignored(str(row.fused))), None)
     if lost is not None:
         told = f"{engine} looks for {lost.fused} in the list of unquantized modules, which has {lost.module}"
-        yield LoadProblem("error", told, f"add the former to ignore in quantization_config, or quantize with --engine {engine}")
+        yield LoadProblem("error", told, f"add the former to that list in config.json, or quantize with --engine {engine}")
 
 
 def _global_scale(checkpoint: Checkpoint, module: str) -> float | None:

@@ -173,6 +173,7 @@ def test_nothing_to_say_of_what_an_engine_loads(packed: Any, engine: str, format
         ("sglang", compressed_int4.FORMAT, INT4_SYMMETRIC, kv_b, "cuda", "does not take kv_b quantized"),
         ("sglang", modelopt.FORMAT, Fp4Grid(), kv_b, "cuda", "does not take kv_b quantized"),
         ("sglang", awq.FORMAT, INT4_G64, expert, "cuda", "expects every qkv_a linear quantized"),
+        ("sglang", modelopt.FORMAT, Fp4Grid(), expert, "cuda", "sglang looks for model.layers.1.mlp.shared_experts.gate_up_proj in"),
         ("sglang", compressed_int8.FORMAT, INT8, expert, "cuda", "sglang looks for model.layers.1.mlp.shared_experts.gate_up_proj in"),
     ],
 )
