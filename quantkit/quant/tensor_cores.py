@@ -49,5 +49,5 @@ def _bears_bf16(a: Tensor, b: Tensor) -> bool:
 @cache
 def _has_bf16() -> bool:
     """Whether this processor multiplies BF16 itself."""
-    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}  # PyTorch before 2.12 tells of none
+    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}  # older versions of PyTorch do not tell
     return bool(known.get("avx512_bf16") or known.get("amx_bf16"))
