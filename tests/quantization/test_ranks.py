@@ -26,7 +26,7 @@ from quantkit.calibrate.statistics import StatisticsSum
 from quantkit.executor.parallel import Parallel
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.table import GatedMlp, Parameter
-from quantkit.quantization import memory
+from quantkit.quantization import QuantizationReport, memory
 from quantkit.quantization.output import Output
 
 
@@ -35,24 +35,31 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_letters(tmp_path_factory.mktemp("text") / "calibration.txt")
 
 
-def test_ranks_write_the_bytes_of_one(text: Path, tmp_path: Path) -> None:
-    """Two ranks solve a batch of experts of every layer each, and run them for the other; of three one has none."""
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2)
-    source = make_model.write_fp8(tmp_path / "source", config, make_model.random_tensors(config))
-    for ranks in (1, 2, 3):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command = command if ranks > 1 else [sys.executable]
-        arguments = [quantize_job.__file__, str(source), str(text), str(tmp_path / str(ranks)), "once"]
-        done = subprocess.run([*command, *arguments], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    assert files(tmp_path / "2") == files(tmp_path / "1")
-    assert files(tmp_path / "3") == files(tmp_path / "1")
+    return make_model.write_fp8(tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config))
 
 
-def test_a_rank_reads_its_own_experts_alone(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a layer's experts; and finds out what the other's errors were without reading their weights."""
-    config = make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2)
-    source = make_model.write_fp8(tmp_path / "source", config, make_model.random_tensors(config))
+@pytest.fixture(scope="module")
+def alone(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> QuantizationReport:
+    """What one process writes."""
+    return quantize_job.run(source, text, tmp_path_factory.mktemp("alone") / "one")
+
+
+def test_ranks_write_the_bytes_of_one(source: Path, text: Path, alone: QuantizationReport, tmp_path: Path) -> None:
+    """Three, as torchrun starts them: two solve a batch of experts of every layer each, and run them for the others; one has none."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    arguments = [quantize_job.__file__, str(source), str(text), str(tmp_path / "three"), "once"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert files(tmp_path / "three") == files(alone.out)
+
+
+def test_a_rank_reads_its_own_experts_alone(
+    source: Path, text: Path, alone: QuantizationReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a layer's experts; and finds out what the other's errors were without reading their weights. Both write the bytes of one."""
     read: list[int] = []
     reading, load = ExpertLayer._read, Output.load
 
@@ -76,16 +83,16 @@ def test_a_rank_reads_its_own_experts_alone(text: Path, tmp_path: Path, monkeypa
     first, second = run_ranks(2, tmp_path, compute)
     assert set(first["read"].tolist()) == {0, 1}  # type: ignore[index]
     assert set(second["read"].tolist()) == {2, 3}  # type: ignore[index]
-    monkeypatch.delenv("WORLD_SIZE")
-    alone = quantize_job.run(source, text, tmp_path / "one").findings.errors
-    assert first["errors"].tolist() == torch.tensor([alone[name] for name in sorted(alone)]).tolist()  # type: ignore[index]
-    assert sum("experts" in name for name in alone) > 2 * 4 * 3, "all experts of both layers are told of"
+    errors = alone.findings.errors
+    assert first["errors"].tolist() == torch.tensor([errors[name] for name in sorted(errors)]).tolist()  # type: ignore[index]
+    assert sum("experts" in name for name in errors) > 2 * 4 * 3, "all experts of both layers are told of"
+    assert files(tmp_path / "two") == files(alone.out)
 
 
-def test_a_rank_computes_its_own_experts_before_it_waits_for_another(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_computes_its_own_experts_before_it_waits_for_another(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the outputs of all experts would be computed one rank after the other."""
-    config = make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2)
-    source = make_model.write_fp8(tmp_path / "source", config, make_model.random_tensors(config))
     done: list[int] = []
     outputs, add_weighted = ExpertLayer._outputs, expert_layer.add_weighted
 
