@@ -157,27 +157,34 @@ class Clocked:
 @pytest.mark.parametrize(
     ("fixed", "each", "launches", "step", "chosen"),
     [
-        (0.0, 1e-6, 0.0, 0.0, 32),
+        (0.0, 1e-6, 0.0, 0.0, 4096),
         (10e-3, 30e-6, 0.0, 0.0, 4096),
-        (5e-3, 200e-6, 0.0, 0.0, 1024),
-        (1e-3, 100e-6, 0.0, 0.0, 512),
+        (5e-3, 200e-6, 0.0, 0.0, 1152),
+        (1e-3, 100e-6, 0.0, 0.0, 2304),
         (0.3, 1e-6, 0.0, 0.0, 4096),
         (0.3, 1e-4, 0.0, 0.0, 2816),
         (0.01, 2e-3, 0.0, 0.0, 112),
         (0.0, 24e-6, 0.0, 4e-3, 4096),
-        (0.0, 24e-6, 0.0, 0.1e-3, 256),
+        (0.0, 24e-6, 0.0, 0.1e-3, 4096),
         (52e-3, 52e-6, 0.155, 10e-3, 3584),
         (52e-3, 52e-6, 0.3, 10e-3, 4096),
     ],
 )
-def test_the_chunk_is_where_more_tokens_bring_little(fixed: float, each: float, launches: float, step: float, chosen: int) -> None:
-    """The time of weights, of launches, and of the answers' own step between chunks makes larger chunks worth while; nobody waits long."""
+def test_the_chunk_is_the_longest_that_nobody_waits_too_long_for(
+    fixed: float, each: float, launches: float, step: float, chosen: int
+) -> None:
+    """Whatever weights, launches and the answers' own step between chunks take."""
     clock = Clocked(fixed, each, launches)
     chunk = budget._Passes(clock, step).knee(4096, 0.25)
     assert chunk == chosen
     assert step + clock(chunk) <= max(0.25, 2 * (step + clock(32)))
     assert budget._Passes(clock, step).knee(48, 0.25) == 32
     assert len(clock.measured) <= 12
+
+
+def test_the_chunk_is_shorter_where_fewer_tokens_are_faster() -> None:
+    assert budget._Passes(lambda tokens: tokens * 20e-6 * (1 + tokens / 20_000), 1e-3).knee(4096, 0.25) == 1024
+    assert budget._Passes(lambda tokens: tokens * 20e-6 * (1 + tokens / 2_000_000), 1e-3).knee(4096, 0.25) == 4096
 
 
 def test_few_sizes_are_measured_and_each_of_them_once() -> None:
