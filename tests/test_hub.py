@@ -11,6 +11,7 @@ import output_files
 import pytest
 import r1_headers
 import torch
+from commands import command
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
@@ -164,3 +165,13 @@ def test_a_model_without_safetensors(tmp_path: Path, tiny_checkpoint: Path, monk
         use(server, monkeypatch)
         with pytest.raises(QuantkitError, match="has no safetensors file"):
             open_headers(NAME)
+
+
+def test_a_model_is_deployed_by_its_headers(hub: hub_server.Hub) -> None:
+    """DeepSeek-R1 has 688 GB, which the boxes need and the machine that asks does not."""
+    made = command("deploy", NAME, "--engine", "vllm", "--json").json
+    ((_, words),) = made["launches"][0]["commands"]
+    assert words[:3] == ["vllm", "serve", NAME]
+    assert words[words.index("--served-model-name") + 1] == "model"
+    assert made["memory"]["server"]["weight_bytes"] > 0
+    assert find_local(NAME) is None, "nothing of it was downloaded"
