@@ -3,11 +3,13 @@
 import io
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
 
 OURS, THEIRS, GREY = "#1f5fa8", "#c7761a", "#888888"
 
@@ -25,10 +27,33 @@ def draw(width: float, height: float) -> tuple["Axes", "Plot"]:
     return axes, Plot(figure)
 
 
+_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_POWER = re.compile(r"\^\{(-?\d+)\}")
+
+
+@cache
+def _powers() -> "type[LogFormatter]":
+    """A formatter of logarithmic axes that writes 10⁻³ in characters. matplotlib's own has each label typeset as mathematics, which takes
+    a third of the time of a report."""
+    from matplotlib.ticker import LogFormatterSciNotation
+
+    class Powers(LogFormatterSciNotation):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            text = super().__call__(x, pos).removeprefix(r"$\mathdefault{").removesuffix("}$").replace(r"\times", "×")
+            return _POWER.sub(lambda power: power[1].translate(_RAISED), text)
+
+    return Powers
+
+
 def label_axes(axes: "Axes", x: str, y: str) -> None:
-    """An x that counts layers, experts or groups has ticks at whole numbers."""
+    """Behind the choice of scales. An x that counts layers, experts or groups has ticks at whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() in ("log", "symlog"):
+            axis.set_major_formatter(_powers()())
+        if axis.get_scale() == "log":
+            axis.set_minor_formatter(_powers()(labelOnlyBase=False))
     if x.startswith(("layer", "experts", "groups")):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlabel(x, fontsize=8)

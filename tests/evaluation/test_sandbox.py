@@ -17,7 +17,7 @@ import pytest
 import sandbox_attacks as attacks
 import sandbox_idioms as idioms
 from replay_server import ReplayServer
-from sandbox_walls import WALLS, wall
+from sandbox_walls import RESOURCES, WALLS, wall
 from typer.testing import CliRunner
 
 from quantkit.cli import app
@@ -138,6 +138,15 @@ def test_every_attack_fails_and_every_idiom_passes(tmp_path: Path, victim: Victi
     assert {name: told for name, told in graded.items() if name.startswith("right") and not told[0]} == {}
     assert {name: told for name, told in graded.items() if told[1] in ("error", "sandbox-error")} == {}
     assert not victim.reached.is_set()
+
+
+@isolated
+def test_what_is_held_at_the_end_counts(victim: Victim, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine does not look while the program runs; its processes still hold the memory when it answers."""
+    monkeypatch.setattr(runs, "WATCH_S", 60.0)
+    program = sandbox.Program((attacks.PROMPT, victim.names + wall(RESOURCES["shared-mappings"])), "total")
+    run = sandbox.run_tests(program, "", f"{attacks.TESTS}\ncheck(total)", timeout_s=60.0)
+    assert (run.status, run.detail) == ("failed", "more than 2048 MiB of memory")
 
 
 @isolated

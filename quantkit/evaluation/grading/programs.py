@@ -57,8 +57,9 @@ def completed_function(text: str, prompt: str, entry_point: str) -> tuple[str, .
     for block in candidates:
         if defines(block.source, entry_point):
             return _behind(prompt, *_parts(block, fenced))
-    if defines(text, entry_point):
-        return _behind(prompt, text)
+    for whole in (text, textwrap.dedent(text)):  # as a whole, a program may be indented as a body is
+        if defines(whole, entry_point):
+            return _behind(prompt, whole)
     if candidates:
         body = max(reversed(candidates), key=lambda block: _likely_body(prompt, block))
         return (prompt + _as_body(body.source),)

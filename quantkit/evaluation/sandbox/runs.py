@@ -154,15 +154,21 @@ class TooMuch(Exception):
 
 
 def _wait(look: Callable[[], T | None], boxes: list[Box], timeout_s: float) -> T | None:
-    """What `look` finds, asked again and again, or None after `timeout_s`. Raises TooMuch."""
+    """What `look` finds, asked again and again, or None after `timeout_s`. Raises TooMuch, also for what is held when it is found: on a
+    busy machine the looks between are few."""
     deadline, watched = time.monotonic() + timeout_s, time.monotonic()
     while (found := look()) is None and time.monotonic() < deadline:
         if time.monotonic() - watched > WATCH_S:
             watched = time.monotonic()
-            for box in boxes:
-                if excess := box.excess():
-                    raise TooMuch(excess)
+            _check_held(boxes)
+    _check_held(boxes)
     return found
+
+
+def _check_held(boxes: list[Box]) -> None:
+    for box in boxes:
+        if excess := box.excess():
+            raise TooMuch(excess)
 
 
 def _ended(box: Box) -> int | None:
