@@ -39,7 +39,10 @@ _FILES = {"PanguEmbedded": "pangu_embedded"}
 _ELSEWHERE = {"deepseek_v3": ("q_lora_rank", ".q_a_proj.")}
 """Architectures whose file does not compute a model with this field null, and transformers does: Moonlight's queries have no low rank. And
 the part of a tensor's name that tells that the field is not null."""
-_LLAMA_LIKE = (
+_FLAGS = {"deepseek_v3": ("attention_bias", "tie_word_embeddings")}
+"""Fields whose true the architecture's file does not compute, and transformers does."""
+_WIDER = (
+    "deepseek_v3",
     "glm4_moe",
     "llama",
     "mistral",
@@ -119,7 +122,9 @@ def _elsewhere(config: Mapping[str, Any]) -> str:
     """What a config.json has that the architecture's file does not compute, and transformers does; empty without."""
     if field := _missing(config):
         return f"{field} null"
-    if config.get("model_type") not in _LLAMA_LIKE:
+    if flag := next((flag for flag in _FLAGS.get(str(config.get("model_type")), ()) if config.get(flag) is True), ""):
+        return f"{flag} true"
+    if config.get("model_type") not in _WIDER:
         return ""
     inner = config.get("text_config")
     text = inner if isinstance(inner, Mapping) else config
@@ -149,6 +154,10 @@ def find_architecture(config: dict[str, Any]) -> Architecture[ModelConfig]:
     if what := _elsewhere(config):
         problem = f"config.json has {what}, and quantkit's file of {model_type} does not compute that"
         raise QuantkitError(problem, "quantize, run, eval and ppl compute it by transformers; serve it with another engine")
+    if model_type is None:
+        raise QuantkitError(
+            "config.json has no model_type, by which the model's code is chosen", "use the config.json that came with the model"
+        )
     if not is_known(config):
         raise QuantkitError(
             f"architecture {model_type!r} is not supported by this command",
