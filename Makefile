@@ -9,9 +9,9 @@ demo: $(VENV)/run.stamp
 	$(BIN)/python tools/demo.py --out out/demo
 
 # One thread: products of several threads are not the same to the last bit from run to run, and tests compare bytes.
-# Two processes, and a module's tests in one of them, which shares its fixtures.
+# Two processes, and a module's tests in one of them, which shares its fixtures; in the order of tests/conftest.py, not by numbers of tests.
 test: $(VENV)/test.stamp lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(LONG:%=--ignore=%) --numprocesses 2 --dist loadscope
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(LONG:%=--ignore=%) --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 # In CI, minutes long: the wheel and the sdist, each installed in an environment of its own; a stranger's day on an NPU, on the double; 2,000
 # requests made at random; files damaged at random; benchmarks of ranks, on two processes.

@@ -316,6 +316,8 @@ def show_speed(result: dict[str, Any]) -> None:
         good = [] if row["goodput"] is None else [f"{row['goodput']:.2f}"]
         table.add_row(str(row["input_len"] or "prompts"), load, *cells, str(row["failed"]), *good)
     _show(result["target"], table)
+    if uncounted := sum(row["uncounted"] for row in result["rows"]):
+        tell(f"of {uncounted} replies the server told no number of tokens: each of their pieces counts as one, though it may hold several")
     if short := sorted({name.rpartition("_p")[2] for row in result["rows"] for name in row["left_out"]}, key=int):
         tell(f"percentiles left out for want of requests: {', '.join(f'p{p} takes {-(-100 // (100 - int(p)))}' for p in short)}")
 

@@ -5,6 +5,7 @@ model: config files, and the headers of its shards by HTTP range requests. It do
 shards of 688 GB. The index is not read, 9 MB that say what the headers say, but where shards lie in folders below, which it names.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -62,9 +63,9 @@ def find_model(name: str) -> Path:
 
 
 def plain_name(model: str) -> str:
-    """The last part of a path or of a hub id."""
+    """The last part of a path, a link's own name, or of a hub id."""
     path = Path(model).expanduser()
-    return path.resolve().name if path.is_dir() else path.name
+    return Path(os.path.abspath(path)).name if path.is_dir() else path.name
 
 
 def find_local(name: str) -> Path | None:

@@ -22,8 +22,13 @@ def bound(host: str, port: int) -> Iterator[list[socket.socket]]:
 
 
 def address(host: str, port: int) -> str:
-    """As it stands in a URL, where an IPv6 host has brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    """As it stands in a URL."""
+    return f"{in_url(host)}:{port}"
+
+
+def in_url(host: str) -> str:
+    """A host as it stands in a URL, or before a port: IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def not_free(host: str, port: int, error: OSError) -> QuantkitError:

@@ -39,7 +39,7 @@ class Answering(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(b"data: 1\n\n")
             return None
-        if "do_remote_decode" in body["kv_transfer_params"]:
+        if "do_remote_decode" in body.get("kv_transfer_params", {}):
             return self._say(json.dumps({"kv_transfer_params": PLACE}).encode())
         return self._say(b"data: 1\n\ndata: [DONE]\n\n", kind="text/event-stream")
 

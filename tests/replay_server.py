@@ -25,6 +25,11 @@ class Reply:
     headers: dict[str, str] = field(default_factory=dict)
 
 
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # of a queue of 5, which is the rule, what comes at once is dropped, and sent again after a second
+
+
 Answer = Callable[[str, dict[str, Any]], Reply | str]
 
 
@@ -52,8 +57,7 @@ class ReplayServer:
             def log_message(self, *args: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Listener(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> "ReplayServer":

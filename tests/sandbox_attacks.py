@@ -245,6 +245,14 @@ SCRIPTS = {
     "not Python": "int main() { return 0; }",
 }
 
+ENDLESS_FUNCTIONS = (
+    *(f"loop {name}" for name in LOOPS),
+    "forge messages-replaced",
+    *(f"crash {name}" for name in ("doubling", "recursion", "recursion-in-c", "stops-itself")),
+)
+ENDLESS_SCRIPTS = ("right then for ever", "a thread for ever")
+"""Programs that nothing but the limit of time ends."""
+
 METHODS = {
     "equal to all": "class Solution:\n    def total(self, xs):\n        class A:\n            def __eq__(self, o): return True\n        return A()",
     "solution raises": "class Solution:\n    def __init__(self): raise SystemExit(0)\n    def total(self, xs): return 6",

@@ -351,3 +351,11 @@ def test_an_engine_without_the_scheme_says_why(tiny_checkpoint: Path, tmp_path: 
 def test_a_server_whose_cache_holds_no_whole_request_is_refused() -> None:
     told = refusal("serve", "tiny-r1", "--device", "cpu", "--cache-tokens", "64", "--max-model-len", "128")
     assert "the cache holds 64 tokens, fewer than the context of 128; raise --cache-tokens" in told
+
+
+@pytest.mark.parametrize("option", ["--prompt-lookup", "--drafts"])
+def test_more_guesses_than_a_step_can_choose_from_are_refused(option: str) -> None:
+    """With 100,000 a server answered nobody: it chose how many to make."""
+    done = command("serve", "tiny-r1", "--device", "cpu", option, "100000")
+    assert done.code == 2
+    assert f"'{option}': Input should be less than or equal to 128" in done.err

@@ -19,11 +19,25 @@ from quantkit.recipe import Recipe, load_recipe
 from quantkit.schemes import SCHEMES, find_scheme
 from quantkit.serving_devices import Devices, read_devices, read_number
 
+CUT = 4
+
 
 @pytest.fixture(scope="module")
-def r1(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plan]:
-    path = r1_headers.write_headers(tmp_path_factory.mktemp("r1") / "r1", r1_headers.r1_config())
-    return {scheme: plan(path, find_scheme(scheme), devices="8x64GiB") for scheme in ("awq-w4a16", "int8-a8w8c16")}
+def r1_source(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """R1's headers, opened once."""
+    return Checkpoint.open(r1_headers.write_headers(tmp_path_factory.mktemp("r1") / "r1", r1_headers.r1_config()))
+
+
+@pytest.fixture(scope="module")
+def cut_source(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Four layers of R1, where the size of the whole says nothing."""
+    cut = r1_headers.r1_config(num_hidden_layers=CUT, first_k_dense_replace=1, num_nextn_predict_layers=0)
+    return Checkpoint.open(r1_headers.write_headers(tmp_path_factory.mktemp("cut") / "r1", cut, shards=4))
+
+
+@pytest.fixture(scope="module")
+def r1(r1_source: Checkpoint) -> dict[str, Plan]:
+    return {scheme: plan(r1_source, find_scheme(scheme), devices="8x64GiB") for scheme in ("awq-w4a16", "int8-a8w8c16")}
 
 
 def test_r1_in_four_bits_fits_one_box(r1: dict[str, Plan]) -> None:
@@ -127,58 +141,57 @@ def test_known_hardware_is_predicted_too() -> None:
         plan("tiny-r1", find_scheme("awq-w4a16"), devices="8xFOO")
 
 
-def test_roles_of_a_layout_keep_tokens_in_as_many_bits_as_the_engine_has(tmp_path: Path) -> None:
+def test_roles_of_a_layout_keep_tokens_in_as_many_bits_as_the_engine_has(cut_source: Checkpoint, tmp_path: Path) -> None:
     """vllm-ascend: latents in 8 bits only where they came from another role; keys and values wherever they are sent to none."""
-    latents = r1_headers.write_headers(tmp_path / "r1", r1_headers.r1_config())
     grouped = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_attention_heads": 16, "num_key_value_heads": 8}
     grouped |= {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 320}
     grouped |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "hidden_act": "silu", "tie_word_embeddings": False}
     keys = write_random(tmp_path / "qwen3", grouped)
 
-    def token_bytes(path: Path, scheme: str, layout: str) -> dict[str, int]:
-        found = plan(path, find_scheme(scheme), engine="vllm-ascend", layout=layout).layout
+    def token_bytes(source: Path | Checkpoint, scheme: str, layout: str) -> dict[str, int]:
+        found = plan(source, find_scheme(scheme), engine="vllm-ascend", layout=layout).layout
         assert found is not None
         return {role: held.cache_bytes_per_token for role, held in found.memory.items()}
 
-    apart = token_bytes(latents, "int8-a8w8c16", "disaggregated-a2")
-    assert apart == {"prefill": 61 * 2 * 576, "decode": 61 * 2 * 576}
-    assert token_bytes(latents, "int8-a8w8c8", "disaggregated-a2") == {"prefill": apart["prefill"], "decode": 61 * (512 + 4 + 2 * 64)}
-    assert token_bytes(latents, "int8-a8w8c8", "four-boxes") == token_bytes(latents, "int8-a8w8c16", "four-boxes")
+    apart = token_bytes(cut_source, "int8-a8w8c16", "disaggregated-a2")
+    assert apart == {"prefill": CUT * 2 * 576, "decode": CUT * 2 * 576}
+    assert token_bytes(cut_source, "int8-a8w8c8", "disaggregated-a2") == {"prefill": apart["prefill"], "decode": CUT * (512 + 4 + 2 * 64)}
+    assert token_bytes(cut_source, "int8-a8w8c8", "four-boxes") == token_bytes(cut_source, "int8-a8w8c16", "four-boxes")
     assert token_bytes(keys, "int8-a8w8c8", "one-box")["server"] < 0.6 * token_bytes(keys, "int8-a8w8c16", "one-box")["server"]
     apart, coded = (token_bytes(keys, scheme, "disaggregated-a2") for scheme in ("int8-a8w8c16", "int8-a8w8c8"))
     assert coded["prefill"] == apart["prefill"]
     assert coded["decode"] < 0.6 * apart["decode"]
 
 
-def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(tmp_path: Path) -> None:
+def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(r1_source: Checkpoint, cut_source: Checkpoint) -> None:
     """What `deploy` tells of the output, from the source's headers: memory, experts and the rate beside the published one."""
-    path, scheme = r1_headers.write_headers(tmp_path / "r1", r1_headers.r1_config()), find_scheme("int8-a8w8c16")
-    planned = plan(path, scheme, engine="vllm-ascend", layout="four-boxes")
+    scheme = find_scheme("int8-a8w8c16")
+    planned = plan(r1_source, scheme, engine="vllm-ascend", layout="four-boxes")
     found = planned.layout
     assert found is not None
     assert planned.fits
-    assert not plan(path, scheme, engine="vllm-ascend").fits  # on the 8x64GiB that are meant otherwise
+    assert not plan(r1_source, scheme, engine="vllm-ascend").fits  # on the 8x64GiB that are meant otherwise
     assert (found.devices, found.experts) == ({"server": 32}, {"server": 8})
     assert round(found.memory["server"].weight_bytes / 1e9, 1) == 27.7, "as benchmarks/results/clusters.json has it"
     (rate,) = found.decoding
     predicted = {one["level"]: round(one["tokens_per_second"]) for one in rate["predicted"]}
     assert (rate["tokens_per_second"], predicted["floor"], predicted["eager"]) == (303.67, 1070, 426)
-    copies = plan(path, scheme, engine="vllm-ascend", layout="four-boxes", redundant=32).layout
+    copies = plan(r1_source, scheme, engine="vllm-ascend", layout="four-boxes", redundant=32).layout
     assert copies is not None
     assert copies.experts == {"server": 9}
     assert copies.memory["server"].weight_bytes > found.memory["server"].weight_bytes
     with pytest.raises(QuantkitError, match="layout 'four-boxes' is of no engine; give --engine"):
-        plan(path, scheme, layout="four-boxes")
+        plan(cut_source, scheme, layout="four-boxes")
     with pytest.raises(QuantkitError, match="vllm-ascend has no layout none; its layouts"):
-        plan(path, scheme, engine="vllm-ascend", layout="none")
+        plan(cut_source, scheme, engine="vllm-ascend", layout="none")
 
 
-def test_a_layout_is_planned_on_the_machines_that_are_given(tmp_path: Path) -> None:
+def test_a_layout_is_planned_on_the_machines_that_are_given(cut_source: Checkpoint) -> None:
     """--devices were not looked at beside --layout: 64 devices held what 32 do."""
-    path, scheme = r1_headers.write_headers(tmp_path / "r1", r1_headers.r1_config()), find_scheme("int8-a8w8c16")
+    scheme = find_scheme("int8-a8w8c16")
 
     def laid_out(layout: str, devices: str | None) -> PlannedLayout:
-        found = plan(path, scheme, engine="vllm-ascend", layout=layout, devices=devices).layout
+        found = plan(cut_source, scheme, engine="vllm-ascend", layout=layout, devices=devices).layout
         assert found is not None
         return found
 
@@ -205,9 +218,8 @@ def test_a_layout_that_cannot_be_split_so_does_not_fit() -> None:
     assert (on_two.fits, on_two.layout and on_two.layout.problems) == (True, {})
 
 
-def test_the_command_prints_a_layout_and_its_published_rate(tmp_path: Path) -> None:
-    path = r1_headers.write_headers(tmp_path / "r1", r1_headers.r1_config())
-    told = command("plan", str(path), "--scheme", "int8-a8w8c16", "--engine", "vllm-ascend", "--layout", "disaggregated-384")
+def test_the_command_prints_a_layout_and_its_published_rate(r1_source: Checkpoint) -> None:
+    told = command("plan", str(r1_source.path), "--scheme", "int8-a8w8c16", "--engine", "vllm-ascend", "--layout", "disaggregated-384")
     assert "published 1920 tokens/s a device" in told.err
     assert "fused: 2485 tokens/s (+29%)" in told.err
     assert "decode, 144 devices of 64 GiB" in told.out + told.err

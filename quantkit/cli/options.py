@@ -8,6 +8,9 @@ import typer
 from quantkit.assets import asset
 from quantkit.schemes import SCHEMES
 
+MOST_GUESSES = 128
+"""Of a step behind each answer: memory is kept for a row of each, and choosing how many takes the square of their number."""
+
 
 def scheme_names() -> list[str]:
     return list(SCHEMES)
@@ -63,7 +66,10 @@ Cache = Annotated[
     str | None, typer.Option(help="int8 or fp8: keys and values, or latents, are kept in 8 bits; in the model's 16 otherwise.")
 ]
 Drafts = Annotated[
-    int, typer.Option(min=0, help="Tokens a step that the MTP layer, or --draft's model, guesses at most; the answers stay the same.")
+    int,
+    typer.Option(
+        min=0, max=MOST_GUESSES, help="Tokens a step that the MTP layer, or --draft's model, guesses at most; the answers stay the same."
+    ),
 ]
 DraftHeld = Annotated[
     str | None, typer.Option("--draft", metavar="MODEL", help="A model that is to guess: every device holds it whole, and its cache.")
@@ -76,7 +82,8 @@ Draft = Annotated[
     ),
 ]
 PromptLookup = Annotated[
-    int, typer.Option(min=0, help="Tokens a step guessed from what prompt and answer said before; answers stay the same.")
+    int,
+    typer.Option(min=0, max=MOST_GUESSES, help="Tokens a step guessed from what prompt and answer said before; answers stay the same."),
 ]
 Tp = Annotated[int, typer.Option(min=1, help="Ranks that share the model, one per device; all are started here.")]
 Dp = Annotated[

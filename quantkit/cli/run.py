@@ -33,7 +33,7 @@ from quantkit.console import err, out, print_json
 from quantkit.errors import QuantkitError
 from quantkit.executor.server.tools.formats import NAMES as TOOL_PARSERS
 from quantkit.executor.server.tools.formats import named_format
-from quantkit.hub import find_model
+from quantkit.hub import find_model, plain_name
 from quantkit.whole_files import check_writable
 
 
@@ -225,7 +225,7 @@ def serve(
         log = console.tell if log_requests else None
         options = ServeOptions(host, port, api_key, max_queue, limits=limits, tool_parser=tool_parser, log=log)
         with closing(engine), _written(engine, count_experts):
-            run_server(engine, served_name or path.name, options, sockets)
+            run_server(engine, served_name or plain_name(model), options, sockets)
 
 
 def _sockets(host: str, port: int) -> AbstractContextManager[list[socket]]:
@@ -289,7 +289,8 @@ def deploy(
     addresses = [host.strip() for host in hosts.split(",")] if hosts else None
     machine: dict[str, Any] = {"boxes": boxes, "devices": known.count if known else given, "device": known and known.device}
     memory = None if known is None else known.memory_bytes / 2**30
-    planned = plan(path, engine, layout=layout, **machine, context=context, hosts=addresses, nic=nic, memory_gib=memory, guesses=mtp)
+    machine_of = {**machine, "hosts": addresses, "nic": nic, "memory_gib": memory}
+    planned = plan(path, engine, layout=layout, context=context, guesses=mtp, name=plain_name(model), **machine_of)
     told = planned.as_dict() | {"decoding": decoding(Checkpoint.open(path), find_topology(engine, name=layout, **machine), planned.memory)}
     if json_:
         print_json(told)

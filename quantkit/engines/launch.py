@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from ipaddress import ip_address
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -15,6 +16,8 @@ from quantkit.engines.layouts import Command, LaunchRecipe, Role, Topology, find
 from quantkit.engines.memory import Fit, check_split, fit
 from quantkit.engines.profiles import Device, find_engine
 from quantkit.errors import QuantkitError
+from quantkit.hub import plain_name
+from quantkit.listening import in_url
 from quantkit.models.architecture import longest_text
 from quantkit.models.stored import read_model
 
@@ -24,7 +27,7 @@ API_KEY = "QUANTKIT_API_KEY"
 """The variable that a script takes the servers' key from: a secret is not printed."""
 _NIC = re.compile(r"[=^]?[^/\s,\x00-\x1f\x7f]+(,[^/\s,\x00-\x1f\x7f]+)*")
 """One interface, by a name that Linux takes, or what NCCL takes for several: prefixes, names behind "=", all but those behind "^"."""
-_HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ def deploy(
     nic: str = "eth0",
     memory_gib: float | None = None,
     guesses: int = 0,
+    name: str | None = None,
 ) -> Deployment:
     """Commands for every box, and the memory of every role.
 
@@ -122,6 +126,7 @@ def deploy(
     hosts: addresses of the boxes, in order of the roles, where their servers listen; one box whose address is not given listens on
     loopback, and its engine finds its own interface. nic: the boxes' network interface.
     memory_gib: of one device, where it is not the recipe's. guesses: tokens that the MTP layer guesses a step.
+    name: what clients call the model, where it is not the directory's name.
     Raises QuantkitError for an engine, layout or number of hosts there is not.
     """
     recipe = find_recipe(engine, device)
@@ -144,10 +149,10 @@ def deploy(
     load = find_load(engine, checkpoint, recipe.device)
     common = {
         "model": str(path),
-        "name": path.name,
+        "name": name or plain_name(str(path)),
         "context": str(context),
         "nic": nic,
-        "first_host": hosts[0],
+        "first_host_in_url": in_url(hosts[0]),
         "listen": listen,
         "guesses": str(guesses),
         "drafted": str(guesses + 1),
@@ -190,10 +195,23 @@ def _check_hosts(hosts: Sequence[str], chosen: Topology) -> None:
     if len(hosts) != chosen.boxes:
         raise QuantkitError(f"{chosen.name} takes {chosen.boxes} boxes and {len(hosts)} hosts were given", "give one address a box")
     for number, host in enumerate(hosts):
-        if not _HOST.fullmatch(host):
+        if not _is_host(host):
             raise QuantkitError(f"{host!r} is no address of a box", "give a name or an IP address, without http:// and without a port")
+        if chosen.boxes > 1 and host in ("0.0.0.0", "::"):
+            raise QuantkitError(f"{host} is no address at which other boxes find one", "give the address that the box has in their network")
         if host in hosts[:number]:
             raise QuantkitError(f"{host} is given for two boxes", "give each box an address of its own")
+
+
+def _is_host(text: str) -> bool:
+    """An IP address, or a name: nothing that a command would take for an option."""
+    if ":" not in text and text.strip("0123456789."):
+        return _NAME.fullmatch(text) is not None
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 _ABOUT_KEYS = (
@@ -232,6 +250,7 @@ def _launches(
                 "listen": _fill(common["listen"], {"ip": host}),
                 "ip": host,
                 "head": hosts[0],
+                "head_in_url": in_url(hosts[0]),
                 "hosts": ",".join(hosts),
                 "box": str(box),
                 "boxes": str(role.boxes),

@@ -4,6 +4,9 @@ The protocol is that of vLLM's connectors NIXL and Mooncake. The first server co
 `kv_transfer_params`; the second gets the whole request with these, fetches the cache from the first, and answers the client. Source:
 vllm-project/vllm, tests/v1/kv_connector/nixl_integration/toy_proxy_server.py. Servers of a role take turns. One that cannot be reached is
 passed over, and one that stops while it answers ends the answer with an error that names it. What a client that goes had asked is dropped.
+
+A cache that is handed over is of one prompt, is given up once it was read, and holds no log-probabilities of the prompt. So a request with
+several prompts, or answers, or that asks for those goes to a server for decode alone, which computes the prompt itself.
 """
 
 import asyncio
@@ -125,11 +128,27 @@ def prefill_request(body: dict[str, Any]) -> dict[str, Any]:
     return kept | {"max_tokens": 1, "stream": False, "kv_transfer_params": REMOTE}
 
 
+def is_for_decode_alone(body: dict[str, Any]) -> bool:
+    """Whether one cache that is read once is not enough for the answer.
+
+    Of vLLM 0.22.1: it tells where the cache of the first prompt lies (entrypoints/openai/completion/serving.py); it reads a cache for every
+    answer, and frees it after the first (kv_connector/v1/nixl/worker.py); log-probabilities are of prompt tokens that it computes itself.
+    """
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    answers = any(body.get(name) not in (None, 1) for name in ("n", "best_of"))
+    of_the_prompt = body.get("prompt_logprobs") is not None or bool(body.get("echo"))
+    return several or answers or of_the_prompt or bool(body.get("use_beam_search"))
+
+
 def proxy(prefill: Sequence[str], decode: Sequence[str]) -> Starlette:
     """prefill, decode: addresses of servers, such as http://10.0.0.1:8100."""
     first, second = RoleServers("prefill", prefill), RoleServers("decode", decode)
 
     async def answer(path: str, body: dict[str, Any], headers: dict[str, str]) -> Response:
+        if is_for_decode_alone(body):
+            asked = {key: value for key, value in body.items() if key != "kv_transfer_params"}  # a cache is never the client's to name
+            return PassedOn(await second.ask(path, asked, headers))
         begun = await first.ask(path, prefill_request(body), headers)
         try:
             told = await _whole(begun)

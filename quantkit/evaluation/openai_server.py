@@ -30,6 +30,8 @@ class StreamError(Exception):
 
 FAULTS = (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, StreamError, TimeoutError)
 """What a request may raise."""
+GIVEN_UP = {"abort", "error", "cancelled"}
+"""Finish reasons of a reply that its server did not end."""
 
 
 class OpenAIServer:

@@ -41,6 +41,10 @@ def no_qkv_a(row: Parameter) -> bool:
     return row.role == "linear" and part_of(row) != "qkv_a"
 
 
+def kv_b(row: Parameter) -> bool:
+    return row.role == "kv_b" and not row.mtp
+
+
 def no_mtp(row: Parameter) -> bool:
     return row.role == "linear" and not row.mtp
 
@@ -166,6 +170,8 @@ def test_nothing_to_say_of_what_an_engine_loads(packed: Any, engine: str, format
         ("vllm", compressed_fp4.W4A4, W4A4, linear, "cpu", "no FP4 kernel"),
         ("chitu", modelopt.W4A4, W4A4, no_mtp, None, "16-bit activations"),
         ("sglang", compressed_fp4.W4A4, W4A4, linear, None, "does not take qkv_a quantized"),
+        ("sglang", compressed_int4.FORMAT, INT4_SYMMETRIC, kv_b, "cuda", "does not take kv_b quantized"),
+        ("sglang", modelopt.FORMAT, Fp4Grid(), kv_b, "cuda", "does not take kv_b quantized"),
     ],
 )
 def test_what_an_engine_refuses(packed: Any, engine: str, format: Any, grid: Any, quantizes: Any, device: Any, told: str) -> None:

@@ -40,6 +40,33 @@ def test_a_request_goes_to_one_of_each(dead: str) -> None:
         assert httpx.get(f"{url}/v1/models", headers=KEY).json() == {"data": []}
 
 
+@pytest.mark.parametrize(
+    ("asked", "alone"),
+    [
+        ({"prompt": ["a", "b"]}, True),
+        ({"prompt": [[1, 2], [3]]}, True),
+        ({"n": 2}, True),
+        ({"n": "2"}, True),
+        ({"best_of": 3}, True),
+        ({"use_beam_search": True}, True),
+        ({"prompt_logprobs": 0}, True),
+        ({"echo": True, "logprobs": 1}, True),
+        ({"prompt": ["a"]}, False),
+        ({"prompt": [1, 2]}, False),
+        ({"n": 1, "best_of": None, "echo": False, "prompt_logprobs": None}, False),
+    ],
+    ids=str,
+)
+def test_what_one_cache_is_not_enough_for_goes_to_decode_alone(asked: dict[str, Any], alone: bool) -> None:
+    with answering() as first, answering() as second, running([first.url], [second.url]) as url:
+        sent = ASKED | asked | {"kv_transfer_params": {"remote_block_ids": [9]}}
+        assert httpx.post(f"{url}/v1/completions", json=sent, headers=KEY).text.endswith("data: [DONE]\n\n")
+        assert len(first.asked) == (0 if alone else 1)
+        ((_, headers, body),) = second.asked
+    assert headers["Authorization"] == "Bearer k"
+    assert body == ASKED | asked | ({} if alone else {"kv_transfer_params": PLACE})
+
+
 def test_what_a_client_is_told_of_the_dead(dead: str) -> None:
     with answering() as alive:
         for role, prefill, decode in (("prefill", dead, alive.url), ("decode", alive.url, dead)):

@@ -1,6 +1,7 @@
 """What is kept is graded and compared again without a model or a server."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -33,16 +34,27 @@ def poorly(question: str, body: dict) -> Reply | str:
     return Reply("no", status=400) if question.startswith("19") else solve(question, body).replace("8}", "7}")
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> Path:
-    """Two finished runs, good and poor, of ten sums; the poor one's last problem has no reply."""
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two finished runs, good and poor, of ten sums; the poor one's last problem has no reply. Where they ran, and a copy."""
+    folder, kept = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("kept") / "runs"
     rows = [{"id": f"s{n}", "question": f"{n} + {n}", "answer": str(2 * n), "steps": n % 2 + 1} for n in range(10, 20)]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "sums.yaml").write_text(TASK)
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "sums.yaml").write_text(TASK)
     for name, answer in (("good", solve), ("poor", poorly)):
         with ReplayServer(answer, models=(name,)) as server:
-            run_evaluation(server.url, [str(tmp_path / "sums.yaml")], data_dir=tmp_path, out=tmp_path / name, repeats=2)
-    return tmp_path
+            run_evaluation(server.url, [str(folder / "sums.yaml")], data_dir=folder, out=folder / name, repeats=2)
+    shutil.copytree(folder, kept)
+    return folder, kept
+
+
+@pytest.fixture
+def runs(finished: tuple[Path, Path]) -> Path:
+    """The finished runs as they ended: a run remembers by their paths what it was of."""
+    folder, kept = finished
+    shutil.rmtree(folder)
+    shutil.copytree(kept, folder)
+    return folder
 
 
 def test_regrading_gives_the_same_grades_and_no_request(runs: Path) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_server import BROKEN, DONE, WHOLE, FaultyServer, Wire, chunk, event
+from commands import command
+from faulty_server import BROKEN, DONE, END, WHOLE, FaultyServer, Wire, chunk, event
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.results.published import published_speeds_of
@@ -262,8 +263,39 @@ def test_a_whole_reply_is_one_however_it_is_sent(name: str) -> None:
     """But one that is not streamed, of which it is not known when its tokens came, and one that is cut before its usage."""
     with FaultyServer(WHOLE[name]) as faulty:
         (times,) = EndpointTarget(faulty.url).run(Workload(4, 2, requests=1, concurrency=1))
-    assert times.error == ("the reply had no text" if name == "not streamed" else None)
+    assert times.error == ("the reply had no text that was streamed" if name == "not streamed" else None)
     assert times.prompt_tokens >= 0
+
+
+def test_pieces_that_nobody_counted_are_told() -> None:
+    """vLLM with an MTP layer sends two tokens in a piece; without a usage nothing says so."""
+    with FaultyServer(WHOLE["usage null"]) as faulty:
+        answer = command("bench", faulty.url, "--input-len", "4", "--concurrency", "1", "--output-len", "2", "--warmup", "0")
+        row = measure_grid(EndpointTarget(faulty.url), [4], [1], output_len=2, requests=3)[0]
+    assert (row.output_len, row.uncounted) == (2, 3)
+    assert "of 2 replies the server told no number of tokens" in " ".join(answer.err.split())
+    with FaultyServer(WHOLE["plain"]) as faulty:
+        assert measure_grid(EndpointTarget(faulty.url), [4], [1], output_len=2, requests=3)[0].uncounted == 0
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        ((), "the stream ended before the reply did"),
+        ((DONE,), "the stream ended before the reply did"),
+        ((chunk("", finish_reason="abort"), DONE), "the server gave the reply up (finish_reason 'abort')"),
+    ],
+)
+def test_a_reply_that_was_cut_is_no_reply(ending: tuple[bytes, ...], said: str) -> None:
+    """A server of HTTP/1.0 that dies in the middle closes the connection as it does at the end."""
+    count = itertools.count()
+
+    def second_is_cut(wire: Wire, body: dict) -> None:
+        wire.stream(chunk("a"), chunk("b"), *((END,) if next(count) != 1 else ending))
+
+    with FaultyServer(second_is_cut) as faulty:
+        times = list(EndpointTarget(faulty.url).run(Workload(4, 2, requests=3, concurrency=1)))
+    assert [one.error for one in times] == [None, said, None]
 
 
 def test_a_reply_without_an_end_is_left() -> None:

@@ -2,7 +2,6 @@
 
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from gluon_interpreter import Descriptor, Pointer, interpreted
 from quantkit_kernels import Prompts, Rotation, reference, triton
 from quantkit_kernels.samples import TOLERANCE, distance, grouped_attention
-from quantkit_kernels.triton import cards
 from quantkit_kernels.triton.attention import prefill, wgmma
 from torch import Tensor
 
@@ -33,10 +31,9 @@ class Launched:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The CPU takes itself for a Hopper card of its own; of every launch what is known when it is compiled."""
+    """The CPU takes itself for a Hopper card; of every launch what is known when it is compiled."""
     found: list[dict[str, Any]] = []
     monkeypatch.setattr(wgmma, "architecture", lambda device: "sm_90")
-    monkeypatch.setattr(wgmma, "exclusive", lambda device: True)
     monkeypatch.setattr(wgmma, "_kernel", lambda: Launched(found))
     monkeypatch.setattr(wgmma, "_tiles", lambda rows, tokens, columns: Descriptor(rows, (tokens, columns)))
     monkeypatch.setattr(prefill, "rope", reference.rope)
@@ -87,16 +84,10 @@ def test_latents_in_parts(seed: int, calls: list[dict[str, Any]], monkeypatch: p
     assert calls
 
 
-def test_prompts_that_the_kernel_does_not_take_are_the_other_ones(caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_that_the_kernel_does_not_take_are_the_other_ones() -> None:
     cpu = torch.device("cpu")
-    wgmma._tell_shared.cache_clear()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(wgmma, "architecture", lambda device: "sm_90")
-        for _ in range(2):
-            assert wgmma.wgmma_cut(cpu, 128, 64, 128, 0, 0) is None  # another process may compute there
-        assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert "EXCLUSIVE_PROCESS" in caplog.text
-        patched.setattr(wgmma, "exclusive", lambda device: True)
         assert wgmma.wgmma_cut(cpu, 128, 64, 128, 0, 0) == wgmma.WgmmaCut(128, 2, False)
         assert wgmma.wgmma_cut(cpu, 256, 0, 256, 64, 0) == wgmma.WgmmaCut(64, 2, True)
         assert wgmma.wgmma_cut(cpu, 64, 0, 64, 128, 0) == wgmma._NARROW
@@ -106,19 +97,3 @@ def test_prompts_that_the_kernel_does_not_take_are_the_other_ones(caplog: pytest
         for other in ("sm_80", "sm_100", "sm_120", "gfx942"):
             patched.setattr(wgmma, "architecture", lambda device, other=other: other)
             assert wgmma.wgmma_cut(cpu, 128, 0, 128, 64, 0) is None
-
-
-@pytest.mark.parametrize(("code", "mode", "alone"), [(0, 3, True), (0, 0, False), (0, 2, False), (1, 3, False)])
-def test_the_driver_says_whether_a_card_is_ones_own(code: int, mode: int, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-
-    def attribute(to: Any, number: int, device: int) -> int:
-        to._obj.value = mode
-        asked.append((number, device))
-        return code
-
-    driver = SimpleNamespace(cuInit=lambda flags: 0, cuDeviceGetAttribute=attribute)
-    monkeypatch.setattr(cards.ctypes, "CDLL", lambda name: driver)
-    assert cards.exclusive.__wrapped__(torch.device("cuda", 1)) == alone
-    assert asked == [(20, 1)]
-    assert not cards.exclusive.__wrapped__(torch.device("cpu"))

@@ -4,7 +4,6 @@ tables/ARCHITECTURE.json holds what `quantkit kernels --tune` measured on a card
 What it measured on this machine counts for cards of the same name only: an H100 and an H200 are of one class, and may share a home folder.
 """
 
-import ctypes
 import functools
 import json
 import logging
@@ -59,21 +58,6 @@ def multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":
         return _INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-_COMPUTE_MODE, _EXCLUSIVE_PROCESS = 20, 3
-"""CU_DEVICE_ATTRIBUTE_COMPUTE_MODE of the driver's interface, and its value for a card that one process alone may compute on."""
-
-
-@functools.cache
-def exclusive(device: torch.device) -> bool:
-    """Whether the driver lets no other process compute on the card (`nvidia-smi --compute-mode EXCLUSIVE_PROCESS`)."""
-    if device.type != "cuda" or torch.version.hip:
-        return False
-    mode, index = ctypes.c_int(), torch.cuda.current_device() if device.index is None else device.index
-    driver = ctypes.CDLL("libcuda.so.1")
-    found = driver.cuInit(0) or driver.cuDeviceGetAttribute(ctypes.byref(mode), _COMPUTE_MODE, index)
-    return found == 0 and mode.value == _EXCLUSIVE_PROCESS
 
 
 OVERLAPPED: tuple[str, ...] = ("sm_90",)

@@ -4,12 +4,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quantkit.evaluation.generators.generator import ModelReply
-from quantkit.evaluation.openai_server import StreamError
+from quantkit.evaluation.openai_server import GIVEN_UP, StreamError
 
 LARGEST_REPLY = 64 * 2**20  # characters; more is a server that does not stop
 _STOPPED = {"stop", "eos", "eos_token", "end_turn", "stop_sequence", "tool_calls", "function_call"}
 _CUT = {"length", "max_tokens", "model_length"}
-_FAILED = {"abort", "error", "cancelled"}
 
 
 @dataclass
@@ -70,7 +69,7 @@ class ReplyReader:
         """stop, length, content_filter, or the server's own word where it is none of them."""
         if self.finish_reason is None:
             raise StreamError("the stream ended without a finish reason")
-        if self.finish_reason in _FAILED:
+        if self.finish_reason in GIVEN_UP:
             raise StreamError(f"the server gave the reply up (finish_reason {self.finish_reason!r})")
         return "stop" if self.finish_reason in _STOPPED else "length" if self.finish_reason in _CUT else self.finish_reason
 

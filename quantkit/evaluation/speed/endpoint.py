@@ -1,7 +1,8 @@
 """Requests to an OpenAI-compatible server, streamed, so that the first token's time is seen.
 
 Prompts are random words, others in every run: a server may keep what it computed of the last one's. A tokenizer, where one is given,
-cuts them to the exact length. Token counts come from the server's `usage`.
+cuts them to the exact length. Token counts come from the server's `usage`; of a reply without one, pieces are counted, and the row says so.
+A reply that neither ends with a reason nor has a usage was cut, and failed.
 Only a chunk that carries output (text or reasoning) counts as a token's arrival: role-only first chunks come before any computation.
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from quantkit.evaluation.openai_server import FAULTS, OpenAIServer, StreamError, fault
+from quantkit.evaluation.openai_server import FAULTS, GIVEN_UP, OpenAIServer, StreamError, fault
 from quantkit.evaluation.speed.measure import RequestTimes, now
 from quantkit.evaluation.speed.workload import Workload
 
@@ -79,24 +80,31 @@ class EndpointTarget:
         }
         moments: list[float] = []
         usage: dict[str, Any] = {}
+        ended = ""
         most = _PIECES_A_TOKEN * work.output_len + _PIECES
         try:
             async with aclosing(self.server.stream(client, "/chat/completions", body)) as events:
                 async for event in events:
                     usage = event.get("usage") or usage
+                    ended = _finish_reason(event) or ended
                     if _has_output(event):
                         moments.append(now())
                     if len(moments) > most:
                         raise StreamError(
                             f"the reply does not end: it has more than {most} pieces, and {work.output_len} tokens were asked for"
                         )
-            prompt_tokens, output_tokens = _count(usage, "prompt_tokens") or 0, _count(usage, "completion_tokens") or len(moments)
+            if ended in GIVEN_UP or not (ended or usage):
+                raise StreamError(
+                    f"the server gave the reply up (finish_reason {ended!r})" if ended else "the stream ended before the reply did"
+                )
+            prompt_tokens, counted = _count(usage, "prompt_tokens") or 0, _count(usage, "completion_tokens")
         except (*FAULTS, AttributeError, TypeError) as error:  # the last two: JSON of another shape than a reply's
             return RequestTimes(sent, 0, 0, 0, 0, fault(error))
         if not moments:
-            return RequestTimes(sent, 0, 0, 0, 0, "the reply had no text")
+            return RequestTimes(sent, 0, 0, 0, 0, "the reply had no text that was streamed")
         gaps = tuple(after - before for before, after in itertools.pairwise(moments))
-        return RequestTimes(sent, moments[0], moments[-1], prompt_tokens, output_tokens, gaps=gaps)
+        output_tokens = counted or len(moments)
+        return RequestTimes(sent, moments[0], moments[-1], prompt_tokens, output_tokens, gaps=gaps, counted=bool(counted))
 
 
 def _count(usage: dict[str, Any], name: str) -> int | None:
@@ -111,3 +119,9 @@ def _count(usage: dict[str, Any], name: str) -> int | None:
 
 def _has_output(event: dict[str, Any]) -> bool:
     return any((choice.get("delta") or {}).get(name) for choice in event.get("choices") or [] for name in _OUTPUT_FIELDS)
+
+
+def _finish_reason(event: dict[str, Any]) -> str:
+    """In small letters; empty where the event has none, or the word null."""
+    said = next((str(reason).lower() for choice in event.get("choices") or [] if (reason := choice.get("finish_reason"))), "")
+    return "" if said == "null" else said

@@ -26,7 +26,8 @@ LIMITS = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "latency"}
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """One finished request. Seconds on one clock; `error` is set, and the rest meaningless, where it failed. gaps: between its pieces."""
+    """One finished request. Seconds on one clock; `error` is set, and the rest meaningless, where it failed. gaps: between its pieces.
+    counted: whether output_tokens is a count of tokens; otherwise it is one of pieces, which may hold several."""
 
     sent: float
     first_token: float
@@ -35,6 +36,7 @@ class RequestTimes:
     output_tokens: int
     error: str | None = None
     gaps: tuple[float, ...] = ()
+    counted: bool = True
 
     @property
     def latency_s(self) -> float:
@@ -63,6 +65,7 @@ class SpeedRow:
 
     `left_out`: percentiles that its requests are too few for; the p-th takes 100 / (100 - p) of them, else it is their maximum.
     `offered_rate`: requests/s that were sent, None where `concurrency` users each waited for their reply. `goodput`: None without limits.
+    `uncounted`: replies whose server told no number of tokens, so that every piece counts as one.
     """
 
     input_len: int
@@ -83,6 +86,7 @@ class SpeedRow:
     offered_rate: float | None = None
     goodput: float | None = None
     left_out: list[str] = field(default_factory=list)
+    uncounted: int = 0
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)
@@ -187,6 +191,7 @@ def summarize(
         rate,
         sum(one.meets(limits) for one in good) / wall if limits else None,
         left_out,
+        sum(not one.counted for one in good),
     )
 
 

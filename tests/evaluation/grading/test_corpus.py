@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from answer_styles import TASKS, Style, styles
@@ -29,19 +30,20 @@ def _each_program_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sandbox, name, functools.cache(getattr(sandbox, name)))
 
 
-def agrees(style: Style, judge: MathJudge) -> bool:
-    task = find_task(style.task)
-    grader = find_grader(find_setting(task, "r1").grader)
-    fields = map_fields(task, style.row, 0)
-    return grade(grader, Problem("p", fields, grader.gold(fields)), ModelReply(0, style.reply), False, judge).correct is style.right
-
-
 @pytest.mark.usefixtures("_each_program_once")
-@pytest.mark.parametrize("task", TASKS)
-def test_the_reader_is_agreed_with(task: str, judge: MathJudge) -> None:
-    differing = [style for style in styles(task) if not agrees(style, judge)]
-    count = len(styles(task))
-    print(f"{task}: {count - len(differing)} of {count}")
+@pytest.mark.parametrize("name", TASKS)
+def test_the_reader_is_agreed_with(name: str, judge: MathJudge) -> None:
+    task = find_task(name)
+    grader = find_grader(find_setting(task, "r1").grader)
+
+    def agrees(style: Style) -> bool:
+        fields = map_fields(task, style.row, 0)
+        return grade(grader, Problem("p", fields, grader.gold(fields)), ModelReply(0, style.reply), False, judge).correct is style.right
+
+    with ThreadPoolExecutor(sandbox.workers() if grader.runs_code else 1) as pool:  # as an evaluation grades
+        differing = [style for style, right in zip(styles(name), pool.map(agrees, styles(name))) if not right]
+    count = len(styles(name))
+    print(f"{name}: {count - len(differing)} of {count}")
     shown = "\n".join(f"{'right' if style.right else 'wrong'}: {style.reply!r}" for style in differing)
     assert len(differing) <= 0.005 * count, shown
 

@@ -1,16 +1,13 @@
-"""A launch of wgmma_kernel.py, for what it takes: keys in pages of 64 tokens or a multiple, or row by row; on a card of one's own."""
+"""A launch of wgmma_kernel.py, for what it takes: keys in pages of 64 tokens or a multiple, or row by row."""
 
 import functools
-import logging
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantkit_kernels.prompts import Prompts
-from quantkit_kernels.triton.cards import architecture, exclusive, multiprocessors, shared_bytes
-
-_log = logging.getLogger(__name__)
+from quantkit_kernels.triton.cards import architecture, multiprocessors, shared_bytes
 
 _BOX = 64
 """Tokens of a page that are copied at once."""
@@ -42,29 +39,13 @@ _NARROW = WgmmaCut(128, 2, False)
 
 def wgmma_cut(device: torch.device, width: int, rotary: int, value: int, page: int, window: int) -> WgmmaCut | None:
     """What was fastest on an H200, for keys of `width` and `rotary` numbers and values of `value`, padded to powers of two; None: the
-    launch is prefill_kernel.py's. page: tokens of a page, or 0. window: as of `gqa_prefill`.
-
-    Only where no other process may compute on the card: when one did, this kernel never ended, on an H200 with Triton 3.6, and no other of
-    ours hung. Its partitions take registers from one another and give them back in every program, as none of the others do; whether that
-    is why was not found out.
-    """
+    launch is prefill_kernel.py's. page: tokens of a page, or 0. window: as of `gqa_prefill`."""
     if architecture(device) != "sm_90" or page % _BOX or 0 < window < _LEAST_WINDOW:
-        return None
-    if not exclusive(device):
-        _tell_shared()
         return None
     if max(width + rotary, value) <= 64:
         return _NARROW
     room = shared_bytes("sm_90") - _BARRIERS
     return next((cut for cut in _CUTS if _tile_bytes(cut, width + rotary, value) <= room), None)
-
-
-@functools.cache
-def _tell_shared() -> None:
-    _log.warning(
-        "prompts attend by the kernel for cards that processes share; long prompts are faster on a card of one process alone: "
-        "nvidia-smi --compute-mode EXCLUSIVE_PROCESS"
-    )
 
 
 def _tile_bytes(cut: WgmmaCut, key: int, value: int) -> int:

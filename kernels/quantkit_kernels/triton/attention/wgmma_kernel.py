@@ -256,15 +256,20 @@ def attend_prompts(
         v_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        turns = k_there
         for i in gl.static_range(STAGES):
             mbarrier.init(k_there.index(i), count=1)
             mbarrier.init(v_there.index(i), count=1)
             mbarrier.init(k_free.index(i), count=2)
             mbarrier.init(v_free.index(i), count=2)
-        mbarrier.init(turns.index(0), count=1)
-        mbarrier.init(turns.index(1), count=1)
-        mbarrier.arrive(turns.index(0), count=1)
+        # Only where partitions take turns: the memory of barriers that nobody waits for goes to the arguments of partitions, and where
+        # another process computed on the card a partition read a barrier's first value there in place of how many keys it sees.
+        if TURNS:
+            turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+            mbarrier.init(turns.index(0), count=1)
+            mbarrier.init(turns.index(1), count=1)
+            mbarrier.arrive(turns.index(0), count=1)
+        fence_async_shared()  # TMA sees the barriers
         places = (ks, pes, vs)
         barriers = (k_there, k_free, v_there, v_free)
         past = gl.load(seq_lens + sequence) - new
