@@ -8,6 +8,9 @@ import torch
 from quantkit.errors import QuantkitError
 from quantkit.executor.sampling import SamplingParams
 
+MAX_GUESSES = 256
+"""Each is a row more of an answer's step, and how many pay is chosen among all."""
+
 
 def check_request(prompt: list[int], params: SamplingParams, context: int, vocab: int) -> None:
     """Raises QuantkitError where a prompt has no place in a context of so many tokens, or something is no token of the vocabulary."""
@@ -27,6 +30,13 @@ def check_eos(eos_ids: Iterable[object], vocab: int, path: Path) -> None:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
             said = f"{path}: eos_token_id {token!r:.100} is no token of the model, which has {vocab}"
             raise QuantkitError(said, "correct generation_config.json, config.json or tokenizer_config.json")
+
+
+def check_guesses(drafts: int, looked_up: int) -> None:
+    """Of a step, by each source."""
+    for count in (drafts, looked_up):
+        if not 0 <= count <= MAX_GUESSES:
+            raise QuantkitError(f"{count} guesses a step are asked for", f"use 0 to {MAX_GUESSES}")
 
 
 def check_usable(device: torch.device, fault: Exception, *, alone: bool) -> None:

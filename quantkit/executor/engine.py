@@ -23,7 +23,7 @@ from quantkit.devices import Fetched
 from quantkit.executor.ahead import capture_ahead
 from quantkit.executor.budget import measure
 from quantkit.executor.cache import CachePlan
-from quantkit.executor.checks import check_eos, check_request, check_usable
+from quantkit.executor.checks import check_eos, check_guesses, check_request, check_usable
 from quantkit.executor.chooser import Chooser
 from quantkit.executor.draft_load import check_draft, load_draft, make_drafter
 from quantkit.executor.eagle_head import LoadedHead
@@ -157,6 +157,7 @@ class Engine:
     def open(cls, options: EngineOptions, tell: Callable[[str], None] = lambda text: None) -> "Engine":
         """As `load`. tell: takes a line for every stage that is behind it."""
         path, began = options.model_path, time.perf_counter()
+        check_guesses(options.num_drafts, options.num_looked_up)
         tokenizer = ChatTokenizer(path)
         check_defaults(tokenizer.sampling_defaults, path / "generation_config.json")
         if options.draft is not None:

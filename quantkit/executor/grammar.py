@@ -12,6 +12,7 @@ import functools
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ class Grammars:
             self._matchers.move_to_end(grammar)
             if len(self._matchers) > _KEPT:
                 self._matchers.popitem(last=False)
-        return Guide(matcher.deep_copy(), self._vocab_size, after)
+        return Guide(matcher.deep_copy(), self._vocab_size, after, self._eos_ids)
 
     def _compiled(self, grammar: str) -> Any:
         library = _library()
@@ -100,10 +101,11 @@ class Grammars:
 
 
 class Guide:
-    """What one answer may go on with. after: the token behind which the grammar begins; until then everything may come."""
+    """What one answer may go on with. after: the token behind which the grammar begins; until then everything may come but `eos_ids`, for
+    an answer that ended there would not match."""
 
-    def __init__(self, matcher: Any, vocab_size: int, after: int | None) -> None:
-        self._matcher, self._vocab_size, self._after = matcher, vocab_size, after
+    def __init__(self, matcher: Any, vocab_size: int, after: int | None, eos_ids: Sequence[int]) -> None:
+        self._matcher, self._vocab_size, self._after, self._eos_ids = matcher, vocab_size, after, eos_ids
 
     @property
     def words(self) -> int:
@@ -120,9 +122,11 @@ class Guide:
         nothing is chosen any more. Raises QuantkitError where no token can follow.
         """
         if self._after is not None:
-            if self._after not in drafts:
+            begun = drafts.index(self._after) + 1 if self._after in drafts else 1 + len(drafts)
+            for token in self._eos_ids:
+                bits.view(np.uint32)[first : first + begun, token >> 5] &= np.uint32(0xFFFFFFFF ^ 1 << (token & 31))
+            if begun > len(drafts):
                 return
-            begun = drafts.index(self._after) + 1
             first, drafts = first + begun, drafts[begun:]
         where = (bits.ctypes.data, bits.shape[1] * 4, len(bits))
         if drafts:

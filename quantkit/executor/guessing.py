@@ -48,9 +48,12 @@ class Rates:
 
     right: list[float] = field(default_factory=list)
     seen: list[float] = field(default_factory=list)
+    _sums: list[float] = field(default_factory=list)
+    """What `expected` has found since the last guess."""
 
     def add(self, count: int, kept: int) -> None:
         """Of `count` guesses in a row the first `kept` were right."""
+        self._sums = []
         self.right += [0.0] * (count - len(self.right))
         self.seen += [0.0] * (count - len(self.seen))
         for place in range(min(kept + 1, count)):
@@ -59,13 +62,19 @@ class Rates:
 
     def expected(self, count: int) -> float:
         """Right guesses of `count` in a row."""
-        total, chance, rate = 0.0, 1.0, _PRIOR_RATE
-        for place in range(count):
+        if count >= len(self._sums):  # twice as many: who asks for this one asks for the next
+            self._sums = self._summed(2 * count)
+        return self._sums[count]
+
+    def _summed(self, most: int) -> list[float]:
+        """Of 0, 1, .. `most` in a row."""
+        sums, chance, rate = [0.0], 1.0, _PRIOR_RATE
+        for place in range(most):
             if place < len(self.seen):
                 rate = (self.right[place] + rate * _PRIOR_WEIGHT) / (self.seen[place] + _PRIOR_WEIGHT)
             chance *= rate
-            total += chance
-        return total
+            sums.append(sums[-1] + chance)
+        return sums
 
 
 class Costs:

@@ -125,11 +125,33 @@ def test_a_grammar_that_begins_behind_a_token(engine: Engine) -> None:
     assert done.text.endswith("ok!")
     guide = engine.grammars.guide(grammar.regex("ab"), begin)
     a, b = (engine.tokenizer.encode(one)[0] for one in "ab")
-    assert allowed(guide, [a, begin, a, a, b]) == [None, None, [a], [b], None, None]
-    assert allowed(guide, []) == [None], "looking ahead changed something"
+    early = sorted({*range(320)} - engine.tokenizer.eos_ids)  # an answer does not end before its grammar begins
+    assert len(early) < 320
+    assert allowed(guide, [a, begin, a, a, b]) == [early, early, [a], [b], None, None]
+    assert allowed(guide, [a, a]) == [early] * 3
+    assert allowed(guide, []) == [early], "looking ahead changed something"
     guide.advance(begin)
     assert allowed(guide, []) == [[a]]
     assert allowed(guide, [a, b])[:2] == [[a], [b]]
+
+
+def test_the_last_token_of_a_word_of_a_mask_can_end_answers(engine: Engine) -> None:
+    matcher = engine.grammars.guide(grammar.regex("ab"), None)._matcher
+    assert allowed(grammar.Guide(matcher, 320, 5, [31, 319]), []) == [[*range(31), *range(32, 319)]]
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_thinking_is_closed_before_an_answer_that_is_held_ends(tiny_checkpoint: Path, drafts: int) -> None:
+    """A model whose next token is most often one that ends the answer, by the request's own bias."""
+    engine = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=256, num_drafts=drafts)
+    end, eos = engine.tokenizer.end_think, next(iter(engine.tokenizer.eos_ids))
+    assert end is not None
+    bias = ((eos, 100.0), (end, 20.0))
+    params = SamplingParams(max_new_tokens=40, temperature=0.0, grammar=grammar.regex("ok!"), grammar_after=end, logit_bias=bias)
+    (done,) = engine.generate([PROMPTS[0]], params)
+    assert done.text.endswith("ok!")
+    assert done.finish_reason == "stop"
+    assert end in done.token_ids
 
 
 def allowed(guide: grammar.Guide, drafts: list[int]) -> list[list[int] | None]:

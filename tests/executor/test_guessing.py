@@ -1,5 +1,6 @@
 """How many tokens are guessed is chosen by what guesses brought and steps cost; where they come from changes no token."""
 
+import itertools
 import json
 import random
 from collections import Counter
@@ -13,6 +14,8 @@ import pytest
 import torch
 from running_server import load
 
+from quantkit.errors import QuantkitError
+from quantkit.executor.checks import MAX_GUESSES
 from quantkit.executor.engine import Engine
 from quantkit.executor.graphs import DecodeSteps
 from quantkit.executor.guessing import COMPUTED, LOOKUP, Costs, Guessing, Rates
@@ -357,3 +360,25 @@ def test_the_other_ranks_guess_as_many() -> None:
     )
     follow(follower)  # type: ignore[arg-type]
     assert called == [(2, 5), "step"]
+
+
+@pytest.mark.parametrize("asked", [{"num_drafts": 257}, {"num_looked_up": 100_000}, {"num_looked_up": -1}])
+def test_guesses_that_no_step_can_check_are_refused(asked: dict[str, int]) -> None:
+    (count,) = asked.values()
+    with pytest.raises(QuantkitError, match=f"^{count} guesses a step are asked for; use 0 to {MAX_GUESSES}$"):
+        Engine.load(find_model("tiny-r1"), **asked)  # type: ignore[arg-type]
+
+
+def test_rates_are_summed_once_for_all_numbers_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice looks at each number that may be looked up."""
+    summed, places = Rates._summed, []
+    monkeypatch.setattr(Rates, "_summed", lambda self, most: places.append(most) or summed(self, most))
+    rates = Rates()
+    rates.add(4, 2)
+    found = [rates.expected(count) for count in range(MAX_GUESSES + 1)]
+    assert sum(places) <= 4 * MAX_GUESSES
+    assert found[0] == 0 < found[1]
+    steps = [after - before for before, after in itertools.pairwise(found)]
+    assert all(later <= sooner for sooner, later in itertools.pairwise(steps))
+    rates.add(4, 4)
+    assert rates.expected(3) > found[3]
