@@ -193,11 +193,14 @@ def plan(
     over it. devices: "8x64GiB", as without, tensor parallel over all of them, or "8x910B1" for predicted decoding times as well. Raises
     QuantkitError where quantize() would refuse the source. redundant: copies of routed experts in each layer, all of which then
     lie whole on devices. tokens: of the calibration text, for the time; as many as the recipe takes at most otherwise.
-    cache: int8 or fp8 counts one of 8 bits, as quantkit has it; the scheme's otherwise. dp: the number of devices, where each is to have
-    requests of its own, a part of the routed experts, and everything else whole. draft: a draft model, which every device holds whole,
-    and keeps a cache for. layout: of the engine, by name, as `deploy` has it; `devices` are those of one of its machines then.
+    cache: int8 or fp8 counts one of 8 bits, as quantkit has it; the scheme's otherwise, and in a layout. dp: the number of devices, where
+    each is to have requests of its own, a part of the routed experts, and everything else whole. draft: a draft model, which every device
+    holds whole, and keeps a cache for. layout: of the engine, by name, as `deploy` has it; `devices` are those of one of its machines.
     """
     check_wanted(sensitivities, mixture)
+    if layout is not None and cache is not None:
+        remedy = "leave out --cache; --scheme int8-a8w8c8 has steps of a cache in 8 bits, which roles that keep one read"
+        raise QuantkitError("--cache does not go with --layout: a layout's engine decides how its roles keep tokens", remedy)
     settings = (recipe or load_recipe(scheme.name)).with_given(samples=samples, seq_len=seq_len)
     request = read_request(scheme, format, engine, settings, mixture)
     target = devices if isinstance(devices, Devices) else read_devices(STANDARD_DEVICES if devices is None else devices)

@@ -182,6 +182,8 @@ def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(r1_sourc
     assert copies.memory["server"].weight_bytes > found.memory["server"].weight_bytes
     with pytest.raises(QuantkitError, match="layout 'four-boxes' is of no engine; give --engine"):
         plan(cut_source, scheme, layout="four-boxes")
+    with pytest.raises(QuantkitError, match="--cache does not go with --layout"):
+        plan(cut_source, scheme, engine="vllm-ascend", layout="four-boxes", cache="int8")
     with pytest.raises(QuantkitError, match="vllm-ascend has no layout none; its layouts"):
         plan(cut_source, scheme, engine="vllm-ascend", layout="none")
 

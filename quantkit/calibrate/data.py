@@ -81,7 +81,10 @@ def load_sequences(source: str | None, encoder: Encoder, *, samples: int, held_o
         forms = tuple(sorted(counted, key=lambda form: (-counted[form], form)))
     found = drawn.sequences
     if len(found) < 2:
-        raise QuantkitError(f"calibration data {place} gives {len(found)} sequences", "give at least two, better some hundred")
+        empty = f": {drawn.empty} of its {drawn.records} records hold no two tokens" if drawn.empty else ""
+        raise QuantkitError(
+            f"calibration data {place} gives {len(found) or 'no'} sequence{empty}", "give at least two, better some hundred"
+        )
     kept = len(found)
     judged = max(1, min(held_out, kept * held_out // wanted if kept < wanted else held_out)) if held_out else 0
     fitted, judges = found[: kept - judged], found[kept - judged :]

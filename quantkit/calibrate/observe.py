@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quantkit.calibrate.drift import Drift, DriftSum
-from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
+from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, TokenBatch
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.routing import Recorder, Routed
+from quantkit.calibrate.shared_runs import SharedRuns
 from quantkit.calibrate.statistics import InputStatistics, Observer
 from quantkit.calibrate.sublayer import Sublayer
 
@@ -51,24 +52,31 @@ def observe(
     left as they are."""
     observer, recorder = Observer(HELD_OUT_ROWS, ranks), Recorder(len(states.quantized.hidden) + len(states.original.hidden))
     asked, total = Recorder(states.quantized.fitted), DriftSum(HELD_OUT_ROWS, ranks)
+    # Every rank is to know what all tokens ask of the experts: where there are any, all run through all.
+    runs = SharedRuns(ranks if sublayer.experts is None else Ranks(), states.quantized.hidden.device)
 
     def see(module: str, x: Tensor) -> None:
         observer(module, x)
         if original is not None and not observer.held_out:
             total.hear(module, x)
 
-    weights = LayerWeights(tensors, recorder, see, unread=sublayer.ends)
-    block, beside = sublayer.build(weights), LayerWeights(tensors, asked, total.compare, unread=sublayer.ends)
+    weights = LayerWeights(tensors, recorder, runs.heard_by(see), unread=sublayer.ends)
+    block, beside = sublayer.build(weights), LayerWeights(tensors, asked, runs.heard_by(total.compare), unread=sublayer.ends)
     source = None if original is None else sublayer.build(beside)
-    for batch in states.quantized.batches():
+
+    def begin(batch: TokenBatch) -> None:
         observer.held_out = batch.held_out
+
+    def run(batch: TokenBatch) -> None:
         sublayer.run(block, states.quantized.hidden[batch.part], batch.lengths)
         if original is not None and source is not None and not batch.held_out:
             sublayer.run(source, original.hidden[batch.part], batch.lengths)
+
+    runs.over(states.quantized.batches(), run, begin)
     if recorder.asked or original is not None:  # which experts the original path chooses, and what its linears read
-        block = sublayer.build(LayerWeights(tensors, recorder, None if original is None else total.keep, unread=sublayer.ends))
-        for batch in states.original.batches():
-            sublayer.run(block, states.original.hidden[batch.part], batch.lengths)
+        keep = None if original is None else runs.heard_by(total.keep)
+        last = sublayer.build(LayerWeights(tensors, recorder, keep, unread=sublayer.ends))
+        runs.over(states.original.batches(), lambda batch: sublayer.run(last, states.original.hidden[batch.part], batch.lengths), begin)
     routed = recorder.routed(states.quantized.fitted, len(states.quantized.hidden))
     if routed is not None:
         _observe_experts_input(sublayer, routed, states, observer, None if original is None else (total, asked))

@@ -2,13 +2,15 @@
 
 Every rank walks the whole model, so all hold the same hidden states. The routed experts, nearly all of the work, are divided: each rank
 reads, solves and writes its batches, and runs their experts for everybody. What they add to the hidden states goes to all ranks, over the
-devices' own library, and is added in the order of the experts. So are panels of Hessians (statistics.py), and the batches of tokens that
-run through a rounded sublayer without experts. A batch or a panel is the same whoever computes it, so the files are those of one process.
+devices' own library, and is added in the order of the experts. So are panels of Hessians (statistics.py), batches of tokens that run
+through a sublayer without experts (shared_runs.py), and linears of one input whose errors are weighed on both sides (solver.py). A batch,
+a panel or a linear is the same whoever computes it, so the files are those of one process.
 """
 
 import os
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -65,6 +67,17 @@ class Ranks:
                 self._group = dist.new_group(backend={"cuda": "nccl", "npu": "hccl"}[values.device.type], timeout=_PATIENCE)
             dist.broadcast(values, source, group=self._group)
         return values
+
+    def tell(self, text: str, source: int) -> str:
+        """What rank `source` says, on every rank."""
+        if self.size == 1:
+            return text
+        values = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        length = torch.tensor([len(values)])
+        dist.broadcast(length, source)
+        values = values if self.rank == source else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(values, source)
+        return bytes(values.tolist()).decode()
 
     def wait(self) -> None:
         """For all ranks to come here."""

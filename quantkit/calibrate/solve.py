@@ -52,17 +52,23 @@ def solve_sublayer(
             scaled, seen = replace(scaled, inputs=scaled.inputs | observe_ends(scaled, folded, weights, states, ranks, original)), True
         own = [rows[module] for module in modules if module in sublayer.quantized]
         for solver, alike in sublayer.solvers.alike([row.module for row in own]).items():
-            linears |= _solve_site(scaled, first, [rows[module] for module in alike], folded, solver, costs)
+            linears |= _solve_site(scaled, first, [rows[module] for module in alike], folded, solver, costs, ranks)
     changed = [row for row in sublayer.rows if row.module not in sublayer.quantized and scaled.folding.changes(row.name)]
     return SolvedSublayer(linears, {row.name: folded[row.name].to(sublayer.stored[row.name]) for row in changed})
 
 
 def _solve_site(
-    scaled: Scaled, first: str, rows: list[Parameter], folded: FoldedTensors, solver: Solver, costs: Mapping[str, Curvature]
+    scaled: Scaled,
+    first: str,
+    rows: list[Parameter],
+    folded: FoldedTensors,
+    solver: Solver,
+    costs: Mapping[str, Curvature],
+    ranks: Ranks,
 ) -> dict[str, Rounded]:
     """The linears of one input that are on one grid."""
     read = scaled.inputs[first]
     weights = {row.module: read.aimed(folded[row.name]) for row in rows}
     fused = {row.module: row.fused for row in rows if row.fused}
-    solved = solver.solve_stack(weights, fused, read.curvature, read.sample, costs)
+    solved = solver.solve_stack(weights, fused, read.curvature, read.sample, costs, ranks)
     return {module: solver.reading_under(one, read.largest).rounded for module, one in solved.items()}

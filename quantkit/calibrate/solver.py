@@ -7,17 +7,19 @@ Where it is known what an error in each output costs, rows make up for rows too,
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quantkit.calibrate.batches import PIECE_VALUES
+from quantkit.calibrate.ranks import Ranks
 from quantkit.models.reading import Reading
 from quantkit.quant.compensation import compensate
 from quantkit.quant.descent import Descent
 from quantkit.quant.fp4 import global_scale, input_divisor
 from quantkit.quant.gptq import Curvature, scaled_losses
-from quantkit.quant.rounding import Fp4Rounder, IntRounder, Mxfp4Rounder, Rounder, RoundingStep, round_to_nearest
+from quantkit.quant.rounding import Fp4Rounder, IntRounder, Mxfp4Rounder, Rounder, RoundingStep, fit_steps, round_to_nearest
 from quantkit.quant.tensor_cores import tensor_core_products
 from quantkit.quant.two_sided import compensate_both, judged_outputs
 from quantkit.quant.weights import Fp4Weight, RoundedWeight, Weight
@@ -25,6 +27,7 @@ from quantkit.recipe import Recipe
 from quantkit.schemes import Fp4Grid, Grid, IntGrid, Method, Mxfp4Grid
 
 NO_COSTS: Mapping[str, Curvature] = {}
+NOTHING_SOLVED: Mapping[str, tuple[Tensor, RoundingStep]] = {}
 JUDGED_OUTPUTS = 512
 """Directions of a linear's outputs that its error is judged in, where their cost is known."""
 FP4_NEIGHBOURS = (0, -1, 1, -2, 2, 3, 4)
@@ -131,28 +134,49 @@ class Solver:
         curvature: Curvature,
         sample: Tensor,
         outputs: Mapping[str, Curvature] = NO_COSTS,
+        ranks: Ranks | None = None,
     ) -> dict[str, Solved]:
         """Linears [N_i, K] that read one input. fused: module -> name shared by siblings with one FP4 global scale; sample [S, K];
-        outputs: what an error in the outputs of a linear costs, see `compensate_both`, where it is known and the recipe compensates."""
+        outputs: what an error in the outputs of a linear costs, see `compensate_both`, where it is known and the recipe compensates;
+        ranks: who share these linears out, and all get the same."""
         amax = self._amax(weights, fused)
         told = {module: w for module, w in weights.items() if module in outputs}
         others = {module: w for module, w in weights.items() if module not in outputs}
+        both = self._rounded_both(told, amax, curvature, outputs, ranks or Ranks())
         solved: dict[str, Solved] = {}
         for module, w in told.items():
-            solved |= self._solve_rows({module: w}, amax, curvature, sample, outputs[module])
-        return solved | (self._solve_rows(others, amax, curvature, sample, None) if others else {})
+            solved |= self._solve_rows({module: w}, amax, curvature, sample, outputs[module], {module: both.pop(module)})
+        return solved | (self._solve_rows(others, amax, curvature, sample) if others else {})
+
+    def _rounded_both(
+        self, told: dict[str, Tensor], amax: dict[str, Tensor], curvature: Curvature, outputs: Mapping[str, Curvature], ranks: Ranks
+    ) -> dict[str, tuple[Tensor, RoundingStep]]:
+        """Values and steps of linears whose errors are weighed on both sides, each solved by one rank."""
+        found: dict[str, tuple[Tensor, RoundingStep]] = {}
+        for number, (module, w) in enumerate(told.items()):
+            rounder = self.rounder(amax[module])
+            if ranks.mine(number):
+                most = _most_rows(w, self.piece_values)
+                found[module] = compensate_both(w, curvature, outputs[module], rounder, most, self.descent)
+            else:  # room for what comes
+                found[module] = w.new_empty(w.shape), fit_steps(w, rounder, curvature.conditional)
+        for number, (module, (values, step)) in enumerate(found.items()):
+            send = partial(ranks.send, source=ranks.of(number))
+            found[module] = send(values), RoundingStep(send(step.step), None if step.zero is None else send(step.zero))
+        return found
 
     def _solve_rows(
-        self, weights: dict[str, Tensor], amax: dict[str, Tensor], curvature: Curvature, sample: Tensor, outputs: Curvature | None
+        self,
+        weights: dict[str, Tensor],
+        amax: dict[str, Tensor],
+        curvature: Curvature,
+        sample: Tensor,
+        outputs: Curvature | None = None,
+        both: Mapping[str, tuple[Tensor, RoundingStep]] = NOTHING_SOLVED,
     ) -> dict[str, Solved]:
-        """Some linears of a stack, whose largest weights are known."""
+        """Some linears of a stack, whose largest weights are known. both: values and steps where `outputs` is given."""
         judge = None if outputs is None else judged_outputs(outputs, JUDGED_OUTPUTS)
         parts: dict[str, list[_Part]] = {module: [] for module in weights}
-        both = {}
-        if outputs is not None:
-            for module, w in weights.items():
-                most = _most_rows(w, self.piece_values)
-                both[module] = compensate_both(w, curvature, outputs, self.rounder(amax[module]), most, self.descent)
         for piece in _pieces(weights, self.piece_values):
             stacked = [weights[module][rows] for module, rows in piece]
             per_row = torch.cat([amax[module].expand(len(w)) for (module, _), w in zip(piece, stacked)])

@@ -24,6 +24,7 @@ from quantkit.calibrate.ends import Ends, TableEnds
 from quantkit.calibrate.expert_layer import ExpertLayer
 from quantkit.calibrate.findings import Findings
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, relative_distance
+from quantkit.calibrate.layer_weights import NO_READINGS
 from quantkit.calibrate.mtp import mtp_states
 from quantkit.calibrate.next_token_kl import BLOCK_ROWS, JUDGED_TOKENS, compare_next_tokens
 from quantkit.calibrate.observe import Observed, observe
@@ -193,8 +194,8 @@ class Walk:
         written = self._found(sublayer, states, experts) if done else self._solved(sublayer, states, experts)
         if self.path is not None:
             source = self.model.weights.dequantized_all(sublayer.needed)
-            advance(sublayer, source, states.original)
-            self.path.advance(sublayer, source)
+            self._advance_original(sublayer, source, states)
+            self.path.advance(sublayer, source, self.ranks)
             del source
         self.log.enter("propagating", unit)
         tensors = written_tensors(sublayer, self.model.weights, written.weights, written.plain)
@@ -232,7 +233,7 @@ class Walk:
         """Finished before; its experts may not be."""
         if experts is None:
             if self.path is None:
-                advance(sublayer, self.model.weights.dequantized_all(sublayer.needed), states.original)
+                self._advance_original(sublayer, self.model.weights.dequantized_all(sublayer.needed), states)
             return Written(*self._loaded(sublayer.name))
         observed = self._observed(sublayer, states)
         weights, plain = self._loaded(sublayer.name)
@@ -255,8 +256,15 @@ class Walk:
         tensors = self.model.weights.dequantized_all(sublayer.needed)
         observed = observe(sublayer, tensors, states, self.ranks, None if self.path is None else self.path.states)
         if self.path is None:
-            advance(sublayer, tensors, states.original)
+            self._advance_original(sublayer, tensors, states)
         return observed
+
+    def _advance_original(self, sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStatePair) -> None:
+        """The held-out tokens on the original path. Routed experts add their outputs afterwards."""
+        if sublayer.experts is None:
+            advance_together(sublayer, tensors, states.original, NO_READINGS, self.ranks)
+        else:
+            advance(sublayer, tensors, states.original)
 
     # --- the end of the stack ----------------------------------------------------------------------------------------------
 

@@ -6,10 +6,8 @@ from typing import Annotated
 import typer
 
 from quantkit.assets import asset
+from quantkit.executor.options import MAX_GUESSES
 from quantkit.schemes import SCHEMES
-
-MOST_GUESSES = 128
-"""Of a step behind each answer: memory is kept for a row of each, and choosing how many takes the square of their number."""
 
 
 def scheme_names() -> list[str]:
@@ -68,7 +66,7 @@ Cache = Annotated[
 Drafts = Annotated[
     int,
     typer.Option(
-        min=0, max=MOST_GUESSES, help="Tokens a step that the MTP layer, or --draft's model, guesses at most; the answers stay the same."
+        min=0, max=MAX_GUESSES, help="Tokens a step that the MTP layer, or --draft's model, guesses at most; the answers stay the same."
     ),
 ]
 DraftHeld = Annotated[
@@ -83,7 +81,7 @@ Draft = Annotated[
 ]
 PromptLookup = Annotated[
     int,
-    typer.Option(min=0, max=MOST_GUESSES, help="Tokens a step guessed from what prompt and answer said before; answers stay the same."),
+    typer.Option(min=0, max=MAX_GUESSES, help="Tokens a step guessed from what prompt and answer said before; answers stay the same."),
 ]
 Tp = Annotated[int, typer.Option(min=1, help="Ranks that share the model, one per device; all are started here.")]
 Dp = Annotated[

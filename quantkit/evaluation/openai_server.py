@@ -17,6 +17,7 @@ from quantkit.errors import QuantkitError
 
 CONNECT_TIMEOUT_S = 10.0
 TIMEOUT_S = 600.0
+LONGEST_TIMEOUT_S = 1e6  # clocks of the event loop take no endless one
 LONGEST_LINE = 64 * 2**20  # bytes; a longer event is a server gone wrong, not a token
 _MODEL_FACTS = ("root", "revision", "owned_by", "max_model_len")  # of an entry of /models, where they say more than its name
 _DRAIN_S = 1.0
@@ -37,12 +38,17 @@ GIVEN_UP = {"abort", "error", "cancelled"}
 class OpenAIServer:
     """`url` is the address, with or without /v1 or a method behind it.
 
-    timeout_s: longest wait for the next event of a reply, or for the whole answer of a server that does not stream.
+    timeout_s: longest wait for the next event of a reply, or for the whole answer of a server that does not stream. Raises QuantkitError
+    for a time or a key that cannot be.
     """
 
     def __init__(
         self, url: str, *, api_key: str | None = None, connect_timeout_s: float = CONNECT_TIMEOUT_S, timeout_s: float = TIMEOUT_S
     ) -> None:
+        if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
+            raise QuantkitError(f"--timeout is {timeout_s}", f"give seconds, {LONGEST_TIMEOUT_S:,.0f} at most")
+        if api_key and not (api_key.isascii() and api_key.isprintable()):
+            raise QuantkitError("--api-key holds a character that no HTTP header can carry", "give the key alone, without line breaks")
         self.base = base_url(url)
         self.timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

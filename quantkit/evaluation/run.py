@@ -93,8 +93,10 @@ def run_evaluation(
 
 
 def _check(tasks: list[str], limit: int | None, repeats: int | None, margin: float, export: str | None, out: Path | None) -> None:
-    if not tasks:
+    if not any(tasks):
         raise QuantkitError("no task given", "name one with --tasks")
+    if not all(tasks):
+        raise QuantkitError(f"a name is empty in --tasks {','.join(tasks)}", "leave out the comma")
     if len(set(tasks)) < len(tasks):
         raise QuantkitError(f"a task is named twice in {', '.join(tasks)}", "name each once")
     for name, value in (("limit", limit), ("repeats", repeats)):

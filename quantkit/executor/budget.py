@@ -9,7 +9,8 @@ The longest step is computed once before anything is measured: on four H200 the 
 first tokens four seconds late, once.
 
 Chunks of a long prompt lie behind a context, ever another one. So passes are measured as these are computed: launched, not replayed; and
-half a chunk behind a long context, for there a token costs more.
+half a chunk behind a long context, for there a token costs more. What tokens of a prompt cost because they see each other they cost however
+the prompt is cut. So no pass is charged for it: of those that are compared none has prompts longer than `_PIECE`.
 
 Where passes take seconds, as of a large model on a CPU, measuring them takes minutes. So no more is computed than `_MOST_S` allow for: a
 longer pass is taken to last as its tokens do in the longest that was measured, which it does at most, and what comes after goes without.
@@ -43,6 +44,9 @@ _LONGEST_S, _STEPS = 0.2, 4
 """A chunk and the answers' step may take so long, or as long as so many of these steps, if that is longer: answers wait for it. With chunks
 of 4096 tokens, 32 prompts of 4096 of Qwen3-8B have their first token on an H200 after 0.78 of the time that they need with 512. On four of
 R1's ranks a prompt of 16,384 beside 32 answers needs 1.7 s with chunks of 2048 and 2.5 with 1024, and the answers wait 0.26 s and 0.18."""
+_PIECE = 1024
+"""Tokens of a prompt of a pass that is measured, at most; it has as many prompts as it takes. With one of 4096, Qwen3-8B on an H200 had
+chunks of 2048 and took 1.14 of vLLM's time for eight prompts of 16,000 tokens; with chunks of 4096 it took 0.96."""
 _BEHIND, _FEWEST_BEHIND = 8, 2
 """Chunks of context behind which half a chunk is measured, where the cache has room for them; with room for fewer no context is long."""
 _TURNS = 8
@@ -81,8 +85,8 @@ def measure(runner: Runner, parallel: Parallel, budget: StepBudget, max_batch: i
         behind = min(_BEHIND, room // chunk - 1)
         if behind >= _FEWEST_BEHIND and trial.affords((behind + 1) * trial.at_most(chunk)):
             for part in range(behind):
-                trial.launched(chunk, part * chunk)
-            doubles_at = passes.doubles_at(chunk, behind * chunk, trial.seconds(trial.launched, chunk // 2, behind * chunk))
+                trial.continued(chunk, part * chunk)
+            doubles_at = passes.doubles_at(chunk, behind * chunk, trial.seconds(trial.continued, chunk // 2, behind * chunk))
     if not trial.affords(2 * trial.at_most(chunk)):
         return StepBudget(budget.alone, chunk, doubles_at=doubles_at)
     apart = step + trial.seconds(trial.launched, chunk)
@@ -150,10 +154,11 @@ class _Passes:
         longer = min((tokens for tokens in self.took if tokens > chunk), default=chunk)
         shorter = max((tokens for tokens in self.took if tokens < chunk), default=0) if longer == chunk else chunk
         slope = (self.seconds(longer) - (self.seconds(shorter) if shorter else 0.0)) / (longer - shorter)
+        seen = (_pairs(longer) - _pairs(shorter)) / (longer - shorter)
         least, half, each = _CHEAPEST * took / chunk, chunk // 2, 0.0
         for _ in range(_TURNS):  # tokens of a pass see each other, which is no part of what one costs that sees nothing
-            token = max(slope / (1 + each * (shorter + longer) / 2), least)
-            pairs = half * (start + half / 2) - chunk * chunk / 2
+            token = max(slope / (1 + each * seen), least)
+            pairs = half * (start + half / 2) - _pairs(chunk)
             each = max((behind - took) / token + chunk - half, 0.0) / pairs
         return round(1 / each) if each > 1 / _NEVER else 0
 
@@ -162,6 +167,12 @@ class _Passes:
 
     def _each(self, tokens: int) -> float:
         return self._gap(tokens) / tokens
+
+
+def _pairs(tokens: int) -> float:
+    """Of tokens of a measured pass and those that they see."""
+    whole, rest = divmod(tokens, _PIECE)
+    return (whole * _PIECE * _PIECE + rest * rest) / 2
 
 
 class _Trial:
@@ -191,7 +202,7 @@ class _Trial:
     def at_most(self, tokens: int) -> float:
         """Seconds of a pass that is launched: measured, or as many for each token as in the longest that was; the shortest always is."""
         self.seconds(self.launched, min(_FEWEST, tokens))
-        measured = [size for kind, size, *behind in self._known if kind == self.launched and not behind and size <= tokens]
+        measured = [size for kind, size, *_ in self._known if kind == self.launched and size <= tokens]
         longest = max(measured)
         return self._known[self.launched, longest] * tokens / longest
 
@@ -208,8 +219,12 @@ class _Trial:
         """As a graph."""
         return self._logits(self._runner.prompts.capture(None, self._prompt(tokens)))
 
-    def launched(self, tokens: int, start: int = 0) -> torch.Tensor:
-        """Operator by operator, behind `start` cached tokens."""
+    def launched(self, tokens: int) -> torch.Tensor:
+        """Operator by operator, as prompts of up to _PIECE tokens."""
+        return self._logits(self._runner.prompts.launch(None, self._pieces(tokens)))
+
+    def continued(self, tokens: int, start: int) -> torch.Tensor:
+        """Operator by operator, the next tokens of a prompt behind `start` cached ones."""
         return self._logits(self._runner.prompts.launch(None, self._prompt(tokens, start)))
 
     def together(self, tokens: int) -> torch.Tensor:
@@ -221,7 +236,11 @@ class _Trial:
 
     def mixed(self, rows: int, tokens: int) -> torch.Tensor:
         """Both in one pass, operator by operator."""
-        return self._logits(self._runner.prompts.launch(self._rows(rows), self._prompt(tokens)))
+        return self._logits(self._runner.prompts.launch(self._rows(rows), self._pieces(tokens)))
+
+    def _pieces(self, tokens: int) -> list[PromptRows]:
+        whole, rest = divmod(tokens, _PIECE)
+        return whole * self._prompt(_PIECE) + (self._prompt(rest) if rest else [])
 
     def _prompt(self, tokens: int, start: int = 0) -> list[PromptRows]:
         blocks = range(1, -(-(start + tokens) // self._runner.cache.block_size) + 1)

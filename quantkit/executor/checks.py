@@ -6,10 +6,8 @@ from pathlib import Path
 import torch
 
 from quantkit.errors import QuantkitError
+from quantkit.executor.options import MAX_GUESSES
 from quantkit.executor.sampling import SamplingParams
-
-MAX_GUESSES = 256
-"""Each is a row more of an answer's step, and how many pay is chosen among all."""
 
 
 def check_request(prompt: list[int], params: SamplingParams, context: int, vocab: int) -> None:

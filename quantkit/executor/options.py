@@ -7,6 +7,9 @@ from pathlib import Path
 DRAFTS_OF_A_MODEL = 4
 """Tokens that a draft model guesses a step, at most, where nobody said how many."""
 
+MAX_GUESSES = 128
+"""Of a step behind each answer, by each source: memory is kept for a row of each, and how many pay is chosen among all."""
+
 
 def lookahead_of(num_drafts: int, num_looked_up: int) -> int:
     """Tokens that a step may write behind those that stay: the guesses it checks and then those it makes."""

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from quantkit.errors import QuantkitError
 from quantkit.models.architecture import Architecture, ModelConfig
-from quantkit.models.rope import length_kind
+from quantkit.models.elsewhere import Elsewhere
 
 ARCHITECTURES = (
     "deepseek_v3",
@@ -36,29 +37,6 @@ ARCHITECTURES = (
 )
 _FILES = {"PanguEmbedded": "pangu_embedded"}
 """Files that are not named after the model_type."""
-_ELSEWHERE = {"deepseek_v3": ("q_lora_rank", ".q_a_proj.")}
-"""Architectures whose file does not compute a model with this field null, and transformers does: Moonlight's queries have no low rank. And
-the part of a tensor's name that tells that the field is not null."""
-_FLAGS = {"deepseek_v3": ("attention_bias", "tie_word_embeddings")}
-"""Fields whose true the architecture's file does not compute, and transformers does."""
-_WIDER = (
-    "deepseek_v3",
-    "glm4_moe",
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_moe",
-    "qwen3_next",
-    "solar_open",
-)
-"""Architectures of which transformers computes other gates than SiLU's, and frequencies that depend on the length of the text."""
-_GATES = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "tanh", "mish")
-
 if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
     from quantkit.models import (
         deepseek_v3,
@@ -119,33 +97,24 @@ def is_known(config: Mapping[str, Any]) -> bool:
 
 
 def _elsewhere(config: Mapping[str, Any]) -> str:
-    """What a config.json has that the architecture's file does not compute, and transformers does; empty without."""
-    if field := _missing(config):
-        return f"{field} null"
-    if flag := next((flag for flag in _FLAGS.get(str(config.get("model_type")), ()) if config.get(flag) is True), ""):
-        return f"{flag} true"
-    if config.get("model_type") not in _WIDER:
-        return ""
-    inner = config.get("text_config")
-    text = inner if isinstance(inner, Mapping) else config
-    if (gate := text.get("hidden_act")) in _GATES:
-        return f"hidden_act {gate!r}"
-    kind = length_kind(text)
-    return f"rope scaling {kind!r}" if kind else ""
+    """What a config.json has that the architecture's file leaves to transformers; empty without."""
+    left = _left_to_transformers(config)
+    return left.asked(config) if left else ""
 
 
-def _missing(config: Mapping[str, Any]) -> str:
-    """The field of a config.json whose null the architecture's file does not compute; empty without."""
-    field, _ = _ELSEWHERE.get(str(config.get("model_type")), ("", ""))
-    return field if field and config.get(field, 0) is None else ""
+def _left_to_transformers(config: Mapping[str, Any]) -> Elsewhere | None:
+    model_type = config.get("model_type")
+    return getattr(_file(str(model_type)), "ELSEWHERE", None) if model_type in ARCHITECTURES else None
+
+
+def _file(model_type: str) -> ModuleType:
+    return import_module(f"quantkit.models.{_FILES.get(model_type, model_type)}")
 
 
 def check_missing(config: Mapping[str, Any], stored: Iterable[str]) -> None:
     """Raise QuantkitError where a field is null that decides who computes a model, and tensors are `stored` of another value."""
-    if field := _missing(config):
-        _, part = _ELSEWHERE[str(config["model_type"])]
-        if name := next((name for name in stored if part in name), ""):
-            raise QuantkitError(f"config.json has {field} null, and {name} is stored", "use the config.json of these weights")
+    if left := _left_to_transformers(config):
+        left.check_stored(config, stored)
 
 
 def find_architecture(config: dict[str, Any]) -> Architecture[ModelConfig]:
@@ -163,4 +132,4 @@ def find_architecture(config: dict[str, Any]) -> Architecture[ModelConfig]:
             f"architecture {model_type!r} is not supported by this command",
             f"quantize, run, ppl and eval compute it where transformers does; quantkit has files of {', '.join(ARCHITECTURES)}",
         )
-    return cast(Architecture[ModelConfig], import_module(f"quantkit.models.{_FILES.get(str(model_type), model_type)}"))
+    return cast(Architecture[ModelConfig], _file(str(model_type)))

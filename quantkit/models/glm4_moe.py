@@ -8,12 +8,14 @@ from quantkit_kernels import Routing
 from quantkit.models import gqa, mtp
 from quantkit.models.config import CountOrNone, NumLayersOrNone, check_count, check_flag, check_number, read_fields
 from quantkit.models.deepseek_v3 import MIXTURE
+from quantkit.models.elsewhere import GatesAndLengths
 from quantkit.models.gqa import DecoderLayer, Model, scale_groups
 from quantkit.models.mlp import check_groups, read_routing
 from quantkit.models.table import Parameter
 from quantkit.models.windows import refuse_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
+ELSEWHERE = GatesAndLengths()
 
 _TURNED = 0.5
 """transformers' own partial_rotary_factor, where config.json leaves it out."""

@@ -4,10 +4,12 @@ from typing import Any
 
 from quantkit.models import gqa
 from quantkit.models.config import refusal
+from quantkit.models.elsewhere import GatesAndLengths
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
 from quantkit.models.windows import read_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
+ELSEWHERE = GatesAndLengths()
 
 _DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
 """transformers' own, where config.json leaves them out; null there means as many as heads, and no window."""

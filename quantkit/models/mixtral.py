@@ -4,11 +4,13 @@ from typing import Any
 
 from quantkit.models import gqa
 from quantkit.models.config import refusal
+from quantkit.models.elsewhere import GatesAndLengths
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
 from quantkit.models.mlp import MixtureNames, MlpNames, read_routing
 from quantkit.models.windows import read_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
+ELSEWHERE = GatesAndLengths()
 
 LINEARS = MlpNames("w1", "w3", "w2")
 MODULE = "block_sparse_moe"

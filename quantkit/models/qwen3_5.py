@@ -8,6 +8,7 @@ from typing import Any
 
 from quantkit.models import gqa
 from quantkit.models.config import check_flag, refusal
+from quantkit.models.elsewhere import GatesAndLengths
 from quantkit.models.gqa import MtpLayer
 from quantkit.models.inner import InnerWeights, renamed_groups, renamed_rows
 from quantkit.models.qwen3_next import DEFAULTS, TURNED, read_delta_net
@@ -16,6 +17,7 @@ from quantkit.models.weights import Weights
 from quantkit.models.windows import refuse_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
+ELSEWHERE = GatesAndLengths()
 
 _ROPES = ("rope_scaling", "rope_parameters")
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")

@@ -4,11 +4,13 @@ from typing import Any
 
 from quantkit.models import gqa
 from quantkit.models.config import check_count
+from quantkit.models.elsewhere import GatesAndLengths
 from quantkit.models.mlp import MixtureNames, read_routing
 from quantkit.models.qwen3_5 import DecoderLayer, Model, MtpLayer, parameters, read_decoder, read_text, scale_groups
 from quantkit.models.qwen3_moe import COUNT
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
+ELSEWHERE = GatesAndLengths()
 
 
 class Config(gqa.Config):

@@ -4,11 +4,13 @@ from typing import Any
 
 from quantkit.models import gqa
 from quantkit.models.config import check_count, check_flag, refusal
+from quantkit.models.elsewhere import GatesAndLengths
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
 from quantkit.models.mlp import read_routing
 from quantkit.models.windows import read_switched_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
+ELSEWHERE = GatesAndLengths()
 
 COUNT = ("num_experts", "num_local_experts")
 """Either spelling of the number of experts."""

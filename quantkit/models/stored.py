@@ -21,7 +21,8 @@ _MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 class Model:
     """What config.json makes of a checkpoint: the architecture's file, its Config, and the parameters as the checkpoint spells them.
 
-    described: config.json with as many MTP layers as are stored. told: what to say where it promises more; empty otherwise.
+    described: config.json with as many MTP layers as are stored. told: what to say where it promises more, or names fewer layers than are
+    stored; empty otherwise.
     """
 
     architecture: Architecture[ModelConfig]
@@ -35,14 +36,14 @@ def read_model(checkpoint: Checkpoint) -> Model:
     """The table of a checkpoint, without MTP layers of which nothing is stored: transformers keeps their number in config.json and drops
     their weights. Raises QuantkitError naming config.json where a field is wrong, or tells of a model that is far larger than what is
     stored; and where a linear is unquantized and not listed so (`check_listed`)."""
-    described, told = checkpoint.config, ""
+    described, told = checkpoint.config, list[str]()
     try:
         architecture = find_architecture(checkpoint.config)
         config = architecture.Config.from_dict(checkpoint.config)
         check_size(config, len(checkpoint.tensors))
     except QuantkitError as fault:
-        told = str(checkpoint.path / "config.json")
-        problem = fault.problem.replace("config.json", told, 1) if "config.json" in fault.problem else f"{told}: {fault.problem}"
+        file = str(checkpoint.path / "config.json")
+        problem = fault.problem.replace("config.json", file, 1) if "config.json" in fault.problem else f"{file}: {fault.problem}"
         raise QuantkitError(problem, fault.remedy) from fault
     rows = resolve(architecture.parameters(config), checkpoint.tensors)
     if not config.copied and (lost := _lost_mtp(checkpoint, rows)):
@@ -50,12 +51,15 @@ def read_model(checkpoint: Checkpoint) -> Model:
         described = described | {name: stored for name in _MTP_COUNTS if name in described}
         config = architecture.Config.from_dict(described)
         rows = [row for row in rows if row.layer not in lost]
-        told = f"config.json of {checkpoint.path} promises {_layers(lost)}, of which no tensor is stored: left out"
+        told.append(f"config.json of {checkpoint.path} promises MTP {_layers(lost)}, of which no tensor is stored: left out")
+    if beyond := _beyond(checkpoint, rows):
+        described_as = f"{config.num_hidden_layers} layers and {config.num_nextn_predict_layers} for MTP"
+        told.append(f"{checkpoint.path} stores {_layers(beyond)}, and its config.json has {described_as}: the others are left out")
     if config.copied:
         rows = _without_other_drafts(checkpoint, rows, config.copied)
         rows += _copied(checkpoint, config.copied, {row.name for row in rows})
     check_listed(checkpoint, rows)
-    return Model(architecture, config, rows, described, told)
+    return Model(architecture, config, rows, described, "; ".join(told))
 
 
 def _lost_mtp(checkpoint: Checkpoint, rows: list[Parameter]) -> list[int]:
@@ -71,9 +75,22 @@ def _prefix(row: Parameter) -> str:
     return row.module.removesuffix(row.within_layer)
 
 
+def _beyond(checkpoint: Checkpoint, rows: list[Parameter]) -> list[int]:
+    """Layers that are stored and have no row, by the numbers in the names of those that have."""
+    own = {row.layer: _prefix(row) for row in rows if row.layer is not None}
+    stems = tuple({prefix.removesuffix(f"{layer}.") for layer, prefix in own.items() if prefix.endswith(f".{layer}.")})
+    found: set[int] = set()
+    for name in checkpoint.tensors:
+        if stem := next((stem for stem in stems if name.startswith(stem)), ""):
+            number = name[len(stem) :].partition(".")[0]
+            if number.isdecimal() and int(number) not in own:
+                found.add(int(number))
+    return sorted(found)
+
+
 def _layers(numbers: list[int]) -> str:
-    """MTP layers in words."""
-    return f"MTP layer {numbers[0]}" if len(numbers) == 1 else f"MTP layers {numbers[0]} to {numbers[-1]}"
+    """In words."""
+    return f"layer {numbers[0]}" if len(numbers) == 1 else f"layers {numbers[0]} to {numbers[-1]}"
 
 
 def _without_other_drafts(checkpoint: Checkpoint, rows: list[Parameter], prefixes: tuple[str, ...]) -> list[Parameter]:

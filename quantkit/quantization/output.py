@@ -22,6 +22,7 @@ from quantkit.checkpoint.watch import Watch
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.models.table import Parameter
 from quantkit.quant.weights import Weight
+from quantkit.quantization.host_copies import HostCopies
 from quantkit.schemes import Fp8BlockGrid, Grid
 
 NOTHING_BESIDE: Mapping[str, tuple[TensorSpec, ...]] = {}
@@ -47,6 +48,7 @@ class Output:
         self.rows = {row.name: row for rows in units.values() for row in rows}
         self._writer: CheckpointWriter | None = None
         self._run = ""
+        self._copies, self._saving = HostCopies(), False
 
     def specs(self, row: Parameter) -> list[TensorSpec]:
         """The tensors that one parameter becomes, and those beside it."""
@@ -133,15 +135,20 @@ class Output:
 
     def save_state(self, layer: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         metadata = {"run": self._run, "layer": str(layer), "facts": json.dumps(facts)}
-        hidden = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        on_host = self.source.device.type == "cpu"
+        if self._saving:  # the copies of a layer before are being written: as a rule they were long ago
+            self.writer.settle()
+        hidden = {name: tensor.contiguous() for name, tensor in tensors.items()} if on_host else self._copies.of(tensors)
+        self._saving = True
 
         def save() -> None:
             fresh = self.writer.state_dir / "hidden.new"
             save_file(hidden, fresh, metadata=metadata)
             fresh.replace(self.writer.state_dir / "hidden.safetensors")
+            self._saving = False
 
         self.writer.afterwards(save)  # a layer that is begun has all before it
-        if self.source.device.type == "cpu":  # the states themselves, which go on changing
+        if on_host:  # the states themselves, which go on changing
             self.writer.settle()
 
     def load_state(self) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:

@@ -211,7 +211,8 @@ def _checked(source: Path, request: JobRequest, engine: str | None, memory: int 
     check_memory(job, peak, memory)
     sequences = _sequences(source, recipe) if job.request.methods or recipe.prune else Sequences([], [])
     name = job.request.format
-    fingerprint = _fingerprint(job.checkpoint, recipe, f"{name} for {engine}" if engine else name, sequences)
+    own = recipe.model_copy(update={"scheme": request.scheme.name})  # a recipe of one's own may name another
+    fingerprint = _fingerprint(job.checkpoint, own, f"{name} for {engine}" if engine else name, sequences)
     if batches != Batches():
         fingerprint["batches for --memory"] = str(batches)
     if request.mixture != NO_MIXTURE:

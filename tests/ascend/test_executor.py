@@ -5,6 +5,7 @@ Two statements. What the double gives is what the manuals say, to the bit: a sec
 text, the double is as far from float32 as the reference backend is.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from quantkit.errors import QuantkitError
 from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
 from quantkit.executor.engine import Engine
-from quantkit.executor.load import load_model
+from quantkit.executor.load import LoadedModel, load_model
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.sequence import Completion
 
@@ -78,9 +79,9 @@ def test_the_double_is_exact(model: Path, scheme: str, dtype: str) -> None:
 def test_an_fp8_checkpoint(tiny_checkpoint: Path) -> None:
     """What a published source holds: expanded at load, multiplied by torch."""
     with exact.installed():
-        expected = forced(tiny_checkpoint, "bfloat16", "reference", list(range(1, 20)), 12)
+        expected = forced(tiny_checkpoint, "bfloat16", "reference", [(list(range(1, 20)), 12)])
     with npu_double.installed() as called:
-        got = forced(tiny_checkpoint, "bfloat16", "torch_npu", list(range(1, 20)), 12)
+        got = forced(tiny_checkpoint, "bfloat16", "torch_npu", [(list(range(1, 20)), 12)])
     assert set(called) >= ROUTED
     assert torch.equal(got, expected)
 
@@ -88,14 +89,10 @@ def test_an_fp8_checkpoint(tiny_checkpoint: Path) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model", [scheme for scheme in CALLED if scheme != "int4-w4a8"], indirect=True)  # its roundings are INT8's
 def test_as_far_from_float32_as_the_reference(model: Path, dtype: str) -> None:
-    engine = Engine.load(model, device="cpu", dtype="float32", backend="reference", max_batch=4, max_model_len=256)
-    prompts = [engine.tokenizer.encode_chat([{"role": "user", "content": question}]) for question in ALONG]
-    done = sorted(engine.generate(prompts, SamplingParams(max_new_tokens=60)), key=lambda one: one.index)
-    texts = [(prompt + one.token_ids, len(prompt)) for prompt, one in zip(prompts, done)]
-    ideal = torch.cat([forced(model, "float32", "reference", *text) for text in texts])
-    reference = torch.cat([forced(model, dtype, "reference", *text) for text in texts])
+    texts, ideal = in_float32(model)
+    reference = forced(model, dtype, "reference", texts)
     with npu_double.installed():
-        ours = torch.cat([forced(model, dtype, "torch_npu", *text) for text in texts])
+        ours = forced(model, dtype, "torch_npu", texts)
     assert len(ours) > 80
     assert divergence(ideal, ours) < max(2 * divergence(ideal, reference), 1e-5)  # in fp16 both are next to nothing
     # A greedy token may differ only where the two best are closer than the reference's own rounding moves them.
@@ -107,20 +104,37 @@ def test_as_far_from_float32_as_the_reference(model: Path, dtype: str) -> None:
     assert bool((gap[differs] < 2 * noise).all())
 
 
-def forced(path: Path, dtype: str, backend: str, text: list[int], prompt: int) -> Tensor:
-    """Log-probabilities float64 [steps, vocab] after the prompt and after each later token, decoded one by one whatever they are."""
+Text = tuple[list[int], int]
+"""Token ids, and how many of them are the prompt."""
+
+
+@functools.cache
+def in_float32(model: Path) -> tuple[list[Text], Tensor]:
+    """The questions with the reference's answers, and its log-probabilities along them."""
+    engine = Engine.load(model, device="cpu", dtype="float32", backend="reference", max_batch=4, max_model_len=256)
+    prompts = [engine.tokenizer.encode_chat([{"role": "user", "content": question}]) for question in ALONG]
+    done = sorted(engine.generate(prompts, SamplingParams(max_new_tokens=60)), key=lambda one: one.index)
+    texts = [(prompt + one.token_ids, len(prompt)) for prompt, one in zip(prompts, done)]
+    return texts, forced(model, "float32", "reference", texts)
+
+
+def forced(path: Path, dtype: str, backend: str, texts: list[Text]) -> Tensor:
+    """Log-probabilities float64 [steps, vocab] after every text's prompt and after each later token, decoded one by one."""
     loaded = load_model(path, device="cpu", dtype=dtype, backend=backend)
-    kept, layout = torch.float32 if dtype == "float32" else loaded.dtype, loaded.cache_layout
+    return torch.cat([rows for text in texts for rows in _forced(loaded, *text)]).double().log_softmax(dim=-1)
+
+
+def _forced(loaded: LoadedModel, text: list[int], prompt: int) -> Iterator[Tensor]:
+    layout = loaded.cache_layout
     parts, size = layout.widths if len(layout.widths) > 1 else (), layout.block_size
-    cache = PagedCache(loaded.num_cached_layers, 8, loaded.cache_width, block_size=size, dtype=kept, device="cpu", parts=parts)
+    cache = PagedCache(loaded.num_cached_layers, 8, loaded.cache_width, block_size=size, dtype=loaded.dtype, device="cpu", parts=parts)
     table = torch.arange(1, 8)
     hidden = loaded.model(torch.tensor(text[:prompt]), PrefillContext(cache, [Chunk(0, prompt, table)]))
-    rows = [loaded.model.logits(hidden[-1:])]
+    yield loaded.model.logits(hidden[-1:])
     for place in range(prompt, len(text)):
         position = torch.tensor([place])
         context = DecodeContext(cache, position, table[None], table[position // size] * size + position % size)
-        rows.append(loaded.model.logits(loaded.model(torch.tensor([text[place]]), context)))
-    return torch.cat(rows).double().log_softmax(dim=-1)
+        yield loaded.model.logits(loaded.model(torch.tensor([text[place]]), context))
 
 
 def divergence(ideal: Tensor, other: Tensor) -> float:

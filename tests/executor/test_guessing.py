@@ -15,12 +15,12 @@ import torch
 from running_server import load
 
 from quantkit.errors import QuantkitError
-from quantkit.executor.checks import MAX_GUESSES
 from quantkit.executor.engine import Engine
 from quantkit.executor.graphs import DecodeSteps
 from quantkit.executor.guessing import COMPUTED, LOOKUP, Costs, Guessing, Rates
 from quantkit.executor.leader import Leader, follow
 from quantkit.executor.lookup import Lookup
+from quantkit.executor.options import MAX_GUESSES
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.sequence import Sequence
 from quantkit.hub import find_model
@@ -362,7 +362,7 @@ def test_the_other_ranks_guess_as_many() -> None:
     assert called == [(2, 5), "step"]
 
 
-@pytest.mark.parametrize("asked", [{"num_drafts": 257}, {"num_looked_up": 100_000}, {"num_looked_up": -1}])
+@pytest.mark.parametrize("asked", [{"num_drafts": 129}, {"num_looked_up": 100_000}, {"num_looked_up": -1}])
 def test_guesses_that_no_step_can_check_are_refused(asked: dict[str, int]) -> None:
     (count,) = asked.values()
     with pytest.raises(QuantkitError, match=f"^{count} guesses a step are asked for; use 0 to {MAX_GUESSES}$"):

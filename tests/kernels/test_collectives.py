@@ -165,7 +165,7 @@ def check_norms(parallel: Parallel, rank: int, size: int, device: torch.device) 
 def check_pairs(parallel: Parallel, rank: int, size: int, device: torch.device) -> None:
     """The sum over each token's experts in that launch too: the bits of a launch more, and counters that are zero again."""
     turn = 0
-    for (tokens, top_k), width in product([(1, 9), (8, 9), (4, 1), (3, 20), (9, 9)], [7168, 2048, 24]):
+    for (tokens, top_k), width in product([(1, 9), (8, 9), (4, 1), (3, 20), (9, 9)], [7168, 2048, 24, 16384]):
         for dtype, counters in product((torch.bfloat16, torch.float16), (None, torch.ones(40000, dtype=torch.int32, device=device))):
             turn += 1
             weighed = torch.randn(tokens * top_k, width, generator=torch.Generator(device).manual_seed(1000 * turn + rank), device=device)

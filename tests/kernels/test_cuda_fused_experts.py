@@ -43,8 +43,8 @@ def test_few_tokens_match_float64(grid: str, dtype: torch.dtype, hidden: int, in
     seed = rng.seed()
     experts, few = built(grid, count, hidden, intermediate, dtype, rng)
     held = (experts.gate_up, experts.down, experts.kind, experts.group, count)
-    # As many pairs as one warp lists, as one for every thread of a block, as two, and more.
-    for tokens, top_k in ((1, 1), (5, 6), (33, 4), (100, 3), (180, 3)):
+    # As many pairs as one warp lists, as are listed by rank, as one for every thread of a block, as two, and more.
+    for tokens, top_k in ((1, 1), (5, 6), (11, 3), (32, 4), (33, 4), (100, 3), (180, 3)):
         x = torch.randn(tokens, hidden, generator=rng, device=DEVICE).to(dtype)
         spread = torch.rand(tokens, count, generator=rng, device=DEVICE).topk(top_k, dim=-1).indices
         weights = torch.rand(tokens, top_k, generator=rng, device=DEVICE)

@@ -4,19 +4,11 @@ import pytest
 import torch
 from quantkit_kernels import Norms, Rotation, cuda, functional, prepare
 from quantkit_kernels.backends import why_unusable
-from quantkit_kernels.cuda.attention import mla
 from quantkit_kernels.samples import TOLERANCE, distance, latent_attention, random_weight
 
 DEVICE = torch.device("cuda")
 REASON = why_unusable("linear_int4", "cuda", DEVICE, torch.bfloat16)
 pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.usefixtures("poisoned_memory")]
-
-
-@pytest.fixture(autouse=True)
-def all_grids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that the kernel is compiled for, also those that are not given to it yet."""
-    grids = {("int4", group, dtype) for group in (32, 64, 128) for dtype in (torch.bfloat16, torch.float16)}
-    monkeypatch.setattr(mla, "_GRIDS_OF_QUERIES", {*grids, ("fp4", 16, torch.bfloat16)})
 
 
 GRIDS = ("int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128", "fp4")

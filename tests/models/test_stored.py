@@ -79,6 +79,18 @@ def test_mtp_layers_that_are_not_stored_are_left_out_from_the_last(tmp_path: Pat
         take_inventory(Checkpoint.open(tmp_path / "later"))
 
 
+@pytest.mark.parametrize(
+    ("layers", "mtp", "told"),
+    [(1, 0, "stores layers 1 to 2, and its config.json has 1 layers and 0 for MTP"), (2, 0, "stores layer 2, and"), (2, 1, "")],
+)
+def test_layers_that_config_does_not_count_are_told_of(layers: int, mtp: int, told: str, tmp_path: Path) -> None:
+    """`run` computed the first layers alone, and said nothing."""
+    path = written(tmp_path / "model", lambda config: config.update(num_hidden_layers=layers, num_nextn_predict_layers=mtp))
+    found = load_model(path, device="cpu").told
+    assert told in found
+    assert bool(found) == bool(told)
+
+
 def test_a_null_that_leaves_a_model_to_transformers_is_held_against_the_tensors(tmp_path: Path) -> None:
     path = written(tmp_path / "model", lambda config: config.update(q_lora_rank=None))
     with pytest.raises(

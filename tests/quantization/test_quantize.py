@@ -219,6 +219,19 @@ def test_another_recipe_does_not_go_on(source: Path, text: str, tmp_path: Path) 
         run(source, tmp_path / "out", "awq-w4a16", text, damping=0.02)
 
 
+def test_another_scheme_by_the_same_recipe_is_not_done_already(source: Path, text: str, tmp_path: Path) -> None:
+    """One format holds both, and the recipe of one's own names a third."""
+    recipe = Recipe(scheme="awq-w4a16", calibration=text, methods=("awq",), **SMALL)
+
+    def made(scheme: str) -> QuantizationReport:
+        return quantize(source, tmp_path / "out", find_scheme(scheme), "compressed-tensors", recipe, device="cpu")
+
+    made("fp4-w4a16")
+    with pytest.raises(QuantkitError, match="exists, made with a different recipe"):
+        made("nvfp4-w4a4")
+    assert made("fp4-w4a16").out == tmp_path / "out", "done already"
+
+
 def test_a_wrong_scale_group_stops_the_run(source: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault two peers have: the router reads the scaled norm and is not compensated."""
     inside = scale._inside

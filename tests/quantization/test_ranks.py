@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import make_model
@@ -13,14 +14,19 @@ from forked_ranks import run_ranks
 from letters import write_letters
 from output_files import files
 
-from quantkit.calibrate import expert_layer, statistics
+from quantkit.calibrate import expert_layer, solver, statistics, walk
+from quantkit.calibrate.batches import Batches
 from quantkit.calibrate.drift import DriftSum
 from quantkit.calibrate.expert_layer import ExpertLayer, expert_batches
 from quantkit.calibrate.experts import ExpertWeights
+from quantkit.calibrate.hidden_states import HiddenStates, TokenBatch
 from quantkit.calibrate.ranks import Ranks
+from quantkit.calibrate.shared_runs import SharedRuns
 from quantkit.calibrate.statistics import StatisticsSum
 from quantkit.executor.parallel import Parallel
+from quantkit.models.decoder import DecoderLayer
 from quantkit.models.table import GatedMlp, Parameter
+from quantkit.quantization import QuantizationReport, memory
 from quantkit.quantization.output import Output
 
 
@@ -29,24 +35,31 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_letters(tmp_path_factory.mktemp("text") / "calibration.txt")
 
 
-def test_ranks_write_the_bytes_of_one(text: Path, tmp_path: Path) -> None:
-    """Two ranks solve a batch of experts of every layer each, and run them for the other; of three one has none."""
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2)
-    source = make_model.write_fp8(tmp_path / "source", config, make_model.random_tensors(config))
-    for ranks in (1, 2, 3):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command = command if ranks > 1 else [sys.executable]
-        arguments = [quantize_job.__file__, str(source), str(text), str(tmp_path / str(ranks)), "once"]
-        done = subprocess.run([*command, *arguments], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    assert files(tmp_path / "2") == files(tmp_path / "1")
-    assert files(tmp_path / "3") == files(tmp_path / "1")
+    return make_model.write_fp8(tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config))
 
 
-def test_a_rank_reads_its_own_experts_alone(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a layer's experts; and finds out what the other's errors were without reading their weights."""
-    config = make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2)
-    source = make_model.write_fp8(tmp_path / "source", config, make_model.random_tensors(config))
+@pytest.fixture(scope="module")
+def alone(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> QuantizationReport:
+    """What one process writes."""
+    return quantize_job.run(source, text, tmp_path_factory.mktemp("alone") / "one")
+
+
+def test_ranks_write_the_bytes_of_one(source: Path, text: Path, alone: QuantizationReport, tmp_path: Path) -> None:
+    """Three, as torchrun starts them: two solve a batch of experts of every layer each, and run them for the others; one has none."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    arguments = [quantize_job.__file__, str(source), str(text), str(tmp_path / "three"), "once"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert files(tmp_path / "three") == files(alone.out)
+
+
+def test_a_rank_reads_its_own_experts_alone(
+    source: Path, text: Path, alone: QuantizationReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a layer's experts; and finds out what the other's errors were without reading their weights. Both write the bytes of one."""
     read: list[int] = []
     reading, load = ExpertLayer._read, Output.load
 
@@ -70,16 +83,16 @@ def test_a_rank_reads_its_own_experts_alone(text: Path, tmp_path: Path, monkeypa
     first, second = run_ranks(2, tmp_path, compute)
     assert set(first["read"].tolist()) == {0, 1}  # type: ignore[index]
     assert set(second["read"].tolist()) == {2, 3}  # type: ignore[index]
-    monkeypatch.delenv("WORLD_SIZE")
-    alone = quantize_job.run(source, text, tmp_path / "one").findings.errors
-    assert first["errors"].tolist() == torch.tensor([alone[name] for name in sorted(alone)]).tolist()  # type: ignore[index]
-    assert sum("experts" in name for name in alone) > 2 * 4 * 3, "all experts of both layers are told of"
+    errors = alone.findings.errors
+    assert first["errors"].tolist() == torch.tensor([errors[name] for name in sorted(errors)]).tolist()  # type: ignore[index]
+    assert sum("experts" in name for name in errors) > 2 * 4 * 3, "all experts of both layers are told of"
+    assert files(tmp_path / "two") == files(alone.out)
 
 
-def test_a_rank_computes_its_own_experts_before_it_waits_for_another(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_computes_its_own_experts_before_it_waits_for_another(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the outputs of all experts would be computed one rank after the other."""
-    config = make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2)
-    source = make_model.write_fp8(tmp_path / "source", config, make_model.random_tensors(config))
     done: list[int] = []
     outputs, add_weighted = ExpertLayer._outputs, expert_layer.add_weighted
 
@@ -103,6 +116,78 @@ def test_a_rank_computes_its_own_experts_before_it_waits_for_another(text: Path,
     for rank, order in enumerate(run_ranks(2, tmp_path, compute)):
         layers = "".join("." if one < 0 else str(one) for one in order.tolist()).split(f"{2 * rank}")[1:]  # type: ignore[attr-defined]
         assert all(layer.startswith(f"{2 * rank + 1}.") for layer in layers), layers
+
+
+def test_ranks_share_forwards_and_linears(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside the routed experts, too: the batches that run through attention, and what is weighed on both sides of one input."""
+    config = make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2)
+    source = make_model.write_fp8(tmp_path / "source", config, make_model.random_tensors(config))
+    tokens, solved, q_a, kv_a = [0], list[int](), config["q_lora_rank"], config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    attend, both = walk.run_attention, solver.compensate_both
+
+    def ran(block: DecoderLayer, hidden: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        tokens[0] += len(hidden)
+        return attend(block, hidden, lengths)
+
+    def weighed(w: torch.Tensor, *rest: object, **named: object) -> object:
+        solved.append(w.shape[-2])
+        return both(w, *rest, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(walk, "run_attention", ran)
+    monkeypatch.setattr(solver, "compensate_both", weighed)
+    monkeypatch.setattr(memory, "Batches", lambda: Batches(64))
+
+    def run(out: str) -> torch.Tensor:
+        """Tokens that went through attention, and how many of q_a and kv_a were solved."""
+        tokens[0], solved[:] = 0, []
+        quantize_job.run(source, text, tmp_path / out)
+        return torch.tensor([tokens[0], sum(rows in (q_a, kv_a) for rows in solved)])
+
+    alone, shares = run("1"), []
+    for size in (2, 4):
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+        (tmp_path / f"ranks of {size}").mkdir()
+        shares.append(run_ranks(size, tmp_path / f"ranks of {size}", lambda parallel: run(str(parallel.size))))
+        assert files(tmp_path / str(size)) == files(tmp_path / "1")
+    assert int(alone[1]) == 4, "two in each layer"
+    assert [[int(one[1]) for one in ranks] for ranks in shares] == [[2, 2], [2, 2, 0, 0]]
+    for ranks, most in zip(shares, (0.7, 0.45)):
+        assert max(int(one[0]) for one in ranks) < most * int(alone[0]), (alone, ranks)
+
+
+def test_every_rank_hears_what_one_runs(tmp_path: Path) -> None:
+    """In the order of one process: two listeners, a linear that is asked once a sequence, a last round with too few batches for all; and
+    where there are fewer batches than ranks, all run them."""
+    lengths = [3, 1, 2, 2, 4, 1]
+
+    def heard(ranks: Ranks, count: int) -> torch.Tensor:
+        runs, told, begun = SharedRuns(ranks, torch.device("cpu")), list[torch.Tensor](), list[int]()
+
+        def hear(weight: int, module: str, x: torch.Tensor) -> None:
+            told.append(weight * len(module) * x.sum())
+
+        first, second = (runs.heard_by(partial(hear, weight)) for weight in (1, 10))
+
+        def run(batch: TokenBatch) -> None:
+            begun.append(0)
+            for length in batch.lengths:
+                first("a", torch.arange(6.0 * length).view(length, 6).t())  # a view that is not contiguous
+            second("long", torch.full((sum(batch.lengths), 2), float(batch.part.start)))
+
+        states = HiddenStates(torch.zeros(sum(lengths[:count]), 4), 0, lengths[:count], 3)
+        runs.over(states.batches(), run, lambda batch: told.append(torch.tensor(-1.0 - batch.part.start)))
+        return torch.stack([torch.tensor(float(len(begun))), *told])
+
+    def as_rank(count: int, parallel: Parallel) -> torch.Tensor:
+        return heard(Ranks(parallel.rank, parallel.size), count)
+
+    for count, shares in ((6, [2, 2, 1]), (2, [2, 2, 2])):
+        alone = heard(Ranks(), count)
+        (tmp_path / str(count)).mkdir()
+        found = run_ranks(3, tmp_path / str(count), partial(as_rank, count))
+        assert [int(one[0]) for one in found] == shares  # type: ignore[index]
+        for one in found:
+            assert torch.equal(one[1:], alone[1:])  # type: ignore[index]
 
 
 def test_experts_are_in_as_many_batches_as_a_power_of_two() -> None:

@@ -1,7 +1,7 @@
 """Any OpenAI-compatible server as a generator: many requests in flight, retried with backoff, read as a stream.
 
 Whatever one request meets is its own sample's error. The run ends only where going on cannot help: the server takes no connection any
-more, or it has refused the first requests as one refuses a wrong key or address.
+more, it has refused the first requests as one refuses a wrong key or address, or none of the first has got a reply, with all its tries.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from quantkit.evaluation.openai_server import CONNECT_TIMEOUT_S, FAULTS, TIMEOUT
 RETRIES = 5
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 _REFUSED = {401, 403, 404, 405}  # about the address or the key, if every request gets it; else about one prompt
-_HOPELESS = 4  # such refusals without a single reply, or as many as are in flight
+_HOPELESS = 4  # such refusals, or samples without a reply, before there is a single one; or as many as are in flight
 _TOO_LONG = (
     "context length",
     "context window",
@@ -79,7 +79,7 @@ class Endpoint:
         self.name: str = entry["id"]
         told = {"revision": revision} if revision else {name: value for name, value in entry.items() if name != "id"}
         self.identity: dict[str, Any] = {"model": self.name} | told
-        self._answered, self._refused = 0, 0
+        self._answered, self._refused, self._failed = 0, 0, 0
 
     def generate(self, prompts: Sequence[Prompt], parameters: Generation) -> Iterator[ModelReply]:
         """Completions as they finish. Stopping the iteration cancels what is in flight."""
@@ -171,9 +171,18 @@ class Endpoint:
                 if isinstance(error, StreamError) and _says_too_long(400, problem):
                     return ModelReply(index=-1, finish_reason="context", refusal=problem)
                 unreachable += isinstance(error, httpx.ConnectError)
+        else:
+            self._count_failure(problem)
         if unreachable == self._retries + 1:
             raise _Fatal("the server is gone", "start it and repeat the command; replies in --out are kept")
         return ModelReply(index=-1, error=problem)
+
+    def _count_failure(self, problem: str) -> None:
+        """Raise _Fatal where all that it is asked fails, with every try: hours of tries would be no different."""
+        self._failed += 1
+        if not self._answered and self._failed > max(_HOPELESS, self._concurrency):
+            told = f"none of the first {self._failed} requests got a reply, the last for: {problem}"
+            raise _Fatal(told, "mend the server and repeat the command; `quantkit regrade` grades what an earlier run kept")
 
     def _count_refusal(self, status: int, problem: str) -> None:
         """Raise _Fatal where it refuses all that it is asked."""

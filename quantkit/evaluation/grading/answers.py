@@ -239,13 +239,35 @@ def _said_once(match: re.Match[str]) -> str:
     return match[0]
 
 
+_COUNT_WORD = (
+    r"(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)"
+)
+_COUNT = rf"{_COUNT_WORD}(?:[ -](?:one|{_COUNT_WORD}))?(?![\w-])"
+_OF_HOW_MANY = re.compile(
+    rf"(?<![\w.,/%$-])(?P<part>\d[\d,]*|{_COUNT})\s+(?:out\s+)?(?P<of>of\s+(?:(?:the|these|those|his|her|their|its|all)\s+)?)"
+    rf"(?P<whole>\d[\d,]*\d|\d|{_COUNT})(?![\w%]|[.,/]\d)",
+    re.IGNORECASE,
+)
+
+
+def _in_digits(match: re.Match[str]) -> str:
+    """`7 of the 12` for `seven out of the twelve`: of numbers in words and in digits, the rules behind see the digits alone. Words that
+    end the sentence, `seven of 12`, are the first alone: 7 of 12 might be 7/12."""
+    part, whole = (begin_quantity(match[name]) for name in ("part", "whole"))
+    if part is None or whole is None:
+        return match[0]
+    ends = match["part"][0].isalpha() and re.match(r"[\s*_]*(?:[.!?](?=\s|$)|$)", match.string[match.end() :]) is not None
+    return f"{part.value}" if ends else f"{part.value} {match['of']}{whole.value}"
+
+
 def find_number(text: str, letters: bool = True, question: str = "") -> Extraction:
     """The answer of a text whose answer is a number: the last box, else the last stated answer, else the last number.
 
     An answer that is stated behind the box, as a sentence, and is another one, replaces the box.
     """
     text = _with_thousands(_named_value(_CALCULATION.sub("", prepared(text))))
-    text = _SAID_TWICE.sub(_said_once, text)
+    text = _OF_HOW_MANY.sub(_in_digits, _SAID_TWICE.sub(_said_once, text))
     box = last_box(text)
     if box.open_box:
         return box
@@ -261,7 +283,25 @@ def find_number(text: str, letters: bool = True, question: str = "") -> Extracti
     if stated is not None:
         return stated
     shown, last = read_last(_lines(text[-_ENDING:]), letters, question)
+    if (shown is None or _LEFT.search(question)) and (none := _none_of_them(text, question)) is not None:
+        return none
     return Extraction(shown, "last", value=last, restated=restated(text[-_SENTENCE:])) if shown is not None else Extraction(None)
+
+
+_HOW_MANY = re.compile(r"(?i)\bhow (?:many|much)\b")
+_LEFT = re.compile(r"(?i)\b(?:left|remain|remaining)\W*$")
+_NO_SUCH = r"(?:none|nothing|no(?! (?:answer|idea|information|solution|way|clue|one)\b)(?: [a-z-]+){1,2}?)"
+_NONE = re.compile(
+    rf"(?i)(?:^|[.!?]\s+|\n|,\s+|\bso\s+)\W*(?P<said>(?:there\s+(?:are|is|were|was)\s+|(?:[a-z]+\s+){{1,2}}(?:has|have|had)\s+)?{_NO_SUCH}"
+    r"(?:\s+of\s+(?:them|it))?(?:\s+(?:are|is|were|was|will\s+be))?(?:\s+(?:left|remains?|remaining|over))?)\W*$"
+)
+
+
+def _none_of_them(text: str, question: str) -> Extraction | None:
+    """Zero, where the question asks how many and the text ends with `none are left`: where other numbers stand at its end, too, only of
+    what is asked to be left."""
+    said = _NONE.search(text[-_SENTENCE:].strip()) if _HOW_MANY.search(question) else None
+    return Extraction(said["said"], "last", value=Fraction(0)) if said is not None else None
 
 
 _RECONSIDERS = re.compile(

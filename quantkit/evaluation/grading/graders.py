@@ -58,6 +58,10 @@ def _number_gold(fields: dict[str, Any]) -> str:
     """The value after `####`, or inside a box, or the field itself."""
     text = str(fields["answer"]).rpartition("####")[2].strip()
     text = answers.last_box(text).text or text
+    if text.lower() in ("", "nan", "none", "null"):
+        raise QuantkitError(
+            f"the right answer {fields['answer']!r} is none, and every reply would be wrong", "mend the row, or leave it out"
+        )
     number = read_value(text)
     return canonical(number) if isinstance(number, Fraction) else text
 

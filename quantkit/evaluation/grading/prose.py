@@ -268,7 +268,7 @@ def read_last(text: str, letters: bool = True, question: str = "") -> tuple[str 
     is_one = (
         not re.search(_END, shown.strip()) and not _DENIED.search(claimed(shown)) and not _ASSUMED.search(shown) and not by_cases(shown)
     )
-    whole = read_value(_AND_WHEN.sub(r"\g<said>", claimed(shown)), letters) if is_one else None
+    whole = read_value(_AND_WHEN.sub(r"\g<said>", claimed(_PART_OF.sub(r"\g<part>", shown))), letters) if is_one else None
     asks = functools.partial(_asked_for, _sentences(paid), question)
     if whole is not None:
         return shown, asks(whole)

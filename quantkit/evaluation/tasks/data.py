@@ -10,6 +10,7 @@ import hashlib
 import json
 import random
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluation.grading.graders import Grader
 from quantkit.evaluation.tasks.definitions import DataSource, Dates, Setting, Task
 from quantkit.evaluation.tasks.problems import Problem
+from quantkit.model_files import parse_json
 
 Row = dict[str, Any]
 
@@ -136,13 +138,29 @@ def _subject(path: Path) -> str:
 
 
 def _read_file(path: Path) -> Iterator[Row]:
-    if path.suffix == ".parquet":
-        try:
-            import pyarrow.parquet
-        except ImportError as error:
-            raise QuantkitError(f"{path} needs pyarrow", "pip install 'quantkit[datasets]', or convert it to jsonl") from error
+    """Raises QuantkitError naming the file, and of lines the line."""
+    try:
+        yield from _read_parquet(path) if path.suffix == ".parquet" else _read_text(path)
+    except UnicodeDecodeError as error:
+        raise QuantkitError(f"{path} is not UTF-8 ({error.reason}: byte {error.start})", "save it as UTF-8") from error
+    except (OSError, EOFError, zlib.error, csv.Error) as error:
+        raise QuantkitError(f"{path} cannot be read ({error})", "download it again") from error
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise QuantkitError(f"{path} needs pyarrow", "pip install 'quantkit[datasets]', or convert it to jsonl") from error
+    try:
         yield from pyarrow.parquet.read_table(path).to_pylist()
-        return
+    except pyarrow.ArrowException as error:
+        raise QuantkitError(f"{path} is not Parquet ({str(error).splitlines()[0]})", "download it again") from error
+
+
+def _read_text(path: Path) -> Iterator[Row]:
+    """Files that were saved on Windows may begin with a byte order mark."""
     if path.suffix == ".csv":
         with path.open(encoding="utf-8-sig", newline="") as table:
             yield from csv.DictReader(table)
@@ -150,12 +168,12 @@ def _read_file(path: Path) -> Iterator[Row]:
     if path.suffix == ".json":
         yield from _read_examples(path)
         return
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+    with gzip.open(path, "rt", encoding="utf-8-sig") if path.suffix == ".gz" else path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError as error:
                 raise QuantkitError(f"{path}:{number} is not JSON ({error})", "one JSON object per line is expected") from error
             if not isinstance(row, dict):
@@ -166,7 +184,9 @@ def _read_file(path: Path) -> Iterator[Row]:
 def _read_examples(path: Path) -> Iterator[Row]:
     """A list of objects, or BIG-Bench's {"examples": [...]}."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError:
+        raise
     except ValueError as error:
         raise QuantkitError(f"{path} is not JSON ({error})", "a list of objects is expected") from error
     rows = content.get("examples") if isinstance(content, dict) else content

@@ -4,6 +4,7 @@ A protocol fixes everything that moves a score besides the model: prompt, system
 eval/protocols.yaml; a task adds its prompt and overrides what differs. `find_setting` joins the two into one `Setting`.
 """
 
+import math
 from functools import cache
 from typing import Any
 
@@ -126,6 +127,8 @@ def find_setting(task: Task, protocol: str, *, repeats: int | None = None, overr
     asked = repeats or own.repeats or base.repeats
     parameters = base.generation | own.generation | (own.single_pass if asked == 1 else {}) | (overrides or {})
     generation = Generation(**parameters | {"stop": tuple(parameters.get("stop", ()))})
+    if not math.isfinite(generation.temperature):
+        raise QuantkitError(f"--temperature is {generation.temperature}", "use 0 (greedy), or a number above it")
     if asked > 1 and generation.temperature == 0:
         raise QuantkitError(
             f"{asked} repeats of {task.name} would be {asked} times the same greedy reply", "use --repeats 1 or set a --temperature above 0"

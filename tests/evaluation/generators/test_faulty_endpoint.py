@@ -6,6 +6,7 @@ import tracemalloc
 import pytest
 from faulty_server import BROKEN, DONE, END, STOP, TEXT, WHOLE, Behaviour, FaultyServer, Wire, chunk, event
 
+from quantkit.errors import QuantkitError
 from quantkit.evaluation.generators import replies
 from quantkit.evaluation.generators.endpoint import Endpoint
 from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
@@ -114,13 +115,25 @@ def test_retries_are_as_many_as_asked_for() -> None:
 
 
 def test_a_server_that_refuses_everything_ends_the_run() -> None:
-    from quantkit.errors import QuantkitError
-
     with FaultyServer(BROKEN["403"]) as server:
         endpoint = Endpoint(server.url, concurrency=4)
         with pytest.raises(QuantkitError, match="HTTP 403: not this prompt; check the address"):
             list(endpoint.generate([Prompt(text=str(n)) for n in range(200)], Generation()))
         assert len(server.requests) <= 8
+
+
+def test_a_server_that_fails_at_everything_ends_the_run() -> None:
+    """Each sample would be tried again, with longer and longer pauses, to the last."""
+    with FaultyServer(BROKEN["500"]) as server:
+        endpoint = Endpoint(server.url, concurrency=4, retries=1, backoff_s=0.001)
+        with pytest.raises(QuantkitError, match="none of the first 5 requests got a reply, the last for: HTTP 500"):
+            list(endpoint.generate([Prompt(text=str(n)) for n in range(200)], Generation()))
+        assert len(server.requests) <= 20
+
+
+def test_prompts_that_are_refused_one_by_one_do_not() -> None:
+    replies = ask(BROKEN["400"], 20, concurrency=4)
+    assert all(reply.error for reply in replies)
 
 
 def test_large_replies_are_whole() -> None:

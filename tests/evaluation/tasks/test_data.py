@@ -48,6 +48,38 @@ def test_a_broken_line_is_named(tmp_path: Path, text: str, told: str) -> None:
         read_rows("gsm8k", find_task("gsm8k").data, tmp_path)
 
 
+DEEP = b'{"question": "?", "x": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "told"),
+    [
+        ("gsm8k_test.jsonl", '{"question": "Café?"}'.encode("latin-1"), r"gsm8k_test.jsonl is not UTF-8 \(.*: byte 17\); save it as UTF-8"),
+        ("gsm8k_test.jsonl", '{"question": "?"}'.encode("utf-16"), "is not UTF-8"),
+        ("gsm8k_test.jsonl", DEEP, ":1 is not JSON .*nested too deep"),
+        ("gsm8k_test.jsonl", b'{"question": "\\ud800?"}', ":1 is not JSON .*half of a character"),
+        ("gsm8k_test.jsonl", b'{"answer": "1", "answer": "2"}', ":1 is not JSON .*answer has two values"),
+        ("gsm8k_test.jsonl.gz", b"not gzip", r"gz cannot be read \(Not a gzipped file"),
+        ("gsm8k_test.jsonl.gz", gzip.compress(b'{"question": "?"}' * 99)[:-12], "gz cannot be read"),
+    ],
+)
+def test_a_file_that_is_something_else_is_named(tmp_path: Path, name: str, data: bytes, told: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(QuantkitError, match=told):
+        read_rows("gsm8k", find_task("gsm8k").data, tmp_path)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
+    (tmp_path / "gsm8k_test.jsonl").write_text(json.dumps(ROWS[0]), encoding="utf-8-sig")
+    assert read_rows("gsm8k", find_task("gsm8k").data, tmp_path).rows == ROWS[:1]
+
+
+@pytest.mark.parametrize("answer", ["", "####", float("nan"), "work\n#### "])
+def test_a_right_answer_that_is_none_is_refused(answer: object) -> None:
+    with pytest.raises(QuantkitError, match=r"row 1 of gsm8k: the right answer .* is none, and every reply would be wrong"):
+        problems(setting(), find_grader("number"), [ROWS[0], {"question": "?", "answer": answer}])
+
+
 def test_a_row_without_its_field_is_named() -> None:
     with pytest.raises(QuantkitError, match="row 0 of gsm8k has no field question"):
         problems(setting(), find_grader("number"), [{"text": "?"}])

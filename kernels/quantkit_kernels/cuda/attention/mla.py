@@ -29,8 +29,6 @@ _CODE_TILE = 64
 _MOST_SPLITS = 256
 _MOST_QUERIES, _MOST_NORMED = 8, 2048
 """Rows and their widths of mla_queries.cu."""
-_GRIDS_OF_QUERIES = {("int4", 128, torch.bfloat16)}
-"""What it is used for: of the grids that it is compiled for, all of 4 bits, a card has run this one."""
 
 
 def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents, slots: Tensor) -> Tensor:
@@ -56,7 +54,7 @@ def mla_queries(
     if not isinstance(q_b, CudaLinear) or not isinstance(cache, Tensor) or not _preparable(qkv_a, norms, rotation, cache):
         return None
     fits = q_b.in_features == q_lora and q_b.dtype == qkv_a.dtype and q_lora <= _MOST_NORMED and kv_lora <= _MOST_NORMED
-    if not fits or rows > _MOST_QUERIES or (q_b.kind, q_b.group, q_b.dtype) not in _GRIDS_OF_QUERIES:
+    if not fits or rows > _MOST_QUERIES:
         return None
     plan = linear_plan(q_b.kind, q_b.padded, q_lora, rows)
     # A block more for each token: with more blocks than multiprocessors they would wait for one another.

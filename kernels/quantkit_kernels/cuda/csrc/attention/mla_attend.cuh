@@ -13,7 +13,22 @@ constexpr int kEntryStride = 2 * kEntry + 16, kTileBytes = kTile * kEntryStride;
 constexpr int kScoreStride = kTile + 8, kProbStride = 2 * kTile + 16;             // floats; bytes
 constexpr int attend_bytes(int head_tiles) { return kSlots * kTileBytes + 16 * head_tiles * (4 * kScoreStride * 4 + kProbStride + 4) + kSlots * 8; }
 
-// A warp's quarter of the queries' 576 columns, which lie in the ring as tile 0.
+// The block's queries, to where tile 0 of the ring would be. Not in bulk, as the tiles: such a copy waits for those asked for before it, three
+// tiles of the cache. Heads past the last repeat it.
+template <class T, int HT> __device__ __forceinline__ void copy_queries(uint32_t ring, const T* row, int head0, int heads) {
+  constexpr int pieces = kEntry / 8, all = 16 * HT * pieces;
+#pragma unroll
+  for (int turn = 0; turn < (all + kThreads - 1) / kThreads; ++turn) {
+    const int i = turn * kThreads + threadIdx.x, head = i / pieces, piece = i % pieces;
+    if (i < all) copy16(ring + head * kEntryStride + piece * 16, row + (size_t)min(head0 + head, heads - 1) * kEntry + piece * 8);
+  }
+  end_copies();
+  wait_for_copies<0>();
+  show_to_copies();  // that come later, of tiles to the same place
+  __syncthreads();
+}
+
+// A warp's quarter of the queries' 576 columns.
 template <int HT> __device__ __forceinline__ void load_queries(uint32_t (&queries)[HT][9][4], uint32_t ring, int quarter, int matrix, int matrix_row) {
 #pragma unroll
   for (int t = 0; t < HT; ++t)
@@ -128,11 +143,12 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
     show_barriers_to_copies();
   }
   __syncthreads();
+  if (lane == 0) arrive(barriers);  // as if for a tile 0
   const int length = p.lengths[row * p.lengths_stride], tiles = tiles_of(length, kTile), parts = parts_of(tiles, p.splits);
   const int begin = split < parts ? tiles * split / parts : 0, count = split < parts ? tiles * (split + 1) / parts - begin : 0;
 
-  // The queries come through the ring as if they were tile 0, tiles of the cache as 1 .. count. A warp copies four rows. Tokens past the end
-  // repeat the last: their probability is zero, and zero times what nobody wrote might be NaN. Heads past the last repeat it likewise.
+  // Tiles of the cache are 1 .. count, for the queries are in the place of tile 0. A warp copies four rows. Tokens past the end repeat the
+  // last: their probability is zero, and zero times what nobody wrote might be NaN.
   const int of_tile = warp * 4 + part;
   struct Place { int block, offset; };
   const auto look_up = [&](int turn) -> Place {
@@ -140,8 +156,7 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
     return {p.table[(row * p.table_width + block) * p.table_stride], token - block * p.block_size};
   };
   const auto request = [&](int turn, Place place) {
-    const T* from = turn == 0 ? q + ((size_t)row * p.heads + min(head0 + of_tile, p.heads - 1)) * kEntry
-                              : cache + ((size_t)place.block * p.block_size + place.offset) * kEntry;
+    const T* from = cache + ((size_t)place.block * p.block_size + place.offset) * kEntry;
     copy_rows(ring + turn % kSlots * kTileBytes + warp * 4 * kEntryStride, from, barriers + turn % kSlots * 8, lane);
   };
   const auto await = [&](int turn) { wait_for(barriers + turn % kSlots * 8, turn / kSlots & 1); };
@@ -157,12 +172,11 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
   wait_for_predecessor();
   let_successor_start();
   if (count == 0) return;
-  request(0, places[0]);
+  copy_queries<T, HT>(ring, q + (size_t)row * p.heads * kEntry, head0, p.heads);
 
   // This warp's share of the scores: a quarter of the products, for half of the tile's tokens.
   const int quarter = warp & 3, tokens0 = (warp >> 2) * 16;
   uint32_t queries[HT][9][4];
-  await(0);
   load_queries<HT>(queries, ring, quarter, matrix, matrix_row);
 
   float sums[HT][8][4] = {};  // of its 64 columns of the result

@@ -2,13 +2,14 @@
 #pragma once
 
 #include "attention/mla_sizes.cuh"
+#include "common/cluster.cuh"
 #include "common/copies.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
 
 namespace {
 
-constexpr int kMostSplits = 256, kProjectRows = 64, kLatentStride = 2 * kLatent + 16;  // bytes
+constexpr int kMostSplits = 256, kSharedSplits = 32, kProjectRows = 64, kLatentStride = 2 * kLatent + 16;  // bytes
 constexpr int project_bytes(int splits) { return (kProjectRows + 8) * kLatentStride + kWarps * kLatent * 4 + 8 * splits * 4; }
 
 // W_UV . latents: 16 of the values, half of the products.
@@ -24,16 +25,16 @@ __device__ __forceinline__ void multiply_values(float (&acc)[2][4], const char* 
   }
 }
 
-// The weighed sum of row `row0 + r`'s parts, of which this warp takes every `step`th: a lane has 4 of each 128 columns. AHEAD of a warp's parts
-// are on their way, the first before it is known what they weigh.
-template <int AHEAD> struct Merge {
+// The weighed sum of row `row0 + r`'s parts, of which this warp takes every `step`th: a lane has 4 of each 128 columns, of QUADS times as many.
+// AHEAD of a warp's parts are on their way, the first before it is known what they weigh.
+template <int AHEAD, int QUADS> struct Merge {
   const float4* from;
   int first, parts, step;
-  float4 asked[AHEAD][4];
+  float4 asked[AHEAD][QUADS];
 
   __device__ __forceinline__ void request(int a, int part) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < QUADS; ++i)
       if (part < parts) asked[a][i] = __ldcg(from + part * (kLatent / 4) + i * 32);
   }
   __device__ __forceinline__ void request() {
@@ -43,26 +44,28 @@ template <int AHEAD> struct Merge {
   __device__ __forceinline__ static void add(float4& sum, float share, const float4& v) {
     sum.x += share * v.x, sum.y += share * v.y, sum.z += share * v.z, sum.w += share * v.w;
   }
-  __device__ __forceinline__ void add_up(float4 (&sum)[4], const float* shares) {
+  __device__ __forceinline__ void add_up(float4 (&sum)[QUADS], const float* shares) {
     for (int s = first; s < parts; s += AHEAD * step)
 #pragma unroll
       for (int a = 0; a < AHEAD; ++a) {
         const int part = s + a * step;
         if (part >= parts) continue;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) add(sum[i], shares[part], asked[a][i]);
+        for (int i = 0; i < QUADS; ++i) add(sum[i], shares[part], asked[a][i]);
         request(a, part + AHEAD * step);
       }
   }
 };
 
-// out[row, head] = (merged parts) W_UV. A block per head, 64 of its values, and `each` rows, at most eight.
-template <class T, int AHEAD, int BLOCKS> __global__ void __launch_bounds__(kThreads, BLOCKS) project(const T* kv_b, T* out, int rows, int each, const Attend p) {
+// out[row, head] = (merged parts) W_UV. A block per head, 64 of its values, and `each` rows, at most eight. SHARED: the two blocks of a head are a
+// cluster, each merges half of the columns for both.
+template <class T, int AHEAD, int BLOCKS, bool SHARED> __global__ void __launch_bounds__(kThreads, BLOCKS) project(const T* kv_b, T* out, int rows, int each, const Attend p) {
+  constexpr int quads = SHARED ? 2 : 4, columns = quads * 128;  // that this block merges
   extern __shared__ __align__(128) char shared[];
   char* latents = shared + kProjectRows * kLatentStride;
   float* sums = reinterpret_cast<float*>(latents + 8 * kLatentStride);  // [warp][512], then [half of K][64][8]
   float* shares = sums + kWarps * kLatent;                              // [row][split]
-  const int head = blockIdx.x, value0 = blockIdx.y * kProjectRows, row0 = blockIdx.z * each, here = min(each, rows - row0);
+  const int head = blockIdx.y, value0 = blockIdx.x * kProjectRows, column0 = SHARED ? blockIdx.x * columns : 0, row0 = blockIdx.z * each, here = min(each, rows - row0);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, part = lane & 3, matrix = lane >> 3, matrix_row = lane & 7;
 
   const T* from = kv_b + ((size_t)head * (kNope + kValue) + kNope + value0) * kLatent;
@@ -70,11 +73,12 @@ template <class T, int AHEAD, int BLOCKS> __global__ void __launch_bounds__(kThr
     const int r = i / (kLatent / 8), at = i % (kLatent / 8);
     copy16(shared_address(shared) + r * kLatentStride + at * 16, from + r * kLatent + at * 8);
   }
+  if constexpr (SHARED) cluster_arrive();  // this block has begun, so the other may write to its memory
   // Warps are shared out over the rows, and a row's warps over its parts. Lengths are older than the queries.
   const int warps_per_row = here > 4 ? 1 : here > 2 ? 2 : here > 1 ? 4 : 8, r = warp / warps_per_row;
   const auto parts_of_row = [&](int row) { return row < here ? parts_of(tiles_of(p.lengths[(row0 + row) * p.lengths_stride], p.tile), p.splits) : 0; };
   const int parts = parts_of_row(warp);
-  Merge<AHEAD> merge{reinterpret_cast<const float4*>(p.weighted + ((size_t)(row0 + r) * p.heads + head) * p.splits * kLatent) + lane, warp % warps_per_row, parts_of_row(r), warps_per_row};
+  Merge<AHEAD, quads> merge{reinterpret_cast<const float4*>(p.weighted + ((size_t)(row0 + r) * p.heads + head) * p.splits * kLatent + column0) + lane, warp % warps_per_row, parts_of_row(r), warps_per_row};
   wait_for_predecessor();
   let_successor_start();
 
@@ -99,21 +103,25 @@ template <class T, int AHEAD, int BLOCKS> __global__ void __launch_bounds__(kThr
       if (i * 32 + lane < parts) shares[warp * p.splits + i * 32 + lane] = mine[i].x / total;
   }
   __syncthreads();
-  float4 sum[4] = {};
+  float4 sum[quads] = {};
   merge.add_up(sum, shares + r * p.splits);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) *reinterpret_cast<float4*>(sums + warp * kLatent + i * 128 + lane * 4) = sum[i];
+  for (int i = 0; i < quads; ++i) *reinterpret_cast<float4*>(sums + warp * kLatent + i * 128 + lane * 4) = sum[i];
   __syncthreads();
   // Rows beyond the last are whatever lies there: a column of the product is of its own row only, and theirs is not stored.
-  for (int i = threadIdx.x; i < here * kLatent; i += kThreads) {
-    const int at = i / kLatent, column = i % kLatent;
+  if constexpr (SHARED) cluster_wait();
+  for (int i = threadIdx.x; i < here * columns; i += kThreads) {
+    const int at = i / columns, column = i % columns;
     const float* first = sums + at * warps_per_row * kLatent + column;
     float v = 0;
     for (int w = 0; w < warps_per_row; ++w) v += first[w * kLatent];
-    reinterpret_cast<T*>(latents + at * kLatentStride)[column] = T(v);
+    T* to = reinterpret_cast<T*>(latents + at * kLatentStride) + column0 + column;
+    *to = T(v);
+    if constexpr (SHARED) write_to(shared_address(to), 1 - blockIdx.x, T(v));
   }
   asm volatile("cp.async.wait_all;" ::: "memory");
-  __syncthreads();
+  if constexpr (SHARED) cluster_barrier();
+  else __syncthreads();
 
   const int tile = warp & 3, half = warp >> 2;  // 16 of the values, half of the products
   float acc[2][4] = {};
@@ -127,17 +135,20 @@ template <class T, int AHEAD, int BLOCKS> __global__ void __launch_bounds__(kThr
   }
 }
 
-template <class T, int AHEAD, int BLOCKS> int launch_project(const void* kv_b, void* out, const Attend& p, int rows, int each, void* s) {
-  auto kernel = project<T, AHEAD, BLOCKS>;
+template <class T, int AHEAD, int BLOCKS, bool SHARED> int launch_project(const void* kv_b, void* out, const Attend& p, int rows, int each, void* s) {
+  auto kernel = project<T, AHEAD, BLOCKS, SHARED>;
   static const cudaError_t allowed = allow(kernel, project_bytes(kMostSplits));
   if (allowed != cudaSuccess) return (int)allowed;
-  return start(kernel, dim3(p.heads, kValue / kProjectRows, (rows + each - 1) / each), kThreads, project_bytes(p.splits), s, (const T*)kv_b, (T*)out, rows, each, p);
+  const dim3 grid(kValue / kProjectRows, p.heads, (rows + each - 1) / each);
+  return start_clusters(kernel, grid, kThreads, project_bytes(p.splits), SHARED ? kValue / kProjectRows : 1, s, (const T*)kv_b, (T*)out, rows, each, p);
 }
 
 template <class T> int launch_project(const void* kv_b, void* out, const Attend& p, int rows, void* s) {
-  // Few rows have many parts, and reading those is what takes long: two blocks share the rows out, with a multiprocessor for each.
-  if (rows <= 8) return launch_project<T, 9, 1>(kv_b, out, p, rows, (rows + 1) / 2, s);
-  return launch_project<T, 3, 2>(kv_b, out, p, rows, 8, s);
+  // Few rows have many parts, and reading those is what takes long: two blocks share the rows out, with a multiprocessor for each. With a long
+  // context both blocks of a head read half of the parts' columns.
+  if (rows <= 8 && p.splits > kSharedSplits) return launch_project<T, 17, 1, true>(kv_b, out, p, rows, (rows + 1) / 2, s);
+  if (rows <= 8) return launch_project<T, 9, 1, false>(kv_b, out, p, rows, (rows + 1) / 2, s);
+  return launch_project<T, 3, 2, false>(kv_b, out, p, rows, 8, s);
 }
 
 }  // namespace

@@ -8,6 +8,8 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include <type_traits>
+
 #include "collectives/inbox.cuh"
 #include "common/cluster.cuh"
 #include "common/copies.cuh"
@@ -28,21 +30,30 @@ struct ExchangeNorm {
 namespace {
 
 using bf16 = __nv_bfloat16;
-constexpr int kMostThreads = 1024, kMostBlocks = 8;
+constexpr int kFewThreads = 128, kMostThreads = 1024, kMostBlocks = 8;
 
 // To the same place of another block of the cluster.
 __device__ __forceinline__ void write_to(float* place, float v, int block) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(address_in(shared_address(place), block)), "f"(v) : "memory");
 }
 
-// The sum over a token's experts of eight columns, as sum_pairs.cu has it.
-template <class T> __device__ __forceinline__ Eight<T> sum_of_pairs(const float* from, int top_k, int h) {
+// The sum over a token's experts of eight columns, as sum_pairs.cu has it. AT_ONCE are asked for before the first is added.
+template <class T, int AT_ONCE> __device__ __forceinline__ Eight<T> sum_of_pairs(const float* from, int top_k, int h) {
   float sum[8] = {};
-#pragma unroll 8
-  for (int k = 0; k < top_k; ++k) {
-    const float4* one = reinterpret_cast<const float4*>(from + (size_t)k * h);
-    const float4 low = one[0], high = one[1];
-    sum[0] += low.x, sum[1] += low.y, sum[2] += low.z, sum[3] += low.w, sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w;
+  for (int first = 0; first < top_k; first += AT_ONCE) {
+    float4 low[AT_ONCE], high[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k) {
+      if (first + k >= top_k) continue;
+      const float4* one = reinterpret_cast<const float4*>(from + (size_t)(first + k) * h);
+      low[k] = one[0], high[k] = one[1];
+    }
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; ++k) {
+      if (first + k >= top_k) continue;
+      sum[0] += low[k].x, sum[1] += low[k].y, sum[2] += low[k].z, sum[3] += low[k].w;
+      sum[4] += high[k].x, sum[5] += high[k].y, sum[6] += high[k].z, sum[7] += high[k].w;
+    }
   }
   Eight<T> rounded;
 #pragma unroll
@@ -50,9 +61,24 @@ template <class T> __device__ __forceinline__ Eight<T> sum_of_pairs(const float*
   return rounded;
 }
 
-template <class T, int RANKS, bool PAIRS>
-__global__ void __launch_bounds__(kMostThreads) exchange_norm(const __grid_constant__ ExchangeNorm m, const __grid_constant__ Inboxes inboxes, State* state) {
-  __shared__ float sums[kMostThreads / 32 * kMostBlocks];
+// `count` numbers of shared memory, in their order.
+template <int AT_ONCE> __device__ __forceinline__ float sum_in_order(const float* from, int count) {
+  float total = 0;
+  for (int first = 0; first < count; first += AT_ONCE) {
+    float part[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) part[i] = first + i < count ? from[first + i] : 0.f;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) total += part[i];
+  }
+  return total;
+}
+
+// THREADS: of a block at most. With few of them a thread has registers for all of its pairs at once.
+template <class T, int RANKS, bool PAIRS, int THREADS>
+__global__ void __launch_bounds__(THREADS) exchange_norm(const __grid_constant__ ExchangeNorm m, const __grid_constant__ Inboxes inboxes, State* state) {
+  constexpr bool few = THREADS == kFewThreads;
+  __shared__ float sums[THREADS / 32 * kMostBlocks];
   const int at = blockIdx.x * blockDim.x + threadIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x / 32;
   const bool mine = at < m.h / 8;
   const size_t word = (size_t)blockIdx.y * (m.h / 8) + at;
@@ -67,7 +93,7 @@ __global__ void __launch_bounds__(kMostThreads) exchange_norm(const __grid_const
   const size_t half = (size_t)(calls & 1) * RANKS * m.room;
   uint4 parts[RANKS] = {};
   if (mine) {
-    if constexpr (PAIRS) v = sum_of_pairs<T>(m.pairs + (size_t)blockIdx.y * m.top_k * m.h + at * 8, m.top_k, m.h);
+    if constexpr (PAIRS) v = sum_of_pairs<T, few ? 9 : 2>(m.pairs + (size_t)blockIdx.y * m.top_k * m.h + at * 8, m.top_k, m.h);
     else v = reinterpret_cast<const Eight<T>*>(m.x)[word];
     const uint4 own = sendable(v.bits);
 #pragma unroll
@@ -91,27 +117,28 @@ __global__ void __launch_bounds__(kMostThreads) exchange_norm(const __grid_const
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
   if (lane < gridDim.x) write_to(sums + blockIdx.x * warps + warp, squares, lane);
   cluster_barrier();
-  float total = 0;
-  for (int w = 0; w < (int)gridDim.x * warps; ++w) total += sums[w];
-  const float factor = rsqrtf(total / m.h + m.eps);
+  const float factor = rsqrtf(sum_in_order<few ? 32 : 8>(sums, gridDim.x * warps) / m.h + m.eps);
 #pragma unroll
   for (int j = 0; j < 8; ++j) v.set(j, v.get(j) * factor * gain.get(j));
   if (mine) reinterpret_cast<Eight<T>*>(m.normed)[word] = v;
 }
 
 template <class T, bool PAIRS> int run(const ExchangeNorm& m, int ranks, const Inboxes& inboxes, void* state, void* stream) {
-  int threads = 128;
+  int threads = kFewThreads;
   while (threads * kMostBlocks * 8 < m.h) threads *= 2;
   const int blocks = (m.h / 8 + threads - 1) / threads;
-  const auto go = [&](auto kernel) { return start_clusters(kernel, dim3(blocks, m.rows), threads, 0, blocks, stream, m, inboxes, (State*)state); };
+  const auto go = [&](auto few, auto many) {
+    return start_clusters(threads == kFewThreads ? few : many, dim3(blocks, m.rows), threads, 0, blocks, stream, m, inboxes, (State*)state);
+  };
+  const auto of = [&]<int RANKS>(std::integral_constant<int, RANKS>) { return go(exchange_norm<T, RANKS, PAIRS, kFewThreads>, exchange_norm<T, RANKS, PAIRS, kMostThreads>); };
   switch (ranks) {
-    case 2: return go(exchange_norm<T, 2, PAIRS>);
-    case 3: return go(exchange_norm<T, 3, PAIRS>);
-    case 4: return go(exchange_norm<T, 4, PAIRS>);
-    case 5: return go(exchange_norm<T, 5, PAIRS>);
-    case 6: return go(exchange_norm<T, 6, PAIRS>);
-    case 7: return go(exchange_norm<T, 7, PAIRS>);
-    case 8: return go(exchange_norm<T, 8, PAIRS>);
+    case 2: return of(std::integral_constant<int, 2>());
+    case 3: return of(std::integral_constant<int, 3>());
+    case 4: return of(std::integral_constant<int, 4>());
+    case 5: return of(std::integral_constant<int, 5>());
+    case 6: return of(std::integral_constant<int, 6>());
+    case 7: return of(std::integral_constant<int, 7>());
+    case 8: return of(std::integral_constant<int, 8>());
   }
   return (int)cudaErrorInvalidValue;
 }

@@ -8,6 +8,8 @@
 
 namespace {
 
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
 }
@@ -24,6 +26,11 @@ __device__ __forceinline__ void arrive_there(uint32_t barrier) {
 __device__ __forceinline__ void copy_to_both(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
                :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((uint16_t)3) : "memory");
+}
+// A value of 16 bits to the place of `at` in another block of the cluster.
+template <class T> __device__ __forceinline__ void write_to(uint32_t at, int block, T value) {
+  static_assert(sizeof(T) == 2);
+  asm volatile("st.shared::cluster.b16 [%0], %1;" :: "r"(address_in(at, block)), "h"(*reinterpret_cast<const uint16_t*>(&value)) : "memory");
 }
 // Four words at the place of `at` in another block of the cluster.
 template <class Acc> __device__ __forceinline__ void read_from(Acc (&v)[4], uint32_t at, int block) {

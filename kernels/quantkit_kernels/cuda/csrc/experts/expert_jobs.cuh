@@ -39,11 +39,45 @@ template <int TOKENS> __device__ int list_few_entries(const FusedExpertsParams& 
   return all;
 }
 
+constexpr int kRanked = 128;
+
+// As below, for up to kRanked pairs: a thread with one of them looks at all others for its place. room: for 2 * kRanked ints.
+template <int TOKENS> __device__ int list_by_rank(const FusedExpertsParams& p, Entry* entries, uint16_t* order, int* room) {
+  const int i = threadIdx.x, lane = i & 31, expert = i < p.pairs ? p.ids[(size_t)i * p.ids_stride] : -1;
+  int* begins = room + kRanked;  // by place: of an entry's first pair its expert and how many there are, else 0
+  if (i < kRanked) room[i] = expert, begins[i] = 0;
+  __syncthreads();
+  if ((i & ~31) < p.pairs) {
+    int before = 0, same = 0, rank = 0;  // pairs of later experts; of this one, and those of them that come first
+    const auto look = [&](int other, int j) { before += other > expert, same += other == expert, rank += other == expert && j < i; };
+    for (int j = 0; j < p.pairs; j += 4) {
+      const int4 others = *reinterpret_cast<const int4*>(room + j);
+      look(others.x, j), look(others.y, j + 1), look(others.z, j + 2), look(others.w, j + 3);
+    }
+    if (expert >= 0) {
+      order[before + rank] = i;
+      if (rank % TOKENS == 0) begins[before + rank] = expert << 8 | min(TOKENS, same - rank);
+    }
+  }
+  __syncthreads();
+  int all = 0;
+#pragma unroll
+  for (int first = 0; first < kRanked; first += 32) {
+    const int begin = begins[first + lane];
+    const unsigned lanes = __ballot_sync(0xffffffffu, begin);
+    if (begin && i == first + lane) entries[all + __popc(lanes & ((1u << lane) - 1))] = {(uint16_t)i, (uint16_t)(begin >> 8), (uint16_t)(begin & 0xff)};
+    all += __popc(lanes);
+  }
+  __syncthreads();
+  return all;
+}
+
 // Entries of one expert after the other, the last first: a shared one, which all tokens ask for, would else be what the launch ends on. An
 // expert's pairs stay in their order, for all blocks must come to the same entries. Returns how many; `counts` is room for 8 numbers per
 // expert. All threads of the block, which are synchronized when it returns.
 template <int TOKENS> __device__ int list_entries(const FusedExpertsParams& p, Entry* entries, uint16_t* order, uint16_t* counts) {
   if (p.pairs <= 32) return list_few_entries<TOKENS>(p, entries, order);
+  if (p.pairs <= kRanked) return list_by_rank<TOKENS>(p, entries, order, reinterpret_cast<int*>(counts));
   __shared__ uint32_t totals[kWarps];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int share = (p.pairs + kThreads - 1) / kThreads * 32, begin = warp * share, end = min(p.pairs, begin + share);  // of a warp

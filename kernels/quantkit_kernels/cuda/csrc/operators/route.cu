@@ -171,6 +171,16 @@ __device__ __forceinline__ void split_in_three(const RouterSlice& slice, uint32_
     }
 }
 
+// Else the compiler splits after the wait.
+__device__ __forceinline__ void made_before(uint32_t (&a)[kSteps][3][4]) {
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i)
+#pragma unroll
+    for (int term = 0; term < 3; ++term)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) asm volatile("" : "+r"(a[i][term][j])::"memory");
+}
+
 // A lane's share of 8 tokens from `first` on. The compiler leaves these loads before the work on the weights.
 __device__ __forceinline__ void load_eight(uint2 (&b)[kSteps], const __nv_bfloat16* x, int tokens, int first, int k, int begin, int count) {
   const int lane = threadIdx.x & 31;
@@ -205,13 +215,14 @@ __global__ void __launch_bounds__(32 * kWarps, 1) moe_gate(const __nv_bfloat16* 
   load_router(weights, router, k, begin, count);
   float bias[kExperts / 32];
   load_bias(r, kExperts / 32, bias);
+  uint32_t a[kSteps][3][4];
+  split_in_three(weights, a);
+  made_before(a);
   wait_for_predecessor();
   let_successor_start();
 
   uint2 b[kSteps];
   load_eight(b, x, tokens, 0, k, begin, count);
-  uint32_t a[kSteps][3][4];
-  split_in_three(weights, a);
   for (int first = 0;;) {
     multiply(b, a, red[warp] + first * 16);
     if ((first += 8) >= tokens) break;
