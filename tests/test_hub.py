@@ -186,3 +186,13 @@ def test_a_directory_that_is_something_else_is_told(files: list[str], told: str,
         done = command(arguments[0], str(tmp_path), *arguments[1:])
         assert (done.code, done.errors) == (1, 1), done.err
         assert re.match(f"error: {re.escape(str(tmp_path))} {told}", done.error), done.error
+
+
+def test_a_model_is_deployed_by_its_headers(hub: hub_server.Hub) -> None:
+    """DeepSeek-R1 has 688 GB, which the boxes need and the machine that asks does not."""
+    made = command("deploy", NAME, "--engine", "vllm", "--json").json
+    ((_, words),) = made["launches"][0]["commands"]
+    assert words[:3] == ["vllm", "serve", NAME]
+    assert words[words.index("--served-model-name") + 1] == "model"
+    assert made["memory"]["server"]["weight_bytes"] > 0
+    assert find_local(NAME) is None, "nothing of it was downloaded"

@@ -65,7 +65,10 @@ class Ranks:
         if self.size > 1 and values.numel():
             if self._group is None and values.device.type != "cpu":
                 self._group = dist.new_group(backend={"cuda": "nccl", "npu": "hccl"}[values.device.type], timeout=_PATIENCE)
-            dist.broadcast(values, source, group=self._group)
+            sent = values.contiguous()  # NCCL sends nothing else, and what lies transposed is not a copy of itself on every rank
+            dist.broadcast(sent, source, group=self._group)
+            if sent is not values:
+                values.copy_(sent)
         return values
 
     def tell(self, text: str, source: int) -> str:

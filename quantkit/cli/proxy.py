@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from quantkit.cli.options import Host, Port
+from quantkit.console import err
 from quantkit.errors import QuantkitError
 
 
@@ -20,7 +21,7 @@ def proxy(
     from quantkit.engines.proxy import proxy as in_front_of
     from quantkit.engines.relay import is_address
     from quantkit.executor.server.connections import HttpServer
-    from quantkit.listening import bound
+    from quantkit.listening import address, bound
 
     servers = [[url.strip() for url in urls.split(",")] for urls in (prefill, decode)]
     for url in (url for urls in servers for url in urls):
@@ -29,4 +30,6 @@ def proxy(
         if url.rstrip("/").endswith("/v1"):
             raise QuantkitError(f"{url} is where the API of a server begins", f"give {url.rstrip('/').removesuffix('/v1')}")
     with bound(host, port) as sockets:
+        first, second = map(len, servers)
+        err.print(f"in front of {first} for prefill and {second} for decode on http://{address(host, port)}/v1", soft_wrap=True)
         HttpServer(uvicorn.Config(in_front_of(*servers), log_level="warning")).run(sockets)

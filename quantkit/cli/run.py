@@ -277,7 +277,7 @@ def deploy(
 
     The exit code is 1 where the engine does not load it.
     """
-    from quantkit.checkpoint.reader import Checkpoint
+    from quantkit.checkpoint.remote import open_headers
     from quantkit.clusters import decoding
     from quantkit.engines.launch import deploy as plan
     from quantkit.engines.layouts import find_topology
@@ -285,13 +285,13 @@ def deploy(
 
     given = None if devices is None else read_number(devices)
     known = given if isinstance(given, Devices) else None
-    path = find_model(model)
+    checkpoint = open_headers(model)
     addresses = [host.strip() for host in hosts.split(",")] if hosts else None
     machine: dict[str, Any] = {"boxes": boxes, "devices": known.count if known else given, "device": known and known.device}
     memory = None if known is None else known.memory_bytes / 2**30
     machine_of = {**machine, "hosts": addresses, "nic": nic, "memory_gib": memory}
-    planned = plan(path, engine, layout=layout, context=context, guesses=mtp, name=plain_name(model), **machine_of)
-    told = planned.as_dict() | {"decoding": decoding(Checkpoint.open(path), find_topology(engine, name=layout, **machine), planned.memory)}
+    planned = plan(checkpoint, engine, layout=layout, context=context, guesses=mtp, name=plain_name(model), **machine_of)
+    told = planned.as_dict() | {"decoding": decoding(checkpoint, find_topology(engine, name=layout, **machine), planned.memory)}
     if json_:
         print_json(told)
     else:

@@ -133,6 +133,7 @@ def _check_load(engine: str, load: LoadRule | MixtureRule, checkpoint: Checkpoin
         *_check_left(engine, checkpoint, linears),
         *_check_parts(engine, load, checkpoint, linears),
         *_check_siblings(engine, load, checkpoint, linears),
+        *_check_plain_siblings(engine, load, checkpoint, linears),
         *_check_mtp(engine, load, checkpoint, linears),
         *_check_tied_head(engine, load, checkpoint, rows),
         *_check_keys(engine, load, checkpoint, linears),
@@ -236,6 +237,18 @@ def _check_siblings(engine: str, load: LoadRule | MixtureRule, checkpoint: Check
     told = f"{len(different)} groups of fused linears have different FP4 global scales, such as {names}; {engine} "
     told += "refuses that" if refused else "uses one of them for all, which costs accuracy"
     return [LoadProblem("error" if refused else "warning", told, "quantize the source with quantkit, which shares them")]
+
+
+def _check_plain_siblings(engine: str, load: LoadRule, checkpoint: Checkpoint, linears: list[Parameter]) -> Iterable[LoadProblem]:
+    """Plain linears that the engine fuses and looks for by the fused module's name."""
+    ignored = checkpoint.format.ignored(checkpoint.config, checkpoint.side)
+    if load.finds_plain is None or ignored is None or checkpoint.config.get("model_type") in load.finds_plain:
+        return
+    plain = [row for row in linears if row.fused and row.expert is None and not row.mtp and not _quantized(checkpoint, row)]
+    lost = next((row for row in plain if part_of(row) != "qkv_a" and not ignored(str(row.fused))), None)
+    if lost is not None:
+        told = f"{engine} looks for {lost.fused} in the list of unquantized modules, which has {lost.module}"
+        yield LoadProblem("error", told, f"add the former to that list in config.json, or quantize with --engine {engine}")
 
 
 def _global_scale(checkpoint: Checkpoint, module: str) -> float | None:

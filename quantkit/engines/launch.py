@@ -104,7 +104,7 @@ class Deployment:
 
 
 def deploy(
-    path: Path,
+    model: Path | Checkpoint,
     engine: str,
     *,
     boxes: int | None = None,
@@ -120,6 +120,7 @@ def deploy(
 ) -> Deployment:
     """Commands for every box, and the memory of every role.
 
+    model: a directory, or a checkpoint; of a hub model its headers (`open_headers`) are enough, for the engine downloads it.
     boxes, devices: machines, and devices of each, where they are not those of the layout.
     layout: by name, such as "disaggregated-a2"; else the one of `boxes` boxes that runs prefill and decode together.
     context: tokens of the longest request; without, CONTEXT, or what the model takes where that is less.
@@ -138,7 +139,8 @@ def deploy(
     _check_hosts(hosts, chosen)
     if not _NIC.fullmatch(nic):
         raise QuantkitError(f"{nic!r} is no network interface", "give one that ip link lists, such as eth0")
-    checkpoint = Checkpoint.open(path)
+    checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
+    path = checkpoint.path
     problems = check_checkpoint(engine, checkpoint, device=recipe.device)
     longest = longest_text(read_model(checkpoint).config)
     context = context or min(CONTEXT, longest or CONTEXT)

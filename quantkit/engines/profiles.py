@@ -46,6 +46,9 @@ class LoadRule(Strict):
     tied_head: str | None = None
     # Keys at the top of quantization_config that must repeat the grid's own value.
     quantization_keys: tuple[Literal["group_size"], ...] = ()
+    # Model types of which plain linears that the engine fuses are found in the list of unquantized modules by their own names; those of
+    # other models by the fused module's name alone, but for q_a and kv_a. None: they are always found.
+    finds_plain: tuple[str, ...] | None = None
     launch: tuple[str, ...] = ()
     notes: str = ""
     # Whether int4 experts whose intermediate size on one GPU is not above group_size come out wrong.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quantkit.quant.gptq import BLOCK, Curvature, Steps, block_rounder, take
 from quantkit.quant.rounding import Rounder, RoundingStep
+from quantkit.quant.tensor_cores import carried, take_away
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,11 @@ def _sweep(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder,
         stop = min(start + BLOCK, columns)
         rows = factor[..., start:stop, start:]
         before = values[..., start:stop, :].clone()
-        target = before + inverse @ ((rows @ seen[..., start:, :]) / diagonal)
+        target = before + inverse @ (carried(rows, seen[..., start:, :]) / diagonal)
         one = torch.eye(stop - start, device=values.device)
         round_block(target, one - inverse, rounder, steps.of(start, stop), values[..., start:stop, :])
         change = values[..., start:stop, :] - before
-        left = seen[..., start:, :]
-        if left.dim() == 2:
-            left.addmm_(rows.mT, change, alpha=-1)
-        else:
-            left.baddbmm_(rows.mT.expand(len(left), -1, -1), change, alpha=-1)
+        take_away(seen[..., start:, :], rows.mT, change)
 
 
 def _refit(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps) -> None:

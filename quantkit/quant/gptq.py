@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from quantkit.quant.rounding import Rounder, RoundingStep, fit_steps
+from quantkit.quant.tensor_cores import carried
 
 OUTER = 512
 """Columns that are told at once what all earlier ones left to them: a product as wide as products need to be fast."""
@@ -165,16 +166,16 @@ def gptq(w: Tensor, curvature: Curvature, rounder: Rounder, steps: "Steps", seen
     loss = torch.zeros_like(w[..., 0, :])
     for outer in range(0, columns, OUTER):
         after = min(outer + OUTER, columns)
-        from_before = factor[..., :outer, outer:after].mT @ error[..., :outer, :]
+        from_before = carried(factor[..., :outer, outer:after].mT, error[..., :outer, :])
         for start in range(outer, after, BLOCK):
             stop = min(start + BLOCK, after)
-            carried = from_before[..., start - outer : stop - outer, :]
+            before = from_before[..., start - outer : stop - outer, :]
             if start > outer:
-                carried += factor[..., outer:start, start:stop].mT @ error[..., outer:start, :]
+                before += carried(factor[..., outer:start, start:stop].mT, error[..., outer:start, :])
             triangle, block = factor[..., start:stop, start:stop], w[..., start:stop, :]
             inverse = curvature.inverses[start // BLOCK]
             pivot = triangle.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-            target = block + inverse.mT @ carried
+            target = block + inverse.mT @ before
             errors = round_block(target, -(pivot * inverse).mT, rounder, steps.of(start, stop), values[..., start:stop, :])
             own = errors.mul_(pivot)
             if seen is not None:

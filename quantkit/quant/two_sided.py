@@ -15,6 +15,7 @@ from quantkit.quant.compensation import compensate_under
 from quantkit.quant.descent import Descent
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.rounding import Rounder, RoundingStep, fit_steps
+from quantkit.quant.tensor_cores import carried
 
 ROW_BLOCKS = 8
 """On tiny-r1, 6 blocks lose nothing against rows one by one."""
@@ -38,15 +39,15 @@ def compensate_both(
         stop, rows = start + block.shape[1], block.flatten()
         target = w.index_select(-2, rows)
         if number:
-            carried, before = torch.zeros_like(target).unflatten(-2, (parts, -1)), 0
+            made_up, before = torch.zeros_like(target).unflatten(-2, (parts, -1)), 0
             for earlier in blocks[:number]:  # one after the other: their errors are not held
                 own = earlier.flatten()
                 error = w.index_select(-2, own).sub_(values.index_select(-2, own)).unflatten(-2, (parts, -1))
-                carried += factor[:, before : before + earlier.shape[1], start:stop].mT @ error
+                made_up += carried(factor[:, before : before + earlier.shape[1], start:stop].mT, error)
                 before += earlier.shape[1]
             # Solved as rows times an upper triangle: a batch of experts shares it.
-            carried = torch.linalg.solve_triangular(factor[:, start:stop, start:stop], carried.mT, upper=True, left=False).mT
-            target += carried.flatten(-3, -2)
+            made_up = torch.linalg.solve_triangular(factor[:, start:stop, start:stop], made_up.mT, upper=True, left=False).mT
+            target += made_up.flatten(-3, -2)
         fitted = RoundingStep(step.step.index_select(-2, rows), None if step.zero is None else step.zero.index_select(-2, rows))
         rounded = compensate_under(target, fitted, curvature, rounder, descent)
         values.index_copy_(-2, rows, rounded.values)

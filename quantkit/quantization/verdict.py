@@ -10,7 +10,13 @@ NEAR, FAR = 0.01, 0.1
 """KL under the first is close to the source; above the second the answers are another model's."""
 NO_BETTER = 0.9
 """Share of plain rounding's KL from which a calibrated scheme was not worth its time."""
-USUAL = {"awq-w4a16": (0.17, 0.41), "fp4-w4a16": (0.16, 0.39), "int8-a8w8c16": (0.66, 0.88)}
+USUAL = {
+    "awq-w4a16": (0.16, 0.41),
+    "fp4-w4a16": (0.16, 0.39),
+    "int8-a8w8c16": (0.65, 0.88),
+    "int4-w4a8-groups": (0.20, 0.40),
+    "nvfp4-w4a4": (0.73, 0.76),
+}
 """Least and most of plain rounding's KL that a scheme had on the models that judge it (docs/lab/2026-11-27-quality.md)."""
 
 Word = Literal["good", "fair", "poor"]

@@ -172,10 +172,23 @@ def test_nothing_to_say_of_what_an_engine_loads(packed: Any, engine: str, format
         ("sglang", compressed_fp4.W4A4, W4A4, linear, None, "does not take qkv_a quantized"),
         ("sglang", compressed_int4.FORMAT, INT4_SYMMETRIC, kv_b, "cuda", "does not take kv_b quantized"),
         ("sglang", modelopt.FORMAT, Fp4Grid(), kv_b, "cuda", "does not take kv_b quantized"),
+        ("sglang", awq.FORMAT, INT4_G64, expert, "cuda", "expects every qkv_a linear quantized"),
+        ("sglang", modelopt.FORMAT, Fp4Grid(), expert, "cuda", "sglang looks for model.layers.1.mlp.shared_experts.gate_up_proj in"),
+        ("sglang", compressed_int8.FORMAT, INT8, expert, "cuda", "sglang looks for model.layers.1.mlp.shared_experts.gate_up_proj in"),
     ],
 )
 def test_what_an_engine_refuses(packed: Any, engine: str, format: Any, grid: Any, quantizes: Any, device: Any, told: str) -> None:
     assert any(told in problem for problem in errors(engine, packed(format, grid, quantizes), device=device))
+
+
+def test_plain_linears_that_sglang_looks_for_by_another_name(packed: Any, tmp_path: Path) -> None:
+    """As its 0.5.23 did on a CPU: KeyError 'model.layers.0.mlp.gate_up_proj.weight'."""
+    path = shutil.copytree(packed(compressed_int8.FORMAT, INT8, expert), tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["ignore"] += [r"re:.*gate_up_proj$"]
+    (path / "config.json").write_text(json.dumps(config))
+    assert errors("sglang", path, device="cuda") == []
+    assert errors("vllm", packed(compressed_int8.FORMAT, INT8, expert)) == []
 
 
 def test_half_of_a_fused_pair_is_refused(packed: Any) -> None:

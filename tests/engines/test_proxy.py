@@ -1,7 +1,10 @@
 """The proxy between servers of this process: what each is asked, what the client gets, and what it is told when a server is dead."""
 
+import contextlib
 import json
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
@@ -11,6 +14,7 @@ import httpx
 import pytest
 from commands import command
 from proxied_servers import ASKED, KEY, PLACE, Answering, answering, in_thread, running
+from running_server import wait_for
 
 from quantkit.engines.proxy import REMOTE
 
@@ -131,6 +135,25 @@ def test_an_address_that_is_none_is_refused_before_anything_listens(wrong: str) 
     said = command("proxy", "--prefill", f"http://127.0.0.1:8100,{wrong}", "--decode", "http://[::1]:8200")
     assert (said.code, said.errors) == (1, 1)
     assert f"{wrong!r} is no address of a server; give one such as http://10.0.0.1:8100" in said.error
+
+
+def test_the_command_says_where_it_listens_and_ends(dead: str) -> None:
+    with socket.socket(socket.AF_INET6) as free:
+        free.bind(("::1", 0))
+        port = free.getsockname()[1]
+    asked = ["proxy", "--prefill", f"{dead},{dead}/", "--decode", dead, "--host", "::1", "--port", str(port)]
+    with subprocess.Popen([sys.executable, "-m", "quantkit", *asked], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == f"in front of 2 for prefill and 1 for decode on http://[::1]:{port}/v1\n"
+        wait_for(lambda: is_up(f"http://[::1]:{port}/health"))
+        process.terminate()
+        assert process.wait(30) == 143
+
+
+def is_up(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(url).status_code == 503
+    return False
 
 
 def test_an_address_of_the_api_is_told_what_to_leave_out() -> None:

@@ -112,7 +112,7 @@ def start(path: Path, asked: argparse.Namespace, names: Sequence[str]) -> dict[s
     made = {name: deployments(path, name, asked.cards) for name in names}
     logs = {name: asked.directory / f"load-{name}" for name in names}
     return {
-        name: Server(made[name], 100 + number, range(asked.cards), "cuda", asked.vllm, logs[name], [*MEMORY, *eager])
+        name: Server(made[name], 40 + number, range(asked.cards), "cuda", asked.vllm, logs[name], [*MEMORY, *eager])
         for number, name in enumerate(names)
     }
 

@@ -130,7 +130,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rec
     recorder, name = Recorder(request.param), request.param
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *a, **k: recorder.launch(kernel, *a, **k))
     monkeypatch.setattr(backend, "interpreted", lambda: True)
-    modules = ("cards", "linear", "experts", "operators", "rows", "launch", "wgmma")
+    modules = ("cards", "linear", "experts", "dense_experts", "operators", "rows", "launch", "wgmma")
     for module in (*modules, "attention.decode", "attention.heads", "attention.wgmma"):
         found = __import__(f"quantkit_kernels.triton.{module}", fromlist=["x"])
         for function, answer in (
@@ -167,7 +167,7 @@ def experts(grid: str) -> None:
     rng = torch.Generator().manual_seed(0)
     gate, down = random_weight(grid, 256, 2048, rng), random_weight(grid, 2048, 256, rng)
     prepared = prepare_experts([gate] * 8, [gate] * 8, [down] * 8, backend="triton")
-    for tokens in (1, 128) if not EVERY else (1, 20, 128):
+    for tokens in (1, 128) if not EVERY else (1, 20, 64, 128):
         prepared(zeros(tokens, 2048), zeros(tokens, 8, dtype=torch.int64), zeros(tokens, 8, dtype=torch.float32))
 
 
@@ -185,6 +185,7 @@ def gated_experts(grid: str) -> None:
 
 def operators() -> Iterator[tuple[str, Callable[[], object]]]:
     """Every operator, at R1's sizes and at those of models with grouped queries."""
+    yield "experts_dense", lambda: experts("dense")
     for kind, grid in (("int4", "int4-asym-128"), ("fp4", "fp4"), ("int8", "int8")):
         yield f"linear_{kind}", lambda grid=grid: linear(grid)
         yield f"experts_{kind}", lambda grid=grid: experts(grid)

@@ -1,9 +1,17 @@
-"""Products on tensor cores are of the operands rounded to TF32, for as long as is asked and no longer."""
+"""Products on tensor cores are of the operands rounded to TF32, for as long as is asked and no longer; a processor's large ones of
+what errors carry are in BF16, and GPTQ and descent lose nothing by it."""
 
 import pytest
 import torch
 
-from quantkit.quant.tensor_cores import tensor_core_products
+from quantkit.quant import tensor_cores
+from quantkit.quant.compensation import compensate
+from quantkit.quant.descent import Descent
+from quantkit.quant.gptq import Curvature
+from quantkit.quant.rounding import IntRounder
+from quantkit.quant.tensor_cores import LARGE, carried, take_away, tensor_core_products
+from quantkit.quant.two_sided import compensate_both
+from quantkit.schemes import IntGrid
 
 
 @tensor_core_products()
@@ -27,6 +35,47 @@ def test_products_of_a_processor_are_those_of_float32() -> None:
     with tensor_core_products():
         product = a @ b
     assert torch.equal(product, a @ b)
+
+
+def test_large_products_of_a_processor_are_in_bf16_where_it_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 128, 1024, generator=generator), torch.randn(2, 1024, 512, generator=generator)
+    assert LARGE == 128 * 1024 * 512
+    rounded, exact = (a.bfloat16().double() @ b.bfloat16().double()), a.double() @ b.double()
+    monkeypatch.setattr(tensor_cores, "_has_bf16", lambda: True)
+    torch.testing.assert_close(carried(a, b).double(), rounded, rtol=2**-8, atol=0.05)
+    assert (carried(a, b) - exact).norm() > 1e-3 * exact.norm()
+    left = torch.ones(2, 128, 512)
+    take_away(left, a[:1], b)
+    assert torch.equal(left, 1 - carried(a[:1], b))
+    assert torch.equal(carried(a, b[..., 1:]), a @ b[..., 1:]), "below LARGE in float32"
+    monkeypatch.setattr(tensor_cores, "_has_bf16", lambda: False)
+    assert torch.equal(carried(a, b), a @ b)
+    left = torch.ones(2, 128, 512)
+    take_away(left, a[:1], b)
+    torch.testing.assert_close(left, 1 - a[:1] @ b, rtol=0, atol=1e-3)
+
+
+def test_gptq_and_descent_lose_nothing_by_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss by the curvatures, in float64, over that of products in float32: with rows that make up for columns, and for rows, too."""
+    monkeypatch.setattr(tensor_cores, "LARGE", 1)
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(2048, 64, generator=generator) @ torch.randn(64, 384, generator=generator) for _ in range(2))
+    x, y = (one + 4 * torch.randn(one.shape, generator=generator) for one in (x, y))
+    inputs, outputs = (Curvature.of(one.t() @ one / len(one), 0.01) for one in (x, y))
+    w = torch.randn(384, 384, generator=generator)
+    rounder = IntRounder(IntGrid(4, 128, False), torch.bfloat16, (1.0, 0.95, 0.9))
+    losses = []
+    for has in (False, True):
+        monkeypatch.setattr(tensor_cores, "_has_bf16", lambda has=has: has)
+        one = w - compensate(w, inputs, rounder, Descent(2)).values
+        both = w - compensate_both(w, inputs, outputs, rounder, None, Descent(2))[0]
+        seen = [(one[:, inputs.order].double() @ inputs.factor.double()).square().sum()]
+        error = both[outputs.order][:, inputs.order].double()
+        seen.append((outputs.factor.double().t() @ error @ inputs.factor.double()).square().sum())
+        losses.append(torch.stack(seen))
+    assert not torch.equal(losses[0], losses[1])
+    assert (losses[1] < 1.01 * losses[0]).all(), losses
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from letters import write_letters
 from output_files import files
 
 from quantkit.calibrate import expert_layer, solver, statistics, walk
+from quantkit.calibrate import ranks as ranks_module
 from quantkit.calibrate.batches import Batches
 from quantkit.calibrate.drift import DriftSum
 from quantkit.calibrate.expert_layer import ExpertLayer, expert_batches
@@ -118,6 +119,30 @@ def test_a_rank_computes_its_own_experts_before_it_waits_for_another(
         assert all(layer.startswith(f"{2 * rank + 1}.") for layer in layers), layers
 
 
+def as_nccl(broadcast: Callable[..., None]) -> Callable[..., None]:
+    """gloo sends what lies transposed, too."""
+
+    def sent(values: torch.Tensor, source: int, **named: object) -> None:
+        assert values.is_contiguous(), "NCCL: tensors must be contiguous"
+        broadcast(values, source, **named)
+
+    return sent
+
+
+def test_what_lies_transposed_is_sent_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ranks where it lies so, and to those where it does not."""
+    monkeypatch.setattr(ranks_module.dist, "broadcast", as_nccl(ranks_module.dist.broadcast))
+
+    def compute(parallel: Parallel) -> torch.Tensor:
+        ranks, held = Ranks(parallel.rank, parallel.size), torch.full((3, 2), float(parallel.rank))
+        own = torch.arange(6.0).view(3, 2).t() if parallel.rank == 1 else held.t() if parallel.rank == 2 else torch.zeros(2, 3)
+        assert ranks.send(own, 1) is own
+        return own.contiguous() if parallel.rank != 2 else held.t().contiguous()
+
+    for found in run_ranks(3, tmp_path, compute):
+        assert torch.equal(found, torch.arange(6.0).view(3, 2).t())  # type: ignore[arg-type]
+
+
 def test_ranks_share_forwards_and_linears(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside the routed experts, too: the batches that run through attention, and what is weighed on both sides of one input."""
     config = make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2)
@@ -133,6 +158,7 @@ def test_ranks_share_forwards_and_linears(text: Path, tmp_path: Path, monkeypatc
         solved.append(w.shape[-2])
         return both(w, *rest, **named)  # type: ignore[arg-type]
 
+    monkeypatch.setattr(ranks_module.dist, "broadcast", as_nccl(ranks_module.dist.broadcast))
     monkeypatch.setattr(walk, "run_attention", ran)
     monkeypatch.setattr(solver, "compensate_both", weighed)
     monkeypatch.setattr(memory, "Batches", lambda: Batches(64))

@@ -17,6 +17,7 @@ from quantkit_kernels.reference.functional import cache_layout
 from quantkit_kernels.triton.attention.decode import gqa_decode, mla_decode
 from quantkit_kernels.triton.attention.prefill import gqa_prefill, mla_prefill
 from quantkit_kernels.triton.cards import interpreted
+from quantkit_kernels.triton.dense_experts import DenseExpertsLayout
 from quantkit_kernels.triton.experts import TritonExpertsLayout
 from quantkit_kernels.triton.first_use import announce, why_not_kept, why_not_started
 from quantkit_kernels.triton.linear import linear
@@ -31,7 +32,7 @@ from quantkit_kernels.triton.operators import (
     route,
     silu_and_mul,
 )
-from quantkit_kernels.weights import Weight
+from quantkit_kernels.weights import Weight, kind
 
 SINKS = ("gqa_decode", "gqa_prefill")
 
@@ -69,16 +70,16 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
         return "needs compute capability 8.0 or more"
     if device.type == "cuda" and (reason := why_not_kept() or why_not_started()) is not None:
         return reason
-    if operator.endswith("_dense"):
+    if operator == "linear_dense":
         return "quantized weights only"
     if operator == "mla_prolog":
         return "mla_prepare, mla_decode and linears compute it"
-    family, _, kind = operator.partition("_")
+    family, _, grid = operator.partition("_")
     if family not in ("linear", "experts"):
         return None
     if dtype == torch.float32:
         return "computes in bfloat16 and float16 only"
-    if kind == "fp4" and dtype == torch.float16:
+    if grid == "fp4" and dtype == torch.float16:
         return "FP4 computes in bfloat16 only"
     return None
 
@@ -102,6 +103,9 @@ def _why_no_triton() -> str | None:
 
 
 def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> ExpertsLayout:
+    if kind(gate) == "dense":
+        announce(device)
+        return DenseExpertsLayout(num_experts, gate, dtype, device)
     return gated_experts_layout(num_experts, gate, down, dtype, device, SILU)
 
 

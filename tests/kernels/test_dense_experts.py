@@ -1,0 +1,55 @@
+"""Triton's experts with 16-bit weights: odd sizes, biases and gates, few tokens and many, on a GPU or in Triton's interpreter."""
+
+import pytest
+import torch
+from kernel_weights import exact_experts, random_experts
+from quantkit_kernels import ExpertsBuilder
+from quantkit_kernels.backends import why_unusable
+from quantkit_kernels.samples import TOLERANCE, distance
+from quantkit_kernels.triton.dense_experts import PLANS, DenseExperts
+from quantkit_kernels.weights import Weight
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+COUNT = 5
+
+
+def made(weights: list[list[Weight]], dtype: torch.dtype) -> DenseExperts:
+    builder = ExpertsBuilder(COUNT, backend="triton", dtype=dtype, device=DEVICE)
+    for expert, (gate, up, down) in enumerate(zip(*weights, strict=True)):
+        builder.add(expert, gate, up, down)
+    experts = builder.finish()
+    assert isinstance(experts, DenseExperts)
+    return experts
+
+
+@pytest.fixture(autouse=True)
+def _usable() -> None:
+    reason = why_unusable("experts_dense", "triton", DEVICE, torch.bfloat16)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("hidden", "intermediate"), [(64, 48), (200, 72), (96, 136)])
+def test_sizes_that_fill_no_tile(hidden: int, intermediate: int, dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(hidden)
+    weights = random_experts("dense", COUNT, hidden, intermediate, rng)
+    experts = made(weights, dtype)
+    for tokens, top_k in ((1, 1), (1, 3), (9, 2), (70, 4)):
+        x = torch.randn(tokens, hidden, generator=rng).to(dtype)
+        ids = torch.rand(tokens, COUNT, generator=rng).topk(top_k).indices
+        topk_weights = torch.rand(tokens, top_k, generator=rng)
+        expected = exact_experts(x, ids, topk_weights, weights)
+        for plan in PLANS:
+            y = experts.by_plan(x.to(DEVICE), ids.int().to(DEVICE), topk_weights.to(DEVICE), plan)
+            assert distance(y.cpu(), expected) < 2 * TOLERANCE[dtype], (tokens, plan)
+
+
+def test_more_pairs_than_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = torch.Generator().manual_seed(1)
+    experts = made(random_experts("dense", COUNT, 64, 48, rng), torch.bfloat16)
+    x = torch.randn(50, 64, generator=rng).bfloat16().to(DEVICE)
+    ids, topk_weights = torch.randint(COUNT, (50, 3), generator=rng).to(DEVICE), torch.rand(50, 3, generator=rng).to(DEVICE)
+    whole = experts(x, ids, topk_weights)
+    monkeypatch.setattr("quantkit_kernels.triton.dense_experts.MOST_PAIRS", 32)
+    assert torch.equal(experts(x, ids, topk_weights), whole)
