@@ -16,12 +16,17 @@ from typing import Any
 
 from quantkit.assets import BUILTIN_MODELS, builtin_model
 from quantkit.errors import QuantkitError
-from quantkit.model_files import LARGEST, read_json
+from quantkit.model_files import LARGEST, is_there, read_json
 
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "tokenization_*.py")
 _INDEX = "model.safetensors.index.json"
 _CONNECTIONS = 8
 """Headers that are asked for at a time."""
+_OTHER_KINDS = {
+    "adapter_config.json": ("a LoRA adapter", "merge it into its base model, save that, and give its directory"),
+    "model_index.json": ("a pipeline of diffusers", "quantkit takes language models"),
+}
+"""What a directory is that has such a file and no config.json, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,7 @@ def _find_directory(name: str) -> Path | None:
     except (OSError, RuntimeError, ValueError) as error:  # no such home, or a name that no file can have
         raise QuantkitError(f"model {name} does not exist ({error})", "give a directory, or a hub id such as org/name") from error
     if is_directory:
+        _refuse_other_kinds(path)
         return path
     if name in BUILTIN_MODELS:
         return builtin_model(name)
@@ -157,6 +163,21 @@ def _find_directory(name: str) -> Path | None:
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise QuantkitError(f"model {name} does not exist", f"give a directory, {', '.join(BUILTIN_MODELS)}, or a hub id such as org/name")
     return None
+
+
+def _refuse_other_kinds(path: Path) -> None:
+    """Raise QuantkitError where a directory has no config.json, and what it holds instead can be told."""
+    if is_there(path / "config.json"):
+        return
+    for file, (told, remedy) in _OTHER_KINDS.items():
+        if is_there(path / file):
+            raise QuantkitError(f"{path} holds {told} ({file}), not a model", remedy)
+    if any(path.glob("*.safetensors")):
+        return  # what lost its config.json
+    if ggufs := sorted(file.name for file in path.glob("*.gguf")):
+        raise QuantkitError(f"{path} holds weights in GGUF ({ggufs[0]})", "give the safetensors checkpoint that they were made of")
+    if below := sorted(file.parent for pattern in ("*/config.json", "snapshots/*/config.json") for file in path.glob(pattern)):
+        raise QuantkitError(f"{path} holds no config.json", f"give the directory of the model, such as {below[0]}")
 
 
 def _cached(name: str) -> Path | None:

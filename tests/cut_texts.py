@@ -13,17 +13,25 @@ from quantkit.models.context import CausalContext
 
 AHEAD = 3
 """Tokens that are guessed in a step at most."""
+_TEXTS = [torch.arange(150) * 7 % 211, torch.arange(140) * 11 % 211]
 
 
 def furthest_from_whole(loaded: Any, generator: random.Random) -> float:
     """The largest difference of two texts that are cut at random from the same texts as a whole."""
-    texts = Texts(loaded, [torch.arange(150) * 7 % 211, torch.arange(140) * 11 % 211])
+    cut = cut_at_random(loaded, generator)
     with torch.inference_mode():
-        whole = [loaded.model(text, CausalContext([len(text)])) for text in texts.texts]
+        whole = [loaded.model(text, CausalContext([len(text)])) for text in _TEXTS]
+    return max(float((found - expected).abs().max()) for found, expected in zip(cut, whole))
+
+
+def cut_at_random(loaded: Any, generator: random.Random) -> list[Tensor]:
+    """What the model hands out of each of two texts."""
+    texts = Texts(loaded, _TEXTS)
+    with torch.inference_mode():
         texts.chunk([0, 1], generator.randint(1, 9))
         while any(at < len(text) for at, text in zip(texts.at, texts.texts)):
             texts.go_on(generator)
-    return max(float((torch.cat(found) - expected).abs().max()) for found, expected in zip(texts.found, whole))
+    return [torch.cat(found) for found in texts.found]
 
 
 class Texts:

@@ -1,5 +1,6 @@
 """Hub models: headers by range requests, counted by a hub on loopback; whole models downloaded and found again."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -165,6 +166,26 @@ def test_a_model_without_safetensors(tmp_path: Path, tiny_checkpoint: Path, monk
         use(server, monkeypatch)
         with pytest.raises(QuantkitError, match="has no safetensors file"):
             open_headers(NAME)
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (["adapter_config.json", "adapter_model.safetensors"], r"holds a LoRA adapter \(adapter_config.json\), not a model; merge it"),
+        (["model_index.json", "unet/config.json"], "holds a pipeline of diffusers"),
+        (["small-Q4_K_M.gguf", "README.md"], r"holds weights in GGUF \(small-Q4_K_M.gguf\); give the safetensors checkpoint"),
+        (["refs/main", "snapshots/0a1b/config.json"], "holds no config.json; give the directory of the model, such as .*snapshots/0a1b"),
+        (["tiny/config.json"], "holds no config.json; give the directory of the model, such as .*/tiny"),
+    ],
+)
+def test_a_directory_that_is_something_else_is_told(files: list[str], told: str, tmp_path: Path) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("{}")
+    for arguments in (("plan", "--scheme", "rtn-w4a16"), ("check",), ("run", "--prompt", "?")):
+        done = command(arguments[0], str(tmp_path), *arguments[1:])
+        assert (done.code, done.errors) == (1, 1), done.err
+        assert re.match(f"error: {re.escape(str(tmp_path))} {told}", done.error), done.error
 
 
 def test_a_model_is_deployed_by_its_headers(hub: hub_server.Hub) -> None:

@@ -64,6 +64,8 @@ class SourceComparison:
         self.checkpoint: Checkpoint = open_headers(source)
         self.survey, self.structure, self.described, self.findings = survey, structure, described, findings
         self.rows = {row.module: row for row in structure.rows if len(row.shape) == 2}
+        self.added = {row.module: row.gain_offset for row in structure.rows if row.role == "norm"}
+        """What norms add to their stored gains."""
         # Modules that have more than a weight and a bias: scales, also of formats that are not read, and what is multiplied to their input.
         self.scaled = {name.rpartition(".")[0] for name in survey.tensors if not name.endswith((".weight", "bias"))}
         self.groups = self._find_groups()
@@ -264,22 +266,18 @@ class SourceComparison:
             return  # without a table nobody knows what makes up for what
         lost = {}
         for group in self.groups:
-            name = f"{group.producer}.weight"
-            if group.producer_is_norm and name in self.survey.tensors and self.checkpoint.has(name):
-                ours, theirs = self.survey.shards.read(self.survey.tensors[name]).float(), self.checkpoint.read(name).float()
-                if ours.shape == theirs.shape:
-                    lost[group.producer] = mean_log(theirs) - mean_log(ours)
+            if group.producer_is_norm and (gains := self._norm_gains(group.producer)) is not None:
+                ours, theirs = gains
+                lost[group.producer] = mean_log(theirs) - mean_log(ours)
         told = list(size_faults(self.groups, self.gains, lost))
         if told and not self.findings.has("scales-absurd"):
             self.findings.add("scales-absurd", [module for module, _ in told], told[0][1])
 
     def _check_group(self, group: ScaleGroup, wrong: dict[str, list[tuple[str, str]]]) -> None:
-        name = f"{group.producer}.weight"
-        if name not in self.survey.tensors or not self.checkpoint.has(name):
+        gains = self._norm_gains(group.producer)
+        if gains is None or not bool(torch.isfinite(gains[0]).all()):
             return
-        ours, theirs = self.survey.shards.read(self.survey.tensors[name]).float(), self.checkpoint.read(name).float()
-        if ours.shape != theirs.shape or not bool(torch.isfinite(ours).all()):
-            return
+        ours, theirs = gains
         lost = theirs / torch.where(ours == 0, torch.ones_like(ours), ours)
         for module in group.consumers:
             gained = self._columns(module)
@@ -297,6 +295,15 @@ class SourceComparison:
                 )
                 told += f"{module} were multiplied by others (off by {off:.2f} in log)"
                 wrong.setdefault("router-not-compensated" if router else "folding-broken", []).append((module, told))
+
+    def _norm_gains(self, module: str) -> tuple[Tensor, Tensor] | None:
+        """What a norm multiplies by, here and in the source, float32 [K]; None where one of them does not have it as the other does."""
+        name = f"{module}.weight"
+        if name not in self.survey.tensors or not self.checkpoint.has(name):
+            return None
+        ours, theirs = self.survey.shards.read(self.survey.tensors[name]).float(), self.checkpoint.read(name).float()
+        added = self.added.get(module, 0.0)
+        return (ours + added, theirs + added) if ours.shape == theirs.shape else None
 
     def _check_chain(self, group: ScaleGroup, wrong: dict[str, list[tuple[str, str]]]) -> None:
         """Rows of a linear that were divided, against the columns of its reader: in the rows that were looked at."""

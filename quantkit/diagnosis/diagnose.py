@@ -28,6 +28,7 @@ from quantkit.errors import QuantkitError
 from quantkit.hub import find_local
 from quantkit.models import is_known
 from quantkit.models.stored import check_stored, read_model
+from quantkit.quantization import pruning
 
 Depth = Literal["headers", "tensors", "behaviour"]
 DEPTHS: tuple[Depth, ...] = ("headers", "tensors", "behaviour")
@@ -96,6 +97,7 @@ def diagnose(
     diagnosis = Diagnosis(model, patient, findings)
     if source is not None:
         diagnosis.source = examine(source, DiagnosisFindings())
+        _refuse_pruned(model, patient, diagnosis.source)
         compare_settings(patient.survey, patient.structure, diagnosis.source.survey, diagnosis.source.structure, findings)
         _compare_mtp(patient, diagnosis.source, findings)
     _open(patient, engine, findings)
@@ -111,6 +113,15 @@ def diagnose(
         _look_at_behaviour(patient, source, documents, diagnosis)
         diagnosis.seconds["behaviour"] = time.perf_counter() - start
     return diagnosis
+
+
+def _refuse_pruned(model: str, patient: Patient, source: Patient) -> None:
+    """Raise QuantkitError where experts of the source were left out on purpose: those that are there have other numbers."""
+    ours, theirs = (one.structure.config for one in (patient, source))
+    if pruning.FILE_NAME not in patient.survey.names or ours is None or theirs is None or ours.routing == theirs.routing:
+        return
+    told = f"{model} has fewer experts than {source.survey.path} ({pruning.FILE_NAME} says which), and experts are compared by their number"
+    raise QuantkitError(told, "check it without --source; its report.html has the KL from the source")
 
 
 def _documents(source: str | None, text: Path | None) -> list[Tensor]:

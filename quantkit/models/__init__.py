@@ -123,6 +123,10 @@ def find_architecture(config: dict[str, Any]) -> Architecture[ModelConfig]:
     if what := _elsewhere(config):
         problem = f"config.json has {what}, and quantkit's file of {model_type} does not compute that"
         raise QuantkitError(problem, "quantize, run, eval and ppl compute it by transformers; serve it with another engine")
+    if model_type is None:
+        raise QuantkitError(
+            "config.json has no model_type, by which the model's code is chosen", "use the config.json that came with the model"
+        )
     if not is_known(config):
         raise QuantkitError(
             f"architecture {model_type!r} is not supported by this command",

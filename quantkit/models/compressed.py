@@ -7,7 +7,7 @@ for the next, so an entry is of 2 rate tokens. A token sees entries of groups th
 Symbols: T tokens, D head_dim, E entries, W window, r rate.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.models.rope import Rope
+from quantkit.models.sparse import largest
 
 _SCORES = 1 << 25
 """Products of heads and keys that are held at once, float32."""
@@ -85,7 +86,8 @@ class Pooling:
 @dataclass(frozen=True)
 class CompressedAttention:
     """One layer's. pooling, index_pooling: None for a layer that sees its window alone, or all entries. topk: entries that are seen of
-    each. sinks float32 [heads]: the score of a key without a value."""
+    each. sinks float32 [heads]: the score of a key without a value. in_order: whether equal scores of the indexer go by place
+    (`sparse.largest`)."""
 
     window: int
     scale: float
@@ -93,6 +95,7 @@ class CompressedAttention:
     pooling: Pooling | None = None
     index_pooling: Pooling | None = None
     topk: int = 0
+    in_order: bool = True
 
     @property
     def rate(self) -> int:
@@ -110,7 +113,7 @@ class CompressedAttention:
         does not see come last."""
         products = (inputs.index_q.float() @ index.float().mT).relu_()
         scores = (inputs.index_weights[:, None] @ products)[:, 0]
-        return scores.masked_fill_(~self._ended(positions, numbers), -torch.inf).topk(self.topk, dim=-1).indices
+        return largest(scores, ~self._ended(positions, numbers), self.topk, numbers if self.in_order else None)
 
     def _ended(self, positions: Tensor, numbers: Tensor) -> Tensor:
         return numbers < (positions[:, None] + 1) // self.rate
@@ -167,7 +170,7 @@ def attend_text(inputs: CompressedInputs, attention: CompressedAttention) -> Ten
     """A whole sequence: -> [T, heads, D]."""
     positions = torch.arange(len(inputs.kv), device=inputs.kv.device)
     entries = new_entries(inputs.raw, 0, 0, len(positions), attention)
-    return attention.attended(inputs, positions, inputs.kv, positions, entries)
+    return replace(attention, in_order=False).attended(inputs, positions, inputs.kv, positions, entries)
 
 
 def new_entries(raw: Tensor, first: int, start: int, stop: int, attention: CompressedAttention) -> Entries:

@@ -156,7 +156,7 @@ class CausalContext(Positions):
         for length in self.seq_lens:
             part = slice(start, start + length)
             own = IndexInputs(*(side[part] for side in inputs))
-            places, counts = choose(own, self.positions[part], topk, own.keys)
+            places, counts = choose(own, self.positions[part], topk, own.keys, in_order=False)
             parts.append((places + start, counts))
             start += length
         self.selected = joined(parts)

@@ -24,7 +24,7 @@ from quantkit.models.config import (
     refuse_attention_bias,
 )
 from quantkit.models.context import Context
-from quantkit.models.elsewhere import NullField
+from quantkit.models.elsewhere import AnyOf, GatesAndLengths, NullField, TrueFields
 from quantkit.models.mlp import (
     MixtureNames,
     Mlp,
@@ -39,8 +39,8 @@ from quantkit.models.rope import Rope
 from quantkit.models.table import Block, Parameter, Projection, Role, ScaleGroup, Split
 from quantkit.models.weights import Weights
 
-ELSEWHERE = NullField("q_lora_rank", ".q_a_proj.")
-"""Moonlight's queries have no low rank."""
+ELSEWHERE = AnyOf((NullField("q_lora_rank", ".q_a_proj."), TrueFields(("attention_bias", "tie_word_embeddings")), GatesAndLengths()))
+"""Moonlight's queries have no low rank; the published models have no biases and a head of their own."""
 
 MIXTURE = MixtureNames(bias="gate.e_score_correction_bias", shared="shared_experts")
 

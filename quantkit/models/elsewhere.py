@@ -43,4 +43,34 @@ class GatesAndLengths:
         """Names of tensors tell nothing of these."""
 
 
-Elsewhere = NullField | GatesAndLengths
+@dataclass(frozen=True)
+class TrueFields:
+    """Fields that are true."""
+
+    fields: tuple[str, ...]
+
+    def asked(self, config: Mapping[str, Any]) -> str:
+        """What a config.json has of these; empty without."""
+        return next((f"{field} true" for field in self.fields if config.get(field) is True), "")
+
+    def check_stored(self, config: Mapping[str, Any], stored: Iterable[str]) -> None:
+        """Names of tensors tell nothing of these."""
+
+
+@dataclass(frozen=True)
+class AnyOf:
+    """Any of several."""
+
+    parts: tuple[NullField | GatesAndLengths | TrueFields, ...]
+
+    def asked(self, config: Mapping[str, Any]) -> str:
+        """What a config.json has of these, the first; empty without."""
+        return next((told for part in self.parts if (told := part.asked(config))), "")
+
+    def check_stored(self, config: Mapping[str, Any], stored: Iterable[str]) -> None:
+        names = list(stored)
+        for part in self.parts:
+            part.check_stored(config, names)
+
+
+Elsewhere = NullField | GatesAndLengths | AnyOf

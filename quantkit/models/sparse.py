@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 from quantkit.models.latent_window import Seen
 
+_FIRST_OF_EQUALS = 1e-30
+"""Taken off a score of 0 for each place before it: less than any product is."""
 _SCORES = 1 << 25
 """Products of heads and keys that are held at once, float32."""
 _GATHERED = 1 << 17
@@ -44,11 +46,14 @@ class Selected(NamedTuple):
         return Seen(self.slots, torch.arange(self.slots.shape[1], device=self.slots.device) < self.counts[:, None])
 
 
-def choose(inputs: IndexInputs, positions: Tensor, topk: int, keys: Tensor, table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose(
+    inputs: IndexInputs, positions: Tensor, topk: int, keys: Tensor, table: Tensor | None = None, *, in_order: bool = True
+) -> tuple[Tensor, Tensor]:
     """The positions of the tokens with the largest scores among 0 .. each token's own, int64 [T, k], the largest first, and how many each
     has, int32 [T]; k is `topk`, or S where that is less.
 
     keys: of one sequence [S, D]; with a table [T, n] the blocks [num_blocks, size, D] of many, a row of it for each token, S = n size.
+    in_order: as in `largest`.
     """
     seen = len(keys) if table is None else table.shape[1] * keys.shape[1]
     found, count = [], min(topk, seen)
@@ -59,8 +64,21 @@ def choose(inputs: IndexInputs, positions: Tensor, topk: int, keys: Tensor, tabl
         own = keys if table is None else keys[table[part]].flatten(1, 2)
         products = (inputs.queries[part].float() @ own.float().mT).relu_()
         scores = (inputs.weights[part, None] @ products)[:, 0]
-        found.append(scores.masked_fill_(places > positions[part, None], -torch.inf).topk(count, dim=-1).indices)
+        found.append(largest(scores, places > positions[part, None], count, places if in_order else None))
     return torch.cat(found), (positions + 1).clamp(max=count).int()
+
+
+def largest(scores: Tensor, hidden: Tensor, count: int, order: Tensor | None) -> Tensor:
+    """Columns of the `count` largest scores of each row, the largest first: scores float32 [T, S], hidden bool [T, S] where they do not
+    count -> int64 [T, count].
+
+    Where all of an indexer's products are below 0, as in one of 2^heads of random ones, a score is exactly 0. order [S] or [T, S]: of such
+    columns the first are taken. None leaves it to torch, and with it a whole text has what transformers chooses; but torch's choice among
+    equals depends on S, and so on how a text is cut and on who is computed beside it.
+    """
+    if order is not None:
+        scores = torch.where(scores == 0, order.float() * -_FIRST_OF_EQUALS, scores)
+    return scores.masked_fill_(hidden, -torch.inf).topk(count, dim=-1).indices
 
 
 def joined(parts: list[tuple[Tensor, Tensor]]) -> Selected:

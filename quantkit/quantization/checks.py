@@ -129,7 +129,11 @@ def _logical_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 def _inventory_by_name(checkpoint: Checkpoint) -> Inventory:
     tree = read_tree(checkpoint.config)
     cut = cut_up(checkpoint, tree.stacks)
-    told = f"linears are told by their names alone: {tree.why}" if tree.linears is None else "linears are told by transformers' modules"
+    told = (
+        f"linears are told by their names alone, and are those whose inputs 128 divides: {tree.why}"
+        if tree.linears is None
+        else "linears are told by transformers' modules"
+    )
     rows = by_name_models.parameters(_logical_shapes(cut), tree.linears)
     return Inventory(by_name_models, by_name_models.Config(), checkpoint.config, rows, {}, told, cut)
 

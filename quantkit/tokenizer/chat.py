@@ -36,9 +36,10 @@ _AGAIN = "copy it from the original model"
 class ChatTokenizer:
     """The tokenizer of one checkpoint directory.
 
-    eos_ids: tokens that end an answer, of generation_config.json, config.json and the tokenizer together. end_think: the id of </think>,
-    if it is one token. unknown_id: the token for what the vocabulary cannot write. sampling_defaults: temperature, top_p, top_k, min_p and
-    repetition_penalty of generation_config.json, where it has them. templates: by name; `default` is the one, others are for some uses.
+    eos_ids: tokens that end an answer, of generation_config.json, config.json (its text_config too) and the tokenizer together. end_think:
+    the id of </think>, if it is one token. unknown_id: the token for what the vocabulary cannot write. sampling_defaults: temperature,
+    top_p, top_k, min_p and repetition_penalty of generation_config.json, where it has them. templates: by name; `default` is the one,
+    others are for some uses.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,7 +48,7 @@ class ChatTokenizer:
         self.tokenizer, self.settings = read_tokenizer(path, _read_settings(path))
         self.special_tokens = _special_tokens(path / "tokenizer_config.json", self.settings)
         self.bos, self.eos = self.special_tokens.get("bos_token"), self.special_tokens.get("eos_token")
-        config, generation = _read_optional(path / "config.json"), _read_optional(path / "generation_config.json")
+        config, generation = _of_text(_read_optional(path / "config.json")), _read_optional(path / "generation_config.json")
         vocab_size = config.get("vocab_size")
         self.vocab_size: int | None = vocab_size if type(vocab_size) is int else None
         self.eos_ids = self._find_eos(path, {"generation_config.json": generation, "config.json": config})
@@ -254,6 +255,13 @@ def _read_settings(path: Path) -> dict[str, Any]:
         return settings
     named = _read_optional(path / "special_tokens_map.json")
     return settings | {name: token for name, token in named.items() if name in _SPECIAL_TOKENS}
+
+
+def _of_text(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json with what only its text_config says of the text model that stands inside another."""
+    text = config.get("text_config")
+    said = {key: value for key, value in config.items() if value is not None}
+    return {**text, **said} if isinstance(text, dict) else config
 
 
 def _read_optional(file: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from packed_model import write_packed
 from torch import Tensor
 
 from quantkit.diagnosis.diagnose import diagnose
+from quantkit.models import find_architecture
 from quantkit.quantization import quantize
 from quantkit.recipe import Recipe
 from quantkit.schemes import SCHEMES
@@ -106,6 +107,20 @@ def test_a_linear_that_was_folded_on_both_sides_has_any_size(tensors: dict[str, 
     assert told(path, make_model.write_dense(tmp_path / "source", CONFIG, tensors)) == {}
     config = json.loads((path / "config.json").read_text())
     assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+
+
+def test_scales_that_were_folded_into_norms_around_one_are_no_fault(tmp_path: Path) -> None:
+    """Such a norm stores what its gain is beside 1, and a folded one has no fixed ratio to its source's."""
+    from test_architectures import CONFIGS, random_tensors
+
+    config = CONFIGS["qwen3_next"] | {"architectures": ["Qwen3NextForCausalLM"]}
+    architecture = find_architecture(config)
+    offsets = {row.name: row.gain_offset for row in architecture.parameters(architecture.Config.from_dict(config))}
+    stored = {name: tensor - offsets[name] for name, tensor in random_tensors(config).items()}
+    source = make_model.write_dense(tmp_path / "source", config, stored)
+    recipe = Recipe(scheme="awq-w4a16", samples=4, held_out=1, seq_len=32, scale_points=3)
+    quantize(source, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe)
+    assert told(tmp_path / "out", source) == {}
 
 
 def test_a_tokenizer_that_was_saved_while_it_cut_texts_is_a_note(tensors: dict[str, Tensor], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Llama-like models whose gate or rotary embedding the architecture's file does not compute: transformers does, whole."""
+"""Models whose gate, rotary embedding, biases or tied head the architecture's file does not compute: transformers does, whole."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,26 @@ LONG = {
         "factor": 4.0,
     },
 }
+LATENT = {
+    "num_key_value_heads": 5,
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "num_nextn_predict_layers": 0,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "latent-tied": ("deepseek_v3", {**LATENT, "tie_word_embeddings": True}),
+    "latent-biases": ("deepseek_v3", {**LATENT, "attention_bias": True}),
+    "latent-dynamic": ("deepseek_v3", {**LATENT, **DYNAMIC}),
     "dynamic": ("llama", DYNAMIC),
     "longrope": ("llama", LONG),
     "gelu": ("llama", {"hidden_act": "gelu"}),
@@ -91,7 +110,7 @@ def test_tokens_and_logits_are_those_of_transformers(case: str, tmp_path: Path) 
         torch.testing.assert_close(whole.logits(whole.forward(ids[0]).final), logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["dynamic", "tanh"])
+@pytest.mark.parametrize("case", ["dynamic", "tanh", "latent-tied", "latent-biases"])
 def test_they_are_calibrated(case: str, tmp_path: Path) -> None:
     source = written(peer_of(case), tmp_path / case)
     text = write_letters(tmp_path / "calibration.txt", 600)
@@ -106,7 +125,7 @@ def test_they_are_calibrated(case: str, tmp_path: Path) -> None:
 def test_the_server_says_what_it_does_not_compute(case: str, tmp_path: Path) -> None:
     config = peer_of(case).config.to_dict()
     assert not is_known(config)
-    with pytest.raises(QuantkitError, match=r"config.json has (hidden_act|rope scaling) '\w+', and quantkit's file of") as fault:
+    with pytest.raises(QuantkitError, match=r"config.json has ((hidden_act|rope scaling) '\w+'|\w+ true), and quantkit's file of") as fault:
         lead_or_follow(EngineOptions(written(peer_of(case), tmp_path / case), device="cpu"))
     assert "run, eval and ppl compute it by transformers" in fault.value.remedy
 

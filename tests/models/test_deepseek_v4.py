@@ -7,7 +7,7 @@ from typing import Any
 import make_model
 import pytest
 import torch
-from cut_texts import furthest_from_whole
+from cut_texts import cut_at_random, furthest_from_whole
 from plain_weights import PlainWeights
 from torch import Tensor
 from torch.nn import functional as F
@@ -146,6 +146,13 @@ def test_a_text_is_the_same_however_it_is_cut(csa: int, hca: int, tmp_path: Path
     """Chunks of any lengths, steps and both in one pass, over groups that end inside blocks, at their ends, and every second one."""
     loaded = load_model(written(tmp_path / "model", compress_rate_csa=csa, compress_rate_hca=hca), device="cpu", dtype="float32")
     assert furthest_from_whole(loaded, random.Random(csa)) < 1e-4
+
+
+def test_where_scores_are_equal_too(tmp_path: Path) -> None:
+    """Of an indexer with two heads a quarter of the scores are 0."""
+    loaded = load_model(written(tmp_path / "model", index_n_heads=2), device="cpu", dtype="float32")
+    once, again = (cut_at_random(loaded, random.Random(seed)) for seed in (4, 5))
+    assert max(float((one - other).abs().max()) for one, other in zip(once, again)) < 1e-4
 
 
 PROMPTS = [list(range(6 + i, 30 + 13 * i)) for i in range(5)]

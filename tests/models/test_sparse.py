@@ -16,6 +16,7 @@ from quantkit.executor.load import load_model
 from quantkit.executor.mixed import MixedContext
 from quantkit.models import deepseek_v3, find_architecture
 from quantkit.models.context import CausalContext
+from quantkit.models.sparse import IndexInputs, choose
 from quantkit.quantization.run import quantize
 from quantkit.recipe import Recipe
 from quantkit.schemes import SCHEMES
@@ -94,6 +95,22 @@ def test_folding_a_group_keeps_the_logits(case: str) -> None:
             for consumer in group.consumers:
                 folded[f"{consumer}.weight"] = folded[f"{consumer}.weight"] * scale
     assert (one.logits([30], token_ids, folded) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_among_equal_scores_a_token_chooses_the_same_however_long_the_text_is() -> None:
+    """Of an indexer with one head half of the scores are 0: a token that is scored beside later ones, and over blocks with room behind it,
+    chooses as it does alone."""
+    generator = torch.Generator().manual_seed(2)
+    queries, keys = (torch.randn(200, *sizes, generator=generator) for sizes in ((1, 4), (4,)))
+    inputs = IndexInputs(queries, keys, torch.randn(200, 1, generator=generator))
+    positions = torch.arange(200)
+    places, counts = choose(inputs, positions, 70, keys)
+    paged, same_counts = choose(inputs, positions, 70, torch.cat((keys, torch.zeros(56, 4))).view(4, 64, 4), torch.arange(4).repeat(200, 1))
+    assert torch.equal(counts, same_counts)
+    for position in range(200):
+        part, count = slice(position, position + 1), int(counts[position])
+        (alone,), _ = choose(IndexInputs(*(side[part] for side in inputs)), positions[part], 70, keys[: position + 1])
+        assert {*alone[:count].tolist()} == {*places[position, :count].tolist()} == {*paged[position, :count].tolist()}, position
 
 
 def tiny(**changes: Any) -> dict[str, Any]:

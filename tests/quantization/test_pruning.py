@@ -215,3 +215,11 @@ def test_a_dense_model_has_nothing_to_prune(tmp_path: Path, text: Path) -> None:
     dense = make_model.write_dense(tmp_path / "dense", config, make_model.random_tensors(config))
     answer = command("quantize", str(dense), "--scheme", "rtn-w4a16", "--prune", "25%", "--out", str(tmp_path / "out"))
     assert "no routed experts to prune" in answer.error
+
+
+def test_check_says_that_a_pruned_model_is_not_compared_with_its_source(source: Path, pruned: Path) -> None:
+    done = command("check", str(pruned), "--source", str(source))
+    assert done.code == 1
+    assert "has fewer experts than" in done.error
+    assert "check it without --source" in done.error
+    assert command("check", str(pruned)).code != 2  # of errors

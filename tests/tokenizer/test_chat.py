@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,26 @@ def test_renders_and_encodes_as_transformers(chat: ChatTokenizer, tiny_checkpoin
     assert chat.encode_chat(MESSAGES) == peer.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
     assert chat.encode("plain text") == peer.encode("plain text")
     assert chat.eos_ids == {1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"text_config": {"eos_token_id": 7, "vocab_size": 320}}, {1, 7}),
+        ({"text_config": {"eos_token_id": 7}, "eos_token_id": [8, 9]}, {1, 8, 9}),
+    ],
+)
+def test_tokens_that_end_an_answer_may_stand_in_text_config(
+    changes: dict[str, Any], expected: set[int], tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """As Qwen3.5 has it: a text model inside another, and config.json says nothing beside it."""
+    path = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    (path / "generation_config.json").unlink()
+    (path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "eos_token_id": None, **changes}))
+    assert ChatTokenizer(path).eos_ids == expected
+    (path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": {"eos_token_id": 320, "vocab_size": 320}}))
+    with pytest.raises(QuantkitError, match="has eos_token_id = 320"):
+        ChatTokenizer(path)
 
 
 def test_knows_who_opens_think(chat: ChatTokenizer, tiny_checkpoint: Path, tmp_path: Path) -> None:
