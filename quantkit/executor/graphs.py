@@ -18,6 +18,7 @@ from torch import Tensor
 from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import DecodeContext
 from quantkit.executor.prefetch import stop_prefetching
+from quantkit.executor.sampling import likeliest
 
 MIN_TABLE_WIDTH = 16
 """Blocks of the narrowest table: contexts below 1024 tokens share their graphs."""
@@ -115,7 +116,7 @@ def compute(model: Forward, inputs: tuple[Tensor, ...], context: DecodeContext) 
     """One decode step on any buffers; greedy sampling is part of it. inputs: token_ids [B], for an MTP layer also hidden [B, H]."""
     hidden = model(*inputs, context)
     logits = model.logits(hidden)
-    return StepResult(hidden, logits, logits.argmax(dim=-1))
+    return StepResult(hidden, logits, likeliest(logits))
 
 
 class StaticBuffers:

@@ -5,6 +5,7 @@ kind does not have is refused by name, and so are kinds whose frequencies depend
 with these are computed by transformers, where it has them.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -139,11 +140,26 @@ class Rope:
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] -> cos, sin [T, dim / 2] float32, scaled by YaRN's attention factor."""
-        angles = positions.float()[:, None] * self.inverse_frequencies(positions.device)[None, :]
-        return angles.cos() * self.cos_sin_factor, angles.sin() * self.cos_sin_factor
+        angles = positions.float()[:, None] * _kept_frequencies(self, positions.device)[None, :]
+        factor = self.cos_sin_factor
+        return (angles.cos(), angles.sin()) if factor == 1 else (angles.cos() * factor, angles.sin() * factor)
 
     def _correction_dim(self, rotations: float) -> float:
         return self.dim * math.log(self.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
+
+
+def _kept_frequencies(rope: Rope, device: torch.device) -> Tensor:
+    """As `inverse_frequencies`, computed once: a decode step has some 15 launches less. Not while a graph is captured, for what is made
+    there has its values after a replay only."""
+    if device.type == "cpu" or (device.type == "cuda" and not torch.cuda.is_current_stream_capturing()):
+        return _frequencies(rope, device)
+    return rope.inverse_frequencies(device)
+
+
+@functools.cache
+def _frequencies(rope: Rope, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # calibration may need gradients of what is turned
+        return rope.inverse_frequencies(device)
 
 
 def _mscale(factor: float, mscale: float) -> float:

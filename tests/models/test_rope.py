@@ -121,3 +121,19 @@ def test_partial_rotation_and_odd_heads_are_refused() -> None:
     assert Rope.from_dict({"partial_rotary_factor": 1.0}, 64, interleaved=False).theta == 10000.0
     with pytest.raises(QuantkitError, match="65 channels"):
         Rope.from_dict({}, 65, interleaved=False)
+
+
+def test_frequencies_are_computed_once_a_device_and_not_kept_from_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    rope, computed = Rope(64, 54321.0, interleaved=True), []
+    compute = Rope.inverse_frequencies
+    monkeypatch.setattr(Rope, "inverse_frequencies", lambda self, device="cpu": computed.append(device) or compute(self, device))
+    with torch.inference_mode():
+        first = rope.cos_sin(torch.arange(7))
+    second = rope.cos_sin(torch.arange(7))
+    assert len(computed) == 1
+    assert not second[0].is_inference()
+    angles = torch.arange(7)[:, None].float() * compute(rope)
+    assert all(torch.equal(*pair) for pair in zip((*first, *second), 2 * (angles.cos(), angles.sin())))
+    rope.cos_sin(torch.empty(7, device="meta"))
+    rope.cos_sin(torch.empty(7, device="meta"))
+    assert len(computed) == 3
