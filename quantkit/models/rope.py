@@ -5,7 +5,6 @@ kind does not have is refused by name, and so are kinds whose frequencies depend
 with these are computed by transformers, where it has them.
 """
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -140,26 +139,28 @@ class Rope:
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] -> cos, sin [T, dim / 2] float32, scaled by YaRN's attention factor."""
-        angles = positions.float()[:, None] * _kept_frequencies(self, positions.device)[None, :]
-        factor = self.cos_sin_factor
-        return (angles.cos(), angles.sin()) if factor == 1 else (angles.cos() * factor, angles.sin() * factor)
+        device = positions.device
+        frequencies = _kept_frequencies(self, device) if device.type == "cuda" else self.inverse_frequencies(device)
+        angles = positions.float()[:, None] * frequencies[None, :]
+        return angles.cos() * self.cos_sin_factor, angles.sin() * self.cos_sin_factor
 
     def _correction_dim(self, rotations: float) -> float:
         return self.dim * math.log(self.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
+_KEPT: dict[tuple[Rope, torch.device], Tensor] = {}
+
+
 def _kept_frequencies(rope: Rope, device: torch.device) -> Tensor:
-    """As `inverse_frequencies`, computed once: a decode step has some 15 launches less. Not while a graph is captured, for what is made
-    there has its values after a replay only."""
-    if device.type == "cpu" or (device.type == "cuda" and not torch.cuda.is_current_stream_capturing()):
-        return _frequencies(rope, device)
-    return rope.inverse_frequencies(device)
-
-
-@functools.cache
-def _frequencies(rope: Rope, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # calibration may need gradients of what is turned
-        return rope.inverse_frequencies(device)
+    """As `inverse_frequencies`, computed once: a decode step has 13 launches less. What is made while a graph is captured has its values
+    after a replay only, and is not kept."""
+    kept = _KEPT.get((rope, device))
+    if kept is None:
+        with torch.inference_mode(False):  # calibration may need gradients of what is turned
+            kept = rope.inverse_frequencies(device)
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _KEPT[rope, device] = kept
+    return kept
 
 
 def _mscale(factor: float, mscale: float) -> float:

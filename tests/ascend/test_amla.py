@@ -108,8 +108,8 @@ def test_a_model_whose_attention_rescales_by_addition(
         return torch.from_numpy(found).unsqueeze(2).transpose(0, 1).contiguous().to(a.query.dtype), torch.full((1,), float("nan"))
 
     with npu_double.installed():
-        plain = forced(r1_attention("bf16"), "bfloat16", "torch_npu", text, 24)
+        plain = forced(r1_attention("bf16"), "bfloat16", "torch_npu", [(text, 24)])
         monkeypatch.setitem(npu_double.RESULTS, "npu_fused_infer_attention_score", by_addition)
-        ours = forced(r1_attention("bf16"), "bfloat16", "torch_npu", text, 24)
+        ours = forced(r1_attention("bf16"), "bfloat16", "torch_npu", [(text, 24)])
     assert len(calls) >= 2 * 7
     assert (plain.exp() * (plain - ours)).sum(dim=-1).median() < 1e-3

@@ -87,7 +87,7 @@ def test_decoding_on_the_doubles_of_kernels(r1_attention: Callable[[str], Path])
     text, found = list(range(3, 23)), []
     for backend, double in (("torch_npu", triton_double), ("ascend", triton_double), ("ascend", ascendc_double)):
         with double.installed() as called:
-            found.append(forced(r1_attention("int8-attention"), "bfloat16", backend, text, 16))
+            found.append(forced(r1_attention("int8-attention"), "bfloat16", backend, [(text, 16)]))
         assert (called.count("int4_down") > 0) == (len(found) == 2)
     assert divergence(found[0], found[1]) < 2e-3
     assert divergence(found[0], found[2]) < 2e-3

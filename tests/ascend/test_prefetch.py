@@ -47,7 +47,7 @@ def test_the_next_weights_are_asked_for(quantized: Callable[[str], Path], monkey
     monkeypatch.setattr(weights, "find_prefetcher", lambda device, parallel: noted)
     text = list(range(1, 20))
     with npu_double.installed() as called:
-        followed = forced(quantized("rtn-w4a16"), "bfloat16", "torch_npu", text, 16)
+        followed = forced(quantized("rtn-w4a16"), "bfloat16", "torch_npu", [(text, 16)])
     asked = [(place, tensors) for place, (what, tensors) in enumerate(noted.noted) if what == "collective"]
     passes = 1 + len(text) - 16
     assert len(asked) % passes == 0
@@ -61,7 +61,7 @@ def test_the_next_weights_are_asked_for(quantized: Callable[[str], Path], monkey
     assert called.count("npu_prefetch") == sum(len(tensors) for _, tensors in asked)
     monkeypatch.undo()
     with npu_double.installed():
-        assert torch.equal(forced(quantized("rtn-w4a16"), "bfloat16", "torch_npu", text, 16), followed)
+        assert torch.equal(forced(quantized("rtn-w4a16"), "bfloat16", "torch_npu", [(text, 16)]), followed)
 
 
 def test_what_holds_too_much_is_not_asked_for() -> None:

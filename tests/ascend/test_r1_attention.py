@@ -123,10 +123,10 @@ def test_as_far_from_float32_as_the_reference(scheme: str, r1_attention: Callabl
     """By the median of 41 decoded tokens: a mean is that of the few where random weights send a token to another expert."""
     path = r1_attention(scheme)
     text = torch.randint(6, 310, (120,), generator=torch.Generator().manual_seed(1)).tolist()
-    ideal = forced(path, "float32", "reference", text, 80)
-    reference = forced(path, "bfloat16", "reference", text, 80)
+    ideal = forced(path, "float32", "reference", [(text, 80)])
+    reference = forced(path, "bfloat16", "reference", [(text, 80)])
     with npu_double.installed():
-        ours = forced(path, "bfloat16", "torch_npu", text, 80)
+        ours = forced(path, "bfloat16", "torch_npu", [(text, 80)])
     far, ours_far = ((ideal.exp() * (ideal - other)).sum(dim=-1).median() for other in (reference, ours))
     assert ours_far < 2 * far
 

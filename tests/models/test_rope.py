@@ -11,7 +11,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Rotar
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quantkit.errors import QuantkitError
-from quantkit.models.rope import Rope
+from quantkit.models.rope import Rope, _kept_frequencies
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
 
@@ -123,17 +123,25 @@ def test_partial_rotation_and_odd_heads_are_refused() -> None:
         Rope.from_dict({}, 65, interleaved=False)
 
 
-def test_frequencies_are_computed_once_a_device_and_not_kept_from_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frequencies_that_are_kept_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rope, computed = Rope(64, 54321.0, interleaved=True), []
     compute = Rope.inverse_frequencies
     monkeypatch.setattr(Rope, "inverse_frequencies", lambda self, device="cpu": computed.append(device) or compute(self, device))
     with torch.inference_mode():
-        first = rope.cos_sin(torch.arange(7))
-    second = rope.cos_sin(torch.arange(7))
+        first = _kept_frequencies(rope, torch.device("cpu"))
+    assert _kept_frequencies(rope, torch.device("cpu")) is first
     assert len(computed) == 1
-    assert not second[0].is_inference()
-    angles = torch.arange(7)[:, None].float() * compute(rope)
-    assert all(torch.equal(*pair) for pair in zip((*first, *second), 2 * (angles.cos(), angles.sin())))
-    rope.cos_sin(torch.empty(7, device="meta"))
-    rope.cos_sin(torch.empty(7, device="meta"))
-    assert len(computed) == 3
+    assert not first.is_inference()
+    assert torch.equal(first, compute(rope))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_frequencies_of_a_captured_step_are_those_that_are_kept() -> None:
+    rope, positions = Rope(64, 12345.0, interleaved=True), torch.arange(5, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = rope.cos_sin(positions)
+    rope.cos_sin(positions)  # these are kept
+    positions += 3
+    graph.replay()
+    assert all(torch.equal(*pair) for pair in zip(captured, rope.cos_sin(positions), strict=True))
