@@ -14,8 +14,9 @@ test: $(VENV)/test.stamp lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(LONG:%=--ignore=%) --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 # In CI, minutes long: the wheel and the sdist, each installed in an environment of its own; a stranger's day on an NPU, on the double; 2,000
-# requests made at random; files damaged at random; benchmarks of ranks, on two processes.
-LONG := tests/test_benchmarks.py tests/test_package.py tests/ascend/test_acceptance.py tests/executor/server/test_fuzz.py tests/test_damaged_files.py
+# requests made at random; files damaged at random; benchmarks of ranks, on two processes; `go` from end to end; a ceiling of memory.
+LONG := tests/test_benchmarks.py tests/test_package.py tests/ascend/test_acceptance.py tests/executor/server/test_fuzz.py tests/test_damaged_files.py \
+	tests/test_go.py tests/quantization/test_memory.py
 test-long: $(VENV)/test.stamp
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(LONG) --numprocesses 2 --dist loadscope
 

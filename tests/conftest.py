@@ -7,7 +7,7 @@ import make_model
 import pytest
 import torch
 
-LONG_FIRST = ("test_corpus.py", "test_sandbox.py", "test_ranks.py", "test_kill.py", "test_memory.py", "test_quantize.py", "test_go.py")
+LONG_FIRST = ("test_corpus.py", "test_sandbox.py", "test_ranks.py", "test_kill.py", "test_quantize.py")
 """Modules of half a minute and few tests. `make test` begins with them, so that neither of its processes ends with one, alone."""
 
 
