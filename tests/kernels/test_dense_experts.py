@@ -51,5 +51,5 @@ def test_more_pairs_than_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -
     x = torch.randn(50, 64, generator=rng).bfloat16().to(DEVICE)
     ids, topk_weights = torch.randint(COUNT, (50, 3), generator=rng).to(DEVICE), torch.rand(50, 3, generator=rng).to(DEVICE)
     whole = experts(x, ids, topk_weights)
-    monkeypatch.setattr("quantkit_kernels.triton.dense_experts.MOST_PAIRS", 32)
+    monkeypatch.setattr("quantkit_kernels.triton.experts.MOST_PAIRS", 32)
     assert torch.equal(experts(x, ids, topk_weights), whole)

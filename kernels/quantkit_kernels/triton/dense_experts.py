@@ -3,6 +3,7 @@ token's experts. Four launches, none of which depends on the routing's values, s
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from quantkit_kernels.experts import Experts, ExpertsLayout
 from quantkit_kernels.pairs import Slots
 from quantkit_kernels.triton import rows
 from quantkit_kernels.triton.cards import architecture, overlapped, shared_bytes
-from quantkit_kernels.triton.experts import MOST_PAIRS, sort_pairs
+from quantkit_kernels.triton.experts import in_parts, sort_pairs
 from quantkit_kernels.weights import Weight, dequantize, shape, stack
 
 
@@ -50,12 +51,9 @@ class DenseExperts(Experts):
         return [self.gate_up, self.down]
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        tokens = max(1, MOST_PAIRS // topk_ids.shape[1])
         each = topk_ids.numel() / self.num_experts
         plan = next(plan for plan in PLANS if each <= plan.most)
-        parts = zip(x.contiguous().split(tokens), topk_ids.contiguous().split(tokens), topk_weights.contiguous().split(tokens))
-        results = [self.by_plan(*part, plan) for part in parts]
-        return results[0] if len(results) == 1 else torch.cat(results)
+        return in_parts(partial(self.by_plan, plan=plan), x, topk_ids, topk_weights)
 
     def by_plan(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: DensePlan) -> Tensor:
         pairs, top_k = topk_ids.numel(), topk_ids.shape[1]

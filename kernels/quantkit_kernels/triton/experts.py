@@ -4,7 +4,9 @@ each token's experts. Biases and gates that are clamped or shifted are part of t
 No launch depends on the routing's values, so a step can be captured in a graph.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,10 +38,7 @@ class TritonExperts(Experts):
         plan = experts_plan(
             architecture(self.device), self.gate_up.kind, self.intermediate, self.hidden, topk_ids.numel() / self.num_experts
         )
-        tokens = max(1, MOST_PAIRS // topk_ids.shape[1])
-        parts = zip(x.contiguous().split(tokens), topk_ids.contiguous().split(tokens), topk_weights.contiguous().split(tokens))
-        results = [self.by_plan(*part, plan) for part in parts]
-        return results[0] if len(results) == 1 else torch.cat(results)
+        return in_parts(partial(self.by_plan, plan=plan), x, topk_ids, topk_weights)
 
     def by_plan(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: ExpertsPlan, split: int = 0) -> Tensor:
         """split: programs that share K of gate and up; 0 for as many as the rule says."""
@@ -60,6 +59,14 @@ class TritonExperts(Experts):
 
     def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return rows.quantize_rows(x) if self.gate_up.kind == "int8" else (x, None)
+
+
+def in_parts(compute: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+    """What `compute` makes of x[T, H], topk_ids[T, k] and topk_weights[T, k], of MOST_PAIRS pairs at a time."""
+    tokens = max(1, MOST_PAIRS // topk_ids.shape[1])
+    parts = zip(x.contiguous().split(tokens), topk_ids.contiguous().split(tokens), topk_weights.contiguous().split(tokens))
+    results = [compute(*part) for part in parts]
+    return results[0] if len(results) == 1 else torch.cat(results)
 
 
 def sort_pairs(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
