@@ -198,6 +198,12 @@ class CachePlan:
         return (self.num_blocks - 1) * self.block_size
 
 
+def check_context(asked: int | None, context_len: int) -> None:
+    """context_len: positions the model was built for. Raises QuantkitError where it has fewer than were asked for."""
+    if asked is not None and asked > context_len:
+        raise QuantkitError(f"context of {asked} tokens asked for, the model has {context_len}", "ask for no more than that")
+
+
 def plan_cache(
     *,
     bytes_per_token: int,
@@ -216,8 +222,7 @@ def plan_cache(
     the share leaves less. Raises QuantkitError where what was asked for
     does not fit the model or the memory.
     """
-    if max_model_len is not None and max_model_len > context_len:
-        raise QuantkitError(f"context of {max_model_len} tokens asked for, the model has {context_len}", "ask for no more than that")
+    check_context(max_model_len, context_len)
     budget = min(int(free_bytes * _CACHE_SHARE[device_type]), free_bytes - left_bytes) // bytes_per_token
     wanted = max_model_len or context_len
     if cache_tokens is None:

@@ -1,4 +1,5 @@
-"""What an engine refuses before it computes: requests that can never run, and ends of answers that are no tokens. Whether it can go on."""
+"""What an engine refuses before it computes: options that no model or not this one has, requests that can never run, and ends of answers
+that are no tokens. Whether it can go on."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -6,8 +7,31 @@ from pathlib import Path
 import torch
 
 from quantkit.errors import QuantkitError
-from quantkit.executor.options import MAX_GUESSES
+from quantkit.executor.cache import check_context
+from quantkit.executor.expert_parallel import check_experts
+from quantkit.executor.load import check_heads
+from quantkit.executor.options import MAX_GUESSES, EngineOptions
 from quantkit.executor.sampling import SamplingParams
+from quantkit.models.stored import Model as StoredModel
+
+_LEAST = {"max_batch": 1, "max_model_len": 2, "cache_tokens": 1, "prefill_tokens": 1, "tp": 1, "dp": 1}
+"""Of options that are amounts. A context of two tokens is a prompt's and an answer's."""
+
+
+def check_amounts(options: EngineOptions) -> None:
+    """Raises QuantkitError where an option is no amount that an engine can have of it."""
+    for name, least in _LEAST.items():
+        value = getattr(options, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise QuantkitError(f"{name} is {value!r}", f"give a whole number of at least {least}")
+    check_guesses(options.num_drafts, options.num_looked_up)
+
+
+def check_fits(read: StoredModel, options: EngineOptions) -> None:
+    """Raises QuantkitError where the model's sizes alone refuse what was asked for: before ranks are started and weights are read."""
+    check_heads(read.config, options.tp)
+    check_experts(read.rows, options.dp)
+    check_context(options.max_model_len, read.config.max_position_embeddings)
 
 
 def check_request(prompt: list[int], params: SamplingParams, context: int, vocab: int) -> None:

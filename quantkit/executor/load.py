@@ -171,7 +171,7 @@ def load_model(
     with asked(backend):
         codes = find_codes(cache, target)
     compute = find_dtype(dtype, target, isinstance(checkpoint.grid, IntGrid) and checkpoint.grid.bits == 4)
-    _check_heads(config, parallel.size)
+    check_heads(config, parallel.size)
     check_experts(rows, expert_parallel.size)
     _check_sparse(config, target)
     _check_compressed(config, target, cache)
@@ -211,7 +211,8 @@ def _steps(
     return steps
 
 
-def _check_heads(config: ModelConfig, size: int) -> None:
+def check_heads(config: ModelConfig, size: int) -> None:
+    """Raises QuantkitError where `size` ranks cannot share the heads evenly."""
     counts = {"num_attention_heads": config.num_attention_heads}
     if isinstance(config.cache, KeyValueCache):
         counts["num_key_value_heads"] = config.cache.kv_heads
