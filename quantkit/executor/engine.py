@@ -39,6 +39,7 @@ from quantkit.executor.logprobs import check_numbers, row_logprobs, score_prompt
 from quantkit.executor.mtp_heads import by_mtp_layers
 from quantkit.executor.options import EngineOptions, lookahead_of
 from quantkit.executor.parallel import SINGLE, join
+from quantkit.executor.rank_processes import environment_rank
 from quantkit.executor.runner import ForwardPass, Runner
 from quantkit.executor.sampling import SamplingParams, check_defaults
 from quantkit.executor.scheduler import ScheduledStep, Scheduler
@@ -88,8 +89,8 @@ class Engine:
         self.grammars = Grammars(tokenizer.tokenizer, loaded.config.vocab_size, tokenizer.eos_ids)
         self.chooser = Chooser(loaded.config.vocab_size, loaded.device, lambda: self.tokenizer.eos_ids)
         self.meanwhile: Callable[[list[Sequence]], None] = lambda brought: None
-        """Done while the device computes a step, once or twice: handing out what the step before it brought, and the passes of this one that
-        are behind it, whose sequences it is given: answers are not to wait for the prompts that are computed after them."""
+        """Done while the device computes a step, once or twice: handing out what the step before it brought, and earlier passes of this
+        step, whose sequences it is given: answers do not wait for the prompts that are computed after them."""
         self._brought: list[Sequence] = []
 
     @classmethod
@@ -162,7 +163,8 @@ class Engine:
         """As `load`. tell: takes a line for every stage that is behind it."""
         path, began = options.model_path, time.perf_counter()
         check_amounts(options)
-        check_fits(read_model(Checkpoint.open(path)), options)
+        if options.ranks == 1 or environment_rank(options.ranks) is None:  # ranks that were started meet before they say what they refuse
+            check_fits(read_model(Checkpoint.open(path)), options)
         tokenizer = ChatTokenizer(path)
         check_defaults(tokenizer.sampling_defaults, path / "generation_config.json")
         if options.draft is not None:

@@ -85,7 +85,7 @@ def rounded_sizes(most: int) -> list[int]:
 
 
 def _sequences(count: int) -> int:
-    """`count` or more: 2, or a power of four. One that is not there costs nearly nothing, and prompts that come together are ever others."""
+    """`count` or more: 2, or a power of four. One that is not there costs nearly nothing, and ever other numbers come together."""
     return 2 if count <= 2 else 1 << 2 * -(-(count - 1).bit_length() // 2)
 
 

@@ -126,10 +126,11 @@ def test_parts_of_characters_are_told_by_their_bytes(running: Running) -> None:
     assert told.decode(errors="replace").rstrip("\ufffd") == said.message.content  # of the last character the rest lacks
 
 
-def test_an_answer_goes_on_while_a_prompt_is_computed(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its token of a step is sent before the prompt of that step is done: else two chunks of a prompt lie between two tokens of an answer."""
+def test_an_answer_goes_on_beside_a_prompt(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its token of a step is sent before the prompt of that step is done: else two chunks lie between two tokens of an answer."""
     engine = load(tiny_checkpoint, max_batch=2, prefill_tokens=32)
-    slow, waits, goes_on, prefill, agree = threading.Event(), threading.Event(), threading.Event(), Runner.prefill, engine.parallel.agree
+    slow, waits, goes_on = (threading.Event() for _ in range(3))
+    prefill, agree = Runner.prefill, engine.parallel.agree
     tokens: list[str] = []
 
     def computed(self: Runner, parts: Any) -> Any:
