@@ -150,7 +150,9 @@ def test_the_kl_that_is_told_is_that_of_the_int8_cache(
     assert told[1] > 1.5 * told[0]
 
 
-def test_plain_rounding_beside_it_has_an_int8_cache_too(sources: dict[str, Path], outputs: dict[str, Path], text: Path, tmp_path: Path) -> None:
+def test_plain_rounding_beside_it_has_an_int8_cache_too(
+    sources: dict[str, Path], outputs: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
     """Of one grid and one text, plain rounding loses more where what it keeps has 8 bits."""
     for kind, source in sources.items():
         beside = [outputs[kind], run(source, tmp_path / kind, text, "int8-a8w8c16")]

@@ -127,7 +127,8 @@ def as_nccl(broadcast: Callable[..., None]) -> Callable[..., None]:
 
     def sent(values: torch.Tensor, source: int, group: object = None) -> None:
         assert values.is_contiguous(), "NCCL: tensors must be contiguous"
-        assert values.dtype in NCCL_DTYPES and values.dim() and values.numel(), (values.dtype, values.shape)
+        assert values.dtype in NCCL_DTYPES, values.dtype
+        assert values.numel(), values.shape
         lengths = [torch.empty(1, dtype=torch.int64) for _ in range(ranks_module.dist.get_world_size())]
         ranks_module.dist.all_gather(lengths, torch.tensor([values.nbytes]))
         assert all(int(one) == values.nbytes for one in lengths), f"NCCL waits for ever: {lengths}"
@@ -163,7 +164,8 @@ def test_any_dtype_and_shape_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyP
         sent = [ranks.send((told if mine else 0 * told).to(dtype), 1) for dtype in DTYPES]
         single = ranks.send(torch.tensor(7.0 if mine else 0.0), 1)
         empty = ranks.send(torch.empty(0, 4), 1)
-        return [*(torch.equal(one.long(), told) and one.dtype == dtype for one, dtype in zip(sent, DTYPES)), float(single) == 7, not len(empty)]
+        kept = [torch.equal(one.long(), told) and one.dtype == dtype for one, dtype in zip(sent, DTYPES)]
+        return [*kept, float(single) == 7, not len(empty)]
 
     for found in run_ranks(2, tmp_path, compute):
         assert found == [True] * (len(DTYPES) + 2), found
