@@ -198,12 +198,6 @@ class CachePlan:
         return (self.num_blocks - 1) * self.block_size
 
 
-def check_context(asked: int | None, context_len: int) -> None:
-    """context_len: positions the model was built for. Raises QuantkitError where it has fewer than were asked for."""
-    if asked is not None and asked > context_len:
-        raise QuantkitError(f"context of {asked} tokens asked for, the model has {context_len}", "ask for no more than that")
-
-
 def plan_cache(
     *,
     bytes_per_token: int,
@@ -220,9 +214,8 @@ def plan_cache(
 
     context_len: positions the model was built for. bytes_per_token: over all layers. left_bytes: of the free memory that are left, where
     the share leaves less. Raises QuantkitError where what was asked for
-    does not fit the model or the memory.
+    does not fit in memory.
     """
-    check_context(max_model_len, context_len)
     budget = min(int(free_bytes * _CACHE_SHARE[device_type]), free_bytes - left_bytes) // bytes_per_token
     wanted = max_model_len or context_len
     if cache_tokens is None:

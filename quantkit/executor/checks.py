@@ -1,37 +1,25 @@
-"""What an engine refuses before it computes: options that no model or not this one has, requests that can never run, and ends of answers
-that are no tokens. Whether it can go on."""
+"""What an engine refuses before it computes: amounts that are none, requests that can never run, and ends of answers that are no tokens.
+Whether it can go on."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
-from quantkit.errors import QuantkitError
-from quantkit.executor.cache import check_context
-from quantkit.executor.expert_parallel import check_experts
-from quantkit.executor.load import check_heads
+from quantkit.errors import QuantkitError, UsageFault
 from quantkit.executor.options import MAX_GUESSES, EngineOptions
 from quantkit.executor.sampling import SamplingParams
-from quantkit.models.stored import Model as StoredModel
 
-_LEAST = {"max_batch": 1, "max_model_len": 2, "cache_tokens": 1, "prefill_tokens": 1, "tp": 1, "dp": 1}
-"""Of options that are amounts. A context of two tokens is a prompt's and an answer's."""
+_AMOUNTS = ("max_batch", "max_model_len", "cache_tokens", "prefill_tokens", "tp", "dp")
 
 
 def check_amounts(options: EngineOptions) -> None:
-    """Raises QuantkitError where an option is no amount that an engine can have of it."""
-    for name, least in _LEAST.items():
+    """Raises UsageFault where an option is no amount: a batch or a chunk of nothing never ends."""
+    for name in _AMOUNTS:
         value = getattr(options, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise QuantkitError(f"{name} is {value!r}", f"give a whole number of at least {least}")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise UsageFault(f"{name} is {value!r}", "give a whole number of at least 1")
     check_guesses(options.num_drafts, options.num_looked_up)
-
-
-def check_fits(read: StoredModel, options: EngineOptions) -> None:
-    """Raises QuantkitError where the model's sizes alone refuse what was asked for: before ranks are started and weights are read."""
-    check_heads(read.config, options.tp)
-    check_experts(read.rows, options.dp)
-    check_context(options.max_model_len, read.config.max_position_embeddings)
 
 
 def check_request(prompt: list[int], params: SamplingParams, context: int, vocab: int) -> None:
@@ -52,6 +40,14 @@ def check_eos(eos_ids: Iterable[object], vocab: int, path: Path) -> None:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
             said = f"{path}: eos_token_id {token!r:.100} is no token of the model, which has {vocab}"
             raise QuantkitError(said, "correct generation_config.json, config.json or tokenizer_config.json")
+
+
+def check_context(asked: int | None, longest: int) -> None:
+    """asked: tokens of prompt and answer, None where nobody asked; longest: that the model was built for. Raises UsageFault."""
+    if asked is not None and asked > longest:
+        raise UsageFault(f"context of {asked} tokens asked for, the model has {longest}", "ask for no more than that")
+    if asked is not None and asked < 2:
+        raise UsageFault(f"a context of {asked} has no room for a prompt and an answer", "ask for 2 tokens at least")
 
 
 def check_guesses(drafts: int, looked_up: int) -> None:

@@ -19,12 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.reader import Checkpoint
 from quantkit.devices import Fetched
 from quantkit.executor.ahead import capture_ahead
 from quantkit.executor.budget import measure
 from quantkit.executor.cache import CachePlan
-from quantkit.executor.checks import check_amounts, check_eos, check_fits, check_request, check_usable
+from quantkit.executor.checks import check_amounts, check_request, check_usable
 from quantkit.executor.chooser import Chooser
 from quantkit.executor.draft_load import check_draft, load_draft, make_drafter
 from quantkit.executor.eagle_head import LoadedHead
@@ -34,7 +33,7 @@ from quantkit.executor.headroom import plan_beside, prefill_tokens
 from quantkit.executor.homes import Homes
 from quantkit.executor.joint import JointPass
 from quantkit.executor.leader import Leader
-from quantkit.executor.load import LoadedModel, load_model
+from quantkit.executor.load import LoadedModel, open_asked, prepare
 from quantkit.executor.logprobs import check_numbers, row_logprobs, score_prompts
 from quantkit.executor.mtp_heads import by_mtp_layers
 from quantkit.executor.options import EngineOptions, lookahead_of
@@ -45,8 +44,6 @@ from quantkit.executor.sampling import SamplingParams, check_defaults
 from quantkit.executor.scheduler import ScheduledStep, Scheduler
 from quantkit.executor.sequence import Completion, Delta, FinishReason, Sequence
 from quantkit.executor.speculation import Source, Speculation
-from quantkit.executor.states import check_states
-from quantkit.models.stored import read_model
 from quantkit.tokenizer.chat import ChatTokenizer
 
 
@@ -163,27 +160,17 @@ class Engine:
         """As `load`. tell: takes a line for every stage that is behind it."""
         path, began = options.model_path, time.perf_counter()
         check_amounts(options)
-        if options.ranks == 1 or environment_rank(options.ranks) is None:  # ranks that were started meet before they say what they refuse
-            check_fits(read_model(Checkpoint.open(path)), options)
         tokenizer = ChatTokenizer(path)
         check_defaults(tokenizer.sampling_defaults, path / "generation_config.json")
         if options.draft is not None:
             check_draft(options.draft, tokenizer)
+        # Before others start, which would have to end; a rank that they started tells its fault to those it has met.
+        opened = open_asked(options, tokenizer.eos_ids) if environment_rank(options.ranks) is None else None
         parallel = join(options)
         try:
-            loaded = load_model(
-                path,
-                device=options.device,
-                backend=options.backend,
-                dtype=options.dtype,
-                mtp=options.num_drafts if options.draft is None else 0,
-                parallel=parallel if options.dp == 1 else SINGLE,
-                expert_parallel=SINGLE if options.dp == 1 else parallel,
-                cache=options.cache,
-            )
+            opened = opened or open_asked(options, tokenizer.eos_ids)
+            loaded = prepare(opened, *((parallel, SINGLE) if options.dp == 1 else (SINGLE, parallel)))
             tell(f"weights are there after {time.perf_counter() - began:.1f} s")
-            check_eos(tokenizer.eos_ids, loaded.config.vocab_size, path)
-            check_states(loaded.keeps_states, loaded.takes_back, options)
             draft = None if options.draft is None else load_draft(options.draft, loaded, options)
             plan = plan_beside(loaded, options, draft)
             engine = cls(
