@@ -91,8 +91,10 @@ def measure(runner: Runner, parallel: Parallel, budget: StepBudget, max_batch: i
             doubles_at = passes.doubles_at(chunk, behind * chunk, trial.seconds(trial.continued, chunk // 2, behind * chunk))
     if not trial.affords(2 * trial.at_most(chunk)):
         return StepBudget(budget.alone, chunk, doubles_at=doubles_at)
-    apart = step + trial.seconds(trial.launched, chunk)
-    return StepBudget(budget.alone, chunk, mixed=trial.seconds(trial.mixed, rows, chunk) < apart, doubles_at=doubles_at)
+    apart = (step + trial.seconds(trial.launched, chunk)) / chunk
+    beside = StepBudget(budget.alone, chunk, mixed=True).beside(rows).beside_answers
+    mixed = trial.seconds(trial.mixed, rows, beside) / beside
+    return StepBudget(budget.alone, chunk, mixed=mixed < apart, doubles_at=doubles_at)
 
 
 def _captured(trial: "_Trial", most: int) -> int:

@@ -48,7 +48,7 @@ def test_tokens_are_those_of_passes_apart(tiny_checkpoint: Path, options: dict[s
     assert tokens(engine) == apart
     assert len(sizes) > 3
     assert max(answers for answers, _ in sizes) > 1
-    assert max(count for _, count in sizes) == 16
+    assert 12 < max(answers + count for answers, count in sizes) <= 16, "answers count as well"
 
 
 @torch.inference_mode()
@@ -250,6 +250,17 @@ class Launched:
 
     def launched(self, tokens: int) -> float:
         return max(self.launches, self.prompt(tokens))
+
+
+def test_a_mixed_step_has_no_more_tokens_for_its_answers() -> None:
+    """But room for some of a prompt, however many answers run."""
+    mixed, apart = StepBudget(64, 16, mixed=True), StepBudget(64, 16)
+    assert [mixed.beside(rows).beside_answers for rows in (0, 1, 5, 12, 99)] == [64, 15, 11, 4, 4]
+    assert [apart.beside(rows).beside_answers for rows in (0, 1, 99)] == [64, 16, 16]
+    assert StepBudget(64, 16, doubles_at=50).beside(0).doubles_at == 0, "nobody waits for it"
+    longer = StepBudget(4096, 1024, mixed=True, doubles_at=8192).beside(24)
+    assert longer.fitting(0, 9000, longer.cost(0, 1000)) == 1000
+    assert longer.fitting(2048, 9000, longer.cost(0, 1000)) == 6 * 128 - 24, "with 24 rows whole blocks"
 
 
 @pytest.mark.parametrize(("launches", "most", "captured"), [(60e-3, 4096, 2048), (45e-3, 4096, 1024), (0.0, 4096, 1024), (45e-3, 100, 100)])
