@@ -1,4 +1,4 @@
-"""Which option a statement names: by a letter in either case, or by the text of exactly one. Several of them, or a denial, choose nothing."""
+"""Which option a statement names: by a letter in either case, or the text of exactly one. Several of them, or a denial, choose nothing."""
 
 import re
 
