@@ -31,7 +31,7 @@ CPU_S = 5.0
 """Of the processor, for a command that refuses."""
 BLOCKED_S = 120.0
 """By the clock: it waits for something that never comes."""
-SIZES = make_model.FEW_EXPERTS | {"num_hidden_layers": 2, "vocab_size": 272, "max_position_embeddings": 8192}
+SIZES = make_model.NARROW | {"num_hidden_layers": 2, "vocab_size": 272, "max_position_embeddings": 8192}
 
 
 @pytest.fixture(scope="module")
