@@ -29,7 +29,7 @@ from quantkit.executor.draft_load import check_draft, load_draft, make_drafter
 from quantkit.executor.eagle_head import LoadedHead
 from quantkit.executor.expert_counter import ExpertCounter
 from quantkit.executor.grammar import Grammars
-from quantkit.executor.headroom import plan_beside, prefill_tokens
+from quantkit.executor.headroom import check_computes, plan_beside, prefill_tokens
 from quantkit.executor.homes import Homes
 from quantkit.executor.joint import JointPass
 from quantkit.executor.leader import Leader
@@ -171,6 +171,7 @@ class Engine:
             opened = opened or open_asked(options, tokenizer.eos_ids)
             loaded = prepare(opened, *((parallel, SINGLE) if options.dp == 1 else (SINGLE, parallel)))
             tell(f"weights are there after {time.perf_counter() - began:.1f} s")
+            check_computes(loaded)
             draft = None if options.draft is None else load_draft(options.draft, loaded, options)
             plan = plan_beside(loaded, options, draft)
             engine = cls(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from packed_model import write_random
+from packed_model import GROUPED, write_random
 from torch import Tensor
 
 from quantkit.executor import ahead, prompt_graphs
@@ -21,21 +21,7 @@ from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.scheduler import StepBudget
 from quantkit.executor.speculation import Speculation
 
-GROUPED = {
-    "model_type": "qwen3",
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "max_position_embeddings": 512,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+NARROW = GROUPED | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
 PROMPTS = [[7 + i] * 4 + list(range(20, 20 + length)) for i, length in enumerate((3, 90, 120, 30, 150, 64, 12))]
 PARAMS = [SamplingParams(max_new_tokens=5, ignore_eos=True, temperature=(i % 2) * 0.8, seed=i) for i in range(len(PROMPTS))]
 
@@ -48,7 +34,7 @@ def captured_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random(tmp_path_factory.mktemp("models") / "grouped", GROUPED)
+    return write_random(tmp_path_factory.mktemp("models") / "grouped", NARROW)
 
 
 def in_place(step: Callable[[], object], lengths: list[int]) -> Callable[[], object]:
