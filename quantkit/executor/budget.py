@@ -21,6 +21,7 @@ only where launching is what a pass waits for: with many tokens, and sooner in l
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -92,9 +93,9 @@ def measure(runner: Runner, parallel: Parallel, budget: StepBudget, max_batch: i
     if not trial.affords(2 * trial.at_most(chunk)):
         return StepBudget(budget.alone, chunk, doubles_at=doubles_at)
     apart = (step + trial.seconds(trial.launched, chunk)) / chunk
-    beside = StepBudget(budget.alone, chunk, mixed=True).beside(rows).beside_answers
-    mixed = trial.seconds(trial.mixed, rows, beside) / beside
-    return StepBudget(budget.alone, chunk, mixed=mixed < apart, doubles_at=doubles_at)
+    found = StepBudget(budget.alone, chunk, mixed=True, doubles_at=doubles_at, in_all=0 if asked else chunk)
+    beside = found.beside(rows).beside_answers
+    return replace(found, mixed=trial.seconds(trial.mixed, rows, beside) / beside < apart)
 
 
 def _captured(trial: "_Trial", most: int) -> int:

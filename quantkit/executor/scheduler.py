@@ -66,7 +66,8 @@ class ScheduledStep:
 @dataclass(frozen=True)
 class StepBudget:
     """Tokens of prompts that a step computes: `alone` where nobody decodes, `beside_answers` where somebody does. mixed: whether both
-    are computed in one pass, which then has no more tokens than that in all: products are computed in tiles, and few more are a tile more.
+    are computed in one pass. in_all: tokens that such a pass has at most, answers' rows included, but where a prompt ends; 0 for no bound.
+    Products are computed in tiles, and few more tokens are a tile more.
 
     doubles_at: behind so many cached tokens a new one costs twice what it costs at the beginning of a prompt, so that a step computes
     fewer than `beside_answers`, which are those of a first chunk; 0 where all cost the same. rows: of answers, in the pass of a step.
@@ -76,15 +77,16 @@ class StepBudget:
     beside_answers: int
     mixed: bool = False
     doubles_at: int = 0
+    in_all: int = 0
     rows: int = 0
 
     def beside(self, rows: int) -> "StepBudget":
         """Where a step computes so many rows of answers, too."""
         if not rows:
             return StepBudget(self.alone, self.alone)
-        if not self.mixed:
+        if not (self.mixed and self.in_all):
             return self
-        left = max(self.beside_answers - rows, self.beside_answers // _FEWEST_OF, 1)
+        left = max(min(self.beside_answers, self.in_all - rows), self.beside_answers // _FEWEST_OF, 1)
         return replace(self, beside_answers=left, rows=rows)
 
     def cost(self, start: int, count: int) -> float:
@@ -179,7 +181,9 @@ class Scheduler:
         def take(sequence: Sequence, room: float) -> bool:
             """Tokens of a sequence, where nothing else is computed no less than `least`. Whether there were any."""
             nonlocal left
-            count = max(budget.fitting(sequence.num_cached, sequence.num_new, room), 0 if parts else min(sequence.num_new, least))
+            count = sequence.num_new  # a prompt that ends so is not made to wait for the answers' rows
+            if budget.cost(sequence.num_cached, count) > room + budget.rows:
+                count = max(budget.fitting(sequence.num_cached, count, room), 0 if parts else min(count, least))
             if count:
                 parts.append((sequence, count))
                 left -= budget.cost(sequence.num_cached, count)
@@ -187,7 +191,7 @@ class Scheduler:
 
         prompts = chain([sequence for sequence in self.running if sequence.num_new > 1], iter(self._admit, None))
         while (room := left - (whole // 2 if long else 0)) >= 1 and (sequence := next(prompts, None)):
-            if budget.cost(sequence.num_cached, sequence.num_new) > whole:
+            if budget.cost(sequence.num_cached, sequence.num_new) > whole + budget.rows:
                 long.append(sequence)
             elif not take(sequence, room):
                 break
