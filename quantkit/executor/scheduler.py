@@ -144,12 +144,13 @@ class Scheduler:
         self.prefix.give_back(found)
         return len(found)
 
-    def schedule(self) -> ScheduledStep:
+    def schedule(self, *, answers_alone: bool = False) -> ScheduledStep:
+        """answers_alone: a pass over them is under way, so prompts wait for the next step, unless nobody answers any more."""
         if self.prefix is not None:
             for sequence in self.running:
                 self.prefix.publish(sequence)
         decode = self._grow([sequence for sequence in self.running if len(sequence.token_ids) - sequence.num_cached == 1])
-        if not self.waiting and len(decode) == len(self.running):
+        if (answers_alone and decode) or (not self.waiting and len(decode) == len(self.running)):
             return ScheduledStep([], decode)
         return ScheduledStep(self._prefill(self.budget.beside(sum([1 + len(one.drafts) for one in decode]))), decode)
 
