@@ -179,6 +179,13 @@ def test_little_of_a_pass_is_padding(tiny_checkpoint: Path, count: int) -> None:
     assert size.tokens <= size.seen <= 1.25 * size.tokens + 64
 
 
+@pytest.mark.parametrize(("prompts", "sequences"), [(1, 2), (2, 4), (3, 4), (4, 16), (15, 16), (16, 64)])
+def test_few_graphs_serve_any_number_of_prompts(tiny_checkpoint: Path, prompts: int, sequences: int) -> None:
+    size = prompt_graphs.size_of(None, [PromptRows([0] * 4, 0, [1])] * prompts, load(tiny_checkpoint, None).cache)
+    assert size is not None
+    assert size.sequences == sequences, "one is padding"
+
+
 @torch.inference_mode()
 def test_long_passes_and_states_are_not_captured(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = load(tiny_checkpoint, in_place).runner.prompts
@@ -264,8 +271,8 @@ def test_nobody_waits_for_what_was_captured_ahead(grouped: Path, monkeypatch: py
     expected, capture = answers(engine_of(grouped, None)), Counted()
     engine = engine_of(grouped, capture)
     done = capture_ahead(engine.runner, SINGLE, 3, engine.max_model_len)
-    # 1, 2 and 4 rows; 16 to 128 tokens by sixteens, 160 to 256 by 32s, 320.
-    assert done == capture.count == 3 + 13
+    # 1, 2 and 4 rows; 16 to 128 tokens by sixteens, 160 to 256 by 32s, 320: of one prompt, of up to three and of up to fifteen.
+    assert done == capture.count == 3 + 3 * 13
     assert answers(engine) == expected
     assert capture.count == done
 
