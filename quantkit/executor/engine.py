@@ -344,10 +344,11 @@ class Engine:
         guessed = self.speculation.begin(done, chosen)
         coming = None
         if chosen is not None and joint is None:
-            coming = Fetched(chosen.token_ids if guessed is None else torch.cat((chosen.token_ids, guessed)))
+            known = chosen.token_ids if guessed is None else torch.cat((chosen.token_ids, guessed))
+            coming = Fetched(known)
             # Before others are listened to, who may add requests on this rank alone.
-            if self.runner.launches_next and done.is_read_once and not self.speculation.guesses and self.scheduler.goes_on(done.counts):
-                self.runner.launch_next(self.parallel.first(chosen.token_ids))
+            if self.runner.launches_next and done.is_read_once and self.scheduler.goes_on(done.counts):
+                self._launch_next(done, known, guessed is not None)
         self.meanwhile()
         advanced, guesses = [sequence for sequence, _ in done.counts], list[int]()
         if joint is not None:
@@ -358,6 +359,14 @@ class Engine:
             self._append(done, agreed[:number])
         self.speculation.finish(done, advanced, guesses)
         return advanced
+
+    def _launch_next(self, done: ForwardPass, known: Tensor, guessed: bool) -> None:
+        """The pass behind this one. known: the chosen tokens, and behind them, where something was guessed, what the source returned."""
+        if not (guessed or self.speculation.guesses or done.has_guesses):
+            self.runner.launch_next(self.parallel.first(known))
+        elif guessed and self.speculation.only_computes and not self.loaded.keeps_states:
+            told, number = self.parallel.first(known), len(done.rows)
+            self.runner.launch_guessed(done.counts, told[:number], told[number:])
 
     def _append_all(self, done: ForwardPass, joint: JointPass, chosen: Tensor) -> list[Sequence]:
         """Every rank's tokens go to its sequences, here too. Returns those of other ranks."""

@@ -73,6 +73,11 @@ class Speculation:
         """Whether anything is guessed now."""
         return self.guessing.drafts + self.guessing.looked_up > 0
 
+    @property
+    def only_computes(self) -> bool:
+        """Whether all guesses come from `begin`: nothing is looked up in their place."""
+        return self.guessing.looked_up == 0
+
     def begin(self, done: ForwardPass, chosen: ChosenTokens | None) -> Tensor | None:
         """As `Source.begin`, of all."""
         found = [guesses for source in self._sources if (guesses := source.begin(done, chosen)) is not None]
