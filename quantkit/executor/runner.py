@@ -146,9 +146,11 @@ class Runner:
             self._next = NextPass(answers, rows, self.steps.run(rows, token_ids))
 
     def launch_guessed(self, counts: list[tuple[Sequence, int]], token_ids: Tensor, guessed: Tensor) -> None:
-        """As `launch_next`, with guesses. counts: of the pass that `decode` just returned; token_ids int64 [R] were chosen in it; guessed: of
-        each sequence how many of its guesses were right, and then those that are new, one row of sequences after the other. Nothing is
-        launched, either, where fewer guesses may be of use."""
+        """As `launch_next`, with guesses. counts: of the pass that `decode` just returned; token_ids int64 [R] were chosen in it.
+
+        guessed: of each sequence how many of its guesses were right, and then those that are new, one row of sequences after the other.
+        Nothing is launched, either, where fewer guesses may be of use.
+        """
         number, size = len(counts), self.cache.block_size
         each = len(guessed) // number
         beyond = each - 1  # places that a step may reach behind those of its rows
