@@ -150,6 +150,16 @@ def test_the_kl_that_is_told_is_that_of_the_int8_cache(
     assert told[1] > 1.5 * told[0]
 
 
+def test_plain_rounding_beside_it_has_an_int8_cache_too(
+    sources: dict[str, Path], outputs: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
+    """Of one grid and one text, plain rounding loses more where what it keeps has 8 bits."""
+    for kind, source in sources.items():
+        beside = [outputs[kind], run(source, tmp_path / kind, text, "int8-a8w8c16")]
+        told = [json.loads((path / "report.json").read_text())["held_out"]["plain_kl"] for path in beside]
+        assert told[0] > 1.02 * told[1], (kind, told)
+
+
 def test_a_stopped_run_goes_on_to_the_same_bytes(sources: dict[str, Path], outputs: dict[str, Path], text: Path, tmp_path: Path) -> None:
     class Stopped(Exception):
         pass

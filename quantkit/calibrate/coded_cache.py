@@ -83,6 +83,11 @@ class CodedCache:
         return attend
 
 
+def run_uncalibrated(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:
+    """A sublayer with attention over an int8 cache whose steps are each token's own: what no calibration is asked for."""
+    return block.attend(hidden, CausalContext(lengths, hidden.device, torch.int8))
+
+
 def latent_norm(sublayer: Sublayer) -> tuple[Parameter, Parameter]:
     """The norm of the latent, and kv_b, which alone reads it."""
     rows = {row.module: row for row in sublayer.rows}

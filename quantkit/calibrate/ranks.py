@@ -63,13 +63,19 @@ class Ranks:
     def send(self, values: Tensor, source: int) -> Tensor:
         """Those of rank `source`, on every rank; the others' are written over."""
         if self.size > 1 and values.numel():
-            if self._group is None and values.device.type != "cpu":
-                self._group = dist.new_group(backend={"cuda": "nccl", "npu": "hccl"}[values.device.type], timeout=_PATIENCE)
             sent = values.contiguous()  # NCCL sends nothing else, and what lies transposed is not a copy of itself on every rank
-            dist.broadcast(sent, source, group=self._group)
+            dist.broadcast(sent.view(-1).view(torch.uint8), source, group=self._group_of(values.device.type))  # no library knows all dtypes
             if sent is not values:
                 values.copy_(sent)
         return values
+
+    def _group_of(self, device_type: str) -> dist.ProcessGroup | None:
+        """None is the processor's. Every rank comes here in the same turn, as making a group asks."""
+        if device_type == "cpu":
+            return None
+        if self._group is None:
+            self._group = dist.new_group(backend={"cuda": "nccl", "npu": "hccl"}[device_type], timeout=_PATIENCE)
+        return self._group
 
     def tell(self, text: str, source: int) -> str:
         """What rank `source` says, on every rank."""

@@ -119,12 +119,20 @@ def test_a_rank_computes_its_own_experts_before_it_waits_for_another(
         assert all(layer.startswith(f"{2 * rank + 1}.") for layer in layers), layers
 
 
-def as_nccl(broadcast: Callable[..., None]) -> Callable[..., None]:
-    """gloo sends what lies transposed, too."""
+NCCL_DTYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-    def sent(values: torch.Tensor, source: int, **named: object) -> None:
+
+def as_nccl(broadcast: Callable[..., None]) -> Callable[..., None]:
+    """gloo sends what lies transposed, too, and truncates what is longer than its place."""
+
+    def sent(values: torch.Tensor, source: int, group: object = None) -> None:
         assert values.is_contiguous(), "NCCL: tensors must be contiguous"
-        broadcast(values, source, **named)
+        assert values.dtype in NCCL_DTYPES, values.dtype
+        assert values.numel(), values.shape
+        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(ranks_module.dist.get_world_size())]
+        ranks_module.dist.all_gather(lengths, torch.tensor([values.nbytes]))
+        assert all(int(one) == values.nbytes for one in lengths), f"NCCL waits for ever: {lengths}"
+        broadcast(values, source, group=group)
 
     return sent
 
@@ -141,6 +149,26 @@ def test_what_lies_transposed_is_sent_in_place(tmp_path: Path, monkeypatch: pyte
 
     for found in run_ranks(3, tmp_path, compute):
         assert torch.equal(found, torch.arange(6.0).view(3, 2).t())  # type: ignore[arg-type]
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int8, torch.int16, torch.uint16, torch.int64)
+
+
+def test_any_dtype_and_shape_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL knows neither 16-bit integers nor, everywhere, FP8; what is empty is nobody's to wait for."""
+    monkeypatch.setattr(ranks_module.dist, "broadcast", as_nccl(ranks_module.dist.broadcast))
+    told = torch.tensor([[0, 1, 1], [1, 0, 1]])
+
+    def compute(parallel: Parallel) -> list[bool]:
+        ranks, mine = Ranks(parallel.rank, parallel.size), parallel.rank == 1
+        sent = [ranks.send((told if mine else 0 * told).to(dtype), 1) for dtype in DTYPES]
+        single = ranks.send(torch.tensor(7.0 if mine else 0.0), 1)
+        empty = ranks.send(torch.empty(0, 4), 1)
+        kept = [torch.equal(one.long(), told) and one.dtype == dtype for one, dtype in zip(sent, DTYPES)]
+        return [*kept, float(single) == 7, not len(empty)]
+
+    for found in run_ranks(2, tmp_path, compute):
+        assert found == [True] * (len(DTYPES) + 2), found
 
 
 def test_ranks_share_forwards_and_linears(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
