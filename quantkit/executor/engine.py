@@ -356,7 +356,7 @@ class Engine:
         """The pass behind this one. known: the chosen tokens, and behind them, where something was guessed, what the source returned."""
         if not (guessed or self.speculation.guesses or done.has_guesses):
             self.runner.launch_next(self.parallel.first(known))
-        elif guessed and self.speculation.only_computes and not self.loaded.keeps_states:
+        elif guessed and self.speculation.only_computes and not self.loaded.config.keeps_states:
             told, number = self.parallel.first(known), len(done.rows)
             self.runner.launch_guessed(done.counts, told[:number], told[number:])
 
