@@ -24,7 +24,7 @@ from quantkit.executor.ahead import capture_ahead
 from quantkit.executor.budget import measure
 from quantkit.executor.cache import CachePlan
 from quantkit.executor.checks import check_guesses, check_request, check_usable
-from quantkit.executor.chooser import Chooser
+from quantkit.executor.chooser import Chooser, ChosenTokens
 from quantkit.executor.draft_load import check_draft, load_draft, make_drafter
 from quantkit.executor.eagle_head import LoadedHead
 from quantkit.executor.expert_counter import ExpertCounter
@@ -336,11 +336,10 @@ class Engine:
         guessed = self.speculation.begin(done, chosen)
         coming = None
         if chosen is not None and joint is None:
-            known = chosen.token_ids if guessed is None else torch.cat((chosen.token_ids, guessed))
-            coming = Fetched(known)
+            coming = Fetched(chosen.token_ids if guessed is None else torch.cat((chosen.token_ids, guessed)))
             # Before others are listened to, who may add requests on this rank alone.
             if self.runner.launches_next and done.is_read_once and self.scheduler.goes_on(done.counts):
-                self._launch_next(done, known, guessed is not None)
+                self._launch_next(done, chosen, guessed)
         self.meanwhile()
         advanced, guesses = [sequence for sequence, _ in done.counts], list[int]()
         if joint is not None:
@@ -352,12 +351,13 @@ class Engine:
         self.speculation.finish(done, advanced, guesses)
         return advanced
 
-    def _launch_next(self, done: ForwardPass, known: Tensor, guessed: bool) -> None:
-        """The pass behind this one. known: the chosen tokens, and behind them, where something was guessed, what the source returned."""
-        if not (guessed or self.speculation.guesses or done.has_guesses):
-            self.runner.launch_next(self.parallel.first(known))
-        elif guessed and self.speculation.only_computes and not self.loaded.config.keeps_states:
-            told, number = self.parallel.first(known), len(done.rows)
+    def _launch_next(self, done: ForwardPass, chosen: ChosenTokens, guessed: Tensor | None) -> None:
+        """The pass behind this one. guessed: what a source returned."""
+        if not (guessed is not None or self.speculation.guesses or done.has_guesses):
+            # The likeliest are the same on every rank: gathered logits are the same bits.
+            self.runner.launch_next(chosen.token_ids if chosen.batch is None else self.parallel.first(chosen.token_ids))
+        elif guessed is not None and self.speculation.only_computes and not self.loaded.config.keeps_states:
+            told, number = self.parallel.first(torch.cat((chosen.token_ids, guessed))), len(done.rows)
             self.runner.launch_guessed(done.counts, told[:number], told[number:])
 
     def _append_all(self, done: ForwardPass, joint: JointPass, chosen: Tensor) -> list[Sequence]:
