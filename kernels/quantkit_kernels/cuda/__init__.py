@@ -15,12 +15,10 @@ from quantkit_kernels.cuda.attention.mla import mla_decode, mla_prepare, mla_que
 from quantkit_kernels.cuda.attention.prefill import gqa_prefill, mla_prefill
 from quantkit_kernels.cuda.build import why_no_library
 from quantkit_kernels.cuda.experts.experts import CudaExpertsLayout
-from quantkit_kernels.cuda.linears.dense import LEAST_ROWS, CudaDense
-from quantkit_kernels.cuda.linears.linear import CudaLinear
+from quantkit_kernels.cuda.linears.linear import linear
 from quantkit_kernels.cuda.operators import add_rms_norm, moe_gate, rms_norm, rope, route, silu_and_mul
-from quantkit_kernels.linear import Linear
 from quantkit_kernels.reference.functional import cache_layout
-from quantkit_kernels.weights import Dense, Weight
+from quantkit_kernels.weights import Weight
 
 __all__ = [
     "LIMITS",
@@ -52,7 +50,7 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
         return f"runs on CUDA, not on {device.type}"
     if not torch.cuda.is_available():
         return "no CUDA device here"
-    if operator == "experts_dense":
+    if operator.endswith("_dense"):
         return "quantized weights only"
     if operator == "mla_prolog":
         return "mla_prepare, mla_decode and linears compute it"
@@ -75,16 +73,10 @@ def _refused(kind: str, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) ->
         return "computes in bfloat16 and float16 only"
     if kind == "fp4" and dtype == torch.float16:
         return "FP4 computes in bfloat16 only"
-    for n, k in shapes:
+    for _, k in shapes:
         if k % 128:
             return f"needs input features in multiples of 128, not {k}"
-        if kind == "dense" and n < LEAST_ROWS:
-            return f"unquantized weights of {LEAST_ROWS} output features and more: cuBLAS is as fast with fewer"
     return None
-
-
-def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
-    return CudaDense(weight, dtype, device) if isinstance(weight, Dense) else CudaLinear(weight, dtype, device)
 
 
 def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> CudaExpertsLayout:

@@ -132,7 +132,6 @@ FUNCTIONS: dict[str, list[type]] = {
     "qk_tile_per_block": [ctypes.POINTER(TileParams), *[_INT] * 5, _POINTER],
     "qk_tile_and_share": [ctypes.POINTER(TileParams), ctypes.POINTER(Shares), *[_INT] * 5, _POINTER],
     "qk_persistent_tiles": [ctypes.POINTER(TileParams), *[_INT] * 5, _POINTER],
-    "qk_dense_tokens": [*[_POINTER] * 3, *[_INT] * 5, _POINTER],
     "qk_expand": [ctypes.POINTER(GemmParams), *[_INT] * 3, _POINTER, _POINTER],
     "qk_arrange": [*[_POINTER] * 4, *[_INT] * 4, _POINTER],
     "qk_quantize_arranged": [*[_POINTER] * 5, *[_INT] * 5, _POINTER],

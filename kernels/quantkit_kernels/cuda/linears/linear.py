@@ -82,3 +82,7 @@ class CudaLinear(Linear):
 
     def _params(self) -> GemmParams:
         return GemmParams(**pointers(self.packed), n=self.padded, k=self.in_features, out_n=self.out_features, top_k=1)
+
+
+def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
+    return CudaLinear(weight, dtype, device)
