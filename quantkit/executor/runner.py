@@ -149,8 +149,10 @@ class Runner:
         """As `launch_next`, with guesses. counts: of the pass that `decode` just returned; token_ids int64 [R] were chosen in it.
 
         guessed: of each sequence how many of its guesses were right, and then those that are new, one row of sequences after the other.
-        Nothing is launched, either, where fewer guesses may be of use.
+        Nothing is launched, either, where fewer guesses may be of use, or layers keep states or index keys.
         """
+        if self.cache.goes_by_sequence:
+            return
         number, size = len(counts), self.cache.block_size
         each = len(guessed) // number
         beyond = each - 1  # places that a step may reach behind those of its rows
