@@ -82,7 +82,7 @@ class Speculation:
         return found[0] if found else None
 
     def launch_next(self, runner: Runner, parallel: Parallel, done: ForwardPass, chosen: ChosenTokens, guessed: Tensor | None) -> None:
-        """Launch the pass behind one whose answers all go on. guessed: what `begin` returned. Not where guesses may be others than these."""
+        """Launch the pass behind one whose answers all go on. guessed: what `begin` returned. Not where others may come in its place."""
         if guessed is not None and self.guessing.looked_up == 0:
             told, number = parallel.first(torch.cat((chosen.token_ids, guessed))), len(done.rows)
             runner.launch_guessed(done.counts, told[:number], told[number:])
