@@ -283,13 +283,15 @@ class Engine:
     @torch.inference_mode()
     def compute_step(self) -> list[Sequence]:
         """The step of this rank: as `step`, but sequences with a fault that are not finished stay until rank 0 cancels them."""
-        began, step = time.perf_counter(), self.scheduler.schedule()
+        began, mixed = time.perf_counter(), self.scheduler.budget.mixed
+        # A chunk that ends no prompt is not waited for: behind the launched pass, it and a mixed one would lie between two tokens.
+        step = self.scheduler.schedule(answers_alone=mixed and self.runner.has_launched)
         rows = len(step.decode) + (sum([len(one.drafts) for one in step.decode]) if self._guesses else 0)
         accepted = self.speculation.acceptance.accepted
         advanced: list[Sequence] = []
         if not step.decode:
             self.runner.drop_next()
-        for one in step.passes(self.scheduler.budget.mixed and not self.runner.has_launched):
+        for one in step.passes(mixed):
             self._brought = [sequence for sequence in advanced if sequence.fault is None]
             advanced += self._pass(one)
         if step.decode and not step.prefill:

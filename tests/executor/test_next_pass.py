@@ -118,6 +118,29 @@ def test_no_token_changes(tiny_checkpoint: Path, launched: list[int], seed: int,
     assert ahead.scheduler.num_preempted > 3
 
 
+def test_a_prompt_begins_behind_the_launched_pass(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where passes are mixed every chunk is in one with the answers, so that these have a token behind each. Else two chunks would lie
+    between two tokens: nobody waits for one that ends no prompt."""
+    engine, told = load(tiny_checkpoint, ahead=True), list[tuple[str, int]]()
+    engine.scheduler.budget = StepBudget(32, 32, mixed=True)
+    answer = engine.submit([5, 6, 7], SamplingParams(max_new_tokens=30, ignore_eos=True))
+    while not engine.runner.has_launched:
+        engine.step()
+    before = len(answer.generated)
+    for name in ("decode", "mixed", "prefill"):
+        computed = getattr(Runner, name)
+
+        def noted(self: Runner, *given: Any, name: str = name, computed: Any = computed) -> Any:
+            told.append((name, len(answer.generated) - before))
+            return computed(self, *given)
+
+        monkeypatch.setattr(Runner, name, noted)
+    prompt = engine.submit([9] * 80, SamplingParams(max_new_tokens=1, ignore_eos=True))
+    while prompt.finish_reason is None:
+        engine.step()
+    assert told == [("decode", 0), ("mixed", 1), ("mixed", 2), ("mixed", 3)]
+
+
 @pytest.mark.parametrize(("drafts", "seed", "mixed"), [(1, 1, False), (2, 0, True), (3, 3, False)])
 def test_no_token_changes_with_guesses(
     easy_checkpoint: Path, launched_with_guesses: list[tuple[int, int]], drafts: int, seed: int, mixed: bool
