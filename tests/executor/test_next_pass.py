@@ -145,7 +145,8 @@ def test_a_prompt_begins_behind_the_launched_pass(tiny_checkpoint: Path, monkeyp
 def test_no_token_changes_with_guesses(
     easy_checkpoint: Path, launched_with_guesses: list[tuple[int, int]], drafts: int, seed: int, mixed: bool
 ) -> None:
-    """Those that are right, too: every guess is what it was."""
+    """Those that are right, too: as many guesses are. But beside prompts in mixed passes, which begin a pass later behind one that was
+    launched: other steps check them then."""
     found, kept = [], []
     for ahead in (False, True):
         engine = load(easy_checkpoint, ahead=ahead, num_drafts=drafts, cache_tokens=768)
@@ -154,7 +155,7 @@ def test_no_token_changes_with_guesses(
         kept.append((engine.speculation.acceptance.accepted, engine.speculation.acceptance.drafted))
         assert bool(launched_with_guesses) == ahead
     assert found[0] == found[1]
-    assert mixed or kept[0] == kept[1]  # a mixed step behind a launched pass comes one later, and steps are others then
+    assert mixed or kept[0] == kept[1]
     assert 0.2 < kept[0][0] / kept[0][1] < 1, "all or no guesses are right: the test tests half"
     assert len(launched_with_guesses) > 10
     assert max(launched_with_guesses)[0] > 1
