@@ -344,8 +344,8 @@ class Engine:
         if chosen is not None and joint is None:
             coming = Fetched(chosen.token_ids if guessed is None else torch.cat((chosen.token_ids, guessed)))
             # Before others are listened to, who may add requests on this rank alone.
-            if self.runner.launches_next and done.is_read_once and not self.speculation.guesses and self.scheduler.goes_on(done.counts):
-                self.runner.launch_next(self.parallel.first(chosen.token_ids))
+            if self.runner.launches_next and done.is_read_once and self.scheduler.goes_on(done.counts):
+                self.speculation.launch_next(self.runner, self.parallel, done, chosen, guessed)
         self.meanwhile(self._brought)
         advanced, guesses = [sequence for sequence, _ in done.counts], list[int]()
         if joint is not None:
