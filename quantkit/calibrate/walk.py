@@ -150,6 +150,7 @@ class Walk:
         experts = None
         if self.model.experts(layer):
             experts = ExpertLayer(self.model, layer, self.solvers, self.log, self.ranks, self.batches)
+            experts.will_run()
         paths = [states.quantized, states.original, *(one.states for one in (self.plain, self.path) if one is not None)]
         with feed_forward(self.model, layer, paths) as run:
             self._walk(self._sublayer(feed_forward_unit(layer), layer, states, run), states, experts)
