@@ -1,7 +1,7 @@
 """Plain rounding beside the calibrated path: the held-out tokens through weights that were rounded to nearest, and nothing else.
 
-It says what calibration was worth: the same tokens, grid and layers, as the scheme without its methods would have them. Inputs that are
-rounded to NVFP4 have the divisor of their own largest value, a cache in 8 bits the step of each token.
+It says what calibration was worth: the same tokens, grid and layers, steps from the plain extremes of each group. Inputs that are rounded to
+NVFP4 have the divisor of their own largest value, a cache in 8 bits the step of each token.
 """
 
 from dataclasses import dataclass, replace
@@ -68,4 +68,4 @@ class PlainPath:
 def _nearest(weights: dict[str, Tensor], rows: tuple[Parameter, ...], solver: Solver) -> dict[str, Tensor]:
     """Values of the rounded weights by module, in their order."""
     fused = {row.module: row.fused for row in rows if row.fused}
-    return {module: one.values for module, one in solver.nearest(weights, fused).items()}
+    return solver.nearest_values(weights, fused)

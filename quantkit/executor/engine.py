@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.devices import Fetched
+from quantkit.devices import Fetched, make_current
 from quantkit.executor.ahead import capture_ahead
 from quantkit.executor.budget import measure
 from quantkit.executor.cache import CachePlan
@@ -288,6 +288,7 @@ class Engine:
     @torch.inference_mode()
     def compute_step(self) -> list[Sequence]:
         """The step of this rank: as `step`, but sequences with a fault that are not finished stay until rank 0 cancels them."""
+        make_current(self.loaded.device)  # threads begin with the first one
         began, step = time.perf_counter(), self.scheduler.schedule()
         rows = len(step.decode) + (sum([len(one.drafts) for one in step.decode]) if self._guesses else 0)
         accepted = self.speculation.acceptance.accepted

@@ -8,7 +8,7 @@ import torch
 from quantkit_kernels import CacheLayout, CodeSteps, KeySteps, asked, cache_layout, check_runs, why_no_rounded_inputs
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.devices import find_device, find_dtype
+from quantkit.devices import find_dtype, take_device
 from quantkit.errors import QuantkitError
 from quantkit.executor.cache import BLOCK_SIZE, Coding, PagedCache, find_codes
 from quantkit.executor.entries import CompressedEntries
@@ -162,7 +162,7 @@ def load_model(
     checkpoint = Checkpoint.open(Path(path))
     read = read_model(checkpoint)
     architecture, config, rows = read.architecture, read.config, read.rows
-    target = find_device(device)
+    target = take_device(device)
     _check_inputs(checkpoint, target, backend)
     try:
         check_runs(backend, target)
