@@ -174,8 +174,13 @@ class GridRun:
 
 
 def cells_of(text: str) -> list[tuple[int, int]]:
-    """Input lengths and users of 4096x16,8192x8."""
-    return [(int(length), int(users)) for length, users in (one.split("x") for one in text.split(","))]
+    """Input lengths and users of 4096x16,8192x8, which the grid must have."""
+    cells = [(int(length), int(users)) for length, users in (one.split("x") for one in text.split(","))]
+    grid = {(one.input_len, one.users) for sizes in (sizes_of_r1(), TINY_SIZES) for one in sizes.cells}
+    if unknown := [f"{length}x{users}" for length, users in cells if (length, users) not in grid]:
+        known = ", ".join(f"{length}x{users}" for length, users in sorted(grid - {(one.input_len, one.users) for one in TINY_SIZES.cells}))
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)} not in the grid: {known}")
+    return cells
 
 
 def one_rank(config: deepseek_v3.Config, tp: int, device: torch.device) -> LoadedModel:
@@ -315,6 +320,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     sizes = TINY_SIZES if options.tiny else sizes_of_r1()
     if options.cells:
         sizes = sizes.only(options.cells)
+        assert sizes.cells, "cells of R1's grid are none of the test's"
     if options.users:
         sizes = replace(sizes, users=tuple(options.users))
     box = GridRun(parallel, sizes, options.out, options.seconds, about)

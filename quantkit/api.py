@@ -12,6 +12,7 @@ from typing import Any
 
 from quantkit import conversion, planning
 from quantkit.amounts import parse_bytes, parse_share
+from quantkit.calibrate.data import SHIPPED_TEXT
 from quantkit.checkpoint.remote import open_headers
 from quantkit.conversion import ConversionReport
 from quantkit.engines.check import check_checkpoint
@@ -81,7 +82,7 @@ def quantize(
 
 def load_settings(source: Path, recipe: Recipe, *, calibration: str | Path | None = None) -> Recipe:
     """The recipe with the text that it is calibrated on: the one named, else the recipe's, else the one that `source` ships, if it does."""
-    shipped = source / "calibration.jsonl"
+    shipped = source / SHIPPED_TEXT
     text = recipe.calibration if calibration is None else calibration
     if text is None and shipped.exists():
         text = shipped

@@ -289,7 +289,7 @@ def device_loads(
     for row in parameters:
         if row.mtp or row.role == "embedding":
             continue
-        count = float(row.shape[0] * (row.shape[1] if len(row.shape) > 1 else 1)) / (1 if row.split == "replicate" else devices)
+        count = float(row.shape[0] * (row.shape[1] if len(row.shape) > 1 else 1)) / row.shares(devices)
         if row.expert is not None:
             decoded += count * share
             products += count * batch * chosen / experts
@@ -317,7 +317,7 @@ def device_loads(
 def _local_shape(row: Parameter, devices: int) -> tuple[float, float]:
     """Outputs and inputs of a linear on one device."""
     outputs, inputs = row.shape[0], row.shape[1]
-    return outputs / (devices if row.split == "column" else 1), inputs / (devices if row.split == "row" else 1)
+    return outputs / (row.shares(devices) if row.split == "column" else 1), inputs / (devices if row.split == "row" else 1)
 
 
 def touched_share(experts: int, top_k: int, batch: int) -> float:

@@ -17,6 +17,10 @@ class QuantkitError(Exception):
         super().__init__(f"{self.problem}; {self.remedy}" if remedy else self.problem)
 
 
+class UsageFault(QuantkitError):
+    """An option has a value that what was given beside it cannot meet. The command line exits with 2."""
+
+
 class Interrupted(KeyboardInterrupt):
     """Somebody stopped a run that can go on. `kept` says in words what is kept, and where."""
 

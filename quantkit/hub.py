@@ -22,6 +22,8 @@ _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "tokeni
 _INDEX = "model.safetensors.index.json"
 _CONNECTIONS = 8
 """Headers that are asked for at a time."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
+"""What else has one slash is a path."""
 _OTHER_KINDS = {
     "adapter_config.json": ("a LoRA adapter", "merge it into its base model, save that, and give its directory"),
     "model_index.json": ("a pipeline of diffusers", "quantkit takes language models"),
@@ -160,8 +162,11 @@ def _find_directory(name: str) -> Path | None:
         raise QuantkitError(f"{name} is not finished", "give the command that makes it again: it goes on")
     if re.fullmatch(r"[\w.\-]+:\d+(/.*)?", name):
         raise QuantkitError(f"model {name} does not exist", f"give a server's address as http://{name}, where a command takes one")
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise QuantkitError(f"model {name} does not exist", f"give a directory, {', '.join(BUILTIN_MODELS)}, or a hub id such as org/name")
+    if name.count("/") != 1 or name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
+        told = f"there is no folder {name}" if "/" in name else f"model {name} does not exist"
+        raise QuantkitError(told, f"give a directory, {', '.join(BUILTIN_MODELS)}, or a hub id such as org/name")
+    if path.parent.is_dir() and not _is_known(name):
+        raise QuantkitError(f"there is no folder {name}", f"correct the path; if it is a model of the hub, `hf download {name}` first")
     return None
 
 
@@ -178,6 +183,13 @@ def _refuse_other_kinds(path: Path) -> None:
         raise QuantkitError(f"{path} holds weights in GGUF ({ggufs[0]})", "give the safetensors checkpoint that they were made of")
     if below := sorted(file.parent for pattern in ("*/config.json", "snapshots/*/config.json") for file in path.glob(pattern)):
         raise QuantkitError(f"{path} holds no config.json", f"give the directory of the model, such as {below[0]}")
+
+
+def _is_known(name: str) -> bool:
+    """Whether something of a hub model was downloaded."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
 def _cached(name: str) -> Path | None:
@@ -204,5 +216,4 @@ def _told(name: str, remedy: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        folder = f"there is no folder {name} here, and " if Path(name).parent.is_dir() else ""
-        raise QuantkitError(f"{folder}hub model {name} cannot be had: {reason}", remedy) from error
+        raise QuantkitError(f"hub model {name} cannot be had: {reason}", remedy) from error

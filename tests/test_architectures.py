@@ -350,6 +350,20 @@ def test_two_ranks_are_one(source: Path) -> None:
     assert logprobs(source, tp=2)[0] == logprobs(source)[0]
 
 
+SHARED_HEADS = {"qwen3": (1, 2), "minimax_m2": (1, 2), "gpt_oss": (1, 2), "qwen3_next": (1, 2), "llama": (2, 4)}
+"""Key heads and ranks: norms of heads, norms over all heads, sinks, gated queries; biases, and heads that two ranks each hold."""
+
+
+@pytest.mark.parametrize("name", SHARED_HEADS)
+def test_ranks_that_hold_the_same_key_head_are_one(name: str, tmp_path: Path) -> None:
+    key_heads, tp = SHARED_HEADS[name]
+    config = CONFIGS[name] | {"num_key_value_heads": key_heads}
+    model = make_model.write_dense(tmp_path / "model", config, random_tensors(config))
+    together, alone = logprobs(model, tp=tp), logprobs(model)
+    assert together[0] == alone[0]
+    assert torch.tensor(together[1]).sub(torch.tensor(alone[1])).abs().max() < 0.02, "the cache is bfloat16"
+
+
 @pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme not in CALIBRATED])
 def test_an_unknown_architecture_is_rounded_by_name(source: Path, tmp_path: Path, scheme: str) -> None:
     """Told by name, the same linears are quantized to the same bytes as with the table, less what only a table knows."""

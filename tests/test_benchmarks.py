@@ -1,5 +1,6 @@
 """Benchmarks of ranks run on a CPU with shapes that take seconds: what they time is for cards, but the scripts must run."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -50,6 +51,15 @@ def test_the_published_grid_begins_with_what_is_wanted_most(monkeypatch: pytest.
     assert len(published) == 30
     assert sorted(places) == sorted([*((row["input_len"], row["concurrency"]) for row in published), (16384, 1)])
     assert {cell.output_len for cell in sizes.cells if cell.users > 1} == {512}
+
+
+def test_cells_that_the_grid_does_not_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import r1_grid
+
+    assert r1_grid.cells_of("4096x16,8192x8") == [(4096, 16), (8192, 8)]
+    with pytest.raises(argparse.ArgumentTypeError, match=r"^4096x15 not in the grid: 128x1, "):
+        r1_grid.cells_of("4096x16,4096x15")
 
 
 @pytest.mark.parametrize(("chunk", "doubles_at", "seconds", "gap"), [(2560, 23000, 3.0, 0.205), (1024, 0, 4.6, 0.16)])

@@ -202,6 +202,8 @@ def test_deploy_fails_where_the_engine_does_not_load_the_checkpoint(tiny_checkpo
 def test_usage_errors_exit_2() -> None:
     assert command("quantize").code == 2
     assert command("bench", "tiny-r1", "--input-len", "many").code == 2
+    for formats in ((), ("--format", "awq", "--dtype", "bf16")):
+        assert command("convert", "tiny-r1", "out", *formats).code == 2
 
 
 @pytest.mark.parametrize(
@@ -279,7 +281,7 @@ def test_bad_sources(tiny_checkpoint: Path, tmp_path: Path) -> None:
     (pickle / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     assert "pytorch_model.bin" in said(pickle)
 
-    assert "does not exist" in said(tmp_path / "nowhere")
+    assert "there is no folder" in said(tmp_path / "nowhere")
     out.mkdir()
     (out / "config.json").write_text("{}")
     assert "quantkit did not make it" in refusal("quantize", tiny_checkpoint, "--scheme", "rtn-w4a16", "--out", out)

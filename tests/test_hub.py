@@ -117,7 +117,7 @@ def test_inspecting_a_hub_model_says_what_headers_cannot_tell(
     assert replace(remote, path=local.path, problems=()) == local
 
 
-def test_a_download_is_found_again(hub: hub_server.Hub, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_is_found_again(hub: hub_server.Hub, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_local(NAME) is None
     path = find_model(NAME)
     assert Checkpoint.open(path).fingerprint == Checkpoint.open(tiny_checkpoint).fingerprint
@@ -127,6 +127,9 @@ def test_a_download_is_found_again(hub: hub_server.Hub, tiny_checkpoint: Path, m
     assert hub.weights == sent, "nothing is downloaded twice"
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert find_model(NAME) == path, "the hub need not be there"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / NAME).parent.mkdir()
+    assert find_model(NAME) == path, "it was downloaded by this name, whatever lies beside"
 
 
 def test_half_a_download_is_not_taken_for_a_model(hub: hub_server.Hub) -> None:
@@ -141,11 +144,14 @@ def test_a_model_that_the_hub_does_not_have(hub: hub_server.Hub) -> None:
 
 
 def test_a_path_that_leads_nowhere_is_no_hub_model_alone(hub: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """out/awq has the form of a hub id."""
+    """out/awq has the form of a hub id. Nobody is asked for it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
-    with pytest.raises(QuantkitError, match="there is no folder out/awq here, and hub model out/awq cannot be had"):
-        find_model("out/awq")
+    for find in (find_model, find_local, open_headers):
+        for name in ("out/awq", "./awq", "../awq", "out/x/awq", "my models/awq", "out/größer", str(tmp_path / "out" / "awq")):
+            with pytest.raises(QuantkitError, match=f"^there is no folder {re.escape(name)}; "):
+                find(name)
+    assert not hub.sent
     (tmp_path / "out" / "awq.partial").mkdir()
     for name in ("out/awq", str(tmp_path / "out" / "awq")):
         with pytest.raises(QuantkitError, match="out/awq is not finished; give the command that makes it again"):

@@ -22,6 +22,8 @@ from quantkit.calibrate.templating import Encoder, Templating, plain
 from quantkit.errors import QuantkitError
 
 OWN_TEXT = "quantkit's own text"
+SHIPPED_TEXT = "calibration.jsonl"
+"""What a model may have in its folder to be calibrated on."""
 _OWN_FORMS = ("English, Chinese, code, mathematics, tables, tools, reasoning; --calibration takes yours",)
 _LOOKED_AT = 1000
 """Characters of a document that tell how well the tokenizer knows its script."""
@@ -88,7 +90,10 @@ def load_sequences(source: str | None, encoder: Encoder, *, samples: int, held_o
     kept = len(found)
     judged = max(1, min(held_out, kept * held_out // wanted if kept < wanted else held_out)) if held_out else 0
     fitted, judges = found[: kept - judged], found[kept - judged :]
-    warnings = oddities(found, wanted=wanted, seq_len=seq_len, unknown=getattr(encoder, "unknown_id", None))
+    left = drawn.records - drawn.empty - kept
+    warnings = oddities(found, wanted=wanted, seq_len=seq_len, unknown=getattr(encoder, "unknown_id", None), left=left)
+    if is_shipped(Path(place)):
+        warnings = []  # who made the model chose how much of which text it takes
     if templating.simplified and not own:
         warnings.append(f"{templating.simplified} documents were simplified, since {templating.refusal}")
     taken = Taken(
@@ -106,6 +111,11 @@ def load_sequences(source: str | None, encoder: Encoder, *, samples: int, held_o
         warnings=tuple(warnings),
     )
     return Sequences(fitted, judges, taken)
+
+
+def is_shipped(text: Path) -> bool:
+    """Whether the text lies in a model's folder as its own (`SHIPPED_TEXT`)."""
+    return text.name == SHIPPED_TEXT and (text.parent / "config.json").exists()
 
 
 def _pieces(path: Path, encoder: Encoder, wanted: int, seq_len: int, seed: int) -> _Drawn:

@@ -46,14 +46,16 @@ def shortened(text: str, tokens: int) -> str:
     return f"{line if len(line) <= _SHOWN else line[: _SHOWN - 4] + ' ...'} ({tokens} tokens)"
 
 
-def oddities(sequences: list[Tensor], *, wanted: int, seq_len: int, unknown: int | None) -> list[str]:
-    """What an engineer would ask about. wanted: sequences that were asked for. unknown: id of the token for unknown text."""
+def oddities(sequences: list[Tensor], *, wanted: int, seq_len: int, unknown: int | None, left: int = 0) -> list[str]:
+    """What an engineer would ask about. wanted: sequences that were asked for. unknown: id of the token for unknown text. left: records
+    that were not needed."""
     found, lengths = [], [len(sequence) for sequence in sequences]
     different = Counter(tuple(sequence.tolist()) for sequence in sequences)
     if len(sequences) < wanted:
         found.append(f"{wanted} documents were asked for and {len(sequences)} are there: all are used")
     if sum(lengths) < wanted * seq_len / 2:
-        found.append(f"{sum(lengths):,} tokens are fewer than half of the {wanted * seq_len:,} asked for: give more or longer documents")
+        remedy = f"raise --samples, {left:,} documents more are there" if left else "give more or longer documents"
+        found.append(f"{sum(lengths):,} tokens are fewer than half of the {wanted * seq_len:,} asked for: {remedy}")
     if len(different) <= len(sequences) / 2:
         share = different.most_common(1)[0][1]
         found.append(f"only {len(different)} of {len(sequences)} documents are different; one of them comes {share} times")

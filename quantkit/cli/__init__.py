@@ -19,7 +19,7 @@ from quantkit.cli.examples import epilog
 from quantkit.cli.stopping import StoppableCommand, Stopped
 from quantkit.cli.streams import open_streams
 from quantkit.console import tell, tell_error
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, UsageFault
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or typer's own copy of it, as the version has it
 _INTERRUPTED = 130
@@ -108,7 +108,7 @@ def _run(debug: bool, as_json: bool) -> int:
             raise
         problem, remedy = _in_words(error)
         tell_error(problem, remedy, as_json=as_json)
-        return 1
+        return 2 if isinstance(error, UsageFault) else 1
 
 
 def _check_folder() -> None:

@@ -182,6 +182,8 @@ def convert(
     """Convert between formats without recalibration, or to plain weights; says what was lost. Resumes as quantize does."""
     from quantkit import api
 
+    if (format_ is None) == (dtype is None):
+        raise typer.BadParameter("give this, or --dtype bf16 for plain weights, and not both", param_hint="--format")
     with stoppable(), console.bytes_bar() as bar:
         listen = console.listener(bar, "converting")
         report = api.convert(source, target, format=format_, dtype=dtype, overwrite=overwrite, on_event=listen)

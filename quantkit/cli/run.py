@@ -151,7 +151,7 @@ def serve(
     port: Port = 8000,
     api_key: Annotated[str | None, typer.Option(envvar="QUANTKIT_API_KEY", help="Ask for this key.")] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="Requests computed together.")] = 64,
-    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt plus answer.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest prompt plus answer, tokens.")] = None,
     cache_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the cache, of all requests together; as many as memory holds otherwise.")
     ] = None,

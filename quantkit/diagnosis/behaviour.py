@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.assets import calibration_text
+from quantkit.calibrate.data import SHIPPED_TEXT
 from quantkit.calibrate.ends import TableEnds
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.layer_weights import LayerWeights
@@ -99,7 +100,7 @@ class _Side:
 def read_compared(source: Path, text: Path | None) -> list[Tensor]:
     """Token ids of what both models are to compute: a text, .txt or .jsonl; without, what the source ships for calibration, or quantkit's
     own. Raises QuantkitError where it cannot be read."""
-    shipped = source / "calibration.jsonl"
+    shipped = source / SHIPPED_TEXT
     chosen = text or (shipped if shipped.is_file() else calibration_text())
     return read_documents(chosen, ChatTokenizer(source), seq_len=SEQ_LEN, limit=TOKENS // SEQ_LEN)[: TOKENS // SEQ_LEN]
 

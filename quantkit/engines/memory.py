@@ -164,7 +164,7 @@ def find_part_problem(config: ModelConfig, parallel: ParallelSizes) -> LoadProbl
 def find_split_problem(rows: Iterable[Parameter], grid: Callable[[str], Grid | None], parallel: ParallelSizes) -> LoadProblem | None:
     """The first linear that does not divide. grid: of a module's weight, None where it is not quantized."""
     for row in rows:
-        ranks = parallel.expert_ranks if row.expert is not None else parallel.tensor
+        ranks = row.shares(parallel.expert_ranks if row.expert is not None else parallel.tensor)
         if (row.expert is not None and parallel.expert) or row.split not in ("column", "row") or ranks == 1:
             continue
         if row.split == "row" and len(row.shape) == 1:  # a bias behind the sum of all ranks: nobody cuts it
@@ -191,4 +191,4 @@ def _share(row: Parameter, parallel: ParallelSizes, experts: int) -> float:
     """The part of a tensor that the fullest device holds."""
     if row.expert is not None:
         return parallel.local_experts(experts) / experts if parallel.expert else 1 / parallel.expert_ranks
-    return 1.0 if row.split == "replicate" else 1 / parallel.tensor
+    return 1 / row.shares(parallel.tensor)

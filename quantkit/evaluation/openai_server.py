@@ -227,10 +227,11 @@ def _parsed(text: str, what: str) -> dict[str, Any]:
 
 
 def _message(response: httpx.Response) -> str:
+    """What the server said, or what the status is called where it said nothing."""
     try:
         body = response.json()
         error = body.get("error", body) if isinstance(body, dict) else body
-        text = error.get("message") if isinstance(error, dict) else error
+        text = error.get("message") or error.get("detail") or error if isinstance(error, dict) else error
     except ValueError:
         text = response.text
-    return " ".join(str(text).split())[:300]
+    return " ".join(str(text or "").split())[:300] or response.reason_phrase or "an empty answer"

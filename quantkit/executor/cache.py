@@ -214,10 +214,8 @@ def plan_cache(
 
     context_len: positions the model was built for. bytes_per_token: over all layers. left_bytes: of the free memory that are left, where
     the share leaves less. Raises QuantkitError where what was asked for
-    does not fit the model or the memory.
+    does not fit in memory.
     """
-    if max_model_len is not None and max_model_len > context_len:
-        raise QuantkitError(f"context of {max_model_len} tokens asked for, the model has {context_len}", "ask for no more than that")
     budget = min(int(free_bytes * _CACHE_SHARE[device_type]), free_bytes - left_bytes) // bytes_per_token
     wanted = max_model_len or context_len
     if cache_tokens is None:

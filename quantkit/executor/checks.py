@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, UsageFault
 from quantkit.executor.options import MAX_GUESSES
 from quantkit.executor.sampling import SamplingParams
 
@@ -28,6 +28,14 @@ def check_eos(eos_ids: Iterable[object], vocab: int, path: Path) -> None:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
             said = f"{path}: eos_token_id {token!r:.100} is no token of the model, which has {vocab}"
             raise QuantkitError(said, "correct generation_config.json, config.json or tokenizer_config.json")
+
+
+def check_context(asked: int | None, longest: int) -> None:
+    """asked: tokens of prompt and answer, None where nobody asked; longest: that the model was built for. Raises UsageFault."""
+    if asked is not None and asked > longest:
+        raise UsageFault(f"context of {asked} tokens asked for, the model has {longest}", "ask for no more than that")
+    if asked is not None and asked < 2:
+        raise UsageFault(f"a context of {asked} has no room for a prompt and an answer", "ask for 2 tokens at least")
 
 
 def check_guesses(drafts: int, looked_up: int) -> None:

@@ -31,7 +31,7 @@ def load_draft(path: Path, loaded: LoadedModel, options: EngineOptions) -> Loade
         return load_head(path, loaded, options)
     draft = load_model(path, device=options.device, backend=options.backend, dtype=options.dtype, cache=options.cache)
     remedy = "bring another draft model"
-    if draft.keeps_states:
+    if draft.config.keeps_states:
         told = f"{path} has layers whose state is of all the text before a token, which cannot be taken back where a guess is wrong"
         raise QuantkitError(told, remedy)
     own, other = draft.cache_layout.block_size, loaded.cache_layout.block_size

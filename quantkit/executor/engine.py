@@ -23,7 +23,7 @@ from quantkit.devices import Fetched, make_current
 from quantkit.executor.ahead import capture_ahead
 from quantkit.executor.budget import measure
 from quantkit.executor.cache import CachePlan
-from quantkit.executor.checks import check_eos, check_guesses, check_request, check_usable
+from quantkit.executor.checks import check_guesses, check_request, check_usable
 from quantkit.executor.chooser import Chooser
 from quantkit.executor.draft_load import check_draft, load_draft, make_drafter
 from quantkit.executor.eagle_head import LoadedHead
@@ -33,17 +33,17 @@ from quantkit.executor.headroom import plan_beside, prefill_tokens
 from quantkit.executor.homes import Homes
 from quantkit.executor.joint import JointPass
 from quantkit.executor.leader import Leader
-from quantkit.executor.load import LoadedModel, load_model
+from quantkit.executor.load import LoadedModel, open_asked, prepare
 from quantkit.executor.logprobs import check_numbers, row_logprobs, score_prompts
 from quantkit.executor.mtp_heads import by_mtp_layers
 from quantkit.executor.options import EngineOptions, lookahead_of
 from quantkit.executor.parallel import SINGLE, join
+from quantkit.executor.rank_processes import environment_rank
 from quantkit.executor.runner import ForwardPass, Runner
 from quantkit.executor.sampling import SamplingParams, check_defaults
 from quantkit.executor.scheduler import ScheduledStep, Scheduler
 from quantkit.executor.sequence import Completion, Delta, FinishReason, Sequence
 from quantkit.executor.speculation import Source, Speculation
-from quantkit.executor.states import check_states
 from quantkit.tokenizer.chat import ChatTokenizer
 
 
@@ -162,21 +162,13 @@ class Engine:
         check_defaults(tokenizer.sampling_defaults, path / "generation_config.json")
         if options.draft is not None:
             check_draft(options.draft, tokenizer)
+        # Before others start, which would have to end; a rank that they started tells its fault to those it has met.
+        opened = open_asked(options, tokenizer.eos_ids) if environment_rank(options.ranks) is None else None
         parallel = join(options)
         try:
-            loaded = load_model(
-                path,
-                device=options.device,
-                backend=options.backend,
-                dtype=options.dtype,
-                mtp=options.num_drafts if options.draft is None else 0,
-                parallel=parallel if options.dp == 1 else SINGLE,
-                expert_parallel=SINGLE if options.dp == 1 else parallel,
-                cache=options.cache,
-            )
+            opened = opened or open_asked(options, tokenizer.eos_ids)
+            loaded = prepare(opened, *((parallel, SINGLE) if options.dp == 1 else (SINGLE, parallel)))
             tell(f"weights are there after {time.perf_counter() - began:.1f} s")
-            check_eos(tokenizer.eos_ids, loaded.config.vocab_size, path)
-            check_states(loaded.keeps_states, loaded.takes_back, options)
             draft = None if options.draft is None else load_draft(options.draft, loaded, options)
             plan = plan_beside(loaded, options, draft)
             engine = cls(

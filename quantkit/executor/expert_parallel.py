@@ -12,7 +12,7 @@ import quantkit_kernels as kernels
 import torch
 from torch import Tensor
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import UsageFault
 from quantkit.executor.parallel import SINGLE, Parallel
 from quantkit.models.table import Parameter
 from quantkit.models.weights import ExpertsOp
@@ -71,15 +71,15 @@ class ExpertShare:
 
 
 def check_experts(rows: Iterable[Parameter], size: int) -> None:
-    """Raises QuantkitError where `size` ranks have no routed experts to share, or cannot share them evenly. rows: the model's table."""
+    """Raises UsageFault where `size` ranks have no routed experts to share, or cannot share them evenly. rows: the model's table."""
     if size == 1:
         return
     counts = Counter(row.layer for row in rows if row.expert is not None and row.projection == "down")
     if not counts:
-        raise QuantkitError(f"the model has no routed experts, which --dp {size} shares out over ranks", "use --tp")
+        raise UsageFault(f"the model has no routed experts, which --dp {size} shares out over ranks", "use --tp")
     for layer, experts in counts.items():
         if experts % size:
-            raise QuantkitError(f"layer {layer} has {experts} routed experts, which {size} ranks cannot share evenly", "use another --dp")
+            raise UsageFault(f"layer {layer} has {experts} routed experts, which {size} ranks cannot share evenly", "use another --dp")
 
 
 NO_RANKS = ExpertRanks(SINGLE, "cpu")

@@ -1,6 +1,6 @@
 """From a checkpoint directory to a model that computes: the part that every verb shares."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,15 +8,19 @@ import torch
 from quantkit_kernels import CacheLayout, CodeSteps, KeySteps, asked, cache_layout, check_runs, why_no_rounded_inputs
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.devices import find_dtype, take_device
+from quantkit.devices import find_device, find_dtype, make_current
 from quantkit.errors import QuantkitError
 from quantkit.executor.cache import BLOCK_SIZE, Coding, PagedCache, find_codes
+from quantkit.executor.checks import check_context, check_eos
 from quantkit.executor.entries import CompressedEntries
 from quantkit.executor.even_channels import even_channels
-from quantkit.executor.expert_parallel import ExpertRanks, check_experts
-from quantkit.executor.parallel import SINGLE, Parallel
+from quantkit.executor.expert_parallel import ExpertRanks
+from quantkit.executor.options import EngineOptions
+from quantkit.executor.parallel import SINGLE, Parallel, check_ranks
 from quantkit.executor.recent import RecentTokens, recent_bytes
-from quantkit.executor.states import RecurrentStates, state_bytes
+from quantkit.executor.shares import check_shares
+from quantkit.executor.split import share_range
+from quantkit.executor.states import RecurrentStates, check_states, state_bytes
 from quantkit.executor.weights import ExecutorWeights
 from quantkit.models.architecture import CompressedCache, KeyValueCache, LatentCache, ModelConfig, MtpModel
 from quantkit.models.cache_steps import read_steps
@@ -58,16 +62,6 @@ class LoadedModel:
     def num_cached_layers(self) -> int:
         """Layers that keep something of every token."""
         return self.config.num_cached_layers + len(self.mtp_layers)
-
-    @property
-    def keeps_states(self) -> bool:
-        """Whether layers keep something of each running sequence, of a fixed size."""
-        return self.config.recurrent is not None or isinstance(self.config.cache, CompressedCache)
-
-    @property
-    def takes_back(self) -> bool:
-        """Whether tokens can be taken back from what these keep."""
-        return not isinstance(self.config.recurrent, DeltaNet)
 
     def _recent_sizes(self) -> dict[int, tuple[int, int]]:
         """Of the last tokens of a running sequence, as `RecentTokens` has it; the MTP layer's, too."""
@@ -142,6 +136,74 @@ class LoadedModel:
         return cached_dtype(self.dtype)
 
 
+@dataclass(frozen=True)
+class OpenedModel:
+    """A checkpoint whose config.json and headers go with what it is to be loaded with. codes, dtype: as `LoadedModel` has them; mtp: MTP
+    layers, at most."""
+
+    checkpoint: Checkpoint
+    read: StoredModel
+    device: torch.device
+    backend: str
+    dtype: torch.dtype
+    codes: torch.dtype | None
+    mtp: int
+
+
+def open_model(
+    path: Path,
+    *,
+    device: str = "auto",
+    backend: str = "auto",
+    dtype: str | None = None,
+    mtp: int = 0,
+    cache: str | None = None,
+    tp: int = 1,
+    dp: int = 1,
+) -> OpenedModel:
+    """Open and check, as `load_model`, and read no weight. tp: ranks that are to cut linears; dp: that are to share out routed experts."""
+    checkpoint = Checkpoint.open(Path(path))
+    read = read_model(checkpoint)
+    target = find_device(device)
+    _check_inputs(checkpoint, target, backend)
+    try:
+        check_runs(backend, target)
+    except ValueError as fault:
+        raise QuantkitError(str(fault), "choose another --backend (`quantkit kernels` lists them)") from fault
+    with asked(backend):
+        codes = find_codes(cache, target)
+    compute = find_dtype(dtype, target, isinstance(checkpoint.grid, IntGrid) and checkpoint.grid.bits == 4)
+    check_shares(checkpoint, read.config, read.rows, tp, dp)
+    _check_sparse(read.config, target)
+    _check_compressed(read.config, target, cache)
+    if mtp:
+        _check_mtp(checkpoint, read)
+    check_stored(checkpoint, (row for row in read.rows if mtp or not row.mtp))
+    check_stored_head(checkpoint, read.rows)
+    return OpenedModel(checkpoint, read, target, backend, compute, codes, mtp)
+
+
+def open_asked(options: EngineOptions, eos_ids: Iterable[object]) -> OpenedModel:
+    """What an engine is to load, with everything refused that options and headers tell. eos_ids: that end answers, as the model names
+    them."""
+    check_ranks(options)
+    opened = open_model(
+        options.model_path,
+        device=options.device,
+        backend=options.backend,
+        dtype=options.dtype,
+        mtp=options.num_drafts if options.draft is None else 0,
+        cache=options.cache,
+        tp=options.tp,
+        dp=options.dp,
+    )
+    config = opened.read.config
+    check_eos(eos_ids, config.vocab_size, options.model_path)
+    check_context(options.max_model_len, config.max_position_embeddings)
+    check_states(config.keeps_states, config.takes_back, options)
+    return opened
+
+
 def load_model(
     path: Path,
     *,
@@ -159,34 +221,24 @@ def load_model(
     backend: serves every operator that it has of this model; what it lacks the best one serves. Raises QuantkitError for a fault of the
     checkpoint, the architecture, the device or the backend.
     """
-    checkpoint = Checkpoint.open(Path(path))
-    read = read_model(checkpoint)
-    architecture, config, rows = read.architecture, read.config, read.rows
-    target = take_device(device)
-    _check_inputs(checkpoint, target, backend)
-    try:
-        check_runs(backend, target)
-    except ValueError as fault:
-        raise QuantkitError(str(fault), "choose another --backend (`quantkit kernels` lists them)") from fault
-    with asked(backend):
-        codes = find_codes(cache, target)
-    compute = find_dtype(dtype, target, isinstance(checkpoint.grid, IntGrid) and checkpoint.grid.bits == 4)
-    _check_heads(config, parallel.size)
-    check_experts(rows, expert_parallel.size)
-    _check_sparse(config, target)
-    _check_compressed(config, target, cache)
-    if expert_parallel.size > 1 and isinstance(config.cache, CompressedCache):
-        raise QuantkitError("compressed attention was never run with --dp", "use --tp")
-    if mtp:
-        _check_mtp(checkpoint, read)
-    check_stored(checkpoint, (row for row in rows if mtp or not row.mtp))
-    check_stored_head(checkpoint, rows)
+    sizes = {"tp": parallel.size, "dp": expert_parallel.size}
+    opened = open_model(path, device=device, backend=backend, dtype=dtype, mtp=mtp, cache=cache, **sizes)
+    return prepare(opened, parallel, expert_parallel)
+
+
+def prepare(opened: OpenedModel, parallel: Parallel = SINGLE, expert_parallel: Parallel = SINGLE) -> LoadedModel:
+    """Read and lay out the weights; parallel, expert_parallel: as `load_model`."""
+    checkpoint, target, backend, codes = opened.checkpoint, opened.device, opened.backend, opened.codes
+    make_current(target)
+    architecture, config, rows = opened.read.architecture, opened.read.config, opened.read.rows
     expert_ranks = ExpertRanks(expert_parallel, target)
-    weights = ExecutorWeights(checkpoint, rows, device=target, dtype=compute, backend=backend, parallel=parallel, expert_ranks=expert_ranks)
+    weights = ExecutorWeights(
+        checkpoint, rows, device=target, dtype=opened.dtype, backend=backend, parallel=parallel, expert_ranks=expert_ranks
+    )
     with torch.inference_mode():
         model = architecture.Model(config, weights)
         model.backend = backend
-        count = min(mtp, config.num_nextn_predict_layers) if architecture.MtpLayer else 0
+        count = min(opened.mtp, config.num_nextn_predict_layers) if architecture.MtpLayer else 0
         layers = tuple(architecture.MtpLayer(config, weights, number) for number in range(count))  # type: ignore[misc]
         for layer in layers:
             layer.follow(model)
@@ -195,7 +247,7 @@ def load_model(
     if codes is not None:
         uneven = [*model.layers, *(layer.block for layer in layers)]
         even_channels([layer for number, layer in enumerate(uneven) if number not in steps], rows, checkpoint)
-    return LoadedModel(model, layers, config, checkpoint, weights, target, compute, codes, read.told, steps)
+    return LoadedModel(model, layers, config, checkpoint, weights, target, opened.dtype, codes, opened.read.told, steps)
 
 
 def _steps(
@@ -205,21 +257,12 @@ def _steps(
     steps: dict[int, CodeSteps] = {}
     for layer, found in read_steps(checkpoint, config.cache, rows).items():
         if isinstance(found, KeySteps):
-            steps[layer] = KeySteps(*(side.chunk(parallel.size)[parallel.rank].to(device) for side in found))
+            heads = len(found.keys)
+            own = slice(*share_range(heads, "key heads", "the cache", parallel.rank, parallel.size, heads))
+            steps[layer] = KeySteps(*(side[own].to(device) for side in found))
         else:
             steps[layer] = found.to(device)
     return steps
-
-
-def _check_heads(config: ModelConfig, size: int) -> None:
-    counts = {"num_attention_heads": config.num_attention_heads}
-    if isinstance(config.cache, KeyValueCache):
-        counts["num_key_value_heads"] = config.cache.kv_heads
-    if config.recurrent is not None:
-        counts["linear_num_key_heads"] = config.recurrent.key_heads
-    for name, heads in counts.items():
-        if heads % size:
-            raise QuantkitError(f"the model has {name} = {heads}, which {size} ranks cannot share evenly", "use another --tp")
 
 
 def _check_sparse(config: ModelConfig, device: torch.device) -> None:

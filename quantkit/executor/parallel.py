@@ -17,7 +17,7 @@ from quantkit_kernels import UnsummedPairs, accelerator, add_rms_norm
 from torch import Tensor
 
 from quantkit.devices import Fetched, find_device, make_current
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, UsageFault
 from quantkit.executor.channel import Channel
 from quantkit.executor.coded_sums import CodedSums, codes_of_sums
 from quantkit.executor.options import EngineOptions
@@ -215,11 +215,8 @@ SINGLE = Parallel(0, 1)
 
 
 def join(options: EngineOptions) -> Parallel:
-    """This process's place: given by who started it, or rank 0 with ranks started here. Raises QuantkitError for options of ranks that
-    cannot be met."""
-    device = find_device(options.device)
-    codes = codes_of_sums(options.collectives, options.tp, device)
-    _check_data_parallel(options, device)
+    """This process's place: given by who started it, or rank 0 with ranks started here. Raises QuantkitError as `check_ranks`."""
+    device, codes = find_device(options.device), check_ranks(options)
     if options.ranks == 1:
         return SINGLE
     rank = environment_rank(options.ranks)
@@ -230,12 +227,26 @@ def join(options: EngineOptions) -> Parallel:
     return parallel
 
 
+def check_ranks(options: EngineOptions) -> torch.dtype | None:
+    """In which codes prompts are added over the ranks, None for the model's 16 bits. Raises QuantkitError for options of ranks that cannot
+    be met, whatever the model."""
+    device = find_device(options.device)
+    codes = codes_of_sums(options.collectives, options.tp, device)
+    _check_data_parallel(options, device)
+    starts = options.ranks > 1 and environment_rank(options.ranks) is None
+    held = torch.get_device_module(device).device_count() if starts and device.type != "cpu" else options.ranks
+    if held < options.ranks:
+        told = f"{options.ranks} ranks need as many devices, and {held} are usable here"
+        raise UsageFault(told, f"use --tp or --dp {held} at most, or start the ranks with torchrun")
+    return codes
+
+
 def _check_data_parallel(options: EngineOptions, device: torch.device) -> None:
     """Raises QuantkitError for what ranks that each have requests of their own do not do."""
     if options.dp == 1:
         return
     asked = {"--tp": options.tp > 1, "--drafts": options.num_drafts, "--draft": options.draft, "--count-experts": options.count_experts}
     if found := [name for name, given in asked.items() if given]:
-        raise QuantkitError(f"--dp {options.dp} does not go with {', '.join(found)}", "give one or the other")
+        raise UsageFault(f"--dp {options.dp} does not go with {', '.join(found)}", "give one or the other")
     if device.type == "npu":
-        raise QuantkitError("--dp is for CUDA and CPUs: on NPUs it was never run", "use --tp")
+        raise UsageFault("--dp is for CUDA and CPUs: on NPUs it was never run", "use --tp")

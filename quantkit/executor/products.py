@@ -59,7 +59,7 @@ def _share(row: Parameter, tp: int) -> tuple[int, int]:
     """N and K of one rank."""
     n, k = row.shape
     if row.split == "column":
-        n = share_range(n, "output features", row.module, 0, tp)[1]
+        n = share_range(n, "output features", row.module, 0, tp, row.key_heads)[1]
     elif row.split == "row":
         k = share_range(k, "input features", row.module, 0, tp)[1]
     return n, k

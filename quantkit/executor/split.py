@@ -10,18 +10,30 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import UsageFault
 from quantkit.quant.weights import FP4_GROUP, MX_GROUP, Fp4Weight, Fp8BlockWeight, IntWeight, Mxfp4Weight, Weight, dequantize
+from quantkit.schemes import Fp4Grid, Grid, IntGrid, Mxfp4Grid
 
 _SMALLEST_GROUP = 32
 """Of the int4 operators."""
 
 
-def share_range(features: int, what: str, name: str, rank: int, size: int) -> tuple[int, int]:
-    """From where to where the features of a rank go."""
+def share_range(features: int, what: str, name: str, rank: int, size: int, heads: int = 0) -> tuple[int, int]:
+    """From where to where the features of a rank go. heads: of keys, that they are; more ranks than these hold copies."""
+    if 0 < heads < size and size % heads == 0:
+        rank, size = rank * heads // size, heads
     if features % size:
-        raise QuantkitError(f"{name} has {features} {what}, which {size} ranks cannot share evenly", "use another --tp")
+        raise UsageFault(f"{name} has {features} {what}, which {size} ranks cannot share evenly", "use another --tp")
     return rank * features // size, (rank + 1) * features // size
+
+
+def check_inputs(name: str, grid: Grid | None, width: int) -> None:
+    """Raises UsageFault where a linear on this grid cannot be cut into shares of `width` input features."""
+    match grid:
+        case IntGrid(bits=4, group_size=stored):
+            _check_group(name, math.gcd(stored or width, width), _SMALLEST_GROUP, stored or width, width)
+        case Fp4Grid(stored) | Mxfp4Grid(stored):
+            _check_group(name, math.gcd(stored, width), stored, stored, width)
 
 
 def cut_rows(weight: Weight, start: int, stop: int) -> Weight:
@@ -68,7 +80,7 @@ def cut_columns(weight: Weight, name: str, start: int, stop: int) -> Weight:
 
 def _check_group(name: str, group: int, smallest: int, stored: int, width: int) -> None:
     if group < smallest:
-        raise QuantkitError(f"{name} cannot be cut into shares of {width} input features in groups of {stored}", "use a smaller --tp")
+        raise UsageFault(f"{name} cannot be cut into shares of {width} input features in groups of {stored}", "use a smaller --tp")
 
 
 def _regroup(values: Tensor, stored: int, group: int, start: int, stop: int) -> Tensor:

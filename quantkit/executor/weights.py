@@ -91,7 +91,7 @@ class ExecutorWeights:
         parameter, value = self._parameters[name], self.checkpoint.read(name, self._unpacked_on)
         if parameter.split == "column":
             parts = value.split(list(parameter.segments)) if parameter.segments else [value]
-            value = torch.cat([part.chunk(self.parallel.size)[self.parallel.rank] for part in parts])
+            value = torch.cat([part[slice(*self._rows(parameter, len(part)))] for part in parts])
         elif parameter.split == "row" and self.parallel.rank:
             value = torch.zeros_like(value)  # a bias of partial sums counts once
         value = value.to(self.device, torch.float32 if parameter.role in _WIDE else self.dtype)
@@ -214,7 +214,7 @@ class ExecutorWeights:
             return [self._share(module)]
         shares, end = [], 0
         for size in segments:
-            first, last = share_range(size, "output features", module, self.parallel.rank, self.parallel.size)
+            first, last = self._rows(self._parameters[f"{module}.weight"], size)
             weight, begin = self.checkpoint.share(module, "N", end + first, end + last, self._unpacked_on)
             shares.append(cut_rows(weight, end + first - begin, end + last - begin))
             end += size
@@ -228,10 +228,14 @@ class ExecutorWeights:
             weight, first = self.checkpoint.share(module, "K", start, stop, self._unpacked_on)
             return cut_columns(weight, module, start - first, stop - first)
         if self._is_cut(module, "column", "vocab"):
-            start, stop = share_range(self.checkpoint.shape(module)[0], "output features", module, rank, size)
+            start, stop = self._rows(self._parameters[f"{module}.weight"], self.checkpoint.shape(module)[0])
             weight, first = self.checkpoint.share(module, "N", start, stop, self._unpacked_on)
             return cut_rows(weight, start - first, stop - first)
         return self.checkpoint.weight(module, self._unpacked_on)
+
+    def _rows(self, parameter: Parameter, count: int) -> tuple[int, int]:
+        """From where to where this rank's rows go, of so many that are shared out."""
+        return share_range(count, "output features", parameter.module, self.parallel.rank, self.parallel.size, parameter.key_heads)
 
     def _is_cut(self, module: str, *splits: str) -> bool:
         """Whether the ranks share the linear in one of these ways; a vocabulary that does not divide is not shared."""

@@ -168,6 +168,14 @@ class ModelConfig(Protocol):
         """The linear attention, or the convolutions, of layers that keep a state of each sequence; None for a model without."""
 
     @property
+    def keeps_states(self) -> bool:
+        """Whether layers keep something of each running sequence, of a fixed size."""
+
+    @property
+    def takes_back(self) -> bool:
+        """Whether tokens can be taken back from what these keep."""
+
+    @property
     def longest_alone(self) -> int | None:
         """Tokens of a text up to which each layer can be computed without the one before it, given its hidden states; None for any."""
 
@@ -178,6 +186,10 @@ class ModelConfig(Protocol):
     @property
     def num_cached_layers(self) -> int:
         """Decoder layers that keep something of every token."""
+
+    @property
+    def never_cut(self) -> dict[str, int]:
+        """What tensor-parallel ranks share in whole ones, all as many: numbers by their fields' names. Of key heads `cache` tells."""
 
     @property
     def copied(self) -> tuple[str, ...]:
@@ -192,6 +204,7 @@ class ConfigDefaults:
     keeping something of each token and nothing of a sequence, no other model beside it."""
 
     num_hidden_layers: int
+    num_attention_heads: int
 
     @property
     def gating(self) -> Gating:
@@ -200,6 +213,14 @@ class ConfigDefaults:
     @property
     def recurrent(self) -> DeltaNet | ShortConvolutions | None:
         return None
+
+    @property
+    def keeps_states(self) -> bool:
+        return self.recurrent is not None
+
+    @property
+    def takes_back(self) -> bool:
+        return not isinstance(self.recurrent, DeltaNet)
 
     @property
     def longest_alone(self) -> int | None:
@@ -212,6 +233,10 @@ class ConfigDefaults:
     @property
     def num_cached_layers(self) -> int:
         return self.num_hidden_layers
+
+    @property
+    def never_cut(self) -> dict[str, int]:
+        return {"num_attention_heads": self.num_attention_heads}
 
     @property
     def copied(self) -> tuple[str, ...]:

@@ -98,6 +98,14 @@ class Config(ConfigDefaults):
         return MixtureNames(bias="gate.bias", shared="shared_experts", linears=_LINEARS, gating=self.gating)
 
     @property
+    def keeps_states(self) -> bool:
+        return True
+
+    @property
+    def never_cut(self) -> dict[str, int]:
+        return {"num_attention_heads": self.num_attention_heads, "o_groups": self.o_groups}
+
+    @property
     def copied(self) -> tuple[str, ...]:
         return ("mtp.",)
 
@@ -224,9 +232,6 @@ class Attention:
         )
         self.gains = weights.tensor(f"{a}.q_norm.weight"), weights.tensor(f"{a}.kv_norm.weight")
         self.o_a = weights.dequantized(f"{a}.wo_a")
-        if len(self.o_a) % config.o_lora_rank:
-            told = f"the model has o_groups = {config.o_groups}, which the ranks cannot share evenly"
-            raise QuantkitError(told, "use another --tp")
         sinks = weights.tensor(f"{a}.attn_sink").float()
         compressors = [f"{a}.compressor"] if rate else []
         compressors += [f"{a}.indexer.compressor"] if selects else []

@@ -95,6 +95,11 @@ class Config(ConfigDefaults):
         return self.num_hidden_layers - (0 if self.recurrent is None else len(self.recurrent.layers))
 
     @property
+    def never_cut(self) -> dict[str, int]:
+        heads = {"num_attention_heads": self.num_attention_heads}
+        return heads if self.recurrent is None else heads | {"linear_num_key_heads": self.recurrent.key_heads}
+
+    @property
     def cache_width(self) -> int:
         return self.cache.width
 
@@ -205,15 +210,18 @@ def _attention(config: Config, layer: int) -> list[Parameter]:
         return Parameter(f"{a}.{name}", shape, role, split, layer, fused=fused, block="attention", projection=projection)
 
     heads: dict[Projection, int] = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
+    key_heads = heads | {"q": 0}
     for side, count in heads.items():
         wide = 2 if side == "q" and config.output_gate else 1
         linear = attention(f"{side}_proj.weight", (wide * count * d, h), "linear", "column", side)
+        linear = replace(linear, key_heads=key_heads[side])
         rows += [linear, bias_of(linear)] if config.qkv_bias else [linear]
     if config.qk_norm == "head":
         norms = [attention(f"{side}_norm.weight", (d,), "norm", "replicate") for side in ("q", "k")]
         rows += [replace(norm, gain_offset=config.norm_offset) for norm in norms]
     elif config.qk_norm == "all":
-        rows += [attention(f"{side}_norm.weight", (heads[side] * d,), "norm", "column") for side in _NORMED]
+        norms = [attention(f"{side}_norm.weight", (heads[side] * d,), "norm", "column") for side in _NORMED]
+        rows += [replace(norm, key_heads=key_heads[side]) for norm, side in zip(norms, _NORMED)]
     output = attention("o_proj.weight", (h, config.num_attention_heads * d), "linear", "row", "o")
     rows += [output, bias_of(output)] if config.o_bias else [output]
     if config.sinks:
@@ -260,12 +268,13 @@ class Attention:
         if self.joint_norms is not None:
             qkv = self._normed(qkv, self.joint_norms)
         queries_per_kv, gate = c.num_attention_heads // c.num_key_value_heads, None
+        # A rank has some key heads with all of their queries', or one that it shares with other ranks, with some of its queries'.
+        kv_heads = max(qkv.shape[1] // c.head_dim // (queries_per_kv * (2 if c.output_gate else 1) + 2), 1)
         if c.output_gate:
-            kv_heads = qkv.shape[1] // c.head_dim // (2 * queries_per_kv + 2)
-            both, rest = qkv.split([2 * queries_per_kv * kv_heads * c.head_dim, 2 * kv_heads * c.head_dim], dim=-1)
+            kept = 2 * kv_heads * c.head_dim
+            both, rest = qkv.split([qkv.shape[1] - kept, kept], dim=-1)
             q, gate = both.unflatten(-1, (-1, 2, c.head_dim)).unbind(-2)
             qkv = torch.cat((q.flatten(1), rest), dim=-1)
-        kv_heads = qkv.shape[1] // c.head_dim // (queries_per_kv + 2)
         q = context.store_gqa(self.layer, qkv, kv_heads, c.head_dim, self.norms, c.rope)
         attended = context.attend_gqa(self.layer, q, c.softmax_scale, self.window, self.sinks)
         if gate is not None:
@@ -273,11 +282,13 @@ class Attention:
         return add_bias(self.o(attended.flatten(1)), self.o_bias)
 
     def _normed(self, qkv: Tensor, norms: Norms) -> Tensor:
-        """Queries and keys [T, heads * D] normed over all heads, of which a rank has some: the ranks' sums of squares are added up."""
+        """Queries and keys [T, heads * D] normed over all heads, of which a rank has some: the ranks' sums of squares are added up. A key
+        head that several ranks hold counts as often."""
         c = self.config
         q, k, v = qkv.split([len(norms.q), len(norms.k), qkv.shape[1] - len(norms.q) - len(norms.k)], dim=-1)
         squares = self.all_reduce(torch.stack([side.float().square().sum(-1) for side in (q, k)], dim=-1)).unbind(-1)
-        widths = (c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim)
+        ranks = c.num_attention_heads * c.head_dim // len(norms.q)
+        widths = (ranks * len(norms.q), ranks * len(norms.k))
         factors = [(one / width + norms.eps).rsqrt() for one, width in zip(squares, widths)]
         normed = [(side.float() * factor[:, None]).to(qkv.dtype) * gain for side, factor, gain in zip((q, k), factors, norms)]
         return torch.cat((*normed, v), dim=-1)

@@ -93,9 +93,8 @@ class Config(pangu_ultra_moe.Config):
 
     @property
     def recurrent(self) -> ShortConvolutions:
-        heads = self.num_attention_heads
-        latents = self.q_lora_rank + self.kv_lora_rank
-        return ShortConvolutions(self.router_sliding_window, latents, heads * self.v_head_dim, heads, self.num_hidden_layers)
+        latents, values = self.q_lora_rank + self.kv_lora_rank, self.num_attention_heads * self.v_head_dim
+        return ShortConvolutions(self.router_sliding_window, latents, values, self.num_hidden_layers)
 
     @property
     def copied(self) -> tuple[str, ...]:

@@ -20,7 +20,6 @@ class ShortConvolutions:
     kernel: int
     whole: int
     shared: int
-    key_heads: int
     num_layers: int
 
     def beside(self, drafts: int) -> "ShortConvolutions":

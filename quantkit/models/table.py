@@ -55,6 +55,7 @@ class Parameter:
     `layer` is None outside the decoder stack; the MTP layer has layer >= num_hidden_layers and `mtp` set.
     `expert` is the number of a routed expert, whose three linears have block "expert".
     `segments`: rows that lie one after the other, each of which is cut by itself where ranks cut columns.
+    `key_heads`: of keys and values, the heads that they are of. A head is not cut: where there are more ranks, several hold the same one.
     `gain_offset` is what a norm adds to its stored gain before it multiplies by it: 1 in Gemma's.
     `behind_experts`: of what a layer's experts make together, before it joins the residual stream: a norm, a hyper-connection.
     `beside_experts`: of a linear whose output is read there, too, beside what the experts make.
@@ -74,6 +75,7 @@ class Parameter:
     projection: Projection | None = None
     gain_offset: float = 0.0
     segments: tuple[int, ...] = ()
+    key_heads: int = 0
     behind_experts: bool = False
     beside_experts: bool = False
 
@@ -86,6 +88,10 @@ class Parameter:
     def bias(self) -> str:
         """The name that the bias of this linear has, if it has one."""
         return f"{self.module}.bias"
+
+    def shares(self, ranks: int) -> int:
+        """Different parts that `ranks` tensor-parallel ranks hold the tensor in."""
+        return 1 if self.split == "replicate" else min(ranks, self.key_heads or ranks)
 
     @property
     def within_layer(self) -> str:

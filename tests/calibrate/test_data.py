@@ -152,6 +152,19 @@ def test_odd_data_is_warned_of(tmp_path: Path, said: str) -> None:
     assert any(said in warning for warning in taken.warnings), taken.warnings
 
 
+def test_few_tokens_are_cured_by_what_there_is(tmp_path: Path) -> None:
+    """More documents where some are left; and the text that a model ships is as much as its maker chose."""
+    records = [{"text": f"{number:03}"} for number in range(30)]
+    taken = load(jsonl(tmp_path / "calibration.jsonl", records), 16, 4, 20).taken
+    assert taken
+    assert "fewer than half of the 400 asked for: raise --samples, 10 documents more are there" in taken.warnings[0]
+    (tmp_path / "config.json").write_text("{}")
+    shipped = load(tmp_path / "calibration.jsonl", 16, 4, 20).taken
+    assert shipped
+    assert shipped.warnings == ()
+    assert shipped.lines()[0] == taken.lines()[0]
+
+
 def test_good_data_is_not(tmp_path: Path) -> None:
     taken = load(
         jsonl(tmp_path / "c.jsonl", [{"text": f"{number} is a number" * (number % 3 + 1)} for number in range(20)]), 16, 4, 20

@@ -18,7 +18,7 @@ import torch
 from make_model import write_dense
 from vllm_cuda import routing_ties
 from vllm_server import Server
-from vllm_topologies import CASES, TOPOLOGIES, attention, compare, deployments
+from vllm_topologies import CASES, TOPOLOGIES, attention, compare, deployments, main
 
 from quantkit.evaluation.speed.measure import SpeedRow
 
@@ -106,6 +106,17 @@ def test_a_result_says_that_its_server_was_compiled(tmp_path: Path) -> None:
     for more in ("", "compiled"):
         found = compare(tmp_path, 4, "H200", "vllm 0.22.1", 1, more)
         assert [(run.options, run.ranks, run.said) for run in found] == [(more, 4, "gone"), (f"2-of-each {more}".strip(), 4, "gone")]
+
+
+def test_who_compares_elsewhere_is_told_how_the_servers_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of compiled servers on cards, compared on a CPU without --device."""
+    told = []
+    monkeypatch.setattr("vllm_topologies.run", lambda *_: None)
+    monkeypatch.setattr("vllm_topologies.compare", lambda *given: told.append(given[-1]) or [])
+    for steps in (["--steps", "run", "--device", "cuda", "--attention", "TRITON_ATTN"], ["--steps", "compare"]):
+        monkeypatch.setattr("sys.argv", ["vllm_topologies.py", "--directory", str(tmp_path), *steps])
+        assert main() == 0
+    assert told == ["compiled --attention-backend TRITON_ATTN"]
 
 
 def test_an_attention_that_is_asked_for_reaches_the_mtp_layer() -> None:

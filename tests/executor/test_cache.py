@@ -37,7 +37,6 @@ def test_plan_takes_what_the_batch_needs_or_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"max_model_len": 1001, "cache_tokens": None}, "the model has 1000"),
         ({"max_model_len": None, "cache_tokens": 1001}, "1000 fit in memory"),
         ({"max_model_len": 900, "cache_tokens": 100}, "fewer than the context of 900"),
     ],

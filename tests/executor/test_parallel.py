@@ -12,12 +12,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import make_model
+import good_checkpoints
 import psutil
 import pytest
 import torch
+from packed_model import write_packed
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, UsageFault
 from quantkit.executor.engine import Engine
 from quantkit.executor.grammar import regex
 from quantkit.executor.leader import Leader
@@ -105,12 +106,56 @@ def test_a_rank_that_dies_is_named_within_seconds(tiny_checkpoint: Path) -> None
     torch.distributed.destroy_process_group()
 
 
-def test_what_every_rank_refuses_is_told_once(tiny_checkpoint: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"tp": 3}, "the model has num_attention_heads = 4, which 3 ranks cannot share evenly; use --tp 1, 2 or 4"),
+        ({"dp": 3}, "layer 1 has 8 routed experts, which 3 ranks cannot share evenly"),
+        ({"tp": 2, "max_model_len": 10**6}, "context of 1000000 tokens asked for, the model has"),
+        ({"tp": 2, "max_model_len": 1}, "a context of 1 has no room for a prompt and an answer"),
+    ],
+)
+def test_what_ranks_cannot_do_is_said_before_they_start(
+    tiny_checkpoint: Path, options: dict[str, int], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.executor.parallel.launch", lambda options: pytest.fail("ranks were started"))
+    with pytest.raises(UsageFault, match=told):
+        Engine.load(tiny_checkpoint, device="cpu", **options)
+
+
+def test_groups_that_ranks_would_cut_are_refused_before_these_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 ranks would have 24 of the 96 input features of down_proj, which NVFP4 holds in groups of 16."""
+    config = {**good_checkpoints.QWEN3, "intermediate_size": 96}
+    tensors = good_checkpoints.random_weights(config)
+    model = write_packed(tmp_path / "model", config, tensors, *good_checkpoints.FORMATS["modelopt"])
+    monkeypatch.setattr("quantkit.executor.parallel.launch", lambda options: pytest.fail("ranks were started"))
+    with pytest.raises(UsageFault, match=r"mlp\.down_proj cannot be cut into shares of 24 input features in groups of 16"):
+        Engine.load(model, device="cpu", tp=4)
+
+
+def test_more_ranks_than_devices_are_refused(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantkit.executor.parallel.find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(UsageFault, match="2 ranks need as many devices, and 1 are usable here"):
+        join(EngineOptions(tiny_checkpoint, tp=2))
+
+
+def test_an_uneven_tp_is_bad_usage(tiny_checkpoint: Path) -> None:
     command = [sys.executable, "-m", "quantkit", "run", str(tiny_checkpoint), "--raw", "--prompt", "a", "--device", "cpu", "--tp", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("error: the model has num_attention_heads = 4")
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_what_every_rank_refuses_is_told_once(tiny_checkpoint: Path) -> None:
+    """More tokens of a cache than there is memory for, which is known when the weights are there."""
+    command = [sys.executable, "-m", "quantkit", "serve", str(tiny_checkpoint), "--port", "18431", "--device", "cpu", "--tp", "2"]
+    done = subprocess.run([*command, "--cache-tokens", str(10**12)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    said = done.stderr.strip().splitlines()
+    assert said[-1].startswith("error: a cache of 1000000000000 tokens asked for"), done.stderr
+    assert len([line for line in said if "cache of" in line]) == 1, done.stderr
 
 
 def test_what_one_rank_alone_refuses_is_told_with_its_number(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -147,11 +192,9 @@ def test_a_rank_that_follows_takes_no_requests(tiny_checkpoint: Path) -> None:
     assert not engine.has_work
 
 
-def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
-    config = make_model.tiny_config(num_attention_heads=3, v_head_dim=128)
-    path = make_model.write_dense(tmp_path / "three", config, make_model.random_tensors(config))
-    with pytest.raises(QuantkitError, match="num_attention_heads = 3"):
-        load(path, 2)
+def test_a_refusal_ends_the_ranks_that_were_started(tiny_checkpoint: Path) -> None:
+    with pytest.raises(QuantkitError, match="a cache of 1000000000000 tokens asked for"):
+        Engine.load(tiny_checkpoint, device="cpu", tp=2, cache_tokens=10**12)
     time.sleep(0.5)
     watching = [thread for thread in threading.enumerate() if thread.name == "quantkit-ranks"]
     assert not watching, "who still watches the other rank would end this process for it"

@@ -46,6 +46,8 @@ from quantkit.schemes import find_scheme
 CONTEXT = 1024
 CACHE = 2**28
 HALF = 0.5  # of the positions must be counted: of a few it says nothing that they are equal
+OPTIONS = "options.json"
+"""How the servers ran, kept for those who compare later, on another machine."""
 Case = tuple[str, ...]  # model, format, topology
 DENSE = {f"{name}-dense": CONFIGS[name] for name in ("deepseek_v3", "qwen3")}
 # A server's memory is given, not measured: what its neighbours take meanwhile would count as its own.
@@ -221,6 +223,11 @@ def _answers(case: Case, server: JudgedServer, seconds: float) -> tuple[Any, str
     return answers, f"up after {up:.0f} s; {server.guessed()}"
 
 
+def options_of_run(device: str, attention_asked: str, *, eager: bool) -> str:
+    """What results tell of how their servers ran."""
+    return " ".join([*(["compiled"] if device == "cuda" and not eager else []), *attention(attention_asked, 0)])
+
+
 def prompts_of(model: str) -> list[list[int]]:
     return vllm_cuda.asked_of(model.partition("-")[0])
 
@@ -327,6 +334,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers end with it
     asked.directory.mkdir(parents=True, exist_ok=True)
     cases: list[Case] = [tuple(case.split(":")) for case in asked.cases.split(",")] if asked.cases else list(CASES[asked.device])
+    kept, more = asked.directory / OPTIONS, options_of_run(asked.device, asked.attention, eager=asked.eager)
     if "write" in asked.steps:
         for model in dict.fromkeys(model for model, _, _ in cases):
             write(asked.directory, model, list(dict.fromkeys(format for other, format, _ in cases if other == model)), asked.device)
@@ -337,16 +345,17 @@ def main() -> int:
             made = deployments(asked.directory / model / format, topology, asked.cards)
             stages = asked.device == "cpu" and "pipeline" in topology
             compiled = () if asked.device == "cuda" and not asked.eager else EAGER_STAGES if stages else EAGER
-            more = [*MEMORY[asked.device], *compiled, *TOPOLOGIES[topology].more, *attention(asked.attention, TOPOLOGIES[topology].guesses)]
+            given = [*MEMORY[asked.device], *compiled, *TOPOLOGIES[topology].more]
+            given += attention(asked.attention, TOPOLOGIES[topology].guesses)
             ranks = TOPOLOGIES[topology].ranks(asked.cards)
             cards = [(number * ranks + rank) % asked.cards for rank in range(ranks)] if asked.device == "cuda" else range(asked.cards)
-            return Server(made, number, cards, asked.device, asked.vllm, asked.directory / "-".join(case), more)
+            return Server(made, number, cards, asked.device, asked.vllm, asked.directory / "-".join(case), given)
 
+        kept.write_text(json.dumps(more))
         run(asked.directory, cases, asked.seconds, asked.beside, asked.last, start)
     if "compare" not in asked.steps:
         return 0
-    more = "compiled" if asked.device == "cuda" and not asked.eager else ""
-    more = " ".join([*more.split(), *attention(asked.attention, 0)])
+    more = json.loads(kept.read_text()) if kept.exists() else more
     runs = compare(asked.directory, asked.cards, asked.machine, asked.engine, asked.beside, more)
     if asked.result:
         keep(runs)

@@ -5,11 +5,12 @@ number of the text (`last`). What is found is read whole by values.py, or refuse
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
 from quantkit.evaluation.grading import answer_words
+from quantkit.evaluation.grading.asked_units import converted, in_one_unit
 from quantkit.evaluation.grading.conversions import restated
 from quantkit.evaluation.grading.languages import decimal_comma
 from quantkit.evaluation.grading.prose import has_number, read_last, read_sentence, spoken
@@ -89,6 +90,7 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 _TYPESET = r"[\s$*_\\(\[{}\])'\"`]*"
 _JOINED = re.compile(rf"{_TYPESET}(?:or|and|and/or|/|&|,|\\text\s*\{{\s*(?:or|and)\s*\}}){_TYPESET}", re.IGNORECASE)
+_NAME = re.compile(r"([A-Za-z](?:_\{?\w\}?)?)\s*=[\s$]*$")  # of what a box is the value of
 _DENIED = re.compile(rf"(?i)(?:\bnot|n't|\bnever|\bcannot be|\bneither|不是){_TYPESET}$")
 _TAKEN_BACK = re.compile(
     rf"(?i){_TYPESET}(?:is|was|are|would be|can)\s*(?:clearly |definitely )?"
@@ -123,16 +125,24 @@ def last_box(text: str) -> Extraction:
         return Extraction("", "asked")
     if _DENIED.search(text[: last.start][-40:]) or _TAKEN_BACK.match(text, last.end):
         return Extraction("", "asked")
-    if len(filled) > 1 and filled[-2].content != last.content and _JOINED.fullmatch(text, filled[-2].end, last.start):
+    if len(filled) > 1 and filled[-2].content != last.content and _are_joined(text, filled[-2], last):
         return Extraction("", "asked", listed=_listed(text, filled))
     scale = _SCALE_BEHIND.match(text, last.end)
     return Extraction(f"{last.content} {scale[1]}" if scale else last.content, "asked")
 
 
+def _are_joined(text: str, one: BoxedText, other: BoxedText) -> bool:
+    """Whether two boxes are offered side by side: only `or` and its like stands between them, and the name where both have the same."""
+    names = [_NAME.search(text[: box.start]) for box in (one, other)]
+    is_same = names[0] is not None and names[1] is not None and names[0][1] == names[1][1]
+    end = names[1].start() if is_same and names[1] is not None and names[1].start() >= one.end else other.start
+    return _JOINED.fullmatch(text, one.end, end) is not None
+
+
 def _listed(text: str, filled: list[BoxedText]) -> str:
     """The contents of the last boxes, as far back as each is joined to the next."""
     first = len(filled) - 1
-    while first and _JOINED.fullmatch(text, filled[first - 1].end, filled[first].start):
+    while first and _are_joined(text, filled[first - 1], filled[first]):
         first -= 1
     return ", ".join(box.content for box in filled[first:])
 
@@ -192,6 +202,7 @@ _CALCULATION = re.compile(r"<<[^<>\n]*>>")  # as GSM8K's own solutions have them
 
 
 _THOUSANDS = re.compile(r"(?<![\w.,])[1-9]\d{0,2}(?:\.\d{3})+(?![\d.]|,\d{3})")
+_MILLIONS = re.compile(r"(?<![\w.,])[1-9]\d{0,2}(?:\.\d{3}){2}(?![\d.]|,\d{3})")  # two points: no decimal one, in any language
 _DECIMAL_POINT = re.compile(r"(?<![\d.])\d+\.(?:\d{1,2}|\d{4,})(?![\d.])")
 
 
@@ -215,6 +226,7 @@ def _with_thousands(text: str) -> str:
     text = _MIL.sub(r"\1 thousand", text) if decimal_comma(text[-_ENDING:]) else text
     text = _MILES.sub(r"\1 miles", text)
     text = _TURKISH.sub(lambda match: match[1].replace(".", ""), text)
+    text = _MILLIONS.sub(lambda match: match[0].replace(".", ""), text)
     if not _THOUSANDS.search(text) or _DECIMAL_POINT.search(text) or not decimal_comma(text[-_ENDING:]):
         return text
     return _THOUSANDS.sub(lambda match: match[0].replace(".", ""), text)
@@ -267,7 +279,15 @@ def find_number(text: str, letters: bool = True, question: str = "") -> Extracti
     An answer that is stated behind the box, as a sentence, and is another one, replaces the box.
     """
     text = _with_thousands(_named_value(_CALCULATION.sub("", prepared(text))))
-    text = _OF_HOW_MANY.sub(_in_digits, _SAID_TWICE.sub(_said_once, text))
+    text, otherwise = in_one_unit(_OF_HOW_MANY.sub(_in_digits, _SAID_TWICE.sub(_said_once, text)), question)
+    found = _find_number(text, letters, question)
+    if not isinstance(found.value, Fraction) or found.text is None:
+        return found
+    value = converted(found.value, found.text, question) if letters else found.value
+    return replace(found, value=value, restated=(*found.restated, *otherwise.get(found.value, ())))
+
+
+def _find_number(text: str, letters: bool, question: str) -> Extraction:
     box = last_box(text)
     if box.open_box:
         return box

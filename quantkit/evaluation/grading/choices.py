@@ -264,8 +264,25 @@ def _judged(text: str, letters: str) -> str | None:
     return affirmed.pop() if len(affirmed) == 1 and (is_whole or is_marked) else None
 
 
+_SET_ASIDE = re.compile(
+    r"(?i)(?:^|(?<=[.!?\n]))\W*(?:not|neither)\s+(?P<wrong>[^;—\n]{1,120}?)(?:\s*[;.—]|,?\s+but|\s+-)\s+(?P<chosen>[^;—?\n]+)$"
+)
+
+
+def _set_against(text: str, options: list[str]) -> str | None:
+    """The choice of a reply that ends in `Not B; C.`: what stands in front are options, by letter or by text, and behind is another one."""
+    said = _SET_ASIDE.search(text)
+    if said is None or _DOUBT.search(said["chosen"]):
+        return None
+    wrong = {read_choice(part, options) for part in re.split(r"(?i),?\s+(?:nor|or|and)\s+(?:not\s+)?|,\s*(?:not\s+)?", said["wrong"])}
+    chosen = read_choice(said["chosen"].strip(" ."), options)
+    return chosen if not {None, NOTHING, chosen} & wrong and chosen != NOTHING else None
+
+
 def _alone(text: str, options: list[str]) -> str | None:
     """The choice of a reply without a statement: all that it says, or the only option that its last sentence names."""
+    if (against := _set_against(text[-_ENDING:].strip(), options)) is not None:
+        return against
     said = _CONTRAST.sub("", _CONCEDED.sub("", _ASKED_AND_DENIED.sub("", text[-_ENDING:].strip())))
     judged = _judged(said, LETTERS[: len(options)])
     if judged is not None:

@@ -192,7 +192,7 @@ _ASSUMED = re.compile(
     r"(?i)^\s*(?:for|when|if)\s+\w+\s*=\s*-?\d[\d.,]*\s[^\d=]*$|^\s*(?:(?:now|next|then),?\s+)?(?:we\s+)?(?:suppose|assume|set|try|consider|let(?!\s+(?:me|us)\b|'s))\b[^,]*$|\b(?:where|let|if|suppose|assume|assuming)\s+\w+\s*(?:=|is|be|equals)\s*[$]?-?\d[\d.,]*\s*\.?\s*$"
 )
 _CUT = re.compile(
-    r"(?i)(?:[=+,:(×]|\b(?:the|an?|of|to|and|or|but|we|i|is|are|that|which|so|then|let|if|with|for|by|from|at|as|because|since|when|need|he|she|they))\s*$"
+    r"(?i)(?:[=+,:(×]|=\s*[$€£]|\b(?:the|an?|of|to|and|or|but|we|i|is|are|that|which|so|then|let|if|with|for|by|from|at|as|because|since|when|need|he|she|they))\s*$"
 )
 _ASKED = re.compile(r"(?i)^\s*(?:is|are|was|could|can|would|does|do|should)\s.*\?\s*$")
 _CONCLUDES = re.compile(

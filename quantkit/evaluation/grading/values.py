@@ -8,6 +8,7 @@ import math
 import re
 from fractions import Fraction
 
+from quantkit.evaluation.grading.notation import exact_angles
 from quantkit.evaluation.grading.quantities import read_quantity
 from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, plain
 from quantkit.evaluation.grading.units import SIGNS
@@ -43,7 +44,7 @@ def read_value(text: str, letters: bool = True) -> Value | None:
     """What an answer that stands by itself states; `letters`: single letters of known units are units (18 m)."""
     if len(text) > LONGEST:
         return None
-    shown = _FUNCTION.sub("", _ARROW.sub("", plain(text)))
+    shown = exact_angles(_FUNCTION.sub("", _ARROW.sub("", plain(text))))
     if _BOUND.search(shown):
         return None
     either = re.split(r",?\s+or\s+", shown)
@@ -111,6 +112,8 @@ def _introduced(shown: str, letters: bool) -> Fraction | None:
     before = re.sub(r"(?<=[A-Za-z])'s\b", "", before)
     words_only = re.fullmatch(r"(?:[^\W\d_π]|[\s:,.'\"()\[-])*", before)
     if not before.strip() or words_only is None or CHANGES.search(before):
+        return None
+    if re.search(r"-\s*[(\[]\s*$", before):  # -(1/2)
         return None
     if re.search(r"(?<![A-Za-z])[A-Za-z]\s*$", before) and shown[begins.start() :].lstrip()[0] in "+-":
         return None

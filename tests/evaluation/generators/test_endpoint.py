@@ -2,13 +2,14 @@ import gc
 import itertools
 import time
 
+import httpx
 import pytest
 from replay_server import ReplayServer, Reply
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.generators.endpoint import Endpoint, request_body
 from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
-from quantkit.evaluation.openai_server import base_url
+from quantkit.evaluation.openai_server import base_url, fault
 
 
 def chat(text: str, seed: int = 0) -> Prompt:
@@ -118,6 +119,23 @@ def test_a_wrong_key_stops_at_once_and_is_told_once(caplog: pytest.LogCaptureFix
         assert not [record for record in caplog.records if record.name == "asyncio"]
         assert len(server.requests) <= 6
         assert ask(server, [chat("q")], api_key="sk-1")[0].text == "fine"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "HTTP 401: Unauthorized"),
+        (b"{}", "HTTP 401: Unauthorized"),
+        (b'{"error": null}', "HTTP 401: Unauthorized"),
+        (b'{"detail": "no key"}', "HTTP 401: no key"),
+        (b'{"error": {"code": 7}}', "HTTP 401: {'code': 7}"),
+    ],
+)
+def test_a_refusal_without_a_message_is_told_by_its_status(body: bytes, said: str) -> None:
+    answer = httpx.Response(401, content=body, request=httpx.Request("POST", "http://127.0.0.1/v1"))
+    with pytest.raises(httpx.HTTPStatusError) as refused:
+        answer.raise_for_status()
+    assert fault(refused.value) == said
 
 
 def test_the_model_is_the_only_one_served_or_must_be_named() -> None:

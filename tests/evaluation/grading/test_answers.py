@@ -60,7 +60,7 @@ def test_what_is_not_one_value_is_refused(text: str) -> None:
     assert read_value(text) is None
 
 
-@pytest.mark.parametrize("text", ["200+4", r"4 \times 2", r"\sqrt{16}", "10²", "9^{9^{9^{9}}}", "3-4", r"\frac{36}{2} + 1"])
+@pytest.mark.parametrize("text", ["200+4", "-(5)", r"4 \times 2", r"\sqrt{16}", "10²", "9^{9^{9^{9}}}", "3-4", r"\frac{36}{2} + 1"])
 def test_what_needs_computing_is_left_to_math_verify(text: str) -> None:
     assert isinstance(read_value(text), str)
 
@@ -85,6 +85,8 @@ def test_normalize_leaves_superscripts_alone() -> None:
         (r"\boxed{7} \boxed{}", "7", False),
         (r"\boxed{18} thousand", "18 thousand", False),
         (r"\boxed{7} or \boxed{8}", "", False),
+        (r"$x = \boxed{7}$ or $x = \boxed{8}$", "", False),
+        (r"$x = \boxed{7}$ and $y = \boxed{8}$", "8", False),
         (r"\boxed{7} is wrong", "", False),
         (r"\boxed{\boxed{7}}", "7", False),
     ],
@@ -110,6 +112,8 @@ def test_last_box(text: str, box: str | None, is_open: bool) -> None:
         ("that costs $1,250.50 today", "1250.5", "last"),
         ("from 3-4", None, "last"),
         ("it fell to -5", "-5", "last"),
+        ("9 × $2 = $", None, "last"),
+        ("1.234.567 Einwohner", "1234567", "last"),
         ("nothing", None, None),
     ],
 )
@@ -142,6 +146,14 @@ def test_find_number(text: str, value: str | None, where: str | None) -> None:
         ("ANSWER: C. thing d", NOTHING, "asked"),
         ("ANSWER: I believe c", "C", "asked"),
         ("Clearly Cats", None, None),
+        ("Not B; C.", "C", "last"),
+        ("I see. Neither A nor B, but C.", "C", "last"),
+        ("Not thing b; thing c.", "C", "last"),
+        ("Not B; not C.", NOTHING, "last"),
+        ("Not B; C or D.", NOTHING, "last"),
+        ("Not B; C?", NOTHING, "last"),
+        ("Not C; C.", NOTHING, "last"),
+        ("Not B; C is wrong, too.", NOTHING, "last"),
     ],
 )
 def test_find_choice(text: str, letter: str | None, where: str | None) -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from quantkit.evaluation.grading.notation import intervals, latex
+from quantkit.evaluation.grading.notation import exact_angles, intervals, latex
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,26 @@ def test_what_is_written_otherwise_becomes_latex(written: str, meant: str) -> No
 )
 def test_inequalities_of_one_letter_are_intervals(written: str, meant: str) -> None:
     assert intervals(written) == meant
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        (r"50\sin 30^\circ", "50(1/2)"),
+        (r"\sin(60^{\circ})", r"(\sqrt{3}/2)"),
+        (r"\cos\left(\frac{2\pi}{3}\right)", "(-1/2)"),
+        (r"\tan^2 60^\circ", r"(\sqrt{3})^2"),
+        ("sin 210°", "(-1/2)"),
+        ("cos(π/2)", "(0)"),
+        (r"\tan 135^\circ", "(-1)"),
+        (r"\sin 30", r"\sin 30"),
+        (r"\sin 20^\circ", r"\sin 20^\circ"),
+        (r"\tan 90^\circ", r"\tan 90^\circ"),
+        (r"\arcsin 30^\circ", r"\arcsin 30^\circ"),
+        (r"\sin 30^\circ x", r"\sin 30^\circ x"),
+        (r"\sin\frac{\pi}{7}", r"\sin\frac{\pi}{7}"),
+        (r"\sin\frac{\pi}{0}", r"\sin\frac{\pi}{0}"),
+    ],
+)
+def test_sines_of_known_angles_are_numbers(written: str, meant: str) -> None:
+    assert exact_angles(written) == meant
