@@ -1,7 +1,7 @@
 """Plain rounding beside the calibrated path: the held-out tokens through weights that were rounded to nearest, and nothing else.
 
-It says what calibration was worth: the same tokens, grid and layers, and steps from the plain extremes of each group. Inputs that are rounded
-to NVFP4 have the divisor of their own largest value, a cache in 8 bits the step of each token.
+It says what calibration was worth: the same tokens, grid and layers, steps from the plain extremes of each group. Inputs that are
+rounded to NVFP4 have the divisor of their own largest value, a cache in 8 bits the step of each token.
 """
 
 from dataclasses import dataclass, replace
