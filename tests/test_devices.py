@@ -1,10 +1,16 @@
 """Names of dtypes and devices: one table, whoever asks; and the device that kernels are launched on."""
 
+from pathlib import Path
+
+import guessed_models
 import pytest
 import torch
+from packed_model import write_random
 
 from quantkit.devices import dtype_named, find_device, find_dtype, make_current, take_device
 from quantkit.errors import QuantkitError
+from quantkit.executor import engine
+from quantkit.executor.sampling import SamplingParams
 
 
 @pytest.mark.parametrize(("short", "long"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
@@ -56,3 +62,12 @@ def test_more_ranks_than_gpus_are_refused(four_gpus: list[torch.device], monkeyp
     monkeypatch.setenv("LOCAL_RANK", "4")
     with pytest.raises(QuantkitError, match="there is no device cuda:4 here; this machine has cuda:0 to cuda:3"):
         take_device("auto")
+
+
+def test_an_engine_computes_on_its_own_device_in_any_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads begin with the first device, so it is made current where a step begins."""
+    loaded, current = guessed_models.load(write_random(tmp_path / "model", guessed_models.LLAMA)), list[torch.device]()
+    monkeypatch.setattr(engine, "make_current", current.append)
+    guessed_models.tokens(loaded, SamplingParams(max_new_tokens=2, ignore_eos=True), [[7, 8, 9]])
+    assert current
+    assert set(current) == {loaded.loaded.device}
