@@ -16,9 +16,9 @@ from r1_headers import r1_config
 
 from quantkit.checkpoint.formats import compressed_int8
 from quantkit.clusters import ASSUMPTIONS, beside_rate
-from quantkit.costmodel import load_hardware
 from quantkit.engines.layouts import find_topology
 from quantkit.engines.memory import fit_rows
+from quantkit.hardware import load_hardware
 from quantkit.models import find_architecture
 from quantkit.models.table import Parameter
 from quantkit.schemes import find_scheme

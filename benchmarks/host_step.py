@@ -22,6 +22,7 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.grammar import json_schema
 from quantkit.executor.graphs import DecodeRows, StepResult
 from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.sequence import Sequence
 from quantkit.hub import find_model
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -62,7 +63,7 @@ class TextReader:
         self.engine, self.seconds = engine, 0.0
         engine.meanwhile = self
 
-    def __call__(self) -> None:
+    def __call__(self, brought: list[Sequence]) -> None:
         began = time.process_time()
         for sequence in self.engine.scheduler.running:
             sequence.take_text()

@@ -21,13 +21,10 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.costmodel import (
     DENSE_BYTES,
     ROUTER_BYTES,
-    Hardware,
-    Level,
     WeightTraffic,
     bytes_per_weight,
     count_launches,
     kind_of,
-    load_hardware,
     product_ms,
     touched_share,
 )
@@ -35,6 +32,7 @@ from quantkit.engines.layouts import PublishedRate, Topology, find_recipe, find_
 from quantkit.engines.memory import Fit, ParallelSizes, find_part_problem, find_split_problem, fit_rows
 from quantkit.engines.profiles import Device
 from quantkit.errors import QuantkitError
+from quantkit.hardware import Hardware, Level, load_hardware
 from quantkit.models.architecture import CacheBits, ModelConfig
 from quantkit.models.stored import read_model
 from quantkit.models.table import Parameter

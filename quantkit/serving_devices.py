@@ -7,9 +7,9 @@ import psutil
 
 from quantkit.amounts import parse_bytes
 from quantkit.assets import asset
-from quantkit.costmodel import Hardware, load_hardware
 from quantkit.engines.profiles import Device
 from quantkit.errors import QuantkitError
+from quantkit.hardware import Hardware, load_hardware
 from quantkit.settings_file import Strict, find_yaml, read_yaml
 
 _GIB = 2**30

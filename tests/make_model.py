@@ -31,6 +31,11 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}"
 )
 
+FEW_EXPERTS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+"""Changes of `tiny_config`: four experts in two groups, of which a token asks two of one group."""
+NARROW = FEW_EXPERTS | {"hidden_size": 128, "intermediate_size": 128}
+"""The same with one group of 128 inputs a linear, so that calibrating takes seconds."""
+
 
 def tiny_config(**changes: Any) -> dict[str, Any]:
     """R1's config.json with small sizes; every input dimension of a linear is a multiple of 128."""

@@ -97,7 +97,7 @@ GROUPED = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-"""Qwen3 of two layers and grouped heads."""
+"""Qwen3 of two layers and grouped heads; other models of grouped heads differ from it by family and sizes."""
 
 
 def write_random(path: Path, config: dict[str, Any], seed: int = 5) -> Path:

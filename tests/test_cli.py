@@ -288,6 +288,14 @@ def test_bad_sources(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert (out / "config.json").read_text() == "{}"
 
 
+def test_a_source_without_a_tokenizer_is_told(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    source = _copy(tiny_checkpoint, tmp_path / "source")
+    (source / "tokenizer.json").unlink()
+    made = command("quantize", str(source), "--scheme", "rtn-w4a16", "--out", str(tmp_path / "out"))
+    assert made.code == 0
+    assert f"warning: {source} has no tokenizer, and so the output has none" in made.err
+
+
 def test_damaged_weights(tmp_path: Path) -> None:
     """A scale that is missing or of the wrong shape, NaN in a weight, a group size that does not divide."""
     config = make_model.tiny_config()

@@ -9,10 +9,10 @@ import pytest
 from test_costmodel import R1, R1_TABLE
 
 from quantkit.clusters import DecodeStep, beside_published, decode_step, largest_step
-from quantkit.costmodel import Hardware, load_hardware
 from quantkit.engines.layouts import find_topology
 from quantkit.engines.memory import ParallelSizes, fit_rows
 from quantkit.errors import QuantkitError
+from quantkit.hardware import Hardware, load_hardware
 from quantkit.schemes import find_scheme
 
 INT8 = find_scheme("int8-a8w8c16")

@@ -31,8 +31,7 @@ CPU_S = 5.0
 """Of the processor, for a command that refuses."""
 BLOCKED_S = 120.0
 """By the clock: it waits for something that never comes."""
-SIZES = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
-SIZES |= {"num_experts_per_tok": 2, "vocab_size": 272, "max_position_embeddings": 8192}
+SIZES = make_model.NARROW | {"num_hidden_layers": 2, "vocab_size": 272, "max_position_embeddings": 8192}
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,11 @@ from top_logprobs import distance, top_logprobs
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.conversion import convert
-from quantkit.costmodel import load_hardware, predict
+from quantkit.costmodel import predict
 from quantkit.engines.check import check_checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.executor.weights import operand
+from quantkit.hardware import load_hardware
 from quantkit.inspection import describe
 from quantkit.planning import plan
 from quantkit.quant.weights import IntWeight, dequantize

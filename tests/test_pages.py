@@ -127,6 +127,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in headings(target), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    for file in re.findall(r"(?<![\w/.])(?:tests|quantkit|kernels|benchmarks)/[\w./-]+\.\w+(?![\w{*])", page.read_text()):
+        assert (ROOT / file).exists(), file
+
+
 def quoted(text: str) -> Iterator[tuple[str, bool]]:
     """Commands that begin with `quantkit`, without it, and whether each is whole: a line of a block is, words inside a sentence may be
     a part. In a block three spaces after an argument begin a remark."""

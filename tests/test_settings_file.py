@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from quantkit.costmodel import load_hardware
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.tasks.definitions import find_task
+from quantkit.hardware import load_hardware
 from quantkit.recipe import load_recipe
 from quantkit.settings_file import Strict, find_yaml, read_yaml
 

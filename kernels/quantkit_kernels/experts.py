@@ -16,7 +16,7 @@ from quantkit_kernels.arguments import FLOAT_DTYPES, INDEX_DTYPES, check_compute
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.linear import laid_out, rounds_inputs
 from quantkit_kernels.pairs import UnsummedPairs
-from quantkit_kernels.weights import Weight, check_weight, kind, shape
+from quantkit_kernels.weights import Weight, check_weight, dequantize, kind, shape, stack
 
 NO_EXPERT = -1
 """An id that adds nothing, for `Experts` that have `takes_none`: of an expert that is elsewhere."""
@@ -82,6 +82,19 @@ class BiasedExpertsLayout(ExpertsLayout):
 
     @abstractmethod
     def place(self, index: int, gate: Weight, up: Weight, down: Weight, biases: ExpertBiases | None = None) -> None: ...
+
+
+class StackedLayout(ExpertsLayout):
+    """Decodes each expert, as it comes, into its place in the layer's two tensors: gate_up [E, 2I, H] and down [E, H, I] in `dtype`."""
+
+    def __init__(self, num_experts: int, gate: Weight, dtype: torch.dtype, device: torch.device) -> None:
+        intermediate, hidden = shape(gate)
+        self._gate_up = torch.empty(num_experts, 2 * intermediate, hidden, dtype=dtype, device=device)
+        self._down = torch.empty(num_experts, hidden, intermediate, dtype=dtype, device=device)
+
+    def place(self, index: int, gate: Weight, up: Weight, down: Weight) -> None:
+        self._gate_up[index] = dequantize(stack(gate, up))
+        self._down[index] = dequantize(down)
 
 
 class ExpertsBuilder:

@@ -24,6 +24,13 @@ COMPANIONS = (
 SETTINGS = tuple(name for name in COMPANIONS if name.endswith(".json") and name != "tokenizer.json")
 """Those of them that are JSON objects."""
 
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
+"""Those of them of which an engine needs one."""
+
+
+def has_tokenizer(path: Path) -> bool:
+    return any(is_there(path / name) for name in TOKENIZERS)
+
 
 def read_companions(path: Path) -> dict[str, bytes]:
     """Contents of those COMPANIONS that the directory has, by name. Raises QuantkitError for one that is a link out of it.

@@ -6,7 +6,7 @@ One Checkpoint may be read from several threads, and from processes forked after
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,16 @@ _WHOLE = "model.safetensors"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _CHECKED = 2**26
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+WITHOUT_PICKLES = "convert them to safetensors first, as save_pretrained of transformers does"
+
+
+def pickles_of(files: Iterable[str]) -> list[str]:
+    """Those files of a folder that are pickles by their names."""
+    return sorted(name for name in files if name.endswith(_PICKLES))
+
+
+def told_pickles(pickles: list[str]) -> str:
+    return f"pickle weights ({pickles[0]}), which can run code when opened"
 
 
 class Checkpoint:
@@ -244,11 +254,8 @@ def _only_shard(path: Path) -> str:
         return _WHOLE
     if shards:
         raise QuantkitError(f"{path} has {len(shards)} safetensors files and no {_INDEX}", "download the index too")
-    pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLES)
-    if pickles:
-        raise QuantkitError(
-            f"{path} holds pickle weights ({pickles[0]}), which can run code when opened", "convert them to safetensors first"
-        )
+    if pickles := pickles_of(file.name for file in path.iterdir()):
+        raise QuantkitError(f"{path} holds {told_pickles(pickles)}", WITHOUT_PICKLES)
     raise QuantkitError(f"{path} holds no safetensors file", "give the directory of a complete checkpoint")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from quantkit.checkpoint.companions import TOKENIZERS
 from quantkit.diagnosis.fields import check_fields
 from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.diagnosis.generation import FILE, check_generation, compare_generation, end_tokens, ends_that_count
@@ -14,7 +15,6 @@ from quantkit.diagnosis.survey import Survey
 from quantkit.diagnosis.templates import check_template, content_of, template_of
 from quantkit.diagnosis.texts import added_tokens, check_added, check_length, compare_additions, compare_lengths, compare_texts, load
 
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 _ADAPTER = "adapter_config.json"
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 _COMPUTED = (
@@ -49,7 +49,7 @@ def check_settings(survey: Survey, structure: Structure, findings: DiagnosisFind
     """What the files say of themselves and of each other."""
     rows = _embedding_rows(survey, structure)
     vocabulary, added = _vocabulary(survey, findings)
-    if not any(name in survey.names for name in _TOKENIZERS):
+    if not any(name in survey.names for name in TOKENIZERS):
         findings.add("tokenizer-missing", str(survey.path), "no tokenizer.json, tokenizer.model or vocab.json")
     if rows and vocabulary and max(vocabulary.values()) >= rows:
         beyond = [token for token, number in vocabulary.items() if number >= rows]

@@ -15,6 +15,7 @@ from torch import Tensor
 from quantkit.checkpoint.companions import SETTINGS
 from quantkit.checkpoint.formats.base import SIDE_FILES
 from quantkit.checkpoint.header import TensorInfo, read_header
+from quantkit.checkpoint.reader import WITHOUT_PICKLES, pickles_of, told_pickles
 from quantkit.checkpoint.remote import remote_tensor
 from quantkit.checkpoint.renamed import known_names
 from quantkit.checkpoint.shards import Shards
@@ -177,7 +178,9 @@ def _tensors(
     if not weight_map and len(there) > 1:
         findings.add("index-missing", INDEX, f"{len(there)} shards and no index")
     if not wanted:
-        findings.add("shard-missing", str(path), "no safetensors file is there", "give the directory of a complete checkpoint")
+        pickles = pickles_of(names)
+        told = f"no safetensors file is there{f', but {told_pickles(pickles)}' if pickles else ''}"
+        findings.add("shard-missing", str(path), told, WITHOUT_PICKLES if pickles else "give the directory of a complete checkpoint")
     shards = sorted(wanted & there)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         read = list(pool.map(lambda shard: _header(shard, header), shards))

@@ -9,6 +9,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from quantkit.checkpoint.companions import has_tokenizer
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.check import LoadProblem, check_checkpoint, find_load
 from quantkit.engines.evidence import evidence, layout_evidence
@@ -142,6 +143,8 @@ def deploy(
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
     path = checkpoint.path
     problems = check_checkpoint(engine, checkpoint, device=recipe.device)
+    if checkpoint.has_weights and not has_tokenizer(path):
+        problems.append(LoadProblem("warning", f"{path} has no tokenizer, which {engine} reads there", "copy it from the model's source"))
     longest = longest_text(read_model(checkpoint).config)
     context = context or min(CONTEXT, longest or CONTEXT)
     if longest and context > longest:

@@ -3,12 +3,13 @@
 A size of a step is captured when it first comes, and that takes as long as some tens of steps: whoever comes first as one of 2, 4, 8, ...
 users would wait for it, and so would everybody who is being answered. A server captures ahead what it will need in any case, for a bounded
 time and with memory to spare: decode steps of every number of rows at the shortest tables, prompts of one user, then decode steps of
-longer contexts.
+longer contexts, and prompts that come together.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from quantkit.executor.runner import Runner
 
 MOST_S = 6.0
 """No capture begins later."""
+_TOGETHER = (3, 15)
+"""Prompts of a pass, at most: with fewer it is the same pass, and with more mostly too long to be captured."""
 LEAST_FREE = 4 << 30
 """Bytes of the device's memory below which none begins. Graphs share most of their memory, which the largest size determines: of Qwen3-8B
 with 64 users 0.8 GB."""
@@ -58,12 +61,16 @@ def _passes(runner: Runner, rows: int, tokens: int) -> Iterator[Callable[[], obj
     longest = min(runner.prompts.most_tokens, tokens, room)
     if runner.prompts.captures:
         for length in rounded_sizes(longest):
-            yield partial(_prompt, runner, length)
+            yield partial(_prompts, runner, length, 1)
     width = 2 * MIN_TABLE_WIDTH
     while width <= widest:
         for count in powers:
             yield partial(capture_decode, runner, count, width)
         width *= 2
+    if runner.prompts.captures:
+        for count in _TOGETHER if rows > 1 else ():
+            for length in rounded_sizes(longest):
+                yield partial(_prompts, runner, length, count)
 
 
 def capture_decode(runner: Runner, rows: int, width: int) -> None:
@@ -74,7 +81,8 @@ def capture_decode(runner: Runner, rows: int, width: int) -> None:
     runner.steps.run(DecodeRows(zeros, zeros, zeros + runner.cache.block_size, tables, zeros))
 
 
-def _prompt(runner: Runner, length: int) -> None:
-    """A prompt of one user."""
+def _prompts(runner: Runner, length: int, count: int) -> None:
+    """Of `count` users, `length` tokens in all. They share blocks, for nobody reads what is written."""
     blocks = list(range(1, -(-length // runner.cache.block_size) + 1))
-    runner.prompts.capture(None, [PromptRows([0] * length, 0, blocks)])
+    ends = [length * number // count for number in range(count + 1)]
+    runner.prompts.capture(None, [PromptRows([0] * (end - start), 0, blocks) for start, end in pairwise(ends)])

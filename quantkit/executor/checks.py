@@ -1,4 +1,5 @@
-"""What an engine refuses before it computes: requests that can never run, and ends of answers that are no tokens. Whether it can go on."""
+"""What an engine refuses before it computes: amounts that are none, requests that can never run, and ends of answers that are no tokens.
+Whether it can go on."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -6,8 +7,19 @@ from pathlib import Path
 import torch
 
 from quantkit.errors import QuantkitError, UsageFault
-from quantkit.executor.options import MAX_GUESSES
+from quantkit.executor.options import MAX_GUESSES, EngineOptions
 from quantkit.executor.sampling import SamplingParams
+
+_AMOUNTS = ("max_batch", "max_model_len", "cache_tokens", "prefill_tokens", "tp", "dp")
+
+
+def check_amounts(options: EngineOptions) -> None:
+    """Raises UsageFault where an option is no amount: a batch or a chunk of nothing never ends."""
+    for name in _AMOUNTS:
+        value = getattr(options, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise UsageFault(f"{name} is {value!r}", "give a whole number of at least 1")
+    check_guesses(options.num_drafts, options.num_looked_up)
 
 
 def check_request(prompt: list[int], params: SamplingParams, context: int, vocab: int) -> None:

@@ -23,13 +23,13 @@ from quantkit.devices import Fetched, make_current
 from quantkit.executor.ahead import capture_ahead
 from quantkit.executor.budget import measure
 from quantkit.executor.cache import CachePlan
-from quantkit.executor.checks import check_guesses, check_request, check_usable
+from quantkit.executor.checks import check_amounts, check_request, check_usable
 from quantkit.executor.chooser import Chooser
 from quantkit.executor.draft_load import check_draft, load_draft, make_drafter
 from quantkit.executor.eagle_head import LoadedHead
 from quantkit.executor.expert_counter import ExpertCounter
 from quantkit.executor.grammar import Grammars
-from quantkit.executor.headroom import plan_beside, prefill_tokens
+from quantkit.executor.headroom import check_computes, plan_beside, prefill_tokens
 from quantkit.executor.homes import Homes
 from quantkit.executor.joint import JointPass
 from quantkit.executor.leader import Leader
@@ -85,8 +85,10 @@ class Engine:
         self.leader = Leader(self.parallel)
         self.grammars = Grammars(tokenizer.tokenizer, loaded.config.vocab_size, tokenizer.eos_ids)
         self.chooser = Chooser(loaded.config.vocab_size, loaded.device, lambda: self.tokenizer.eos_ids)
-        self.meanwhile: Callable[[], None] = lambda: None
-        """Done while the device computes a step, once or twice: handing out what the step before it brought."""
+        self.meanwhile: Callable[[list[Sequence]], None] = lambda brought: None
+        """Done while the device computes a step, once or twice: handing out what the step before it brought, and earlier passes of this
+        step, whose sequences it is given: answers do not wait for the prompts that are computed after them."""
+        self._brought: list[Sequence] = []
 
     @classmethod
     def load(
@@ -157,7 +159,7 @@ class Engine:
     def open(cls, options: EngineOptions, tell: Callable[[str], None] = lambda text: None) -> "Engine":
         """As `load`. tell: takes a line for every stage that is behind it."""
         path, began = options.model_path, time.perf_counter()
-        check_guesses(options.num_drafts, options.num_looked_up)
+        check_amounts(options)
         tokenizer = ChatTokenizer(path)
         check_defaults(tokenizer.sampling_defaults, path / "generation_config.json")
         if options.draft is not None:
@@ -169,6 +171,7 @@ class Engine:
             opened = opened or open_asked(options, tokenizer.eos_ids)
             loaded = prepare(opened, *((parallel, SINGLE) if options.dp == 1 else (SINGLE, parallel)))
             tell(f"weights are there after {time.perf_counter() - began:.1f} s")
+            check_computes(loaded)
             draft = None if options.draft is None else load_draft(options.draft, loaded, options)
             plan = plan_beside(loaded, options, draft)
             engine = cls(
@@ -288,6 +291,7 @@ class Engine:
         if not step.decode:
             self.runner.drop_next()
         for one in step.passes(self.scheduler.budget.mixed and not self.runner.has_launched):
+            self._brought = [sequence for sequence in advanced if sequence.fault is None]
             advanced += self._pass(one)
         if step.decode and not step.prefill:
             kept = self.speculation.acceptance.accepted - accepted
@@ -304,7 +308,7 @@ class Engine:
         began, cached = time.perf_counter(), {sequence: sequence.num_cached for sequence, _ in step.prefill}
         try:
             if step.prefill:
-                self.meanwhile()  # a prompt may take the host as long as the device
+                self.meanwhile([])  # a prompt may take the host as long as the device
             joint = JointPass(step, self.parallel) if isinstance(self.scheduler, Homes) else None
             return self._finish_pass(self._compute(step) if joint is None else joint.compute(self.chooser, self.runner), joint)
         except Exception as fault:
@@ -341,7 +345,7 @@ class Engine:
             # Before others are listened to, who may add requests on this rank alone.
             if self.runner.launches_next and done.is_read_once and not self.speculation.guesses and self.scheduler.goes_on(done.counts):
                 self.runner.launch_next(self.parallel.first(chosen.token_ids))
-        self.meanwhile()
+        self.meanwhile(self._brought)
         advanced, guesses = [sequence for sequence, _ in done.counts], list[int]()
         if joint is not None:
             advanced += self._append_all(done, joint, done.hidden.new_empty(0) if chosen is None else chosen.token_ids)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from quantkit.amounts import size
 from quantkit.devices import free_bytes
@@ -107,16 +108,28 @@ def free_beside(loaded: LoadedModel, tokens: int) -> int:
 
 
 @torch.inference_mode()
+def check_computes(loaded: LoadedModel) -> None:
+    """Raises QuantkitError where a model computes no numbers behind its first token: answers would be empty, and nobody told."""
+    if not bool(torch.isfinite(_logits_behind(loaded, 1)).all()):
+        path = loaded.checkpoint.path
+        told = f"{path} computes logits that are no numbers in {str(loaded.dtype).removeprefix('torch.')}"
+        raise QuantkitError(told, f"quantkit check {path} names the tensor that is damaged")
+
+
+def _logits_behind(loaded: LoadedModel, tokens: int) -> Tensor:
+    """[1, vocab] of a prompt of so many tokens, over a cache that is let go of."""
+    blocks = -(-tokens // loaded.cache_layout.block_size)
+    cache = loaded.new_cache(blocks + 1)
+    table = torch.arange(1, blocks + 1, device=loaded.device)
+    hidden = loaded.model(torch.zeros(tokens, dtype=torch.int64, device=loaded.device), PrefillContext(cache, [Chunk(0, tokens, table)]))
+    return loaded.model.logits(hidden[-1:])
+
+
+@torch.inference_mode()
 def warm_up(loaded: LoadedModel, tokens: int) -> None:
     """Compute a prompt of so many tokens over a cache that is let go of. Raises QuantkitError where memory does not even hold that."""
-    blocks = -(-tokens // loaded.cache_layout.block_size)
     try:
-        cache = loaded.new_cache(blocks + 1)
-        table = torch.arange(1, blocks + 1, device=loaded.device)
-        hidden = loaded.model(
-            torch.zeros(tokens, dtype=torch.int64, device=loaded.device), PrefillContext(cache, [Chunk(0, tokens, table)])
-        )
-        loaded.model.logits(hidden[-1:])
+        _logits_behind(loaded, tokens)
     except torch.OutOfMemoryError as fault:
         told = str(fault).partition("\n")[0]
         raise QuantkitError(

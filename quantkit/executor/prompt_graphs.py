@@ -22,7 +22,7 @@ from quantkit.executor.context import Chunk, PrefillContext, PromptContext
 from quantkit.executor.graphs import MIN_TABLE_WIDTH, Capture, DecodeRows, StaticBuffers, TokenModel, power_of_two
 from quantkit.executor.mixed import MixedContext
 
-MOST_TOKENS = 1024
+MOST_TOKENS = 2048
 """Tokens of prompts in a pass that is captured, at most. With more of them the device is busy all the time."""
 LAUNCHED_FIRST = 8
 """Times that a size is launched before it is captured. A capture takes as long as its launches cost ten to thirty passes, and everybody
@@ -32,7 +32,7 @@ _MOST_SEEN = 8192
 """Cached tokens of all prompts in a pass that is captured, where they are expanded or decoded."""
 _MOST_BLOCKS = 4096
 """Of a sequence in such a pass: all tables are as wide, for nothing depends on their width."""
-_MOST_GRAPHS = 64
+_MOST_GRAPHS = 128
 """Each holds some megabytes, and captures take a few tenths of a second."""
 
 
@@ -75,13 +75,18 @@ def size_of(
     rows = (0, 0)
     if answers is not None:
         rows = power_of_two(len(answers.token_ids)), max(power_of_two(answers.tables.shape[1]), MIN_TABLE_WIDTH)
-    return PassSize(rows, tokens, power_of_two(len(prompts) + 1), seen, whole)
+    return PassSize(rows, tokens, _sequences(len(prompts) + 1), seen, whole)
 
 
 def rounded_sizes(most: int) -> list[int]:
     """The numbers of tokens of prompts that graphs are captured for, up to `most`."""
     sizes = {_rounded(count, _LEAST_TOKENS) for count in range(1, most + 1)}
     return sorted(size for size in sizes if size <= most)
+
+
+def _sequences(count: int) -> int:
+    """`count` or more: 2, or a power of four. One that is not there costs nearly nothing, and ever other numbers come together."""
+    return 2 if count <= 2 else 1 << 2 * -(-(count - 1).bit_length() // 2)
 
 
 def _rounded(count: int, least: int) -> int:

@@ -99,6 +99,8 @@ class WholeEngine:
         batch = Batch.of([sequence.params], [sequence.seed], self.loaded.device)
         while sequence.finish_reason is None:
             logits, cache = self.loaded.next_logits(fresh, cache)
+            if not bool(torch.isfinite(logits).all()):
+                raise QuantkitError("the model's logits are not numbers", "quantkit check names the tensor that is damaged")
             position = torch.tensor([len(sequence.token_ids) - 1], device=self.loaded.device)
             token = int(sample(logits, batch, position))
             sequence.extend([token], time.perf_counter())

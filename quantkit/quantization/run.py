@@ -24,6 +24,7 @@ from quantkit.calibrate.solvers import Solvers
 from quantkit.calibrate.source_model import SourceModel
 from quantkit.calibrate.unit_log import UnitLog
 from quantkit.calibrate.walk import Walk
+from quantkit.checkpoint.companions import has_tokenizer
 from quantkit.checkpoint.manifest import made_for
 from quantkit.checkpoint.pruned import PrunedCheckpoint
 from quantkit.checkpoint.reader import Checkpoint
@@ -161,6 +162,8 @@ def quantize(
             on_event(Note(line))
     if ranks.leads and about.told:
         on_event(Note(about.told))
+    if ranks.leads and not has_tokenizer(source):
+        on_event(Note(f"warning: {source} has no tokenizer, and so the output has none: engines read it beside the weights"))
     writer = output.open(out, run.fingerprint, overwrite=overwrite, rank=ranks.rank, inputs=inputs)
     with writer, writer.keeping(output.units):
         resumed = writer.finished(output.units) if ranks.leads else ""

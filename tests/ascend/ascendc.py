@@ -1,7 +1,6 @@
 """The Ascend C sources of kernels/ascendc compiled for a CPU, and their NumPy twins."""
 
 import ctypes
-import importlib.util
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from types import ModuleType
 
 import torch
 from ascend.guard import run_guarded
+from imported import module_at
 
 SOURCES = Path(__file__).parents[2] / "kernels" / "ascendc"
 CPU = Path(__file__).with_name("ascendc_on_cpu")
@@ -18,12 +18,7 @@ ORDERS = range(4)
 
 def twin(name: str) -> ModuleType:
     """kernels/ascendc/NAME.py, which is no package's."""
-    spec = importlib.util.spec_from_file_location(name, SOURCES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(SOURCES / f"{name}.py")
 
 
 def compiled(source: Path, folder: Path) -> ctypes.CDLL:

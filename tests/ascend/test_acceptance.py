@@ -1,6 +1,5 @@
 """`make acceptance-npu`, rehearsed on the double: one folder, whatever becomes of a step."""
 
-import importlib.util
 import json
 import os
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from imported import module_at
 
 ROOT = Path(__file__).parents[2]
 ON_THE_DOUBLE = (sys.executable, str(Path(__file__).with_name("on_the_double.py")))
@@ -15,13 +15,7 @@ ON_THE_DOUBLE = (sys.executable, str(Path(__file__).with_name("on_the_double.py"
 
 @pytest.fixture(scope="module")
 def acceptance() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("acceptance_npu", ROOT / "tools" / "acceptance_npu.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return module_at(ROOT / "tools" / "acceptance_npu.py")
 
 
 def test_the_whole_day(acceptance: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

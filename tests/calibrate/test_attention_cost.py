@@ -65,7 +65,7 @@ def compared(scaled: Scaled, source: ParameterReader, states: HiddenStatePair) -
 
 def latent(path: Path) -> Path:
     """A small DeepSeek-V3."""
-    config = make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2)
+    config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
     return make_model.write_fp8(path, config, make_model.random_tensors(config))
 
 

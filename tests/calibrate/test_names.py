@@ -104,9 +104,7 @@ def tensors_of(path: Path) -> Mapping[str, Tensor]:
 
 
 def test_other_names_give_the_same_bits(architecture: None, tmp_path: Path) -> None:
-    config = make_model.tiny_config(
-        num_hidden_layers=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, num_nextn_predict_layers=0
-    )
+    config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS, num_nextn_predict_layers=0)
     tensors = make_model.random_tensors(config)
     text = write_letters(tmp_path / "calibration.txt")
     usual = make_model.write_dense(tmp_path / "usual", config, tensors)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -160,6 +161,15 @@ def test_a_longer_request_than_the_model_takes_is_told(tmp_path: Path) -> None:
     assert made("yarn", 4096 * 40 + 1)[0] == ["the model takes texts of 163840 tokens, fewer than 163841"]
     assert made("plain", None, rope_scaling=None) == ([], "2048")
     assert made("plain", 2049, rope_scaling=None)[0] == ["the model takes texts of 2048 tokens, fewer than 2049"]
+
+
+def test_a_checkpoint_without_a_tokenizer_is_told(int8: Path, tmp_path: Path) -> None:
+    """`inspect` and `deploy` go by headers, and a server ends with a traceback."""
+    assert not [one for one in deploy(int8, "vllm").problems if "tokenizer" in one.problem]
+    without = shutil.copytree(int8, tmp_path / "without")
+    (without / "tokenizer.json").unlink()
+    (told,) = [one for one in deploy(without, "vllm").problems if "tokenizer" in one.problem]
+    assert (told.severity, told.remedy) == ("warning", "copy it from the model's source")
 
 
 def test_memory_is_counted_from_headers(int8: Path) -> None:

@@ -1,5 +1,6 @@
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -133,12 +134,19 @@ def test_lost_replies_are_told_loudly(task: str, tmp_path: Path) -> None:
         return Reply("</think>I cannot say." if left < 15 else f"</think>that is {2 * left}")
 
     with ReplayServer(answer) as server:
-        told = run_evaluation(server.url, [task], data_dir=tmp_path).to_json()["results"]["sums"]
+        told = run_evaluation(server.url, [task], data_dir=tmp_path, generation={"max_tokens": 23}).to_json()["results"]["sums"]
     assert (told["accuracy"], told["strict"], told["unfinished"], told["no_answer"]) == (0.5, 0.0, 0.3, 0.2)
     text = " ".join(told["warnings"])
-    assert "30% of replies never left their reasoning (max_tokens 64)" in text
+    assert "30% of replies never left their reasoning (max_tokens 23): they count as wrong; raise --max-tokens" in text
     assert "20% of replies give no answer" in text
     assert "50% of replies are right but not stated as asked" in text
+
+
+def test_replies_that_the_context_cut_are_not_cured_by_max_tokens(task: str, tmp_path: Path) -> None:
+    with ReplayServer(lambda question, body: Reply("let me think and think", "length")) as server:
+        results = run_evaluation(server.url, [task], data_dir=tmp_path, generation={"max_tokens": 10**6})
+    (told, *_) = results.tasks["sums"].warnings()
+    assert re.search(r"\(max_tokens 1000000, but the context ended them at \d+ or before\): .*; a longer context is needed", told), told
 
 
 def test_failed_requests_are_left_out_and_asked_again(task: str, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import make_model
 import pytest
 import torch
-from packed_model import write_random
+from packed_model import GROUPED, write_random
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
@@ -25,22 +25,7 @@ from quantkit.models.architecture import KeyValueCache, LatentCache
 from quantkit.models.context import CausalContext
 
 KINDS = pytest.mark.parametrize("cache", ["int8", "fp8"])
-GROUPED = {
-    "model_type": "mistral",
-    "vocab_size": 320,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "max_position_embeddings": 512,
-    "sliding_window": 20,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+WINDOWED = GROUPED | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20}
 PROMPTS = [[7 + i * 13 % 300 for i in range(length)] for length in (70, 5, 33)]
 """One of them longer than a block."""
 
@@ -48,7 +33,7 @@ PROMPTS = [[7 + i * 13 % 300 for i in range(length)] for length in (70, 5, 33)]
 @pytest.fixture(scope="module")
 def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Grouped queries, some of whose keys leave the window."""
-    return write_random(tmp_path_factory.mktemp("models") / "grouped", GROUPED)
+    return write_random(tmp_path_factory.mktemp("models") / "grouped", WINDOWED)
 
 
 @pytest.fixture(params=["latents", "keys"])
@@ -141,8 +126,7 @@ def uneven(latents: bool, folder: Path) -> Path:
         config = make_model.tiny_config(num_nextn_predict_layers=0)
         tensors = make_model.random_tensors(config)
     else:
-        config = GROUPED | {"model_type": "qwen3"}
-        del config["sliding_window"]
+        config = GROUPED
         architecture = find_architecture(config)
         rows = architecture.parameters(architecture.Config.from_dict(config))
         ends = {row.name for row in rows if row.role in ("embedding", "head")}

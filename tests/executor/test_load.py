@@ -7,6 +7,8 @@ from typing import Any
 import make_model
 import pytest
 import torch
+import transformers
+import transformers_peers
 from packed_model import write_packed, write_random
 from quantkit_kernels import cpu as cpu_backend
 from quantkit_kernels import silu_and_mul
@@ -14,8 +16,13 @@ from quantkit_kernels import silu_and_mul
 from quantkit.checkpoint import shards
 from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int4, compressed_int8, modelopt, modelslim
 from quantkit.checkpoint.formats.base import Format
+from quantkit.errors import QuantkitError
+from quantkit.executor.engine import Engine
 from quantkit.executor.load import LoadedModel, load_model
+from quantkit.executor.options import EngineOptions
 from quantkit.executor.parallel import Parallel
+from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.whole_engine import open_engine
 from quantkit.models.context import CausalContext
 from quantkit.schemes import Fp4Grid, Grid, IntGrid
 
@@ -102,3 +109,26 @@ def test_each_model_of_a_process_computes_by_its_own_backend(tmp_path: Path, mon
     by_cpu.clear()
     silu_and_mul(torch.ones(2, 8))
     assert by_cpu == ["silu_and_mul"]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_model_that_computes_no_numbers_is_refused(tmp_path: Path, tp: int) -> None:
+    """A NaN makes every logit one, and the likeliest token of these the first: answers were empty, and nobody was told."""
+    config = make_model.tiny_config()
+    tensors = make_model.random_tensors(config)
+    tensors["model.layers.0.self_attn.o_proj.weight"][3, 5] = float("nan")
+    path = make_model.write_dense(tmp_path / "nan", config, tensors)
+    with pytest.raises(QuantkitError, match=r"nan computes logits that are no numbers in float32; quantkit check .*nan names the tensor"):
+        Engine.load(path, device="cpu", dtype="float32", tp=tp)
+
+
+def test_a_model_of_transformers_that_computes_no_numbers_is_refused(tmp_path: Path) -> None:
+    config = transformers.GemmaConfig(**{**transformers_peers.SHARED, "head_dim": 16})
+    model = transformers.GemmaForCausalLM(config)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path)
+    make_model.write_tokenizer(tmp_path, 211)
+    engine = open_engine(EngineOptions(tmp_path, device="cpu"))
+    with pytest.raises(QuantkitError, match="the model's logits are not numbers; quantkit check names the tensor"):
+        list(engine.stream([5, 6], SamplingParams(max_new_tokens=2)))

@@ -252,7 +252,7 @@ class Launched:
         return max(self.launches, self.prompt(tokens))
 
 
-@pytest.mark.parametrize(("launches", "most", "captured"), [(45e-3, 4096, 1024), (14e-3, 4096, 512), (0.0, 4096, 64), (45e-3, 100, 100)])
+@pytest.mark.parametrize(("launches", "most", "captured"), [(60e-3, 4096, 2048), (45e-3, 4096, 1024), (0.0, 4096, 1024), (45e-3, 100, 100)])
 def test_passes_are_captured_where_they_wait_for_launches(launches: float, most: int, captured: int) -> None:
     trial: Any = Launched(launches)
     assert budget._captured(trial, most) == captured

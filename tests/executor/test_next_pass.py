@@ -159,7 +159,7 @@ def test_the_next_pass_is_launched_before_tokens_are_waited_for(tiny_checkpoint:
     """And before others are listened to; the last one's tokens need no further pass."""
     engine, told = load(tiny_checkpoint, ahead=True), list[str]()
     launch, wait = Runner.launch_next, Fetched.tolist
-    engine.meanwhile = lambda: told.append("others")
+    engine.meanwhile = lambda brought: told.append("others")
 
     def launching(self: Runner, token_ids: torch.Tensor) -> None:
         told.append("launch")

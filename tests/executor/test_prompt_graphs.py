@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from packed_model import write_random
+from packed_model import GROUPED, write_random
 from torch import Tensor
 
 from quantkit.executor import ahead, prompt_graphs
@@ -21,21 +21,7 @@ from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.scheduler import StepBudget
 from quantkit.executor.speculation import Speculation
 
-GROUPED = {
-    "model_type": "qwen3",
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "max_position_embeddings": 512,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+NARROW = GROUPED | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
 PROMPTS = [[7 + i] * 4 + list(range(20, 20 + length)) for i, length in enumerate((3, 90, 120, 30, 150, 64, 12))]
 PARAMS = [SamplingParams(max_new_tokens=5, ignore_eos=True, temperature=(i % 2) * 0.8, seed=i) for i in range(len(PROMPTS))]
 
@@ -48,7 +34,7 @@ def captured_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_random(tmp_path_factory.mktemp("models") / "grouped", GROUPED)
+    return write_random(tmp_path_factory.mktemp("models") / "grouped", NARROW)
 
 
 def in_place(step: Callable[[], object], lengths: list[int]) -> Callable[[], object]:
@@ -193,6 +179,13 @@ def test_little_of_a_pass_is_padding(tiny_checkpoint: Path, count: int) -> None:
     assert size.tokens <= size.seen <= 1.25 * size.tokens + 64
 
 
+@pytest.mark.parametrize(("prompts", "sequences"), [(1, 2), (2, 4), (3, 4), (4, 16), (15, 16), (16, 64)])
+def test_few_graphs_serve_any_number_of_prompts(tiny_checkpoint: Path, prompts: int, sequences: int) -> None:
+    size = prompt_graphs.size_of(None, [PromptRows([0] * 4, 0, [1])] * prompts, load(tiny_checkpoint, None).cache)
+    assert size is not None
+    assert size.sequences == sequences, "one is padding"
+
+
 @torch.inference_mode()
 def test_long_passes_and_states_are_not_captured(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = load(tiny_checkpoint, in_place).runner.prompts
@@ -278,8 +271,8 @@ def test_nobody_waits_for_what_was_captured_ahead(grouped: Path, monkeypatch: py
     expected, capture = answers(engine_of(grouped, None)), Counted()
     engine = engine_of(grouped, capture)
     done = capture_ahead(engine.runner, SINGLE, 3, engine.max_model_len)
-    # 1, 2 and 4 rows; 16 to 128 tokens by sixteens, 160 to 256 by 32s, 320.
-    assert done == capture.count == 3 + 13
+    # 1, 2 and 4 rows; 16 to 128 tokens by sixteens, 160 to 256 by 32s, 320: of one prompt, of up to three and of up to fifteen.
+    assert done == capture.count == 3 + 3 * 13
     assert answers(engine) == expected
     assert capture.count == done
 

@@ -141,7 +141,7 @@ def test_texts_are_read_while_the_device_computes(tiny_checkpoint: Path, monkeyp
     engine, told = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=2, max_model_len=64), list[str]()
     decode, prefill, agree, texts = Runner.decode, Runner.prefill, engine.parallel.agree, list[str]()
 
-    def hand_out() -> None:
+    def hand_out(brought: list[Sequence]) -> None:
         told.append("texts")
         texts.append(sequence.take_text())
 
@@ -155,6 +155,23 @@ def test_texts_are_read_while_the_device_computes(tiny_checkpoint: Path, monkeyp
     assert told == ["texts", "prompt", "texts", "wait", *["decode", "texts", "wait"] * 3]
     assert texts[:2] == ["", ""]
     assert "".join(texts) + sequence.take_text() == sequence.completion().text
+
+
+def test_answers_do_not_wait_for_the_prompts_of_their_step(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tokens are handed out when a prompt's chunk is launched, before the host waits for it."""
+    engine = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=2, max_model_len=256, prefill_tokens=32)
+    told, prefill, agree = list[tuple[str, int]](), Runner.prefill, engine.parallel.agree
+    answer = engine.submit([5, 6, 7], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    engine.step()
+    monkeypatch.setattr(Runner, "prefill", lambda self, parts: (told.append(("prompt", 0)), prefill(self, parts))[1])
+    monkeypatch.setattr(type(engine.parallel), "agree", lambda self, chosen: (told.append(("wait", 0)), agree(chosen))[1])
+    engine.meanwhile = lambda brought: told.extend(("handed out", len(one.generated)) for one in brought)
+    prompt = engine.submit([9] * 80, SamplingParams(max_new_tokens=1, ignore_eos=True))
+    while prompt.finish_reason is None:
+        engine.step()
+    steps = [[("wait", 0), ("prompt", 0), ("handed out", tokens)] for tokens in (2, 3, 4)]
+    assert told == [*steps[0], *steps[1], *steps[2], ("wait", 0)]
+    assert len(answer.generated) == 4
 
 
 def test_a_text_that_cannot_be_read_ends_its_request_at_the_next_step(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

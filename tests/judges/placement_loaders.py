@@ -4,7 +4,6 @@ make test-placement-loaders   # downloads both wheels, and takes the modules tha
 """
 
 import argparse
-import importlib.util
 import json
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from commands import command
+from imported import module_at
 from torch import Tensor
 
 from quantkit.assets import builtin_model
@@ -48,13 +48,7 @@ def module_of(wheel: Path, engine: str, folder: Path) -> Any:
             sys.modules.setdefault(".".join(parts[:count]), types.ModuleType(".".join(parts[:count])))
         vars(sys.modules[name]).update(values)
     path = Path(zipfile.ZipFile(wheel).extract(MODULES[engine], folder))
-    spec = importlib.util.spec_from_file_location(f"{engine.replace('-', '_')}_loader", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return module_at(path, f"{engine.replace('-', '_')}_loader")
 
 
 def judge_sglang(module: Any, placed: list[list[int]]) -> int:

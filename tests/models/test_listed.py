@@ -42,7 +42,7 @@ def without(entry: str) -> Callable[[dict[str, Any]], object]:
 
 @pytest.fixture
 def packed(tmp_path: Path) -> Path:
-    config = make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2)
+    config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
     return write_packed(tmp_path / "model", config, make_model.random_tensors(config), compressed_int4.FORMAT, GRID)
 
 

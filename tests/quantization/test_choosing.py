@@ -29,8 +29,7 @@ from quantkit.recipe import Recipe
 from quantkit.schemes import Fp4Grid, Fp8BlockGrid, IntGrid, find_scheme
 
 SMALL = {"samples": 6, "held_out": 1, "seq_len": 64, "scale_points": 2, "fit_points": 2, "search_rows": 16, "min_expert_tokens": 16}
-SIZES = {"hidden_size": 128, "intermediate_size": 128, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
-CONFIG = make_model.tiny_config(num_hidden_layers=2, **SIZES)
+CONFIG = make_model.tiny_config(num_hidden_layers=2, **make_model.NARROW)
 SCHEME = find_scheme("awq-w4a16")
 W4 = IntGrid(4, 128, symmetric=False)
 

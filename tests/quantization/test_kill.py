@@ -36,7 +36,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2)
+    config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
     return make_model.write_fp8(tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config), shards=4)
 
 

@@ -29,8 +29,7 @@ from quantkit.recipe import Recipe
 from quantkit.schemes import Fp4Grid, Fp8BlockGrid, IntGrid, find_scheme
 
 SMALL = {"samples": 4, "held_out": 2, "seq_len": 48, "scale_points": 3, "fit_points": 2, "search_rows": 16, "min_expert_tokens": 32}
-SIZES = {"hidden_size": 128, "intermediate_size": 128, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
-CONFIG = make_model.tiny_config(num_hidden_layers=2, **SIZES)
+CONFIG = make_model.tiny_config(num_hidden_layers=2, **make_model.NARROW)
 INT8 = IntGrid(8, None, symmetric=True)
 
 
@@ -47,7 +46,7 @@ def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Channels of the norms differ, and rows have several groups, so that scales have something to do."""
-    config = make_model.tiny_config(num_hidden_layers=2, **{**SIZES, "hidden_size": 256})
+    config = make_model.tiny_config(num_hidden_layers=2, **{**make_model.NARROW, "hidden_size": 256})
     tensors, generator = make_model.random_tensors(config), torch.Generator().manual_seed(1)
     for name, tensor in tensors.items():
         if tensor.dim() == 1 and "layernorm" in name:

@@ -1,5 +1,6 @@
 """quantize() from end to end on a small random DeepSeek-V3: what is written, what it is worth, and what a restart does."""
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -27,6 +28,8 @@ from quantkit.recipe import Recipe
 from quantkit.schemes import SCHEMES, IntGrid, find_scheme
 from quantkit.tokenizer.chat import ChatTokenizer
 
+CONFIG = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
+"""A dense layer, one of experts and the MTP layer."""
 SMALL = {
     "samples": 12,
     "held_out": 4,
@@ -51,13 +54,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Channels of the norms differ as in a real model, so that scales have something to do."""
-    config = make_model.tiny_config()
-    tensors = make_model.random_tensors(config)
+    tensors = make_model.random_tensors(CONFIG)
     generator = torch.Generator().manual_seed(1)
     for name, tensor in tensors.items():
         if tensor.dim() == 1 and "layernorm" in name:
             tensors[name] = (tensor.float() * (1.5 * torch.randn(tensor.shape, generator=generator)).exp()).bfloat16()
-    return make_model.write_fp8(tmp_path_factory.mktemp("models") / "salient", config, tensors)
+    return make_model.write_fp8(tmp_path_factory.mktemp("models") / "salient", CONFIG, tensors)
 
 
 def run(
@@ -97,7 +99,7 @@ def test_every_source_tensor_is_accounted_for(source: Path, outputs: dict[str, Q
     for name, entry in entries.items():
         if entry["status"] == "copied":
             assert torch.equal(before.read(name).view(torch.uint8), after.read(name).view(torch.uint8)), name
-    assert any(name.startswith("model.layers.3.") and entry["status"] == "quantized" for name, entry in entries.items()) == (
+    assert any(name.startswith("model.layers.2.") and entry["status"] == "quantized" for name, entry in entries.items()) == (
         scheme != "fp4-w4a16"
     ), "the MTP layer: quantized but in ModelOpt's format"
 
@@ -112,7 +114,7 @@ def test_the_mtp_head_is_listed_as_sglang_calls_it(outputs: dict[str, Quantizati
 def test_compensated_weights_lose_less_than_rounded_ones(outputs: dict[str, QuantizationReport]) -> None:
     """Of the inputs' error, on held-out text; every linear of the decoder is there."""
     errors = outputs["awq-w4a16"].findings.errors
-    config = deepseek_v3.Config.from_dict(make_model.tiny_config())
+    config = deepseek_v3.Config.from_dict(CONFIG)
     assert errors.keys() == {row.module for row in deepseek_v3.parameters(config) if row.role == "linear"}
     assert all(error < 0.02 for error in errors.values())
     assert outputs["awq-w4a16"].findings.mean_error < 0.7 * _nearest_error(outputs["awq-w4a16"])
@@ -158,8 +160,8 @@ def test_scales_are_undone_by_the_consumers(source: Path, outputs: dict[str, Qua
     before, after = Checkpoint.open(source), Checkpoint.open(outputs["awq-w4a16"].out)
     for norm, module in (
         ("layers.0.input_layernorm", "layers.0.self_attn.q_a_proj"),
-        ("layers.2.post_attention_layernorm", "layers.2.mlp.experts.5.gate_proj"),
-        ("layers.3.self_attn.q_a_layernorm", "layers.3.self_attn.q_b_proj"),
+        ("layers.1.post_attention_layernorm", "layers.1.mlp.experts.3.gate_proj"),
+        ("layers.2.self_attn.q_a_layernorm", "layers.2.self_attn.q_b_proj"),
     ):
         product = [
             dequantize(checkpoint.weight(f"model.{module}")) * checkpoint.read(f"model.{norm}.weight").float()
@@ -245,7 +247,7 @@ def test_a_wrong_scale_group_stops_the_run(source: Path, text: str, tmp_path: Pa
 
 
 def broken(source: Path, tmp_path: Path, change: Callable[[dict[str, torch.Tensor], dict], None]) -> Path:
-    config = make_model.tiny_config()
+    config = copy.deepcopy(CONFIG)
     tensors = make_model.random_tensors(config)
     change(tensors, config)
     return make_model.write_fp8(tmp_path / "broken", config, tensors)
@@ -310,9 +312,9 @@ def test_a_quantized_source_is_refused(outputs: dict[str, QuantizationReport], t
 
 
 def test_only_a_models_own_files_are_copied(source: Path, text: str, tmp_path: Path) -> None:
-    copy = shutil.copytree(source, tmp_path / "source")
-    (copy / "secrets.txt").write_text("not yours")
-    report = run(copy, tmp_path / "out", "rtn-w4a16", text)
+    own = shutil.copytree(source, tmp_path / "source")
+    (own / "secrets.txt").write_text("not yours")
+    report = run(own, tmp_path / "out", "rtn-w4a16", text)
     names = {path.name for path in report.out.iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "manifest.json"} <= names
     assert "secrets.txt" not in names

@@ -39,7 +39,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2)
+    config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
     return make_model.write_fp8(tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config))
 
 
@@ -180,7 +180,7 @@ def test_any_dtype_and_shape_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_ranks_share_forwards_and_linears(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside the routed experts, too: the batches that run through attention, and what is weighed on both sides of one input."""
-    config = make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2)
+    config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
     source = make_model.write_fp8(tmp_path / "source", config, make_model.random_tensors(config))
     tokens, solved, q_a, kv_a = [0], list[int](), config["q_lora_rank"], config["kv_lora_rank"] + config["qk_rope_head_dim"]
     attend, both = walk.run_attention, solver.compensate_both

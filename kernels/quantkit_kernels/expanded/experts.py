@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit_kernels.experts import BiasedExpertsLayout, Experts
+from quantkit_kernels.experts import BiasedExpertsLayout, Experts, StackedLayout
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.reference.experts import joined
 from quantkit_kernels.reference.functional import silu_and_mul
-from quantkit_kernels.weights import Weight, dequantize, kind, shape, stack
+from quantkit_kernels.weights import Weight, kind, shape
 
 
 class ExpandedExperts(Experts):
@@ -49,20 +49,15 @@ def why_not_grouped(weight: Weight, down: Weight, dtype: torch.dtype, device: to
     return "rows are not whole 16 bytes" if any(size % 8 for size in (*shape(weight), *shape(down))) else None
 
 
-class ExpandedLayout(BiasedExpertsLayout):
-    """Expands each expert as it comes into its place in the layer's tensors."""
-
+class ExpandedLayout(StackedLayout, BiasedExpertsLayout):
     def __init__(self, num_experts: int, gate: Weight, dtype: torch.dtype, device: torch.device, gating: Gating = SILU) -> None:
-        intermediate, hidden = shape(gate)
+        super().__init__(num_experts, gate, dtype, device)
         self._gating, self._biases = gating, dict[int, tuple[Tensor, Tensor]]()
-        self._gate_up = torch.empty(num_experts, 2 * intermediate, hidden, dtype=dtype, device=device)
-        self._down = torch.empty(num_experts, hidden, intermediate, dtype=dtype, device=device)
 
     def place(self, index: int, gate: Weight, up: Weight, down: Weight, biases: ExpertBiases | None = None) -> None:
         if biases is not None:
             self._biases[index] = joined(biases, self._down.device)
-        self._gate_up[index] = dequantize(stack(gate, up))
-        self._down[index] = dequantize(down)
+        super().place(index, gate, up, down)
 
     def finish(self) -> ExpandedExperts:
         sides = zip(*(self._biases[index] for index in range(len(self._down)))) if self._biases else ()

@@ -9,12 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit_kernels.experts import Experts, ExpertsLayout
+from quantkit_kernels.experts import Experts, StackedLayout
 from quantkit_kernels.pairs import Slots
 from quantkit_kernels.triton import rows
 from quantkit_kernels.triton.cards import architecture, overlapped, shared_bytes
 from quantkit_kernels.triton.experts import in_parts, sort_pairs
-from quantkit_kernels.weights import Weight, dequantize, shape, stack
 
 
 class DensePlan(NamedTuple):
@@ -83,17 +82,6 @@ class DenseExperts(Experts):
         )  # fmt: skip
 
 
-class DenseExpertsLayout(ExpertsLayout):
-    """Puts each expert, as it comes, into its place in the layer's tensors."""
-
-    def __init__(self, num_experts: int, gate: Weight, dtype: torch.dtype, device: torch.device) -> None:
-        intermediate, hidden = shape(gate)
-        self._gate_up = torch.empty(num_experts, 2 * intermediate, hidden, dtype=dtype, device=device)
-        self._down = torch.empty(num_experts, hidden, intermediate, dtype=dtype, device=device)
-
-    def place(self, index: int, gate: Weight, up: Weight, down: Weight) -> None:
-        self._gate_up[index] = dequantize(stack(gate, up))
-        self._down[index] = dequantize(down)
-
+class DenseExpertsLayout(StackedLayout):
     def finish(self) -> DenseExperts:
         return DenseExperts(self._gate_up, self._down)

@@ -73,4 +73,5 @@ def detect_format(path: Path, config: Mapping[str, Any], side: Mapping[str, Any]
     block = config.get("quantization_config") or {}
     method = " ".join(str(block[key]) for key in ("quant_method", "quant_algo", "format") if key in block) or ", ".join(side)
     readable = ", ".join(dict.fromkeys(f"{format.name} ({format.variant})" for format in FORMATS))
-    raise QuantkitError(f"{path} is quantized in a way that quantkit does not read: {method}", f"it reads {readable}")
+    remedy = f"give the model that it was made from; of quantized ones quantkit reads {readable}"
+    raise QuantkitError(f"{path} is quantized in a way that quantkit does not read: {method}", remedy)

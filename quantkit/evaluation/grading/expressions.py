@@ -6,9 +6,10 @@ A gold that is a plain number is left to the number reader. Else the two are com
 import re
 from fractions import Fraction
 
-from quantkit.evaluation.grading.answers import Extraction, last_box, last_statement, prepared
-from quantkit.evaluation.grading.choices import read_choice
+from quantkit.evaluation.grading.answers import last_statement, prepared
+from quantkit.evaluation.grading.boxes import Extraction, last_box
 from quantkit.evaluation.grading.notation import intervals, latex
+from quantkit.evaluation.grading.options import read_choice
 from quantkit.evaluation.grading.prose import ASIDE
 from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, plain
 from quantkit.evaluation.grading.values import read_value

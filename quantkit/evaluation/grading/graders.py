@@ -12,9 +12,12 @@ from typing import Any
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
-from quantkit.evaluation.grading import answers, choices, expressions, instructions, programs, reasoning
+from quantkit.evaluation.grading import answers, expressions, instructions, programs, reasoning
+from quantkit.evaluation.grading.boxes import Extraction, last_box
+from quantkit.evaluation.grading.choices import find_choice
 from quantkit.evaluation.grading.conversions import in_unit_of
 from quantkit.evaluation.grading.math_equal import MathJudge
+from quantkit.evaluation.grading.options import LETTERS, NOTHING
 from quantkit.evaluation.grading.quantities import canonical
 from quantkit.evaluation.grading.values import read_value
 from quantkit.evaluation.tasks.problems import Grade, Problem
@@ -57,7 +60,7 @@ def _nothing(grader: Grader, problem: Problem, judge: MathJudge) -> dict[str, tu
 def _number_gold(fields: dict[str, Any]) -> str:
     """The value after `####`, or inside a box, or the field itself."""
     text = str(fields["answer"]).rpartition("####")[2].strip()
-    text = answers.last_box(text).text or text
+    text = last_box(text).text or text
     if text.lower() in ("", "nan", "none", "null"):
         raise QuantkitError(
             f"the right answer {fields['answer']!r} is none, and every reply would be wrong", "mend the row, or leave it out"
@@ -73,7 +76,7 @@ def _integer_gold(fields: dict[str, Any]) -> str:
     return gold
 
 
-def _missing(found: answers.Extraction, text: str, cut: bool) -> Grade | None:
+def _missing(found: Extraction, text: str, cut: bool) -> Grade | None:
     """A reply that the token limit cut counts only with a complete box: its last number may be any number of the reasoning."""
     if found.open_box or (cut and found.found != "asked"):
         return Grade("truncated")
@@ -82,7 +85,7 @@ def _missing(found: answers.Extraction, text: str, cut: bool) -> Grade | None:
     return None
 
 
-def _verdict(correct: bool, found: answers.Extraction, answer: str | None) -> Grade:
+def _verdict(correct: bool, found: Extraction, answer: str | None) -> Grade:
     strict = found.found == "asked"
     reason = ("right" if correct else "wrong") + ("" if strict else "-loose")
     return Grade(reason, correct, correct and strict, answer)
@@ -101,7 +104,7 @@ def _read_number(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Gr
     return _read_value(problem, answers.find_number(text, question=_question(problem)), text, cut, judge, integer=False)
 
 
-def _read_value(problem: Problem, found: answers.Extraction, text: str, cut: bool, judge: MathJudge, integer: bool) -> Grade:
+def _read_value(problem: Problem, found: Extraction, text: str, cut: bool, judge: MathJudge, integer: bool) -> Grade:
     if (missing := _missing(found, text, cut)) is not None:
         return missing
     if isinstance(found.value, Fraction):
@@ -150,7 +153,7 @@ def _read_expression(problem: Problem, text: str, cut: bool, judge: MathJudge) -
 def _choice_gold(fields: dict[str, Any]) -> str:
     """The letter of the right option; MMLU gives its index from 0."""
     answer = str(fields["answer"]).strip().upper()
-    letters = choices.LETTERS[: len(fields["options"])]
+    letters = LETTERS[: len(fields["options"])]
     letter = letters[int(answer)] if answer.isdecimal() and int(answer) < len(letters) else answer
     if letter not in letters or len(letter) != 1:
         raise QuantkitError(f"the right answer {fields['answer']!r} is none of {len(letters)} options", "look at the data file")
@@ -158,15 +161,15 @@ def _choice_gold(fields: dict[str, Any]) -> str:
 
 
 def _read_choice(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
-    found = choices.find_choice(text, [str(option) for option in problem.fields["options"]])
-    return _missing(found, text, cut) or _verdict(found.text == problem.gold, found, None if found.text == choices.NOTHING else found.text)
+    found = find_choice(text, [str(option) for option in problem.fields["options"]])
+    return _missing(found, text, cut) or _verdict(found.text == problem.gold, found, None if found.text == NOTHING else found.text)
 
 
 def _read_short(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
     """BIG-Bench Hard: an option's letter in brackets, a number, or a few words, compared without case and typesetting."""
     found = expressions.find_expression(text)
     if found.text is None and not found.open_box and text.strip():
-        found = answers.Extraction(text.strip().split("\n")[-1], "last")
+        found = Extraction(text.strip().split("\n")[-1], "last")
     if (missing := _missing(found, text, cut)) is not None:
         return missing
     if found.found == "phrase":  # as its prompts ask for it

@@ -114,16 +114,22 @@ class TaskResult:
             return self.baseline_fault
         return f"{self.errors} of {self.planned} samples of {self.name} failed: no verdict. The first: {self._first_error}"
 
+    def _limit_and_remedy(self) -> tuple[str, str]:
+        """What cut replies, and what to do: max_tokens, or before it the model's context, which no option makes longer."""
+        limit = self.setting.generation.max_tokens
+        cut = [sample.completion.completion_tokens for sample in self.graded if sample.completion.finish_reason == "length"]
+        if cut and limit is not None and 0 < max(cut) < limit:
+            return f"max_tokens {limit}, but the context ended them at {max(cut)} or before", "a longer context is needed"
+        return f"max_tokens {limit}", "raise --max-tokens"
+
     def warnings(self) -> list[str]:
         """Loud sentences: what explains the score better than the model's ability."""
         said = []
-        limit = self.setting.generation.max_tokens
+        limit, remedy = self._limit_and_remedy()
         if self.unfinished >= LOUD:
-            said.append(
-                f"{self.unfinished:.0%} of replies never left their reasoning (max_tokens {limit}): they count as wrong; raise --max-tokens"
-            )
+            said.append(f"{self.unfinished:.0%} of replies never left their reasoning ({limit}): they count as wrong; {remedy}")
         if self.truncated - self.unfinished >= LOUD:
-            said.append(f"{self.truncated:.0%} of replies were cut by the token limit (max_tokens {limit}); raise --max-tokens")
+            said.append(f"{self.truncated:.0%} of replies were cut by the token limit ({limit}); {remedy}")
         if (refused := self.share("context")) > 0:
             said.append(
                 f"{refused:.1%} of requests were refused as longer than the model's context: they count as wrong; "

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.evaluation.grading.choices import LETTERS
+from quantkit.evaluation.grading.options import LETTERS
 from quantkit.evaluation.results import plots
 from quantkit.evaluation.results.figures import EvalResults, Sample, TaskResult
 from quantkit.evaluation.results.pages import render

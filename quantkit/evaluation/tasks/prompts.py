@@ -10,7 +10,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.generators.generator import Prompt
-from quantkit.evaluation.grading.choices import LETTERS
+from quantkit.evaluation.grading.options import LETTERS
 from quantkit.evaluation.tasks.definitions import Setting
 from quantkit.evaluation.tasks.problems import Problem
 

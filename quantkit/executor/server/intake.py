@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from quantkit.errors import QuantkitError
 from quantkit.executor.grammar import Grammars
 from quantkit.executor.sampling import SamplingParams, signed64
-from quantkit.executor.server.protocol import ChatRequest, CompletionRequest, chat_messages, sampling_params
+from quantkit.executor.server.protocol import ChatRequest, CompletionRequest, chat_messages, check_roles, sampling_params
 from quantkit.executor.server.service import QueueFull
 from quantkit.executor.server.tools.declared import ToolUse
 from quantkit.executor.server.tools.forced import calls_grammar
@@ -135,6 +135,7 @@ class Intake:
         shown |= body.chat_template_kwargs
         messages = self.tools.messages(messages)
         text = told(partial(self.tokenizer.render, messages, **shown), "the chat template fails on this request")
+        check_roles(messages, text)
         prompt = self.encoded(text, self.tokenizer.encode_rendered)
         inside = self.tokenizer.opens_think(text)
         guided = self._guided(body, use, form, inside)

@@ -25,6 +25,7 @@ from quantkit.executor.sampling import (
 from quantkit.executor.server.structure import Structured
 from quantkit.executor.server.tools.declared import MAX_TOOLS, ToolUse, declared_tools
 
+_ROLES = ("system", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
 MAX_CHOICES = 64
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
@@ -227,7 +228,7 @@ def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     checked = []
     for message in messages:
         if not isinstance(message.get("role"), str):
-            raise QuantkitError("a message has no role", "use system, user, assistant or tool")
+            raise QuantkitError("a message has no role", f"use {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
         content = message.get("content")
         if isinstance(content, list):
             content = "".join(_text(part) for part in content)
@@ -241,6 +242,14 @@ def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         role = {"developer": "system"}.get(message["role"], message["role"])  # OpenAI's newer name, which templates would pass over
         checked.append({**shown, "role": role, "content": (content or None) if calls else content or ""})
     return checked
+
+
+def check_roles(messages: list[dict[str, Any]], text: str) -> None:
+    """Raises QuantkitError where the rendered conversation lacks what somebody of an unusual role said, whom most templates pass over."""
+    for message in messages:
+        if message["role"] not in _ROLES and str(message["content"] or "").strip() not in text:
+            told = f"the model's chat template leaves out messages of role {message['role'][:100]}"
+            raise QuantkitError(told, f"use {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
 
 
 def _check_calls(calls: Any) -> None:

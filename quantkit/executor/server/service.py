@@ -174,10 +174,10 @@ class Service:
                 if self.engine.has_work:
                     self._advanced = self.engine.step()
                     if not self.engine.has_work:
-                        self._hand_over()
+                        self._hand_over([])
         except BaseException as fault:  # the thread's last act: whoever waits must hear of it
             self.fault = fault
-            self._hand_over()
+            self._hand_over([])
             gone = EngineFault(f"the engine stopped: {fault}")
             self._loop.call_soon_threadsafe(self._tell_all, list(set(self._streams.values())), gone)
             raise
@@ -196,9 +196,10 @@ class Service:
                     self.engine.cancel(sequence)
         return True
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, brought: list[Sequence]) -> None:
+        """brought: what the running step has of others so far. It returns them again, then mostly with nothing new."""
         news: list[tuple[AnswerStream, Piece | RequestFault]] = []
-        advanced, self._advanced = self._advanced, []
+        advanced, self._advanced = [*self._advanced, *brought], []
         for sequence in advanced:
             if sequence in self._streams:  # not cancelled since
                 news.append((self._streams[sequence], _news(sequence)))

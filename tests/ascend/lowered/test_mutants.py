@@ -1,6 +1,5 @@
 """Wrong kernels must fail: each mutant changes one thing in the source, and its result, or what it writes past the end, gives it away."""
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
@@ -9,6 +8,7 @@ import torch
 from ascend.guard import OutsideOperands
 from ascend.lowered.ascend_ir import execute
 from ascend.row_blocks import in_order
+from imported import module_at
 from quantkit_kernels import Fp4, samples
 from quantkit_kernels.ascend import kernels, launch, layout
 from quantkit_kernels.linear import quantize_rows
@@ -65,12 +65,7 @@ def mutant(tmp_path: Path, function: str, old: str, new: str) -> ModuleType:
     assert old in body, f"{function} has no {old!r}: the mutant is out of date"
     path = tmp_path / "mutant.py"
     path.write_text(SOURCE[:start] + body.replace(old, new) + SOURCE[start + len(body) :])
-    spec = importlib.util.spec_from_file_location("mutant", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at(path)
 
 
 def passes(module: ModuleType, kernel: str) -> bool:

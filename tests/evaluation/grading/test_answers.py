@@ -2,8 +2,10 @@ from fractions import Fraction
 
 import pytest
 
-from quantkit.evaluation.grading.answers import find_number, last_box
-from quantkit.evaluation.grading.choices import NOTHING, find_choice
+from quantkit.evaluation.grading.answers import find_number
+from quantkit.evaluation.grading.boxes import last_box
+from quantkit.evaluation.grading.choices import find_choice
+from quantkit.evaluation.grading.options import NOTHING
 from quantkit.evaluation.grading.quantities import canonical
 from quantkit.evaluation.grading.typesetting import normalize
 from quantkit.evaluation.grading.values import read_value

@@ -21,6 +21,7 @@ import pytest
 from running_server import KEY, MESSAGES, Running, idle, load, wait_for
 
 from quantkit.executor.engine import Engine
+from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.server.app import Limits
 from quantkit.executor.server.metrics import Gauge
@@ -123,6 +124,48 @@ def test_parts_of_characters_are_told_by_their_bytes(running: Running) -> None:
     assert "\ufffd" in "".join(token.token for token in said.logprobs.content or [])
     told = b"".join(bytes(token.bytes or []) for token in said.logprobs.content or [])
     assert told.decode(errors="replace").rstrip("\ufffd") == said.message.content  # of the last character the rest lacks
+
+
+def test_an_answer_goes_on_beside_a_prompt(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its token of a step is sent before the prompt of that step is done: else two chunks lie between two tokens of an answer."""
+    engine = load(tiny_checkpoint, max_batch=2, prefill_tokens=32)
+    slow, waits, goes_on = (threading.Event() for _ in range(3))
+    prefill, agree = Runner.prefill, engine.parallel.agree
+    tokens: list[str] = []
+
+    def computed(self: Runner, parts: Any) -> Any:
+        if len(parts[0][0].token_ids) == 80 and parts[0][1] == parts[0][0].num_new:
+            slow.set()
+        return prefill(self, parts)
+
+    def waiting(self: Any, chosen: Any) -> list[int]:
+        if slow.is_set() and not goes_on.is_set():
+            waits.set()
+            goes_on.wait(20)
+        return agree(chosen)
+
+    def answer() -> None:
+        asked: dict[str, Any] = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 600, "logprobs": 0, "extra_body": {"ignore_eos": True}}
+        for chunk in server.client().completions.create(**asked, stream=True):
+            shown = chunk.choices[0].logprobs
+            tokens.extend((shown.tokens if shown else None) or [])
+
+    monkeypatch.setattr(Runner, "prefill", computed)
+    monkeypatch.setattr(type(engine.parallel), "agree", waiting)
+    server = Running(engine)
+    with ThreadPoolExecutor() as threads:
+        running = threads.submit(answer)
+        wait_for(lambda: len(tokens) > 3)
+        asked = threads.submit(server.client().completions.create, model="tiny", prompt=[9] * 80, max_tokens=1)
+        try:
+            assert waits.wait(20)
+            so_far = max(len(one.generated) for one in engine.scheduler.running)
+            wait_for(lambda: len(tokens) == so_far)
+        finally:
+            goes_on.set()
+        asked.result(20)
+        running.result(60)
+    server.stop()
 
 
 def test_models_and_health(running: Running) -> None:

@@ -10,6 +10,7 @@ import pytest
 from quantkit.errors import QuantkitError
 from quantkit.executor.server.intake import ApiError, Intake, Lanes, Limits
 from quantkit.executor.server.service import QueueFull
+from quantkit.hub import find_model
 from quantkit.tokenizer.chat import ChatTokenizer
 from quantkit.tokenizer.template import ChatTemplate
 
@@ -78,6 +79,18 @@ def test_text_of_few_tokens_a_character_passes(tiny_checkpoint: Path) -> None:
     prepared = intake.completions(json.dumps({"prompt": longest * 18}).encode())
     assert len(prepared.choices[0][0]) <= 20
     assert len(longest) * 18 > 8 * 20, "the text is not long enough to be looked at twice"
+
+
+def test_who_the_template_passes_over_is_refused() -> None:
+    """tiny-r1's, as DeepSeek's, knows four roles; what another said was left out without a word."""
+    intake = Intake(ChatTokenizer(find_model("tiny-r1")), "tiny", Limits(), context=1024, max_choices=8)
+    asked = {"messages": [{"role": "alien", "content": " hear me "}, {"role": "user", "content": "x"}]}
+    with pytest.raises(QuantkitError, match=r"leaves out messages of role alien; use system, user, assistant or tool$"):
+        intake.chat(json.dumps(asked).encode())
+    intake.tokenizer.templates = {
+        "default": ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content.strip() }}\n{% endfor %}", "here")
+    }
+    assert intake.chat(json.dumps(asked).encode()).choices
 
 
 def test_a_template_that_fails_refuses_the_request(tiny_checkpoint: Path) -> None:

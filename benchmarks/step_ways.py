@@ -1,19 +1,31 @@
-"""What fewer launches buy: the ways of a hardware file to run a captured step, each with the operators it calls.
+"""What fewer launches buy, on paper: the ways of a hardware file to run a captured step, each with the operators it calls.
 
-    for prediction in ways(parameters(config), config, scheme, hardware, devices=8, batch=1, context=384):
-        print(prediction.level, prediction.num_launches, prediction.tpot_ms)
+    python benchmarks/step_ways.py         # the rows of docs/ascend.md's table: DeepSeek-R1 on eight 910B1
 
 Launches are counted on the doubles of torch_npu and of the Triton kernels (tests/ascend/test_launches.py); times are `costmodel`'s.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
-from quantkit.costmodel import Hardware, Level, Prediction, Way, WeightTraffic, WholeStep, device_loads, kind_of
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from r1_headers import r1_config
+
+from quantkit.costmodel import Prediction, WeightTraffic, WholeStep, device_loads, kind_of
+from quantkit.hardware import Hardware, Level, Way, load_hardware
+from quantkit.models import find_architecture
 from quantkit.models.architecture import ModelConfig
 from quantkit.models.table import BEFORE_LATENT_ATTENTION, Parameter
-from quantkit.schemes import IntGrid, Scheme
+from quantkit.schemes import IntGrid, Scheme, find_scheme
 
+SCHEMES = ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16")
+BATCHES = (1, 2, 4, 8, 32)
+DEVICES, CONTEXT = 8, 384
+WAYS = tuple(f"{name}{more}" for name in ("torch_npu", "ascend", "ascend, built") for more in ("", ", int8-attention"))
+"""Columns of the table, by their names in recipes/hardware/910b1.yaml."""
 _INT8 = IntGrid(bits=8, group_size=None, symmetric=True)
 _VECTOR_ROWS = 2
 """Rows of linears that the Triton kernels multiply on the vector cores."""
@@ -52,3 +64,23 @@ def _loads(way: Way, parameters: list[Parameter], step: WholeStep, levels: dict[
             yield load, on_vector if way.vector_experts else level
     for rows, own, decoding in ((before, _INT8, level), (rest, grid, on_vector if few else level)):
         yield from ((load, decoding) for load in device_loads(rows, step.config, own, step.devices, step.batch, split))
+
+
+def rows() -> list[str]:
+    """Of the table, as the page has them: milliseconds a token by way, a dash where a way does not take the scheme or so many sequences."""
+    config, hardware = r1_config(), load_hardware("910b1")
+    architecture = find_architecture(config)
+    read = architecture.Config.from_dict(config)
+    table, made = architecture.parameters(read), []
+    for name in SCHEMES:
+        for batch in BATCHES:
+            found = {
+                one.level: f"{one.tpot_ms:.1f}"
+                for one in ways(table, read, find_scheme(name), hardware, devices=DEVICES, batch=batch, context=CONTEXT)
+            }
+            made.append(f"| {name} | {batch} | {' | '.join(found.get(way, '-') for way in WAYS)} |")
+    return made
+
+
+if __name__ == "__main__":
+    print("\n".join(rows()))

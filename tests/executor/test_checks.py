@@ -1,0 +1,33 @@
+"""What an engine is asked for is looked at before ranks are started and weights are read."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.errors import QuantkitError
+from quantkit.executor import engine
+from quantkit.executor.engine import Engine
+
+
+@pytest.fixture(autouse=True)
+def nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begun(*given: Any, **named: Any) -> None:
+        raise AssertionError("ranks are started")
+
+    monkeypatch.setattr(engine, "join", begun)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *({name: value} for name in ("max_batch", "max_model_len", "cache_tokens", "prefill_tokens", "tp", "dp") for value in (0, -3)),
+        *({"max_batch": value} for value in (2.5, "8", True)),
+    ],
+    ids=str,
+)
+def test_amounts_that_are_none_are_refused(tiny_checkpoint: Path, asked: dict[str, Any]) -> None:
+    """A batch or a chunk of nothing would never end."""
+    ((name, value),) = asked.items()
+    with pytest.raises(QuantkitError, match=rf"^{name} is {value!r}; give a whole number of at least 1$"):
+        Engine.load(tiny_checkpoint, device="cpu", **asked)

@@ -1,0 +1,17 @@
+"""Files of Python that no package holds, as modules."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+
+def module_at(path: Path, name: str | None = None) -> ModuleType:
+    """The file run as a module `name`, by default its stem, under which others find it."""
+    spec = importlib.util.spec_from_file_location(name or path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
