@@ -49,6 +49,8 @@ WAITING = 512 * 2**20
 """Bytes of units that may wait to be written."""
 _PINNED = 128 * 2**20
 """Bytes of the largest tensor of a device for which page-locked memory is kept."""
+_HASHERS = max(1, min(4, (os.cpu_count() or 1) // 16))
+"""Threads that read and hash what units are made from: beside a GPU one is behind its experts, and ranks wait for it at the end of a layer."""
 _SYNC_SECONDS = 5.0  # how much work a power failure may cost
 
 
@@ -97,7 +99,7 @@ class CheckpointWriter:
             self._descriptors = {shard.name: os.open(self.partial / shard.name, _READ_WRITE) for shard in self.layout.shards}
             self._entries = read_entries(journals(self._state))
         self._background = BackgroundWriter(WAITING)
-        self._hashing = ThreadPoolExecutor(1, "source hash")
+        self._hashing = ThreadPoolExecutor(_HASHERS, "source hash")
         self._waiting: set[str] = set()
 
     def done(self, unit: str) -> bool:
