@@ -50,7 +50,7 @@ WAITING = 512 * 2**20
 _PINNED = 128 * 2**20
 """Bytes of the largest tensor of a device for which page-locked memory is kept."""
 _HASHERS = max(1, min(4, (os.cpu_count() or 1) // 16))
-"""Threads that read and hash what units are made from: beside a GPU one is behind its experts, and ranks wait for it at the end of a layer."""
+"""Threads that hash what units are made from. One is behind a GPU, and ranks wait for it at the end of a layer."""
 _SYNC_SECONDS = 5.0  # how much work a power failure may cost
 
 
