@@ -12,12 +12,11 @@ import torch
 from commands import command
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file
+from small_recipe import SMALL
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.quant.weights import dequantize
-
-SAMPLES = ["--samples", "4", "--seq-len", "32"]
 
 
 def answer(*arguments: str | Path) -> dict[str, Any]:
@@ -101,20 +100,26 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def few_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
+    return make_model.write_fp8(tmp_path_factory.mktemp("models") / "few-experts", config, make_model.random_tensors(config))
+
+
 @pytest.mark.parametrize(("scheme", "format_name", "decode"), CASES, ids=lambda value: value if isinstance(value, str) else "")
 def test_quantize_writes_what_it_says(
-    tiny_checkpoint: Path, calibration: Path, tmp_path: Path, scheme: str, format_name: str, decode: Any
+    few_experts: Path, calibration: Path, tmp_path: Path, scheme: str, format_name: str, decode: Any
 ) -> None:
-    out = tmp_path / "out"
-    report = answer(
-        "quantize", tiny_checkpoint, "--scheme", scheme, "--format", format_name, "--out", out, "--calibration", calibration, *SAMPLES
-    )
+    out, recipe = tmp_path / "out", tmp_path / "recipe.yaml"
+    recipe.write_text("".join(f"{key}: {value}\n" for key, value in {"scheme": scheme, **SMALL}.items()))
+    asked = ("--scheme", scheme, "--format", format_name, "--recipe", recipe, "--calibration", calibration)
+    report = answer("quantize", few_experts, *asked, "--out", out)
     assert (report["scheme"], report["format"]) == (scheme, format_name)
     about = answer("inspect", out)
     assert about["format"] == format_name
     assert about["missing"] == []
     assert about["mtp_layers"] == 1
-    source = Checkpoint.open(tiny_checkpoint)
+    source = Checkpoint.open(few_experts)
     manifest = json.loads((out / "manifest.json").read_text())
     assert set(source.tensors) == set(manifest["tensors"])
     assert {fate for entry in manifest["tensors"].values() for fate in entry["became"]} == set(Checkpoint.open(out).tensors)
@@ -225,6 +230,26 @@ def test_what_a_shell_left_empty_is_not_taken_for_the_default(
     assert (ended.code, ended.errors, ended.out) == (2, 1, "")
     assert "it is empty" in ended.error
     assert not list(tmp_path.iterdir())
+
+
+def test_a_home_that_the_shell_left_is_not_a_folder_of_its_name(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shells leave --out=~/model as it is."""
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert command("convert", str(tiny_checkpoint), "~/plain", "--dtype=bf16").code == 0
+    assert command("quantize", str(tiny_checkpoint), "--scheme=rtn-w4a16", "--out=~/rtn").code == 0
+    assert {"plain", "rtn"} <= {path.name for path in (tmp_path / "home").iterdir()}
+    assert not (tmp_path / "~").exists()
+
+
+def test_a_recipe_that_is_no_yaml_is_told_so(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """It was said not to exist."""
+    recipe = tmp_path / "recipe.txt"
+    recipe.write_text("{")
+    assert f"{recipe} is not valid: line " in refusal("quantize", tiny_checkpoint, "--recipe", recipe)
 
 
 def _copy(source: Path, target: Path) -> Path:
