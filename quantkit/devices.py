@@ -30,7 +30,32 @@ def find_device(name: str) -> torch.device:
         raise QuantkitError("no Ascend NPU is usable here", "install torch_npu on an Ascend machine, or use --device cpu")
     if name in ("cuda", "npu"):
         name = f"{name}:{os.environ.get('LOCAL_RANK', 0)}"
-    return torch.device(name)
+    return _numbered(name, kind)
+
+
+def take_device(name: str) -> torch.device:
+    """As `find_device`, for who computes there: it becomes the current one."""
+    device = find_device(name)
+    make_current(device)
+    return device
+
+
+def make_current(device: torch.device) -> None:
+    """Of this thread: Triton and our own kernels are launched on the current device, wherever the tensors lie that they are given."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
+
+
+def _numbered(name: str, kind: str) -> torch.device:
+    """A device by kind and number, of those that are here."""
+    number = name.partition(":")[2]
+    if kind == "cpu" and number in ("", "0"):
+        return torch.device("cpu")
+    count = 1 if kind == "cpu" else int(torch.get_device_module(kind).device_count())
+    if not (number.isascii() and number.isdigit() and int(number) < count):
+        others = f" to {kind}:{count - 1}" if count > 1 else ""
+        raise QuantkitError(f"there is no device {name} here", f"this machine has {kind}:0{others}")
+    return torch.device(f"{kind}:{int(number)}")
 
 
 def default_dtype(device: torch.device, int4: bool = False) -> torch.dtype:

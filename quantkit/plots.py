@@ -68,7 +68,7 @@ def layer_plot(layers: Mapping[int, float], title: str, *, log: bool) -> str:
     axes, plot = draw(7.0, 2.2)
     numbers = sorted(layers)
     axes.plot(numbers, [layers[number] for number in numbers], marker="o", markersize=3, color=OURS)
-    if log:
+    if log and any(layers.values()):
         axes.set_yscale("log")
     label_axes(axes, "layer", title)
     return plot.svg()

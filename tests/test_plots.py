@@ -1,11 +1,12 @@
 """Ticks of logarithmic axes are matplotlib's own, in characters instead of mathematics."""
 
 import re
+import warnings
 
 import pytest
 from matplotlib.ticker import LogFormatterSciNotation
 
-from quantkit.plots import draw, label_axes
+from quantkit.plots import draw, label_axes, layer_plot
 
 RAISED = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 
@@ -29,3 +30,11 @@ def test_powers_are_those_of_matplotlib(scale: str, low: float, high: float) -> 
     assert any("×" in text for text in got) == (scale == "log" and high / low < 10), "between powers only within a decade"
     assert "10" in plot.svg()
     assert not any("$" in text for text in got)
+
+
+def test_layers_that_lost_nothing_are_drawn_without_a_word() -> None:
+    """As where a budget kept every linear in 16 bits: matplotlib warned of a logarithm of nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "layer" in layer_plot({0: 0.0, 1: 0.0}, "error", log=True)
+        assert "layer" in layer_plot({0: 0.0, 1: 0.1}, "error", log=True)

@@ -6,7 +6,7 @@ channel. Steps are tried from the one that cuts nothing off to half of it, and t
 errors count as kv_b's columns make them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from quantkit_kernels import CodeSteps, KeySteps
 from quantkit_kernels.codes import LARGEST
 from torch import Tensor
 
-from quantkit.calibrate.hidden_states import HiddenStates
+from quantkit.calibrate.hidden_states import HiddenStates, TokenBatch
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.routing import no_experts
 from quantkit.calibrate.sublayer import Run, Sublayer
@@ -46,14 +46,8 @@ class CodedCache:
     ) -> dict[str, Tensor]:
         """Tensors to be stored, by name: the steps, and what changes so that latents have channels of one size. tensors: of the sublayer
         rounded, float32; states: before it."""
-        block, kept = sublayer.build(LayerWeights(tensors, no_experts, readings=readings)), list[tuple[Tensor, ...]]()
-        for batch in states.batches():
-            if batch.held_out or sum(len(part[0]) for part in kept) >= TOKENS:
-                break
-            context = CausalContext(batch.lengths, states.hidden.device)
-            block.attend(states.hidden[batch.part], context)
-            kept.append((context.stored[:, 0],) if isinstance(self.cache, LatentCache) else (context.keys[0], context.values[0]))
-        seen = [torch.cat(parts) for parts in zip(*kept)]
+        block = sublayer.build(LayerWeights(tensors, no_experts, readings=readings))
+        seen = self._seen(block, states, (batch for batch in states.batches() if not batch.held_out))
         if isinstance(self.cache, LatentCache):
             return self._latents(sublayer, tensors, seen[0][:, : self.cache.kv_lora_rank])
         steps = KeySteps(*(best_steps(side.flatten(1)).unflatten(0, side.shape[1:]) for side in seen))
@@ -72,20 +66,37 @@ class CodedCache:
     def run(self, sublayer: Sublayer, plain: Mapping[str, Tensor]) -> Run:
         """The sublayer over a cache by the steps among its stored tensors."""
         rows = sublayer.rows
-        steps = steps_of(self.cache, step_specs(self.cache, rows), rows, plain)
+        return self._by(steps_of(self.cache, step_specs(self.cache, rows), rows, plain), sublayer)
+
+    def run_uncalibrated(self, sublayer: Sublayer, block: DecoderLayer, states: HiddenStates) -> Run:
+        """The sublayer over a cache by steps that cut off nothing of what these states, before it, leave there. block: of the sublayer."""
+        seen = self._seen(block, states, states.batches())
+        if isinstance(self.cache, LatentCache):
+            return self._by(_stored(seen[0][:, : self.cache.kv_lora_rank].abs().amax().clamp(min=1e-30) / LARGEST[torch.int8]), sublayer)
+        largest = (side.abs().amax(0).clamp(min=1e-30) for side in seen)
+        return self._by(KeySteps(*(_stored(side / LARGEST[torch.int8]) for side in largest)), sublayer)
+
+    def _seen(self, block: DecoderLayer, states: HiddenStates, batches: Iterable[TokenBatch]) -> list[Tensor]:
+        """Latents [n, K], or keys and values [n, heads, K], that the tokens of some batches leave in a 16-bit cache."""
+        kept = list[tuple[Tensor, ...]]()
+        for batch in batches:
+            if sum(len(part[0]) for part in kept) >= TOKENS:
+                break
+            context = CausalContext(batch.lengths, states.hidden.device)
+            block.attend(states.hidden[batch.part], context)
+            kept.append((context.stored[:, 0],) if isinstance(self.cache, LatentCache) else (context.keys[0], context.values[0]))
+        return [torch.cat(parts) for parts in zip(*kept)]
+
+    def _by(self, steps: CodeSteps, sublayer: Sublayer) -> Run:
+        """The sublayer over a cache by these steps."""
         on = self.device
         placed: CodeSteps = steps.to(on) if isinstance(steps, Tensor) else KeySteps(*(side.to(on) for side in steps))
-        layer = next(row.layer for row in rows if row.layer is not None)
+        layer = next(row.layer for row in sublayer.rows if row.layer is not None)
 
         def attend(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:
             return block.attend(hidden, CausalContext(lengths, hidden.device, torch.int8, {layer: placed}))
 
         return attend
-
-
-def run_uncalibrated(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:
-    """A sublayer with attention over an int8 cache whose steps are each token's own: what no calibration is asked for."""
-    return block.attend(hidden, CausalContext(lengths, hidden.device, torch.int8))
 
 
 def latent_norm(sublayer: Sublayer) -> tuple[Parameter, Parameter]:

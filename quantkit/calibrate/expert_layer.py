@@ -69,6 +69,12 @@ class ExpertLayer:
         self.solver = None if model.quantized.isdisjoint(first) else solvers.of(first[0])
         values = expert_batch_values(model.weights.device.type, batches)
         self.batches = list(expert_batches(self.experts, values))
+        self.own = [batch for number, batch in enumerate(self.batches) if ranks.mine(number)]
+        """Those that this rank reads and solves."""
+
+    def will_run(self) -> None:
+        """Have the first batch brought while what is before the experts is done."""
+        self._will_read(self.own[0] if self.own else [])
 
     def consumers(self, routed: Routed) -> list[Consumer]:
         """Rows of some experts, for the group that reaches them; an expert counts by the tokens that choose it."""
@@ -100,7 +106,7 @@ class ExpertLayer:
         if self.solver is not None:
             solver = ExpertSolver(self.solver, routed, read, sublayer.importance, sublayer.outputs, original)
         rank, size = self.ranks.rank, self.ranks.size
-        reading = self._read([batch for number, batch in enumerate(self.batches) if self.ranks.mine(number)])
+        reading = self._read()
         for start in range(0, len(self.batches), size):
             together = self.batches[start : start + size]  # one for every rank
             own: dict[int, _Expert] = {}
@@ -157,13 +163,16 @@ class ExpertLayer:
         """As the source has them."""
         return self._of({row.module: self.model.weights.dequantized(row) for row in self.experts[expert].rows}, expert)
 
-    def _read(self, batches: list[list[int]]) -> Iterator[dict[int, ExpertWeights]]:
-        """The original weights of each batch; those of the next are on their way from the disk meanwhile."""
-        for batch, following in zip(batches, [*batches[1:], []]):
+    def _read(self) -> Iterator[dict[int, ExpertWeights]]:
+        """The original weights of each batch of this rank; those of the next are on their way from the disk meanwhile."""
+        for batch, following in zip(self.own, [*self.own[1:], []]):
             self.log.tell("reading", self._unit(batch[0]))
             originals = {expert: self._weights(expert) for expert in batch}
-            self.model.weights.will_read(row for expert in following for row in self.experts[expert].rows)
+            self._will_read(following)
             yield originals
+
+    def _will_read(self, batch: list[int]) -> None:
+        self.model.weights.will_read(row for expert in batch for row in self.experts[expert].rows)
 
     def _written(
         self, solver: ExpertSolver | None, originals: Mapping[int, ExpertWeights], scale: Tensor

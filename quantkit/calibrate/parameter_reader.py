@@ -48,7 +48,7 @@ class ParameterReader:
         """Parameters that are asked for next, to be brought from the disk meanwhile."""
         for row in rows:
             for name in self.parts(row):
-                self.checkpoint.will_read(name)
+                self.checkpoint.will_read(name, self.device)
 
     def blocks(self, row: Parameter, count: int) -> Iterator[Tensor]:
         """A matrix, `count` rows at a time, float32 on the device. An accelerator keeps it as it is stored, if not packed: it is asked for

@@ -1,13 +1,14 @@
 """Plain rounding beside the calibrated path: the held-out tokens through weights that were rounded to nearest, and nothing else.
 
-It says what calibration was worth: the same tokens, grid and layers, as the scheme without its methods would have them. Inputs that are
-rounded to NVFP4 have the divisor of their own largest value, a cache in 8 bits the step of each token.
+It says what calibration was worth: the same tokens, grid and layers, steps from the plain extremes of each group. Inputs that are
+rounded to NVFP4 have the divisor of their own largest value, a cache in 8 bits steps that cut nothing off.
 """
 
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from quantkit.calibrate.coded_cache import CodedCache
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.hidden_states import HiddenStates
 from quantkit.calibrate.layer_weights import LayerWeights
@@ -21,12 +22,13 @@ from quantkit.models.table import GatedMlp, Parameter
 
 @dataclass
 class PlainPath:
-    """states: of the held-out tokens, at the input of the next sublayer. solvers: of their recipe only
-    the grids count. routed: what the routed experts of the last sublayer are asked; None without experts."""
+    """states: of the held-out tokens, at the input of the next sublayer. solvers: of their recipe only the grids count. cache: of a scheme
+    whose cache has 8 bits. routed: what the routed experts of the last sublayer are asked; None without experts."""
 
     states: HiddenStates
     source: ParameterReader
     solvers: Solvers
+    cache: CodedCache | None = None
     routed: Routed | None = None
 
     def advance(self, sublayer: Sublayer) -> None:
@@ -34,8 +36,10 @@ class PlainPath:
         recorder = Recorder(len(self.states.hidden))
         own = [row.module for row in sublayer.rows if row.module in sublayer.quantized]
         block = sublayer.build(LayerWeights(self._rounded(sublayer), recorder, readings=self.solvers.readings(own)))
+        coded = self.cache is not None and self.cache.covers(sublayer)
+        run = self.cache.run_uncalibrated(sublayer, block, self.states) if self.cache is not None and coded else sublayer.run
         for batch in self.states.batches():
-            self.states.hidden[batch.part] = sublayer.run(block, self.states.hidden[batch.part], batch.lengths)
+            self.states.hidden[batch.part] = run(block, self.states.hidden[batch.part], batch.lengths)
         self.routed = recorder.routed(0, 0)
 
     def asked(self, number: int) -> tuple[Tensor, Tensor]:
@@ -68,4 +72,4 @@ class PlainPath:
 def _nearest(weights: dict[str, Tensor], rows: tuple[Parameter, ...], solver: Solver) -> dict[str, Tensor]:
     """Values of the rounded weights by module, in their order."""
     fused = {row.module: row.fused for row in rows if row.fused}
-    return {module: one.values for module, one in solver.nearest(weights, fused).items()}
+    return solver.nearest_values(weights, fused)

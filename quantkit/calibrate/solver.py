@@ -225,6 +225,11 @@ class Solver:
             solved[module] = Solved(rounder.weight(values, step), values, error, "nearest")
         return solved
 
+    def nearest_values(self, weights: dict[str, Tensor], fused: dict[str, str]) -> dict[str, Tensor]:
+        """Linears rounded to steps from their plain extremes, as values alone."""
+        amax = self._amax(weights, fused)
+        return {module: round_to_nearest(w, self.rounder(amax[module], fit=False))[0] for module, w in weights.items()}
+
     def _amax(self, weights: dict[str, Tensor], fused: dict[str, str]) -> dict[str, Tensor]:
         own = {module: w.abs().amax() for module, w in weights.items()}
         shared: dict[str, Tensor] = {}

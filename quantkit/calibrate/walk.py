@@ -18,7 +18,7 @@ from torch import Tensor
 from quantkit.calibrate.allocator import keep_freed_blocks
 from quantkit.calibrate.batches import Batches
 from quantkit.calibrate.behind_experts import feed_forward
-from quantkit.calibrate.coded_cache import CodedCache, run_uncalibrated
+from quantkit.calibrate.coded_cache import CodedCache
 from quantkit.calibrate.data import Sequences
 from quantkit.calibrate.ends import Ends, TableEnds
 from quantkit.calibrate.expert_layer import ExpertLayer
@@ -99,7 +99,7 @@ class Walk:
             fitted = tensors["fitted"] if "drift" in self.solvers.methods else None
         if begun is not None:  # on every rank: each computes what its experts add to it
             hidden = begun.to(states.original.hidden.device)
-            self.plain = PlainPath(replace(states.original, hidden=hidden), self.model.weights, self.solvers)
+            self.plain = PlainPath(replace(states.original, hidden=hidden), self.model.weights, self.solvers, self.cache)
         if fitted is not None:
             lengths = [len(s) for s in sequences.calibration]
             path = HiddenStates(fitted.to(states.quantized.hidden.device), len(fitted), lengths, self.batches.tokens)
@@ -150,6 +150,7 @@ class Walk:
         experts = None
         if self.model.experts(layer):
             experts = ExpertLayer(self.model, layer, self.solvers, self.log, self.ranks, self.batches)
+            experts.will_run()
         paths = [states.quantized, states.original, *(one.states for one in (self.plain, self.path) if one is not None)]
         with feed_forward(self.model, layer, paths) as run:
             self._walk(self._sublayer(feed_forward_unit(layer), layer, states, run), states, experts)
@@ -188,9 +189,8 @@ class Walk:
     def _walk(self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None) -> None:
         """Solve a sublayer, or take what an earlier run wrote, and replace the hidden states by those after it."""
         unit = sublayer.name
-        coded = self.cache is not None and self.cache.covers(sublayer)
         if self.plain is not None:
-            self.plain.advance(replace(sublayer, run=run_uncalibrated) if coded else sublayer)
+            self.plain.advance(sublayer)
         done = self.log.store.done(unit)
         written = self._found(sublayer, states, experts) if done else self._solved(sublayer, states, experts)
         if self.path is not None:
@@ -201,7 +201,7 @@ class Walk:
         self.log.enter("propagating", unit)
         tensors = written_tensors(sublayer, self.model.weights, written.weights, written.plain)
         readings = self.solvers.readings(written.weights, written.weights)
-        if self.cache is not None and coded:
+        if self.cache is not None and self.cache.covers(sublayer):
             sublayer = replace(sublayer, run=self.cache.run(sublayer, written.plain))
         if experts is not None and written.routed is not None and written.read is not None:
             # Attention may stand before them in this sublayer, and a router that took a scale is stored rounded: both count now.

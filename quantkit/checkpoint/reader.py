@@ -184,9 +184,9 @@ class Checkpoint:
         """The stored tensor, in its stored dtype."""
         return self._shards.read(self._info(name), device=device)
 
-    def will_read(self, name: str) -> None:
-        """Have the system bring a stored tensor from the disk while something else is done."""
-        self._shards.will_read(self._info(name))
+    def will_read(self, name: str, device: torch.device = CPU) -> None:
+        """Have a stored tensor brought from the disk while something else is done, for a device to be given it."""
+        self._shards.will_read(self._info(name), device)
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:

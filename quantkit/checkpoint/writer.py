@@ -31,6 +31,7 @@ from torch import Tensor
 from quantkit.amounts import size
 from quantkit.checkpoint.background_writer import BackgroundWriter
 from quantkit.checkpoint.header import TensorInfo, TensorSpec, read_at
+from quantkit.checkpoint.host_memory import host_memory
 from quantkit.checkpoint.journal import Journal, JournalEntry, journals, lock_path, read_entries
 from quantkit.checkpoint.layout import Layout, Shard, plan_layout
 from quantkit.checkpoint.lock import check_free
@@ -46,6 +47,10 @@ _CHUNK = 16 * 2**20
 _READ_WRITE = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 WAITING = 512 * 2**20
 """Bytes of units that may wait to be written."""
+_PINNED = 128 * 2**20
+"""Bytes of the largest tensor of a device for which page-locked memory is kept."""
+_HASHERS = max(1, min(4, (os.cpu_count() or 1) // 16))
+"""Threads that hash what units are made from. One is behind a GPU, and ranks wait for it at the end of a layer."""
 _SYNC_SECONDS = 5.0  # how much work a power failure may cost
 
 
@@ -94,7 +99,7 @@ class CheckpointWriter:
             self._descriptors = {shard.name: os.open(self.partial / shard.name, _READ_WRITE) for shard in self.layout.shards}
             self._entries = read_entries(journals(self._state))
         self._background = BackgroundWriter(WAITING)
-        self._hashing = ThreadPoolExecutor(1, "source hash")
+        self._hashing = ThreadPoolExecutor(_HASHERS, "source hash")
         self._waiting: set[str] = set()
 
     def done(self, unit: str) -> bool:
@@ -144,7 +149,7 @@ class CheckpointWriter:
             assert tuple(tensor.shape) == info.shape, f"{name} is {tuple(tensor.shape)}, planned {info.shape}"
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         # What waits must not change when its maker goes on; what is too large to wait is not held twice.
-        held = {name: tensor.detach().to("cpu", copy=nbytes <= WAITING).contiguous() for name, tensor in tensors.items()}
+        held = {name: _on_host(tensor.detach(), nbytes <= WAITING) for name, tensor in tensors.items()}
         self._waiting.add(unit)
         source = self._hashing.submit(self._watch.digests, unit) if self._watch is not None else None
         self._background.hand_over(lambda: self._write(unit, held, dict(facts or {}), source), nbytes)
@@ -296,6 +301,13 @@ def prepare(out: Path, inputs: Iterable[Path] = (), rank: int = 0) -> None:
             check_free(lock_path(directory / STATE, rank), out)
         if rank == 0:
             remove_leftovers(partial_of(out), out, STATE)
+
+
+def _on_host(tensor: Tensor, copy: bool) -> Tensor:
+    """Contiguous; of a device's, in memory that such tensors take turns in. copy: also of what is on the host."""
+    if tensor.device.type == "cpu" or tensor.nbytes > _PINNED:
+        return tensor.to("cpu", copy=copy).contiguous()
+    return host_memory(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
 
 
 def _stored_chunks(descriptor: int, info: TensorInfo) -> Iterator[memoryview]:

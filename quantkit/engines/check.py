@@ -109,7 +109,8 @@ def check_model(profile: EngineProfile, checkpoint: Checkpoint, format: str) -> 
         names = ", ".join(missing)
         remedy = "add them: two releases of this architecture name the same numbers differently, and both names may stand there"
         faults.append(LoadProblem("error", f"{profile.engine} reads {names} in config.json, which it lacks", remedy))
-    return faults
+    unread = {profile.unread(linear.grid): None for linear in checkpoint.linears.values() if linear.grid is not None}
+    return [*faults, *(LoadProblem("error", told, "quantize with another --group-size") for told in unread if told)]
 
 
 def check_cache(profile: EngineProfile, checkpoint: Checkpoint, codes: CacheCodes | None) -> list[LoadProblem]:

@@ -111,6 +111,8 @@ class EngineProfile(Strict):
     formats: dict[str, tuple[str, ...]] = Field({})
     # Model types whose cache it keeps in these codes, by steps that a checkpoint holds.
     caches: dict[CacheCodes, tuple[str, ...]] = Field({})
+    # Sizes of int4 groups that its kernels read; none: nothing is known of them.
+    int4_groups: tuple[int, ...] = ()
     loads: tuple[LoadRule, ...]
     mixtures: tuple[MixtureRule, ...] = ()
     refuses: tuple[Refusal, ...] = ()
@@ -119,6 +121,13 @@ class EngineProfile(Strict):
         """Whether a rule or a refusal names the format; of others nobody looked whether the engine loads them."""
         named = {name for refusal in self.refuses for name in refusal.formats}
         return format in named | {rule.format for rule in self.loads} | {rule.format for rule in self.mixtures}
+
+    def unread(self, grid: Grid) -> str:
+        """What its kernels do not read of a grid; empty for none."""
+        if not self.int4_groups or not isinstance(grid, IntGrid) or grid.bits != 4 or grid.group_size in (None, *self.int4_groups):
+            return ""
+        *sizes, last = map(str, self.int4_groups)
+        return f"{self.engine} reads int4 in groups of {', '.join(sizes)} or {last}, not of {grid.group_size}"
 
     def reason(self, format: str | None, variant: str | None, grid: GridName, device: Device | None) -> str:
         """Why it does not load that: what a refusal says, or that nothing is known of it. None stands for any."""

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.devices import Fetched
+from quantkit.devices import Fetched, make_current
 from quantkit.executor.ahead import capture_ahead
 from quantkit.executor.budget import measure
 from quantkit.executor.cache import CachePlan
@@ -283,6 +283,7 @@ class Engine:
     @torch.inference_mode()
     def compute_step(self) -> list[Sequence]:
         """The step of this rank: as `step`, but sequences with a fault that are not finished stay until rank 0 cancels them."""
+        make_current(self.loaded.device)  # threads begin with the first one
         began, mixed = time.perf_counter(), self.scheduler.budget.mixed
         # A chunk that ends no prompt is not waited for: behind the launched pass, it and a mixed one would lie between two tokens.
         step = self.scheduler.schedule(answers_alone=mixed and self.runner.has_launched)

@@ -8,7 +8,7 @@ import torch
 from quantkit_kernels import CacheLayout, CodeSteps, KeySteps, asked, cache_layout, check_runs, why_no_rounded_inputs
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.devices import find_device, find_dtype
+from quantkit.devices import find_device, find_dtype, make_current
 from quantkit.errors import QuantkitError
 from quantkit.executor.cache import BLOCK_SIZE, Coding, PagedCache, find_codes
 from quantkit.executor.checks import check_context, check_eos
@@ -229,6 +229,7 @@ def load_model(
 def prepare(opened: OpenedModel, parallel: Parallel = SINGLE, expert_parallel: Parallel = SINGLE) -> LoadedModel:
     """Read and lay out the weights; parallel, expert_parallel: as `load_model`."""
     checkpoint, target, backend, codes = opened.checkpoint, opened.device, opened.backend, opened.codes
+    make_current(target)
     architecture, config, rows = opened.read.architecture, opened.read.config, opened.read.rows
     expert_ranks = ExpertRanks(expert_parallel, target)
     weights = ExecutorWeights(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from quantkit_kernels import UnsummedPairs, accelerator, add_rms_norm
 from torch import Tensor
 
-from quantkit.devices import Fetched, find_device
+from quantkit.devices import Fetched, find_device, make_current
 from quantkit.errors import QuantkitError, UsageFault
 from quantkit.executor.channel import Channel
 from quantkit.executor.coded_sums import CodedSums, codes_of_sums
@@ -50,8 +50,7 @@ class Parallel:
 
         Messages go over gloo and TCP, tensors over the device's own library.
         """
-        if device.type != "cpu":
-            torch.get_device_module(device).set_device(device)
+        make_current(device)
         if device.type == "npu":
             # Collectives of a few kilobytes on the vector cores, without the scheduler's round trip; read when the ranks first meet.
             os.environ.setdefault("HCCL_OP_EXPANSION_MODE", "AIV")

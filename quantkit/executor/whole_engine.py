@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.devices import find_device
+from quantkit.devices import take_device
 from quantkit.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.follower import lead_or_follow
@@ -115,5 +115,5 @@ def slow(path: Path) -> str:
 
 def load_whole(path: Path, device: str = "auto") -> WholeModel:
     """A checkpoint of an architecture without a file, in float32 on a CPU and bfloat16 elsewhere."""
-    where = find_device(device)
+    where = take_device(device)
     return WholeModel(Checkpoint.open(path), where, torch.float32 if where.type == "cpu" else torch.bfloat16)

@@ -38,9 +38,17 @@ def _round_block(
     block = batch * COLUMNS * rows_all
     at = column[:, None] * rows_all + row[None, :]
     become = tl.load(target + block + at, mask=(column[:, None] < COLUMNS) & inside[None, :], other=0.0)
+    answers = reaction + batch * COLUMNS * COLUMNS + column
+    size = tl.load(step + block + row, mask=inside, other=1.0)
+    nought = tl.load(zero + block + row, mask=inside, other=0.0)
+    answer = tl.load(answers, mask=(column > 0) & (column < COLUMNS), other=0.0)
     for i in range(COLUMNS):
         own = block + i * rows_all + row
-        size = tl.load(step + own, mask=inside, other=1.0)
+        # What the next column needs is on its way while this one is rounded: the columns wait for each other as it is.
+        more = inside & (i + 1 < COLUMNS)
+        next_size = tl.load(step + own + rows_all, mask=more, other=1.0)
+        next_nought = tl.load(zero + own + rows_all, mask=more, other=0.0)
+        next_answer = tl.load(answers + (i + 1) * COLUMNS, mask=(column > i + 1) & (column < COLUMNS), other=0.0)
         here = tl.sum(tl.where(column[:, None] == i, become, 0.0), axis=0)
         level = tl.div_rn(here, size)
         if FP4:
@@ -48,7 +56,6 @@ def _round_block(
             spacing = tl.where(tl.abs(level) < 2, 0.5, tl.where(tl.abs(level) < 4, 1.0, 2.0))
             level = _whole(level / spacing) * spacing
         elif ZERO:
-            nought = tl.load(zero + own, mask=inside, other=0.0)
             level = _whole(tl.minimum(tl.maximum(level, low - nought), high - nought))
         else:
             level = _whole(tl.minimum(tl.maximum(level, low), high))
@@ -56,8 +63,8 @@ def _round_block(
         left = here - value
         tl.store(values + batch * values_batch + i * rows_all + row, value, mask=inside)
         tl.store(missed + own, left, mask=inside)
-        answer = tl.load(reaction + (batch * COLUMNS + i) * COLUMNS + column, mask=(column > i) & (column < COLUMNS), other=0.0)
         become += answer[:, None] * left[None, :]
+        size, nought, answer = next_size, next_nought, next_answer
 
 
 def round_block(target: Tensor, reaction: Tensor, rounder: Rounder, step: RoundingStep, values: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quantkit.quant.gptq import BLOCK, Curvature, Steps, block_rounder, take
 from quantkit.quant.rounding import Rounder, RoundingStep
-from quantkit.quant.tensor_cores import carried, take_away
+from quantkit.quant.tensor_cores import carried, plus_product, take_away
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,12 @@ def descend(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder
 def _sweep(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps) -> None:
     """Every column once. seen: V^T E, kept true."""
     columns, factor, round_block = values.shape[-2], curvature.factor, block_rounder(values.device)
-    for start, (diagonal, inverse) in zip(range(0, columns, BLOCK), curvature.reactions):
+    for start, reaction in zip(range(0, columns, BLOCK), curvature.reactions):
         stop = min(start + BLOCK, columns)
         rows = factor[..., start:stop, start:]
         before = values[..., start:stop, :].clone()
-        target = before + inverse @ (carried(rows, seen[..., start:, :]) / diagonal)
-        one = torch.eye(stop - start, device=values.device)
-        round_block(target, one - inverse, rounder, steps.of(start, stop), values[..., start:stop, :])
+        target = plus_product(before, reaction.change, carried(rows, seen[..., start:, :]))
+        round_block(target, reaction.own, rounder, steps.of(start, stop), values[..., start:stop, :])
         change = values[..., start:stop, :] - before
         take_away(seen[..., start:, :], rows.mT, change)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quantkit.quant.rounding import Rounder, RoundingStep, fit_steps
-from quantkit.quant.tensor_cores import carried
+from quantkit.quant.tensor_cores import carried, carried_and, plus_product
 
 OUTER = 512
 """Columns that are told at once what all earlier ones left to them: a product as wide as products need to be fast."""
@@ -58,26 +58,26 @@ class Curvature:
         return self._in_place(self.energy)
 
     @cached_property
-    def inverses(self) -> tuple[Tensor, ...]:
-        """Of the blocks of BLOCK columns on the factor's diagonal, [..., C, C] each; the last may be smaller."""
+    def triangles(self) -> tuple["Triangle", ...]:
+        """The blocks of BLOCK columns on the factor's diagonal; the last may be smaller."""
         columns = self.factor.shape[-1]
         blocks = [self.factor[..., start : start + BLOCK, start : start + BLOCK] for start in range(0, columns, BLOCK)]
         whole = columns // BLOCK
-        return (*(_inverse(torch.stack(blocks[:whole])) if whole else ()), *(_inverse(block) for block in blocks[whole:]))
+        together = Triangle.of(torch.stack(blocks[:whole])).apart if whole else ()
+        return (*together, *(Triangle.of(block) for block in blocks[whole:]))
 
     @cached_property
-    def reactions(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """What a sweep of descent needs of each block of BLOCK columns: the Hessian's diagonal [..., C, 1], and (I + A)^-1 [..., C, C], A
-        the block of the Hessian under its diagonal, row i divided by H_ii."""
+    def reactions(self) -> tuple["Reaction", ...]:
+        """What a sweep of descent needs of each block of BLOCK columns."""
         return tuple(self._reaction(start) for start in range(0, self.factor.shape[-1], BLOCK))
 
-    def _reaction(self, start: int) -> tuple[Tensor, Tensor]:
+    def _reaction(self, start: int) -> "Reaction":
         rows = self.factor[..., start : start + BLOCK, start:]
         own = rows @ rows.mT
         diagonal = own.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
         one = torch.eye(own.shape[-1], device=own.device)
-        unit = (own / diagonal).tril(-1) + one
-        return diagonal.clone(), torch.linalg.solve_triangular(unit, one.expand_as(unit), upper=False)
+        inverse = torch.linalg.solve_triangular((own / diagonal).tril(-1) + one, one.expand_as(own), upper=False)
+        return Reaction(inverse / diagonal.mT, one - inverse)
 
     @property
     def conditional(self) -> Tensor:
@@ -105,10 +105,38 @@ class Curvature:
         return Curvature(self.factor.div_(s.unsqueeze(-1)), self.energy / s / s, self.order)
 
 
-def _inverse(triangle: Tensor) -> Tensor:
-    """Of upper triangles [..., C, C]."""
-    one = torch.eye(triangle.shape[-1], device=triangle.device)
-    return torch.linalg.solve_triangular(triangle, one.expand_as(triangle), upper=True)
+@dataclass(frozen=True)
+class Triangle:
+    """A block T [..., C, C] on the diagonal of a factor, as GPTQ asks for it: pivot [..., C, 1] its diagonal; answer inv(T)^T, by which the
+    block's columns make up for those before it; reaction -(pivot inv(T))^T, by which they do for each other."""
+
+    pivot: Tensor
+    answer: Tensor
+    reaction: Tensor
+
+    @classmethod
+    def of(cls, block: Tensor) -> "Triangle":
+        one = torch.eye(block.shape[-1], device=block.device)
+        inverse = torch.linalg.solve_triangular(block, one.expand_as(block), upper=True)
+        pivot = block.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        return cls(pivot, inverse.mT, -(pivot * inverse).mT)
+
+    @property
+    def apart(self) -> tuple["Triangle", ...]:
+        """Those of its first dimension."""
+        return tuple(map(Triangle, self.pivot, self.answer, self.reaction))
+
+
+@dataclass(frozen=True)
+class Reaction:
+    """Of a block of C columns of the Hessian, with A its part under the diagonal, row i divided by H_ii.
+
+    change (I + A)^-1 / H_jj [..., C, C]: by how much column i changes for a unit of what column j wants; own I - (I + A)^-1 [..., C, C]: by
+    how much it does for the rounding error of column j.
+    """
+
+    change: Tensor
+    own: Tensor
 
 
 def _permuted(square: Tensor, order: Tensor) -> Tensor:
@@ -168,21 +196,20 @@ def gptq(w: Tensor, curvature: Curvature, rounder: Rounder, steps: "Steps", seen
         after = min(outer + OUTER, columns)
         from_before = carried(factor[..., :outer, outer:after].mT, error[..., :outer, :])
         for start in range(outer, after, BLOCK):
-            stop = min(start + BLOCK, after)
+            stop, triangle = min(start + BLOCK, after), curvature.triangles[start // BLOCK]
             before = from_before[..., start - outer : stop - outer, :]
             if start > outer:
-                before += carried(factor[..., outer:start, start:stop].mT, error[..., outer:start, :])
-            triangle, block = factor[..., start:stop, start:stop], w[..., start:stop, :]
-            inverse = curvature.inverses[start // BLOCK]
-            pivot = triangle.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-            target = block + inverse.mT @ before
-            errors = round_block(target, -(pivot * inverse).mT, rounder, steps.of(start, stop), values[..., start:stop, :])
-            own = errors.mul_(pivot)
-            if seen is not None:
+                before = carried_and(before, factor[..., outer:start, start:stop].mT, error[..., outer:start, :])
+            block = w[..., start:stop, :]
+            target = plus_product(block, triangle.answer, before)
+            errors = round_block(target, triangle.reaction, rounder, steps.of(start, stop), values[..., start:stop, :])
+            own = errors.mul_(triangle.pivot)
+            if seen is None:
+                loss += own.square_().sum(-2)
+            else:
                 seen[..., start:stop, :] = own
-            loss += own.square_().sum(-2)
             torch.sub(block, values[..., start:stop, :], out=error[..., start:stop, :])
-    return values, loss
+    return values, loss if seen is None else seen.square().sum(-2)
 
 
 def block_rounder(device: torch.device) -> Callable[[Tensor, Tensor, Rounder, RoundingStep, Tensor], Tensor]:

@@ -32,6 +32,20 @@ def carried(a: Tensor, b: Tensor) -> Tensor:
     return (a.bfloat16() @ b.bfloat16()).float() if _bears_bf16(a, b) else a @ b
 
 
+def carried_and(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """c [..., M, N] and the product of a [..., M, K] and b [..., K, N], as `carried`; a may lack leading dimensions."""
+    return c + carried(a, b) if _bears_bf16(a, b) else plus_product(c, a, b)
+
+
+def plus_product(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """c [..., M, N] + a @ b, in one operation; a may lack leading dimensions."""
+    if c.dim() == 2:
+        return torch.addmm(c, a, b)
+    if c.dim() == 3:
+        return torch.baddbmm(c, a.expand(len(c), -1, -1), b)
+    return c + a @ b
+
+
 def take_away(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out [..., M, N] less the product of a [..., M, K] and b [..., K, N], in place; a may lack leading dimensions. As `carried`."""
     if _bears_bf16(a, b):

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
+
+from quantkit.checkpoint.host_memory import host_memory
 
 
 class HostCopies:
@@ -21,4 +22,4 @@ class HostCopies:
         kept = self._kept.get(name)
         if kept is not None and kept.shape == like.shape and kept.dtype == like.dtype:
             return kept
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+        return host_memory(like.shape, like.dtype, like.device)

@@ -137,7 +137,7 @@ def read_request(scheme: Scheme, format: str, engine: str | None, recipe: Recipe
         scheme = replace(scheme, weight=choice.grid)
     name = choice.format if choice else scheme.formats[0] if format == "auto" else format
     check_pair(scheme, name)
-    scheme = _with_group_size(scheme, recipe)
+    scheme = _with_group_size(scheme, recipe, engine)
     several = _several(engine, scheme, asked, mixture) if mixture != NO_MIXTURE and engine else None
     return JobRequest(scheme, name, find_format(name, scheme), recipe, choice, mixture, several, asked)
 
@@ -159,7 +159,7 @@ def _mixed_request(scheme: Scheme, format: str | None, engine: str | None, recip
         able = [one for one in MIXING if one in scheme.formats]
         remedy = f"use --format {' or '.join(able)}" if able else "use --scheme awq-w4a16"
         raise QuantkitError(f"format {name} holds no mixture of grids with those of {scheme.name}", remedy)
-    return JobRequest(_with_group_size(scheme, recipe), name, target, recipe, choice, mixture, choice, format)
+    return JobRequest(_with_group_size(scheme, recipe, engine), name, target, recipe, choice, mixture, choice, format)
 
 
 def _several(engine: str, scheme: Scheme, format: str | None, mixture: Mixture) -> MixtureChoice | None:
@@ -255,10 +255,13 @@ def _check_choice(job: Job) -> None:
         raise QuantkitError(f"{told}, not routed experts, and calibration cannot leave those out", "choose another format or engine")
 
 
-def _with_group_size(scheme: Scheme, recipe: Recipe) -> Scheme:
+def _with_group_size(scheme: Scheme, recipe: Recipe, engine: str | None) -> Scheme:
     """The scheme with the recipe's group size, where it sets one. Raises QuantkitError where there is none to set."""
     if recipe.group_size is None:
         return scheme
     if not isinstance(scheme.weight, IntGrid) or scheme.weight.group_size is None:
         raise QuantkitError(f"a group size of {recipe.group_size} is given, and {scheme.name} has none to choose", "leave it out")
-    return replace(scheme, weight=replace(scheme.weight, group_size=recipe.group_size))
+    weight = replace(scheme.weight, group_size=recipe.group_size)
+    if engine and (unread := find_engine(engine).unread(weight)):
+        raise QuantkitError(unread, "give another --group-size")
+    return replace(scheme, weight=weight)

@@ -29,7 +29,7 @@ from quantkit.checkpoint.manifest import made_for
 from quantkit.checkpoint.pruned import PrunedCheckpoint
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import prepare
-from quantkit.devices import describe_hardware, find_device
+from quantkit.devices import describe_hardware, take_device
 from quantkit.expert_counts import FILE_NAME, ExpertCounts
 from quantkit.plots import layer_plot
 from quantkit.progress import Note, OnEvent, Progress, peak_memory, silent
@@ -144,7 +144,7 @@ def quantize(
     prepare(out, inputs, ranks.rank)
     check_wanted(sensitivities, mixture)
     run = _checked(source, read_request(scheme, format, engine, recipe, mixture), engine, memory)
-    where = find_device(device)
+    where = take_device(device)
     if run.options is not None:
         run = _with_grids(run, run.options, out, sensitivities, ranks, where, on_event if ranks.leads else silent)
     job = run.job

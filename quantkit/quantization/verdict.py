@@ -41,9 +41,10 @@ def judge(kl: float, top1_agree: float, tokens: int, plain_kl: float | None = No
             beside += " (usual: {:.2f} to {:.2f})".format(*USUAL[scheme])
     if useless and word == "good":
         word = "fair"
+    closer = "hardly closer" if plain_kl is not None and kl < plain_kl else "no closer"
     meaning = {
         "good": "close to the source",
-        "fair": "no closer to the source than plain rounding" if useless else "changed, and usable for most things",
+        "fair": f"{closer} to the source than plain rounding" if useless else "changed, and usable for most things",
         "poor": "far from the source",
     }[word]
     same = f"the likeliest next token is the same for {top1_agree:.1%} of {tokens:,} held-out tokens"

@@ -1,14 +1,17 @@
 """Blocks of stored tensors are slices of them, and no more is read than they need."""
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from quantkit.checkpoint import shards
-from quantkit.checkpoint.header import read_header
+from quantkit.checkpoint import read_ahead, shards
+from quantkit.checkpoint.header import TensorInfo, read_header
 from quantkit.checkpoint.shards import CPU, Shards
+from quantkit.errors import QuantkitError
 
 TENSORS = {
     "wide": torch.arange(12 * 3000, dtype=torch.int32).view(12, 3000),
@@ -67,3 +70,44 @@ def test_bytes_are_counted_as_read(stored: Path) -> None:
         files = Shards(stored)
         files.read(infos[name], block)
         assert files.bytes_read == count
+
+
+def test_what_a_device_will_be_given_is_read_once_and_before(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, read = {info.name: info for info in read_header(stored, "model.safetensors")}, Shards(stored)
+    filled = []
+    fill = Shards._fill
+
+    def told(self: Shards, info: TensorInfo, content: torch.Tensor, skip: int) -> None:
+        filled.append((info.name, threading.current_thread() is threading.main_thread()))
+        fill(self, info, content, skip)
+
+    monkeypatch.setattr(Shards, "_fill", told)
+    for name in ("wide", "fp8", "scalar"):
+        read.will_read(found[name], DEVICE)
+        read.will_read(found[name], DEVICE)
+    for name, tensor in TENSORS.items():
+        for _ in range(2):
+            assert torch.equal(read.read(found[name], device=DEVICE).float(), tensor.float())
+    assert [name for name, here in filled if not here] == ["wide", "fp8", "scalar"]
+    assert sum(here for _, here in filled) == 2 * len(TENSORS) - 3
+    assert read.bytes_read == 2 * sum(info.nbytes for info in found.values())
+
+
+def test_no_more_is_read_ahead_than_there_is_room_for(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {info.name: info for info in read_header(stored, "model.safetensors")}
+    monkeypatch.setattr(read_ahead, "CAPACITY", found["narrow"].nbytes + found["fp8"].nbytes)
+    ahead, empty = read_ahead.ReadAhead(), torch.empty(0, dtype=torch.uint8)
+    for name in ("narrow", "wide", "fp8", "scalar"):
+        ahead.begin(found[name], lambda: empty)
+    assert [name for name, info in found.items() if ahead.take(info) is not None] == [name for name in found if name in ("narrow", "fp8")]
+    ahead.begin(found["scalar"], lambda: empty)
+    assert ahead.take(found["scalar"]) is empty
+
+
+def test_a_fault_of_what_was_read_ahead_is_told_to_who_takes_it(stored: Path) -> None:
+    (info,) = (one for one in read_header(stored, "model.safetensors") if one.name == "wide")
+    read = Shards(stored)
+    os.truncate(stored / "model.safetensors", info.offset + 10)
+    read.will_read(info, DEVICE)
+    with pytest.raises(QuantkitError, match="became shorter"):
+        read.read(info, device=DEVICE)

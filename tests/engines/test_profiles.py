@@ -24,6 +24,7 @@ from quantkit.schemes import SCHEMES, Fp4Grid, IntGrid, Scheme, find_scheme
 
 INT4 = IntGrid(4, 128, symmetric=False)
 INT4_G64 = IntGrid(4, 64, symmetric=False)
+INT4_G16 = IntGrid(4, 16, symmetric=False)
 INT4_SYMMETRIC = IntGrid(4, 128, symmetric=True)
 INT8 = IntGrid(8, None, symmetric=True)
 W4A4 = Fp4Grid(activation_bits=4)
@@ -172,6 +173,8 @@ def test_nothing_to_say_of_what_an_engine_loads(packed: Any, engine: str, format
         ("sglang", compressed_fp4.W4A4, W4A4, linear, None, "does not take qkv_a quantized"),
         ("sglang", compressed_int4.FORMAT, INT4_SYMMETRIC, kv_b, "cuda", "does not take kv_b quantized"),
         ("sglang", modelopt.FORMAT, Fp4Grid(), kv_b, "cuda", "does not take kv_b quantized"),
+        ("vllm", awq.FORMAT, INT4_G16, linear, None, "reads int4 in groups of 32, 64 or 128, not of 16"),
+        ("sglang", awq.FORMAT, INT4_G16, linear, None, "reads int4 in groups of 32, 64 or 128, not of 16"),
         ("sglang", awq.FORMAT, INT4_G64, expert, "cuda", "expects every qkv_a linear quantized"),
         ("sglang", modelopt.FORMAT, Fp4Grid(), expert, "cuda", "sglang looks for model.layers.1.mlp.shared_experts.gate_up_proj in"),
         ("sglang", compressed_int8.FORMAT, INT8, expert, "cuda", "sglang looks for model.layers.1.mlp.shared_experts.gate_up_proj in"),

@@ -107,6 +107,8 @@ CASES: dict[str, Case] = {
     "vllm-ascend": (fp8, "awq-w4a16", {"engine": "vllm-ascend"}, {}, True),
     "sglang": (fp8, "fp4-w4a16", {"engine": "sglang", "format": "modelopt"}, {}, True),
     "group size 64": (fp8, "awq-w4a16", {}, {"group_size": 64}, True),
+    "group size 16": (fp8, "awq-w4a16", {}, {"group_size": 16}, True),
+    "group size 16 of an engine": (fp8, "awq-w4a16", {"engine": "vllm"}, {"group_size": 16}, False),
     "rounded only": (fp8, "int8-a8w8c16", {"format": "modelslim"}, ROUNDED, True),
     "unknown architecture, rounded": (UNKNOWN, "rtn-w4a16", {}, {}, True),
     "unknown architecture, rounded to fp4": (UNKNOWN, "fp4-w4a16", {}, ROUNDED, True),

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from quantkit.calibrate.drift import DriftSum
 from quantkit.calibrate.expert_layer import ExpertLayer, expert_batches
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.hidden_states import HiddenStates, TokenBatch
+from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.shared_runs import SharedRuns
 from quantkit.calibrate.statistics import StatisticsSum
@@ -62,23 +63,29 @@ def test_a_rank_reads_its_own_experts_alone(
 ) -> None:
     """In a layer's experts; and finds out what the other's errors were without reading their weights. Both write the bytes of one."""
     read: list[int] = []
+    ahead: list[int] = []
     reading, load = ExpertLayer._read, Output.load
 
-    def seen(self: ExpertLayer, batches: list[list[int]]) -> Iterator[dict[int, ExpertWeights]]:
-        for originals in reading(self, batches):
+    def seen(self: ExpertLayer) -> Iterator[dict[int, ExpertWeights]]:
+        for originals in reading(self):
             read.extend(originals)
             yield originals
+
+    def announced(self: ParameterReader, rows: Iterable[Parameter]) -> None:
+        ahead.extend(row.expert for row in rows if row.expert is not None)
 
     def loaded(self: Output, unit: str) -> object:
         assert "experts" not in unit, unit
         return load(self, unit)
 
     monkeypatch.setattr(ExpertLayer, "_read", seen)
+    monkeypatch.setattr(ParameterReader, "will_read", announced)
     monkeypatch.setattr(Output, "load", loaded)
     monkeypatch.setenv("WORLD_SIZE", "2")
 
     def compute(parallel: Parallel) -> object:
         errors = quantize_job.run(source, text, tmp_path / "two").findings.errors
+        assert ahead == [expert for expert in read for _ in range(3)], "each linear of what is read is announced before"
         return {"read": torch.tensor(read), "errors": torch.tensor([errors[name] for name in sorted(errors)])}
 
     first, second = run_ranks(2, tmp_path, compute)

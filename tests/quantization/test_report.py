@@ -106,6 +106,7 @@ def test_experts_that_were_left_are_told() -> None:
         (0.05, 0.4, "fair", "usable"),
         (0.3, 4.0, "poor", "more bits"),
         (0.002, 0.002, "fair", "no closer to the source than plain rounding"),
+        (0.0019, 0.002, "fair", "hardly closer to the source than plain rounding"),
         (0.002, None, "good", "close to the source"),
         (0.0, 0.0, "good", "close to the source"),
     ],
