@@ -33,8 +33,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def find_yaml(name_or_path: str, *folder: str) -> Path | None:
-    """A YAML file by its path, or by its name without .yaml where it ships with quantkit in `folder`. None where it is not there."""
-    is_path = name_or_path.endswith((".yaml", ".yml"))
+    """A YAML file by its path, or by its name without .yaml where it ships with quantkit in `folder`. None where it is not there. What has
+    a slash is a path, whatever it ends in."""
+    is_path = name_or_path.endswith((".yaml", ".yml")) or "/" in name_or_path
     path = Path(name_or_path) if is_path else asset(*folder) / f"{name_or_path}.yaml"
     try:
         return path if path.is_file() else None

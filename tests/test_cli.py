@@ -232,6 +232,26 @@ def test_what_a_shell_left_empty_is_not_taken_for_the_default(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_home_that_the_shell_left_is_not_a_folder_of_its_name(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shells leave --out=~/model as it is."""
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert command("convert", str(tiny_checkpoint), "~/plain", "--dtype=bf16").code == 0
+    assert command("quantize", str(tiny_checkpoint), "--scheme=rtn-w4a16", "--out=~/rtn").code == 0
+    assert {"plain", "rtn"} <= {path.name for path in (tmp_path / "home").iterdir()}
+    assert not (tmp_path / "~").exists()
+
+
+def test_a_recipe_that_is_no_yaml_is_told_so(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """It was said not to exist."""
+    recipe = tmp_path / "recipe.txt"
+    recipe.write_text("{")
+    assert f"{recipe} is not valid: line " in refusal("quantize", tiny_checkpoint, "--recipe", recipe)
+
+
 def _copy(source: Path, target: Path) -> Path:
     shutil.copytree(source, target)
     return target

@@ -1,5 +1,7 @@
-"""Arguments with nothing in them, which a shell makes of a variable that is not set: refused, and never taken for the default."""
+"""Arguments as a shell leaves them: with nothing in them, of a variable that is not set, which is refused and never taken for the default;
+and with a ~ that stays, as in --out=~/model, which is the home folder and not one of this name."""
 
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -19,6 +21,9 @@ class FilledCommand(TyperCommand):
         for one in self.params:
             if one.name not in _MAY_BE_EMPTY and values.get(one.name) == "":
                 raise typer.BadParameter("it is empty: give it a value, or leave it out", ctx=ctx, param_hint=_as_typed(one))
+            value = ctx.params.get(one.name)
+            if isinstance(value, Path) and value.parts[:1] == ("~",):
+                ctx.params[one.name] = value.expanduser()
         return rest
 
 

@@ -24,6 +24,7 @@ from quantkit.calibrate.sublayer import Run, run_attention, run_feed_forward
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.shards import CPU
 from quantkit.diagnosis.findings import DiagnosisFindings
+from quantkit.errors import QuantkitError
 from quantkit.evaluation.distance.documents import read_documents
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.mlp import MoeMlp
@@ -111,9 +112,10 @@ def compare_behaviour(
 ) -> tuple[list[SublayerError], float]:
     """The errors of all sublayers, and the mean KL of the next token in nats. documents: of `read_compared`.
 
-    Raises QuantkitError where one of the two is not computed here.
+    Raises QuantkitError where one of the two is not computed here, and where they are of different sizes.
     """
     ours, theirs = _Side(checkpoint), _Side(source)
+    _check_sizes(ours, theirs)
     lengths = [len(one) for one in documents]
     mine, right = (side.ends.embedded(documents) for side in (ours, theirs))
     errors: list[SublayerError] = []
@@ -128,6 +130,16 @@ def compare_behaviour(
     kl = _next_token_kl(ours, theirs, mine, right)
     _judge(errors, kl, findings)
     return errors, kl
+
+
+def _check_sizes(ours: _Side, theirs: _Side) -> None:
+    wanted = {row.name: row.shape for row in theirs.model.rows if not row.mtp}
+    own = {row.name: row.shape for row in ours.model.rows if not row.mtp}
+    name = next((name for name in [*own, *wanted] if own.get(name) != wanted.get(name)), None)
+    if name is not None:
+        sizes = [list(rows[name]) if name in rows else "not there" for rows in (own, wanted)]
+        told = f"{name} is {sizes[0]} in {ours.checkpoint.path} and {sizes[1]} in {theirs.checkpoint.path}: their behaviour is not compared"
+        raise QuantkitError(told, "give the source that it was made from")
 
 
 _Loaded = tuple[_Side, DecoderLayer, LayerWeights]

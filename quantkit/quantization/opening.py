@@ -20,6 +20,7 @@ from quantkit.engines.check import check_cache, check_model
 from quantkit.engines.choice import FormatChoice, MixtureChoice, choose, choose_mixture
 from quantkit.engines.profiles import find_engine
 from quantkit.errors import QuantkitError
+from quantkit.models.by_name import ends_as_linear, fits
 from quantkit.models.cache_steps import is_codable, step_specs
 from quantkit.models.table import Parameter
 from quantkit.models.tied import check_stored_head
@@ -208,6 +209,9 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
     if inventory.by_name and job.coverage.share < request.recipe.least_quantized:
         told = f"model_type {model_type!r} of {path / 'config.json'} is not one that quantkit has a table of ({inventory.told})"
         fault = f"{told}, and the run would quantize {job.coverage}"
+        uneven = next((row for row in inventory.rows if ends_as_linear(row.name) and not fits(row.shape)), None)
+        if uneven is not None:
+            fault += f"; {uneven.module} is {list(uneven.shape)}, and 32 must divide the inputs of a linear and 8 its outputs"
         remedy = "set least_quantized in the recipe to less where that is meant"
         smaller = finer_group(inventory.rows, scheme)
         raise QuantkitError(fault, f"give --group-size {smaller}, or {remedy}" if smaller else remedy)

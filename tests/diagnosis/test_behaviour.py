@@ -58,6 +58,16 @@ def test_a_router_that_was_left_unscaled_is_named(models: tuple[Path, Path], tmp
     assert [finding.where for finding in found.found if finding.name == "router-strays"] == ["model.layers.2 feed-forward"]
 
 
+def test_a_source_of_other_sizes_is_not_computed_beside_it(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """Linears and layers that do not go together: the check ended with an error of torch."""
+    for number, changes in enumerate(({"intermediate_size": 2 * CONFIG["intermediate_size"]}, {"num_hidden_layers": 2})):
+        config = make_model.tiny_config(**{"num_hidden_layers": 3, **changes})
+        other = make_model.write_dense(tmp_path / f"{number}", config, good_checkpoints.random_weights(config))
+        with pytest.raises(QuantkitError, match=r"is .* in .* and .* in .*: their behaviour is not compared; give the source that it was"):
+            compare_behaviour(Checkpoint.open(models[0]), Checkpoint.open(other), [], DiagnosisFindings())
+        assert diagnose(str(models[1]), source=str(other), depth="behaviour").findings.verdict == "bad"
+
+
 def test_behaviour_needs_a_source(models: tuple[Path, Path]) -> None:
     with pytest.raises(QuantkitError, match="give --source"):
         diagnose(str(models[0]), depth="behaviour")

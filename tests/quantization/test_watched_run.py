@@ -354,6 +354,13 @@ def test_check_does_not_call_scales_wrong_that_no_table_tells_of(tmp_path: Path)
     assert not found.has("scales-absurd"), found.found
 
 
+def test_linears_of_sizes_that_no_engine_takes_are_named(tmp_path: Path) -> None:
+    """No scheme has groups short enough, and int8 has none: the refusal said only that nothing would be quantized."""
+    source = written(peer("seed_oss", hidden_size=100, intermediate_size=160), tmp_path / "source")
+    with pytest.raises(QuantkitError, match=r"q_proj is \[\d+, 100\], and 32 must divide the inputs of a linear and 8 its outputs"):
+        run(source, tmp_path / "out", "int8-a8w8c16")
+
+
 def test_groups_that_do_not_divide_every_linear(tmp_path: Path) -> None:
     """128 divides the inputs of o_proj alone: refused with the size that divides all; with it everything is quantized."""
     source = written(peer("seed_oss", hidden_size=96, intermediate_size=160), tmp_path / "source")
