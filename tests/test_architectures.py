@@ -248,7 +248,7 @@ def test_quantized_model_stays_near_its_source(source: Path, tmp_path: Path, sch
     _skip_unasked(source, scheme in CELLS[source.name])
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": " ".join(str((i * j) % 97) for j in range(60))}) + "\n" for i in range(12)))
-    recipe = Recipe(scheme=scheme, calibration=str(text), samples=6, held_out=2, seq_len=48)
+    recipe = Recipe(scheme=scheme, calibration=str(text), samples=6, held_out=2, seq_len=48, search_rows=16, scale_points=3, sweeps=2)
     if source.name in SHORT_NAMES and SCHEMES[scheme].outside is not None:
         with pytest.raises(QuantkitError, match="this name says otherwise"):
             quantize(source, tmp_path / "out", SCHEMES[scheme], "auto", recipe, device="cpu")

@@ -49,7 +49,7 @@ SPELLED: dict[str, dict[str, str]] = {
         "_proj.": "the same",
         "_proj": "how publishers name experts that they stack in one tensor",
     },
-    "checkpoint/stacked.py": {"_proj": "how publishers name experts that they stack in one tensor"},
+    "checkpoint/published_stacks.py": {"_proj": "how publishers name experts that they stack in one tensor"},
     "checkpoint/formats/modelslim_kinds.py": dict.fromkeys(
         ("o_proj", "down_proj"), "the format slices scale_bias of these two, for vllm-ascend"
     ),

@@ -19,9 +19,9 @@ from quantkit.checkpoint.description import check_description
 from quantkit.checkpoint.formats import detect_format, fp8_block
 from quantkit.checkpoint.formats.base import CODES, SIDE_FILES, Axis, Format, StoredPart, lifted
 from quantkit.checkpoint.header import TensorInfo, read_at, read_header
+from quantkit.checkpoint.published_stacks import unstacked
 from quantkit.checkpoint.renamed import renamed
 from quantkit.checkpoint.shards import CPU, Shards
-from quantkit.checkpoint.stacked import unstacked
 from quantkit.errors import QuantkitError
 from quantkit.model_files import LARGEST, is_inside, is_there, read_json
 from quantkit.quant.weights import Weight

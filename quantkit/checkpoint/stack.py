@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.checkpoint.header import TensorInfo, TensorPart
+from quantkit.checkpoint.published_stacks import SIDES, STACKINGS
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.stacked import SIDES, STACKINGS
 
 _EXPERT = re.compile(r"(.*experts)\.(0|[1-9]\d{0,5})\.\w+_proj\.(weight|bias)")
 """Name of an expert's tensor, as `unstacked` has it: the module of experts, the expert's number and the kind."""

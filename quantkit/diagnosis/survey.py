@@ -15,11 +15,11 @@ from torch import Tensor
 from quantkit.checkpoint.companions import SETTINGS
 from quantkit.checkpoint.formats.base import SIDE_FILES
 from quantkit.checkpoint.header import TensorInfo, read_header
+from quantkit.checkpoint.published_stacks import unstacked
 from quantkit.checkpoint.reader import WITHOUT_PICKLES, pickles_of, told_pickles
 from quantkit.checkpoint.remote import remote_tensor
 from quantkit.checkpoint.renamed import known_names
 from quantkit.checkpoint.shards import Shards
-from quantkit.checkpoint.stacked import unstacked
 from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.errors import QuantkitError
 from quantkit.hub import fetch_small, find_local, read_header_of

@@ -1,6 +1,7 @@
 """gpt-oss: attention sinks, a sliding window in every other layer, biases everywhere, and experts with a clamped gate.
 
-Published with the experts of a layer stacked, in MXFP4 or in 16 bits; they are read as experts of their own (checkpoint/stacked.py).
+Published with the experts of a layer stacked, in MXFP4 or in 16 bits; they are read as experts of their own
+(checkpoint/published_stacks.py).
 """
 
 from typing import Any

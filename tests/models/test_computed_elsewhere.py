@@ -114,7 +114,7 @@ def test_tokens_and_logits_are_those_of_transformers(case: str, tmp_path: Path) 
 def test_they_are_calibrated(case: str, tmp_path: Path) -> None:
     source = written(peer_of(case), tmp_path / case)
     text = write_letters(tmp_path / "calibration.txt", 600)
-    recipe = Recipe(scheme="awq-w4a16", calibration=str(text), samples=6, held_out=2, seq_len=48, scale_points=3, group_size=32)
+    recipe = Recipe(scheme="awq-w4a16", calibration=str(text), samples=6, held_out=2, seq_len=48, scale_points=3, sweeps=2, group_size=32)
     report = quantize(source, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe)
     assert 0 < report.findings.next_token["kl"] < 0.5
     (done,) = open_engine(EngineOptions(tmp_path / "out", device="cpu")).generate([[5, 6, 7]], SamplingParams(max_new_tokens=4))

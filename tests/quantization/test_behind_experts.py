@@ -51,7 +51,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe_of(source: Path, prune: float = 0.0) -> Recipe:
     text = str(source.parent / "text.txt")
-    return Recipe(scheme="awq-w4a16", calibration=text, samples=10, held_out=4, seq_len=48, search_rows=16, prune=prune)
+    return Recipe(
+        scheme="awq-w4a16", calibration=text, samples=10, held_out=4, seq_len=48, search_rows=16, scale_points=3, sweeps=2, prune=prune
+    )
 
 
 def said(path: Path, sequences: list[Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import make_model
 import pytest
+import small_recipe
 import torch
 from commands import command
 from letters import write_letters
@@ -28,7 +29,7 @@ from quantkit.quantization.opening import open_job, read_request
 from quantkit.recipe import Recipe
 from quantkit.schemes import Fp4Grid, Fp8BlockGrid, IntGrid, find_scheme
 
-SMALL = {"samples": 6, "held_out": 1, "seq_len": 64, "scale_points": 2, "fit_points": 2, "search_rows": 16, "min_expert_tokens": 16}
+SMALL = small_recipe.SMALL | {"held_out": 1, "seq_len": 64, "scale_points": 2}
 CONFIG = make_model.tiny_config(num_hidden_layers=2, **make_model.NARROW)
 SCHEME = find_scheme("awq-w4a16")
 W4 = IntGrid(4, 128, symmetric=False)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import make_model
 import pytest
+import small_recipe
 import torch
 from commands import command
 from letters import write_letters
@@ -28,7 +29,7 @@ from quantkit.quantization.opening import open_job, read_request
 from quantkit.recipe import Recipe
 from quantkit.schemes import Fp4Grid, Fp8BlockGrid, IntGrid, find_scheme
 
-SMALL = {"samples": 4, "held_out": 2, "seq_len": 48, "scale_points": 3, "fit_points": 2, "search_rows": 16, "min_expert_tokens": 32}
+SMALL = small_recipe.SMALL | {"samples": 4, "seq_len": 48, "min_expert_tokens": 32}
 CONFIG = make_model.tiny_config(num_hidden_layers=2, **make_model.NARROW)
 INT8 = IntGrid(8, None, symmetric=True)
 

@@ -13,6 +13,7 @@ import transformers
 from commands import command
 from letters import write_letters
 from output_files import files
+from small_recipe import SMALL
 from torch import Tensor
 
 from quantkit.calibrate.saliency import choose_kept
@@ -28,7 +29,6 @@ from quantkit.recipe import Recipe
 from quantkit.schemes import find_scheme
 from quantkit.tokenizer.chat import ChatTokenizer
 
-SMALL = {"samples": 6, "held_out": 2, "seq_len": 32, "scale_points": 3, "fit_points": 2, "search_rows": 16, "min_expert_tokens": 16}
 CONFIG = {"num_hidden_layers": 2, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
 
 

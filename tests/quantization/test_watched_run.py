@@ -82,7 +82,9 @@ def is_rounded_alone(source: Path, told: str) -> None:
 def recipe_of(source: Path, scheme: str) -> Recipe:
     """With a text of its own, beside the source."""
     text = write_letters(source.parent / "calibration.txt", 600)
-    return Recipe(scheme=scheme, calibration=str(text), samples=6, held_out=2, seq_len=48, scale_points=3, fit_points=1, search_rows=16)
+    return Recipe(
+        scheme=scheme, calibration=str(text), samples=6, held_out=2, seq_len=48, scale_points=3, fit_points=1, search_rows=16, sweeps=2
+    )
 
 
 def stored(path: Path) -> dict[str, Tensor]:

@@ -2,7 +2,8 @@
 
 X.blocks uint8 [N, K / 2]   X.scales uint8 [N, K / 32], the exponent plus 127
 
-On the disk the experts of a layer are stacked, with blocks [E, N, K / 32, 16]; stacked.py takes them apart. All but experts is plain.
+On the disk the experts of a layer are stacked, with blocks [E, N, K / 32, 16]; published_stacks.py takes them apart.
+All but experts is plain.
 """
 
 from collections.abc import Callable, Mapping, Sequence
