@@ -61,11 +61,11 @@ def make_engine(config: deepseek_v3.Config, parallel: Parallel, device: torch.de
     return engine
 
 
-def warm_schedule(scheduler: Scheduler) -> ScheduledStep:
+def warm_schedule(scheduler: Scheduler, *, answers_alone: bool = False) -> ScheduledStep:
     """Whoever waits enters with his prompt in the cache."""
     while (sequence := scheduler._admit()) is not None:
         sequence.num_cached = len(sequence.token_ids) - 1
-    return plain_schedule(scheduler)
+    return plain_schedule(scheduler, answers_alone=answers_alone)
 
 
 plain_schedule = Scheduler.schedule

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from small_recipe import SMALL
 
 from quantkit.calibrate import expert_layer, statistics
 from quantkit.errors import QuantkitError
@@ -27,7 +28,6 @@ from quantkit.quantization import QuantizationReport, quantize
 from quantkit.recipe import Recipe
 from quantkit.schemes import Method, find_scheme
 
-SMALL = {"samples": 6, "held_out": 2, "seq_len": 32, "scale_points": 3, "fit_points": 2, "search_rows": 16, "min_expert_tokens": 16}
 SCHEME = "awq-w4a16"
 METHODS: tuple[Method, ...] | None = None
 """Of its recipe; None for the scheme's own."""

@@ -25,6 +25,7 @@ LEVELS = [
     {"api"},
     {"guide"},
     {"console"},
+    {"bars"},
     {"cli"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

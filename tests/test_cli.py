@@ -12,12 +12,11 @@ import torch
 from commands import command
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file
+from small_recipe import SMALL
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.quant.weights import dequantize
-
-SAMPLES = ["--samples", "4", "--seq-len", "32"]
 
 
 def answer(*arguments: str | Path) -> dict[str, Any]:
@@ -101,20 +100,26 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def few_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
+    return make_model.write_fp8(tmp_path_factory.mktemp("models") / "few-experts", config, make_model.random_tensors(config))
+
+
 @pytest.mark.parametrize(("scheme", "format_name", "decode"), CASES, ids=lambda value: value if isinstance(value, str) else "")
 def test_quantize_writes_what_it_says(
-    tiny_checkpoint: Path, calibration: Path, tmp_path: Path, scheme: str, format_name: str, decode: Any
+    few_experts: Path, calibration: Path, tmp_path: Path, scheme: str, format_name: str, decode: Any
 ) -> None:
-    out = tmp_path / "out"
-    report = answer(
-        "quantize", tiny_checkpoint, "--scheme", scheme, "--format", format_name, "--out", out, "--calibration", calibration, *SAMPLES
-    )
+    out, recipe = tmp_path / "out", tmp_path / "recipe.yaml"
+    recipe.write_text("".join(f"{key}: {value}\n" for key, value in {"scheme": scheme, **SMALL}.items()))
+    asked = ("--scheme", scheme, "--format", format_name, "--recipe", recipe, "--calibration", calibration)
+    report = answer("quantize", few_experts, *asked, "--out", out)
     assert (report["scheme"], report["format"]) == (scheme, format_name)
     about = answer("inspect", out)
     assert about["format"] == format_name
     assert about["missing"] == []
     assert about["mtp_layers"] == 1
-    source = Checkpoint.open(tiny_checkpoint)
+    source = Checkpoint.open(few_experts)
     manifest = json.loads((out / "manifest.json").read_text())
     assert set(source.tensors) == set(manifest["tensors"])
     assert {fate for entry in manifest["tensors"].values() for fate in entry["became"]} == set(Checkpoint.open(out).tensors)

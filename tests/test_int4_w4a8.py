@@ -34,7 +34,7 @@ def written(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     directory = tmp_path_factory.mktemp("w4a8")
     text = directory / "text.jsonl"
     text.write_text("".join(json.dumps({"text": " ".join(str((i * j) % 97) for j in range(60))}) + "\n" for i in range(16)))
-    recipe = Recipe(scheme=SCHEME.name, calibration=str(text), samples=10, held_out=2, seq_len=48, search_rows=32, scale_points=5)
+    recipe = Recipe(scheme=SCHEME.name, calibration=str(text), samples=10, held_out=2, seq_len=48, search_rows=32, scale_points=5, sweeps=2)
     quantize(tiny_checkpoint, directory / "out", SCHEME, "auto", recipe, engine="vllm-ascend", device="cpu")
     return directory / "out"
 

@@ -41,7 +41,7 @@ def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("w4a8")
     text = directory / "text.jsonl"
     text.write_text("".join(json.dumps({"text": " ".join(str((i * j) % 97) for j in range(60))}) + "\n" for i in range(12)))
-    few = {"samples": 8, "held_out": 2, "seq_len": 48, "search_rows": 16, "scale_points": 3, "fit_points": 1}
+    few = {"samples": 8, "held_out": 2, "seq_len": 48, "search_rows": 16, "scale_points": 3, "fit_points": 1, "sweeps": 2}
     quantize(source, directory / "out", SCHEME, "auto", Recipe(scheme=SCHEME.name, calibration=str(text), **few), device="cpu")
     return directory / "out"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import make_model
 import pytest
+import small_recipe
 import torch
 from letters import write_letters
 from output_files import files
@@ -35,7 +36,7 @@ from quantkit.quantization import quantize
 from quantkit.recipe import Recipe
 from quantkit.schemes import find_scheme
 
-SMALL = {"samples": 10, "held_out": 4, "seq_len": 48, "scale_points": 3, "fit_points": 2, "search_rows": 16, "min_expert_tokens": 32}
+SMALL = small_recipe.SMALL | {"samples": 10, "held_out": 4, "seq_len": 48, "min_expert_tokens": 32}
 PROMPTS = [[7 + i * 13 % 300 for i in range(length)] for length in (70, 5, 33)]
 
 

@@ -37,7 +37,7 @@ SCHEME = find_scheme("nvfp4-w4a4")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     text = tmp_path_factory.mktemp("text") / "text.jsonl"
     text.write_text("".join(json.dumps({"text": " ".join(str((i * j) % 97) for j in range(60))}) + "\n" for i in range(12)))
-    few = {"samples": 8, "held_out": 2, "seq_len": 48, "search_rows": 16, "scale_points": 3, "fit_points": 1}
+    few = {"samples": 8, "held_out": 2, "seq_len": 48, "search_rows": 16, "scale_points": 3, "fit_points": 1, "sweeps": 2}
     return Recipe(scheme=SCHEME.name, calibration=str(text), **few)
 
 

@@ -148,6 +148,12 @@ def quoted(text: str) -> Iterator[tuple[str, bool]]:
             yield match[1], False
 
 
+def test_the_readme_lists_every_command() -> None:
+    assert isinstance(COMMANDS, TyperGroup)
+    listed = re.findall(r"(?m)^quantkit (\w+)", (ROOT / "README.md").read_text().partition("## Commands")[2])
+    assert set(listed) == {name for name, command in COMMANDS.commands.items() if not command.hidden}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_quoted_commands_are_those_of_the_command_line(page: Path) -> None:
     """The lab is left out: its pages are of their day."""

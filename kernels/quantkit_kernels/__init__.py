@@ -8,7 +8,17 @@ Arguments that do not fit raise ValueError naming the argument.
 from quantkit_kernels.backends import BACKENDS, OPERATORS, OperatorRow, asked, by_own_backend, check_runs, prefer, table
 from quantkit_kernels.codes import CODES, CodedKeys, CodedLatents, CodeSteps, KeySteps, KeyValues
 from quantkit_kernels.experts import NO_EXPERT, Experts, ExpertsBuilder, prepare_experts
-from quantkit_kernels.functional import add_rms_norm, gate_and_mul, mla_decode, mla_prepare, mla_queries, rms_norm, rope, silu_and_mul
+from quantkit_kernels.functional import (
+    add_rms_norm,
+    gate_and_mul,
+    likeliest,
+    mla_decode,
+    mla_prepare,
+    mla_queries,
+    rms_norm,
+    rope,
+    silu_and_mul,
+)
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.grouped import gqa_decode, gqa_prepare
 from quantkit_kernels.latents import CacheLayout, Latents, cache_layout, doubled_angles, pairs_apart, why_no_codes
@@ -83,6 +93,7 @@ __all__ = [
     "gqa_decode",
     "gqa_prefill",
     "gqa_prepare",
+    "likeliest",
     "mla_decode",
     "mla_prefill",
     "mla_prepare",

@@ -27,6 +27,7 @@ OPERATORS = (
     "route",
     "moe_gate",
     "rope",
+    "likeliest",
     "mla_prepare",
     "mla_prolog",
     "mla_decode",

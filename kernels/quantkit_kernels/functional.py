@@ -61,6 +61,14 @@ def gate_and_mul(x: Tensor, gating: Gating, *, backend: str = "auto") -> Tensor:
     return result
 
 
+def likeliest(logits: Tensor, *, backend: str = "auto") -> Tensor:
+    """The places int64 [B] of the largest of each row of logits float32 [B, V], the first of equal ones. A row with NaN has one, too."""
+    require(logits.dim() == 2 and logits.shape[1] > 0, f"logits: shape {list(logits.shape)}, expected [B, V]")
+    require(logits.dtype == torch.float32, f"logits: dtype {logits.dtype}, expected float32")
+    result: Tensor = backends.find("likeliest", backend, logits.device).likeliest(logits)
+    return result
+
+
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = True, backend: str = "auto") -> Tensor:
     """Rotary embedding: pairs (x[2i], x[2i+1]), or (x[i], x[i + D/2]) where not interleaved, turned by the angle of pair i at the token's
     position.

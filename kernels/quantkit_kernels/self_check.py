@@ -239,6 +239,7 @@ def _small_cases(device: torch.device, dtype: torch.dtype, rng: torch.Generator)
     bias = random(EXPERTS, dtype=torch.float32) * 0.1
     rule = Routing(EXPERTS, TOP_K, n_group=8, topk_group=4, routed_scaling_factor=2.5)
     joined = replace(rule, num_joined_experts=1)
+    yield case("likeliest", functional.likeliest, logits)
     yield case("route", partial(route, routing=rule), logits, bias, first=1)
     yield case("moe_gate", partial(moe_gate, routing=joined), x, router, bias, first=1, nbytes=router.nbytes)
     positions, angles = torch.arange(tokens, device=device), random(64, 32, dtype=torch.float32)

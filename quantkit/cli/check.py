@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit import console
+from quantkit import bars, console
 from quantkit.cli.options import AsJson, Model, names_of_engines
 from quantkit.hub import find_local
 
@@ -49,7 +49,7 @@ def check(
         check_writable(report, "--report")
     by_itself = "behaviour" if text is not None else "headers" if find_local(model) is None else "tensors"
     chosen: Any = by_itself if depth == "auto" else depth
-    with console.bytes_bar() as bar:
+    with bars.bytes_bar() as bar:
         row = bar.add_task("tensors", total=None, note="", visible=False)
 
         def show(done: int, total: int) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit import console
+from quantkit import bars, console
 from quantkit.cli.options import AsJson, Backend, Cache, CountExperts, Device, Key, Seed, ServedName, Target
 from quantkit.cli.stopping import stoppable
 from quantkit.console import print_json
@@ -97,8 +97,8 @@ def _run(model: str, names: list[str], out_dir: Path | None, options: dict[str, 
     def kept() -> str:
         return f"{done or 'no reply has come'}, kept in {out_dir}" if out_dir else ""
 
-    with stoppable(kept), results_folder(out_dir, model, options["baseline"]), console.samples_bar() as bar:
-        counts = console.counts(bar)
+    with stoppable(kept), results_folder(out_dir, model, options["baseline"]), bars.samples_bar() as bar:
+        counts = bars.counts(bar)
 
         def show(p: EvaluationProgress) -> None:
             nonlocal done

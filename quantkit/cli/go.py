@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit import console
+from quantkit import bars, console
 from quantkit.cli.options import AsJson, EngineName, Model, scheme_names
 from quantkit.cli.stopping import stoppable
 from quantkit.errors import QuantkitError
@@ -66,7 +66,7 @@ def go(
             record.agree(choice)
         else:
             console.tell(f"going on in {out}: {choice.scheme} for {choice.engine}, as agreed")
-        with console.samples_bar() as counted, console.bytes_bar() as units:
+        with bars.samples_bar() as counted, bars.bytes_bar() as units:
             outcome = GuidedJob(request, choice, record, _listeners(counted, units, expected)).run()
     if json_:
         return console.print_json(outcome.to_json())
@@ -89,17 +89,17 @@ def _agreed(request: "GoRequest", scheme: str | None, engine: str | None, *, yes
     return proposal
 
 
-def _listeners(counted: "console.Bars", units: "console.Bars", expected: float | None) -> "Listeners":
+def _listeners(counted: "bars.Bars", units: "bars.Bars", expected: float | None) -> "Listeners":
     from quantkit.guide.job import Listeners
 
-    counts = console.counts(counted)
+    counts = bars.counts(counted)
 
     def step(name: str, text: str) -> None:
         console.tell(f"{_TITLES[name]}: {text}" if text else _TITLES[name])
 
     return Listeners(
         step=step,
-        units=console.listener(units, "quantizing", expected),
+        units=bars.listener(units, "quantizing", expected),
         text=lambda p: counts(("text", p.stage), f"tokens through the {p.stage}", p.done, p.total),
         replies=lambda p: counts((p.model, p.task, p.stage), f"{p.task} {p.stage}, {p.model}", p.done, p.total),
         notice=console.tell,

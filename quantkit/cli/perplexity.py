@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit import console
+from quantkit import bars, console
 from quantkit.cli.options import AsJson, Backend, Cache, CountExperts, Device, Key, Seed, ServedName, Target
 from quantkit.console import print_json
 
@@ -55,8 +55,8 @@ def ppl(
     options |= {"sampled": sampled, "data_dir": data_dir, "count_experts": count_experts is not None}
     options |= {"device": device, "backend": backend, "cache": cache, "served_model": served_model, "api_key": api_key}
     told = _warning(model)
-    with console.samples_bar() as bar:
-        counts = console.counts(bar)
+    with bars.samples_bar() as bar:
+        counts = bars.counts(bar)
 
         def show(p: Any) -> None:
             nonlocal told

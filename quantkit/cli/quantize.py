@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit import console
+from quantkit import bars, console
 from quantkit.cli.options import (
     AsJson,
     Bits,
@@ -67,7 +67,7 @@ def quantize(
 
     mixture = read_mixture(keep=keep, preset=preset, bits=bits, size=size, read_weight=read_weight)
     _check_named(scheme, recipe, mixture)
-    with stoppable(), console.bytes_bar() as bar:
+    with stoppable(), bars.bytes_bar() as bar:
         report = api.quantize(
             model,
             out_dir,
@@ -86,7 +86,7 @@ def quantize(
             device=device,
             memory=memory,
             overwrite=overwrite,
-            on_event=console.listener(bar, "quantizing"),
+            on_event=bars.listener(bar, "quantizing"),
         )
     if os.environ.get("RANK", "0") != "0":
         return
@@ -184,8 +184,8 @@ def convert(
 
     if (format_ is None) == (dtype is None):
         raise typer.BadParameter("give this, or --dtype bf16 for plain weights, and not both", param_hint="--format")
-    with stoppable(), console.bytes_bar() as bar:
-        listen = console.listener(bar, "converting")
+    with stoppable(), bars.bytes_bar() as bar:
+        listen = bars.listener(bar, "converting")
         report = api.convert(source, target, format=format_, dtype=dtype, overwrite=overwrite, on_event=listen)
     if report.done_already:
         console.tell(f"done already: {report.out}")

@@ -48,7 +48,8 @@ def stored_error(module: str, weight: Weight, stored: Weight) -> float:
 
 
 def as_dtype(name: str, values: Tensor, dtype: torch.dtype) -> tuple[dict[str, Tensor], float]:
-    """`values`, float32, in another dtype, and the error of that."""
+    """`values`, float32 of any shape, in another dtype under their name, and the largest relative error of that. Raises QuantkitError where
+    a value is not finite, or `dtype` cannot hold it."""
     extremes = torch.stack(values.aminmax()) if values.numel() else values
     if not bool(torch.isfinite(extremes).all()):
         check_finite(name, values)

@@ -30,7 +30,7 @@ class Gain:
 
 
 def mean_log(factors: Tensor) -> float:
-    """Without those that are far from the others: rows and columns of a matrix that hold next to nothing have any factor."""
+    """Mean logarithm of factors [n], without those far from the others: rows and columns that hold next to nothing have any factor."""
     known = factors[factors != 0].abs()
     if not known.numel():
         return 0.0

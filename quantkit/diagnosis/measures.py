@@ -172,8 +172,8 @@ def _mean_inside(rows: Rows, codes: CodeHistogram, centred: CodeHistogram) -> fl
 
 
 def correlation_with_zeros(rows: Rows, codes: Tensor) -> float | None:
-    """Of the mean code of a group and its zero point, over groups and rows: a zero point is where most codes lie. None where there is
-    nothing to correlate."""
+    """Of the mean code of a group and its zero point, over groups and rows: a zero point is where most codes lie. codes: [n, K], of `rows`.
+    None where there is nothing to correlate."""
     if rows.zero_point is None or rows.of_group is None or rows.zero_point.unique().numel() < 3:
         return None
     pair = torch.stack((rows.group_means(codes).flatten(), rows.zero_point.flatten()))
@@ -190,7 +190,8 @@ def reordered(rows: Rows, order: tuple[int, ...], axis: int) -> Tensor | None:
 
 
 def not_finite(values: Tensor) -> int:
-    """How many are NaN or infinite. A sum that is finite has no such summand; only another one is worth counting."""
+    """How many of values of any shape, of a float dtype, are NaN or infinite. A sum that is finite has no such summand; only another one is
+    worth counting."""
     if values.dtype == torch.float8_e4m3fn:
         magnitudes = values.view(torch.uint8) & 0x7F
         return int((magnitudes == 0x7F).sum()) if values.numel() and int(magnitudes.max()) == 0x7F else 0
@@ -198,7 +199,7 @@ def not_finite(values: Tensor) -> int:
 
 
 def squares(values: Tensor) -> float:
-    """The sum of them, in float32, a piece at a time: memory that is used again needs no new pages."""
+    """The sum of the squares of values of any shape, in float32, a piece at a time: memory that is used again needs no new pages."""
     return sum(float(torch.dot(piece, piece)) for piece in map(Tensor.float, values.reshape(-1).split(_PIECE)))
 
 

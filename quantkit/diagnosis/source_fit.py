@@ -34,7 +34,7 @@ class SourceFit:
 
 
 def fit(ours: Tensor, theirs: Tensor) -> SourceFit:
-    """Both float32 [n, K]."""
+    """ours, theirs: float32 [n, K], a linear's rows here and in the source."""
     columns, rows = torch.ones(theirs.shape[1]), torch.ones(theirs.shape[0])
     for _ in range(3):
         part = theirs * rows[:, None]
@@ -49,7 +49,8 @@ def fit(ours: Tensor, theirs: Tensor) -> SourceFit:
 
 
 def column_noise(ours: Tensor, theirs: Tensor, found: SourceFit) -> float:
-    """How far fitted factors of columns are off by rounding, in log: by what those of some rows are off those of other rows."""
+    """How far fitted factors of columns are off by rounding, in log: by what those of some rows are off those of other rows. Both matrices
+    float32 [n, K]."""
     if len(ours) < 4:
         return found.error
     step = max(len(ours) // 64, 1)
@@ -60,7 +61,7 @@ def column_noise(ours: Tensor, theirs: Tensor, found: SourceFit) -> float:
 
 
 def cosine(ours: Tensor, theirs: Tensor) -> float:
-    """Of all elements, after fitting the columns: 1 where one is the other with rounding."""
+    """Of all elements of two float32 [n, K], after fitting the columns: 1 where one is the other with rounding, 0 to 1."""
     return max(0.0, 1 - fit(ours, theirs).error ** 2) ** 0.5
 
 
@@ -76,13 +77,13 @@ def spread_of(factors: Tensor) -> float:
 
 
 def are_uneven(rows: Tensor) -> bool:
-    """Whether factors of rows differ by more than rounding and clipping make them."""
+    """Whether factors of rows [n] differ by more than rounding and clipping make them."""
     off = _distances(rows)
     return float(off.median()) > _UNEVEN or float((off > 4 * _UNEVEN).float().mean()) > _UNEVEN
 
 
 def group_fault(rows: Rows, part: Tensor) -> str:
-    """Whether scales of groups are other groups' ones. part: the source's rows, scaled as the linear was; empty if not."""
+    """Whether scales of groups are other groups' ones; empty if not. part: float32 [n, K], the source's rows, scaled as the linear was."""
     if rows.scale is None or rows.of_group is None or rows.bits < 4 or rows.scale.shape[1] < 2:
         return ""
     both, own = rows.group_means(rows.values * part), rows.group_means(part.square())
@@ -108,7 +109,8 @@ def step_fault(rows: Rows, found: SourceFit) -> str:
 
 
 def low_rank_fault(rows: Rows, left: Tensor) -> str:
-    """Whether what is left of a linear is a matrix of low rank: rounding leaves all directions alike. left: W' - W, fitted."""
+    """Whether what is left of a linear is a matrix of low rank: rounding leaves all directions alike. left: float32 [n, K], W' - W,
+    fitted."""
     if rows.scale is None or rows.of_group is None or rows.codes is None or min(left.shape) < _DIRECTIONS:
         return ""
     step = float(rows.scale.square().mean().sqrt()) / 12**0.5
@@ -120,13 +122,14 @@ def low_rank_fault(rows: Rows, left: Tensor) -> str:
 
 
 def is_on_grid(values: Tensor) -> bool:
-    """Whether rows hold few values among the first inputs: they were rounded, and stored plain."""
+    """Whether rows [n, K] hold few values among the first inputs: they were rounded, and stored plain."""
     first = values[:: max(len(values) // 16, 1), : 4 * GRID_VALUES]
     return all(row.unique().numel() <= GRID_VALUES for row in first)
 
 
 def shift_of(rows: Rows, theirs: Tensor) -> float:
-    """Mean of (W' - W) in steps of the grid, without codes at the ends of an integer grid, which may be clamped; 0 without any."""
+    """Mean of (W' - W) in steps of the grid, without codes at the ends of an integer grid, which may be clamped; 0 without any. theirs:
+    float32 [n, K], W."""
     if rows.codes is None or rows.scale is None or rows.of_group is None:
         return 0.0
     step = rows.by_input(rows.scale)

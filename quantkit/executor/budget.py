@@ -21,6 +21,7 @@ only where launching is what a pass waits for: with many tokens, and sooner in l
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -91,8 +92,10 @@ def measure(runner: Runner, parallel: Parallel, budget: StepBudget, max_batch: i
             doubles_at = passes.doubles_at(chunk, behind * chunk, trial.seconds(trial.continued, chunk // 2, behind * chunk))
     if not trial.affords(2 * trial.at_most(chunk)):
         return StepBudget(budget.alone, chunk, doubles_at=doubles_at)
-    apart = step + trial.seconds(trial.launched, chunk)
-    return StepBudget(budget.alone, chunk, mixed=trial.seconds(trial.mixed, rows, chunk) < apart, doubles_at=doubles_at)
+    apart = (step + trial.seconds(trial.launched, chunk)) / chunk
+    found = StepBudget(budget.alone, chunk, mixed=True, doubles_at=doubles_at, in_all=0 if asked else chunk)
+    beside = found.beside(rows).beside_answers
+    return replace(found, mixed=trial.seconds(trial.mixed, rows, beside) / beside < apart)
 
 
 def _captured(trial: "_Trial", most: int) -> int:

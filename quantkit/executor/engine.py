@@ -283,13 +283,15 @@ class Engine:
     @torch.inference_mode()
     def compute_step(self) -> list[Sequence]:
         """The step of this rank: as `step`, but sequences with a fault that are not finished stay until rank 0 cancels them."""
-        began, step = time.perf_counter(), self.scheduler.schedule()
+        began, mixed = time.perf_counter(), self.scheduler.budget.mixed
+        # A chunk that ends no prompt is not waited for: behind the launched pass, it and a mixed one would lie between two tokens.
+        step = self.scheduler.schedule(answers_alone=mixed and self.runner.has_launched)
         rows = len(step.decode) + (sum([len(one.drafts) for one in step.decode]) if self._guesses else 0)
         accepted = self.speculation.acceptance.accepted
         advanced: list[Sequence] = []
         if not step.decode:
             self.runner.drop_next()
-        for one in step.passes(self.scheduler.budget.mixed and not self.runner.has_launched):
+        for one in step.passes(mixed):
             self._brought = [sequence for sequence in advanced if sequence.fault is None]
             advanced += self._pass(one)
         if step.decode and not step.prefill:
@@ -342,8 +344,8 @@ class Engine:
         if chosen is not None and joint is None:
             coming = Fetched(chosen.token_ids if guessed is None else torch.cat((chosen.token_ids, guessed)))
             # Before others are listened to, who may add requests on this rank alone.
-            if self.runner.launches_next and done.is_read_once and not self.speculation.guesses and self.scheduler.goes_on(done.counts):
-                self.runner.launch_next(self.parallel.first(chosen.token_ids))
+            if self.runner.launches_next and done.is_read_once and self.scheduler.goes_on(done.counts):
+                self.speculation.launch_next(self.runner, self.parallel, done, chosen, guessed)
         self.meanwhile(self._brought)
         advanced, guesses = [sequence for sequence, _ in done.counts], list[int]()
         if joint is not None:

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
-from quantkit_kernels import accelerator
+from quantkit_kernels import accelerator, likeliest
 from torch import Tensor
 
 from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import DecodeContext
 from quantkit.executor.prefetch import stop_prefetching
-from quantkit.executor.sampling import likeliest
 
 MIN_TABLE_WIDTH = 16
 """Blocks of the narrowest table: contexts below 1024 tokens share their graphs."""

@@ -65,9 +65,9 @@ class Homes:
         """As `Scheduler.remove`."""
         self.each[sequence.home].remove(sequence)
 
-    def schedule(self) -> ScheduledStep:
+    def schedule(self, *, answers_alone: bool = False) -> ScheduledStep:
         """The step of all ranks, one rank's sequences after the other's; `ScheduledStep.of` is one rank's."""
-        steps = [one.schedule() for one in self.each]
+        steps = [one.schedule(answers_alone=answers_alone) for one in self.each]
         return ScheduledStep([part for step in steps for part in step.prefill], [one for step in steps for one in step.decode])
 
 

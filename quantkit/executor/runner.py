@@ -1,5 +1,7 @@
 """The passes of a step: tokens of sequences in, hidden states and logits out."""
 
+import itertools
+import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quantkit.devices import sent
 from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import PrefillContext
 from quantkit.executor.draws import Draws
@@ -20,6 +23,7 @@ from quantkit.executor.graphs import (
     DecodeRows,
     DecodeSteps,
     DeviceCapture,
+    DevicePlaces,
     EagerSteps,
     Forward,
     StepResult,
@@ -30,7 +34,7 @@ from quantkit.executor.graphs import (
 from quantkit.executor.homes import Room
 from quantkit.executor.kept_rows import KeptRows
 from quantkit.executor.mixed import MixedContext
-from quantkit.executor.next_pass import NextPass
+from quantkit.executor.next_pass import GuessedPass, NextPass
 from quantkit.executor.prompt_graphs import PromptPasses, PromptRows
 from quantkit.executor.scheduler import ScheduledStep
 from quantkit.executor.sequence import Sequence
@@ -65,9 +69,13 @@ class ForwardPass:
 
     @property
     def is_read_once(self) -> bool:
-        """Whether nothing is read of it when its tokens are known: a token each of answers, none of which wants log-probabilities."""
-        one_each = len(self.rows) == len(self.counts) and isinstance(self.where, DecodeRows)
-        return one_each and all([sequence.params.logprobs is None for sequence, _ in self.counts])
+        """Whether nothing is read of it when its tokens are known: of answers alone, none of which wants log-probabilities."""
+        return isinstance(self.where, DecodeRows) and all([sequence.params.logprobs is None for sequence, _ in self.counts])
+
+    @property
+    def has_guesses(self) -> bool:
+        """Whether a sequence has several rows."""
+        return len(self.rows) > len(self.counts)
 
 
 class Runner:
@@ -82,7 +90,7 @@ class Runner:
         self._capture = None if self._why_eager else capture or DeviceCapture(self.device)
         self.steps = self._steps(model, self._capture)
         self._given = capture
-        self._next: NextPass | None = None
+        self._next: NextPass | GuessedPass | None = None
         # Eager steps keep the host busy. An NPU's graphs are told lengths; ranks with requests of their own agree on every pass first.
         self._may_launch_next = self._capture is not None and self.device.type != "npu" and experts.size == 1
         self._tables, self._kept = BlockTables(), KeptRows(cache.block_size)
@@ -110,16 +118,18 @@ class Runner:
         return self._with_prompts([], _prompt_spans(parts))
 
     def decode(self, sequences: list[Sequence]) -> ForwardPass:
-        """The newest token of each sequence, and the drafted ones after it: successors of all are chosen. Where `launch_next` launched
-        them, all are of that pass."""
-        if self._next is None:
-            return self._without_prompts(sequences)
+        """The newest token of each sequence, and the drafted ones after it: successors of all are chosen. Where `launch_next` or
+        `launch_guessed` launched them, all are of that pass."""
         launched, self._next = self._next, None
-        return self._decoded(sequences, *launched.of(sequences))
+        if launched is None:
+            return self._without_prompts(sequences)
+        if isinstance(launched, NextPass):
+            return self._decoded(sequences, *launched.of(sequences))
+        return self._checked(sequences, self._answer_rows(sequences, _num_rows(sequences)), launched.of(sequences))
 
     @property
     def launches_next(self) -> bool:
-        """Whether `launch_next` may launch anything."""
+        """Whether a pass may be launched before the tokens of the one before it are known."""
         return self._may_launch_next and not self.steps.failure
 
     @property
@@ -134,6 +144,34 @@ class Runner:
         rows = self._kept.next(answers, unread=1)
         if rows is not None and self.steps.has(*rows.tables.shape):
             self._next = NextPass(answers, rows, self.steps.run(rows, token_ids))
+
+    def launch_guessed(self, counts: list[tuple[Sequence, int]], token_ids: Tensor, guessed: Tensor) -> None:
+        """As `launch_next`, with guesses. counts: of the pass that `decode` just returned; token_ids int64 [R] were chosen in it.
+
+        guessed: of each sequence how many of its guesses were right, and then those that are new, one row of sequences after the other.
+        Nothing is launched, either, where fewer guesses may be of use, or layers keep states or index keys.
+        """
+        if self.cache.goes_by_sequence:
+            return
+        number, size = len(counts), self.cache.block_size
+        each = len(guessed) // number
+        beyond = each - 1  # places that a step may reach behind those of its rows
+        if any([one.num_wanted < count + beyond or len(one.blocks) * size < len(one.token_ids) + count + beyond for one, count in counts]):
+            return
+        answers = [one for one, _ in counts]
+        tables = self._tables.of([one.blocks for one in answers for _ in range(each)])
+        if not self.steps.has(*tables.shape):
+            return
+        firsts = [*itertools.accumulate([count for _, count in counts], initial=0)][:-1]
+        first, newest = sent([*firsts, *(len(one.token_ids) for one in answers)], self.device).view(2, number)
+        right = guessed[:number]
+        tokens = torch.cat((token_ids[first + right], guessed[number:])).view(each, number).t().reshape(-1)
+        places = ((newest + right)[:, None] + torch.arange(each, device=self.device)).view(-1)
+        on_device = torch.from_numpy(tables).to(self.device, non_blocking=self.device.type == "cuda")
+        where = DevicePlaces.of(places, on_device, size, sys.maxsize)
+        nobodys = np.zeros(number * each, dtype=np.int64)
+        rows = DecodeRows(nobodys, nobodys, nobodys, tables, np.array([one.state for one in answers], dtype=np.int64).repeat(each))
+        self._next = GuessedPass(answers, each, self.steps.run(rows, tokens, places=where))
 
     def drop_next(self) -> None:
         """Nobody wants what was launched."""
@@ -156,6 +194,11 @@ class Runner:
         result = self.steps.run(rows)
         if room is not None:
             result = StepResult(*(part[:count] for part in result))
+        return self._checked(answers, rows, result)
+
+    def _checked(self, answers: list[Sequence], rows: DecodeRows, result: StepResult) -> ForwardPass:
+        """A row each, and one for every guess."""
+        count = len(result.greedy)
         if count == len(answers):
             return self._decoded(answers, rows, result)
         spans, counts = _answer_spans(answers), [(sequence, 1 + len(sequence.drafts)) for sequence in answers]

@@ -25,9 +25,6 @@ MAX_BIAS, MAX_BIASED = 100.0, 1024
 MAX_STOP_TOKENS = 64
 """Bounds of what a request may ask for: what passes them fits the tensors it is put into."""
 
-_PARTS = 128
-"""Of a row of logits. 129,280 and 151,936 have whole ones."""
-
 _NO_LIMIT = 1 << 62
 """A top_k that keeps every token."""
 
@@ -186,20 +183,6 @@ def sample(logits: Tensor, batch: Batch | None, positions: Tensor) -> Tensor:
     probabilities, ids = distribution(logits, batch)
     drawn = draw(probabilities, uniform(batch.seed, positions))
     return torch.where(batch.temperature == 0, greedy, ids.gather(1, drawn[:, None])[:, 0])
-
-
-def likeliest(logits: Tensor) -> Tensor:
-    """The ids int64 [B] of the largest logits [B, V], the first of equal ones."""
-    wide = logits.device.type == "cuda" and logits.shape[1] % _PARTS == 0
-    return _likeliest_of_parts(logits, _PARTS) if wide else logits.argmax(dim=-1)
-
-
-def _likeliest_of_parts(logits: Tensor, parts: int) -> Tensor:
-    """The largest of each part of a row, and of these. Torch gives a row's argmax to few blocks: 28 us for 8 rows of 129,280 on an H200."""
-    width = logits.shape[1] // parts
-    values, places = logits.unflatten(1, (parts, width)).max(dim=-1)
-    best = values.argmax(dim=-1, keepdim=True)
-    return (best * width + places.gather(1, best))[:, 0]
 
 
 def distribution(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ positions alone it goes on as it would have.
 import math
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from quantkit.executor.cache import BlockAllocator, CachePlan
@@ -66,30 +66,43 @@ class ScheduledStep:
 @dataclass(frozen=True)
 class StepBudget:
     """Tokens of prompts that a step computes: `alone` where nobody decodes, `beside_answers` where somebody does. mixed: whether both
-    are computed in one pass.
+    are computed in one pass. in_all: tokens that such a pass has at most, answers' rows included, but where a prompt ends; 0 for no bound.
+    Products are computed in tiles, and few more tokens are a tile more.
 
     doubles_at: behind so many cached tokens a new one costs twice what it costs at the beginning of a prompt, so that a step computes
-    fewer than `beside_answers`, which are those of a first chunk; 0 where all cost the same.
+    fewer than `beside_answers`, which are those of a first chunk; 0 where all cost the same. rows: of answers, in the pass of a step.
     """
 
     alone: int
     beside_answers: int
     mixed: bool = False
     doubles_at: int = 0
+    in_all: int = 0
+    rows: int = 0
+
+    def beside(self, rows: int) -> "StepBudget":
+        """Where a step computes so many rows of answers, too."""
+        if not rows:
+            return StepBudget(self.alone, self.alone)
+        if not (self.mixed and self.in_all):
+            return self
+        left = max(min(self.beside_answers, self.in_all - rows), self.beside_answers // _FEWEST_OF, 1)
+        return replace(self, beside_answers=left, rows=rows)
 
     def cost(self, start: int, count: int) -> float:
         """Of `count` tokens from position `start` on, in tokens that see nothing: each sees those before it, on the mean half of these."""
         return count * (1 + (start + count / 2) / self.doubles_at) if self.doubles_at else count
 
     def fitting(self, start: int, count: int, room: float) -> int:
-        """How many of `count` tokens from `start` on cost no more than `room`: all, or whole units of `_UNIT` where costs differ."""
+        """How many of `count` tokens from `start` on cost no more than `room`: all, or whole units of `_UNIT`, the answers' rows with them,
+        where costs differ."""
         if not self.doubles_at:
             return min(count, int(room))
         if self.cost(start, count) <= room:
             return count
         first = self.doubles_at + start
         most = int(math.sqrt(first * first + 2 * self.doubles_at * room) - first + 1e-3)
-        return min(count, most - most % _UNIT)
+        return min(count, max(most - (most + self.rows) % _UNIT, 0))
 
 
 class Scheduler:
@@ -131,14 +144,15 @@ class Scheduler:
         self.prefix.give_back(found)
         return len(found)
 
-    def schedule(self) -> ScheduledStep:
+    def schedule(self, *, answers_alone: bool = False) -> ScheduledStep:
+        """answers_alone: a pass over them is under way, so prompts wait for the next step, unless nobody answers any more."""
         if self.prefix is not None:
             for sequence in self.running:
                 self.prefix.publish(sequence)
         decode = self._grow([sequence for sequence in self.running if len(sequence.token_ids) - sequence.num_cached == 1])
-        if not self.waiting and len(decode) == len(self.running):
+        if (answers_alone and decode) or (not self.waiting and len(decode) == len(self.running)):
             return ScheduledStep([], decode)
-        return ScheduledStep(self._prefill(self.budget if decode else StepBudget(self.budget.alone, self.budget.alone)), decode)
+        return ScheduledStep(self._prefill(self.budget.beside(sum([1 + len(one.drafts) for one in decode]))), decode)
 
     def goes_on(self, answers: list[tuple[Sequence, int]]) -> bool:
         """Whether the next step decodes these answers again, a token further, and nothing else of what is here: but for those that end."""
@@ -168,7 +182,9 @@ class Scheduler:
         def take(sequence: Sequence, room: float) -> bool:
             """Tokens of a sequence, where nothing else is computed no less than `least`. Whether there were any."""
             nonlocal left
-            count = max(budget.fitting(sequence.num_cached, sequence.num_new, room), 0 if parts else min(sequence.num_new, least))
+            count = sequence.num_new  # a prompt that ends so is not made to wait for the answers' rows
+            if budget.cost(sequence.num_cached, count) > room + budget.rows:
+                count = max(budget.fitting(sequence.num_cached, count, room), 0 if parts else min(count, least))
             if count:
                 parts.append((sequence, count))
                 left -= budget.cost(sequence.num_cached, count)
@@ -176,7 +192,7 @@ class Scheduler:
 
         prompts = chain([sequence for sequence in self.running if sequence.num_new > 1], iter(self._admit, None))
         while (room := left - (whole // 2 if long else 0)) >= 1 and (sequence := next(prompts, None)):
-            if budget.cost(sequence.num_cached, sequence.num_new) > whole:
+            if budget.cost(sequence.num_cached, sequence.num_new) > whole + budget.rows:
                 long.append(sequence)
             elif not take(sequence, room):
                 break

@@ -8,12 +8,14 @@ finish one after the other, and a later one may replace what an earlier one gues
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from quantkit.executor.chooser import ChosenTokens
 from quantkit.executor.guessing import COMPUTED, Guessing
 from quantkit.executor.lookup import Lookups
-from quantkit.executor.runner import ForwardPass
+from quantkit.executor.parallel import Parallel
+from quantkit.executor.runner import ForwardPass, Runner
 from quantkit.executor.sequence import Sequence
 
 
@@ -78,6 +80,15 @@ class Speculation:
         found = [guesses for source in self._sources if (guesses := source.begin(done, chosen)) is not None]
         assert len(found) < 2, "one source computes"
         return found[0] if found else None
+
+    def launch_next(self, runner: Runner, parallel: Parallel, done: ForwardPass, chosen: ChosenTokens, guessed: Tensor | None) -> None:
+        """Launch the pass behind one whose answers all go on. guessed: what `begin` returned. Not where others may come in its place."""
+        if guessed is not None and self.guessing.looked_up == 0:
+            told, number = parallel.first(torch.cat((chosen.token_ids, guessed))), len(done.rows)
+            runner.launch_guessed(done.counts, told[:number], told[number:])
+        elif not (guessed is not None or self.guesses or done.has_guesses):
+            # The likeliest are the same on every rank: gathered logits are the same bits.
+            runner.launch_next(chosen.token_ids if chosen.batch is None else parallel.first(chosen.token_ids))
 
     def finish(self, done: ForwardPass, advanced: list[Sequence], guesses: list[int]) -> None:
         """As `Source.finish`, of all."""

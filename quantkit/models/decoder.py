@@ -136,7 +136,7 @@ class Model:
     @by_own_backend
     def __call__(self, token_ids: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
         """token_ids [T] -> hidden [T, H] after the final norm, and what `read_at` asks for, [T, width]; rows int64 [R]: of these tokens."""
-        residual = F.embedding(token_ids, self.embedding)
+        residual = embedded(token_ids, self.embedding)
         normed = rms_norm(residual, self.layers[0].input_norm, self.config.rms_norm_eps)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         read: list[Tensor] = []
@@ -151,3 +151,9 @@ class Model:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, H], or [T, width] -> float32 [T, vocab]."""
         return self.head(hidden[:, : self.embedding.shape[1]].contiguous()).float()
+
+
+def embedded(token_ids: Tensor, table: Tensor) -> Tensor:
+    """Rows of table [vocab, H] by token_ids [T]. On CUDA by indexing: torch.embedding gives a few rows to few blocks, 8 us for 16 tokens of
+    7168 on an H200, where this takes 2."""
+    return table[token_ids] if table.is_cuda else F.embedding(token_ids, table)

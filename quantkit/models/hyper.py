@@ -131,7 +131,7 @@ def unpacked(hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def repacked(hidden: Tensor, streams: Tensor) -> Tensor:
-    """`hidden` with other streams."""
+    """`hidden`, as `packed` made it, with other streams [T, n, H]."""
     return torch.cat((streams.flatten(1), hidden[:, -1:]), dim=-1)
 
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from quantkit_kernels import by_own_backend, rms_norm
 from torch import Tensor
-from torch.nn import functional as F
 
 from quantkit.models import decoder
 from quantkit.models.context import Context
@@ -88,7 +87,7 @@ class MtpLayer:
 
     def inputs(self, next_token_ids: Tensor, hidden: Tensor) -> Tensor:
         """next_token_ids [T], hidden [T, H] after the main model's final norm -> the block's input [T, H]."""
-        embedded = rms_norm(F.embedding(next_token_ids, self.embedding), self.enorm, self.eps)
+        embedded = rms_norm(decoder.embedded(next_token_ids, self.embedding), self.enorm, self.eps)
         return self.eh_proj(torch.cat((embedded, rms_norm(hidden, self.hnorm, self.eps)), dim=-1))
 
     @by_own_backend

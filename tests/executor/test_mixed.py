@@ -49,6 +49,10 @@ def test_tokens_are_those_of_passes_apart(tiny_checkpoint: Path, options: dict[s
     assert len(sizes) > 3
     assert max(answers for answers, _ in sizes) > 1
     assert max(count for _, count in sizes) == 16
+    sizes.clear()
+    engine.scheduler.budget = StepBudget(64, 16, mixed=True, in_all=16)
+    assert tokens(engine) == apart
+    assert min(count for _, count in sizes if count > 8) < 16, "answers have their part"
 
 
 @torch.inference_mode()
@@ -250,6 +254,17 @@ class Launched:
 
     def launched(self, tokens: int) -> float:
         return max(self.launches, self.prompt(tokens))
+
+
+def test_a_mixed_step_has_no_more_tokens_for_its_answers() -> None:
+    """But room for some of a prompt, however many answers run."""
+    mixed, apart, chosen = (StepBudget(64, 16, mixed=True, in_all=16), StepBudget(64, 16, in_all=16), StepBudget(64, 16, mixed=True))
+    assert [mixed.beside(rows).beside_answers for rows in (0, 1, 5, 12, 99)] == [64, 15, 11, 4, 4]
+    assert [one.beside(rows).beside_answers for one in (apart, chosen) for rows in (0, 1, 99)] == 2 * [64, 16, 16]
+    assert StepBudget(64, 16, doubles_at=50).beside(0).doubles_at == 0, "nobody waits for it"
+    longer = StepBudget(4096, 1024, mixed=True, doubles_at=8192, in_all=1024).beside(24)
+    assert longer.fitting(0, 9000, longer.cost(0, 1000)) == 1000
+    assert longer.fitting(2048, 9000, longer.cost(0, 1000)) == 6 * 128 - 24, "with 24 rows whole blocks"
 
 
 @pytest.mark.parametrize(("launches", "most", "captured"), [(60e-3, 4096, 2048), (45e-3, 4096, 1024), (0.0, 4096, 1024), (45e-3, 100, 100)])

@@ -6,18 +6,7 @@ import pytest
 import torch
 
 from quantkit.errors import QuantkitError
-from quantkit.executor.sampling import (
-    Batch,
-    SamplingParams,
-    _likeliest_of_parts,
-    check_defaults,
-    distribution,
-    draw,
-    likeliest,
-    log_probabilities,
-    sample,
-    uniform,
-)
+from quantkit.executor.sampling import Batch, SamplingParams, check_defaults, distribution, draw, log_probabilities, sample, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])
 
@@ -139,16 +128,3 @@ def test_defaults_of_a_model_are_checked_and_their_file_named(defaults: dict) ->
     with pytest.raises(QuantkitError, match=f"generation_config.json: {next(iter(defaults))}"):
         check_defaults(defaults, Path("model/generation_config.json"))
     check_defaults({"top_k": -1, "temperature": 1, "top_p": 0.95}, Path("x"))
-
-
-def test_the_likeliest_of_parts_is_the_likeliest_and_the_first_of_equals() -> None:
-    rng = torch.Generator().manual_seed(4)
-    logits = torch.randn(9, 1280, generator=rng)
-    logits[1] = 0.0
-    logits[2, [17, 18, 700]] = 9.0
-    logits[3, [699, 128]] = 9.0
-    logits[4, 900] = float("nan")
-    logits[5] = float("-inf")
-    for parts in (128, 10, 1):
-        assert torch.equal(_likeliest_of_parts(logits, parts), logits.argmax(dim=-1)), parts
-    assert torch.equal(likeliest(logits), logits.argmax(dim=-1))

@@ -80,6 +80,15 @@ def test_chunks_behind_long_contexts_have_fewer_tokens(tokenizer: ChatTokenizer)
     assert all(budget.cost(start, count + 128) > whole for start, count in zip(starts, counts[:-1]))
 
 
+def test_answers_have_their_part_of_a_mixed_pass(tokenizer: ChatTokenizer) -> None:
+    """But no prompt that would end with it waits for a further one."""
+    beside = StepBudget(200, 100, mixed=True, in_all=100)
+    assert schedule(tokenizer, [250], beside=beside) == [{0: 99}, {0: 99}, {0: 52}]
+    assert schedule(tokenizer, [100, 50], beside=beside) == [{0: 100}, {1: 50}]
+    assert schedule(tokenizer, [60, 60], beside=beside) == [{0: 60, 1: 39}, {1: 21}]
+    assert schedule(tokenizer, [250], beside=StepBudget(200, 100, mixed=True)) == [{0: 100}, {0: 100}, {0: 50}]
+
+
 def test_what_costs_more_leaves_less_to_others(tokenizer: ChatTokenizer) -> None:
     """A prompt that does not fit begins with whole blocks, or later: not with some tokens of its own pass."""
     budget = StepBudget(1024, 512, doubles_at=4000)

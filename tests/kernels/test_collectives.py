@@ -165,14 +165,14 @@ def check_norms(parallel: Parallel, rank: int, size: int, device: torch.device) 
 def check_pairs(parallel: Parallel, rank: int, size: int, device: torch.device) -> None:
     """The sum over each token's experts in that launch too: the bits of a launch more, and counters that are zero again."""
     turn = 0
-    for (tokens, top_k), width in product([(1, 9), (8, 9), (4, 1), (3, 20), (9, 9)], [7168, 2048, 24, 16384]):
+    for (tokens, top_k), width in product([(1, 9), (16, 9), (4, 1), (3, 20), (17, 9)], [7168, 2048, 24, 16384]):
         for dtype, counters in product((torch.bfloat16, torch.float16), (None, torch.ones(40000, dtype=torch.int32, device=device))):
             turn += 1
             weighed = torch.randn(tokens * top_k, width, generator=torch.Generator(device).manual_seed(1000 * turn + rank), device=device)
             common = torch.Generator(device).manual_seed(turn)
             residual, gain = (torch.randn(one, generator=common, device=device).to(dtype) for one in ((tokens, width), (width,)))
             pairs = UnsummedPairs(weighed, tokens, dtype, counters, add_up)
-            assert parallel.peers.norms_pairs(pairs, gain) == (tokens <= 8)
+            assert parallel.peers.norms_pairs(pairs, gain) == (tokens <= 16)
             found = parallel.add_rms_norm(pairs, residual, gain, 1e-6)
             assert counters is None or not counters.any()
             expected = parallel.add_rms_norm(pairs.summed(), residual, gain, 1e-6)

@@ -47,7 +47,7 @@ def test_one_launch_gives_the_bits_of_two(grid: str, dtype: torch.dtype, ranks: 
         pytest.skip("FP4 computes in bfloat16 only")
     rng = torch.Generator(DEVICE).manual_seed(rows)
     q_b, together = prepare(random_weight(grid, rows, ranks[0], rng), backend="cuda", dtype=dtype), 0
-    for tokens, interleaved in ((1, True), (1, False), (2, True), (4, False), (7, True), (8, True)):
+    for tokens, interleaved in ((1, True), (1, False), (2, True), (4, False), (8, True), (9, True), (16, False)):
         case = Case(tokens, ranks, dtype, interleaved)
         q_a, expected_cache = case.run(functional.mla_prepare)
         queries, cache = case.run(functional.mla_queries, q_b)
@@ -59,7 +59,7 @@ def test_one_launch_gives_the_bits_of_two(grid: str, dtype: torch.dtype, ranks: 
 
 def test_what_the_kernel_does_not_take_is_computed_by_two() -> None:
     rng = torch.Generator(DEVICE).manual_seed(0)
-    for grid, rows, ranks, tokens in (("int8", 6144, R1, 1), ("int4-sym-128", 6144, R1, 9), ("int4-sym-128", 4096, (2176, 512, 64), 1)):
+    for grid, rows, ranks, tokens in (("int8", 6144, R1, 1), ("int4-sym-128", 6144, R1, 17), ("int4-sym-128", 4096, (2176, 512, 64), 1)):
         case, q_b = Case(tokens, ranks, torch.bfloat16), prepare(random_weight(grid, rows, ranks[0], rng), backend="cuda")
         assert case.run(cuda.mla_queries, q_b)[0] is None
         assert torch.equal(case.run(functional.mla_queries, q_b)[0], q_b(case.run(functional.mla_prepare)[0]))
@@ -67,7 +67,7 @@ def test_what_the_kernel_does_not_take_is_computed_by_two() -> None:
     assert case.run(cuda.mla_queries, lambda x: q_b(x))[0] is None, "another call than a linear's may do more"
 
 
-@pytest.mark.parametrize("users", [1, 8])
+@pytest.mark.parametrize("users", [1, 8, 16])
 def test_attention_behind_it_reads_the_newest_token(users: int) -> None:
     """Chains of both in a graph, whose attention asks for the cache before its predecessor has ended: replayed over other tokens."""
     lengths, dtype = [100 + 7 * user for user in range(users)], torch.bfloat16

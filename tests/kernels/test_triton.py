@@ -18,6 +18,7 @@ from quantkit_kernels import (
     gqa_decode,
     gqa_prefill,
     gqa_prepare,
+    likeliest,
     mla_prefill,
     moe_gate,
     prepare,
@@ -232,6 +233,21 @@ def test_norms_activation_and_rotation(dtype: torch.dtype) -> None:
         found = rope(q[..., :24], positions, cos, sin, interleaved=interleaved, backend="triton")
         expected = rope(q.float(), positions, cos, sin, interleaved=interleaved, backend="reference")
         assert distance(found, expected.double()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("width", [1280, 1010, 100, 1])
+def test_the_likeliest_is_the_first_of_equals(width: int) -> None:
+    rng = torch.Generator().manual_seed(width)
+    logits = torch.randn(8, width, generator=rng)
+    logits[1] = 0.0
+    logits[2, [width // 70, width // 70 + 1 - (width == 1), width // 2]] = 9.0
+    logits[3, [width - 1, width // 9]] = 9.0
+    logits[4, width * 2 // 3] = float("nan")
+    logits[5] = float("-inf")
+    logits[6, ::2] = -0.0
+    logits[6].clamp_(max=0.0)
+    for one in (logits, logits[:1], logits[:0]):
+        assert torch.equal(likeliest(one.to(DEVICE), backend="triton").cpu(), one.argmax(dim=-1))
 
 
 @pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])

@@ -32,6 +32,7 @@ from quantkit_kernels import (  # noqa: E402
     gqa_decode,
     gqa_prefill,
     gqa_prepare,
+    likeliest,
     mla_decode,
     mla_prefill,
     mla_prepare,
@@ -196,6 +197,7 @@ def operators() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "add_rms_norm", lambda: add_rms_norm(x, x, x[0], 1e-6, backend="triton")
     yield "silu_and_mul", lambda: silu_and_mul(x, backend="triton")
     yield "gate_and_mul", lambda: gate_and_mul(x, Gating(1.702, 7.0, 1.0), backend="triton")
+    yield "likeliest", lambda: likeliest(zeros(8, 129280, dtype=single), backend="triton")
     yield "route", lambda: route(zeros(8, 256, dtype=single), zeros(256, dtype=single), rule, backend="triton")
     yield "moe_gate", lambda: moe_gate(x, zeros(256, 7168, dtype=single), None, rule, backend="triton")
     yield "rope", lambda: rope(zeros(8, 128, 64), zeros(8, dtype=ints), *angles(64, 64)[:2], backend="triton")

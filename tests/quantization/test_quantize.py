@@ -36,6 +36,7 @@ SMALL = {
     "seq_len": 48,
     "scale_points": 5,
     "fit_points": 3,
+    "sweeps": 2,
     "search_rows": 32,
     "damping": 0.01,
     "min_expert_tokens": 32,

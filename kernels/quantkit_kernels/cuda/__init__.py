@@ -56,6 +56,8 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
         return "mla_prepare, mla_decode and linears compute it"
     if operator == "gate_and_mul":
         return "silu_and_mul only"
+    if operator == "likeliest":
+        return "the Triton backend's is two short launches already"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         return f"written for compute capability 9.0 (Hopper), this device has {major}.{minor}"

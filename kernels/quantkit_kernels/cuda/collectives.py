@@ -36,7 +36,7 @@ _EIGHT = 8
 MAX_NORM_WIDTH = 1 << 16
 """Columns of a row that a cluster of eight blocks norms."""
 
-MAX_TOKENS_OF_PAIRS = 8
+MAX_TOKENS_OF_PAIRS = 16
 
 Exchange = Callable[[Any], list[Any]]
 """One JSON value of each rank, in the order of ranks; every rank calls it."""

@@ -32,6 +32,10 @@ def gate_and_mul(x: Tensor, gating: Gating) -> Tensor:
     return gating(*x.chunk(2, dim=-1))
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    return logits.argmax(dim=-1)
+
+
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     scores = logits.float().sigmoid() if routing.scoring_func == "sigmoid" else logits.float().softmax(dim=-1)
     wanted = scores if bias is None else scores + bias

@@ -96,6 +96,8 @@ LIMITS = {"mla_prolog": PROLOG_LIMITS}
 def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
     if operator == "gate_and_mul":
         return "silu_and_mul only"
+    if operator == "likeliest":
+        return "torch's own argmax"
     missing = [name for name in NEEDS[operator] if not has_kernel(name, device)]
     if missing and not torch._C._dispatch_has_kernel(f"npu::{missing[0]}"):
         return "torch_npu is not installed"

@@ -21,6 +21,8 @@ _WIDEST = 1 << 15
 _HEADS = 8
 _GATE_TOKENS, _GATE_ROWS, _GATE_STEP = 64, 16, 128
 _CUT = 2048
+_PARTS = 128
+"""Of a row of logits: torch gives its argmax to few blocks, 27 us for 8 rows of 129,280 on an H200."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -113,6 +115,21 @@ def cut_in_three(values: Tensor) -> Tensor:
     parts = torch.empty(3, *values.shape, dtype=torch.bfloat16, device=values.device)
     kernel[(-(-values.numel() // _CUT),)](values, parts, values.numel(), BLOCK=_CUT)
     return parts
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    from quantkit_kernels.triton.likeliest_kernel import of_parts, of_rows
+
+    (rows, width), parts = logits.shape, _PARTS
+    if rows == 0:
+        return reference.likeliest(logits)
+    values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
+    places, found = values.new_empty(rows, parts, dtype=torch.int32), values.new_empty(rows, dtype=torch.int64)
+    how = {"num_warps": 4, **overlapped(logits.device)}
+    share = -(-width // parts)
+    of_parts[(rows, parts)](logits.contiguous(), values, places, width, share, PARTS=parts, BLOCK=min(power_of_two(share), 1024), **how)
+    of_rows[(rows,)](values, places, found, PARTS=parts, **how)
+    return found
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

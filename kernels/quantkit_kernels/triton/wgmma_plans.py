@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from quantkit_kernels.triton.layout import SPAN
 
-_SHARED_BYTES = 227 << 10
 _MOST_SPLIT = 14
 
 

@@ -1,6 +1,5 @@
 r"""Quantities in the unit that a question asks for: `1 h 30 min` are 90 minutes, `18 cents` are 0.18 of what is asked in dollars."""
 
-import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -96,7 +95,8 @@ def _compound(text: str, start: int) -> _Compound | None:
     end, position, is_list, is_half = start, start, False, False
     while (part := _PART.match(text, position)) is not None:
         unit, number = (part["quoted"] or part["unit"]).lower(), _number(part["number"] or part["typeset"])
-        if number is None or dimension_of(*units, unit) is None:
+        dimension = dimension_of(*units, unit)
+        if number is None or dimension is None or (units and size_of(unit, dimension) >= size_of(units[-1], dimension)):
             break
         units, numbers, end = (*units, unit), [*numbers, number], part.end()
         if len(units) == 1 and (half := _HALF.match(text, end)) is not None:
@@ -110,8 +110,7 @@ def _compound(text: str, start: int) -> _Compound | None:
         return None
     amounts = [number * size_of(unit, dimension) for number, unit in zip(numbers, units)]
     is_one = all(part < size_of(unit, dimension) for part, unit in zip(amounts[1:], units))
-    is_descending = all(size_of(one, dimension) > size_of(other, dimension) for one, other in itertools.pairwise(units))
-    if not is_descending or (is_list and (not is_one or _RATE.match(text, end))):
+    if is_list and (not is_one or _RATE.match(text, end)):
         return None
     return _Compound(start, end, dimension, units, sum(amounts, Fraction(0)))
 

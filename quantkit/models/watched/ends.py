@@ -104,7 +104,8 @@ class WatchedEnds:
 
 
 def logits_of(skeleton: Skeleton, products: Tensor) -> Tensor:
-    """What the model makes of products with rows of its head: scaled, capped, or as they are. Element by element."""
+    """What the model makes of products [T, V] with rows of its head: scaled, capped, or as they are. Element by element, so V may be some
+    rows alone."""
     head = skeleton.model.get_output_embeddings()
 
     def head_forward(x: Tensor) -> Tensor:

@@ -202,7 +202,7 @@ class Watcher:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """||a - b||^2 / ||b||^2, infinite where one is not finite or they have other shapes."""
+    """||a - b||^2 / ||b||^2 of any shape, in float64; infinite where one is not finite or they have other shapes."""
     if a.shape != b.shape or not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
         return float("inf")
     return float((a - b).double().square().sum() / b.double().square().sum().clamp(min=1e-30))

@@ -36,6 +36,7 @@ def test_the_unit_of_a_question(question: str, unit: str | None) -> None:
         ("1 hour 30 minutes = 90 minutes", "90 minutes = 90 minutes"),
         ("5 m 20 cm", "520 cm"),
         ("30 minutes and 1 hour", "30 minutes and 1 hour"),
+        ("1 h 1 h 20 min 5 min", "1 h 80 minutes 5 min"),
         ("2 days, 5 hours each", "2 days, 5 hours each"),
         ("2 hours, 30 minutes of which are a break", "2 hours, 30 minutes of which are a break"),
         ("2 hours and 30 minutes respectively", "2 hours and 30 minutes respectively"),

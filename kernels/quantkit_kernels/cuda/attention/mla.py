@@ -27,7 +27,7 @@ _TILE = 32
 _CODE_TILE = 64
 """And of a cache in 8 bits (kCodeTile)."""
 _MOST_SPLITS = 256
-_MOST_QUERIES, _MOST_NORMED = 8, 2048
+_MOST_QUERIES, _MOST_NORMED = 16, 2048
 """Rows and their widths of mla_queries.cu."""
 
 

@@ -144,10 +144,10 @@ template <class T, int AHEAD, int BLOCKS, bool SHARED> int launch_project(const 
 }
 
 template <class T> int launch_project(const void* kv_b, void* out, const Attend& p, int rows, void* s) {
-  // Few rows have many parts, and reading those is what takes long: two blocks share the rows out, with a multiprocessor for each. With a long
+  // Few rows have many parts, and reading those is what takes long: blocks share the rows out, with a multiprocessor for each. With a long
   // context both blocks of a head read half of the parts' columns.
   if (rows <= 8 && p.splits > kSharedSplits) return launch_project<T, 17, 1, true>(kv_b, out, p, rows, (rows + 1) / 2, s);
-  if (rows <= 8) return launch_project<T, 9, 1, false>(kv_b, out, p, rows, (rows + 1) / 2, s);
+  if (rows <= 16) return launch_project<T, 9, 1, false>(kv_b, out, p, rows, rows <= 8 ? (rows + 1) / 2 : 8, s);
   return launch_project<T, 3, 2, false>(kv_b, out, p, rows, 8, s);
 }
 

@@ -1,4 +1,4 @@
-// What mla_prepare.cu does of up to eight tokens, and the product that follows it, in one launch: queries = norm(query part) W_q_b^T, for a W
+// What mla_prepare.cu does of up to 16 tokens, and the product that follows it, in one launch: queries = norm(query part) W_q_b^T, for a W
 // packed in 4 bits. Results are those of the two launches to the last bit.
 //
 // A block that multiplies is that of tokens_in_shared.cu, but for its tokens: their rows are short enough to be in shared memory whole, and
@@ -60,9 +60,9 @@ template <class T> struct NormedRow {
   }
 };
 
-template <int FMT, class T, int G> __global__ void __launch_bounds__(Layout<FMT, G, 1>::threads, 1) mla_queries(const MlaPrepare m, const GemmParams p) {
-  using D = Layout<FMT, G, 1>;
-  using Lane = Sums<FMT, T, G, 2, 1, true>;
+template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Layout<FMT, G, MT>::threads, 1) mla_queries(const MlaPrepare m, const GemmParams p) {
+  using D = Layout<FMT, G, MT>;
+  using Lane = Sums<FMT, T, G, 2, MT, true>;
   extern __shared__ __align__(128) char shared[];
   const int width = m.q_lora + m.kv_lora + m.rope;
   const T* rows_a = (const T*)m.qkv_a;
@@ -87,8 +87,8 @@ template <int FMT, class T, int G> __global__ void __launch_bounds__(Layout<FMT,
   // A token a warp, the first of them by the warps that have no weights.
   const int token = (warp + kCopyWarps) % (kMathWarps + kCopyWarps);
   if (token < p.m) NormedRow<T>::copy_gains(gains, (const T*)m.q_norm, m.q_lora);
-  Copied<FMT, G, 1> weights;
-  Operands<FMT, G, 2, 1> stream;
+  Copied<FMT, G, MT> weights;
+  Operands<FMT, G, 2, MT> stream;
   if (warp < kMathWarps) {
     weights.start(p, shared_address(shared) + warp * D::steps * D::S::step_bytes, (size_t)(row / 64) * chunks + warp_k, tile, wk, 2 * own);
     stream.clear();
@@ -114,13 +114,13 @@ template <int FMT, class T, int G> __global__ void __launch_bounds__(Layout<FMT,
     const uint32_t chunk = shared_address(ring) + c * D::place;
     if constexpr (FMT == kInt4) {
       // Each of the warps side by side adds the chunk's tokens up for itself: they write the same numbers to the same place.
-      add_up_tokens<T, G, 1>(chunk);
+      add_up_tokens<T, G, MT>(chunk);
       __syncwarp();
     }
     sums.given = chunk + D::tokens * D::pitch + (lane & 3) * 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      read_tokens<FMT, G, 1>(stream.x[half], chunk, half);
+      read_tokens<FMT, G, MT>(stream.x[half], chunk, half);
       sums.step(stream, weights, half, half, left - half, tile);
       weights.finish(half, left - half);
     }
@@ -134,8 +134,10 @@ template <int FMT, class T, int G> __global__ void __launch_bounds__(Layout<FMT,
 #pragma unroll
     for (int nt = 0; nt < 2; ++nt)
 #pragma unroll
-      for (int c = 0; c < 4; ++c)
-        red[(warp_k * D::tokens + (lane & 3) * 2 + c % 2) * pitch + warp_n * 32 + nt * 16 + c / 2 * 8 + (lane >> 2)] = sums.acc[nt][0][c];
+      for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          red[(warp_k * D::tokens + mt * 8 + (lane & 3) * 2 + c % 2) * pitch + warp_n * 32 + nt * 16 + c / 2 * 8 + (lane >> 2)] = sums.acc[nt][mt][c];
   }
   __syncthreads();
   for (int i = threadIdx.x; i < rows / 4 * p.m; i += D::threads) {
@@ -153,19 +155,23 @@ template <int FMT, class T, int G> __global__ void __launch_bounds__(Layout<FMT,
   }
 }
 
-template <int FMT, class T, int G> int launch(const MlaPrepare& m, const GemmParams& p, void* stream) {
-  using D = Layout<FMT, G, 1>;
-  auto kernel = mla_queries<FMT, T, G>;
+template <int FMT, class T, int G, int MT> int launch(const MlaPrepare& m, const GemmParams& p, void* stream) {
+  using D = Layout<FMT, G, MT>;
+  auto kernel = mla_queries<FMT, T, G, MT>;
   static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, D::bytes);
   if (allowed != cudaSuccess) return (int)allowed;
   return start(kernel, p.m + (p.n + p.wn * 32 - 1) / (p.wn * 32), D::threads, D::bytes, stream, m, p);
+}
+
+template <int FMT, class T, int G> int launch(const MlaPrepare& m, const GemmParams& p, void* stream) {
+  return p.m <= 8 ? launch<FMT, T, G, 1>(m, p, stream) : launch<FMT, T, G, 2>(m, p, stream);
 }
 
 }  // namespace
 
 using bf16 = __nv_bfloat16;
 
-// m: as for mla_prepare.cu, q_a unused; q_lora is p.k, at most 2048, kv_lora at most 2048. p: x unused, at most eight tokens, no experts,
+// m: as for mla_prepare.cu, q_a unused; q_lora is p.k, at most 2048, kv_lora at most 2048. p: x unused, at most 16 tokens, no experts,
 // not split. dtype: 0 bf16, 1 fp16. Returns a cudaError_t.
 extern "C" int qk_mla_queries(const MlaPrepare* m, const GemmParams* p, int format, int dtype, int group, void* s) {
   if (format == kFp4) return launch<kFp4, bf16, 16>(*m, *p, s);
