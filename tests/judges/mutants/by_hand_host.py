@@ -66,7 +66,7 @@ HOST: dict[str, tuple[tuple[str, ...], ...]] = {
         ("new_cache(blocks + 1)", "new_cache(blocks)", "bounds: one block too few"),
         ("-(-tokens // loaded.cache_layout.block_size)", "tokens // loaded.cache_layout.block_size", "bounds: a ragged block"),
         ("min(tokens, loaded.config.max_position_embeddings)", "tokens", "bounds: more than the model has positions"),
-        ("        loaded.model.logits(hidden[-1:])\n", "", "the head's memory is not counted"),
+        ("return loaded.model.logits(hidden[-1:])", "return hidden[-1:]", "the head's memory is not counted"),
         ("minimum((free - states) // (options.ranks", "maximum((free - states) // (options.ranks", "the rank with the most memory"),
         ("minimum((free - states) //", "minimum(free //", "states are not counted"),
     ),
