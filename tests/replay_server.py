@@ -49,6 +49,8 @@ class ReplayServer:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
+                if outer.api_key is not None and self.headers.get("Authorization") != f"Bearer {outer.api_key}":
+                    return outer._send(self, 401, {"error": {"message": "wrong key"}})
                 outer._send(self, 200, {"data": [{"id": name} for name in outer.models]})
 
             def do_POST(self) -> None:

@@ -1,5 +1,7 @@
 """Addresses of servers: taken before a model is loaded, and told where they cannot be."""
 
+import json
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,3 +74,18 @@ def test_what_a_server_cannot_use_is_told_before_a_model_is_loaded(
     answer = command("serve", "tiny-r1", *(one.replace("BROKEN", str(tmp_path / "broken.jinja")) for one in asked))
     assert answer.code == 1
     assert said in answer.error
+
+
+def test_a_server_without_a_chat_template_says_so_when_it_comes_up(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever started it heard of it from a client's first chat."""
+    monkeypatch.setattr("quantkit.executor.server.serve.serve", lambda *_: None)
+    model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    told = "has no chat template: chats and responses are refused, and --chat-template FILE brings one"
+    asked = ("serve", str(model), "--device", "cpu", "--max-batch", "1", "--port", "18437")
+    assert told not in command(*asked).err
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert told in command(*asked).err

@@ -69,12 +69,11 @@ def bench(
     lengths, users = _integers("--input-len", input_len), _integers("--concurrency", concurrency)
     rates, limits = _rates(request_rate), _limits(goodput)
     texts = read_prompts(prompts) if prompts is not None else []
-    longest = output_len + (max(lengths) if not texts else max(map(len, texts)) + 64)  # a token is a character at least
     if out_dir is not None:
         check_folder(out_dir, local_models([model]))
     place: dict[str, Any] = {"device": device, "backend": backend, "cache": cache, "tp": tp, "dp": dp}
     place |= {"api_key": api_key, "model": served_model}
-    target = open_target(model, max_batch=max(users), max_model_len=longest, **place)
+    target = open_target(model, max_batch=max(users), input_len=max(lengths), output_len=output_len, prompts=texts, **place)
     load: dict[str, Any] = {"rates": rates, "prompts": texts, "requests_per_slot": requests, "warmup": warmup, "seed": seed}
     load |= {"requests": num_prompts or (100 if rates else None), "limits": limits}
     with closing(target):

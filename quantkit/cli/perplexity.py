@@ -1,5 +1,6 @@
 """ppl: how far a model's next tokens are from another's."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,6 +73,10 @@ def ppl(
         console.facts(model, quality.facts())
     if count_experts is not None and quality.expert_counts is not None:
         quality.expert_counts.write(count_experts)
+    for name, perplexity in ((model, quality.ppl), (baseline, quality.baseline_ppl)):
+        if perplexity is not None and math.isnan(perplexity):  # the layers' errors, above, say where it begins
+            console.tell_error(f"{name} computes logits that are no numbers", "quantkit check names the damaged tensor", as_json=False)
+            raise typer.Exit(1)
 
 
 def _warning(model: str) -> str:

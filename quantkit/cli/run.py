@@ -220,6 +220,8 @@ def serve(
             console.tell(engine.loaded.told)
         if template is not None:
             engine.tokenizer.use_template(template)
+        elif not engine.tokenizer.templates:
+            console.tell(f"{model} has no chat template: chats and responses are refused, and --chat-template FILE brings one")
         err.print(f"serving {model} on http://{address(host, port)}/v1", soft_wrap=True)
         limits = Limits(max_input=max_input, max_output=max_output)
         log = console.tell if log_requests else None

@@ -64,10 +64,9 @@ class OpenAIServer:
             entries = answer.json()["data"]
             return [{"id": str(entry["id"])} | {name: entry[name] for name in _MODEL_FACTS if entry.get(name)} for entry in entries]
         except (httpx.HTTPError, httpx.InvalidURL, KeyError, ValueError, TypeError, AttributeError) as error:
-            raise QuantkitError(
-                f"{self.base}/models does not answer ({fault(error)})",
-                "check the address and that an OpenAI-compatible server is up",
-            ) from error
+            refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code in (401, 403)
+            remedy = "give the server's key with --api-key" if refused else "check the address and that an OpenAI-compatible server is up"
+            raise QuantkitError(f"{self.base}/models does not answer ({fault(error)})", remedy) from error
 
     def find_model(self, name: str | None) -> dict[str, Any]:
         """Its entry of the model `name`, or of the only one where None. A name that it does not list is believed.

@@ -45,7 +45,7 @@ def check_eos(eos_ids: Iterable[object], vocab: int, path: Path) -> None:
 def check_context(asked: int | None, longest: int) -> None:
     """asked: tokens of prompt and answer, None where nobody asked; longest: that the model was built for. Raises UsageFault."""
     if asked is not None and asked > longest:
-        raise UsageFault(f"context of {asked} tokens asked for, the model has {longest}", "ask for no more than that")
+        raise UsageFault(f"context of {asked} tokens asked for, the model has {longest}", "that is prompt and answer together")
     if asked is not None and asked < 2:
         raise UsageFault(f"a context of {asked} has no room for a prompt and an answer", "ask for 2 tokens at least")
 

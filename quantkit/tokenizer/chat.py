@@ -104,7 +104,7 @@ class ChatTokenizer:
         named = "tool_use" if variables.get("tools") and "tool_use" in self.templates else "default"
         if named not in self.templates:
             told = f"{self.path} has no chat template: no chat_template.jinja, and none in tokenizer_config.json or chat_template.json"
-            raise QuantkitError(told, "use plain completions, or `quantkit run --raw`")
+            raise QuantkitError(told, "use plain completions, `run --raw`, or `serve --chat-template FILE`")
         given = {"tools": None, "documents": None, **self.special_tokens, **variables}
         conversation = [_with_reasoning(message) for message in messages]
         return self.templates[named].render({**given, "messages": conversation, "add_generation_prompt": add_generation_prompt})

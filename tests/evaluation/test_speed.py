@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -133,6 +134,20 @@ def test_engine_grid(tiny_checkpoint: Path) -> None:
     given = measure_grid(target, [], [2], 4, prompts=["1 + 1", "7"], rates=[50.0], requests=5, limits={"e2el": 1e9}, warmup=1)
     assert [(row.input_len, row.requests, row.offered_rate) for row in given] == [(0, 5, 50.0)]
     assert given[0].goodput == pytest.approx(given[0].request_rate)
+
+
+def test_given_prompts_are_counted_in_tokens(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """A prompt of more characters than the model's context has tokens was refused."""
+    model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100, "rope_scaling": None}))
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("<\uff5cUser\uff5c>" * 30)  # one token each
+    asked = ("bench", str(model), "--prompts", str(prompts), "--num-prompts", "2", "--warmup", "0", "--device", "cpu", "--concurrency", "1")
+    assert command(*asked, "--output-len", "4").code == 0
+    refused = command(*asked, "--output-len", "100")
+    assert refused.code == 2
+    assert "tokens asked for, the model has 100" in refused.error
 
 
 def test_report_shows_ours_and_the_published_apart(tmp_path: Path) -> None:

@@ -181,5 +181,5 @@ def test_what_there_is_not_is_refused(grouped: Path) -> None:
     with pytest.raises(QuantkitError, match="cache of 'int4' is not known; use --cache int8 or fp8"):
         load_model(grouped, device="cpu", cache="int4")
     with pytest.raises(QuantkitError, match="has a cache of its own"):
-        open_target("http://127.0.0.1:1", max_batch=1, max_model_len=8, device="cpu", backend="auto", cache="int8")
+        open_target("http://127.0.0.1:1", max_batch=1, input_len=4, output_len=4, device="cpu", backend="auto", cache="int8")
     assert codes_of(None) is None

@@ -46,6 +46,13 @@ def test_a_group_is_cut_into_whole_smaller_groups() -> None:
     assert torch.equal(share.scale[:, 0], WEIGHTS["int4 asymmetric"].scale[:, 0])
 
 
+@pytest.mark.parametrize(("size", "heads", "own"), [(2, 2, [0, 1]), (4, 2, [0, 0, 1, 1]), (4, 1, [0, 0, 0, 0])])
+def test_ranks_beyond_the_key_heads_hold_copies_side_by_side(size: int, heads: int, own: list[int]) -> None:
+    """As query heads lie: those of a key head are on neighbours."""
+    ranges = [share_range(heads * 64, "output features", "k", rank, size, heads) for rank in range(size)]
+    assert ranges == [(head * 64, (head + 1) * 64) for head in own]
+
+
 def test_packed_weights_stay_packed() -> None:
     for name in ("int4 asymmetric", "int8", "fp4"):
         assert type(column_share(WEIGHTS[name], name, 0, 2)) is type(row_share(WEIGHTS[name], name, 0, 2)) is type(WEIGHTS[name])

@@ -10,6 +10,12 @@ from quantkit.evaluation.speed.workload import Workload
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.sequence import Sequence
+from quantkit.tokenizer.chat import ChatTokenizer
+
+
+def as_chat(tokenizer: ChatTokenizer, text: str) -> list[int]:
+    """Token ids of a prompt that is given as text."""
+    return tokenizer.encode_chat([{"role": "user", "content": text}])
 
 
 class EngineTarget:
@@ -52,7 +58,7 @@ class EngineTarget:
 
     def _prompts(self, work: Workload) -> list[list[int]]:
         if work.prompts:
-            encoded = [self.engine.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in work.prompts[: work.requests]]
+            encoded = [as_chat(self.engine.tokenizer, text) for text in work.prompts[: work.requests]]
             return [encoded[number % len(encoded)] for number in range(work.requests)]
         generator = work.generator()
         vocab = self.engine.loaded.config.vocab_size

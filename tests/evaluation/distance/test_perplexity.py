@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import command
 from safetensors.torch import load_file, save_file
 
 from quantkit.errors import QuantkitError
@@ -58,6 +59,20 @@ def test_a_model_is_no_distance_from_itself(tiny_dense_checkpoint: Path, text: P
     assert (told.kl, told.top1_agree, told.expert_agree) == (0.0, 1.0, 1.0)
     assert told.baseline_ppl == told.ppl
     assert told.layer_errors == [0.0] * len(told.layer_errors)
+
+
+def test_a_model_that_computes_no_numbers_fails(tiny_dense_checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    """Its perplexity was nan, or null in JSON, and the command succeeded."""
+    broken = shutil.copytree(tiny_dense_checkpoint, tmp_path / "broken")
+    (shard,) = broken.glob("*.safetensors")
+    tensors = load_file(shard)
+    tensors["model.layers.1.self_attn.o_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, shard)
+    for models in ((broken, tiny_dense_checkpoint), (tiny_dense_checkpoint, broken)):
+        told = command("ppl", str(models[0]), "--baseline", str(models[1]), "--text", str(text), "--json")
+        assert told.code == 1
+        assert told.json["kl"] is None
+        assert told.error == f"error: {broken} computes logits that are no numbers; quantkit check names the damaged tensor"
 
 
 def test_distance_is_what_the_definitions_say(tiny_dense_checkpoint: Path, changed: Path, text: Path) -> None:

@@ -9,7 +9,7 @@ from replay_server import ReplayServer, Reply
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.generators.endpoint import Endpoint, request_body
 from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
-from quantkit.evaluation.openai_server import base_url, fault
+from quantkit.evaluation.openai_server import OpenAIServer, base_url, fault
 
 
 def chat(text: str, seed: int = 0) -> Prompt:
@@ -136,6 +136,14 @@ def test_a_refusal_without_a_message_is_told_by_its_status(body: bytes, said: st
     with pytest.raises(httpx.HTTPStatusError) as refused:
         answer.raise_for_status()
     assert fault(refused.value) == said
+
+
+def test_a_key_that_is_missing_is_asked_for() -> None:
+    """It was said to check the address and that a server is up."""
+    with ReplayServer(lambda question, body: "fine", api_key="sk-1") as server:
+        with pytest.raises(QuantkitError, match=r"\(HTTP 401: wrong key\); give the server's key with --api-key$"):
+            OpenAIServer(server.url).models()
+        assert OpenAIServer(server.url, api_key="sk-1").models()
 
 
 def test_the_model_is_the_only_one_served_or_must_be_named() -> None:
