@@ -141,6 +141,10 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return (gate / (1 + (-gate).exp()) * up).to(x.dtype)
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    return (logits == logits.amax(dim=-1, keepdim=True)).long().argmax(dim=-1)
+
+
 def route(logits: Tensor, bias: Tensor | None, how: Routing) -> tuple[Tensor, Tensor]:
     """DeepSeek-V3's: sigmoid, groups by their best two, weights divided by their sum; then the shared experts."""
     assert (how.scoring_func, how.norm_topk_prob) == ("sigmoid", True), how
@@ -288,4 +292,15 @@ def mla_prolog(
     return ExactProlog(weights, eps) if taken else None
 
 
-FUNCTIONS = ("rms_norm", "add_rms_norm", "silu_and_mul", "route", "moe_gate", "rope", "mla_prepare", "mla_decode", "mla_prefill")
+FUNCTIONS = (
+    "rms_norm",
+    "add_rms_norm",
+    "silu_and_mul",
+    "likeliest",
+    "route",
+    "moe_gate",
+    "rope",
+    "mla_prepare",
+    "mla_decode",
+    "mla_prefill",
+)

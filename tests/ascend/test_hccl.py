@@ -13,6 +13,7 @@ from ascend import npu_double
 from forked_ranks import run_ranks
 
 from quantkit import devices
+from quantkit.errors import QuantkitError
 from quantkit.executor import parallel
 from quantkit.executor.coded_sums import CodedSums
 from quantkit.executor.context import Chunk, PrefillContext
@@ -57,11 +58,14 @@ def test_a_mode_that_was_set_stays(asked: list[tuple[Any, ...]], monkeypatch: py
 def test_each_process_takes_the_card_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_has_npu", lambda: True)
     monkeypatch.setattr(torch, "device", str)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(device_count=lambda: 8))
     monkeypatch.setenv("LOCAL_RANK", "5")
     assert devices.find_device("npu") == "npu:5"
     assert devices.find_device("npu:2") == "npu:2"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert devices.find_device("auto") == "npu:5"
+    with pytest.raises(QuantkitError, match="no device npu:8"):
+        devices.find_device("npu:8")
 
 
 def test_prompts_are_added_in_8_bits(r1_attention: Callable[[str], Path], tmp_path: Path) -> None:
