@@ -36,7 +36,7 @@ _FEWEST, _ROWS = 32, 8
 """Prompt tokens of the shortest chunk; rows of answers beside which chunks are measured."""
 _WORTH = 1.1
 """How much slower a pass must be launched than replayed, for graphs of its size to be captured."""
-_LEAST_CAPTURED = 1024
+_ALWAYS_CAPTURED = 1024
 """Tokens of the longest pass that this is not asked of: it is asked before there are requests, and these take the host's time, too. Eight
 prompts of 128 tokens of Qwen3-8B, launched, had their first token on an H200 after 45 ms, on one of another host after 77 to 102."""
 _FASTER = 0.98
@@ -98,7 +98,7 @@ def measure(runner: Runner, parallel: Parallel, budget: StepBudget, max_batch: i
 def _captured(trial: "_Trial", most: int) -> int:
     """The most tokens of a pass that is worth a graph."""
     tokens = min(MOST_TOKENS, most)
-    while tokens > _LEAST_CAPTURED:
+    while tokens > _ALWAYS_CAPTURED:
         launched = trial.bounded(tokens)
         if launched < _SLOW_S and launched >= _WORTH * trial.seconds(trial.prompt, tokens):
             break
