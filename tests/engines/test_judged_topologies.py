@@ -111,6 +111,7 @@ def test_a_result_says_that_its_server_was_compiled(tmp_path: Path) -> None:
 def test_who_compares_elsewhere_is_told_how_the_servers_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of compiled servers on cards, compared on a CPU without --device."""
     told = []
+    monkeypatch.setattr("vllm_topologies.signal.signal", lambda *_: None)  # of this process
     monkeypatch.setattr("vllm_topologies.run", lambda *_: None)
     monkeypatch.setattr("vllm_topologies.compare", lambda *given: told.append(given[-1]) or [])
     for steps in (["--steps", "run", "--device", "cuda", "--attention", "TRITON_ATTN"], ["--steps", "compare"]):

@@ -17,7 +17,7 @@ from transformers_peers import COMPRESSED, checkpoint_tensors, random_peer
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.executor.engine import Engine
-from quantkit.executor.load import load_model
+from quantkit.executor.load import load_model, open_model
 from quantkit.executor.runner import Runner
 from quantkit.executor.sampling import SamplingParams
 from quantkit.executor.scheduler import StepBudget
@@ -309,8 +309,5 @@ def test_what_is_not_computed_is_refused(tmp_path: Path) -> None:
             architecture.Config.from_dict(tiny(**{key: value}))
     with pytest.raises(QuantkitError, match="--prefix-cache"):
         Engine.load(written(tmp_path / "model"), device="cpu", max_batch=1, max_model_len=64, prefix_cache=True)
-    one = Case({})
-    outputs = one.tensors["layers.0.attn.wo_a.weight"]
-    of_a_rank = {**one.tensors, "layers.0.attn.wo_a.weight": outputs[: len(outputs) // 4]}
-    with pytest.raises(QuantkitError, match="o_groups = 2"):
-        one.architecture.DecoderLayer(one.config, 0, one.weights(of_a_rank))
+    with pytest.raises(QuantkitError, match="o_groups = 2, which 4 ranks cannot share evenly"):
+        open_model(tmp_path / "model", device="cpu", tp=4)
