@@ -45,7 +45,7 @@ def _round_block(
     for i in range(COLUMNS):
         own = block + i * rows_all + row
         # What the next column needs is on its way while this one is rounded: the columns wait for each other as it is.
-        more = inside & (i + 1 < COLUMNS)
+        more = inside & ((i + 1) * rows_all + row < COLUMNS * rows_all)  # of tensors: Triton 3.2's interpreter has no mask of a plain bool
         next_size = tl.load(step + own + rows_all, mask=more, other=1.0)
         next_nought = tl.load(zero + own + rows_all, mask=more, other=0.0)
         next_answer = tl.load(answers + (i + 1) * COLUMNS, mask=(column > i + 1) & (column < COLUMNS), other=0.0)
