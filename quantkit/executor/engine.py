@@ -88,7 +88,6 @@ class Engine:
         self.meanwhile: Callable[[list[Sequence]], None] = lambda brought: None
         """Done while the device computes a step, once or twice: handing out what the step before it brought, and earlier passes of this
         step, whose sequences it is given: answers do not wait for the prompts that are computed after them."""
-        self._brought: list[Sequence] = []
 
     @classmethod
     def load(
@@ -293,8 +292,7 @@ class Engine:
         if not step.decode:
             self.runner.drop_next()
         for one in step.passes(mixed):
-            self._brought = [sequence for sequence in advanced if sequence.fault is None]
-            advanced += self._pass(one)
+            advanced += self._pass(one, [sequence for sequence in advanced if sequence.fault is None])
         if step.decode and not step.prefill:
             kept = self.speculation.acceptance.accepted - accepted
             self.speculation.guessing.stepped(len(step.decode), rows, kept, time.perf_counter() - began)
@@ -302,8 +300,8 @@ class Engine:
             self.scheduler.remove(sequence)
         return advanced
 
-    def _pass(self, step: ScheduledStep) -> list[Sequence]:
-        """One pass over what is scheduled. Returns the sequences that got tokens or failed.
+    def _pass(self, step: ScheduledStep, brought: list[Sequence]) -> list[Sequence]:
+        """One pass over what is scheduled. brought: by the step's earlier passes. Returns the sequences that got tokens or failed.
 
         Where it fails, each sequence has a pass of its own: those that fail again are finished for that.
         """
@@ -312,7 +310,8 @@ class Engine:
             if step.prefill:
                 self.meanwhile([])  # a prompt may take the host as long as the device
             joint = JointPass(step, self.parallel) if isinstance(self.scheduler, Homes) else None
-            return self._finish_pass(self._compute(step) if joint is None else joint.compute(self.chooser, self.runner), joint)
+            computed = self._compute(step) if joint is None else joint.compute(self.chooser, self.runner)
+            return self._finish_pass(computed, joint, brought)
         except Exception as fault:
             self.runner.drop_next()
             check_usable(self.loaded.device, fault, alone=self.leader.alone)
@@ -324,7 +323,7 @@ class Engine:
                     continue
                 sequence.num_cached = cached.get(sequence, sequence.num_cached)
                 if len(alone) > 1:
-                    done += self._pass(own)
+                    done += self._pass(own, brought)
                 else:
                     sequence.fail(fault)
                     done.append(sequence)
@@ -336,7 +335,7 @@ class Engine:
             return self.runner.decode(step.decode)
         return self.runner.mixed(step.decode, step.prefill) if step.decode else self.runner.prefill(step.prefill)
 
-    def _finish_pass(self, done: ForwardPass, joint: JointPass | None) -> list[Sequence]:
+    def _finish_pass(self, done: ForwardPass, joint: JointPass | None, brought: list[Sequence]) -> list[Sequence]:
         """Choose the successors, guess behind them, append what the ranks agree on, and guess on. Returns the sequences that got tokens."""
         score_prompts(done, self.runner.model)
         chosen = self.chooser.choose(done, self.runner.draw) if done.counts else None
@@ -347,7 +346,7 @@ class Engine:
             # Before others are listened to, who may add requests on this rank alone.
             if self.runner.launches_next and done.is_read_once and self.scheduler.goes_on(done.counts):
                 self.speculation.launch_next(self.runner, self.parallel, done, chosen, guessed)
-        self.meanwhile(self._brought)
+        self.meanwhile(brought)
         advanced, guesses = [sequence for sequence, _ in done.counts], list[int]()
         if joint is not None:
             advanced += self._append_all(done, joint, done.hidden.new_empty(0) if chosen is None else chosen.token_ids)
