@@ -15,6 +15,7 @@ import torch
 from quantkit_kernels import accelerator, likeliest
 from torch import Tensor
 
+from quantkit.devices import sent
 from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import DecodeContext
 from quantkit.executor.prefetch import stop_prefetching
@@ -81,6 +82,11 @@ class StepResult(NamedTuple):
     hidden: Tensor
     logits: Tensor
     greedy: Tensor
+
+    def at(self, rows: list[int]) -> "StepResult":
+        """Of these rows."""
+        on_device = sent(rows, self.hidden.device)
+        return StepResult(*(part[on_device] for part in self))
 
 
 class Forward(Protocol):

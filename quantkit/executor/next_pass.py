@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quantkit.devices import sent
 from quantkit.executor.graphs import DecodeRows, StepResult
 from quantkit.executor.sequence import Sequence
 
@@ -29,8 +28,7 @@ class NextPass(NamedTuple):
         if answers != self.answers:
             row_of = {sequence: row for row, sequence in enumerate(self.answers)}
             kept = [row_of[sequence] for sequence in answers]
-            on_device = sent(kept, result.hidden.device)
-            rows, result = DecodeRows(*(part[kept] for part in rows)), StepResult(*(part[on_device] for part in result))
+            rows, result = DecodeRows(*(part[kept] for part in rows)), result.at(kept)
         return rows._replace(token_ids=np.array([one.token_ids[-1] for one in answers], dtype=np.int64)), result
 
 
@@ -47,7 +45,4 @@ class GuessedPass(NamedTuple):
         pass, or the first of them."""
         first = {sequence: row * self.each for row, sequence in enumerate(self.answers)}
         kept = [first[sequence] + i for sequence in answers for i in range(1 + len(sequence.drafts))]
-        if kept == list(range(len(self.result.greedy))):
-            return self.result
-        on_device = sent(kept, self.result.hidden.device)
-        return StepResult(*(part[on_device] for part in self.result))
+        return self.result if kept == list(range(len(self.result.greedy))) else self.result.at(kept)
