@@ -23,7 +23,7 @@ _INDEX = "model.safetensors.index.json"
 _CONNECTIONS = 8
 """Headers that are asked for at a time."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
-"""What else has one slash is a path."""
+"""What else has a slash is a path."""
 _OTHER_KINDS = {
     "adapter_config.json": ("a LoRA adapter", "merge it into its base model, save that, and give its directory"),
     "model_index.json": ("a pipeline of diffusers", "quantkit takes language models"),
@@ -162,7 +162,7 @@ def _find_directory(name: str) -> Path | None:
         raise QuantkitError(f"{name} is not finished", "give the command that makes it again: it goes on")
     if re.fullmatch(r"[\w.\-]+:\d+(/.*)?", name):
         raise QuantkitError(f"model {name} does not exist", f"give a server's address as http://{name}, where a command takes one")
-    if name.count("/") != 1 or name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
+    if not _HUB_ID.fullmatch(name):
         told = f"there is no folder {name}" if "/" in name else f"model {name} does not exist"
         raise QuantkitError(told, f"give a directory, {', '.join(BUILTIN_MODELS)}, or a hub id such as org/name")
     if path.parent.is_dir() and not _is_known(name):

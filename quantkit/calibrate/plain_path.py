@@ -36,8 +36,8 @@ class PlainPath:
         recorder = Recorder(len(self.states.hidden))
         own = [row.module for row in sublayer.rows if row.module in sublayer.quantized]
         block = sublayer.build(LayerWeights(self._rounded(sublayer), recorder, readings=self.solvers.readings(own)))
-        coded = self.cache is not None and self.cache.covers(sublayer)
-        run = self.cache.run_uncalibrated(sublayer, block, self.states) if self.cache is not None and coded else sublayer.run
+        cache = self.cache if self.cache is not None and self.cache.covers(sublayer) else None
+        run = sublayer.run if cache is None else cache.run_uncalibrated(sublayer, block, self.states)
         for batch in self.states.batches():
             self.states.hidden[batch.part] = run(block, self.states.hidden[batch.part], batch.lengths)
         self.routed = recorder.routed(0, 0)

@@ -9,6 +9,8 @@ from quantkit.executor.split import check_inputs, share_range
 from quantkit.models.architecture import CompressedCache, KeyValueCache, ModelConfig
 from quantkit.models.table import Parameter
 
+_KEY_HEADS = "num_key_value_heads"
+
 
 def check_shares(checkpoint: Checkpoint, config: ModelConfig, rows: Iterable[Parameter], tp: int, dp: int) -> None:
     """Raises UsageFault where `tp` ranks cannot cut the linears evenly, or `dp` ranks cannot share out the routed experts. rows: the
@@ -30,18 +32,13 @@ def check_shares(checkpoint: Checkpoint, config: ModelConfig, rows: Iterable[Par
 
 def _check_counts(config: ModelConfig, tp: int) -> None:
     kept = config.cache.kv_heads if isinstance(config.cache, KeyValueCache) else 0
-    counts = config.never_cut | ({"num_key_value_heads": kept} if kept else {})
-    uneven = {name: count for name, count in counts.items() if not _comes_out(count, tp, copies=name == "num_key_value_heads")}
-    for name, count in uneven.items():
-        even = [str(size) for size in range(1, config.num_attention_heads + 1) if _all_come_out(counts, size)]
-        told = f"the model has {name} = {count}, which {tp} ranks cannot share evenly"
+    counts = config.never_cut | ({_KEY_HEADS: kept} if kept else {})
+    if (uneven := _uneven(counts, tp)) is not None:
+        even = [str(size) for size in range(1, config.num_attention_heads + 1) if _uneven(counts, size) is None]
+        told = f"the model has {uneven} = {counts[uneven]}, which {tp} ranks cannot share evenly"
         raise UsageFault(told, f"use --tp {', '.join(even[:-1])} or {even[-1]}" if even[1:] else "leave --tp out")
 
 
-def _all_come_out(counts: dict[str, int], tp: int) -> bool:
-    return all(_comes_out(count, tp, copies=name == "num_key_value_heads") for name, count in counts.items())
-
-
-def _comes_out(count: int, tp: int, *, copies: bool) -> bool:
-    """copies: whether several ranks may hold the same one."""
-    return count % tp == 0 or (copies and tp % count == 0)
+def _uneven(counts: dict[str, int], tp: int) -> str | None:
+    """The first that `tp` ranks cannot share evenly. Of key heads several ranks may hold the same one."""
+    return next((name for name, count in counts.items() if count % tp and not (name == _KEY_HEADS and tp % count == 0)), None)
