@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
+from quantkit.evaluation.grading.clauses import BELOW_TWENTY, ONES
 from quantkit.evaluation.grading.conversions import MONEY, Dimension, dimension_of, size_of
 from quantkit.evaluation.grading.quantities import begin_quantity, canonical
 from quantkit.evaluation.grading.question import read_question
@@ -61,10 +62,7 @@ def in_one_unit(text: str, question: str) -> tuple[str, dict[Fraction, tuple[Fra
     return "".join([*pieces, text[position:]]), others
 
 
-_WORD = (
-    r"(?:an?|(?:twenty|thirty|forty|fifty)(?:[ -](?:one|two|three|four|five|six|seven|eight|nine))?|one|two|three|four|five|six|seven|eight"
-    r"|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen)"
-)
+_WORD = rf"(?:an?|(?:twenty|thirty|forty|fifty)(?:[ -](?:{ONES}))?|{BELOW_TWENTY})"
 _NUMBER = rf"(?:\d[\d,]*(?:\.\d+)?|{_WORD}(?=[\s-]))"
 _SPACE = r"(?:[\s~-]|\\[,;: ])*"
 _PART = re.compile(

@@ -8,11 +8,9 @@ from quantkit.evaluation.grading.quantities import begin_quantity
 from quantkit.evaluation.grading.units import SIGNS, is_unit
 from quantkit.evaluation.grading.values import CHANGES
 
-_ONES = "one|two|three|four|five|six|seven|eight|nine"
-SPOKEN = (
-    rf"(?:{_ONES}|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
-    rf"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty(?:[- ](?:{_ONES}))?)"
-)
+ONES = "one|two|three|four|five|six|seven|eight|nine"
+BELOW_TWENTY = rf"{ONES}|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
+SPOKEN = rf"(?:{BELOW_TWENTY}|(?:twen|thir|for|fif|six|seven|eigh|nine)ty(?:[- ](?:{ONES}))?)"
 """A number in English words."""
 _NUMBER = re.compile(
     rf"(?<![A-Za-z\d.,^{{_])(?:(?<![\d)%]\s)(?<![\d)%])-(?=[{SIGNS}.\d]))?[{SIGNS}]?\s?"
