@@ -233,8 +233,8 @@ constexpr int kMostRows = 1024;
 
 template <class Kind, int HALVES> int run(const GqaDecode& p, void* stream) {
   constexpr int fixed = Ring<Kind>::of_block + 4 * kHeads * (Kind::D + 8);
-  static const int failed = (int)cudaFuncSetAttribute(gqa_decode<Kind, HALVES>, cudaFuncAttributeMaxDynamicSharedMemorySize, fixed + 4 * (2 * kMostRows + 1));
-  if (failed) return failed;
+  static SharedMemory shared;
+  if (const int fault = shared.allow(gqa_decode<Kind, HALVES>, fixed + 4 * (2 * kMostRows + 1))) return fault;
   return start(gqa_decode<Kind, HALVES>, dim3(p.blocks), kThreads, fixed + 4 * (2 * p.rows + 1), stream, p);
 }
 template <class Kind> int run(const GqaDecode& p, void* stream) { return p.shared > 8 ? run<Kind, 2>(p, stream) : run<Kind, 1>(p, stream); }

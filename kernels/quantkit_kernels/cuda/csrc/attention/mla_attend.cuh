@@ -231,9 +231,9 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
 }
 
 template <class T> int launch_attend(const void* q, const void* cache, const Attend& p, int rows, void* s) {
-  static const cudaError_t allowed[] = {allow(attend<T, 1>, attend_bytes(1)), allow(attend<T, 2>, attend_bytes(2))};
+  static SharedMemory shared[2];
   const int tiles = p.heads > 16 ? 2 : 1;
-  if (allowed[tiles - 1] != cudaSuccess) return (int)allowed[tiles - 1];
+  if (const int fault = shared[tiles - 1].allow(tiles == 2 ? attend<T, 2> : attend<T, 1>, attend_bytes(tiles))) return fault;
   const dim3 grid((p.heads + 16 * tiles - 1) / (16 * tiles), p.splits, rows);
   if (tiles == 2) return start(attend<T, 2>, grid, kThreads, attend_bytes(2), s, (const T*)q, (const T*)cache, p);
   return start(attend<T, 1>, grid, kThreads, attend_bytes(1), s, (const T*)q, (const T*)cache, p);

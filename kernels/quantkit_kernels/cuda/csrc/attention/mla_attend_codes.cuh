@@ -334,8 +334,8 @@ template <class T, class Code> __global__ void __launch_bounds__(kThreads, 1) at
 }
 
 template <class T, class Code> int launch_attend_codes(const void* q, const MlaCodes& cache, const Attend& p, int rows, void* s) {
-  static const cudaError_t allowed = allow(attend_codes<T, Code>, kCodeBytes);
-  if (allowed != cudaSuccess) return (int)allowed;
+  static SharedMemory shared;
+  if (const int fault = shared.allow(attend_codes<T, Code>, kCodeBytes)) return fault;
   return start(attend_codes<T, Code>, dim3((p.heads + kCodeHeads - 1) / kCodeHeads, p.splits, rows), kThreads, kCodeBytes, s, (const T*)q, cache, p);
 }
 

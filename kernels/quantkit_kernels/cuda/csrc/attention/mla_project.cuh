@@ -137,8 +137,8 @@ template <class T, int AHEAD, int BLOCKS, bool SHARED> __global__ void __launch_
 
 template <class T, int AHEAD, int BLOCKS, bool SHARED> int launch_project(const void* kv_b, void* out, const Attend& p, int rows, int each, void* s) {
   auto kernel = project<T, AHEAD, BLOCKS, SHARED>;
-  static const cudaError_t allowed = allow(kernel, project_bytes(kMostSplits));
-  if (allowed != cudaSuccess) return (int)allowed;
+  static SharedMemory shared;
+  if (const int fault = shared.allow(kernel, project_bytes(kMostSplits))) return fault;
   const dim3 grid(kValue / kProjectRows, p.heads, (rows + each - 1) / each);
   return start_clusters(kernel, grid, kThreads, project_bytes(p.splits), SHARED ? kValue / kProjectRows : 1, s, (const T*)kv_b, (T*)out, rows, each, p);
 }

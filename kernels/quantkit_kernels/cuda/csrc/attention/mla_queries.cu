@@ -158,8 +158,8 @@ template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Lay
 template <int FMT, class T, int G, int MT> int launch(const MlaPrepare& m, const GemmParams& p, void* stream) {
   using D = Layout<FMT, G, MT>;
   auto kernel = mla_queries<FMT, T, G, MT>;
-  static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, D::bytes);
-  if (allowed != cudaSuccess) return (int)allowed;
+  static SharedMemory shared;
+  if (const int fault = shared.allow(kernel, D::bytes)) return fault;
   return start(kernel, p.m + (p.n + p.wn * 32 - 1) / (p.wn * 32), D::threads, D::bytes, stream, m, p);
 }
 

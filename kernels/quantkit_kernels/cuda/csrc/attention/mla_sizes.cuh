@@ -37,6 +37,4 @@ __device__ __forceinline__ int tiles_of(int length, int tile) { return (length +
 // A row's tiles are shared out over this many of the grid's splits, none of which is without work. Tiles are fewer than 2^23.
 __device__ __forceinline__ int parts_of(int tiles, int splits) { return min(tiles, splits); }
 
-template <class Kernel> cudaError_t allow(Kernel kernel, int bytes) { return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes); }
-
 }  // namespace

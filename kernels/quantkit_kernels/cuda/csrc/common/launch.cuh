@@ -9,6 +9,7 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <type_traits>
 
 namespace {
@@ -29,6 +30,24 @@ __device__ __forceinline__ float4 load_constant(const float4* p, bool wanted) {
                : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w) : "l"(p), "r"((int)wanted) : "memory");
   return v;
 }
+
+// Whether a kernel may have more than 48 KB of dynamic shared memory, which CUDA keeps for every device by itself. One for each kernel, static.
+class SharedMemory {
+ public:
+  // Of the current device. Returns a cudaError_t.
+  template <class Kernel> int allow(Kernel kernel, int bytes) {
+    int device;
+    if (const cudaError_t fault = cudaGetDevice(&device)) return (int)fault;
+    if (device < kDevices && allowed_[device]) return 0;
+    if (const cudaError_t fault = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) return (int)fault;
+    if (device < kDevices) allowed_[device] = true;
+    return 0;
+  }
+
+ private:
+  static constexpr int kDevices = 64;  // a device beyond them is asked each time
+  std::atomic<bool> allowed_[kDevices] = {};
+};
 
 // `cluster` blocks along x share their shared memory.
 template <class... Arguments>

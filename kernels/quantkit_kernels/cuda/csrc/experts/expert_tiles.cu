@@ -277,8 +277,8 @@ template <int FMT, class T, int G, int NT> __global__ void __launch_bounds__(kTh
 template <int FMT, class T, int G, int NT> int launch(const TileParams& p, void* stream) {
   using S = Shape<FMT, G, NT>;
   auto kernel = expert_tiles<FMT, T, G, NT>;
-  static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::bytes);
-  if (allowed != cudaSuccess) return (int)allowed;
+  static SharedMemory shared;
+  if (const int fault = shared.allow(kernel, S::bytes)) return fault;
   int device = 0, multiprocessors = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);

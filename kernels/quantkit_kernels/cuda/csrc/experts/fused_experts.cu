@@ -182,8 +182,8 @@ template <int FMT, class T, int G, int MT, bool FEW> __global__ void __launch_bo
 template <int FMT, class T, int G, int MT, bool FEW> int launch(const FusedExpertsParams& p, void* stream) {
   auto kernel = fused_experts<FMT, T, G, MT, FEW>;
   constexpr int bytes = Room<FMT, G, MT>::bytes;
-  static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (allowed != cudaSuccess) return (int)allowed;
+  static SharedMemory shared;
+  if (const int fault = shared.allow(kernel, bytes)) return fault;
   int device, multiprocessors, blocks;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);

@@ -77,8 +77,8 @@ __global__ void sort_pairs(const int* ids, int ids_stride, int pairs, int expert
 extern "C" int qk_sort_pairs(const int* ids, int ids_stride, int pairs, int experts, int tokens, int tiles, int* tile_expert,
                              int* tile_count, int* order, void* stream) {
   const int bytes = (kSortWarps + 2) * experts * 4;
-  static const cudaError_t allowed = cudaFuncSetAttribute(sort_pairs, cudaFuncAttributeMaxDynamicSharedMemorySize, 224 << 10);
-  if (allowed != cudaSuccess) return (int)allowed;
+  static SharedMemory shared;
+  if (const int fault = shared.allow(sort_pairs, 224 << 10)) return fault;
   return start(sort_pairs, 1, 32 * kSortWarps, bytes, stream, ids, ids_stride, pairs, experts, tokens, tiles, tile_expert, tile_count,
                order);
 }

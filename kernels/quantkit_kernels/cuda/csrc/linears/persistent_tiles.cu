@@ -317,8 +317,8 @@ template <class T, int STRIPS, int NT> int launch(const TileParams& p, bool same
   CUtensorMap map = {};
   if (p.out_n % 8 == 0)
     if (const int fault = map_of<T>(p, map)) return fault;
-  static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::bytes);
-  if (allowed != cudaSuccess) return (int)allowed;
+  static SharedMemory shared;
+  if (const int fault = shared.allow(kernel, S::bytes)) return fault;
   int device = 0, multiprocessors = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);

@@ -134,8 +134,8 @@ __global__ void __launch_bounds__(Tile<FMT, G, NT, WGS>::threads, Tile<FMT, G, N
 template <int FMT, class T, int G, int NT, int WGS, bool SHARES = false> int launch(const TileParams& p, void* stream, const Shares& shares = {}, int blocks = 0) {
   using S = Tile<FMT, G, NT, WGS>;
   auto kernel = tile_per_block<FMT, T, G, NT, WGS, SHARES>;
-  static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::bytes);
-  if (allowed != cudaSuccess) return (int)allowed;
+  static SharedMemory shared;
+  if (const int fault = shared.allow(kernel, S::bytes)) return fault;
   return start_clusters(kernel, dim3(blocks ? blocks : (p.n + S::rows - 1) / S::rows * p.split, p.tiles), S::threads, S::bytes, p.split, stream, p, shares);
 }
 

@@ -197,8 +197,8 @@ __global__ void __launch_bounds__(kThreads, Shape<FMT, G, RT, MT, BULK>::blocks)
 template <int FMT, class T, int G, int RT, int MT, bool BULK> int launch(const GemmParams& p, int grid_y, void* stream) {
   auto kernel = tokens_in_registers<FMT, T, G, RT, MT, BULK>;
   constexpr int bytes = Shape<FMT, G, RT, MT, BULK>::bytes;
-  static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (allowed != cudaSuccess) return (int)allowed;
+  static SharedMemory shared;
+  if (const int fault = shared.allow(kernel, bytes)) return fault;
   return start(kernel, dim3(p.n / (p.wn * RT * 16) * p.split, grid_y), kThreads, bytes, stream, p);
 }
 

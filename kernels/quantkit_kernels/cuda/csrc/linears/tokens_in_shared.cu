@@ -184,8 +184,8 @@ template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Lay
 template <int FMT, class T, int G, int MT> int launch(const GemmParams& p, void* stream) {
   using D = Layout<FMT, G, MT>;
   auto kernel = tokens_in_shared<FMT, T, G, MT>;
-  static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, D::bytes);
-  if (allowed != cudaSuccess) return (int)allowed;
+  static SharedMemory shared;
+  if (const int fault = shared.allow(kernel, D::bytes)) return fault;
   const int blocks = (p.n + p.wn * 32 - 1) / (p.wn * 32) * p.split;
   return start_clusters(kernel, dim3(blocks, p.ids ? p.pairs : 1), D::threads, D::bytes, p.split, stream, p);
 }
