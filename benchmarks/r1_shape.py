@@ -1,6 +1,6 @@
 """Quantize layers with DeepSeek-R1's true dimensions, or those of models after it, and say how long one takes and how much memory.
 
-    python benchmarks/r1_shape.py write DIR [--shape r1|deepseek-v32|kimi-k2] [--experts 256] [--layers 2]
+    python benchmarks/r1_shape.py write DIR [--shape r1|deepseek-v32|kimi-k2] [--experts 256] [--layers 2] [--dense 1] [--chosen 8]
     python benchmarks/r1_shape.py run DIR [--recipe awq-w4a16] [--device cpu] [--samples 128] [--held-out 16] [--memory 16GiB] [--profile]
     torchrun --nproc-per-node 4 benchmarks/r1_shape.py run DIR --device cuda             on several cards; seconds are those of rank 0
 
@@ -8,7 +8,7 @@
 --layers - 1 MoE layers (12.8 GB with all 256 experts), or with --layers 1 to one MoE layer. Weights are Gaussian, of R1's size, with scales
 that differ from block to block; norm gains have a few large channels, so activations have outliers as a trained model's do. One pool of
 random codes is cut at another place for every tensor: drawing 12 billion of them would take longer than quantizing. Fewer experts make the
-same layer with less of it.
+same layer with less of it; 32 of which a token chooses 1 have as many tokens each as R1's.
 
 `run` quantizes it and prints one JSON object: seconds by phase, peak memory as the operating system counts it, and the plan's figure.
 Calibration text is random words, one token each, frequent ones more often (Zipf).
@@ -63,11 +63,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 """What differs from R1."""
 
 
-def shape_config(shape: str, experts: int, layers: int) -> dict[str, Any]:
-    """A published config.json with fewer layers and, if wanted, fewer experts."""
+def shape_config(shape: str, experts: int, layers: int, dense: int = 1, chosen: int = 8) -> dict[str, Any]:
+    """A published config.json with fewer layers and, if wanted, fewer experts and fewer chosen. dense: layers without experts, but that one
+    layer has them."""
     made = r1_config(experts, layers) | SHAPES[shape]
     groups = {"n_group": 1, "topk_group": 1} if experts < 16 else {}
-    return made | groups | {"first_k_dense_replace": min(layers - 1, 1), "num_experts_per_tok": min(experts, 8)}
+    return made | groups | {"first_k_dense_replace": min(layers - 1, dense), "num_experts_per_tok": min(experts, chosen)}
 
 
 def r1_config(experts: int, layers: int) -> dict[str, Any]:
@@ -158,8 +159,7 @@ class Values:
         return (flat[:count] if count <= len(flat) else flat.repeat(math.ceil(count / len(flat)))[:count]).view(shape)
 
 
-def write(path: Path, shape: str, experts: int, layers: int) -> None:
-    config = shape_config(shape, experts, layers)
+def write(path: Path, config: dict[str, Any]) -> None:
     architecture = find_architecture(config)
     rows = architecture.parameters(architecture.Config.from_dict(config))
     values, start = Values(), time.perf_counter()
@@ -298,6 +298,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="r1")
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--dense", type=int, default=1, help="layers without experts")
+    parser.add_argument("--chosen", type=int, default=8, help="experts that a token chooses")
     parser.add_argument("--recipe", default="awq-w4a16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--samples", type=int, default=128)
@@ -307,7 +309,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
     if given.what == "write":
-        write(given.path, given.shape, given.experts, given.layers)
+        write(given.path, shape_config(given.shape, given.experts, given.layers, given.dense, given.chosen))
     else:
         run(given.path, given.recipe, given.device, given.samples, given.held_out, given.seq_len, given.memory, given.profile)
 

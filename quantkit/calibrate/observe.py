@@ -52,16 +52,17 @@ def observe(
     left as they are."""
     observer, recorder = Observer(HELD_OUT_ROWS, ranks), Recorder(len(states.quantized.hidden) + len(states.original.hidden))
     asked, total = Recorder(states.quantized.fitted), DriftSum(HELD_OUT_ROWS, ranks)
-    # Every rank is to know what all tokens ask of the experts: where there are any, all run through all.
-    runs = SharedRuns(ranks if sublayer.experts is None else Ranks(), states.quantized.hidden.device)
+    runs = SharedRuns(ranks, states.quantized.hidden.device)
+    ask = runs.asked_of(recorder)
 
     def see(module: str, x: Tensor) -> None:
         observer(module, x)
         if original is not None and not observer.held_out:
             total.hear(module, x)
 
-    weights = LayerWeights(tensors, recorder, runs.heard_by(see), unread=sublayer.ends)
-    block, beside = sublayer.build(weights), LayerWeights(tensors, asked, runs.heard_by(total.compare), unread=sublayer.ends)
+    weights = LayerWeights(tensors, ask, runs.heard_by(see), unread=sublayer.ends)
+    block = sublayer.build(weights)
+    beside = LayerWeights(tensors, runs.asked_of(asked), runs.heard_by(total.compare), unread=sublayer.ends)
     source = None if original is None else sublayer.build(beside)
 
     def begin(batch: TokenBatch) -> None:
@@ -75,7 +76,7 @@ def observe(
     runs.over(states.quantized.batches(), run, begin)
     if recorder.asked or original is not None:  # which experts the original path chooses, and what its linears read
         keep = None if original is None else runs.heard_by(total.keep)
-        last = sublayer.build(LayerWeights(tensors, recorder, keep, unread=sublayer.ends))
+        last = sublayer.build(LayerWeights(tensors, ask, keep, unread=sublayer.ends))
         runs.over(states.original.batches(), lambda batch: sublayer.run(last, states.original.hidden[batch.part], batch.lengths), begin)
     routed = recorder.routed(states.quantized.fitted, len(states.quantized.hidden))
     if routed is not None:

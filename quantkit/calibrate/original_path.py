@@ -9,8 +9,8 @@ from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.hidden_states import HiddenStates
 from quantkit.calibrate.layer_weights import NO_READINGS
 from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.routing import Recorder, Routed
-from quantkit.calibrate.sublayer import Sublayer, advance, advance_together
+from quantkit.calibrate.routing import Recorder, Routed, no_experts
+from quantkit.calibrate.sublayer import Sublayer, advance
 from quantkit.quant.tensor_cores import tensor_core_products
 
 
@@ -24,12 +24,8 @@ class OriginalPath:
 
     def advance(self, sublayer: Sublayer, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
         """Through this sublayer with the source's tensors. Routed experts add their outputs afterwards."""
-        self.routed = None
-        if sublayer.experts is None:
-            advance_together(sublayer, tensors, self.states, NO_READINGS, ranks)
-            return
         recorder = Recorder(len(self.states.hidden))
-        advance(sublayer, tensors, self.states, experts=recorder)
+        advance(sublayer, tensors, self.states, NO_READINGS, ranks, no_experts if sublayer.experts is None else recorder)
         self.routed = recorder.routed(len(self.states.hidden), len(self.states.hidden))
 
     def asked(self, number: int) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 Every rank walks the whole model, so all hold the same hidden states. The routed experts, nearly all of the work, are divided: each rank
 reads, solves and writes its batches, and runs their experts for everybody. What they add to the hidden states goes to all ranks, over the
 devices' own library, and is added in the order of the experts. So are panels of Hessians (statistics.py), batches of tokens that run
-through a sublayer without experts (shared_runs.py), and linears of one input whose errors are weighed on both sides (solver.py). A batch,
+through a sublayer (shared_runs.py), and linears of one input whose errors are weighed on both sides (solver.py). A batch,
 a panel or a linear is the same whoever computes it, so the files are those of one process.
 """
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.hidden_states import HiddenStates
-from quantkit.calibrate.layer_weights import NO_READINGS, LayerWeights
+from quantkit.calibrate.hidden_states import HiddenStates, TokenBatch
+from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.routing import no_experts
+from quantkit.calibrate.shared_runs import SharedRuns
 from quantkit.calibrate.solvers import Solvers
 from quantkit.calibrate.source_model import SourceModel
 from quantkit.calibrate.units import feed_forward_unit
@@ -126,29 +127,23 @@ def advance(
     sublayer: Sublayer,
     tensors: Mapping[str, Tensor],
     states: HiddenStates,
-    readings: Mapping[str, Reading] = NO_READINGS,
+    readings: Mapping[str, Reading],
+    ranks: Ranks,
     experts: ExpertsOp = no_experts,
 ) -> None:
-    """Replace the hidden states by those after this sublayer with these tensors. Routed experts add their outputs afterwards.
+    """Replace the hidden states by those after this sublayer with these tensors; the ranks share its batches out. Routed experts add
+    their outputs afterwards.
 
-    readings: of modules that round what they read. experts: told what the routed experts are asked, and answers zeros.
+    readings: of modules that round what they read. experts: told on every rank what the routed experts are asked, and answers zeros.
     """
-    block = sublayer.build(LayerWeights(tensors, experts, readings=readings))
-    for batch in states.batches():
-        states.hidden[batch.part] = sublayer.run(block, states.hidden[batch.part], batch.lengths)
+    runs, heard = SharedRuns(ranks, states.hidden.device), list[TokenBatch]()
+    block = sublayer.build(LayerWeights(tensors, experts if experts is no_experts else runs.asked_of(experts), readings=readings))
 
+    def take(_: str, after: Tensor) -> None:
+        states.hidden[heard[-1].part] = after
 
-def advance_together(
-    sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStates, readings: Mapping[str, Reading], ranks: Ranks
-) -> None:
-    """As `advance`, of a sublayer without routed experts, whose batches the ranks share out."""
-    block = sublayer.build(LayerWeights(tensors, no_experts, readings=readings))
-    batches = list(states.batches())
-    for number, batch in enumerate(batches):
-        if ranks.mine(number):
-            states.hidden[batch.part] = sublayer.run(block, states.hidden[batch.part], batch.lengths)
-    for number, batch in enumerate(batches):
-        ranks.send(states.hidden[batch.part], ranks.of(number))
+    give = runs.heard_by(take)
+    runs.over(states.batches(), lambda batch: give("", sublayer.run(block, states.hidden[batch.part], batch.lengths)), heard.append)
 
 
 def written_tensors(

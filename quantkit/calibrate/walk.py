@@ -37,7 +37,7 @@ from quantkit.calibrate.scale import ScaledInput, scale_in_effect, scale_sublaye
 from quantkit.calibrate.solve import solve_sublayer
 from quantkit.calibrate.solvers import Solvers
 from quantkit.calibrate.source_model import SourceModel
-from quantkit.calibrate.sublayer import Run, Sublayer, advance, advance_together, run_attention, sublayer_of, written_tensors
+from quantkit.calibrate.sublayer import Run, Sublayer, advance, run_attention, sublayer_of, written_tensors
 from quantkit.calibrate.unit_log import UnitLog
 from quantkit.calibrate.units import attend_unit, feed_forward_unit
 from quantkit.quant.gptq import Curvature
@@ -205,10 +205,11 @@ class Walk:
             sublayer = replace(sublayer, run=self.cache.run(sublayer, written.plain))
         if experts is not None and written.routed is not None and written.read is not None:
             # Attention may stand before them in this sublayer, and a router that took a scale is stored rounded: both count now.
-            advance(sublayer, tensors, states.quantized, readings, AskedAgain(written.routed, written.read.scale))
+            again = AskedAgain(written.routed, written.read.scale)
+            advance(sublayer, tensors, states.quantized, readings, self.ranks, again)
             experts.run(sublayer, written.routed, written.read, states, self.plain, self.path)
         else:
-            advance_together(sublayer, tensors, states.quantized, readings, self.ranks)
+            advance(sublayer, tensors, states.quantized, readings, self.ranks)
         self.log.finished(unit)
 
     def _solved(self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None) -> Written:
@@ -262,10 +263,7 @@ class Walk:
 
     def _advance_original(self, sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStatePair) -> None:
         """The held-out tokens on the original path. Routed experts add their outputs afterwards."""
-        if sublayer.experts is None:
-            advance_together(sublayer, tensors, states.original, NO_READINGS, self.ranks)
-        else:
-            advance(sublayer, tensors, states.original)
+        advance(sublayer, tensors, states.original, NO_READINGS, self.ranks)
 
     # --- the end of the stack ----------------------------------------------------------------------------------------------
 

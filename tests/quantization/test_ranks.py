@@ -14,7 +14,7 @@ from forked_ranks import run_ranks
 from letters import write_letters
 from output_files import files
 
-from quantkit.calibrate import expert_layer, solver, statistics, walk
+from quantkit.calibrate import behind_experts, expert_layer, solver, statistics, walk
 from quantkit.calibrate import ranks as ranks_module
 from quantkit.calibrate.batches import Batches
 from quantkit.calibrate.drift import DriftSum
@@ -25,6 +25,7 @@ from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.shared_runs import SharedRuns
 from quantkit.calibrate.statistics import StatisticsSum
+from quantkit.calibrate.sublayer import Run
 from quantkit.executor.parallel import Parallel
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.table import GatedMlp, Parameter
@@ -179,27 +180,29 @@ def test_any_dtype_and_shape_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_ranks_share_forwards_and_linears(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside the routed experts, too: the batches that run through attention, and what is weighed on both sides of one input."""
+    """Outside the routed experts, too: the batches that run through attention and what is beside experts, and what is weighed on both sides
+    of one input."""
     config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
     source = make_model.write_fp8(tmp_path / "source", config, make_model.random_tensors(config))
     tokens, solved, q_a, kv_a = [0], list[int](), config["q_lora_rank"], config["kv_lora_rank"] + config["qk_rope_head_dim"]
-    attend, both = walk.run_attention, solver.compensate_both
+    both = solver.compensate_both
 
-    def ran(block: DecoderLayer, hidden: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    def counted(half: Run, block: DecoderLayer, hidden: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         tokens[0] += len(hidden)
-        return attend(block, hidden, lengths)
+        return half(block, hidden, lengths)
 
     def weighed(w: torch.Tensor, *rest: object, **named: object) -> object:
         solved.append(w.shape[-2])
         return both(w, *rest, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ranks_module.dist, "broadcast", as_nccl(ranks_module.dist.broadcast))
-    monkeypatch.setattr(walk, "run_attention", ran)
+    monkeypatch.setattr(walk, "run_attention", partial(counted, walk.run_attention))
+    monkeypatch.setattr(behind_experts, "run_feed_forward", partial(counted, behind_experts.run_feed_forward))
     monkeypatch.setattr(solver, "compensate_both", weighed)
     monkeypatch.setattr(memory, "Batches", lambda: Batches(64))
 
     def run(out: str) -> torch.Tensor:
-        """Tokens that went through attention, and how many of q_a and kv_a were solved."""
+        """Tokens that went through halves of layers, and how many of q_a and kv_a were solved."""
         tokens[0], solved[:] = 0, []
         quantize_job.run(source, text, tmp_path / out)
         return torch.tensor([tokens[0], sum(rows in (q_a, kv_a) for rows in solved)])
@@ -217,8 +220,8 @@ def test_ranks_share_forwards_and_linears(text: Path, tmp_path: Path, monkeypatc
 
 
 def test_every_rank_hears_what_one_runs(tmp_path: Path) -> None:
-    """In the order of one process: two listeners, a linear that is asked once a sequence, a last round with too few batches for all; and
-    where there are fewer batches than ranks, all run them."""
+    """In the order of one process: two listeners, a linear that is asked once a sequence, what is shown twice, experts, and a last, or
+    only, round with too few batches for all."""
     lengths = [3, 1, 2, 2, 4, 1]
 
     def heard(ranks: Ranks, count: int) -> torch.Tensor:
@@ -227,10 +230,18 @@ def test_every_rank_hears_what_one_runs(tmp_path: Path) -> None:
         def hear(weight: int, module: str, x: torch.Tensor) -> None:
             told.append(weight * len(module) * x.sum())
 
+        def asked(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+            told.append((x.sum(1) * topk_weights[:, 0] * topk_ids[:, 0]).sum())
+            return torch.zeros_like(x)
+
         first, second = (runs.heard_by(partial(hear, weight)) for weight in (1, 10))
+        experts = runs.asked_of(asked)
 
         def run(batch: TokenBatch) -> None:
             begun.append(0)
+            x = batch.part.start + torch.arange(sum(batch.lengths) * 3.0).view(-1, 3)
+            second("shared", x)
+            assert not experts(x, torch.arange(len(x))[:, None], 1 + x[:, :1]).any()
             for length in batch.lengths:
                 first("a", torch.arange(6.0 * length).view(length, 6).t())  # a view that is not contiguous
             second("long", torch.full((sum(batch.lengths), 2), float(batch.part.start)))
@@ -242,7 +253,7 @@ def test_every_rank_hears_what_one_runs(tmp_path: Path) -> None:
     def as_rank(count: int, parallel: Parallel) -> torch.Tensor:
         return heard(Ranks(parallel.rank, parallel.size), count)
 
-    for count, shares in ((6, [2, 2, 1]), (2, [2, 2, 2])):
+    for count, shares in ((6, [2, 2, 1]), (2, [1, 1, 0])):
         alone = heard(Ranks(), count)
         (tmp_path / str(count)).mkdir()
         found = run_ranks(3, tmp_path / str(count), partial(as_rank, count))
