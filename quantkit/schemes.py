@@ -148,7 +148,7 @@ SCHEMES: dict[str, Scheme] = {
             "int8-a8w8c16",
             _W8,
             8,
-            ("smooth", "awq", "gptq"),
+            ("smooth", "awq", "gptq", "drift", "descent"),
             ("compressed-tensors", "modelslim"),
             "int8 weights per channel, int8 activations per token, BF16 cache",
         ),

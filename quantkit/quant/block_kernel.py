@@ -15,7 +15,8 @@ from quantkit.quant.fp4 import E2M1_MAX
 from quantkit.quant.integer import int_range
 from quantkit.quant.rounding import Fp4Rounder, IntRounder, Rounder, RoundingStep
 
-ROWS = 64
+ROWS = 16
+"""Of a program, which is one warp: columns wait for each other, so a program is as fast as the fewest instructions of a column."""
 HALF_EVEN = tl.constexpr(12582912.0)
 FP4_END = tl.constexpr(E2M1_MAX)
 
@@ -82,6 +83,6 @@ def round_block(target: Tensor, reaction: Tensor, rounder: Rounder, step: Roundi
     _round_block[(triton.cdiv(rows, ROWS), batch)](
         target, told, size, size if zero is None else zero, values, missed, rows, apart, float(low), float(high),
         COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), ROWS=ROWS,
-        FP4=isinstance(rounder, Fp4Rounder), ZERO=zero is not None, num_warps=4,
+        FP4=isinstance(rounder, Fp4Rounder), ZERO=zero is not None, num_warps=1,
     )  # fmt: skip
     return missed

@@ -13,11 +13,11 @@ NO_BETTER = 0.9
 USUAL = {
     "awq-w4a16": (0.16, 0.41),
     "fp4-w4a16": (0.16, 0.39),
-    "int8-a8w8c16": (0.65, 0.88),
+    "int8-a8w8c16": (0.64, 0.89),
     "int4-w4a8-groups": (0.20, 0.40),
     "nvfp4-w4a4": (0.73, 0.76),
 }
-"""Least and most of plain rounding's KL that a scheme had on the models that judge it (docs/lab/2026-11-27-quality.md)."""
+"""Least and most of plain rounding's KL that a scheme had on the models that judge it (docs/lab/2026-11-27-quality.md; of int8 2026-11-27-int8-and-inputs.md)."""
 
 Word = Literal["good", "fair", "poor"]
 
