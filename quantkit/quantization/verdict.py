@@ -17,7 +17,8 @@ USUAL = {
     "int4-w4a8-groups": (0.20, 0.40),
     "nvfp4-w4a4": (0.73, 0.76),
 }
-"""Least and most of plain rounding's KL that a scheme had on the models that judge it (docs/lab/2026-11-27-quality.md; of int8 2026-11-27-int8-and-inputs.md)."""
+"""Least and most of plain rounding's KL that a scheme had on the models that judge it (docs/lab/2026-11-27-quality.md, of int8
+docs/lab/2026-11-27-int8-and-inputs.md)."""
 
 Word = Literal["good", "fair", "poor"]
 
