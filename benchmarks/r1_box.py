@@ -30,7 +30,7 @@ import torch.distributed as dist
 from made_engine import joined_ranks, made_engine, made_model, report_of_ranks
 from quantkit_kernels import UnsummedPairs
 from r1_guesses import DraftingEngine
-from r1_synthetic import R1, TINY, SyntheticWeights
+from r1_synthetic import R1, TINY, Repeated, SyntheticWeights
 from torch import Tensor
 
 from quantkit.devices import describe_hardware
@@ -60,8 +60,12 @@ class BoxWeights(SyntheticWeights):
         self.parallel = self.ranks = parallel
 
     def linear(self, module: str) -> LinearOp:
-        whole = super().linear(module)
-        return Gathered(whole, self.parallel) if module.endswith("head") else whole
+        own = super().linear(module)
+        if isinstance(own, Repeated):
+            own = own.linear
+        elif not module.endswith("head"):
+            return own
+        return Gathered(own, self.parallel)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.parallel.all_reduce(x)
@@ -104,12 +108,13 @@ def memory(parallel: Parallel, device: torch.device) -> list[dict[str, float]]:
     return parallel.gather(own)
 
 
-def device_steps(steps: DecodeSteps | EagerSteps) -> dict[int, dict[str, Any]]:
-    """By rows of a captured step: milliseconds on the device alone, and its longest kernels. All ranks replay together."""
-    found: dict[int, dict[str, Any]] = {}
+def device_steps(steps: DecodeSteps | EagerSteps) -> dict[str, dict[str, Any]]:
+    """By rows of a captured step, and those whose results are wanted: milliseconds on the device alone, and its longest kernels. All ranks
+    replay together."""
+    found: dict[str, dict[str, Any]] = {}
     if isinstance(steps, EagerSteps) or steps.failure:
         return found
-    for (rows, _), (_, step) in sorted(steps._steps.items()):
+    for (rows, _, kept), (_, step) in sorted(steps._steps.items()):
         times = []
         for _ in range(12):
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -123,7 +128,8 @@ def device_steps(steps: DecodeSteps | EagerSteps) -> dict[int, dict[str, Any]]:
             torch.cuda.synchronize()
         kernels = [(one.key[:80], one.count, one.self_device_time_total / 1e3) for one in profile.key_averages()]
         kernels = sorted((one for one in kernels if one[2]), key=lambda one: -one[2])
-        found[rows] = {"device_ms": statistics.median(times[2:]), "launches": sum(one[1] for one in kernels), "kernels": kernels[:16]}
+        name = f"{rows}, {kept} wanted" if kept else str(rows)
+        found[name] = {"device_ms": statistics.median(times[2:]), "launches": sum(one[1] for one in kernels), "kernels": kernels[:16]}
     return found
 
 
@@ -147,10 +153,10 @@ def all_reduces(parallel: Parallel, device: torch.device, width: int, counts: li
     for tokens in counts:
         row: dict[str, Any] = {"tokens": tokens, "bytes": tokens * width * 2}
         x = torch.zeros(tokens, width, dtype=torch.bfloat16, device=device)
-        alone = _chain(lambda: filler.sum(dtype=torch.float32), device)
+        alone = chain(lambda: filler.sum(dtype=torch.float32), device)
         for name, method in methods.items():
-            row[name] = max(parallel.gather(_chain(lambda: method(x), device)))  # noqa: B023  called at once
-            behind = _chain(lambda: (filler.sum(dtype=torch.float32), method(x)), device) - alone  # noqa: B023
+            row[name] = max(parallel.gather(chain(lambda: method(x), device)))  # noqa: B023  called at once
+            behind = chain(lambda: (filler.sum(dtype=torch.float32), method(x)), device) - alone  # noqa: B023
             row[f"{name} behind a read"] = max(parallel.gather(behind))
         found.append(row)
     if device.type == "cuda":
@@ -177,7 +183,7 @@ def _symmetric(values: int, device: torch.device) -> dict[str, Callable[[Tensor]
     return {"symmetric one-shot": one_shot, "symmetric two-shot": two_shot}
 
 
-def _chain(call: Callable[[], object], device: torch.device, links: int = 50) -> float:
+def chain(call: Callable[[], object], device: torch.device, links: int = 50) -> float:
     """Microseconds per call."""
     if device.type != "cuda":
         times = []

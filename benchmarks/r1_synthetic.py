@@ -109,7 +109,7 @@ class SyntheticWeights:
     def __init__(self, config: Any, tp: int, device: torch.device, rows: list[Parameter] | None = None, bits: int = 4) -> None:
         """rows: the architecture's table, DeepSeek-V3's where none is given. bits: of linears and experts, 4 or 16."""
         self.device, self.dtype, self.bits = device, torch.bfloat16, bits
-        self._shapes = {}
+        self._shapes, self._tp = {}, tp
         for row in deepseek_v3.parameters(config) if rows is None else rows:
             shape = list(row.shape)
             if row.split != "replicate":
@@ -143,7 +143,9 @@ class SyntheticWeights:
 
     def linear(self, module: str) -> LinearOp:
         role, shape = self._shapes[f"{module}.weight"]
-        if role in ("head", "mtp_proj"):
+        if role == "mtp_proj" and self._tp > 1:
+            return Repeated(self._hand_out(_part(module), kernels.prepare_dense(self._normal(module))), self._tp)
+        if role == "head":
             return self._hand_out(_part(module), kernels.prepare_dense(self._normal(module)))
         return self._hand_out(_part(module), kernels.prepare(self._weight(*shape), dtype=self.dtype))
 
@@ -204,6 +206,16 @@ class SyntheticWeights:
         codes = torch.randint(-8, 8, (n, k), dtype=torch.int8, device=self.device)
         scale = (torch.rand(n, k // GROUP, device=self.device) + 0.5) / (4.75 * k**0.5)
         return kernels.Int4(codes, scale, torch.randint(-2, 2, scale.shape, dtype=torch.int8, device=self.device))
+
+
+class Repeated:
+    """One rank's outputs of a linear that ranks gather, in the places of all others too."""
+
+    def __init__(self, linear: kernels.Linear, times: int) -> None:
+        self.linear, self._times = linear, times
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(x).repeat(1, self._times)
 
 
 def fill_cache(cache: PagedCache) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, UsageFault
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -23,7 +23,7 @@ def find_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "npu" if _has_npu() else "cpu"
     kind = name.partition(":")[0]
     if kind not in ("cpu", "cuda", "npu"):
-        raise QuantkitError(f"device {name!r} is not known", "use cpu, cuda or npu")
+        raise UsageFault(f"device {name!r} is not known", "use cpu, cuda or npu")
     if kind == "cuda" and not torch.cuda.is_available():
         raise QuantkitError("no CUDA device is usable here", "use --device cpu")
     if kind == "npu" and not _has_npu():
@@ -77,7 +77,7 @@ def dtype_named(name: str) -> torch.dtype:
     """By its torch name or the short one, as bfloat16 or bf16."""
     found = DTYPES.get(_SHORT.get(name, name))
     if found is None:
-        raise QuantkitError(f"dtype {name!r} is not known", f"use {', '.join(DTYPES)}, or {', '.join(_SHORT)}")
+        raise UsageFault(f"dtype {name!r} is not known", f"use {', '.join(DTYPES)}, or {', '.join(_SHORT)}")
     return found
 
 

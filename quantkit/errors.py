@@ -18,7 +18,7 @@ class QuantkitError(Exception):
 
 
 class UsageFault(QuantkitError):
-    """An option has a value that what was given beside it cannot meet. The command line exits with 2."""
+    """An option has a value that is not known, or that what was given beside it cannot meet. The command line exits with 2."""
 
 
 class Interrupted(KeyboardInterrupt):

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import UsageFault
 from quantkit.settings_file import Strict, find_yaml, read_yaml
 
 
@@ -124,5 +124,5 @@ def load_hardware(name_or_path: str) -> Hardware:
     path = find_yaml(name_or_path, "recipes", "hardware") or find_yaml(name_or_path.lower(), "recipes", "hardware")
     if path is None:
         remedy = "write 8x64GiB or 8xH100, or give a YAML file like those in recipes/hardware"
-        raise QuantkitError(f"hardware {name_or_path} is not known", remedy)
+        raise UsageFault(f"hardware {name_or_path} is not known", remedy)
     return read_yaml(path, Hardware, "see recipes/hardware/910b1.yaml")

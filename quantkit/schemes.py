@@ -6,7 +6,7 @@ A new scheme on known grids is one entry in SCHEMES and, if its defaults differ,
 from dataclasses import dataclass
 from typing import Literal
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, UsageFault
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ SCHEMES: dict[str, Scheme] = {
 
 def find_scheme(name: str) -> Scheme:
     if name not in SCHEMES:
-        raise QuantkitError(f"scheme {name!r} is not known", f"choose one of {', '.join(SCHEMES)}")
+        raise UsageFault(f"scheme {name!r} is not known", f"choose one of {', '.join(SCHEMES)}")
     return SCHEMES[name]
 
 

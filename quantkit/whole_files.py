@@ -37,6 +37,14 @@ def check_writable(path: Path, option: str) -> None:
         raise _refused(path, error) from error
 
 
+def make_folder(folder: Path) -> None:
+    """Raise QuantkitError where it is not there and cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _refused(folder, error) from error
+
+
 def _begun(path: Path) -> Path:
     return path.with_name(f"{path.name}.partial")
 

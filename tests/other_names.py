@@ -49,7 +49,7 @@ def parameters(config: Config) -> list[Parameter]:
     rows = [Parameter("tokens.weight", (vocab, h), "embedding")]
     for layer in range(config.num_hidden_layers):
         rows += _layer_parameters(config, layer)
-    return [*rows, Parameter("last_norm.weight", (h,), "norm"), Parameter("logits.weight", (vocab, h), "head", "vocab")]
+    return [*rows, Parameter("last_norm.weight", (h,), "norm"), Parameter("logits.weight", (vocab, h), "head", "gathered")]
 
 
 def _layer_parameters(config: Config, layer: int) -> list[Parameter]:

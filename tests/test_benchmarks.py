@@ -16,7 +16,8 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.mark.parametrize(
-    ("script", "last"), [("r1_box.py", "guesses: "), ("r1_data_parallel.py", "dp prompts 4 "), ("r1_grid.py", "failed: nothing")]
+    ("script", "last"),
+    [("r1_box.py", "guesses: "), ("r1_data_parallel.py", "dp prompts 4 "), ("r1_grid.py", "failed: nothing"), ("gathers.py", "rows 128 ")],
 )
 def test_two_ranks_on_a_processor(script: str, last: str) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -31,11 +32,18 @@ def test_two_ranks_on_a_processor(script: str, last: str) -> None:
     assert last in ran.stdout
 
 
-def test_one_device() -> None:
-    command = [sys.executable, str(BENCHMARKS / "head_cost.py"), "--tiny", "--users", "1", "--output-len", "12", "--input-len", "24"]
+@pytest.mark.parametrize(
+    ("script", "options", "last"),
+    [
+        ("head_cost.py", ("--users", "1", "--output-len", "12", "--input-len", "24"), "chosen / none"),
+        ("r1_constrained.py", ("--guesses", "0,2"), "guesses 2  users 2 "),
+    ],
+)
+def test_one_device(script: str, options: tuple[str, ...], last: str) -> None:
+    command = [sys.executable, str(BENCHMARKS / script), "--tiny", *options]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert "chosen / none" in ran.stdout
+    assert last in ran.stdout
 
 
 def test_the_published_grid_begins_with_what_is_wanted_most(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,13 @@ def test_deploy_fails_where_the_engine_does_not_load_the_checkpoint(tiny_checkpo
 def test_usage_errors_exit_2() -> None:
     assert command("quantize").code == 2
     assert command("bench", "tiny-r1", "--input-len", "many").code == 2
+    for named in (
+        ("bench", "--cache", "int9"),
+        ("plan", "--scheme", "nope"),
+        ("plan", "--hardware", "nope"),
+        ("serve", "--tool-parser", "nope"),
+    ):
+        assert command(named[0], "tiny-r1", *named[1:]).code == 2, named
     for formats in ((), ("--format", "awq", "--dtype", "bf16")):
         assert command("convert", "tiny-r1", "out", *formats).code == 2
 
@@ -260,7 +267,6 @@ def _copy(source: Path, target: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--scheme", "w3"), r"scheme 'w3' is not known"),
         (("--scheme", "awq-w4a16", "--format", "modelopt"), "no engine loads awq-w4a16 in format modelopt"),
         (("--scheme", "awq-w4a16", "--calibration", "text.pdf"), "is not a file"),
     ],
@@ -268,6 +274,21 @@ def _copy(source: Path, target: Path) -> Path:
 def test_bad_requests(tiny_checkpoint: Path, tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
     assert said in refusal("quantize", tiny_checkpoint, "--out", tmp_path / "out", *arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_scheme_of_no_name_leaves_nothing_behind(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    ended = command("quantize", str(tiny_checkpoint), "--out", str(tmp_path / "out"), "--scheme", "w3")
+    assert (ended.code, ended.errors) == (2, 1)
+    assert "scheme 'w3' is not known" in ended.error
+    assert not list(tmp_path.iterdir())
+
+
+def test_bench_says_that_its_folder_cannot_be_before_it_opens_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("quantkit.evaluation.speed.targets.open_target", lambda model, **options: opened.append(model))
+    (tmp_path / "file").touch()
+    assert str(tmp_path / "file") in refusal("bench", "tiny-r1", "--out", tmp_path / "file" / "results")
+    assert not opened
 
 
 def test_bad_sources(tiny_checkpoint: Path, tmp_path: Path) -> None:

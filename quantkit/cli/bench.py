@@ -64,22 +64,21 @@ def bench(
     from quantkit.evaluation.speed.measure import measure_grid
     from quantkit.evaluation.speed.targets import open_target
     from quantkit.evaluation.speed.workload import read_prompts
-    from quantkit.whole_files import check_writable
+    from quantkit.whole_files import check_writable, make_folder
 
     lengths, users = _integers("--input-len", input_len), _integers("--concurrency", concurrency)
     rates, limits = _rates(request_rate), _limits(goodput)
     texts = read_prompts(prompts) if prompts is not None else []
     if out_dir is not None:
         check_folder(out_dir, local_models([model]))
+        make_folder(out_dir)
+        check_writable(out_dir / "bench.json", "--out")
     place: dict[str, Any] = {"device": device, "backend": backend, "cache": cache, "tp": tp, "dp": dp}
     place |= {"api_key": api_key, "model": served_model}
     target = open_target(model, max_batch=max(users), input_len=max(lengths), output_len=output_len, prompts=texts, **place)
     load: dict[str, Any] = {"rates": rates, "prompts": texts, "requests_per_slot": requests, "warmup": warmup, "seed": seed}
     load |= {"requests": num_prompts or (100 if rates else None), "limits": limits}
     with closing(target):
-        if out_dir is not None:
-            out_dir.mkdir(parents=True, exist_ok=True)
-            check_writable(out_dir / "bench.json", "--out")
         rows = measure_grid(target, lengths, users, output_len, on_row=partial(_show_row, bool(texts)), **load)
     result = _result(model, target, device, output_len, limits, cache, rows)
     if out_dir:

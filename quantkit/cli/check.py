@@ -36,7 +36,7 @@ def check(
     from quantkit.diagnosis.repair import check_new
     from quantkit.diagnosis.repair import repair as write_repaired
     from quantkit.diagnosis.report import write_report
-    from quantkit.whole_files import check_writable
+    from quantkit.whole_files import check_writable, make_folder
 
     if depth not in ("auto", *DEPTHS):
         raise typer.BadParameter(f"{depth!r} is none of {', '.join(DEPTHS)}", param_hint="--depth")
@@ -45,7 +45,7 @@ def check(
     if repair is not None:
         check_new(repair)
     if report is not None:
-        report.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(report.parent)
         check_writable(report, "--report")
     by_itself = "behaviour" if text is not None else "headers" if find_local(model) is None else "tensors"
     chosen: Any = by_itself if depth == "auto" else depth

@@ -26,7 +26,7 @@ def needle(
     from quantkit.evaluation.tasks.needle import KINDS, needle_rows
     from quantkit.hub import find_local
     from quantkit.tokenizer.chat import ChatTokenizer
-    from quantkit.whole_files import check_writable, write_whole
+    from quantkit.whole_files import check_writable, make_folder, write_whole
 
     folder = find_local(tokenizer)
     if folder is None:
@@ -34,7 +34,7 @@ def needle(
     chosen = [kind.strip() for kind in kinds.split(",")]
     if unknown := [kind for kind in chosen if kind not in KINDS]:
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(KINDS)}", param_hint="--kinds")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     check_writable(out, "--out")
     tokens = ChatTokenizer(folder)
     rows = list(needle_rows(lambda text: len(tokens.encode_rendered(text)), _lengths(lengths), chosen, count, seed))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from quantkit.assets import asset
-from quantkit.errors import QuantkitError
+from quantkit.errors import UsageFault
 from quantkit.models.table import Parameter
 from quantkit.schemes import CacheCodes, Fp4Grid, Fp8BlockGrid, Grid, IntGrid, Mxfp4Grid
 from quantkit.settings_file import Strict, read_yaml
@@ -150,7 +150,7 @@ def find_engine(name: str) -> EngineProfile:
     """The profile of that name. Raises QuantkitError listing those there are."""
     names = engine_names()
     if name not in names:
-        raise QuantkitError(f"engine {name!r} is not known", f"choose one of {', '.join(names)}")
+        raise UsageFault(f"engine {name!r} is not known", f"choose one of {', '.join(names)}")
     return read_yaml(asset("recipes", "engines", f"{name}.yaml"), EngineProfile, "restore that file")
 
 

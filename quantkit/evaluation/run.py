@@ -9,7 +9,7 @@ from typing import Any
 
 from quantkit import __version__
 from quantkit.devices import describe_hardware
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, UsageFault
 from quantkit.evaluation import sandbox
 from quantkit.evaluation.asking import EvaluationProgress, Notice, Report, TaskRun, ask_and_grade, prepare, silent
 from quantkit.evaluation.generators.generator import Generator, check_own_cache
@@ -109,7 +109,7 @@ def _check(tasks: list[str], limit: int | None, repeats: int | None, margin: flo
 
 def check_export(export: str | None, out: Path | None) -> None:
     if export not in (None, "evalscope"):
-        raise QuantkitError(f"format {export!r} is not known", "use --format evalscope")
+        raise UsageFault(f"format {export!r} is not known", "use --format evalscope")
     if export is not None and out is None:
         raise QuantkitError("an export needs a folder", "give --out")
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quantkit.devices import sent
+from quantkit.executor.device_rows import accepted
 from quantkit.executor.sequence import Sequence
 
 
@@ -28,8 +29,4 @@ class Accepted(NamedTuple):
             told += [row, len(sequence.token_ids), *drafts, *[-1] * (most - len(drafts))]
             row += count
         known = sent(told, chosen.device, torch.int64).view(len(counts), 2 + most)
-        first, newest = known[:, 0], known[:, 1]
-        behind = first[:, None] + torch.arange(most, device=chosen.device)
-        same = chosen[behind.clamp(max=len(chosen) - 1)] == known[:, 2:]
-        right = same.long().cumprod(dim=1).sum(dim=1)
-        return cls(right, first + right, newest + right)
+        return cls(*accepted(known, chosen))

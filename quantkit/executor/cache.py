@@ -14,7 +14,7 @@ import torch
 from quantkit_kernels import CODES, CodedKeys, CodedLatents, CodeSteps, KeySteps, KeyValues, Latents, why_no_codes
 from torch import Tensor
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, UsageFault
 from quantkit.executor.entries import CompressedEntries
 from quantkit.executor.recent import RecentTokens
 from quantkit.executor.states import RecurrentStates
@@ -38,7 +38,7 @@ class Coding(NamedTuple):
 def codes_of(cache: str | None) -> torch.dtype | None:
     """The dtype of a cache in 8 bits by its name; None for the model's 16 bits. Raises QuantkitError for other names."""
     if cache not in (None, *CODES):
-        raise QuantkitError(f"a cache of {cache!r} is not known", f"use --cache {' or '.join(CODES)}, or leave it out for 16 bits")
+        raise UsageFault(f"a cache of {cache!r} is not known", f"use --cache {' or '.join(CODES)}, or leave it out for 16 bits")
     return CODES.get(cache or "")
 
 

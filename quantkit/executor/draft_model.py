@@ -50,7 +50,7 @@ class ModelDrafter(Drafter):
         self._guessed = False
         """Whether the tokens chosen in the last pass were read."""
 
-    def _behind(self, done: ForwardPass, token_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    def _behind(self, done: ForwardPass, token_ids: Tensor | None, kept: Tensor | None) -> tuple[Tensor, Tensor] | None:
         self._guessed = token_ids is not None and self.count > 0
         if self._guessed or not isinstance(done.where, DecodeRows):
             self._read([(sequence, start + length) for sequence, start, length in done.spans])
@@ -61,12 +61,14 @@ class ModelDrafter(Drafter):
         if not within:
             return None
         if len(within) == len(places):
-            return self._own.steps.run(self._own.rows([0] * len(places), places), token_ids)[1:]
+            found = self._own.steps.run(self._own.rows([0] * len(places), places), token_ids, kept=kept)
+            return found.logits, found.greedy
         rows = self._own.rows([0] * len(within), [places[row] for row in within])
         _, logits, greedy = self._own.steps.run(rows, token_ids[self._tensor(within)])
         number = {row: i for i, row in enumerate(within)}
         # Rows past the reach have the first one's guess, which is not taken.
         spread = self._tensor([number.get(row, 0) for row in range(len(places))])
+        spread = spread if kept is None else spread[kept]
         return logits[spread], greedy[spread]
 
     def _further(self, guessed: Tensor, rows: Tensor | None, where: DecodeRows, places: DevicePlaces | None) -> StepResult:

@@ -43,12 +43,12 @@ class Drafter(ABC):
         self._lengths: list[int] = []
         """Of the sequences of the last pass that get tokens, before they did."""
         self._first: Tensor | None = None
-        """The first guess behind each of its rows, on the device."""
+        """Where the host waits: the first guess behind each of its rows, on the device."""
 
     @abstractmethod
-    def _behind(self, done: ForwardPass, token_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """Logits [R, vocab] and likeliest tokens [R] behind the tokens that were chosen behind the counted rows of a pass; None where
-        nothing is guessed. Tokens of prompts are read here."""
+    def _behind(self, done: ForwardPass, token_ids: Tensor | None, kept: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Logits [R, vocab] and likeliest tokens [R] behind the tokens that were chosen behind the counted rows of a pass, or behind those
+        of its counted rows that are `kept`; None where nothing is guessed. Tokens of prompts are read here."""
 
     @abstractmethod
     def _further(self, guessed: Tensor, rows: Tensor | None, where: DecodeRows, places: DevicePlaces | None) -> StepResult:
@@ -62,15 +62,32 @@ class Drafter(ABC):
     def begin(self, done: ForwardPass, chosen: ChosenTokens | None) -> Tensor | None:
         """As `speculation.Source.begin`: how many guesses of each sequence were right, and then those that are new, one row of sequences
         after the other; where the host waits, the first guess behind each row."""
-        found = self._behind(done, None if chosen is None else chosen.token_ids)
-        if found is None or chosen is None:
+        token_ids = None if chosen is None else chosen.token_ids
+        if chosen is None or token_ids is None or self.count == 0 or self.waits:
+            found = self._behind(done, token_ids, None)
+            if found is None or chosen is None:
+                return None
+            self._note(done)
+            self._first = self._drawn(found, chosen, None)
+            return self._first
+        accepted = Accepted.of(done.counts, token_ids)
+        kept = accepted.rows if done.has_guesses else None  # behind the others of its rows nobody goes on
+        if (found := self._behind(done, token_ids, kept)) is None:
             return None
+        self._note(done)
+        return self._chained(done, chosen, accepted, self._drawn(found, chosen, kept))
+
+    def _note(self, done: ForwardPass) -> None:
         self._lengths = [len(sequence.token_ids) for sequence, _ in done.counts]
+
+    def _drawn(self, found: tuple[Tensor, Tensor], chosen: ChosenTokens, kept: Tensor | None) -> Tensor:
+        """The guesses behind the counted rows, or those kept of them, of what `_behind` returned."""
         logits, greedy = found
-        self._first = greedy
-        if chosen.batch is not None and chosen.places is not None:
-            self._first = self._runner.draw(logits, chosen.batch, chosen.places + 1)
-        return self._first if self.waits else self._chained(done, chosen, self._first)
+        if chosen.batch is None or chosen.places is None:
+            return greedy
+        if kept is None:
+            return self._runner.draw(logits, chosen.batch, chosen.places + 1)
+        return self._runner.draw(logits, Batch(*(one[kept] for one in chosen.batch)), chosen.places[kept] + 1)
 
     def finish(self, done: ForwardPass, advanced: list[Sequence], guesses: list[int]) -> None:
         """As `speculation.Source.finish`."""
@@ -80,22 +97,22 @@ class Drafter(ABC):
             self._take(done, guesses)
         self._settle(done)
 
-    def _chained(self, done: ForwardPass, chosen: ChosenTokens, first: Tensor) -> Tensor:
-        """All guesses, each behind the one before it; the host waits for nothing."""
-        accepted = Accepted.of(done.counts, chosen.token_ids)
-        rows: Tensor | None = accepted.rows
-        guesses, batch, drawn_at = [first[accepted.rows]], None, accepted.rows
-        if chosen.batch is not None and chosen.places is not None:
-            batch, drawn_at = Batch(*(one[accepted.rows] for one in chosen.batch)), chosen.places[accepted.rows] + 1
+    def _chained(self, done: ForwardPass, chosen: ChosenTokens, accepted: Accepted, first: Tensor) -> Tensor:
+        """All guesses, each behind the one before it; the host waits for nothing. first: of each sequence."""
+        if self.count == 1:
+            return torch.cat((accepted.right, first))
+        guesses, batch = [first.clone()], None
+        if chosen.batch is not None:
+            batch = Batch(*(one[accepted.rows] for one in chosen.batch))
         places = accepted.newest + 1 - self._shift
         where = self._own.rows([0] * len(done.counts), [(sequence, 0) for sequence, _ in done.counts])
-        tables = torch.from_numpy(where.tables).to(first.device, non_blocking=first.is_cuda) if self.count > 1 else None
+        tables = torch.from_numpy(where.tables).to(first.device, non_blocking=first.is_cuda)
         for _ in range(1, self.count):
-            assert tables is not None, "made for this"
             at = DevicePlaces.of(places, tables, self._own.cache.block_size, self._reach)
-            result = self._further(guesses[-1], rows, where, at)
-            drawn_at, places, rows = drawn_at + 1, places + 1, None
-            guesses.append(result.greedy.clone() if batch is None else self._runner.draw(result.logits, batch, drawn_at))
+            result = self._further(guesses[-1], None, where, at)
+            places = places + 1
+            # With the number that its token's place will draw with.
+            guesses.append(result.greedy.clone() if batch is None else self._runner.draw(result.logits, batch, places + self._shift))
         return torch.cat((accepted.right, *guesses))
 
     def _take(self, done: ForwardPass, found: list[int]) -> None:

@@ -342,10 +342,11 @@ class Engine:
         guessed = self.speculation.begin(done, chosen)
         coming = None
         if chosen is not None and joint is None:
-            coming = Fetched(chosen.token_ids if guessed is None else torch.cat((chosen.token_ids, guessed)))
+            both = None if guessed is None else torch.cat((chosen.token_ids, guessed))
+            coming = Fetched(chosen.token_ids if both is None else both)
             # Before others are listened to, who may add requests on this rank alone.
             if self.runner.launches_next and done.is_read_once and self.scheduler.goes_on(done.counts):
-                self.speculation.launch_next(self.runner, self.parallel, done, chosen, guessed)
+                self.speculation.launch_next(self.runner, self.parallel, done, chosen, both)
         self.meanwhile(brought)
         advanced, guesses = [sequence for sequence, _ in done.counts], list[int]()
         if joint is not None:

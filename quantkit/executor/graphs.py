@@ -18,6 +18,7 @@ from torch import Tensor
 from quantkit.devices import sent
 from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import DecodeContext
+from quantkit.executor.device_rows import cache_places
 from quantkit.executor.prefetch import stop_prefetching
 
 MIN_TABLE_WIDTH = 16
@@ -68,12 +69,8 @@ class DevicePlaces(NamedTuple):
 
     @classmethod
     def of(cls, places: Tensor, tables: Tensor, block_size: int, reach: int) -> "DevicePlaces":
-        """places int64 [B] in sequences, whose blocks are in tables [B, n]. Those from `reach` on, and those without a block, are nobody's:
-        they lie in block 0, and see what the tables have."""
-        end = min(reach, tables.shape[1] * block_size)
-        within = places.clamp(max=end - 1)
-        found = tables.gather(1, (within // block_size)[:, None])[:, 0].long()
-        return cls(within, torch.where(places < end, found, 0) * block_size + places % block_size)
+        """As `device_rows.cache_places`."""
+        return cls(*cache_places(places, tables, block_size, reach))
 
 
 class StepResult(NamedTuple):
@@ -93,7 +90,7 @@ class Forward(Protocol):
     """What a decode step computes: a model, or an MTP layer, which reads hidden states too."""
 
     def __call__(self, *inputs: Any) -> Tensor:
-        """Inputs as `StaticBuffers.inputs` has them, and the context -> hidden [B, H]."""
+        """Inputs as `StaticBuffers.inputs` has them, the context, and where not all rows are wanted, which -> hidden [B, H]."""
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -117,9 +114,10 @@ class Capture(Protocol):
     def __call__(self, step: Callable[[], Computed], lengths: list[int], /) -> Callable[[], Computed]: ...
 
 
-def compute(model: Forward, inputs: tuple[Tensor, ...], context: DecodeContext) -> StepResult:
-    """One decode step on any buffers; greedy sampling is part of it. inputs: token_ids [B], for an MTP layer also hidden [B, H]."""
-    hidden = model(*inputs, context)
+def compute(model: Forward, inputs: tuple[Tensor, ...], context: DecodeContext, kept: Tensor | None = None) -> StepResult:
+    """One decode step on any buffers; greedy sampling is part of it. inputs: token_ids [B], for an MTP layer also hidden [B, H]. kept int64
+    [K]: the rows whose results are wanted, all by default."""
+    hidden = model(*inputs, context) if kept is None else model(*inputs, context, kept)
     logits = model.logits(hidden)
     return StepResult(hidden, logits, likeliest(logits))
 
@@ -127,22 +125,25 @@ def compute(model: Forward, inputs: tuple[Tensor, ...], context: DecodeContext) 
 class StaticBuffers:
     """Inputs of `rows` rows with tables of `width` blocks, side by side in one tensor. Rows that are not filled belong to block 0.
 
-    hidden [B, H]: where the model reads hidden states too, something of their width and dtype.
+    hidden [B, H]: where the model reads hidden states too, something of their width and dtype. kept: rows whose results are wanted, 0 for
+    all.
     """
 
-    def __init__(self, rows: int, width: int, device: torch.device, hidden: Tensor | None = None) -> None:
-        self._host = np.zeros(rows * 4 + -(-rows * width // 2), dtype=np.int64)
+    def __init__(self, rows: int, width: int, device: torch.device, hidden: Tensor | None = None, *, kept: int = 0) -> None:
+        self._host = np.zeros(rows * 4 + -(-rows * width // 2) + kept, dtype=np.int64)
         self._device = torch.zeros(len(self._host), dtype=torch.int64, device=device)
         self.token_ids, self.positions, self.slots, self.states = self._device[: 4 * rows].view(4, rows).unbind()
         self.tables = self._device[4 * rows :].view(torch.int32)[: rows * width].view(rows, width)
+        self.kept = self._device[-kept:] if kept else None
         self._rows, self._width = rows, width
         self.lengths = [1] * rows
         """Of the rows, on the host: the same list always, filled anew."""
         self.inputs = (self.token_ids,) if hidden is None else (self.token_ids, hidden.new_zeros(rows, hidden.shape[1]))
         """What the model reads before the context."""
 
-    def fill(self, rows: DecodeRows, *inputs: Tensor, places: DevicePlaces | None = None) -> None:
-        """inputs: those of `self.inputs` that the device holds already, in place of what `rows` says; places: as well.
+    def fill(self, rows: DecodeRows, *inputs: Tensor, places: DevicePlaces | None = None, kept: Tensor | None = None) -> None:
+        """inputs: those of `self.inputs` that the device holds already, in place of what `rows` says; places: as well. kept int64 [K]: the
+        rows whose results are wanted; of more than that the first row's are made.
 
         The host may write the next values as soon as this returns: CUDA copies them from pageable memory before it returns, and waits
         for nothing that was launched before.
@@ -155,8 +156,10 @@ class StaticBuffers:
         tables[: rows.tables.shape[0], : rows.tables.shape[1]] = rows.tables
         self._device.copy_(torch.from_numpy(self._host), non_blocking=self._device.is_cuda)
         self.lengths[:] = (columns[1] + 1).tolist()
-        for buffer, given in (*zip(self.inputs, inputs), *zip((self.positions, self.slots), places or ())):
-            buffer[: len(given)].copy_(given)
+        known = [*zip(self.inputs, inputs), *zip((self.positions, self.slots), places or ())]
+        if self.kept is not None and kept is not None:
+            known.append((self.kept, kept))
+        _copy_all(known)
 
     def context(self, cache: PagedCache) -> DecodeContext:
         return DecodeContext(cache, self.positions, self.tables, self.slots, self.lengths, self.states)
@@ -172,10 +175,14 @@ class EagerSteps:
         """As `DecodeSteps.has`."""
         return False
 
-    def run(self, rows: DecodeRows, *inputs: Tensor, places: DevicePlaces | None = None) -> StepResult:
+    def kept(self, rows: int, width: int) -> int | None:
+        """As `DecodeSteps.kept`."""
+        return None
+
+    def run(self, rows: DecodeRows, *inputs: Tensor, places: DevicePlaces | None = None, kept: Tensor | None = None) -> StepResult:
         """As `DecodeSteps.run`."""
         given = inputs or (torch.from_numpy(rows.token_ids).to(self.cache.device),)
-        return compute(self.model, given, rows.context(self.cache, places))
+        return compute(self.model, given, rows.context(self.cache, places), kept)
 
 
 class DecodeSteps:
@@ -183,36 +190,46 @@ class DecodeSteps:
 
     def __init__(self, model: Forward, cache: PagedCache, capture: Capture) -> None:
         self.model, self.cache, self._capture = model, cache, capture
-        self._steps: dict[tuple[int, int], tuple[StaticBuffers, Step]] = {}
+        self._steps: dict[tuple[int, int, int], tuple[StaticBuffers, Step]] = {}
+        """By rows, blocks of their tables, and rows whose results are wanted, 0 for all."""
         self.failure = ""
         """Why steps are computed eagerly from now on, where a capture failed."""
 
-    def run(self, rows: DecodeRows, *inputs: Tensor, places: DevicePlaces | None = None) -> StepResult:
-        """The pass. inputs, places: what the device holds already, as `StaticBuffers.fill` takes it."""
-        _, step = self.filled(rows, *inputs, places=places)
-        result, count = step(), len(rows.token_ids)
+    def run(self, rows: DecodeRows, *inputs: Tensor, places: DevicePlaces | None = None, kept: Tensor | None = None) -> StepResult:
+        """The pass. inputs, places, kept: what the device holds already, as `StaticBuffers.fill` takes it. The result is of
+        the rows kept."""
+        _, step = self.filled(rows, *inputs, places=places, kept=kept)
+        result, count = step(), len(rows.token_ids if kept is None else kept)
         return StepResult(*(part[:count] for part in result))
 
     def has(self, rows: int, width: int) -> bool:
         """Whether a step for so many rows, with tables of `width` blocks, was there before: on every rank alike, also where one of them
-        could not capture it."""
-        return _size(rows, width) in self._steps
+        could not capture it. Of one whose results are all wanted."""
+        return (*_size(rows, width), 0) in self._steps
 
-    def filled(self, rows: DecodeRows, *inputs: Tensor, places: DevicePlaces | None = None) -> tuple[StaticBuffers, Step]:
+    def kept(self, rows: int, width: int) -> int | None:
+        """How many results are wanted of a step for so many rows that was there before, 0 for all; of several the fewest, None where none
+        was."""
+        found = [size[2] for size in self._steps if size[:2] == _size(rows, width)]
+        return min(found, key=lambda kept: kept or rows, default=None)
+
+    def filled(
+        self, rows: DecodeRows, *inputs: Tensor, places: DevicePlaces | None = None, kept: Tensor | None = None
+    ) -> tuple[StaticBuffers, Step]:
         """The step for so many rows with tables so wide, ready to be computed."""
-        size = _size(*rows.tables.shape)
+        size = (*_size(*rows.tables.shape), 0 if kept is None else power_of_two(len(kept)))
         if size not in self._steps:
-            buffers = StaticBuffers(*size, self.cache.device, *inputs[1:])
+            buffers = StaticBuffers(*size[:2], self.cache.device, *inputs[1:], kept=size[2])
             # What the warm-up of a capture computes is written to the cache: it must be this pass, not a made-up one.
-            buffers.fill(rows, *inputs, places=places)
+            buffers.fill(rows, *inputs, places=places, kept=kept)
             self._steps[size] = (buffers, self._captured(buffers))
         buffers, step = self._steps[size]
-        buffers.fill(rows, *inputs, places=places)
+        buffers.fill(rows, *inputs, places=places, kept=kept)
         return buffers, step
 
     def _captured(self, buffers: StaticBuffers) -> Step:
         def step() -> StepResult:
-            return compute(self.model, buffers.inputs, buffers.context(self.cache))
+            return compute(self.model, buffers.inputs, buffers.context(self.cache), buffers.kept)
 
         if self.failure:
             return step
@@ -272,6 +289,17 @@ def _reason(fault: RuntimeError) -> str:
     while first.__context__ is not None:
         first = first.__context__
     return str(first).partition("\n")[0]
+
+
+def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Into the first of each pair, from its beginning on, the second: the integers in one launch."""
+    parts = [(buffer[: len(given)], given) for buffer, given in pairs]
+    integers = [one for one in parts if one[0].is_cuda and one[0].dtype == one[1].dtype == torch.int64]
+    if integers:
+        torch._foreach_copy_([part for part, _ in integers], [given for _, given in integers])
+    for part, given in parts:
+        if not (part.is_cuda and part.dtype == given.dtype == torch.int64):
+            part.copy_(given)
 
 
 def _size(rows: int, width: int) -> tuple[int, int]:

@@ -46,10 +46,10 @@ class MtpDrafter(Drafter):
         assert not isinstance(done.where, DecodeRows), "a pass with prompts"
         return done.where()
 
-    def _behind(self, done: ForwardPass, token_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    def _behind(self, done: ForwardPass, token_ids: Tensor | None, kept: Tensor | None) -> tuple[Tensor, Tensor] | None:
         self._hidden = None
         if not isinstance(done.where, DecodeRows):
-            return self._behind_prompts(done, token_ids)
+            return self._behind_prompts(done, token_ids, kept)
         if self.count == 0:
             self._unread.hold(done.hidden)  # now, while the device is busy
             return None
@@ -58,15 +58,16 @@ class MtpDrafter(Drafter):
             where = where._replace(tables=where.tables.copy())  # other rows' come in their place
             self._catch_up()
         assert token_ids is not None, "every row of a decode pass counts"
-        self._hidden, logits, greedy = self.steps.run(where, token_ids, self._states(done.hidden))
+        self._hidden, logits, greedy = self.steps.run(where, token_ids, self._states(done.hidden), kept=kept)
         return logits, greedy
 
-    def _behind_prompts(self, done: ForwardPass, token_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    def _behind_prompts(self, done: ForwardPass, token_ids: Tensor | None, kept: Tensor | None) -> tuple[Tensor, Tensor] | None:
         self._unread.computed_anew([sequence for sequence, start, _ in done.spans if start == 0])
         next_ids, rows = self._tensor(_known_next(done)), self._tensor(done.rows)
         if token_ids is not None:
             next_ids[rows] = token_ids
-        self._hidden = self.mtp(next_ids, self._states(done.hidden), self._where(done))[rows]
+        wanted = next_ids.new_zeros(1) if token_ids is None else rows if kept is None else rows[kept]  # one is computed always
+        self._hidden = self.mtp(next_ids, self._states(done.hidden), self._where(done), wanted)
         if token_ids is None or self.count == 0:
             return None
         logits = self.mtp.logits(self._hidden)
@@ -95,10 +96,12 @@ class MtpDrafter(Drafter):
         following = [token for sequence, start, length in spans for token in sequence.token_ids[start + 1 : start + 1 + length]]
         next_ids, states = self._tensor(following), self._states(hidden)
         few = max(span.length for span in spans) <= self._most_rows
-        if few and self.steps.has(len(following), max(len(span.sequence.blocks) for span in spans)):
+        wanted = self.steps.kept(len(following), max(len(span.sequence.blocks) for span in spans)) if few else None
+        if wanted is not None:
             # As rows of a step that is there: operator by operator they take the time of several steps.
             places = [(sequence, start + i) for sequence, start, length in spans for i in range(length)]
-            self.steps.run(self._own.rows([0] * len(following), places), next_ids, states)
+            kept = next_ids.new_zeros(wanted) if wanted else None
+            self.steps.run(self._own.rows([0] * len(following), places), next_ids, states, kept=kept)
         else:
             self.mtp(next_ids, states, self._own.prompt_context(spans))
 

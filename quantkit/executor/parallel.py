@@ -156,8 +156,10 @@ class Parallel:
         """Rank 0's int64 [n] on every rank; no host waits."""
         if self.size == 1:
             return x
-        padded = x.new_zeros(1, -(-len(x) // _SHARED_INTEGERS) * _SHARED_INTEGERS)
-        padded[0, : len(x)] = x
+        padded = x.reshape(1, -1)
+        if len(x) % _SHARED_INTEGERS:
+            padded = x.new_zeros(1, -(-len(x) // _SHARED_INTEGERS) * _SHARED_INTEGERS)
+            padded[0, : len(x)] = x
         # As float32, which collectives of every kind carry; bits are not touched.
         return self.all_gather(padded.view(torch.float32)).view(torch.int64)[0, : len(x)]
 

@@ -1,7 +1,6 @@
 """The passes of a step: tokens of sequences in, hidden states and logits out."""
 
 import itertools
-import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.devices import sent
 from quantkit.executor.cache import PagedCache
 from quantkit.executor.context import PrefillContext
+from quantkit.executor.device_rows import next_rows
 from quantkit.executor.draws import Draws
 from quantkit.executor.expert_parallel import NO_RANKS, ExpertRanks
 from quantkit.executor.graphs import (
@@ -163,15 +162,12 @@ class Runner:
         if not self.steps.has(*tables.shape):
             return
         firsts = [*itertools.accumulate([count for _, count in counts], initial=0)][:-1]
-        first, newest = sent([*firsts, *(len(one.token_ids) for one in answers)], self.device).view(2, number)
-        right = guessed[:number]
-        tokens = torch.cat((token_ids[first + right], guessed[number:])).view(each, number).t().reshape(-1)
-        places = ((newest + right)[:, None] + torch.arange(each, device=self.device)).view(-1)
-        on_device = torch.from_numpy(tables).to(self.device, non_blocking=self.device.type == "cuda")
-        where = DevicePlaces.of(places, on_device, size, sys.maxsize)
+        own = np.column_stack((firsts, [len(one.token_ids) for one in answers], tables[::each])).astype(np.int32)
+        known = torch.from_numpy(own).to(self.device, non_blocking=self.device.type == "cuda")
+        tokens, positions, slots = next_rows(known, token_ids, guessed, size)
         nobodys = np.zeros(number * each, dtype=np.int64)
         rows = DecodeRows(nobodys, nobodys, nobodys, tables, np.array([one.state for one in answers], dtype=np.int64).repeat(each))
-        self._next = GuessedPass(answers, each, self.steps.run(rows, tokens, places=where))
+        self._next = GuessedPass(answers, each, self.steps.run(rows, tokens, places=DevicePlaces(positions, slots)))
 
     def drop_next(self) -> None:
         """Nobody wants what was launched."""

@@ -8,7 +8,6 @@ finish one after the other, and a later one may replace what an earlier one gues
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from quantkit.executor.chooser import ChosenTokens
@@ -82,9 +81,10 @@ class Speculation:
         return found[0] if found else None
 
     def launch_next(self, runner: Runner, parallel: Parallel, done: ForwardPass, chosen: ChosenTokens, guessed: Tensor | None) -> None:
-        """Launch the pass behind one whose answers all go on. guessed: what `begin` returned. Not where others may come in its place."""
+        """Launch the pass behind one whose answers all go on. guessed: the chosen tokens and what `begin` returned. Not where others may
+        come in its place."""
         if guessed is not None and self.guessing.looked_up == 0:
-            told, number = parallel.first(torch.cat((chosen.token_ids, guessed))), len(done.rows)
+            told, number = parallel.first(guessed), len(done.rows)
             runner.launch_guessed(done.counts, told[:number], told[number:])
         elif not (guessed is not None or self.guesses or done.has_guesses):
             # The likeliest are the same on every rank: gathered logits are the same bits.

@@ -108,7 +108,7 @@ class ExecutorWeights:
 
     def linear(self, module: str) -> LinearOp:
         linear = self._prepare(self._operand(module))
-        return Gathered(linear, self.parallel) if self._is_cut(module, "vocab") else linear
+        return Gathered(linear, self.parallel) if self._is_cut(module, "gathered") else linear
 
     def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
         """One operator where the weights are on one grid; else one each, their outputs side by side."""
@@ -227,7 +227,7 @@ class ExecutorWeights:
             start, stop = share_range(self.checkpoint.shape(module)[1], "input features", module, rank, size)
             weight, first = self.checkpoint.share(module, "K", start, stop, self._unpacked_on)
             return cut_columns(weight, module, start - first, stop - first)
-        if self._is_cut(module, "column", "vocab"):
+        if self._is_cut(module, "column", "gathered"):
             start, stop = self._rows(self._parameters[f"{module}.weight"], self.checkpoint.shape(module)[0])
             weight, first = self.checkpoint.share(module, "N", start, stop, self._unpacked_on)
             return cut_rows(weight, start - first, stop - first)
@@ -238,11 +238,11 @@ class ExecutorWeights:
         return share_range(count, "output features", parameter.module, self.parallel.rank, self.parallel.size, parameter.key_heads)
 
     def _is_cut(self, module: str, *splits: str) -> bool:
-        """Whether the ranks share the linear in one of these ways; a vocabulary that does not divide is not shared."""
+        """Whether the ranks share the linear in one of these ways; what is gathered and does not divide is not shared."""
         if self.parallel.size == 1:
             return False
         parameter = self._parameters[f"{module}.weight"]
-        divides = parameter.split != "vocab" or parameter.shape[0] % self.parallel.size == 0
+        divides = parameter.split != "gathered" or parameter.shape[0] % self.parallel.size == 0
         return parameter.split in splits and divides
 
     def _prepare(self, weight: kernels.Weight) -> LinearOp:

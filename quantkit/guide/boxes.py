@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from quantkit.amounts import parse_bytes
 from quantkit.devices import find_device
 from quantkit.engines.profiles import Device
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, UsageFault
 from quantkit.serving_devices import accelerators, find_accelerator
 
 PER_BOX = 8
@@ -53,7 +53,7 @@ def _named(count: int, kind: str) -> DeviceBox:
     if known is not None:
         return DeviceBox(count, known.memory_gib * _GIB, known.device, f"{count} x {known.name} of {known.memory_gib} GiB")
     names = ", ".join(known.name for known in accelerators())
-    raise QuantkitError(f"device {kind!r} is not known", f"{_REMEDY}; known are {names}")
+    raise UsageFault(f"device {kind!r} is not known", f"{_REMEDY}; known are {names}")
 
 
 def _sized(count: int, text: str) -> DeviceBox:

@@ -259,8 +259,8 @@ class MtpModel(Protocol):
     def inputs(self, next_token_ids: Tensor, hidden: Tensor) -> Tensor:
         """next_token_ids [T]: rows of the embedding; hidden: what it reads, one stream or several side by side -> the block's, as many."""
 
-    def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context) -> Tensor:
-        """hidden [T, W] of the main model, or of this layer -> [T, W]."""
+    def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
+        """hidden [T, W] of the main model, or of this layer -> [T, W]; rows int64 [R]: of these tokens alone, whose cache all are in."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, W] -> float32 [T, vocab]."""

@@ -4,6 +4,7 @@ Tokens of all sequences lie flat in [T, ...]. The model computes queries, keys a
 see which, and where earlier ones are kept.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -77,10 +78,14 @@ class Positions:
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions
-        self.rows = torch.arange(len(positions), device=positions.device)
         self.selected: Selected | None = None
         """What sparse attention reads; None where that is all."""
         self._rotations: dict[Rope, Rotation] = {}
+
+    @functools.cached_property
+    def rows(self) -> Tensor:
+        """The numbers of the tokens [T] int64."""
+        return torch.arange(len(self.positions), device=self.positions.device)
 
     def rotation(self, rope: Rope) -> Rotation:
         """cos, sin [T, rope.dim / 2] float32 of the tokens."""

@@ -134,7 +134,7 @@ def parameters(config: Config) -> list[Parameter]:
     rows = [Parameter("model.embed_tokens.weight", (vocab, h), "embedding")]
     for layer in range(config.num_hidden_layers):
         rows += _layer_parameters(config, layer, mtp=False)
-    rows += [Parameter("model.norm.weight", (h,), "norm"), Parameter("lm_head.weight", (vocab, h), "head", "vocab")]
+    rows += [Parameter("model.norm.weight", (h,), "norm"), Parameter("lm_head.weight", (vocab, h), "head", "gathered")]
     for layer in mtp.mtp_layers(config):
         rows += mtp.mtp_parameters(h, vocab, layer, _layer_parameters(config, layer, mtp=True))
     return rows

@@ -133,7 +133,7 @@ def parameters(config: Config) -> list[Parameter]:
     for layer in range(config.num_hidden_layers):
         rows += _layer_parameters(config, layer)
     rows += end_parameters(config.streams)
-    rows += [Parameter("norm.weight", (h,), "norm"), Parameter("head.weight", (vocab, h), "head", "vocab")]
+    rows += [Parameter("norm.weight", (h,), "norm"), Parameter("head.weight", (vocab, h), "head", "gathered")]
     for layer in mtp.mtp_layers(config):
         rows += streams_mtp.mtp_parameters(config.streams, config.prefix(layer), layer, _layer_parameters(config, layer))
     return rows

@@ -123,8 +123,9 @@ class Eagle3Head:
         return self.fc(hidden)
 
     @by_own_backend
-    def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context) -> Tensor:
-        """next_token_ids [T], hidden [T, H] of `combine`, or of this -> hidden [T, H] before the last norm."""
+    def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
+        """next_token_ids [T], hidden [T, H] of `combine`, or of this -> hidden [T, H] before the last norm; rows int64 [R]: of these tokens
+        alone."""
         c = self.config.decoder
         normed = rms_norm(hidden, self.hidden_norm, self.eps)
         residual = normed if self.config.normed_residual else hidden
@@ -132,6 +133,8 @@ class Eagle3Head:
         qkv = add_bias(self.qkv(torch.cat((embedded, normed), dim=-1)), self.qkv_bias)
         q = context.store_gqa(0, qkv, c.num_key_value_heads, c.head_dim, None, c.rope)
         attended = add_bias(self.o(context.attend_gqa(0, q, c.softmax_scale).flatten(1)), self.o_bias)
+        if rows is not None:
+            attended, residual = attended[rows], residual[rows]
         normed, residual = add_rms_norm(attended, residual, self.mlp_norm, self.eps)
         return residual + self.mlp(normed)
 

@@ -177,7 +177,7 @@ def parameters(config: Config) -> list[Parameter]:
         rows += layer_parameters(config, layer)
     rows.append(Parameter("model.norm.weight", (h,), "norm", gain_offset=config.norm_offset))
     if not config.tie_word_embeddings:
-        rows.append(Parameter("lm_head.weight", (vocab, h), "head", "vocab"))
+        rows.append(Parameter("lm_head.weight", (vocab, h), "head", "gathered"))
     return rows
 
 

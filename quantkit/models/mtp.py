@@ -39,7 +39,7 @@ def mtp_parameters(hidden: int, vocab: int, layer: int, block: Iterable[Paramete
     return [
         Parameter(f"{p}.embed_tokens.weight", (vocab, hidden), "embedding", layer=layer, mtp=True),
         *sharing_mtp_parameters(hidden, layer, block, FINAL_NORM),
-        Parameter(f"{p}.shared_head.head.weight", (vocab, hidden), "head", "vocab", layer=layer, mtp=True),
+        Parameter(f"{p}.shared_head.head.weight", (vocab, hidden), "head", "gathered", layer=layer, mtp=True),
     ]
 
 
@@ -49,7 +49,7 @@ def sharing_mtp_parameters(hidden: int, layer: int, block: Iterable[Parameter], 
     return [
         Parameter(f"{p}.enorm.weight", (hidden,), "norm", layer=layer, mtp=True),
         Parameter(f"{p}.hnorm.weight", (hidden,), "norm", layer=layer, mtp=True),
-        Parameter(f"{p}.eh_proj.weight", (hidden, 2 * hidden), "mtp_proj", layer=layer, mtp=True),
+        Parameter(f"{p}.eh_proj.weight", (hidden, 2 * hidden), "mtp_proj", "gathered", layer=layer, mtp=True),
         *block,
         Parameter(f"{p}.{final_norm}.weight", (hidden,), "norm", layer=layer, mtp=True),
     ]
@@ -91,10 +91,10 @@ class MtpLayer:
         return self.eh_proj(torch.cat((embedded, rms_norm(hidden, self.hnorm, self.eps)), dim=-1))
 
     @by_own_backend
-    def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context) -> Tensor:
-        """-> hidden [T, H] after the final norm; also the `hidden` of a further MTP step."""
+    def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
+        """-> hidden [T, H] after the final norm; also the `hidden` of a further MTP step. rows int64 [R]: of these tokens alone."""
         inputs = self.inputs(next_token_ids, hidden)
-        normed, _ = self.block(rms_norm(inputs, self.block.input_norm, self.eps), inputs, context, self.norm)
+        normed, _ = self.block(rms_norm(inputs, self.block.input_norm, self.eps), inputs, context, self.norm, rows)
         return normed
 
     @by_own_backend

@@ -265,10 +265,11 @@ class MtpLayer(mtp.MtpLayer):
         model.hands_on = True
 
     @by_own_backend
-    def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context) -> Tensor:
-        """hidden [T, 2 H]: as the main model hands it out, and as it is returned, for the next MTP layer."""
+    def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
+        """hidden [T, 2 H]: as the main model hands it out, and as it is returned, for the next MTP layer. rows int64 [R]: of these tokens
+        alone."""
         inputs = self.inputs(next_token_ids, hidden[:, len(self.hnorm) :].contiguous())
-        made = self.block(rms_norm(inputs, self.block.input_norm, self.eps), inputs, context, self.norm)
+        made = self.block(rms_norm(inputs, self.block.input_norm, self.eps), inputs, context, self.norm, rows)
         return torch.cat(made, dim=-1)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -141,8 +141,10 @@ class Rope:
         """positions [T] -> cos, sin [T, dim / 2] float32, scaled by YaRN's attention factor."""
         device = positions.device
         frequencies = _kept_frequencies(self, device) if device.type == "cuda" else self.inverse_frequencies(device)
-        angles = positions.float()[:, None] * frequencies[None, :]
-        return angles.cos() * self.cos_sin_factor, angles.sin() * self.cos_sin_factor
+        angles, factor = positions[:, None] * frequencies[None, :], self.cos_sin_factor
+        if factor == 1:  # DeepSeek's: a decode step has two launches less
+            return angles.cos(), angles.sin()
+        return angles.cos() * factor, angles.sin() * factor
 
     def _correction_dim(self, rotations: float) -> float:
         return self.dim * math.log(self.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))

@@ -36,8 +36,8 @@ def mtp_parameters(sizes: StreamSizes, prefix: str, layer: int, block: Iterable[
     rows = [
         Parameter(f"{prefix}.enorm.weight", (h,), "norm", layer=layer),
         Parameter(f"{prefix}.hnorm.weight", (h,), "norm", layer=layer),
-        Parameter(f"{prefix}.e_proj.weight", (h, h), "mtp_proj", layer=layer),
-        Parameter(f"{prefix}.h_proj.weight", (h, h), "mtp_proj", layer=layer),
+        Parameter(f"{prefix}.e_proj.weight", (h, h), "mtp_proj", "gathered", layer=layer),
+        Parameter(f"{prefix}.h_proj.weight", (h, h), "mtp_proj", "gathered", layer=layer),
         *block,
         *(replace(row, layer=layer) for row in end_parameters(_ended_at(sizes, prefix))),
         Parameter(f"{prefix}.norm.weight", (h,), "norm", layer=layer),
@@ -80,10 +80,11 @@ class MtpLayer:
         return (embedded[:, None] + self.h_proj(streams.flatten(0, 1)).unflatten(0, (-1, self.count))).flatten(1)
 
     @by_own_backend
-    def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context) -> Tensor:
-        """hidden [T, H + n H]: as the main model hands it out, and as it is returned, for a further step."""
+    def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
+        """hidden [T, H + n H]: as the main model hands it out, and as it is returned, for a further step. rows int64 [R]: of these tokens
+        alone."""
         inputs = self.inputs(next_token_ids, hidden[:, self.hidden_size :])
-        _, streams = self.block(next_token_ids, inputs.unflatten(-1, (self.count, -1)), context, self.norm)
+        _, streams = self.block(next_token_ids, inputs.unflatten(-1, (self.count, -1)), context, self.norm, rows)
         return torch.cat((rms_norm(self.end(streams), self.norm, self.eps), streams.flatten(1)), dim=-1)
 
     @by_own_backend

@@ -31,8 +31,9 @@ kept in 16 bits. indexer: a linear of sparse attention's, kept in 16 bits; index
 recurrence, in float32. streams: of hyper-connections, in float32. copied: of another model beside the one that is computed. The rest is
 never quantized."""
 
-Split = Literal["replicate", "column", "row", "vocab"]
-"""Tensor parallel: column cuts N, row cuts K (outputs are partial sums), vocab cuts rows of the vocabulary."""
+Split = Literal["replicate", "column", "row", "gathered"]
+"""Tensor parallel: column cuts N, row cuts K (outputs are partial sums), gathered cuts N where that divides, and every rank gets all
+outputs."""
 
 
 Block = Literal["attention", "mlp", "router", "shared_expert", "expert"]

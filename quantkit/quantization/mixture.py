@@ -10,7 +10,7 @@ from quantkit.amounts import parse_bytes
 from quantkit.checkpoint.formats import fp8_block
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.choice import MixtureChoice
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, UsageFault
 from quantkit.models.table import BEFORE_LATENT_ATTENTION, Parameter
 from quantkit.schemes import Fp8BlockGrid, Grid, IntGrid
 
@@ -53,7 +53,7 @@ class Mixture:
         if unknown:
             raise QuantkitError(f"--keep {unknown[0]!r} is no kind of sublayer", f"kinds are {', '.join(KINDS)}")
         if self.preset is not None and self.preset not in PRESETS:
-            raise QuantkitError(f"preset {self.preset!r} is not known", f"choose one of {', '.join(PRESETS)}")
+            raise UsageFault(f"preset {self.preset!r} is not known", f"choose one of {', '.join(PRESETS)}")
         if self.bits is not None and self.size is not None:
             raise QuantkitError("--bits and --size both say how large the output may be", "give one of them")
         if self.bits is not None and not 0 < self.bits <= 32:

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import make_model
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from quantkit.errors import QuantkitError
 from quantkit.executor.accepted import Accepted
+from quantkit.executor.device_rows import next_rows
 from quantkit.executor.drafter import Drafter
 from quantkit.executor.engine import Engine
 from quantkit.executor.graphs import DevicePlaces
@@ -82,6 +84,64 @@ def test_the_device_finds_what_the_host_will_keep(easy_checkpoint: Path) -> None
             assert (int(found.right[place]), int(found.rows[place])) == (kept - 1, row + kept - 1)
             assert int(found.newest[place]) == before + kept - 1 == len(one.token_ids) - 1
             row += count
+
+
+def test_the_next_rows_are_those_that_the_host_would_make() -> None:
+    """Every sequence's newest token, which was chosen behind its last right guess, and the new guesses, in its own blocks."""
+    draw, size = random.Random(7), 4
+    for _ in range(30):
+        number, each = draw.randrange(1, 5), draw.randrange(1, 4)
+        known, chosen, right, row = [], list[int](), [], 0
+        guesses = [[draw.randrange(90) for _ in range(number)] for _ in range(each - 1)]
+        for _ in range(number):
+            count, length = draw.randrange(1, 4), draw.randrange(1, 9)
+            known.append([row, length, *draw.sample(range(1, 50), 5)])
+            chosen += [draw.randrange(90) for _ in range(count)]
+            right.append(draw.randrange(count))
+            row += count
+        told = torch.tensor([*right, *(token for one in guesses for token in one)])
+        found = next_rows(torch.tensor(known, dtype=torch.int32), torch.tensor(chosen), told, size)
+        expected = []
+        for one, (first, length, *blocks) in enumerate(known):
+            tokens = [chosen[first + right[one]], *(own[one] for own in guesses)]
+            places = [length + right[one] + i for i in range(each)]
+            expected += [[token, at, blocks[at // size] * size + at % size] for token, at in zip(tokens, places)]
+        assert found.t().tolist() == expected
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_behind_a_step_the_layer_goes_on_with_the_newest_rows_alone(
+    easy_checkpoint: Path, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cache gets all of them; experts and head are asked for one row of a sequence."""
+    engine = load(easy_checkpoint, num_drafts=2)
+    if captured:
+        engine.runner = Runner(engine.loaded.model, engine.cache, lambda step, _: step)
+        engine.speculation = Speculation(by_mtp_layers(engine.loaded.mtp_layers, engine.runner, 2, engine.parallel), 0)
+    layer, seen = engine.loaded.mtp_layers[0], list[tuple[int, int]]()
+    attention, mlp = type(layer.block).attention_part, type(layer.block).mlp_part
+
+    def attended(self: Any, x: torch.Tensor, context: Any) -> torch.Tensor:
+        if self is layer.block:
+            seen.append((len(x), 0))
+        return attention(self, x, context)
+
+    def fed(self: Any, x: torch.Tensor) -> Any:
+        if self is layer.block:
+            seen[-1] = (seen[-1][0], len(x))
+        return mlp(self, x)
+
+    monkeypatch.setattr(type(layer.block), "attention_part", attended)
+    monkeypatch.setattr(type(layer.block), "mlp_part", fed)
+    sequences = [engine.submit(prompt, SamplingParams(max_new_tokens=40, ignore_eos=True)) for prompt in PROMPTS[:4]]
+    for _ in range(4):
+        engine.step()
+    rows = sum(1 + len(one.drafts) for one in sequences)
+    assert rows == 12, "two guesses behind each"
+    seen.clear()
+    engine.step()
+    # A captured step is padded to a power of two.
+    assert seen == [(16, 4), (4, 4)] if captured else [(12, 4), (4, 4)]
 
 
 def test_places_that_are_nobodys_lie_in_block_0() -> None:

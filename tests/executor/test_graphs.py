@@ -121,3 +121,27 @@ def test_what_is_given_lies_first_and_the_rest_is_padding() -> None:
         assert int(buffers.tables.sum()) == tables.sum()
         assert torch.equal(buffers.inputs[1][:count], hidden[:count])
         assert lengths == [*(columns[1] + 1), *[1] * (4 - count)]
+
+
+@torch.inference_mode()
+def test_rows_that_are_wanted_are_those_of_all(tiny_checkpoint: Path) -> None:
+    """A step for each number of them; who asks for one of so many rows is told the one that makes the fewest."""
+    engine = load(tiny_checkpoint, None)
+    steps = DecodeSteps(engine.loaded.model, engine.cache, in_place)
+    rows = DecodeRows(
+        np.array([7, 8, 9]), np.zeros(3, np.int64), np.arange(1, 4) * engine.cache.block_size, np.arange(1, 4, dtype=np.int32)[:, None]
+    )
+    assert steps.kept(3, 1) is None
+    whole = steps.run(rows)
+    assert (steps.has(3, 1), steps.kept(3, 1)) == (True, 0)
+    for wanted in ([2], [2, 0, 1], [1]):
+        part = steps.run(rows, kept=torch.tensor(wanted))
+        for found, expected in zip(part, whole):
+            torch.testing.assert_close(found, expected[wanted])
+    assert (steps.kept(3, 1), steps.kept(4, 1), steps.kept(2, 1)) == (1, 1, None)
+    buffers = StaticBuffers(4, 16, torch.device("cpu"), kept=2)
+    for kept in ([3, 2], [1]):
+        buffers.fill(rows, kept=torch.tensor(kept))
+        assert buffers.kept is not None
+        assert buffers.kept.tolist() == [*kept, 0][:2]
+        assert buffers.tables[:3, 0].tolist() == [1, 2, 3]

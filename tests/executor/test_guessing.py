@@ -153,7 +153,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, drafter: Any) -> Counter[str]:
 
     def reading() -> None:
         with monkeypatch.context() as inside:
-            inside.setattr(drafter.steps, "run", lambda *given: found.update(["rows"]) or step(*given))
+            inside.setattr(drafter.steps, "run", lambda *given, **named: found.update(["rows"]) or step(*given, **named))
             inside.setattr(drafter, "mtp", lambda *given: found.update(["passes"]) or mtp(*given))
             catch_up()
 

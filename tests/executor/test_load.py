@@ -65,7 +65,7 @@ def test_a_rank_reads_its_share(packed: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(shards, "SMALLEST_PIECE", 1)
     for rank in range(SIZE):
         loaded = load(packed, rank)
-        common, shared = stored_bytes(loaded, "replicate"), stored_bytes(loaded, "column", "row", "vocab")
+        common, shared = stored_bytes(loaded, "replicate"), stored_bytes(loaded, "column", "row", "gathered")
         assert shared > 2 * common, "most of the model is shared out"
         least = common + shared / SIZE
         assert least <= loaded.checkpoint.bytes_read < common + 1.1 * shared / SIZE
@@ -74,7 +74,7 @@ def test_a_rank_reads_its_share(packed: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_rows_are_read_whole_where_their_pieces_are_small(packed: Path) -> None:
     """The same bytes at most as without ranks, and fewer: what lies together is read alone."""
     loaded = load(packed, 1)
-    common, shared = stored_bytes(loaded, "replicate"), stored_bytes(loaded, "column", "row", "vocab")
+    common, shared = stored_bytes(loaded, "replicate"), stored_bytes(loaded, "column", "row", "gathered")
     assert common + shared / SIZE < loaded.checkpoint.bytes_read < common + 0.8 * shared
 
 

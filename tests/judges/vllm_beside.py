@@ -4,7 +4,8 @@
 
 A case is a model of shape_models.py, a format, and on how many cards (--tensor-parallel-size and --tp). The servers of an engine, one for
 each case, are up before any is measured, and only one has requests; they have ended when those of the other engine begin, so that each has
-the card for itself. A cell is so many users who each send a prompt of so many tokens at once and get 64; its figures are those of `quantkit
+the card for itself. --together: those of both engines are up at once, where memory has room for them, and a cell is measured at one and
+then at the other. A cell is so many users who each send a prompt of so many tokens at once and get 64; its figures are those of `quantkit
 bench`, medians of its rounds. `gap`: while 32 users get answers, a prompt of 16,000 tokens arrives; the largest time between two tokens of
 an answer.
 
@@ -48,6 +49,10 @@ FIRST_PORT = 19100
 USERS, CONTEXT, OUTPUT = 64, 16640, 64
 WARM = ((128, 64), (1024, 8), (4096, 1), (16000, 1))
 """Tokens and users of rounds that are not counted: what a server compiles for its first requests is no figure of any cell."""
+PEER_WARM = tuple((tokens - odd, 1) for tokens in (256, 512, 1024, 1536, 2048, 3072, 4096, 8192) for odd in (0, 1))
+"""More of them, one after the other, for experts at vLLM: their Triton kernel is compiled for every size of its table, and again where 16
+does not divide the number of tokens. Some of its rounds took ten times as long as others where they were not made."""
+WARM_S = 90.0
 ROUNDS, LONG_S = 3, 1.6
 """Rounds of a cell, and after how many seconds of them no further one begins."""
 ANSWERS, ANSWER_INPUT, ANSWER_OUTPUT, ARRIVING = 32, 1024, 512, 16000
@@ -161,6 +166,18 @@ def give_up(server: Server, why: str) -> None:
     server.process.send_signal(signal.SIGABRT)
 
 
+def begin(cases: list[Case], group: tuple[str, ...], asked: argparse.Namespace) -> None:
+    """The servers of these engines, --head-start seconds apart; until they are up, or have failed."""
+    for place, engine in enumerate(group):
+        time.sleep(asked.head_start if place else 0)
+        for number, case in enumerate(cases):
+            case.again = False
+            case.servers[engine] = start_one(case, engine, asked.first_port + place * len(cases) + number, asked)
+    for engine in group:
+        await_servers(cases, engine, asked)
+        start_again(cases, engine, asked)
+
+
 def start_again(cases: list[Case], engine: str, asked: argparse.Namespace) -> None:
     """Those of ours that were given up, once."""
     if engine == PEER:
@@ -233,24 +250,29 @@ def expected_s(cell: str) -> float:
     return max(tokens * users / 25_000 + 1.0, LONG_S + 1)
 
 
-def warm(url: str) -> None:
-    for tokens, users in WARM:
+def warm(url: str, rounds: tuple[tuple[int, int], ...]) -> None:
+    for tokens, users in rounds:
         requests(url, tokens, users, 8)
 
 
-def measure(cases: list[Case], engine: str, asked: argparse.Namespace, until: float, found: dict[str, Any]) -> None:
+def measure(cases: list[Case], group: tuple[str, ...], asked: argparse.Namespace, until: float, found: dict[str, Any]) -> None:
     """Cell after cell of every case into `found`, which is written after each; what failed is told, and is not there."""
     for case in cases:
-        attempt(f"{case.name} {engine}", case.servers[engine], warm)
+        for engine in group:
+            rounds = (*WARM, *PEER_WARM) if engine == PEER and "num_experts" in SHAPES[case.model] else WARM
+            attempt(f"{case.name} {engine}", case.servers[engine], partial(warm, rounds=rounds), WARM_S)
     for cell in asked.cells.split(","):
         for case in cases:
             rows = found.setdefault(case.name, {}).setdefault(cell, {})
-            if engine not in rows and time.monotonic() + expected_s(cell) < until:
-                measure_one(case, engine, case.servers[engine], cell, rows)
+            missing = [engine for engine in group if engine not in rows]
+            if time.monotonic() + len(missing) * expected_s(cell) < until:
+                for engine in missing:
+                    measure_one(case, engine, case.servers[engine], cell, rows)
             (asked.directory / "beside.json").write_text(json.dumps(found, indent=1))
             for line in told(case.name, cell, rows):
                 print(line, flush=True)
-        start_again(cases, engine, asked)
+        for engine in group:
+            start_again(cases, engine, asked)
 
 
 def measure_one(case: Case, name: str, server: Server, cell: str, rows: dict[str, Rows]) -> None:
@@ -299,17 +321,13 @@ def told(name: str, cell: str, rows: dict[str, Rows]) -> list[str]:
 def run(cases: list[Case], asked: argparse.Namespace) -> int:
     kept = asked.directory / "beside.json"
     found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
-    for engine in engines(asked):
+    for group in [engines(asked)] if asked.together else [(engine,) for engine in engines(asked)]:
         until = time.monotonic() + asked.seconds
         try:
-            for number, case in enumerate(cases):
-                case.again = False
-                case.servers[engine] = start_one(case, engine, asked.first_port + number, asked)
-            await_servers(cases, engine, asked)
-            start_again(cases, engine, asked)
-            measure(cases, engine, asked, until, found)
+            begin(cases, group, asked)
+            measure(cases, group, asked, until, found)
         finally:
-            stop([case.servers[engine].process for case in cases if engine in case.servers])
+            stop([case.servers[engine].process for case in cases for engine in group if engine in case.servers])
     return int(any(not set(rows) >= set(engines(asked)) for case in cases for rows in found.get(case.name, {"": {}}).values()))
 
 
@@ -334,6 +352,8 @@ def main() -> int:
     parser.add_argument("--cells", default=CELLS, help="TOKENSxUSERS and gap")
     parser.add_argument("--engines", type=engines_of, default=ENGINES, help="one of them alone; the rows of the other are kept")
     parser.add_argument("--cache-tokens", type=int, default=0, help="of each server, where several share a card; what fits otherwise")
+    parser.add_argument("--together", action="store_true", help="servers of both engines at once; see --cache-tokens")
+    parser.add_argument("--head-start", type=float, default=0, help="seconds, with --together, of ours; then it computes first")
     parser.add_argument("--chunk-tokens", type=int, default=0, help="of another server of ours, beside the one that chooses")
     parser.add_argument("--layers", type=int, default=0, help="of the models; all by default")
     parser.add_argument("--device", default="cuda")

@@ -23,8 +23,9 @@ MAX_SUM_BYTES = 1 << 21
 MAX_BYTES = 1 << 21
 """Of one rank's part in a call: 32 tokens' logits over 129280 tokens on 4 ranks."""
 
-MAX_GATHERS = 4
-"""Calls that gather one tensor, as many rows at a time as a call takes: 128 tokens' logits."""
+MAX_GATHERS = 8
+"""Calls that gather one tensor, as many rows at a time as a call takes: 256 tokens' logits on 4 ranks, 128 on 2. On two
+H200 64 tokens' take 31 us in four calls, NCCL's gather 71."""
 
 MAX_RANKS = 8
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}

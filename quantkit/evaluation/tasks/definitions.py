@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field
 
 from quantkit.assets import asset
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, UsageFault
 from quantkit.evaluation.generators.generator import Generation
 from quantkit.settings_file import Strict, find_yaml, read_yaml
 
@@ -102,7 +102,7 @@ def find_task(name: str) -> Task:
     """The task called `name` in eval/tasks, or the task in the YAML file `name`."""
     path = find_yaml(name, "eval", "tasks")
     if path is None:
-        raise QuantkitError(f"task {name!r} is not known", f"choose from {', '.join(task_names())}, or give the path of a task YAML")
+        raise UsageFault(f"task {name!r} is not known", f"choose from {', '.join(task_names())}, or give the path of a task YAML")
     return read_yaml(path, Task, "compare with eval/tasks/gsm8k.yaml")
 
 
@@ -119,7 +119,7 @@ def _without_counts(own: TaskProtocol | None) -> TaskProtocol | None:
 def find_setting(task: Task, protocol: str, *, repeats: int | None = None, overrides: dict[str, Any] | None = None) -> Setting:
     """The task under `protocol`; `overrides` replaces single sampling parameters (temperature, top_p, max_tokens)."""
     if protocol not in protocols():
-        raise QuantkitError(f"protocol {protocol!r} is not known", f"choose one of {', '.join(protocols())}")
+        raise UsageFault(f"protocol {protocol!r} is not known", f"choose one of {', '.join(protocols())}")
     base = protocols()[protocol]
     own = task.protocols.get(protocol) or (_without_counts(task.protocols.get(base.like)) if base.like else None)
     if own is None:

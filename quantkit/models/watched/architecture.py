@@ -194,7 +194,7 @@ class WatchedArchitecture:
         if row.name == self._embedding:
             return replace(row, role="embedding")
         if row.name == self._head:
-            return replace(row, role="head", split="vocab")
+            return replace(row, role="head", split="gathered")
         if self.norm is not None and row.name == f"{self.norm.module}.weight":
             return replace(row, role="norm", gain_offset=self.norm.gain_offset)
         return row

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import UsageFault
 from quantkit.executor.server.tools.declared import Tool
 from quantkit.executor.server.tools.readers import CallReader, HeadedReader, JsonReader, XmlReader
 
@@ -118,7 +118,7 @@ def named_format(name: str) -> ToolFormat:
     for one in FORMATS:
         if one.name == name:
             return one
-    raise QuantkitError(f"there is no tool parser {name!r}", f"use one of {', '.join(NAMES)}, or auto")
+    raise UsageFault(f"there is no tool parser {name!r}", f"use one of {', '.join(NAMES)}, or auto")
 
 
 def template_format(source: str) -> ToolFormat | None:
