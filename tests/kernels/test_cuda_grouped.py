@@ -4,7 +4,7 @@ import pytest
 import torch
 from decode_attention import check_gqa_decode
 from quantkit_kernels import Norms, Prompts, Rotation, gqa_decode, gqa_prefill, gqa_prepare, mla_prefill
-from quantkit_kernels.samples import TOLERANCE, distance, grouped_attention
+from quantkit_kernels.samples import TOLERANCE, code_keys, distance, grouped_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 HALVES = (torch.bfloat16, torch.float16)
@@ -83,6 +83,47 @@ def test_gqa_prepare(tokens: int, heads: tuple[int, int], width: int, rope: int,
         rows = side.view(640, -1)
         assert distance(rows[slots], other.view(640, -1)[slots].double()) < TOLERANCE[torch.bfloat16]
         assert rows.isnan().all(dim=-1).sum() == 640 - tokens
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("codes", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "width", "rope"),
+    [
+        ((32, 8), 128, 128),
+        ((7, 1), 64, 64),
+        ((3, 3), 80, 40),
+        ((9, 3), 96, 96),
+        ((2, 1), 120, 64),
+        ((6, 2), 192, 64),
+        ((16, 8), 256, 256),
+        ((40, 2), 24, 8),
+    ],
+)
+def test_gqa_prepare_of_a_prompt_is_that_of_its_tokens(
+    heads: tuple[int, int], width: int, rope: int, normed: bool, interleaved: bool, codes: torch.dtype | None, dtype: torch.dtype
+) -> None:
+    """To the bit: of many a block takes a token, of few a warp takes a head."""
+    tokens, blocks = 300, 5
+    qkv = torch.randn(tokens, (heads[0] + 2 * heads[1]) * width, device="cuda").to(dtype) * 3
+    angles, slots = torch.rand(tokens, rope // 2, device="cuda") * 6, torch.randperm(64 * blocks, device="cuda")[:tokens]
+    gains = torch.rand(2, width, device="cuda").to(dtype)
+
+    def run(pieces: int) -> list[torch.Tensor]:
+        plain = torch.zeros(2, blocks, 64, heads[1], width, dtype=dtype, device="cuda")
+        room = plain.unbind() if codes is None else code_keys(plain[0], plain[1], codes)
+        made = []
+        for at in torch.arange(tokens, device="cuda").chunk(pieces):
+            rotation = Rotation(angles[at].cos(), angles[at].sin(), interleaved)
+            norms = Norms(gains[0], gains[1], 1e-6) if normed else None
+            made.append(gqa_prepare(qkv[at], norms, rotation, room, slots[at], backend="cuda"))
+        return [torch.cat(made), *room]
+
+    whole, few = run(1), run(4)
+    assert whole[0].abs().max() > 0
+    assert all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(whole, few, strict=True))
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

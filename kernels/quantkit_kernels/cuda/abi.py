@@ -95,7 +95,7 @@ class MlaCodes(ctypes.Structure):
 
 
 class GqaPrepare(ctypes.Structure):
-    """attention/gqa_prepare.cu."""
+    """attention/gqa_head.cuh."""
 
     _fields_ = [
         *_fields(_POINTER, "qkv q_norm k_norm cosines sines slots q keys values key_scales value_scales"),

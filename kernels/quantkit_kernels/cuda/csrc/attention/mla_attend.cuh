@@ -13,9 +13,9 @@ constexpr int kEntryStride = 2 * kEntry + 16, kTileBytes = kTile * kEntryStride;
 constexpr int kScoreStride = kTile + 8, kProbStride = 2 * kTile + 16;             // floats; bytes
 constexpr int attend_bytes(int head_tiles) { return kSlots * kTileBytes + 16 * head_tiles * (4 * kScoreStride * 4 + kProbStride + 4) + kSlots * 8; }
 
-// The block's queries, to where tile 0 of the ring would be. Not in bulk, as the tiles: such a copy waits for those asked for before it, three
-// tiles of the cache. Heads past the last repeat it.
-template <class T, int HT> __device__ __forceinline__ void copy_queries(uint32_t ring, const T* row, int head0, int heads) {
+// The block's queries, to where tile 0 of the ring would be. Not in bulk, as the tiles: such a copy waits for those asked for before it.
+// Heads past the last repeat it.
+template <class T, int HT> __device__ __forceinline__ void ask_for_queries(uint32_t ring, const T* row, int head0, int heads) {
   constexpr int pieces = kEntry / 8, all = 16 * HT * pieces;
 #pragma unroll
   for (int turn = 0; turn < (all + kThreads - 1) / kThreads; ++turn) {
@@ -23,9 +23,6 @@ template <class T, int HT> __device__ __forceinline__ void copy_queries(uint32_t
     if (i < all) copy16(ring + head * kEntryStride + piece * 16, row + (size_t)min(head0 + head, heads - 1) * kEntry + piece * 8);
   }
   end_copies();
-  wait_for_copies<0>();
-  show_to_copies();  // that come later, of tiles to the same place
-  __syncthreads();
 }
 
 // A warp's quarter of the queries' 576 columns.
@@ -109,20 +106,33 @@ template <class T> __device__ __forceinline__ void copy_rows(uint32_t to, const 
   if (lane < 4) copy_bulk(to + lane * kEntryStride, from, kEntry * 2, barrier);
 }
 
-// A part's result: of each head the largest score and the sum of its probabilities, and a warp's 64 columns of the sums of latents.
-template <int HT> __device__ __forceinline__ void store_part(const Attend& p, const float (&sums)[HT][8][4], float largest, float total, int threads_per_head, int head, int token0, int head0, int row, int split, int g, int part, int warp) {
+// A part's result: of each head the largest score and the sum of its probabilities, and a warp's 64 columns of the sums of latents. These go through
+// the warp's share of the ring, whose tiles are done with: then 16 lanes in a row store 256 bytes of a head.
+template <int HT> __device__ __forceinline__ void store_part(const Attend& p, char* shared, const float (&sums)[HT][8][4], float largest, float total, int threads_per_head, int head, int token0, int head0, int row, int split, int g, int part, int warp) {
+  constexpr int stride = 64 + 8;  // floats: four heads lie in different banks
+  static_assert(kWarps * 16 * HT * stride * 4 <= kSlots * kTileBytes);
   for (int o = threads_per_head / 2; o; o >>= 1) total += __shfl_xor_sync(0xffffffffu, total, o);
   if (token0 == 0 && head0 + head < p.heads) p.found[((size_t)row * p.heads + head0 + head) * p.splits + split] = make_float2(largest, total);
+  float* own = reinterpret_cast<float*>(shared) + warp * 16 * HT * stride;
 #pragma unroll
   for (int t = 0; t < HT; ++t)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int to = head0 + t * 16 + h * 8 + g;
-      if (to >= p.heads) continue;
-      float* out = p.weighted + (((size_t)row * p.heads + to) * p.splits + split) * kLatent + warp * 64 + 2 * part;
+    for (int h = 0; h < 2; ++h)
 #pragma unroll
-      for (int n = 0; n < 8; ++n) *reinterpret_cast<float2*>(out + n * 8) = make_float2(sums[t][n][2 * h], sums[t][n][2 * h + 1]);
-    }
+      for (int n = 0; n < 8; ++n) *reinterpret_cast<float2*>(own + (t * 16 + h * 8 + g) * stride + n * 8 + 2 * part) = make_float2(sums[t][n][2 * h], sums[t][n][2 * h + 1]);
+  __syncwarp();
+  const int lane = threadIdx.x & 31;
+  const uint32_t from = shared_address(own + lane / 16 * stride + lane % 16 * 4);
+  float* to = p.weighted + ((size_t)row * p.heads * p.splits + split) * kLatent + warp * 64 + lane % 16 * 4;
+#pragma unroll
+  for (int t = 0; t < HT; ++t) {
+    uint4 two_heads[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) two_heads[i] = read16(from + (t * 8 + i) * 2 * stride * 4);
+    // Heads past the last have its queries, and its sums.
+#pragma unroll
+    for (int i = 0; i < 8; ++i) __stcg(reinterpret_cast<uint4*>(to + (size_t)(min(head0 + (t * 8 + i) * 2 + lane / 16, p.heads - 1) * p.splits) * kLatent), two_heads[i]);
+  }
 }
 
 // A block per 16 * HT heads, part of a row's tokens, and row.
@@ -167,12 +177,16 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
   for (int turn = 1; turn < kSlots; ++turn)
     if (turn <= count) places[turn] = look_up(turn);
 #pragma unroll
-  for (int turn = 1; turn < kSlots; ++turn)
+  for (int turn = 1; turn < kSlots - 1; ++turn)
     if (turn <= count) request(turn, places[turn]);
   wait_for_predecessor();
   let_successor_start();
   if (count == 0) return;
-  copy_queries<T, HT>(ring, q + (size_t)row * p.heads * kEntry, head0, p.heads);
+  ask_for_queries<T, HT>(ring, q + (size_t)row * p.heads * kEntry, head0, p.heads);
+  if (kSlots - 1 <= count) request(kSlots - 1, places[kSlots - 1]);
+  wait_for_copies<0>();
+  show_to_copies();
+  __syncthreads();
 
   // This warp's share of the scores: a quarter of the products, for half of the tile's tokens.
   const int quarter = warp & 3, tokens0 = (warp >> 2) * 16;
@@ -227,7 +241,8 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
     }
   }
 
-  store_part<HT>(p, sums, largest, total, threads_per_head, head, token0, head0, row, split, g, part, warp);
+  __syncthreads();
+  store_part<HT>(p, shared, sums, largest, total, threads_per_head, head, token0, head0, row, split, g, part, warp);
 }
 
 template <class T> int launch_attend(const void* q, const void* cache, const Attend& p, int rows, void* s) {
