@@ -105,7 +105,15 @@ def test_a_server_of_ours_that_does_not_come_up_says_where_it_stands_and_is_star
 ) -> None:
     monkeypatch.setattr(vllm_beside, "command", lambda *of: [sys.executable, "-X", "faulthandler", "-c", SLEEPS])
     asked = Namespace(
-        directory=tmp_path, wait=3.0, engines=["quantkit"], chunk_tokens=0, seconds=60, first_port=9, cells="128x1", together=False
+        directory=tmp_path,
+        wait=3.0,
+        engines=["quantkit"],
+        chunk_tokens=0,
+        seconds=60,
+        first_port=9,
+        cells="128x1",
+        together=False,
+        head_start=0,
     )
     assert vllm_beside.run([case := Case("m", "awq", 1)], asked) == 1
     assert case.servers["quantkit"].failed == "it did not come up in time"

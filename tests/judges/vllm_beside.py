@@ -168,11 +168,11 @@ def give_up(server: Server, why: str) -> None:
 
 def begin(cases: list[Case], group: tuple[str, ...], asked: argparse.Namespace) -> None:
     """The servers of these engines, --head-start seconds apart; until they are up, or have failed."""
-    for place, engine in enumerate(group):
-        time.sleep(asked.head_start if place else 0)
+    for place, engine in sorted(enumerate(group), reverse=asked.head_start < 0):
         for number, case in enumerate(cases):
             case.again = False
             case.servers[engine] = start_one(case, engine, asked.first_port + place * len(cases) + number, asked)
+        time.sleep(abs(asked.head_start) if len(group) > 1 else 0)
     for engine in group:
         await_servers(cases, engine, asked)
         start_again(cases, engine, asked)
@@ -353,7 +353,9 @@ def main() -> int:
     parser.add_argument("--engines", type=engines_of, default=ENGINES, help="one of them alone; the rows of the other are kept")
     parser.add_argument("--cache-tokens", type=int, default=0, help="of each server, where several share a card; what fits otherwise")
     parser.add_argument("--together", action="store_true", help="servers of both engines at once; see --cache-tokens")
-    parser.add_argument("--head-start", type=float, default=0, help="seconds, with --together, of ours; then it computes first")
+    parser.add_argument(
+        "--head-start", type=float, default=0, help="seconds, with --together, of ours before vLLM's; after it where negative"
+    )
     parser.add_argument("--chunk-tokens", type=int, default=0, help="of another server of ours, beside the one that chooses")
     parser.add_argument("--layers", type=int, default=0, help="of the models; all by default")
     parser.add_argument("--device", default="cuda")
