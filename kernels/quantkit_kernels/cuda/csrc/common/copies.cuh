@@ -25,10 +25,6 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-// Asks for `bytes` bytes from memory into L2, as far as they are not there. Both are multiples of 16.
-__device__ __forceinline__ void ask_into_l2(const void* from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
-}
 // `copy16` starts a copy of 16 bytes. `arrive_after_copies` makes this thread arrive at the barrier when all its copies so far are done.
 __device__ __forceinline__ void copy16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
