@@ -185,7 +185,7 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
   ask_for_queries<T, HT>(ring, q + (size_t)row * p.heads * kEntry, head0, p.heads);
   if (kSlots - 1 <= count) request(kSlots - 1, places[kSlots - 1]);
   wait_for_copies<0>();
-  show_to_copies();
+  show_to_copies();  // that come later, of tiles to the same place
   __syncthreads();
 
   // This warp's share of the scores: a quarter of the products, for half of the tile's tokens.
@@ -241,7 +241,7 @@ template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend
     }
   }
 
-  __syncthreads();
+  __syncthreads();  // the tiles are done with
   store_part<HT>(p, shared, sums, largest, total, threads_per_head, head, token0, head0, row, split, g, part, warp);
 }
 
