@@ -35,6 +35,13 @@ _ENOUGH = 0.5
 """Of the credit, beside the cost of beginning anew: to guess again after a debt, or to try what does not promise to pay."""
 _READING = 2.0
 """Of the credit, what beginning anew is taken to cost before it was seen: a layer reads what it has not, operator by operator."""
+_FEW, _MUCH, _MOST_READ = 4, 8.0, 10.0
+"""Behind more steps without guesses than this a layer reads what it has not as a prompt, operator by operator; how many steps that is taken
+to cost before it was seen, and is at most: the first time it compiles, too."""
+_REMEMBERED = 0.25
+"""So much of what was right before such a pause counts behind it: the text is another, and a trial is short."""
+_REPAID = 32
+"""Steps within which guesses that promise to pay should bring back what beginning anew costs beyond the credit."""
 _SLOWEST = 4.0
 """Steps without guesses that one with guesses is charged at most: a slower one is the machine's."""
 
@@ -59,6 +66,11 @@ class Rates:
         for place in range(min(kept + 1, count)):
             self.right[place] = self.right[place] * _KEPT + (place < kept)
             self.seen[place] = self.seen[place] * _KEPT + 1
+
+    def fade(self, share: float) -> None:
+        """What was seen before counts so much less."""
+        self._sums = []
+        self.right, self.seen = [one * share for one in self.right], [one * share for one in self.seen]
 
     def expected(self, count: int) -> float:
         """Right guesses of `count` in a row."""
@@ -131,6 +143,8 @@ class Guessing:
         self._found = 0.5
         """Share of answers for which something was looked up."""
         self._credit, self._in_debt = _LENT, False
+        self._idle, self._reading = 0, _MUCH
+        """Steps since something was computed; what reading cost that came behind many of them, in steps."""
         self._steps = self._answers = self._next = self._choices = self._tried_until = 0
 
     def checked(self, source: str, count: int, kept: int) -> None:
@@ -164,7 +178,8 @@ class Guessing:
         # One more than were tried, where those pay; the first of all for what it promises.
         most = min(known + (known == 0 or self._rate((known, 0)) >= plain), self.most_drafts)
         best = max(itertools.product(range(most + 1), range(self.most_looked_up + 1)), key=self._rate)
-        if self._rate(best) < _MARGIN * plain:
+        promised = self._rate(best) / plain
+        if promised < _MARGIN or (best[0] and self._reads_much and self._credit + _REPAID * (promised - 1) < self._enough()):
             best = (0, 0)
         if best[0] > known:
             self._next = self._tried_until = self._steps + _TRIAL
@@ -182,17 +197,29 @@ class Guessing:
         """What a step brought and took, on the credit."""
         size, plain = (self.drafts, power_of_two(rows)), self.costs[0].seconds(answers)
         self._met[size] += 1
+        began_anew, self._idle = self.drafts > 0 and self._reads_much, 0 if self.drafts else self._idle + 1
         if plain is None:
             return
         self._credit += _SHARE
-        if self.drafts > 0 or rows > answers:
+        if began_anew:
+            self._reading = min(max(seconds / plain - 1, 0.0), _MOST_READ)
+            self._credit -= self._reading
+            self.rates[COMPUTED].fade(_REMEMBERED)
+        elif self.drafts > 0 or rows > answers:
             slower, times = 1 - min(seconds / plain, _SLOWEST), (0, 2, 1)[min(self._met[size], 3) - 1]
             self._credit += kept / answers + times * slower
         self._credit = min(self._credit, _SAVED)
         self._in_debt = self._credit < (self._enough() if self._in_debt else 0.0)
 
+    @property
+    def _reads_much(self) -> bool:
+        """Whether a layer that begins to guess has more to read than rows of a step."""
+        return self._idle > _FEW
+
     def _enough(self) -> float:
         """Credit that beginning anew takes. Its first step has rows of answers alone."""
+        if self._reads_much and self.most_drafts:
+            return _ENOUGH + self._reading
         plain, first = self.costs[0].seconds(self._answers), self.costs[min(1, self.most_drafts)].of(self._answers)
         return _ENOUGH + (max(first / plain - 1, 0.0) if plain and first else _READING)
 

@@ -11,9 +11,9 @@ A plan, its name in plans.json, its kernel's file and its C function have one na
     expand                1024 tokens and more, 4 bits: the weight is expanded to 16 bits, and cuBLAS multiplies
 
 plans.json holds the linears and experts of DeepSeek-R1 and openPangu-Ultra-MoE, whole and as a quarter of them (tensor parallel over four),
-as kernels/tune.py measured them, but for rows of one token and R1's of 32, measured inside a step. A row is a kind, the weight's sizes, the
-most tokens that the plans are for, and the plans: one of a linear, two of experts, each its name and its fields. Experts have rows in int8
-only: in 4 bits fused_experts.cu or tokens_in_shared.cu computes them. Nothing is measured on the user's machine.
+as kernels/tune.py measured them, but for R1's rows of one token, of 8 in o and of 32, measured inside a step. A row is a kind, the weight's
+sizes, the most tokens that the plans are for, and the plans: one of a linear, two of experts, each its name and its fields. Experts have
+rows in int8 only: in 4 bits fused_experts.cu or tokens_in_shared.cu computes them. Nothing is measured on the user's machine.
 """
 
 import functools
