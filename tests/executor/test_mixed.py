@@ -53,7 +53,7 @@ def test_tokens_are_those_of_passes_apart(tiny_checkpoint: Path, options: dict[s
 
 @torch.inference_mode()
 def test_a_mixed_pass_computes_what_two_do(tiny_checkpoint: Path) -> None:
-    """Logits and hidden states, and what the layers keep, to 1e-5."""
+    """Logits and hidden states to 1e-5, and what the layers keep, but for the last place of bfloat16."""
     found = []
     for mixed in (False, True):
         engine = load(tiny_checkpoint)
@@ -70,7 +70,8 @@ def test_a_mixed_pass_computes_what_two_do(tiny_checkpoint: Path) -> None:
         logits = torch.cat([one.logits for one in passes if one.logits is not None])
         found.append([torch.cat([one.hidden for one in passes]), logits, *used])
     for ours, theirs in zip(*found):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+        last_place = 2**-7 if ours.dtype == torch.bfloat16 else 0  # where what is kept lies halfway between two
+        torch.testing.assert_close(ours, theirs, rtol=last_place, atol=1e-5)
 
 
 def test_a_pass_that_fails_for_one_fails_for_nobody_else(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_the_old_name_of_a_backend_names_the_new_one() -> None:
 def test_a_backend_asked_for_serves_what_it_has_and_others_the_rest() -> None:
     taken = {row.operator: row.backend for row in table("cpu", "expanded") if row.taken}
     assert taken["linear_int4"] == "expanded"
-    assert taken["rms_norm"] == "reference"
+    assert taken["mla_prepare"] == "reference"
     assert list(taken) == list(OPERATORS)
     assert {row.operator: row.backend for row in table("cpu") if row.taken}["linear_dense"] == "expanded"
     with pytest.raises(ValueError, match="'fast' is not known"):

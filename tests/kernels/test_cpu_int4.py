@@ -29,7 +29,7 @@ def test_many_rows_are_as_exact_as_few(grid: str, n: int) -> None:
 def test_expanded_rows_are_the_weight(dtype: torch.dtype) -> None:
     weight = random_weight("int4-asym-128", 3 * int4.BLOCK + 16, 256, torch.Generator().manual_seed(1))
     linear = prepare(weight, backend="cpu", dtype=torch.bfloat16)
-    scale, offset = (side.contiguous() for side in linear.scale_and_offset.float().unbind(-1))
+    scale, offset = (side.float().contiguous() for side in linear.sides.unbind(-1))
     for start, stop in ((0, 3 * int4.BLOCK + 16), (int4.BLOCK, 2 * int4.BLOCK), (2 * int4.BLOCK, 3 * int4.BLOCK + 16)):
         rows = int4.expand(linear.packed, scale, offset, 128, start, stop, dtype)
         assert rows.dtype == dtype
@@ -40,10 +40,10 @@ def test_expanded_rows_are_the_weight(dtype: torch.dtype) -> None:
 
 def test_another_layout_is_left_to_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random_weight("int4-asym-32", 128, 256, torch.Generator().manual_seed(2))
-    linear = prepare(weight, backend="cpu", dtype=torch.bfloat16)
     x = torch.randn(200, 256).bfloat16()
     monkeypatch.setattr(int4, "packed_as_known", lambda: False)
-    expected = torch.ops.aten._weight_int4pack_mm_for_cpu(x, linear.packed, 32, linear.scale_and_offset)
+    linear = prepare(weight, backend="cpu", dtype=torch.bfloat16)
+    expected = torch.ops.aten._weight_int4pack_mm_for_cpu(x, linear.packed, 32, linear.sides)
     assert torch.equal(linear(x), expected)
 
 

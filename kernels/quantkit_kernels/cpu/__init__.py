@@ -1,11 +1,15 @@
 """The CPU backend: torch's and oneDNN's packed operators where they are right on this processor, and C++ where torch has none or is slow.
 
-int4   `_weight_int4pack_mm_for_cpu` in bf16 or fp16, 4.25 bits per weight.
+int4   int4_rows.cpp for few rows, over codes as torch packs them, 4.25 bits per weight in bf16: bfloat16 products where the processor
+       has them, else float32, by AVX-512 or AVX2. Many rows: torch's matmul over blocks expanded by int4.cpp. Without a compiler, or where
+       torch packs otherwise, `_weight_int4pack_mm_for_cpu`, in bf16 or fp16.
+dense  Of backend expanded: dense.cpp for few rows in float32, and in bf16 where the processor does not multiply it.
 int8   int8.cpp for few rows, VNNI, AVX2 or the compiler's own vectors. For more, or without a compiler: `onednn.qlinear_pointwise` with u8
        activations where the processor has VNNI (it saturates in 16 bits without, which a test product finds out), over the same packed
        weight; else `_weight_int8pack_mm` and float32 products of expanded blocks.
 fp4    fp4.cpp, AVX-512 or AVX2; 4.5 bits per weight.
 gqa    gqa.cpp, decoding over pages. Prompts: prompts.cpp, keys and values expanded from latents too.
+norms  norm.cpp in bf16 and float32, which turns queries and keys of gqa, too; in fp16 torch.
 silu   silu.cpp in bf16 and float32; in fp16, or without a compiler, torch's, by rows that stay in a cache.
 
 The C++ is compiled by the user's compiler at first use.
@@ -15,13 +19,25 @@ import torch
 
 from quantkit_kernels.backends import SINKS, Shape
 from quantkit_kernels.cpu.build import why_no_library
-from quantkit_kernels.cpu.functional import silu_and_mul
-from quantkit_kernels.cpu.grouped import gqa_decode, gqa_prefill, mla_prefill
+from quantkit_kernels.cpu.functional import add_rms_norm, rms_norm, silu_and_mul
+from quantkit_kernels.cpu.grouped import gqa_decode, gqa_prefill, gqa_prepare, mla_prefill
 from quantkit_kernels.cpu.linear import linear, refused
 from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.weights import Weight
 
-__all__ = ["SINKS", "experts_layout", "gqa_decode", "gqa_prefill", "linear", "mla_prefill", "silu_and_mul", "unusable"]
+__all__ = [
+    "SINKS",
+    "add_rms_norm",
+    "experts_layout",
+    "gqa_decode",
+    "gqa_prefill",
+    "gqa_prepare",
+    "linear",
+    "mla_prefill",
+    "rms_norm",
+    "silu_and_mul",
+    "unusable",
+]
 
 
 def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
@@ -31,6 +47,8 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
         return "backend expanded is torch's own matmul already"
     if operator == "gqa_decode":
         return why_no_library("gqa")
+    if operator in ("add_rms_norm", "gqa_prepare", "rms_norm"):
+        return why_no_library("norm")
     if operator in ("gqa_prefill", "mla_prefill", "silu_and_mul"):
         return None
     if not operator.startswith(("linear_", "experts_")):

@@ -1,4 +1,4 @@
-"""Compiles one of the C++ files beside it with the user's C++ compiler at first use, two seconds, and loads it."""
+"""Compiles one of the C++ files beside it with the user's C++ compiler at first use, some seconds, and loads it."""
 
 import ctypes
 import functools
@@ -17,30 +17,44 @@ _FLAGS = {
     "AVX512": ("-mavx512f", "-mfma"),
     "VNNI": ("-mavx512f", "-mfma", "-mavx512bw", "-mavx512vnni"),
     "PORTABLE": (),
+    "BF16": ("-mavx512f", "-mfma", "-mavx512bw", "-mavx512vnni", "-mavx512bf16"),
 }
-_LEVELS = {"fp4": ("AVX2", "AVX512", "VNNI")} | dict.fromkeys(("int4", "int8", "gqa", "prompts", "silu"), tuple(_FLAGS))
+_LEVELS = {
+    "fp4": ("AVX2", "AVX512", "VNNI"),
+    "int4_rows": ("AVX2", "AVX512", "VNNI", "BF16"),
+    **dict.fromkeys(("dense", "gqa", "int4", "int8", "norm", "prompts", "silu"), ("AVX2", "AVX512", "VNNI", "PORTABLE")),
+}
 """Which processors each source is for."""
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, dict[str, tuple[int, ...]]] = {
+    "dense": {"qk_dense_rows": (3, 5)},
     "fp4": {"qk_fp4_linear": (5, 4), "qk_fp4_expand": (4, 4)},
     "int4": {"qk_int4_expand": (4, 8)},
+    "int4_rows": {"qk_int4_rows": (4, 8)},
     "int8": {"qk_int8_rows": (4, 5), "qk_int8_blocks": (5, 6), "qk_int8_quantize": (3, 4)},
     "gqa": {"qk_gqa_decode": (9, 9)},
+    "norm": {"qk_rms_norm": (5, 5, 1), "qk_rotate": (4, 7)},
     "prompts": {"qk_prompt_attend": (6, 9)},
     "silu": {"qk_silu_and_mul": (2, 4)},
 }
-"""Of each library, and how many pointers and then integers they take. Blocks are for VNNI alone."""
+"""Of each library, and how many pointers, then integers, then numbers they take. Blocks are for VNNI alone."""
 
 
-_HEADER, _OVER_HEADER = Path(__file__).parent / "vectors.h", ("prompts", "silu")
+_HEADER, _OVER_HEADER = Path(__file__).parent / "vectors.h", ("dense", "gqa", "int4_rows", "norm", "prompts", "silu")
 """Which sources include it."""
 
 
 def level() -> str:
-    """What this processor has, of _FLAGS."""
+    """What this processor has, of _FLAGS, bfloat16 left out."""
     capability = torch.backends.cpu.get_cpu_capability()
     if capability == "AVX512" and torch.cpu._is_vnni_supported():
         return "VNNI"
     return capability if capability in _FLAGS else "PORTABLE"
+
+
+def level_of(name: str) -> str:
+    """What `name`.cpp is compiled for here."""
+    here = level()
+    return "BF16" if here == "VNNI" and "BF16" in _LEVELS[name] and torch.cpu._is_avx512_bf16_supported() else here
 
 
 def why_no_library(name: str) -> str | None:
@@ -49,7 +63,7 @@ def why_no_library(name: str) -> str | None:
         return f"needs AVX2 or AVX-512, torch finds {torch.backends.cpu.get_cpu_capability()} here"
     if sys.platform != "linux":
         return f"is compiled on Linux only, not on {sys.platform}"
-    if _library_path(name, level()).exists():
+    if _library_path(name, level_of(name)).exists():
         return None
     if _compiler() is None:
         return "no C++ compiler is installed (c++, g++ or $CXX), and it compiles the kernel at first use"
@@ -57,7 +71,13 @@ def why_no_library(name: str) -> str | None:
 
 
 def library(name: str) -> ctypes.CDLL:
-    return _loaded(name, level())
+    return _loaded(name, level_of(name))
+
+
+@functools.cache
+def once(name: str) -> ctypes.CDLL | None:
+    """The library, None where there is none. Found once a process: for what is called hundreds of times a step."""
+    return library(name) if why_no_library(name) is None else None
 
 
 @functools.cache
@@ -69,9 +89,10 @@ def _loaded(name: str, level: str) -> ctypes.CDLL:
         # OpenMP's runtime is the one that torch has loaded, so that the two share their threads.
         compile_into(path, [compiler, "-O3", "-std=c++17", *_FLAGS[level], "-fopenmp", "-shared", "-fPIC"], [_source(name)])
     loaded = ctypes.CDLL(str(path))
-    for function, (pointers, integers) in _FUNCTIONS[name].items():
+    for function, counts in _FUNCTIONS[name].items():
         if hasattr(loaded, function):
-            getattr(loaded, function).argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int] * integers
+            kinds = zip((ctypes.c_void_p, ctypes.c_int, ctypes.c_float), counts)
+            getattr(loaded, function).argtypes = [kind for kind, count in kinds for _ in range(count)]
             getattr(loaded, function).restype = None
     return loaded
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quantkit_kernels.blocks import blocked_matmul
 from quantkit_kernels.cpu.build import library
-from quantkit_kernels.expanded.linear import has_unit
+from quantkit_kernels.cpu.units import has_unit
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.weights import Fp4, shape
 

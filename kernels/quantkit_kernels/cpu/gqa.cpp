@@ -9,9 +9,10 @@
 #include <type_traits>
 #include <vector>
 
+#include "vectors.h"
+
 namespace {
 
-struct Half { uint16_t bits; };  // bfloat16
 inline float widened(float x) { return x; }
 inline float widened(Half x) {
   const uint32_t bits = (uint32_t)x.bits << 16;
@@ -29,17 +30,69 @@ inline float widened(Fp8 x) {  // the bits below the sign lie where a float32 ha
   return value * 0x1p120f;
 }
 
-inline float dot(const float* a, const float* b, int size) {
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int i = 0; i < size; ++i) sum += a[i] * b[i];
-  return sum;
+constexpr int kTokens = 32;  // whose values are widened at a time
+inline int padded(int size) { return (size + kLanes - 1) / kLanes * kLanes; }
+
+// The scores of one key for H queries [H][wide], into scores[h * stride].
+template <int H> inline void score(const float* q, const float* key, int wide, float scale, float* scores, int64_t stride) {
+  constexpr int count = (H + 3) / 4 * 4;
+  Vector sum[count];
+#pragma GCC unroll 8
+  for (int h = 0; h < count; ++h) sum[h] = Vector{};
+  for (int i = 0; i < wide; i += kLanes) {
+    const Vector one = load(key + i);
+#pragma GCC unroll 8
+    for (int h = 0; h < H; ++h) sum[h] += load(q + h * wide + i) * one;
+  }
+  float found[count];
+  for (int h = 0; h < count; h += 4) totals(sum + h, found + h);
+  for (int h = 0; h < H; ++h) scores[h * stride] = found[h] * scale;
+}
+
+// Adds `count` values [kTokens][wide], weighted by weights[h * stride + token], to out[H][wide].
+template <int H> inline void add_values(const float* values, const float* weights, int64_t stride, int count, int wide, float* out) {
+  for (int i = 0; i < wide; i += kLanes) {
+    Vector sum[H];
+#pragma GCC unroll 8
+    for (int h = 0; h < H; ++h) sum[h] = load(out + h * wide + i);
+    for (int t = 0; t < count; ++t) {
+      const Vector one = load(values + t * wide + i);
+#pragma GCC unroll 8
+      for (int h = 0; h < H; ++h) sum[h] += weights[h * stride + t] * one;
+    }
+#pragma GCC unroll 8
+    for (int h = 0; h < H; ++h) store(out + h * wide + i, sum[h]);
+  }
+}
+
+// Scores [count] become e^(score - largest); their room ends with a whole vector.
+inline void exponentials(float* scores, int count, float& top, float& total) {
+  const int whole = padded(count);
+  std::fill(scores + count, scores + whole, -INFINITY);
+  Vector largest = load(scores), sum{};
+  for (int i = kLanes; i < whole; i += kLanes) {
+    const Vector one = load(scores + i);
+    largest = one > largest ? one : largest;
+  }
+  top = largest[0], total = 0;
+  for (int i = 1; i < kLanes; ++i) top = std::max(top, largest[i]);
+  for (int i = 0; i < whole; i += kLanes) store(scores + i, exponential(load(scores + i) - top));
+  std::fill(scores + count, scores + whole, 0.f);
+  for (int i = 0; i < whole; i += kLanes) sum += load(scores + i);
+  for (int i = 0; i < kLanes; ++i) total += sum[i];
 }
 
 struct Pages {
   const int* table;  // of the row
   int block_size, kv_heads, d;
-  int64_t row(int token, int kv_head) const { return ((int64_t)table[token / block_size] * block_size + token % block_size) * kv_heads + kv_head; }
+  // use(token - begin, its row) of tokens begin .. end, page by page.
+  template <class Use> void each(int begin, int end, int kv_head, Use use) const {
+    for (int token = begin; token < end;) {
+      const int within = token % block_size, stop = std::min(end, token - within + block_size);
+      int64_t row = ((int64_t)table[token / block_size] * block_size + within) * kv_heads + kv_head;
+      for (; token < stop; ++token, row += kv_heads) use(token - begin, row);
+    }
+  }
 };
 
 // Keys or values [.., kv_heads, d]; scales [.., kv_heads] of codes, else null.
@@ -49,37 +102,47 @@ template <class T> struct Side {
   float scale(int64_t row) const { return scales ? scales[row] : 1.f; }
 };
 
-// Tokens begin .. end of one key head for `shared` queries. found: of each query the sums [d], the largest score and the sum of e^(score - largest).
-template <class T> void attend(const float* q, const Side<T>& keys, const Side<T>& values, const Pages& pages, int kv_head, int begin, int end, int shared, float* found) {
-  const int d = pages.d, count = end - begin, stride = d + 2;
-  std::vector<float> scores((size_t)shared * count), wide(d);
-  for (int t = 0; t < count; ++t) {
-    const int64_t row = pages.row(begin + t, kv_head);
-    const T* key = keys.numbers + row * d;
-    const float scale = keys.scale(row);
-#pragma omp simd
-    for (int i = 0; i < d; ++i) wide[i] = widened(key[i]);
-    for (int h = 0; h < shared; ++h) scores[(size_t)h * count + t] = dot(q + (size_t)h * d, wide.data(), d) * scale;
-  }
-  for (int h = 0; h < shared; ++h) {
-    float *own = scores.data() + (size_t)h * count, *to = found + (size_t)h * stride, total = 0;
-    const float top = *std::max_element(own, own + count);
-    for (int t = 0; t < count; ++t) total += own[t] = expf(own[t] - top);
-    std::fill(to, to + d, 0.f);
-    to[d] = top, to[d + 1] = total;
-  }
-  for (int t = 0; t < count; ++t) {
-    const int64_t row = pages.row(begin + t, kv_head);
-    const T* value = values.numbers + row * d;
-    const float scale = values.scale(row);
-#pragma omp simd
-    for (int i = 0; i < d; ++i) wide[i] = widened(value[i]);
-    for (int h = 0; h < shared; ++h) {
-      const float weight = scores[(size_t)h * count + t] * scale;
-      float* to = found + (size_t)h * stride;
-#pragma omp simd
-      for (int i = 0; i < d; ++i) to[i] += weight * wide[i];
+template <class T> inline void widen(const T* from, float* to, int d) {
+  if constexpr (std::is_same_v<T, Half>)
+    if (d % kLanes == 0) {
+      for (int i = 0; i < d; i += kLanes) store(to + i, load(from + i));
+      return;
     }
+#pragma omp simd
+  for (int i = 0; i < d; ++i) to[i] = widened(from[i]);
+}
+
+// Tokens begin .. end of one key head for H queries. found: of each query the sums [d], the largest score and the sum of e^(score - largest).
+template <int H, class T> void attend(const float* q, const Side<T>& keys, const Side<T>& values, const Pages& pages, int kv_head, int begin, int end, int shared, float* found) {
+  const int d = pages.d, count = end - begin, wide = padded(d), room = padded(count);
+  std::vector<float> queries((size_t)H * wide), scores((size_t)H * room), some((size_t)kTokens * wide), sums((size_t)H * wide);
+  for (int h = 0; h < shared; ++h) std::copy_n(q + (size_t)h * d, d, queries.data() + (size_t)h * wide);
+  pages.each(begin, end, kv_head, [&](int t, int64_t row) {
+    widen(keys.numbers + row * d, some.data(), d);
+    score<H>(queries.data(), some.data(), wide, keys.scale(row), scores.data() + t, room);
+  });
+  for (int h = 0; h < shared; ++h) {
+    float* to = found + (size_t)h * (d + 2);
+    exponentials(scores.data() + (size_t)h * room, count, to[d], to[d + 1]);
+  }
+  for (int first = 0; first < count; first += kTokens) {
+    const int now = std::min(kTokens, count - first);
+    pages.each(begin + first, begin + first + now, kv_head, [&](int t, int64_t row) {
+      widen(values.numbers + row * d, some.data() + (size_t)t * wide, d);
+      if (values.scales)
+        for (int h = 0; h < shared; ++h) scores[(size_t)h * room + first + t] *= values.scale(row);
+    });
+    add_values<H>(some.data(), scores.data() + first, room, now, wide, sums.data());
+  }
+  for (int h = 0; h < shared; ++h) std::copy_n(sums.data() + (size_t)h * wide, d, found + (size_t)h * (d + 2));
+}
+
+// Eight queries at most at a time.
+template <class T> void attend_all(const float* q, const Side<T>& keys, const Side<T>& values, const Pages& pages, int kv_head, int begin, int end, int shared, float* found) {
+  for (int now; shared; shared -= now, q += now * pages.d, found += now * (pages.d + 2)) {
+    now = std::min(shared, 8);
+    const auto attended = now > 4 ? attend<8, T> : now > 2 ? attend<4, T> : now > 1 ? attend<2, T> : attend<1, T>;
+    attended(q, keys, values, pages, kv_head, begin, end, now, found);
   }
 }
 
@@ -97,7 +160,7 @@ void decode(const float* q, const Side<T>& keys, const Side<T>& values, const in
       float* here = found.data() + ((size_t)unit * parts + part) * shared * stride;
       const Pages pages = {tables + (int64_t)row * table_width, block_size, kv_heads, d};
       for (int h = 0; h < shared; ++h) here[(size_t)h * stride + d] = -INFINITY;
-      if (end > begin) attend(q + (size_t)unit * shared * d, keys, values, pages, kv_head, begin, end, shared, here);
+      if (end > begin) attend_all(q + (size_t)unit * shared * d, keys, values, pages, kv_head, begin, end, shared, here);
     }
 #pragma omp parallel for num_threads(threads)
   for (int head = 0; head < units * shared; ++head) {

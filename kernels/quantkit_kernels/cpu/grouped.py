@@ -6,15 +6,23 @@ from torch import Tensor
 
 from quantkit_kernels import reference
 from quantkit_kernels.codes import KeyValues
-from quantkit_kernels.cpu.build import library, why_no_library
+from quantkit_kernels.cpu.build import once
+from quantkit_kernels.cpu.functional import rms_norm, turned
 from quantkit_kernels.latents import Latents
-from quantkit_kernels.paged import PagedKeys, Rotation
+from quantkit_kernels.paged import Norms, PagedKeys, Rotation
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference import prompts as plain
-from quantkit_kernels.reference.functional import turned
+from quantkit_kernels.reference.functional import AttentionSteps
 
 _KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 """What gqa.cpp calls the types of keys and values."""
+
+
+_STEPS = AttentionSteps(rms_norm, turned)
+
+
+def gqa_prepare(qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: KeyValues, slots: Tensor) -> Tensor:
+    return reference.gqa_prepare(qkv, norms, rotation, cache, slots, _STEPS)
 
 
 def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int, sinks: Tensor | None = None) -> Tensor:
@@ -27,7 +35,9 @@ def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int, sinks: Te
     sizes = (rows, kv_heads, heads // kv_heads, width, block_size, table.shape[1], window, torch.get_num_threads())
     extra = None if sinks is None else sinks.contiguous()
     operands = (queries, keys, values, table, seen, extra, out, *(pages.scales or (None, None)))
-    library("gqa").qk_gqa_decode(*(None if one is None else one.data_ptr() for one in operands), _KINDS[keys.dtype], *sizes)
+    loaded = once("gqa")
+    assert loaded is not None, "it was there when the backend was chosen"
+    loaded.qk_gqa_decode(*(None if one is None else one.data_ptr() for one in operands), _KINDS[keys.dtype], *sizes)
     return out.to(q.dtype)
 
 
@@ -42,7 +52,8 @@ def mla_prefill(q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, pro
 
 def _attend_blocks(q: Tensor, slots: Tensor, width: int, expand: plain.Expand, scale: float, window: int) -> Tensor:
     """As `plain.attend_one`."""
-    if why_no_library("prompts") is not None:
+    loaded = once("prompts")
+    if loaded is None:
         return plain.attend_one(q, slots, width, expand, scale, window)
     (new, heads, depth), seen = q.shape, len(slots)
     queries = (q.float() * scale).contiguous()
@@ -52,5 +63,5 @@ def _attend_blocks(q: Tensor, slots: Tensor, width: int, expand: plain.Expand, s
         k, v = (side.float().contiguous() for side in expand(slots[first : first + plain.AT_ONCE]))
         operands = (queries, k, v, best, total, out)
         sizes = (new, seen - new - first, len(k), k.shape[1], heads // k.shape[1], depth, width, window, torch.get_num_threads())
-        library("prompts").qk_prompt_attend(*(one.data_ptr() for one in operands), *sizes)
+        loaded.qk_prompt_attend(*(one.data_ptr() for one in operands), *sizes)
     return out.div_(total[..., None]).to(q.dtype)

@@ -3,6 +3,11 @@
 #pragma once
 
 #include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -41,4 +46,25 @@ inline Vector exponential(Vector x) {
   p = p * f + 1.66666655e-1f;
   p = p * f + 5.00000012e-1f;
   return (Vector)((Bits)(p * f * f + f + 1.f) + ((Bits)shifted << 23));
+}
+
+// The sum of each of four vectors.
+inline void totals(const Vector* four, float* found) {
+#if defined(__AVX512F__)
+  const auto halves = [](Vector a, Vector b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x44), _mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xee));
+  };
+  const __m512 low = halves(four[0], four[1]), high = halves(four[2], four[3]);
+  __m512 sum = _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));  // four lanes of each side by side
+  sum = _mm512_add_ps(sum, _mm512_permute_ps(sum, 0x4e));
+  sum = _mm512_add_ps(sum, _mm512_permute_ps(sum, 0xb1));
+  float all[kLanes];
+  memcpy(all, &sum, sizeof sum);
+  for (int i = 0; i < 4; ++i) found[i] = all[4 * i];
+#else
+  for (int i = 0; i < 4; ++i) {
+    found[i] = 0;
+    for (int lane = 0; lane < kLanes; ++lane) found[i] += four[i][lane];
+  }
+#endif
 }

@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels.blocks import blocked_matmul
+from quantkit_kernels.cpu import dense
+from quantkit_kernels.cpu.units import has_unit
 from quantkit_kernels.linear import Linear, quantize_rows
 from quantkit_kernels.weights import Int8, Weight, dequantize, shape
 
@@ -14,18 +16,21 @@ _UPCAST_ROWS = 4
 
 
 class ExpandedLinear(Linear):
-    """The weight in the compute dtype."""
+    """The weight in the compute dtype. On a CPU few rows are multiplied by dense.cpp where torch is slower."""
 
     def __init__(self, weight: Weight, dtype: torch.dtype, device: torch.device) -> None:
         n, k = shape(weight)
         super().__init__(k, n, dtype, device, "expanded")
         self.weight = dequantize(weight).to(device=device, dtype=dtype)
         self._upcast = device.type == "cpu" and not has_unit(dtype)
+        self._few_rows = dense.most_rows(dtype) if dense.multiplies(self.weight) else 0
 
     def held(self) -> list[Tensor]:
         return [self.weight]
 
     def rows(self, x: Tensor) -> Tensor:
+        if x.shape[0] <= self._few_rows:
+            return dense.multiply(x, self.weight)
         if self._upcast and x.shape[0] >= _UPCAST_ROWS:
             return blocked_matmul(x.float(), self.out_features, lambda start, stop: self.weight[start:stop].float()).to(self.dtype)
         return F.linear(x, self.weight)
@@ -52,12 +57,3 @@ def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
     if isinstance(weight, Int8):
         return ExpandedInt8Linear(weight, dtype, device)
     return ExpandedLinear(weight, dtype, device)
-
-
-def has_unit(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies `dtype` natively."""
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return True
