@@ -59,20 +59,20 @@ def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "said", "code"),
     [
-        (("--tool-parser", "x"), "there is no tool parser 'x'"),
-        (("--chat-template", "nowhere.jinja"), "nowhere.jinja does not exist"),
-        (("--chat-template", "BROKEN"), "is no template: Expected an expression"),
+        (("--tool-parser", "x"), "there is no tool parser 'x'", 2),
+        (("--chat-template", "nowhere.jinja"), "nowhere.jinja does not exist", 1),
+        (("--chat-template", "BROKEN"), "is no template: Expected an expression", 1),
     ],
 )
 def test_what_a_server_cannot_use_is_told_before_a_model_is_loaded(
-    asked: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: tuple[str, ...], said: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quantkit.executor.engine.Engine.open", lambda *_: pytest.fail("a model is loaded"))
     (tmp_path / "broken.jinja").write_text("{% for x in %}")
     answer = command("serve", "tiny-r1", *(one.replace("BROKEN", str(tmp_path / "broken.jinja")) for one in asked))
-    assert answer.code == 1
+    assert answer.code == code
     assert said in answer.error
 
 

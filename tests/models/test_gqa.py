@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from plain_weights import PlainWeights
+from quantkit_kernels.backends import asked
 from torch import Tensor
 from transformers_peers import CASES, checkpoint_tensors, random_peer
 
@@ -22,7 +23,8 @@ def test_logits_equal_transformers(case: str) -> None:
     config = architecture.Config.from_dict(config_dict)
     tensors = checkpoint_tensors(peer)
     token_ids = torch.randint(0, 211, (2, 40))
-    with torch.no_grad():
+    # By torch's operators, whose norms are transformers' to the bit: a recurrent layer makes 1e-3 of a last place.
+    with torch.no_grad(), asked("reference"):
         expected = peer(token_ids).logits
         model = architecture.Model(config, PlainWeights(tensors, config.mixture.linears))
         logits = model.logits(model(token_ids.flatten(), CausalContext([40, 40]))).view_as(expected)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from plain_weights import PlainWeights
+from quantkit_kernels.backends import asked
 from safetensors.torch import save_file
 from transformers_peers import QWEN_3_5, QWEN_3_5_DENSE, whole
 
@@ -23,11 +24,12 @@ def test_logits_equal_transformers(kind: str, extra: dict[str, Any]) -> None:
     peer, config, tensors = whole(extra, kind)
     architecture = find_architecture(config)
     made, token_ids = architecture.Config.from_dict(config), torch.randint(0, 211, (50,))
-    with torch.no_grad():
+    # By torch's operators, whose norms are transformers' to the bit: a recurrent layer makes 1e-3 of a last place.
+    with torch.no_grad(), asked("reference"):
         model = architecture.Model(made, PlainWeights(tensors))
         logits, expected = model.logits(model(token_ids, CausalContext([50]))), peer(token_ids[None]).logits[0]
     assert expected.abs().max() > 1
-    assert (logits - expected).abs().max() < 1e-4
+    assert (logits - expected).abs().max() < 2e-4
     assert {row.name: row.shape for row in architecture.parameters(made)} == {name: tuple(one.shape) for name, one in tensors.items()}
 
 
