@@ -1,5 +1,8 @@
 """Int8 on the CPU: the C++ that the user's compiler makes, against the reference bit for bit, and what is there without a compiler."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,3 +136,24 @@ def test_without_a_compiler_torch_does_it_all(monkeypatch: pytest.MonkeyPatch, t
         assert linear.backend == "cpu"
         assert distance(linear(x), exact_linear(x, weight)) < TOLERANCE[torch.bfloat16], (m, rng.initial_seed())
     assert list(tmp_path.iterdir()) == []
+
+
+AVX2 = """
+import torch
+from quantkit_kernels import prepare
+from quantkit_kernels.cpu import build
+from quantkit_kernels.samples import distance, exact_linear, random_weight
+assert build.level() == "AVX2"
+weight, x = random_weight("int8", 192, 256, torch.Generator().manual_seed(0)), torch.randn(40, 256)
+for rows in (x, x[:3]):
+    assert distance(prepare(weight, dtype=torch.float32)(rows), exact_linear(rows, weight)) < 0.02
+"""
+
+
+@compiled
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="not this CPU")
+def test_a_processor_with_vnni_for_avx2_alone() -> None:
+    """oneDNN's product is exact there, and the C++ has no blocks."""
+    environment = dict(os.environ) | {"ATEN_CPU_CAPABILITY": "avx2"}
+    done = subprocess.run([sys.executable, "-c", AVX2], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

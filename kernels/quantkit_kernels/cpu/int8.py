@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels.blocks import blocked_matmul
-from quantkit_kernels.cpu.build import library, why_no_library
+from quantkit_kernels.cpu.build import level, library, why_no_library
 from quantkit_kernels.linear import Linear, quantize_rows
 from quantkit_kernels.weights import Int8, shape
 
@@ -37,7 +37,9 @@ class VnniInt8Linear(Linear):
         self.zero_point = torch.zeros(n, dtype=torch.int64)
         self.sums = weight.codes.sum(dim=1, dtype=torch.int32)
         self._library = _compiled()
-        self._block = block_rows(self.packed, weight.codes) if self._library is not None else None
+        # Blocks are for AVX-512. A processor may have VNNI for AVX2 alone, where oneDNN saturates nothing either.
+        blocks = self._library is not None and level() == "VNNI"
+        self._block = block_rows(self.packed, weight.codes) if blocks else None
 
     def held(self) -> list[Tensor]:
         return [self.packed, self.scale, self.zero_point, self.sums]
