@@ -293,13 +293,15 @@ def _reason(fault: RuntimeError) -> str:
 
 def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Into the first of each pair, from its beginning on, the second: the integers in one launch."""
-    parts = [(buffer[: len(given)], given) for buffer, given in pairs]
-    integers = [one for one in parts if one[0].is_cuda and one[0].dtype == one[1].dtype == torch.int64]
+    integers: list[tuple[Tensor, Tensor]] = []
+    for buffer, given in pairs:
+        part = buffer[: len(given)]
+        if part.is_cuda and part.dtype == given.dtype == torch.int64:
+            integers.append((part, given))
+        else:
+            part.copy_(given)
     if integers:
         torch._foreach_copy_([part for part, _ in integers], [given for _, given in integers])
-    for part, given in parts:
-        if not (part.is_cuda and part.dtype == given.dtype == torch.int64):
-            part.copy_(given)
 
 
 def _size(rows: int, width: int) -> tuple[int, int]:

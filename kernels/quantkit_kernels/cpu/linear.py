@@ -30,7 +30,6 @@ class Int4Linear(Linear):
         super().__init__(k, n, dtype, torch.device("cpu"), "cpu")
         self.group_size = group_size(weight)
         self.packed, self.sides = _packed(weight, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
-        self._few = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         self._wide = torch.bfloat16 if dtype == torch.bfloat16 and has_unit(dtype) else torch.float32
 
     def held(self) -> list[Tensor]:
@@ -38,7 +37,7 @@ class Int4Linear(Linear):
 
     def rows(self, x: Tensor) -> Tensor:
         if x.shape[0] < _EXPANDED_ROWS:
-            return int4.multiply(x.to(self._few), self.packed, self.sides, self.group_size).to(self.dtype)
+            return int4.multiply(x.to(self.sides.dtype), self.packed, self.sides, self.group_size).to(self.dtype)
         scale, offset = (side.float().contiguous() for side in self.sides.unbind(-1))
 
         def expanded(start: int, stop: int) -> Tensor:
