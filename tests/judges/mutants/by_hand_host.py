@@ -10,7 +10,7 @@ HOST: dict[str, tuple[tuple[str, ...], ...]] = {
         ("self.lengths[:] = (columns", "self.lengths = (columns", "stale buffer: the graph keeps the list it was captured with"),
         ("part[:count] for part in result", "part for part in result", "padding rows are given back"),
         ("-(-rows * width // 2)", "rows * width // 2", "bounds: an odd number of blocks"),
-        ("[(buffer[: len(given)], given)", "[(buffer[-len(given) :], given)", "hidden states at the last rows"),
+        ("part = buffer[: len(given)]", "part = buffer[-len(given) :]", "hidden states at the last rows"),
         ("self.lengths = [1] * rows", "self.lengths = [0] * rows", "rows of no tokens before the first fill"),
         (
             "        buffers, step = self._steps[size]\n        buffers.fill(rows, *inputs, places=places, kept=kept)\n",
