@@ -20,7 +20,7 @@ QWEN3_8B_LINEARS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4
 
 
 class LinearSize(NamedTuple):
-    """W[n, k] of a kind of `backends.KINDS`."""
+    """W[n, k] of a kind of `backends.KINDS`; "dense" is 16 bits."""
 
     kind: str
     n: int

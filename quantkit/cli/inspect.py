@@ -37,7 +37,7 @@ def kernels(
     check: Annotated[bool, typer.Option(help="Run every operator at R1 shapes against the reference: error, time, bandwidth.")] = False,
     tune: Annotated[bool, typer.Option(help="Measure plans of the Triton kernels on this card and keep the best: some minutes.")] = False,
     model: Annotated[
-        str | None, typer.Option(help="With --tune: the quantized model whose products are measured, in place of R1's and Qwen3-8B's.")
+        str | None, typer.Option(help="With --tune: the model whose products are measured, in place of R1's and Qwen3-8B's quantized ones.")
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="With --model: ranks that share it.")] = 1,
     json_: AsJson = False,

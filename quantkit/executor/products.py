@@ -7,7 +7,6 @@ from quantkit_kernels.sizes import ExpertsSize, LinearSize, Products
 from quantkit_kernels.weights import kind
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import QuantkitError
 from quantkit.executor.split import share_range
 from quantkit.executor.weights import operand
 from quantkit.models.stored import Model, read_model
@@ -15,22 +14,19 @@ from quantkit.models.table import Parameter, routed_experts
 
 
 def products(checkpoint: Checkpoint, tp: int = 1) -> Products:
-    """Of the quantized linears and routed experts, cut for `tp` tensor-parallel ranks, each size once. Raises QuantkitError where there are
-    none, or where ranks cannot share one evenly."""
+    """Of the linears and quantized routed experts, cut for `tp` tensor-parallel ranks, each size once. Raises QuantkitError where ranks
+    cannot share one evenly."""
     model = read_model(checkpoint)
-    linears = tuple(dict.fromkeys(_linears(checkpoint, model.rows, tp)))
-    experts = tuple(dict.fromkeys(_experts(checkpoint, model, tp)))
-    if not linears and not experts:
-        raise QuantkitError(f"{checkpoint.described} has no quantized linears", "give the quantized model that is to run")
-    return Products(linears, experts)
+    return Products(tuple(dict.fromkeys(_linears(checkpoint, model.rows, tp))), tuple(dict.fromkeys(_experts(checkpoint, model, tp))))
 
 
 def _linears(checkpoint: Checkpoint, rows: list[Parameter], tp: int) -> Iterator[LinearSize]:
     """Siblings on one grid that read the same input are one product."""
     together: dict[tuple[int | None, str, str], list[tuple[int, int]]] = {}
     for row in rows:
-        if row.role == "linear" and row.expert is None and (found := _kind(checkpoint, row.module)):
-            together.setdefault((row.layer, row.fused or row.name, found), []).append(_share(row, tp))
+        if row.role == "linear" and row.expert is None:
+            own = row.layer, row.fused or row.name, _kind(checkpoint, row.module)
+            together.setdefault(own, []).append(_share(row, tp))
     for (_, _, found), sizes in together.items():
         yield LinearSize(found, sum(n for n, _ in sizes), sizes[0][1])
 
@@ -39,20 +35,19 @@ def _experts(checkpoint: Checkpoint, model: Model, tp: int) -> Iterator[ExpertsS
     for layer in sorted({row.layer for row in model.rows if row.layer is not None and row.expert is not None}):
         experts = routed_experts(model.rows, layer)
         first = experts[min(experts)]
-        if found := _kind(checkpoint, first.gate.module):
+        if (found := _kind(checkpoint, first.gate.module)) != "dense":
             assert model.config.routing is not None, "experts that nothing chooses"
             intermediate, hidden = _share(first.gate, tp)
             yield ExpertsSize(found, hidden, intermediate, len(experts), model.config.routing.num_experts_per_tok)
 
 
-def _kind(checkpoint: Checkpoint, module: str) -> str | None:
-    """Of the operator that takes the linear, by its first rows; None where it is not quantized, or run so."""
+def _kind(checkpoint: Checkpoint, module: str) -> str:
+    """Of the operator that takes the linear, by its first rows."""
     if module not in checkpoint.linears:
-        return None
+        return "dense"
     stored, (weight, _) = checkpoint.linears[module], checkpoint.share(module, "N", 0, 1)
     in_groups = stored.grid is not None and stored.grid.group_size is not None
-    found = kind(operand(weight, torch.bfloat16, checkpoint.activation_bits(module), in_groups=in_groups))
-    return None if found == "dense" else found
+    return kind(operand(weight, torch.bfloat16, checkpoint.activation_bits(module), in_groups=in_groups))
 
 
 def _share(row: Parameter, tp: int) -> tuple[int, int]:

@@ -44,7 +44,7 @@ def test_products_are_those_of_the_operators(architecture: str, scheme: str, tmp
     monkeypatch.setattr(kernels.ExpertsBuilder, "add", also_noted)
     load_model(path, device="cpu", dtype="float32")
     found = products(Checkpoint.open(path))
-    assert set(found.linears) == {size for size in linears if size.kind != "dense"}
+    assert {size for size in found.linears if size.kind != "dense"} == {size for size in linears if size.kind != "dense"}
     assert found.linears
     assert {size[:4] for size in found.experts} == experts
     assert {size.top_k for size in found.experts} <= {2}
@@ -61,6 +61,9 @@ def test_ranks_have_their_part(tmp_path: Path) -> None:
         products(checkpoint, 3)
 
 
-def test_a_model_without_quantized_linears_is_refused(tiny_dense_checkpoint: Path) -> None:
-    with pytest.raises(QuantkitError, match="has no quantized linears"):
-        products(Checkpoint.open(tiny_dense_checkpoint))
+def test_linears_of_16_bits_are_among_them_and_their_experts_are_not(tmp_path: Path) -> None:
+    """Experts of 16 bits have no plans to choose among; the head and the router are no linears of a layer."""
+    source = make_model.write_dense(tmp_path / "source", CONFIGS["qwen3_moe"], random_tensors(CONFIGS["qwen3_moe"]))
+    found = products(Checkpoint.open(source), 2)
+    assert found.linears == (LinearSize("dense", 256, 256), LinearSize("dense", 256, 128))
+    assert found.experts == ()

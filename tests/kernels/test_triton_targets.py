@@ -47,6 +47,8 @@ from quantkit_kernels import (  # noqa: E402
 from quantkit_kernels.codes import empty_keys, empty_latents  # noqa: E402
 from quantkit_kernels.samples import random_weight  # noqa: E402
 from quantkit_kernels.triton import cards  # noqa: E402
+from quantkit_kernels.triton.dense_linear import multiply_rows  # noqa: E402
+from quantkit_kernels.triton.dense_plans import dense_candidates  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
@@ -131,7 +133,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Rec
     recorder, name = Recorder(request.param), request.param
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *a, **k: recorder.launch(kernel, *a, **k))
     monkeypatch.setattr(backend, "interpreted", lambda: True)
-    modules = ("cards", "linear", "experts", "dense_experts", "operators", "rows", "launch", "wgmma")
+    modules = ("cards", "linear", "dense_linear", "experts", "dense_experts", "operators", "rows", "launch", "wgmma")
     for module in (*modules, "attention.decode", "attention.heads", "attention.wgmma"):
         found = __import__(f"quantkit_kernels.triton.{module}", fromlist=["x"])
         for function, answer in (
@@ -164,6 +166,16 @@ def linear(grid: str, every: bool = EVERY) -> None:
         prepared(zeros(tokens, 2048))
 
 
+def few_rows_of_16_bits(every: bool = EVERY) -> None:
+    """By the first plan that --tune tries on the card, or by all."""
+    device = torch.device("cpu")
+    n = k = 4096
+    plans = dense_candidates(cards.multiprocessors(device), n, k, cards.shared_bytes(cards.architecture(device)))
+    for plan in plans if every else plans[:1]:
+        for tokens in (2, 64):
+            multiply_rows(zeros(tokens, k), zeros(n, k), plan)
+
+
 def experts(grid: str) -> None:
     rng = torch.Generator().manual_seed(0)
     gate, down = random_weight(grid, 256, 2048, rng), random_weight(grid, 2048, 256, rng)
@@ -187,6 +199,7 @@ def gated_experts(grid: str) -> None:
 def operators() -> Iterator[tuple[str, Callable[[], object]]]:
     """Every operator, at R1's sizes and at those of models with grouped queries."""
     yield "experts_dense", lambda: experts("dense")
+    yield "linear_dense", few_rows_of_16_bits
     for kind, grid in (("int4", "int4-asym-128"), ("fp4", "fp4"), ("int8", "int8")):
         yield f"linear_{kind}", lambda grid=grid: linear(grid)
         yield f"experts_{kind}", lambda grid=grid: experts(grid)

@@ -16,7 +16,7 @@ from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.reference.functional import cache_layout
 from quantkit_kernels.triton.attention.decode import gqa_decode, mla_decode
 from quantkit_kernels.triton.attention.prefill import gqa_prefill, mla_prefill
-from quantkit_kernels.triton.cards import interpreted
+from quantkit_kernels.triton.cards import architecture, interpreted, why_no_dense
 from quantkit_kernels.triton.dense_experts import DenseExpertsLayout
 from quantkit_kernels.triton.experts import TritonExpertsLayout
 from quantkit_kernels.triton.first_use import announce, why_not_kept, why_not_started
@@ -72,8 +72,8 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
         return "needs compute capability 8.0 or more"
     if device.type == "cuda" and (reason := why_not_kept() or why_not_started()) is not None:
         return reason
-    if operator == "linear_dense":
-        return "quantized weights only"
+    if operator == "linear_dense" and dtype != torch.float32:
+        return why_no_dense(architecture(device), shapes)
     if operator == "mla_prolog":
         return "mla_prepare, mla_decode and linears compute it"
     family, _, grid = operator.partition("_")

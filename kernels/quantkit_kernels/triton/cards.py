@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from quantkit_kernels.compiled import cache_directory
+from quantkit_kernels.triton.dense_plans import MOST_ROWS, DenseRowsPlan
 from quantkit_kernels.triton.wgmma_plans import WgmmaPlan, has_wgmma, wgmma_rule
 
 _log = logging.getLogger(__name__)
@@ -195,11 +196,26 @@ def fitting(plan: LinearPlan, kind: str, name: str, doubled: bool = False) -> Li
     return plan
 
 
+def dense_plan(name: str, n: int, k: int, rows: int) -> DenseRowsPlan | None:
+    """The plan for W[n, k] of 16 bits and so many rows; None: the vendor's library, as where nothing was measured."""
+    return None if rows > MOST_ROWS else _nearest(_table(name).dense.get((n, k)), rows)
+
+
+def why_no_dense(name: str, shapes: tuple[tuple[int, int], ...]) -> str | None:
+    """None where a plan was measured for 16-bit weights of each of these shapes [N, K], or, without shapes, for some."""
+    known = {shape for shape, plans in _table(name).dense.items() if any(plan for _, plan in plans)}
+    missing = [shape for shape in shapes if shape not in known]
+    if missing or not known:
+        of = f"{missing[0][0]} x {missing[0][1]} of 16 bits" if missing else "16-bit weights"
+        return f"no plan of {of} was measured here to be faster than the vendor's library: quantkit kernels --tune --model MODEL"
+    return None
+
+
 def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-_Found = TypeVar("_Found", LinearPlan, ExpertsPlan, WgmmaPlan | None)
+_Found = TypeVar("_Found", LinearPlan, ExpertsPlan, WgmmaPlan | None, DenseRowsPlan | None)
 
 
 def _nearest(measured: list[tuple[int, _Found]] | None, tokens: int) -> _Found | None:
@@ -211,11 +227,13 @@ def _nearest(measured: list[tuple[int, _Found]] | None, tokens: int) -> _Found |
 
 class Table(NamedTuple):
     """Plans by kind and sizes, each with the most tokens it is for: of linears (N, K), of experts (hidden, intermediate; pairs an expert
-    times 256), of int8 linears on Hopper (N, K), None where a plan of `linear` is faster."""
+    times 256), of int8 linears on Hopper (N, K), None where a plan of `linear` is faster, of 16-bit weights (N, K), None where the vendor's
+    library is."""
 
     linear: dict[tuple[str, int, int], list[tuple[int, LinearPlan]]]
     experts: dict[tuple[str, int, int], list[tuple[int, ExpertsPlan]]]
     wgmma: dict[tuple[int, int], list[tuple[int, WgmmaPlan | None]]]
+    dense: dict[tuple[int, int], list[tuple[int, DenseRowsPlan | None]]]
 
 
 class NoTable(ValueError):
@@ -224,7 +242,7 @@ class NoTable(ValueError):
 
 @functools.cache
 def _table(name: str) -> Table:
-    table = Table({}, {}, {})
+    table = Table({}, {}, {}, {})
     for path in (_shipped_table(name), own_table(name)):
         if os.path.exists(path):  # Path.exists raises below a folder that is closed
             try:
@@ -235,6 +253,7 @@ def _table(name: str) -> Table:
             table.linear.update(found.linear)
             table.experts.update(found.experts)
             table.wgmma.update(found.wgmma)
+            table.dense.update(found.dense)
     return table
 
 
@@ -249,13 +268,15 @@ def plans_in(path: Path) -> dict[str, list[list[Any]]]:
 
 
 def _read(plans: dict[str, Any]) -> Table:
-    table = Table({}, {}, {})
+    table = Table({}, {}, {}, {})
     for kind, n, k, most, fields in plans["linear"]:
         table.linear.setdefault((kind, n, k), []).append((most, LinearPlan(*fields)))
     for kind, hidden, intermediate, most, *both in plans["experts"]:
         table.experts.setdefault((kind, hidden, intermediate), []).append((most, ExpertsPlan(*(LinearPlan(*fields) for fields in both))))
     for n, k, most, fields in plans.get("wgmma", []):
         table.wgmma.setdefault((n, k), []).append((most, WgmmaPlan(*fields) if fields[0] else None))
+    for n, k, most, fields in plans.get("dense", []):
+        table.dense.setdefault((n, k), []).append((most, DenseRowsPlan(*fields) if fields[0] else None))
     return table
 
 

@@ -1,4 +1,4 @@
-"""Linears of packed weights."""
+"""Linears of packed weights, and which class lays a weight out."""
 
 import torch
 import torch.nn.functional as F
@@ -7,6 +7,7 @@ from torch import Tensor
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.triton import rows, wgmma
 from quantkit_kernels.triton.cards import AnyPlan, architecture, linear_plan, multiprocessors
+from quantkit_kernels.triton.dense_linear import TritonDenseLinear
 from quantkit_kernels.triton.first_use import announce
 from quantkit_kernels.triton.launch import Packed, multiply
 from quantkit_kernels.triton.layout import group_of, pack
@@ -49,4 +50,6 @@ class TritonLinear(Linear):
 
 def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
     announce(device)
+    if kind(weight) == "dense":
+        return TritonDenseLinear(weight, dtype, device)
     return TritonLinear(weight, dtype, device)

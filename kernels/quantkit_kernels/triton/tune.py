@@ -28,6 +28,7 @@ from quantkit_kernels.triton.cards import (
     LinearPlan,
     NoTable,
     architecture,
+    dense_plan,
     fitting,
     least_tokens,
     linear_plan,
@@ -36,8 +37,10 @@ from quantkit_kernels.triton.cards import (
     shared_bytes,
     stage_bytes,
 )
+from quantkit_kernels.triton.dense_plans import DenseRowsPlan
 from quantkit_kernels.triton.layout import PackedSteps
 from quantkit_kernels.triton.linear import TritonLinear
+from quantkit_kernels.triton.tune_dense import tune_dense
 from quantkit_kernels.triton.tune_experts import TOKENS as TOKENS_OF_EXPERTS
 from quantkit_kernels.triton.tune_experts import ExpertsCase, compile_experts, experts_of, grid_of, kernels_of_experts, tune_experts
 from quantkit_kernels.triton.wgmma_plans import WgmmaPlan, has_wgmma, wgmma_candidates
@@ -162,7 +165,14 @@ def write_table(device: torch.device, path: Path, products: Products = MEASURED)
     """Measures, and writes a table that cards.py reads, anew after every weight. Yields a line for every case."""
     table, name, processors = TableFile(path, device), architecture(device), multiprocessors(device)
     with compilers() as compile_all:
-        for kind, n, k in products.linears:
+        for _, n, k in (size for size in products.linears if size.kind == "dense"):
+            of_rows: list[list[object]] = []
+            for count, choices in tune_dense(n, k, device, compile_all):
+                fastest = choices[0][1]
+                of_rows.append([count, list(astuple(fastest)) if fastest else [0] * 5])
+                yield f"16 bits {n} x {k}, {count} rows: {told(choices, dense_plan(name, n, k, count), 'the library')}"
+            table.put("dense", (n, k), of_rows)
+        for kind, n, k in (size for size in products.linears if size.kind != "dense"):
             rows: dict[str, list[list[object]]] = {"linear": [], "wgmma": []}
             for tokens, found in tune(kind, n, k, device, compile_all):
                 for section, plan in best_of(found).items():
@@ -179,12 +189,14 @@ def write_table(device: torch.device, path: Path, products: Products = MEASURED)
             table.put("experts", size[:3], layers)
 
 
-def told(found: Sequence[tuple[float, AnyPlan | None]], before: AnyPlan | None) -> str:
-    """The fastest of candidates, and what the plan took that was taken until now, where that is another."""
+def told(
+    found: Sequence[tuple[float, AnyPlan | DenseRowsPlan | None]], before: AnyPlan | DenseRowsPlan | None, without: str = "expanded"
+) -> str:
+    """The fastest of candidates, and what the plan took that was taken until now, where that is another. without: what no plan is."""
     seconds, best = found[0]
-    line = f"{seconds * 1e6:.1f} us, {best or 'expanded'}"
+    line = f"{seconds * 1e6:.1f} us, {best or without}"
     taken = next((one for one, plan in found if plan == before), None)
-    return line if best == before or taken is None else f"{line}; until now {taken * 1e6:.1f} us, {before or 'expanded'}"
+    return line if best == before or taken is None else f"{line}; until now {taken * 1e6:.1f} us, {before or without}"
 
 
 def best_of(found: Sequence[tuple[float, AnyPlan | None]]) -> dict[str, list[int]]:

@@ -6,6 +6,7 @@ Weights are the left operand, tokens the columns of the matrix instruction. A pr
 
 import triton
 import triton.language as tl
+
 from quantkit_kernels.triton.multiply_kernel import sum_of_parts
 from quantkit_kernels.triton.weights_kernel import dot, rounded, wait_for_input
 

@@ -1,0 +1,37 @@
+"""Plans of dense_rows_kernel.py, products of few rows by 16-bit weights: what `quantkit kernels --tune` tries. There is no rule: without a
+measured plan the vendor's library multiplies."""
+
+from dataclasses import dataclass
+
+MOST_ROWS = 64
+"""Of tokens: from there on the library was as fast on an H200 (docs/lab/2026-11-28-beside-vllm-at-once.md)."""
+_SHAPES = ((64, 128, 4, 4), (64, 128, 4, 6), (128, 64, 4, 6), (128, 128, 8, 3), (64, 256, 4, 3))
+_SPLITS = (1, 2, 3, 4, 6, 8)
+_FEWEST_STEPS, _PROGRAMS = 4, (0.9, 3.2)
+"""Steps along K of a program at least; programs a multiprocessor."""
+
+
+@dataclass(frozen=True)
+class DenseRowsPlan:
+    """rows: of the weight, in a tile; features: of a step along K; split: programs that share K; warps; stages: steps of weights under way
+    at once."""
+
+    rows: int
+    features: int
+    split: int
+    warps: int
+    stages: int
+
+
+def dense_candidates(processors: int, n: int, k: int, room: int) -> list[DenseRowsPlan]:
+    """Those for W[n, k] that fill the card, leave each program some of K, and whose stages fit `room` bytes of shared memory."""
+    least, most = (processors * times for times in _PROGRAMS)
+    shapes = [shape for shape in _SHAPES if n % shape[0] == k % shape[1] == 0]
+    plans = [DenseRowsPlan(rows, features, split, warps, stages) for rows, features, warps, stages in shapes for split in _SPLITS]
+    return [
+        plan
+        for plan in plans
+        if least <= n // plan.rows * plan.split <= most
+        and k // plan.features // plan.split >= _FEWEST_STEPS
+        and (plan.rows + MOST_ROWS) * plan.features * 2 * plan.stages <= room
+    ]

@@ -1,0 +1,113 @@
+"""Few rows by 16-bit weights: the kernel against float64 on a GPU or in the interpreter, where it is taken, and how plans are measured."""
+
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from quantkit_kernels import prepare_dense
+from quantkit_kernels.backends import why_unusable
+from quantkit_kernels.samples import TOLERANCE, distance, exact_linear
+from quantkit_kernels.sizes import QWEN3_8B_LINEARS, LinearSize, Products
+from quantkit_kernels.triton import cards, tune
+from quantkit_kernels.triton.dense_linear import TritonDenseLinear, multiply_rows
+from quantkit_kernels.triton.dense_plans import MOST_ROWS, DenseRowsPlan, dense_candidates
+from quantkit_kernels.weights import Dense
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+RUNS = pytest.mark.skipif(why_unusable("rms_norm", "triton", DEVICE) is not None, reason="no GPU with Triton, and not interpreted")
+N, K = 256, 1280
+PLANS = [DenseRowsPlan(64, 128, 1, 4, 4), DenseRowsPlan(64, 128, 3, 4, 6), DenseRowsPlan(128, 64, 4, 4, 6)]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cards._table.cache_clear()
+    yield
+    cards._table.cache_clear()
+
+
+def write_plans(name: str, rows: list[list[object]]) -> None:
+    """A table of this machine's own, which has nothing but plans of 16-bit weights."""
+    path = cards.own_table(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"plans": {"linear": [], "experts": [], "dense": rows}}))
+    cards._table.cache_clear()
+
+
+def made(tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(tokens)
+    return torch.randn(tokens, K, generator=rng).to(dtype).to(DEVICE), (torch.randn(N, K, generator=rng) / K**0.5).to(dtype).to(DEVICE)
+
+
+@RUNS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_tokens_that_fill_no_tile(plan: DenseRowsPlan, dtype: torch.dtype) -> None:
+    for tokens in (1, 17, MOST_ROWS):
+        x, weight = made(tokens, dtype)
+        y = multiply_rows(x, weight, plan)
+        assert distance(y.cpu(), exact_linear(x.cpu(), Dense(weight.cpu()))) < TOLERANCE[dtype], tokens
+        assert torch.equal(y, multiply_rows(x, weight, plan)), "sums of parts are added in their order"
+
+
+@RUNS
+def test_a_linear_takes_the_plan_of_its_rows_and_the_library_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row and more than 64: the library. Rows that do not lie side by side are copied."""
+    first, second = PLANS[:2]
+    fields = [[N, K, 1, [0] * 5], [N, K, 16, [64, 128, 1, 4, 4]], [N, K, 64, [64, 128, 3, 4, 6]]]
+    write_plans(cards.architecture(DEVICE), fields)
+    x, weight = made(MOST_ROWS + 1)
+    linear = prepare_dense(weight, backend="triton")
+    assert isinstance(linear, TritonDenseLinear)
+    for tokens, plan in ((1, None), (2, first), (16, first), (17, second), (MOST_ROWS, second), (MOST_ROWS + 1, None)):
+        expected = F.linear(x[:tokens], weight) if plan is None else multiply_rows(x[:tokens], weight, plan)
+        assert torch.equal(linear(x[:tokens]), expected), tokens
+    apart = x.repeat(1, 2)[:9, :K]
+    assert not apart.is_contiguous()
+    assert torch.equal(linear(apart), multiply_rows(x[:9], weight, first))
+
+
+def test_candidates_compute_all_of_a_weight_and_fit_the_card() -> None:
+    for n, k in QWEN3_8B_LINEARS.values():
+        plans = dense_candidates(132, n, k, cards.shared_bytes("sm_90"))
+        assert plans
+        for plan in plans:
+            assert n % plan.rows == k % plan.features == 0
+            assert plan.split <= k // plan.features
+            assert (plan.rows + MOST_ROWS) * plan.features * 2 * plan.stages <= cards.shared_bytes("sm_90")
+    assert dense_candidates(132, 4100, 4096, cards.shared_bytes("sm_90")) == []
+
+
+def test_it_serves_only_weights_whose_plans_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cards.why_no_dense("sm_80", ()) is not None, "nothing was measured"
+    write_plans("sm_80", [[4096, 4096, 8, [64, 128, 2, 4, 6]], [6144, 4096, 8, [0] * 5]])
+    assert cards.why_no_dense("sm_80", ()) is None
+    assert cards.why_no_dense("sm_80", ((4096, 4096),)) is None
+    for shape in ((6144, 4096), (4096, 4097)):
+        told = cards.why_no_dense("sm_80", ((4096, 4096), shape))
+        assert told is not None
+        assert f"{shape[0]} x {shape[1]} of 16 bits" in told
+    assert cards.dense_plan("sm_80", 4096, 4096, 8) == cards.dense_plan("sm_80", 4096, 4096, 64) == DenseRowsPlan(64, 128, 2, 4, 6)
+    assert cards.dense_plan("sm_80", 4096, 4096, 65) is None
+    assert cards.dense_plan("sm_80", 6144, 4096, 8) is None
+
+
+def test_measured_plans_are_kept_with_where_the_library_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = DenseRowsPlan(64, 128, 2, 4, 6)
+    monkeypatch.setattr(tune, "tune_dense", lambda *_: iter([(1, [(1e-6, None), (2e-6, plan)]), (8, [(1e-6, plan), (2e-6, None)])]))
+    monkeypatch.setattr(tune, "compilers", nullcontext)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a card")
+    monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(tune, "multiprocessors", lambda device: 132)
+    lines = list(tune.write_table(torch.device("cuda"), cards.own_table("sm_90"), Products((LinearSize("dense", 64, 128),), ())))
+    assert lines == [
+        "16 bits 64 x 128, 1 rows: 1.0 us, the library",
+        f"16 bits 64 x 128, 8 rows: 1.0 us, {plan}; until now 2.0 us, the library",
+    ]
+    cards._table.cache_clear()
+    assert [cards.dense_plan("sm_90", 64, 128, rows) for rows in (1, 2, 9)] == [None, plan, plan]
