@@ -13,12 +13,15 @@ demo: $(VENV)/run.stamp
 test: $(VENV)/test.stamp lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(LONG:%=--ignore=%) --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
-# In CI, minutes long: the wheel and the sdist, each installed in an environment of its own; a stranger's day on an NPU, on the double; 2,000
-# requests made at random; files damaged at random; benchmarks of ranks, on two processes; `go` from end to end; a ceiling of memory.
-LONG := tests/test_benchmarks.py tests/test_package.py tests/ascend/test_acceptance.py tests/executor/server/test_fuzz.py tests/test_damaged_files.py \
-	tests/test_go.py tests/quantization/test_memory.py
+# In CI, minutes long: the wheel and the sdist, each installed in an environment of its own; a stranger's day on an NPU, and whole models, on the
+# double; 2,000 requests made at random; files damaged at random; hostile programs; answers read as evaluators read them; runs that are killed,
+# and ranks, each a process; benchmarks of ranks; `go` from end to end; a ceiling of memory.
+LONG := tests/test_benchmarks.py tests/test_package.py tests/ascend/test_acceptance.py tests/ascend/test_executor.py tests/ascend/test_r1_attention.py \
+	tests/evaluation/test_sandbox.py tests/evaluation/grading/test_corpus.py tests/executor/server/test_fuzz.py tests/executor/test_parallel.py \
+	tests/executor/test_parallel_packed.py tests/quantization/test_kill.py tests/quantization/test_memory.py tests/quantization/test_ranks.py \
+	tests/test_damaged_files.py tests/test_go.py
 test-long: $(VENV)/test.stamp
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(LONG) --numprocesses 2 --dist loadscope
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(LONG) --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 # Every architecture with every scheme, on ranks, by name and in eval: the cells of docs/models.md that `make test` leaves out.
 test-families: $(VENV)/test.stamp

@@ -7,8 +7,16 @@ import make_model
 import pytest
 import torch
 
-LONG_FIRST = ("test_corpus.py", "test_sandbox.py", "test_ranks.py", "test_kill.py", "test_quantize.py")
-"""Modules of half a minute and few tests. `make test` begins with them, so that neither of its processes ends with one, alone."""
+LONG_FIRST = (
+    "test_architectures.py",
+    "test_quantize.py",
+    "test_executor.py",
+    "test_sandbox.py",
+    "test_corpus.py",
+    "test_kill.py",
+    "test_ranks.py",
+)
+"""Modules of a minute and more. `make test` and `make test-long` begin with them, so that neither of two processes ends with one, alone."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
