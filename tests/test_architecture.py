@@ -13,9 +13,9 @@ ROOT = Path(__file__).parent.parent
 LEVELS = [
     {"errors", "visible"},
     {"amounts", "assets", "result", "schemes", "plots", "progress", "devices", "model_files", "whole_files", "listening", "disconnect"},
-    {"hub", "tokenizer", "settings_file", "meter", "expert_counts"},
+    {"hub", "tokenizer", "settings_file", "meter", "expert_counts", "quantkit_kernels"},
     {"quant", "recipe", "hardware"},
-    {"checkpoint", "quantkit_kernels"},
+    {"checkpoint"},
     {"models"},
     {"calibrate", "executor", "engines"},
     {"conversion", "quantization", "evaluation", "inspection", "costmodel", "workspaces"},

@@ -20,6 +20,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from quantkit.quant import block_cpu
 from quantkit.quant.rounding import Rounder, RoundingStep, fit_steps
 from quantkit.quant.tensor_cores import carried, carried_and, plus_product
 
@@ -213,11 +214,11 @@ def gptq(w: Tensor, curvature: Curvature, rounder: Rounder, steps: "Steps", seen
 
 
 def block_rounder(device: torch.device) -> Callable[[Tensor, Tensor, Rounder, RoundingStep, Tensor], Tensor]:
-    if device.type != "cuda":
-        return _round_block
-    from quantkit.quant.block_kernel import round_block  # Triton comes with PyTorch's builds for GPUs
+    if device.type == "cuda":
+        from quantkit.quant.block_kernel import round_block  # Triton comes with PyTorch's builds for GPUs
 
-    return round_block
+        return round_block
+    return block_cpu.round_block if device.type == "cpu" and block_cpu.is_there() else _round_block
 
 
 def _round_block(target: Tensor, reaction: Tensor, rounder: Rounder, step: RoundingStep, values: Tensor) -> Tensor:

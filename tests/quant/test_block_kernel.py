@@ -7,65 +7,23 @@ import os
 
 import pytest
 import torch
-from torch import Tensor
-
-from quantkit.quant import gptq
-from quantkit.quant.rounding import Fp4Rounder, IntRounder, Rounder, RoundingStep
-from quantkit.schemes import IntGrid
+from block_rounding import GRIDS, SHAPES, assert_as_column_by_column, assert_ties_fall_to_even_and_ends_are_kept
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="no CUDA device here")
 
-GRIDS: dict[str, Rounder] = {
-    "int4 with zero points": IntRounder(IntGrid(4, 128, False), torch.bfloat16),
-    "int8": IntRounder(IntGrid(8, None, True), torch.float32),
-    "fp4": Fp4Rounder(torch.tensor(0.01)),
-}
 
-
-def random_step(rounder: Rounder, shape: tuple[int, ...]) -> RoundingStep:
-    zero = None
-    if isinstance(rounder, IntRounder) and not rounder.grid.symmetric:
-        zero = torch.randint(-8, 8, shape, device=DEVICE).float()
-    width = 0.01 if isinstance(rounder, IntRounder) and rounder.grid.bits == 8 else 0.2
-    return RoundingStep((torch.rand(shape, device=DEVICE) + 0.25) * width, zero)
-
-
-def random_reaction(lead: tuple[int, ...], columns: int) -> Tensor:
-    triangle = torch.randn(*lead, columns, columns, device=DEVICE).triu().mul_(0.03) + torch.eye(columns, device=DEVICE)
-    inverse = torch.linalg.inv(triangle)
-    return -(triangle.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * inverse).mT
-
-
-@pytest.mark.parametrize("shape", [(128, 100), (128, 1), (3, 128, 100), (2, 48, 33)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("grid", GRIDS)
 def test_block_is_rounded_as_column_by_column(grid: str, shape: tuple[int, ...]) -> None:
     from quantkit.quant.block_kernel import round_block
 
-    torch.manual_seed(1)
-    rounder, (*lead, columns, rows) = GRIDS[grid], shape
-    target, step = torch.randn(shape, device=DEVICE), random_step(rounder, shape)
-    reaction = random_reaction(tuple(lead), columns)
-    expected, found = (torch.full((*lead, 3 * columns, rows), torch.nan, device=DEVICE) for _ in range(2))
-    own = slice(columns, 2 * columns)
-    missed = gptq._round_block(target.clone(), reaction, rounder, step, expected[..., own, :])
-    told = round_block(target, reaction, rounder, step, found[..., own, :])
-    outside = torch.cat((found[..., :columns, :], found[..., 2 * columns :, :]), dim=-2)
-    assert outside.isnan().all(), "written outside of its block"
-    # Sums in another order: a value between two levels may fall on the other, and the columns after it answer to that.
-    changed = (found[..., own, :] != expected[..., own, :]).any(-2)
-    assert changed.float().mean() <= 0.02
-    same = ~changed.unsqueeze(-2).expand(shape)
-    torch.testing.assert_close(told[same], missed[same], rtol=0, atol=1e-4)
+    assert_as_column_by_column(round_block, GRIDS[grid], shape, DEVICE)
 
 
-def test_ties_fall_to_even_and_ends_are_kept() -> None:
+@pytest.mark.parametrize("grid", GRIDS)
+def test_ties_fall_to_even_and_ends_are_kept(grid: str) -> None:
     from quantkit.quant.block_kernel import round_block
 
-    w = torch.tensor([0.5, 1.5, 2.5, -0.5, 100.0, -100.0, 5.0, 0.25], device=DEVICE).expand(1, -1).contiguous()
-    for rounder in GRIDS.values():
-        step = RoundingStep(torch.ones_like(w), torch.zeros_like(w) if rounder is GRIDS["int4 with zero points"] else None)
-        values = torch.empty_like(w)
-        round_block(w, torch.zeros(1, 1, device=DEVICE), rounder, step, values)
-        assert torch.equal(values, rounder.snap(w, step))
+    assert_ties_fall_to_even_and_ends_are_kept(round_block, GRIDS[grid], DEVICE)

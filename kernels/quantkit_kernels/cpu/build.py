@@ -22,7 +22,7 @@ _FLAGS = {
 _LEVELS = {
     "fp4": ("AVX2", "AVX512", "VNNI"),
     "int4_rows": ("AVX2", "AVX512", "VNNI", "BF16"),
-    **dict.fromkeys(("dense", "gqa", "int4", "int8", "norm", "prompts", "silu"), ("AVX2", "AVX512", "VNNI", "PORTABLE")),
+    **dict.fromkeys(("dense", "gqa", "int4", "int8", "norm", "prompts", "round_block", "silu"), ("AVX2", "AVX512", "VNNI", "PORTABLE")),
 }
 """Which processors each source is for."""
 _FUNCTIONS: dict[str, dict[str, tuple[int, ...]]] = {
@@ -34,12 +34,13 @@ _FUNCTIONS: dict[str, dict[str, tuple[int, ...]]] = {
     "gqa": {"qk_gqa_decode": (9, 9)},
     "norm": {"qk_rms_norm": (5, 5, 1), "qk_rotate": (4, 7)},
     "prompts": {"qk_prompt_attend": (6, 9)},
+    "round_block": {"qk_round_block": (6, 8)},
     "silu": {"qk_silu_and_mul": (2, 4)},
 }
 """Of each library, and how many pointers, then integers, then numbers they take. Blocks are for VNNI alone."""
 
 
-_HEADER, _OVER_HEADER = Path(__file__).parent / "vectors.h", ("dense", "gqa", "int4_rows", "norm", "prompts", "silu")
+_HEADER, _OVER_HEADER = Path(__file__).parent / "vectors.h", ("dense", "gqa", "int4_rows", "norm", "prompts", "round_block", "silu")
 """Which sources include it."""
 
 

@@ -1,0 +1,63 @@
+"""On a CPU a block of columns is rounded by C++: as PyTorch's own operations round it, the same by any number of threads."""
+
+import pytest
+import torch
+from block_rounding import (
+    GRIDS,
+    SHAPES,
+    assert_as_column_by_column,
+    assert_ties_fall_to_even_and_ends_are_kept,
+    random_reaction,
+    random_step,
+)
+
+from quantkit.quant import block_cpu, gptq
+from quantkit.quant.rounding import IntRounder, Mxfp4Rounder, Rounder
+from quantkit.schemes import IntGrid
+
+MORE: dict[str, Rounder] = {"int4": IntRounder(IntGrid(4, 128, True), torch.bfloat16), "mxfp4": Mxfp4Rounder()}
+EVERY = GRIDS | MORE
+
+pytestmark = pytest.mark.skipif(not block_cpu.is_there(), reason="no C++ compiler here")
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (128, 64), (7, 65), (1, 1)], ids=str)
+@pytest.mark.parametrize("grid", EVERY)
+def test_block_is_rounded_as_column_by_column(grid: str, shape: tuple[int, ...]) -> None:
+    assert_as_column_by_column(block_cpu.round_block, EVERY[grid], shape, "cpu")
+
+
+@pytest.mark.parametrize("grid", EVERY)
+def test_ties_fall_to_even_and_ends_are_kept(grid: str) -> None:
+    assert_ties_fall_to_even_and_ends_are_kept(block_cpu.round_block, EVERY[grid], "cpu")
+
+
+def test_bits_are_those_of_any_number_of_threads() -> None:
+    torch.manual_seed(2)
+    rounder, shape = EVERY["int4 with zero points"], (2, 128, 300)
+    target, step, reaction = torch.randn(shape), random_step(rounder, shape, "cpu"), random_reaction((2,), 128, "cpu")
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            values = torch.empty(shape)
+            found.append((values, block_cpu.round_block(target, reaction, rounder, step, values)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_value_that_is_no_number_stays_one_and_no_other_row_has_it() -> None:
+    target = torch.ones(2, 3)
+    target[0, 1] = torch.nan
+    for rounder in EVERY.values():
+        step, values = random_step(rounder, (2, 3), "cpu"), torch.empty(2, 3)
+        block_cpu.round_block(target, torch.zeros(2, 2), rounder, step, values)
+        assert values.isnan().tolist() == [[False, True, False]] * 2
+
+
+def test_gptq_takes_it_and_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    assert gptq.block_rounder(device) is block_cpu.round_block
+    monkeypatch.setattr(block_cpu, "is_there", lambda: False)
+    assert gptq.block_rounder(device) is gptq._round_block
