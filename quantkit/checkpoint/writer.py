@@ -88,6 +88,8 @@ class CheckpointWriter:
         with _told(self.out):
             check_target(self.out, self._run, overwrite)
             check_partial(self.partial)
+            if not self.partial.exists():  # nothing is left of a run that has no room
+                _check_disk(self.partial.parent, sum(shard.size for shard in self.layout.shards))
             self._state.mkdir(parents=True, exist_ok=True)
             with _locked(self._state / "setup.lock"):
                 check_target(self.out, self._run, overwrite)  # again: another run may have finished meanwhile
@@ -273,7 +275,7 @@ class CheckpointWriter:
 
     def _create_shards(self) -> None:
         missing = [shard for shard in self.layout.shards if not _intact(self.partial / shard.name, shard)]
-        _check_disk(self.partial, sum(shard.size for shard in missing))
+        _check_disk(self.partial.parent, sum(shard.size for shard in missing))
         note_files(self.partial, (shard.name for shard in self.layout.shards))
         for shard in missing:
             fresh = self.partial / f"{shard.name}.new"
@@ -317,10 +319,11 @@ def _stored_chunks(descriptor: int, info: TensorInfo) -> Iterator[memoryview]:
         yield chunk[: read_at(descriptor, chunk, info.offset + start)]
 
 
-def _check_disk(partial: Path, needed: int) -> None:
-    free = shutil.disk_usage(partial).free
+def _check_disk(folder: Path, needed: int) -> None:
+    """folder: may not be there yet."""
+    free = shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.exists())).free
     if needed > free:
-        fault = f"{partial.parent} has {size(free)} free and the output needs {size(needed)} more"
+        fault = f"{folder} has {size(free)} free and the output needs {size(needed)} more"
         raise QuantkitError(fault, f"free {size(needed - free)}, or choose another --out")
 
 
