@@ -72,15 +72,18 @@ def test_a_linear_takes_the_plan_of_its_rows_and_the_library_elsewhere(monkeypat
     assert torch.equal(linear(apart), multiply_rows(x[:9], weight, first))
 
 
-def test_candidates_compute_all_of_a_weight_and_fit_the_card() -> None:
+@pytest.mark.parametrize(("card", "processors"), [("sm_90", 132), ("sm_80", 108), ("gfx942", 304)])
+def test_candidates_compute_all_of_a_weight_and_fit_the_card(card: str, processors: int) -> None:
+    room = cards.shared_bytes(card)
     for n, k in QWEN3_8B_LINEARS.values():
-        plans = dense_candidates(132, n, k, cards.shared_bytes("sm_90"))
+        plans = dense_candidates(processors, n, k, room)
         assert plans
+        assert len(set(plans)) == len(plans)
         for plan in plans:
             assert n % plan.rows == k % plan.features == 0
             assert plan.split <= k // plan.features
-            assert (plan.rows + MOST_ROWS) * plan.features * 2 * plan.stages <= cards.shared_bytes("sm_90")
-    assert dense_candidates(132, 4100, 4096, cards.shared_bytes("sm_90")) == []
+            assert (plan.rows + MOST_ROWS) * plan.features * 2 * plan.stages <= room
+    assert dense_candidates(processors, 4100, 4096, room) == []
 
 
 def test_it_serves_only_weights_whose_plans_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:

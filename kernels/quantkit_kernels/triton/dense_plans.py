@@ -24,14 +24,16 @@ class DenseRowsPlan:
 
 
 def dense_candidates(processors: int, n: int, k: int, room: int) -> list[DenseRowsPlan]:
-    """Those for W[n, k] that fill the card, leave each program some of K, and whose stages fit `room` bytes of shared memory."""
+    """Those for W[n, k] that fill the card and leave each program some of K, with as many of their stages as fit `room` bytes of shared
+    memory, two at least."""
     least, most = (processors * times for times in _PROGRAMS)
-    shapes = [shape for shape in _SHAPES if n % shape[0] == k % shape[1] == 0]
-    plans = [DenseRowsPlan(rows, features, split, warps, stages) for rows, features, warps, stages in shapes for split in _SPLITS]
-    return [
-        plan
-        for plan in plans
-        if least <= n // plan.rows * plan.split <= most
-        and k // plan.features // plan.split >= _FEWEST_STEPS
-        and (plan.rows + MOST_ROWS) * plan.features * 2 * plan.stages <= room
-    ]
+    found: list[DenseRowsPlan] = []
+    for rows, features, warps, stages in _SHAPES:
+        fitting = min(stages, room // ((rows + MOST_ROWS) * features * 2))
+        if n % rows or k % features or fitting < 2:
+            continue
+        for split in _SPLITS:
+            plan = DenseRowsPlan(rows, features, split, warps, fitting)
+            if least <= n // rows * split <= most and k // features // split >= _FEWEST_STEPS and plan not in found:
+                found.append(plan)
+    return found
