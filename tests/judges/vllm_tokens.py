@@ -51,8 +51,10 @@ UNQUANTIZED = ("pangu_ultra_moe",)  # it has experts, and vLLM on CPU takes none
 MAX_TOKENS = 24
 TIE = 0.15  # a gap of log-probabilities that BF16 may turn around, at least: twice what they differ by,
 INT8_TIE = 0.4  # and one that BF16 may where it changes how an activation rounds to int8
-TOLERANCE = 0.16  # mean absolute difference of log-probabilities of the five likeliest tokens (0.126 seen, with AMX; controls 2.4 and 3.4),
-INT8_TOLERANCE = 0.25  # and where activations round to int8, which models with a small residual stream, the tied ones, feel most
+# Mean absolute difference of log-probabilities of the five likeliest tokens. Seen: 0.126 with AMX, 0.166 on a processor without BF16;
+# controls 2.4 to 3.6.
+TOLERANCE = 0.2
+INT8_TOLERANCE = 0.25  # the same where activations round to int8, which models with a small residual stream, the tied ones, feel most
 
 
 @dataclass(frozen=True)
