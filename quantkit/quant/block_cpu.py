@@ -9,6 +9,8 @@ from quantkit.quant.integer import int_range
 from quantkit.quant.rounding import IntRounder, Rounder, RoundingStep
 
 _INTEGER, _INTEGER_WITH_ZERO, _E2M1 = range(3)
+_MOST_COLUMNS = 128
+"""For which the C++ has room."""
 
 
 def is_there() -> bool:
@@ -17,10 +19,11 @@ def is_there() -> bool:
 
 
 def round_block(target: Tensor, reaction: Tensor, rounder: Rounder, step: RoundingStep, values: Tensor) -> Tensor:
-    """As `gptq`'s own: rounds target [..., C, N], C at most `gptq.BLOCK`, into `values`, a part of [..., K, N], and returns the rounding
+    """As `gptq`'s own: rounds target [..., C, N], C at most 128, into `values`, a part of [..., K, N], and returns the rounding
     errors [..., C, N]; target is not changed. reaction [..., C, C]: by how much column i changes for an error of 1 in column j. At most
     one leading dimension."""
     columns, rows = target.shape[-2:]
+    assert columns <= _MOST_COLUMNS, columns
     zero = step.step if step.zero is None else step.zero
     told = [one.contiguous() for one in (target, reaction, step.step, zero)]
     missed = torch.empty_like(told[0])

@@ -56,7 +56,7 @@ def test_tokens_that_fill_no_tile(plan: DenseRowsPlan, dtype: torch.dtype) -> No
 
 
 @RUNS
-def test_a_linear_takes_the_plan_of_its_rows_and_the_library_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_linear_takes_the_plan_of_its_rows_and_the_library_elsewhere() -> None:
     """One row and more than 64: the library. Rows that do not lie side by side are copied."""
     first, second = PLANS[:2]
     fields = [[N, K, 1, [0] * 5], [N, K, 16, [64, 128, 1, 4, 4]], [N, K, 64, [64, 128, 3, 4, 6]]]
@@ -86,7 +86,7 @@ def test_candidates_compute_all_of_a_weight_and_fit_the_card(card: str, processo
     assert dense_candidates(processors, 4100, 4096, room) == []
 
 
-def test_it_serves_only_weights_whose_plans_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_serves_only_weights_whose_plans_were_measured() -> None:
     assert cards.why_no_dense("sm_80", ()) is not None, "nothing was measured"
     write_plans("sm_80", [[4096, 4096, 8, [64, 128, 2, 4, 6]], [6144, 4096, 8, [0] * 5]])
     assert cards.why_no_dense("sm_80", ()) is None
