@@ -13,7 +13,8 @@ What servers say is printed as it comes. A server that is not up in time, or doe
 stacks of ours in its log; one of ours is then started once more.
 
 Cells come in the order of CELLS, of all cases in turn, until the time of an engine is up. Rows are kept in DIRECTORY/beside.json, and what
-is there is not measured again. --steps write,run: the first writes the models, on --device.
+is there is not measured again. --traces: with when each request was sent and had its first token and every later one, in ms.
+--steps write,run: the first writes the models, on --device.
 """
 
 import argparse
@@ -54,7 +55,7 @@ PEER_WARM = tuple((tokens - odd, 1) for tokens in (256, 512, 1024, 1536, 2048, 3
 does not divide the number of tokens. Some of its rounds took ten times as long as others where they were not made."""
 WARM_S = 90.0
 ROUNDS, LONG_S = 3, 1.6
-"""Rounds of a cell, and after how many seconds of them no further one begins."""
+"""Rounds of a cell, and after how many seconds of them, unless --long says so, no further one begins."""
 ANSWERS, ANSWER_INPUT, ANSWER_OUTPUT, ARRIVING = 32, 1024, 512, 16000
 LEAST_BOUND_S = 20.0
 """How long a cell may take at least, before its server is ended and, if it is ours, started again."""
@@ -210,14 +211,21 @@ def requests(url: str, tokens: int, users: int, output: int) -> list[RequestTime
     return times
 
 
-def cell_of(url: str, cell: str) -> Rows:
+def cell_of(url: str, cell: str, asked: argparse.Namespace) -> Rows:
     """Of its rounds."""
     tokens, users = (int(part) for part in cell.split("x"))
     rows, began = Rows(), time.monotonic()
-    while len(rows) < ROUNDS and (not rows or time.monotonic() - began < LONG_S):
-        row = summarize(requests(url, tokens, users, OUTPUT), tokens, users).to_json()
-        rows.append({key: row[key] for key in (*KEYS, "latency_s")})
+    while len(rows) < ROUNDS and (not rows or time.monotonic() - began < asked.long):
+        times = requests(url, tokens, users, OUTPUT)
+        row = summarize(times, tokens, users).to_json()
+        rows.append({key: row[key] for key in (*KEYS, "latency_s")} | ({"trace_ms": trace_of(times)} if asked.traces else {}))
     return rows
+
+
+def trace_of(times: list[RequestTimes]) -> list[str]:
+    """Of each request, from when the first was sent: sent, first token; then the gaps after it."""
+    began = min(one.sent for one in times)
+    return [" ".join(f"{1e3 * at:.1f}" for at in (one.sent - began, one.first_token - began, *one.gaps)) for one in times]
 
 
 def gap_of(url: str) -> Rows:
@@ -267,7 +275,7 @@ def measure(cases: list[Case], group: tuple[str, ...], asked: argparse.Namespace
             missing = [engine for engine in group if engine not in rows]
             if time.monotonic() + len(missing) * expected_s(cell) < until:
                 for engine in missing:
-                    measure_one(case, engine, case.servers[engine], cell, rows)
+                    measure_one(case, engine, case.servers[engine], cell, rows, asked)
             (asked.directory / "beside.json").write_text(json.dumps(found, indent=1))
             for line in told(case.name, cell, rows):
                 print(line, flush=True)
@@ -275,9 +283,9 @@ def measure(cases: list[Case], group: tuple[str, ...], asked: argparse.Namespace
             start_again(cases, engine, asked)
 
 
-def measure_one(case: Case, name: str, server: Server, cell: str, rows: dict[str, Rows]) -> None:
-    bound = max(LEAST_BOUND_S, 2 * expected_s(cell))
-    took = attempt(f"{case.name} {name} {cell}", server, gap_of if cell == "gap" else partial(cell_of, cell=cell), bound)
+def measure_one(case: Case, name: str, server: Server, cell: str, rows: dict[str, Rows], asked: argparse.Namespace) -> None:
+    bound = max(LEAST_BOUND_S, 2 * expected_s(cell) + asked.long)
+    took = attempt(f"{case.name} {name} {cell}", server, gap_of if cell == "gap" else partial(cell_of, cell=cell, asked=asked), bound)
     rows |= {name: took} if took else {}
 
 
@@ -357,6 +365,8 @@ def main() -> int:
         "--head-start", type=float, default=0, help="seconds, with --together, of ours before vLLM's; after it where negative"
     )
     parser.add_argument("--chunk-tokens", type=int, default=0, help="of another server of ours, beside the one that chooses")
+    parser.add_argument("--long", type=float, default=LONG_S, help=f"seconds of a cell's rounds after which none of its {ROUNDS} begins")
+    parser.add_argument("--traces", action="store_true", help="keep the times of every token of every request")
     parser.add_argument("--layers", type=int, default=0, help="of the models; all by default")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--wait", type=float, default=150, help="seconds that servers may take to come up")

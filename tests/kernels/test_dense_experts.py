@@ -6,7 +6,8 @@ from kernel_weights import exact_experts, random_experts
 from quantkit_kernels import ExpertsBuilder
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.samples import TOLERANCE, distance
-from quantkit_kernels.triton.dense_experts import PLANS, DenseExperts
+from quantkit_kernels.triton.dense_experts import PLANS, DenseExperts, sort_many_pairs
+from quantkit_kernels.triton.experts import sort_pairs
 from quantkit_kernels.weights import Weight
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -51,5 +52,17 @@ def test_more_pairs_than_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -
     x = torch.randn(50, 64, generator=rng).bfloat16().to(DEVICE)
     ids, topk_weights = torch.randint(COUNT, (50, 3), generator=rng).to(DEVICE), torch.rand(50, 3, generator=rng).to(DEVICE)
     whole = experts(x, ids, topk_weights)
-    monkeypatch.setattr("quantkit_kernels.triton.experts.MOST_PAIRS", 32)
+    monkeypatch.setattr("quantkit_kernels.triton.dense_experts.KEPT_BYTES", 32 * (4 * 64 + 2 * 48))
     assert torch.equal(experts(x, ids, topk_weights), whole)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "count", "tile"), [(300, 2, 5, 16), (1000, 3, 60, 32), (7, 1, 3, 16), (130, 8, 64, 128)])
+def test_many_pairs_are_sorted_as_few_are(tokens: int, top_k: int, count: int, tile: int) -> None:
+    rng = torch.Generator().manual_seed(tokens)
+    ids = torch.rand(tokens, count, generator=rng).topk(top_k).indices.to(DEVICE)
+    found, expected = (sort(ids, count, tile) for sort in (sort_many_pairs, sort_pairs))
+    assert torch.equal(found.tile_expert, expected.tile_expert)
+    used = expected.tile_expert >= 0
+    assert torch.equal(found.tile_count[used], expected.tile_count[used])
+    filled = (torch.arange(tile, device=DEVICE) < found.tile_count[:, None]) & used[:, None]
+    assert torch.equal(found.order.view(-1, tile)[filled], expected.order.view(-1, tile)[filled])

@@ -47,6 +47,7 @@ from quantkit_kernels import (  # noqa: E402
 from quantkit_kernels.codes import empty_keys, empty_latents  # noqa: E402
 from quantkit_kernels.samples import random_weight  # noqa: E402
 from quantkit_kernels.triton import cards  # noqa: E402
+from quantkit_kernels.triton.dense_experts import MANY_PAIRS  # noqa: E402
 from quantkit_kernels.triton.dense_linear import multiply_rows  # noqa: E402
 from quantkit_kernels.triton.dense_plans import dense_candidates  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -180,7 +181,8 @@ def experts(grid: str) -> None:
     rng = torch.Generator().manual_seed(0)
     gate, down = random_weight(grid, 256, 2048, rng), random_weight(grid, 2048, 256, rng)
     prepared = prepare_experts([gate] * 8, [gate] * 8, [down] * 8, backend="triton")
-    for tokens in (1, 128) if not EVERY else (1, 20, 64, 128):
+    prompts = (MANY_PAIRS // 8,) if grid == "dense" else ()
+    for tokens in (1, 128, *prompts) if not EVERY else (1, 20, 64, 128, *prompts):
         prepared(zeros(tokens, 2048), zeros(tokens, 8, dtype=torch.int64), zeros(tokens, 8, dtype=torch.float32))
 
 

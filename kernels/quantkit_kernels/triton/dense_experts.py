@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels.experts import Experts, StackedLayout
-from quantkit_kernels.pairs import Slots
+from quantkit_kernels.pairs import Slots, empty_slots
 from quantkit_kernels.triton import rows
 from quantkit_kernels.triton.cards import architecture, overlapped, shared_bytes
 from quantkit_kernels.triton.experts import in_parts, sort_pairs
@@ -18,7 +18,8 @@ from quantkit_kernels.triton.experts import in_parts, sort_pairs
 
 class DensePlan(NamedTuple):
     """most: pairs an expert up to which this one is taken. pairs: of a tile. rows, features: of a tile of gate and up, and of a step along
-    K. down: rows of one of its tiles. stages: steps of weights under way at once, where the card's shared memory holds them."""
+    K. down: rows of one of its tiles. stages: steps of weights under way at once, where the card's shared memory holds them. rounded:
+    whether a pair's result is rounded before it is added to those of its token, as is written and read then in half of the time."""
 
     most: float
     pairs: int
@@ -27,15 +28,28 @@ class DensePlan(NamedTuple):
     features: int
     warps: int
     stages: int
+    rounded: bool = False
 
 
 PLANS = (
     DensePlan(8, 16, 64, 64, 128, 4, 5),
     DensePlan(24, 32, 64, 128, 128, 4, 4),
-    DensePlan(64, 64, 128, 128, 64, 4, 4),
-    DensePlan(math.inf, 128, 128, 128, 64, 8, 4),
+    DensePlan(64, 64, 128, 256, 64, 8, 4),
+    DensePlan(math.inf, 128, 128, 256, 64, 8, 4, rounded=True),
 )
-"""The fastest on an H200 of up to 59, with 128 experts of 2048 x 768, 256 of 7168 x 512, 8 of 4096 x 14336 and 32 of 2880 x 1440."""
+"""The fastest on an H200 of up to 59, with 128 experts of 2048 x 768, 256 of 7168 x 512, 8 of 4096 x 14336 and 32 of 2880 x 1440; the last
+two of 14 with 1024 to 8192 tokens of the first of these."""
+
+
+_WIDE = ("sm_90",)
+"""Cards whose matrix instructions read both operands from shared memory: with registers for them, 256 rows of down do not fit elsewhere."""
+MANY_PAIRS = 8192
+"""From so many on, pairs are sorted in two launches whose programs read their own, not in one whose programs read all."""
+_SORTED, _LOOKED_AT = 256, 32
+"""Pairs of a program that sorts; how many of them, and of programs, it looks at at once."""
+KEPT_BYTES = 1 << 30
+"""Of pairs that are computed at once, between the launches. Each part reads all experts and leaves tiles half empty: 8192 tokens of
+Qwen3-30B-A3B, 0.6 GB, are one."""
 
 
 class DenseExperts(Experts):
@@ -52,14 +66,16 @@ class DenseExperts(Experts):
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         each = topk_ids.numel() / self.num_experts
         plan = next(plan for plan in PLANS if each <= plan.most)
-        return in_parts(partial(self.by_plan, plan=plan), x, topk_ids, topk_weights)
+        kept = 4 * self.hidden + 2 * self.intermediate
+        return in_parts(partial(self.by_plan, plan=plan), x, topk_ids, topk_weights, max(1, KEPT_BYTES // kept))
 
     def by_plan(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: DensePlan) -> Tensor:
         pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
-        slots = sort_pairs(topk_ids, self.num_experts, plan.pairs)
+        sort = sort_pairs if pairs < MANY_PAIRS else sort_many_pairs
+        slots = sort(topk_ids, self.num_experts, plan.pairs)
         between = torch.empty(pairs, self.intermediate, dtype=self.dtype, device=x.device)
         self._multiply(x, self.gate_up, between, slots, plan, top_k=top_k)
-        weighed = torch.empty(pairs, self.hidden, dtype=torch.float32, device=x.device)
+        weighed = torch.empty(pairs, self.hidden, dtype=self.dtype if plan.rounded else torch.float32, device=x.device)
         self._multiply(between, self.down, weighed, slots, plan, pair_weights=topk_weights)
         y = torch.empty_like(x)
         rows.sum_pairs(weighed, y)
@@ -71,15 +87,33 @@ class DenseExperts(Experts):
         from quantkit_kernels.triton.dense_experts_kernel import multiply_pairs as kernel
 
         gated = pair_weights is None
-        n, k, tile = out.shape[1], weight.shape[2], plan.rows if gated else plan.down
-        step = 2 * plan.features * (2 * plan.rows + plan.pairs if gated else plan.down + plan.pairs)
+        name = architecture(x.device)
+        down = plan.down if name in _WIDE else min(plan.down, 128)
+        n, k, tile = out.shape[1], weight.shape[2], plan.rows if gated else down
+        step = 2 * plan.features * (2 * plan.rows + plan.pairs if gated else down + plan.pairs)
         kernel[(-(-n // tile), len(slots.tile_expert))](
             x, weight, out, slots.order, slots.tile_expert, slots.tile_count,
             out if pair_weights is None else pair_weights, n, k, top_k,
             GATED=gated, BN=tile, BM=plan.pairs, BK=plan.features, EVEN_K=k % plan.features == 0,
-            STAGES=min(plan.stages, shared_bytes(architecture(x.device)) // step),
+            STAGES=min(plan.stages, shared_bytes(name) // step),
             num_warps=plan.warps, **overlapped(x.device),
         )  # fmt: skip
+
+
+def sort_many_pairs(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
+    """As `sort_pairs`."""
+    from quantkit_kernels.triton.dense_sort_kernel import count_pairs, place_pairs
+
+    pairs, how = topk_ids.numel(), overlapped(topk_ids.device)
+    slots = empty_slots(topk_ids, num_experts, tokens)
+    blocks, tiles, experts = -(-pairs // _SORTED), slots.tile_count.numel(), max(2, rows.power_of_two(num_experts))
+    counts = torch.empty(blocks, experts, dtype=torch.int32, device=topk_ids.device)
+    count_pairs[(blocks,)](topk_ids, pairs, counts, EXPERTS=experts, BLOCK=_SORTED, **how)
+    place_pairs[(blocks,)](
+        topk_ids, pairs, counts, blocks, *slots, tiles,
+        EXPERTS=experts, TOKENS=tokens, BLOCK=_SORTED, TILES=rows.power_of_two(-(-tiles // blocks)), SOME=_LOOKED_AT, **how,
+    )  # fmt: skip
+    return slots
 
 
 class DenseExpertsLayout(StackedLayout):

@@ -17,7 +17,8 @@ def multiply_pairs(
     """A program per BN of n features and tile of BM pairs of one expert.
 
     GATED: weight [E, 2n, k], gate's rows first; out[pair] = silu(gate) * up of x[pair // top_k], in x's type. Else weight [E, n, k];
-    out[pair] = pair_weights[pair] times the product of x[pair], float32. The tables are those of `Slots`; BM is their tokens.
+    out[pair] = pair_weights[pair] times the product of x[pair], in float32 or rounded to out's type. The tables are those of `Slots`; BM
+    is their tokens.
     """
     tile = tl.program_id(1)
     wait_for_input(PDL)
@@ -55,5 +56,7 @@ def multiply_pairs(
         result = rounded(gated(sums, others, 1.0, 0.0, 0.0), x.dtype.element_ty)
     else:
         result = sums * tl.load(pair_weights + pair, mask=slot < count, other=0.0)[None, :]
+        if out.dtype.element_ty != tl.float32:
+            result = rounded(result, out.dtype.element_ty)
     to = out + pair.to(tl.int64)[None, :] * n + rows[:, None]
     tl.store(to, result, mask=(slot < count)[None, :] & (rows < n)[:, None])

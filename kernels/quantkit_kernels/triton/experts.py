@@ -38,7 +38,7 @@ class TritonExperts(Experts):
         plan = experts_plan(
             architecture(self.device), self.gate_up.kind, self.intermediate, self.hidden, topk_ids.numel() / self.num_experts
         )
-        return in_parts(partial(self.by_plan, plan=plan), x, topk_ids, topk_weights)
+        return in_parts(partial(self.by_plan, plan=plan), x, topk_ids, topk_weights, MOST_PAIRS)
 
     def by_plan(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: ExpertsPlan, split: int = 0) -> Tensor:
         """split: programs that share K of gate and up; 0 for as many as the rule says."""
@@ -61,9 +61,9 @@ class TritonExperts(Experts):
         return rows.quantize_rows(x) if self.gate_up.kind == "int8" else (x, None)
 
 
-def in_parts(compute: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-    """What `compute` makes of x[T, H], topk_ids[T, k] and topk_weights[T, k], of MOST_PAIRS pairs at a time."""
-    tokens = max(1, MOST_PAIRS // topk_ids.shape[1])
+def in_parts(compute: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, topk_ids: Tensor, topk_weights: Tensor, most: int) -> Tensor:
+    """What `compute` makes of x[T, H], topk_ids[T, k] and topk_weights[T, k], of `most` pairs at a time."""
+    tokens = max(1, most // topk_ids.shape[1])
     parts = zip(x.contiguous().split(tokens), topk_ids.contiguous().split(tokens), topk_weights.contiguous().split(tokens))
     results = [compute(*part) for part in parts]
     return results[0] if len(results) == 1 else torch.cat(results)

@@ -27,7 +27,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sum_pairs(weighed: Tensor, y: Tensor) -> None:
-    """y[T, H] = the sum over each token's k rows of weighed float32 [T * k, H]."""
+    """y[T, H] = the sum in float32 over each token's k rows of weighed [T * k, H], float32 or of y's type."""
     from quantkit_kernels.triton.rows_kernel import sum_pairs as kernel
 
     width = y.shape[1]

@@ -98,12 +98,12 @@ def gate_and_mul(
 
 @triton.jit
 def sum_pairs(weighed, y, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """y[t] = the sum of rows t * TOP_K .. t * TOP_K + TOP_K - 1 of weighed float32."""
+    """y[t] = the sum in float32 of rows t * TOP_K .. t * TOP_K + TOP_K - 1 of weighed."""
     wait_for_input(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(TOP_K):
-        total += tl.load(weighed + (row * TOP_K + i) * width + at, mask=inside, other=0.0)
+        total += tl.load(weighed + (row * TOP_K + i) * width + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + row * width + at, rounded(total, y.dtype.element_ty), mask=inside)

@@ -121,7 +121,7 @@ def linears(kind: str, n: int, k: int, rng: torch.Generator) -> list[TritonLinea
 @contextmanager
 def compilers() -> Iterator[Compilers]:
     """By several processes, each of which runs a kernel once."""
-    count = max(1, (os.cpu_count() or 2) - 2)
+    count = max(1, len(os.sched_getaffinity(0)) - 2)
     # Who stops the command stops its first process, which ends the others: they need not say so one by one.
     with multiprocessing.get_context("spawn").Pool(count, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
         yield partial(pool.map, chunksize=1)
