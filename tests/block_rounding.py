@@ -1,21 +1,21 @@
 """Blocks of GPTQ's columns, and how a kernel that rounds one is held against PyTorch's own operations."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from quantkit.quant import gptq
-from quantkit.quant.rounding import Fp4Rounder, IntRounder, Rounder, RoundingStep
+from quantkit.quant.column_steps import ColumnSteps
+from quantkit.quant.gptq import RoundBlock
+from quantkit.quant.rounding import Fp4Rounder, IntRounder, Mxfp4Rounder, Rounder, RoundingStep
 from quantkit.schemes import IntGrid
 
 GRIDS: dict[str, Rounder] = {
     "int4 with zero points": IntRounder(IntGrid(4, 128, False), torch.bfloat16),
     "int8": IntRounder(IntGrid(8, None, True), torch.float32),
     "fp4": Fp4Rounder(torch.tensor(0.01)),
+    "mxfp4": Mxfp4Rounder(),
 }
-SHAPES = [(128, 100), (128, 1), (3, 128, 100), (2, 48, 33)]
-RoundBlock = Callable[[Tensor, Tensor, Rounder, RoundingStep, Tensor], Tensor]
+SHAPES = [(128, 20), (128, 1), (3, 40, 9), (2, 48, 20), (2, 2100)]
 
 
 def random_step(rounder: Rounder, shape: tuple[int, ...], device: str) -> RoundingStep:
@@ -33,27 +33,43 @@ def random_reaction(lead: tuple[int, ...], columns: int, device: str) -> Tensor:
 
 
 def assert_as_column_by_column(round_block: RoundBlock, rounder: Rounder, shape: tuple[int, ...], device: str) -> None:
+    """Steps of groups that come in any order; a batch of them, or one for all."""
     torch.manual_seed(1)
     *lead, columns, rows = shape
-    target, step = torch.randn(shape, device=device), random_step(rounder, shape, device)
-    reaction = random_reaction(tuple(lead), columns, device)
-    expected, found = (torch.full((*lead, 3 * columns, rows), torch.nan, device=device) for _ in range(2))
+    groups = torch.randint(5, (*lead, columns), device=device)
+    steps = ColumnSteps(random_step(rounder, (*lead, 5, rows), device), groups)
+    target, reaction = torch.randn(shape, device=device), random_reaction(tuple(lead), columns, device)
+    pivot = torch.rand(*lead, columns, 1, device=device) + 0.5
+    expected, found, apart, seen = (torch.full((*lead, 3 * columns, rows), torch.nan, device=device) for _ in range(4))
+    before = torch.randn((*lead, 3 * columns, rows), device=device)
     own = slice(columns, 2 * columns)
-    missed = gptq._round_block(target.clone(), reaction, rounder, step, expected[..., own, :])
-    told = round_block(target, reaction, rounder, step, found[..., own, :])
-    outside = torch.cat((found[..., :columns, :], found[..., 2 * columns :, :]), dim=-2)
-    assert outside.isnan().all(), "written outside of its block"
+    missed = gptq._round_block(target.clone(), reaction, rounder, steps.spread, expected[..., own, :])
+    told = (part[..., own, :] for part in (found, before, apart, seen))
+    round_block(target.clone(), reaction, rounder, steps, *told, pivot)
+    for written in (found, apart, seen):
+        outside = torch.cat((written[..., :columns, :], written[..., 2 * columns :, :]), dim=-2)
+        assert outside.isnan().all(), "written outside of its block"
     # Sums in another order: a value between two levels may fall on the other, and the columns after it answer to that.
     changed = (found[..., own, :] != expected[..., own, :]).any(-2)
     assert changed.float().mean() <= 0.02
     same = ~changed.unsqueeze(-2).expand(shape)
-    torch.testing.assert_close(told[same], missed[same], rtol=0, atol=1e-4)
+    torch.testing.assert_close(seen[..., own, :][same], (missed * pivot)[same], rtol=0, atol=1.5e-4)
+    torch.testing.assert_close(apart[..., own, :], (before - found)[..., own, :], rtol=0, atol=1e-6)
+    # As descent asks: in place of what was there, whose change is told.
+    again, change = before.clone(), torch.empty_like(target)
+    round_block(target.clone(), reaction, rounder, steps, again[..., own, :], again[..., own, :], change)
+    assert torch.equal(again[..., own, :], found[..., own, :])
+    assert torch.equal(change, apart[..., own, :])
+    assert torch.equal(again[..., :columns, :], before[..., :columns, :])
+    assert torch.equal(again[..., 2 * columns :, :], before[..., 2 * columns :, :])
 
 
 def assert_ties_fall_to_even_and_ends_are_kept(round_block: RoundBlock, rounder: Rounder, device: str) -> None:
     w = torch.tensor([0.5, 1.5, 2.5, -0.5, 100.0, -100.0, 5.0, 0.25], device=device).expand(1, -1).contiguous()
     zero = isinstance(rounder, IntRounder) and not rounder.grid.symmetric
     step = RoundingStep(torch.ones_like(w), torch.zeros_like(w) if zero else None)
-    values = torch.empty_like(w)
-    round_block(w, torch.zeros(1, 1, device=device), rounder, step, values)
+    values, apart = torch.empty_like(w), torch.empty_like(w)
+    steps = ColumnSteps(step, torch.zeros(1, dtype=torch.int64, device=device))
+    round_block(w.clone(), torch.zeros(1, 1, device=device), rounder, steps, values, w, apart)
     assert torch.equal(values, rounder.snap(w, step))
+    assert torch.equal(apart, w - values)

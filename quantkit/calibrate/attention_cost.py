@@ -19,6 +19,7 @@ from torch import Tensor
 from quantkit.calibrate.scale import FoldedTensors, Scaled, ScaledInput
 from quantkit.models.table import Parameter, Projection
 from quantkit.quant.gptq import Curvature
+from quantkit.quant.tensor_cores import tensor_core_products
 
 
 def attention_costs(scaled: Scaled, folded: FoldedTensors) -> dict[str, Curvature]:
@@ -51,6 +52,7 @@ def _by_projection(rows: list[Parameter]) -> dict[Projection, Parameter]:
     return found if len(found) == len(own) else {}
 
 
+@tensor_core_products()
 def _value_costs(outputs: Curvature, o: Tensor, heads: int) -> Tensor:
     """O_h^T M O_h of every head, [heads, V, V], for o [H, heads * V]."""
     seen = (outputs.factor.t() @ own.index_select(0, outputs.order) for own in o.chunk(heads, dim=1))

@@ -17,6 +17,7 @@ from quantkit.calibrate.ends import Ends
 from quantkit.calibrate.next_token_kl import BLOCK_ROWS, Softmax
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.models.table import Parameter, ScaleGroup
+from quantkit.quant.tensor_cores import tensor_core_products
 
 READ_NORMS = 2
 """Norms whose readers count: with one, KL rises by 40 % on tiny-r1; a third changes nothing."""
@@ -93,6 +94,7 @@ class ResidualStream:
         norm = next((row for row in following if self.norm is not None and row.shape == self.norm.shape), self.norm)
         return None if norm is None else self.source.gain(norm).square()
 
+    @tensor_core_products()
     def cost(self, sublayer: Sequence[Parameter], hidden: Tensor, eps: float) -> Tensor:
         """Of an error in what the sublayer with these parameters writes, [H, H]. hidden float32 [T, H]: the stream before it. Where none of
         its norms is known to read the stream, the next token alone counts."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint, check_finite
 from quantkit.models.table import Parameter
-from quantkit.quant.weights import dequantize
+from quantkit.quant.weights import Weight, dequantize
 
 
 class ParameterReader:
@@ -15,7 +15,11 @@ class ParameterReader:
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
         self.checkpoint, self.device = checkpoint, device
+        self.holds = device.type != "cpu"
+        """Whether stored tensors stay where they are computed with: an accelerator's memory has room, and is far from the disk's cache."""
         self._held: dict[str, Tensor] = {}
+        self._kept: dict[str, Weight | None] = {}
+        """Of what `keep` named, by tensor name, what was read already."""
 
     def stored_bytes(self, row: Parameter) -> int:
         return sum(self.checkpoint.tensors[name].nbytes for name in self.parts(row))
@@ -34,11 +38,25 @@ class ParameterReader:
 
     def dequantized(self, row: Parameter) -> Tensor:
         """float32 on the device."""
-        device = self.device  # packed bytes travel, not float32
-        packed = row.module in self.checkpoint.linears
-        value = dequantize(self.checkpoint.weight(row.module, device) if packed else self.checkpoint.read(row.name, device))
+        kept = self._kept.get(row.name)
+        if kept is not None:
+            return dequantize(kept)
+        stored = self._stored(row)
+        value = dequantize(stored)
         check_finite(row.name, value)
+        if row.name in self._kept and value is not stored:  # else a caller may change it
+            self._kept[row.name] = stored
         return value
+
+    def _stored(self, row: Parameter) -> Weight:
+        """On the device: packed bytes travel, not float32."""
+        packed = row.module in self.checkpoint.linears
+        return self.checkpoint.weight(row.module, self.device) if packed else self.checkpoint.read(row.name, self.device)
+
+    def keep(self, rows: Iterable[Parameter]) -> None:
+        """Hold these where that is done, from when they are read on, as they are stored, and let go of others: those of a sublayer are
+        asked for six times."""
+        self._kept = dict.fromkeys(row.name for row in rows) if self.holds else {}
 
     def gain(self, row: Parameter) -> Tensor:
         """What a norm multiplies by, float32 on the device."""
@@ -53,7 +71,7 @@ class ParameterReader:
     def blocks(self, row: Parameter, count: int) -> Iterator[Tensor]:
         """A matrix, `count` rows at a time, float32 on the device. An accelerator keeps it as it is stored, if not packed: it is asked for
         twice a layer."""
-        if self.device.type != "cpu" and row.module not in self.checkpoint.linears:
+        if self.holds and row.module not in self.checkpoint.linears:
             if row.name not in self._held:
                 self._held[row.name] = self.checkpoint.read(row.name, self.device)
             yield from (rows.float() for rows in self._held[row.name].split(count))

@@ -13,10 +13,11 @@ from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.hidden_states import HiddenStates
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.parameter_reader import ParameterReader
-from quantkit.calibrate.routing import Recorder, Routed
+from quantkit.calibrate.ranks import Ranks
+from quantkit.calibrate.routing import Recorder, Routed, no_experts
 from quantkit.calibrate.solver import Solver
 from quantkit.calibrate.solvers import Solvers
-from quantkit.calibrate.sublayer import Sublayer
+from quantkit.calibrate.sublayer import Sublayer, advance
 from quantkit.models.table import GatedMlp, Parameter
 
 
@@ -31,15 +32,15 @@ class PlainPath:
     cache: CodedCache | None = None
     routed: Routed | None = None
 
-    def advance(self, sublayer: Sublayer) -> None:
+    def advance(self, sublayer: Sublayer, ranks: Ranks) -> None:
         """Through this sublayer. Routed experts add their outputs afterwards."""
         recorder = Recorder(len(self.states.hidden))
-        own = [row.module for row in sublayer.rows if row.module in sublayer.quantized]
-        block = sublayer.build(LayerWeights(self._rounded(sublayer), recorder, readings=self.solvers.readings(own)))
-        cache = self.cache if self.cache is not None and self.cache.covers(sublayer) else None
-        run = sublayer.run if cache is None else cache.run_uncalibrated(sublayer, block, self.states)
-        for batch in self.states.batches():
-            self.states.hidden[batch.part] = run(block, self.states.hidden[batch.part], batch.lengths)
+        tensors = self._rounded(sublayer)
+        readings = self.solvers.readings([row.module for row in sublayer.rows if row.module in sublayer.quantized])
+        if self.cache is not None and self.cache.covers(sublayer):
+            block = sublayer.build(LayerWeights(tensors, no_experts, readings=readings))
+            sublayer = replace(sublayer, run=self.cache.run_uncalibrated(sublayer, block, self.states))
+        advance(sublayer, tensors, self.states, readings, ranks, no_experts if sublayer.experts is None else recorder)
         self.routed = recorder.routed(0, 0)
 
     def asked(self, number: int) -> tuple[Tensor, Tensor]:

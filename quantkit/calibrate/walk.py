@@ -189,8 +189,9 @@ class Walk:
     def _walk(self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None) -> None:
         """Solve a sublayer, or take what an earlier run wrote, and replace the hidden states by those after it."""
         unit = sublayer.name
+        self.model.weights.keep(sublayer.needed)
         if self.plain is not None:
-            self.plain.advance(sublayer)
+            self.plain.advance(sublayer, self.ranks)
         done = self.log.store.done(unit)
         written = self._found(sublayer, states, experts) if done else self._solved(sublayer, states, experts)
         if self.path is not None:

@@ -8,7 +8,7 @@ stated memory bound meaningless.
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+NOTHING_ELSE: Mapping[str, str] = {}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_VALUES = 2**62  # of a tensor, were its empty dimensions not empty: torch counts in 64 bits
 
@@ -158,12 +159,12 @@ def _damaged(path: Path, what: str) -> QuantkitError:
     return QuantkitError(f"{path} {what}", "download or copy that file again")
 
 
-def encode_header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[TensorInfo]]:
-    """Header bytes for tensors stored in the given order, and where each will lie (`shard` left empty).
+def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] = NOTHING_ELSE) -> tuple[bytes, list[TensorInfo]]:
+    """Header bytes for tensors stored in the given order, and where each will lie (`shard` left empty). metadata: more of it.
 
     The header is padded to a multiple of 8, so that tensors sorted by falling item size are all aligned.
     """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}  # transformers refuses a file without it
     offset = 0
     for spec in specs:
         entries[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, offset + spec.nbytes]}
@@ -188,3 +189,15 @@ def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
             break
         done += count
     return done
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """All of `data` from `offset` of an open file on. Other threads go on meanwhile."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Those of a contiguous tensor on the host, as they lie in memory."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)

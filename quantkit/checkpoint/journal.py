@@ -9,7 +9,7 @@ is dropped.
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -74,16 +74,29 @@ def read_fingerprint(path: Path) -> dict[str, str]:
     return dict(first.get("fingerprint", {}))
 
 
-def read_entries(paths: Iterable[Path]) -> dict[str, JournalEntry]:
-    """Finished units of all processes; of a unit written twice, the last line of its journal."""
-    entries: dict[str, JournalEntry] = {}
-    for path in paths:
-        for line in _whole_lines(path)[1:]:
-            fields = json.loads(line)
-            entries[fields["unit"]] = JournalEntry(
-                fields["unit"], tuple(fields["tensors"]), fields["sha256"], fields["facts"], fields["source"]
-            )
-    return entries
+class Journals:
+    """What is in the journals of all processes in `directory`, read as they grow: after fifty layers they are long."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._read: dict[Path, int] = {}
+        """Bytes of whole lines that were read, by journal."""
+
+    def more(self) -> dict[str, JournalEntry]:
+        """Units that were entered since the last call; of one written twice, the last line of its journal."""
+        entries: dict[str, JournalEntry] = {}
+        for path in journals(self._directory):
+            start = self._read.get(path, 0)
+            with path.open("rb") as file:
+                file.seek(start)
+                lines = list(takewhile(_is_whole, file))
+            for line in lines if start else lines[1:]:
+                fields = json.loads(line)
+                entries[fields["unit"]] = JournalEntry(
+                    fields["unit"], tuple(fields["tensors"]), fields["sha256"], fields["facts"], fields["source"]
+                )
+            self._read[path] = start + sum(map(len, lines))
+        return entries
 
 
 def _whole_lines(path: Path) -> list[bytes]:

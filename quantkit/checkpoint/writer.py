@@ -30,9 +30,9 @@ from torch import Tensor
 
 from quantkit.amounts import size
 from quantkit.checkpoint.background_writer import BackgroundWriter
-from quantkit.checkpoint.header import TensorInfo, TensorSpec, read_at
+from quantkit.checkpoint.header import TensorInfo, TensorSpec, bytes_of, read_at, write_at
 from quantkit.checkpoint.host_memory import host_memory
-from quantkit.checkpoint.journal import Journal, JournalEntry, journals, lock_path, read_entries
+from quantkit.checkpoint.journal import Journal, JournalEntry, Journals, lock_path
 from quantkit.checkpoint.layout import Layout, Shard, plan_layout
 from quantkit.checkpoint.lock import check_free
 from quantkit.checkpoint.manifest import MANIFEST, list_files
@@ -50,7 +50,7 @@ WAITING = 512 * 2**20
 _PINNED = 128 * 2**20
 """Bytes of the largest tensor of a device for which page-locked memory is kept."""
 _HASHERS = max(1, min(4, (os.cpu_count() or 1) // 16))
-"""Threads that hash what units are made from. One is behind a GPU, and ranks wait for it at the end of a layer."""
+"""Threads that hash units and what they are made from. One is behind a GPU."""
 _SYNC_SECONDS = 5.0  # how much work a power failure may cost
 
 
@@ -99,7 +99,8 @@ class CheckpointWriter:
                 self._journal = Journal(self._state, rank, self._run)
             # All at once: units are read here and written elsewhere at the same time.
             self._descriptors = {shard.name: os.open(self.partial / shard.name, _READ_WRITE) for shard in self.layout.shards}
-            self._entries = read_entries(journals(self._state))
+            self._journals = Journals(self._state)
+            self._entries = self._journals.more()
         self._background = BackgroundWriter(WAITING)
         self._hashing = ThreadPoolExecutor(_HASHERS, "source hash")
         self._waiting: set[str] = set()
@@ -125,7 +126,7 @@ class CheckpointWriter:
     def reread(self) -> None:
         """Learn what other ranks have written since."""
         self.settle()
-        self._entries = read_entries(journals(self._state))
+        self._entries |= self._journals.more()
 
     def read(self, unit: str) -> dict[str, Tensor]:
         """The tensors of a finished unit, as they were written."""
@@ -134,7 +135,7 @@ class CheckpointWriter:
         for name in self._entries[unit].tensors:
             info = self.layout.tensors[name]
             tensors[name] = torch.empty(info.shape, dtype=info.dtype)
-            read_at(self._descriptors[info.shard], tensors[name].reshape(-1).view(torch.uint8).numpy().data, info.offset)
+            read_at(self._descriptors[info.shard], bytes_of(tensors[name]), info.offset)
         return tensors
 
     @property
@@ -153,8 +154,9 @@ class CheckpointWriter:
         # What waits must not change when its maker goes on; what is too large to wait is not held twice.
         held = {name: _on_host(tensor.detach(), nbytes <= WAITING) for name, tensor in tensors.items()}
         self._waiting.add(unit)
+        own = self._hashing.submit(_digest, held)
         source = self._hashing.submit(self._watch.digests, unit) if self._watch is not None else None
-        self._background.hand_over(lambda: self._write(unit, held, dict(facts or {}), source), nbytes)
+        self._background.hand_over(lambda: self._write(unit, held, dict(facts or {}), own, source), nbytes)
 
     def afterwards(self, job: Callable[[], None]) -> None:
         """Have `job` done when all units so far are written. Raises as `write` does."""
@@ -174,17 +176,13 @@ class CheckpointWriter:
         if unit in self._waiting:
             self.settle()
 
-    def _write(self, unit: str, tensors: Mapping[str, Tensor], facts: dict[str, Any], source: Future[Digests] | None) -> None:
-        digest = hashlib.sha256()
+    def _write(self, unit: str, held: dict[str, Tensor], facts: dict[str, Any], own: Future[str], source: Future[Digests] | None) -> None:
         with _told(self.out):
-            for name in sorted(tensors):
-                info = self.layout.tensors[name]
-                data = tensors[name].reshape(-1).view(torch.uint8).numpy().data
-                digest.update(data)
-                _write_at(self._descriptors[info.shard], data, info.offset)
-            entry = JournalEntry(unit, tuple(sorted(tensors)), digest.hexdigest(), facts, source.result() if source else {})
+            for name, tensor in held.items():
+                write_at(self._descriptors[self.layout.tensors[name].shard], bytes_of(tensor), self.layout.tensors[name].offset)
+            entry = JournalEntry(unit, tuple(sorted(held)), own.result(), facts, source.result() if source else {})
             self._journal.append(entry)
-            self._unsynced |= {self.layout.tensors[name].shard for name in tensors}
+            self._unsynced |= {self.layout.tensors[name].shard for name in held}
             if time.monotonic() - self._synced_at > _SYNC_SECONDS:
                 self._sync()
         self._entries[unit] = entry
@@ -222,7 +220,7 @@ class CheckpointWriter:
 
     def finished(self, units: Collection[str]) -> str:
         """How many of `units` are written, by this and other processes, in words; empty if none is."""
-        number = len(read_entries(journals(self._state)).keys() & set(units))
+        number = len(Journals(self._state).more().keys() & set(units))
         return f"{number} of {len(units)} units are done" if number else ""
 
     @contextmanager
@@ -312,6 +310,14 @@ def _on_host(tensor: Tensor, copy: bool) -> Tensor:
     return host_memory(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
 
 
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over the tensors' bytes in order of their names."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(bytes_of(tensors[name]))
+    return digest.hexdigest()
+
+
 def _stored_chunks(descriptor: int, info: TensorInfo) -> Iterator[memoryview]:
     buffer = memoryview(bytearray(min(_CHUNK, info.nbytes)))
     for start in range(0, info.nbytes, _CHUNK):
@@ -342,12 +348,6 @@ def _allocate(descriptor: int, size: int) -> None:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
         os.ftruncate(descriptor, size)
-
-
-def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done:], offset + done)
 
 
 def _write_file(path: Path, content: bytes) -> None:

@@ -1,22 +1,27 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
 """A block of columns of `gptq` in one launch on a GPU, where PyTorch takes some ten small ones for each column.
 
-A program holds all columns of ROWS rows and goes from column to column: round it, and let the columns after it make up for what it
-missed. The operations are those of `IntRounder.snap` and `Fp4Rounder.snap`; clamping comes before rounding, which is the same where
-the ends are whole levels and keeps every number where adding and taking away 1.5 * 2^23 rounds to even.
+A program holds all columns of ROWS rows and goes from column to column: find its steps, round it, tell what it missed, and let the columns
+after it make up for that. The operations are those of `IntRounder.snap` and `Fp4Rounder.snap`; clamping comes before rounding, which is
+the same where the ends are whole levels and keeps every number where adding and taking away 1.5 * 2^23 rounds to even.
+
+A linear of many columns waits for the host: launches count, so what is done with each number before and after is done here, too.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantkit.quant.column_steps import ColumnSteps
 from quantkit.quant.fp4 import E2M1_MAX
 from quantkit.quant.integer import int_range
-from quantkit.quant.rounding import Fp4Rounder, IntRounder, Rounder, RoundingStep
+from quantkit.quant.rounding import IntRounder, Rounder
 
-ROWS = 16
-"""Of a program, which is one warp: columns wait for each other, so a program is as fast as the fewest instructions of a column."""
+ROWS, FEW_ROWS = 16, 8
+"""Of a program, which is one warp: columns wait for each other, so a program is as fast as the fewest instructions of a column. FEW_ROWS
+where all of them are programs enough for a card."""
+FEW = 2048
+"""Rows, over a batch, up to which programs have FEW_ROWS."""
 HALF_EVEN = tl.constexpr(12582912.0)
 FP4_END = tl.constexpr(E2M1_MAX)
 
@@ -29,27 +34,34 @@ def _whole(x):
 
 @triton.jit
 def _round_block(
-    target, reaction, step, zero, values, missed, rows_all, values_batch, low, high,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, FP4: tl.constexpr, ZERO: tl.constexpr,
+    target, reaction, step, zero, groups, pivot, values, before, apart, seen,
+    rows_all, steps_batch, groups_batch, values_batch, before_batch, apart_batch, seen_batch, low, high,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, FP4: tl.constexpr, ZERO: tl.constexpr, SEEN: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     inside = row < rows_all
-    block = batch * COLUMNS * rows_all
     at = column[:, None] * rows_all + row[None, :]
-    become = tl.load(target + block + at, mask=(column[:, None] < COLUMNS) & inside[None, :], other=0.0)
+    become = tl.load(target + batch * COLUMNS * rows_all + at, mask=(column[:, None] < COLUMNS) & inside[None, :], other=0.0)
     answers = reaction + batch * COLUMNS * COLUMNS + column
-    size = tl.load(step + block + row, mask=inside, other=1.0)
-    nought = tl.load(zero + block + row, mask=inside, other=0.0)
+    sizes, noughts, groups = step + batch * steps_batch + row, zero + batch * steps_batch + row, groups + batch * groups_batch
+    values, before = values + batch * values_batch + row, before + batch * before_batch + row
+    apart, seen, pivot = apart + batch * apart_batch + row, seen + batch * seen_batch + row, pivot + batch * COLUMNS
+    group = tl.load(groups)
+    size = tl.load(sizes + group * rows_all, mask=inside, other=1.0)
+    nought = tl.load(noughts + group * rows_all, mask=inside, other=0.0)
+    group = tl.load(groups + 1 % COLUMNS)
+    was = tl.load(before, mask=inside, other=0.0)
     answer = tl.load(answers, mask=(column > 0) & (column < COLUMNS), other=0.0)
     for i in range(COLUMNS):
-        own = block + i * rows_all + row
         # What the next column needs is on its way while this one is rounded: the columns wait for each other as it is.
         more = inside & ((i + 1) * rows_all + row < COLUMNS * rows_all)  # of tensors: Triton 3.2's interpreter has no mask of a plain bool
-        next_size = tl.load(step + own + rows_all, mask=more, other=1.0)
-        next_nought = tl.load(zero + own + rows_all, mask=more, other=0.0)
+        next_size = tl.load(sizes + group * rows_all, mask=more, other=1.0)
+        next_nought = tl.load(noughts + group * rows_all, mask=more, other=0.0)
+        next_was = tl.load(before + (i + 1) * rows_all, mask=more, other=0.0)
         next_answer = tl.load(answers + (i + 1) * COLUMNS, mask=(column > i + 1) & (column < COLUMNS), other=0.0)
+        group = tl.load(groups + (i + 2) % COLUMNS)
         here = tl.sum(tl.where(column[:, None] == i, become, 0.0), axis=0)
         level = tl.div_rn(here, size)
         if FP4:
@@ -62,27 +74,48 @@ def _round_block(
             level = _whole(tl.minimum(tl.maximum(level, low), high))
         value = level * size
         left = here - value
-        tl.store(values + batch * values_batch + i * rows_all + row, value, mask=inside)
-        tl.store(missed + own, left, mask=inside)
+        tl.store(values + i * rows_all, value, mask=inside)
+        tl.store(apart + i * rows_all, was - value, mask=inside)
+        if SEEN:
+            tl.store(seen + i * rows_all, left * tl.load(pivot + i), mask=inside)
         become += answer[:, None] * left[None, :]
-        size, nought, answer = next_size, next_nought, next_answer
+        size, nought, was, answer = next_size, next_nought, next_was, next_answer
 
 
-def round_block(target: Tensor, reaction: Tensor, rounder: Rounder, step: RoundingStep, values: Tensor) -> Tensor:
-    """As `gptq`'s own: rounds target [..., C, N] into `values`, a part of [..., K, N], and returns the rounding
-    errors [..., C, N]; target is not changed. reaction [..., C, C]: by how much column i changes for an error of 1 in column j. At most
-    one leading dimension."""
+def round_block(
+    target: Tensor,
+    reaction: Tensor,
+    rounder: Rounder,
+    steps: ColumnSteps,
+    values: Tensor,
+    before: Tensor,
+    apart: Tensor,
+    seen: Tensor | None = None,
+    pivot: Tensor | None = None,
+) -> None:
+    """See `RoundBlock`. At most one leading dimension."""
     columns, rows = target.shape[-2:]
-    target, told, size = target.contiguous(), reaction.mT.contiguous(), step.step.contiguous()
-    zero = None if step.zero is None else step.zero.contiguous()
-    missed = torch.empty_like(target)
-    assert size.shape == target.shape
-    assert values.stride()[-2:] == (rows, 1), f"not whole columns of one memory: {values.stride()}"
-    batch, apart = (len(target), values.stride(0)) if target.dim() == 3 else (1, 0)
+    target, told = target.contiguous(), reaction.mT.contiguous()
+    size, zero, groups = steps.step.step.contiguous(), steps.step.zero, steps.groups
+    nought = size if zero is None else zero.contiguous()
+    factor = size if pivot is None else pivot.contiguous()
+    assert size.shape[-1] == rows, size.shape
+    assert groups.shape[-1] == columns, groups.shape
+    assert groups.stride(-1) == 1, groups.stride()
+    told_of = values, before, apart, *(() if seen is None else (seen,))
+    assert all(one.stride()[-2:] == (rows, 1) for one in told_of), f"not whole columns: {[one.stride() for one in told_of]}"
+    batch = len(target) if target.dim() == 3 else 1
+    apart_in_memory = (_apart(one) for one in (values, before, apart, apart if seen is None else seen))
     low, high = int_range(rounder.grid.bits) if isinstance(rounder, IntRounder) else (0, 0)
-    _round_block[(triton.cdiv(rows, ROWS), batch)](
-        target, told, size, size if zero is None else zero, values, missed, rows, apart, float(low), float(high),
-        COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), ROWS=ROWS,
-        FP4=isinstance(rounder, Fp4Rounder), ZERO=zero is not None, num_warps=1,
+    own = ROWS if rows * batch > FEW else FEW_ROWS
+    _round_block[(triton.cdiv(rows, own), batch)](
+        target, told, size, nought, groups, factor, values, before, apart, apart if seen is None else seen,
+        rows, _apart(size), groups.stride(0) if groups.dim() == 2 else 0, *apart_in_memory, float(low), float(high),
+        COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), ROWS=own,
+        FP4=not isinstance(rounder, IntRounder), ZERO=zero is not None, SEEN=seen is not None, num_warps=1,
     )  # fmt: skip
-    return missed
+
+
+def _apart(t: Tensor) -> int:
+    """From one of a batch to the next."""
+    return t.stride(0) if t.dim() == 3 else 0

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.quant.column_steps import Steps, step_groups, take
 from quantkit.quant.descent import Descent, descend
-from quantkit.quant.gptq import Curvature, Steps, gptq, put_back, step_groups, take
+from quantkit.quant.gptq import Curvature, gptq, put_back
 from quantkit.quant.rounding import Rounder, RoundingStep, fit_steps
 
 

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.quant.gptq import BLOCK, Curvature, Steps, block_rounder, take
+from quantkit.quant.column_steps import Steps, take
+from quantkit.quant.gptq import BLOCK, Curvature, block_rounder
 from quantkit.quant.rounding import Rounder, RoundingStep
-from quantkit.quant.tensor_cores import carried, plus_product, take_away
+from quantkit.quant.tensor_cores import add_product, carried, plus_product
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,11 @@ def _sweep(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder,
     columns, factor, round_block = values.shape[-2], curvature.factor, block_rounder(values.device)
     for start, reaction in zip(range(0, columns, BLOCK), curvature.reactions):
         stop = min(start + BLOCK, columns)
-        rows = factor[..., start:stop, start:]
-        before = values[..., start:stop, :].clone()
-        target = plus_product(before, reaction.change, carried(rows, seen[..., start:, :]))
-        round_block(target, reaction.own, rounder, steps.of(start, stop), values[..., start:stop, :])
-        change = values[..., start:stop, :] - before
-        take_away(seen[..., start:, :], rows.mT, change)
+        rows, own = factor[..., start:stop, start:], values[..., start:stop, :]
+        target = plus_product(own, reaction.change, carried(rows, seen[..., start:, :]))
+        less = torch.empty_like(target)
+        round_block(target, reaction.own, rounder, steps.of(start, stop), own, own, less)
+        add_product(seen[..., start:, :], rows.mT, less)
 
 
 def _refit(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps) -> None:

@@ -15,12 +15,14 @@ Shapes: w [..., N, K], factors [..., K, K]; leading dimensions (experts, candida
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quantkit.quant import block_cpu
+from quantkit.quant.column_steps import ColumnSteps, Steps, step_groups, take
 from quantkit.quant.rounding import Rounder, RoundingStep, fit_steps
 from quantkit.quant.tensor_cores import carried, carried_and, plus_product
 
@@ -78,7 +80,7 @@ class Curvature:
         diagonal = own.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
         one = torch.eye(own.shape[-1], device=own.device)
         inverse = torch.linalg.solve_triangular((own / diagonal).tril(-1) + one, one.expand_as(own), upper=False)
-        return Reaction(inverse / diagonal.mT, one - inverse)
+        return Reaction(inverse / diagonal.mT, told_by_column(one - inverse))
 
     @property
     def conditional(self) -> Tensor:
@@ -119,8 +121,8 @@ class Triangle:
     def of(cls, block: Tensor) -> "Triangle":
         one = torch.eye(block.shape[-1], device=block.device)
         inverse = torch.linalg.solve_triangular(block, one.expand_as(block), upper=True)
-        pivot = block.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-        return cls(pivot, inverse.mT, -(pivot * inverse).mT)
+        pivot = block.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).contiguous()
+        return cls(pivot, inverse.mT, told_by_column(-(pivot * inverse).mT))
 
     @property
     def apart(self) -> tuple["Triangle", ...]:
@@ -138,6 +140,11 @@ class Reaction:
 
     change: Tensor
     own: Tensor
+
+
+def told_by_column(reaction: Tensor) -> Tensor:
+    """[..., C, C] with the changes for one column's error side by side in memory, where a GPU's kernel asks for them block by block."""
+    return reaction.mT.contiguous().mT if reaction.is_cuda else reaction
 
 
 def _permuted(square: Tensor, order: Tensor) -> Tensor:
@@ -187,7 +194,7 @@ def scaled_losses(w: Tensor, scale: Tensor, curvature: Curvature, rounder: Round
     return loss.unflatten(-1, (len(scale), -1)).movedim(-2, 0)
 
 
-def gptq(w: Tensor, curvature: Curvature, rounder: Rounder, steps: "Steps", seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def gptq(w: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Values of the grid [..., K, N], and loss [..., N], of W transposed, [..., K, N]: a channel is one run of memory. All in the order
     of the curvature. seen [..., K, N], if given, becomes V^T E, whose square is the loss."""
     columns, factor, round_block = w.shape[-2], curvature.factor, block_rounder(w.device)
@@ -203,22 +210,61 @@ def gptq(w: Tensor, curvature: Curvature, rounder: Rounder, steps: "Steps", seen
                 before = carried_and(before, factor[..., outer:start, start:stop].mT, error[..., outer:start, :])
             block = w[..., start:stop, :]
             target = plus_product(block, triangle.answer, before)
-            errors = round_block(target, triangle.reaction, rounder, steps.of(start, stop), values[..., start:stop, :])
-            own = errors.mul_(triangle.pivot)
+            seen_here = torch.empty_like(target) if seen is None else seen[..., start:stop, :]
+            here = values[..., start:stop, :], block, error[..., start:stop, :]
+            round_block(target, triangle.reaction, rounder, steps.of(start, stop), *here, seen_here, triangle.pivot)
             if seen is None:
-                loss += own.square_().sum(-2)
-            else:
-                seen[..., start:stop, :] = own
-            torch.sub(block, values[..., start:stop, :], out=error[..., start:stop, :])
+                loss += seen_here.square_().sum(-2)
     return values, loss if seen is None else seen.square().sum(-2)
 
 
-def block_rounder(device: torch.device) -> Callable[[Tensor, Tensor, Rounder, RoundingStep, Tensor], Tensor]:
+class RoundBlock(Protocol):
+    """Rounds the C columns of target [..., C, N], which is used up, one after the other into `values`: those not yet rounded make up for
+    the errors of those before. reaction [..., C, C]: by how much column i changes for an error of 1 in column j. apart becomes `before`
+    less `values`, whose memory `before` may be; seen, if given, the rounding errors times pivot [..., C, 1]. values, before, apart and seen
+    are parts of [..., K, N]."""
+
+    def __call__(
+        self,
+        target: Tensor,
+        reaction: Tensor,
+        rounder: Rounder,
+        steps: ColumnSteps,
+        values: Tensor,
+        before: Tensor,
+        apart: Tensor,
+        seen: Tensor | None = None,
+        pivot: Tensor | None = None,
+    ) -> None: ...
+
+
+def block_rounder(device: torch.device) -> RoundBlock:
+    """What rounds blocks there: on a GPU a kernel that does all of it in one launch."""
     if device.type == "cuda":
         from quantkit.quant.block_kernel import round_block  # Triton comes with PyTorch's builds for GPUs
 
         return round_block
-    return block_cpu.round_block if device.type == "cpu" and block_cpu.is_there() else _round_block
+    return partial(_round_and_tell, block_cpu.round_block if device.type == "cpu" and block_cpu.is_there() else _round_block)
+
+
+def _round_and_tell(
+    round_block: Callable[[Tensor, Tensor, Rounder, RoundingStep, Tensor], Tensor],
+    target: Tensor,
+    reaction: Tensor,
+    rounder: Rounder,
+    steps: ColumnSteps,
+    values: Tensor,
+    before: Tensor,
+    apart: Tensor,
+    seen: Tensor | None = None,
+    pivot: Tensor | None = None,
+) -> None:
+    """A `RoundBlock` by `round_block`, which returns the rounding errors [..., C, N]."""
+    before = before.clone() if before.data_ptr() == values.data_ptr() else before
+    errors = round_block(target, reaction, rounder, steps.spread, values)
+    if seen is not None and pivot is not None:
+        torch.mul(errors, pivot, out=seen)
+    torch.sub(before, values, out=apart)
 
 
 def _round_block(target: Tensor, reaction: Tensor, rounder: Rounder, step: RoundingStep, values: Tensor) -> Tensor:
@@ -251,29 +297,6 @@ def _react(target: Tensor, reaction: Tensor, errors: Tensor, start: int, stop: i
         rows.baddbmm_(coefficients, known)
 
 
-class Steps:
-    """Steps [..., N, G] as the columns meet them. groups int64 [..., K]: whose step each takes, in the order of the columns; scale
-    [..., K, C] divides the steps of C candidates, whose rows lie one after the other in N."""
-
-    def __init__(self, step: RoundingStep, groups: Tensor, scale: Tensor | None = None) -> None:
-        self.step = RoundingStep(step.step.mT.contiguous(), None if step.zero is None else step.zero.mT.contiguous())
-        self.groups, self.scale = groups, scale
-
-    def of(self, start: int, stop: int) -> RoundingStep:
-        """Of columns start..stop, [..., C, N]."""
-        groups = self.groups[..., start:stop]
-        step, zero = take(self.step.step, groups), None if self.step.zero is None else take(self.step.zero, groups)
-        if self.scale is not None:
-            scale = self.scale[..., start:stop, :]
-            step = step.unflatten(-1, (scale.shape[-1], -1)).div_(scale.unsqueeze(-1)).flatten(-2)
-        return RoundingStep(step, zero)
-
-    @property
-    def of_rows(self) -> RoundingStep:
-        """As they were given, [..., N, G], with what has become of them."""
-        return RoundingStep(self.step.step.mT.contiguous(), None if self.step.zero is None else self.step.zero.mT.contiguous())
-
-
 def _side_by_side(step: RoundingStep) -> RoundingStep:
     """Steps of candidates [C, ..., N, G] as those of so many more rows, [..., C * N, G]."""
 
@@ -281,17 +304,6 @@ def _side_by_side(step: RoundingStep) -> RoundingStep:
         return t.movedim(0, -3).flatten(-3, -2)
 
     return RoundingStep(fold(step.step), None if step.zero is None else fold(step.zero))
-
-
-def step_groups(order: Tensor, w: Tensor, rounder: Rounder) -> Tensor:
-    return order.div(rounder.group_size or w.shape[-1], rounding_mode="floor")
-
-
-def take(t: Tensor, index: Tensor) -> Tensor:
-    """Rows `index` [..., C] of [..., K, N], contiguous."""
-    if index.dim() == 1:
-        return t.contiguous().index_select(-2, index)  # whole rows: several times as fast as from what lies transposed
-    return t.gather(-2, index.unsqueeze(-1).expand(*index.shape, t.shape[-1]))
 
 
 def put_back(t: Tensor, index: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 11 bits, sums in float32; on a processor that multiplies BF16 twice as fast, in BF16, but only what errors make others change by.
 
 What they are for is itself an estimate from a sample of tokens, or goes into 16 bits when the model is served: the sums behind a Hessian,
-what GPTQ and descent make up for, what rounded experts answer. Scales are proven, sources' answers computed and paths compared without.
+what an error costs in the residual stream, what GPTQ and descent make up for, what rounded experts answer. Scales are proven, sources'
+answers computed and paths compared without.
 """
 
 from collections.abc import Iterator
@@ -46,14 +47,14 @@ def plus_product(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return c + a @ b
 
 
-def take_away(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out [..., M, N] less the product of a [..., M, K] and b [..., K, N], in place; a may lack leading dimensions. As `carried`."""
+def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out [..., M, N] and the product of a [..., M, K] and b [..., K, N], in place; a may lack leading dimensions. As `carried`."""
     if _bears_bf16(a, b):
-        out -= carried(a, b)
+        out += carried(a, b)
     elif out.dim() == 2:
-        out.addmm_(a, b, alpha=-1)
+        out.addmm_(a, b)
     else:
-        out.baddbmm_(a.expand(len(out), -1, -1), b, alpha=-1)
+        out.baddbmm_(a.expand(len(out), -1, -1), b)
 
 
 def _bears_bf16(a: Tensor, b: Tensor) -> bool:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.checkpoint.companions import read_companions
 from quantkit.checkpoint.formats.base import Format, output_config
 from quantkit.checkpoint.header import TensorSpec
+from quantkit.checkpoint.saved_tensors import save_tensors
 from quantkit.checkpoint.watch import Watch
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.models.table import Parameter
@@ -143,7 +143,7 @@ class Output:
 
         def save() -> None:
             fresh = self.writer.state_dir / "hidden.new"
-            save_file(hidden, fresh, metadata=metadata)
+            save_tensors(fresh, hidden, metadata)
             fresh.replace(self.writer.state_dir / "hidden.safetensors")
             self._saving = False
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.checkpoint.journal import Journal, JournalEntry, journals, lock_path, read_entries, read_fingerprint
+from quantkit.checkpoint.journal import Journal, JournalEntry, Journals, journals, lock_path, read_fingerprint
 from quantkit.checkpoint.lock import check_free
 from quantkit.errors import QuantkitError
 
@@ -22,7 +22,7 @@ def test_entries_and_fingerprint_read_back(tmp_path: Path) -> None:
     journal.append(_FIRST)
     journal.append(_SECOND)
     journal.close()
-    assert read_entries(journals(tmp_path)) == {"layer 0": _FIRST, "layer 1": _SECOND}
+    assert Journals(tmp_path).more() == {"layer 0": _FIRST, "layer 1": _SECOND}
     assert read_fingerprint(journal.path) == {"source": "s", "recipe": "r"}
 
 
@@ -32,7 +32,7 @@ def test_what_a_power_failure_leaves_is_dropped(tmp_path: Path) -> None:
     journal.close()
     with journal.path.open("ab") as file:
         file.write(b"\0" * 30 + b"\n" + b'{"unit": "x"')
-    assert read_entries(journals(tmp_path)) == {"layer 0": _FIRST}
+    assert Journals(tmp_path).more() == {"layer 0": _FIRST}
     _journal(tmp_path).close()
     assert b"\0" not in journal.path.read_bytes()
 
@@ -45,11 +45,35 @@ def test_a_line_cut_short_is_dropped_and_written_over(tmp_path: Path, lost: int)
     journal.close()
     with journal.path.open("r+b") as file:
         file.truncate(journal.path.stat().st_size - lost)
-    assert read_entries(journals(tmp_path)) == {"layer 0": _FIRST}
+    assert Journals(tmp_path).more() == {"layer 0": _FIRST}
     again = _journal(tmp_path)
     again.append(_SECOND)
     again.close()
-    assert read_entries(journals(tmp_path)) == {"layer 0": _FIRST, "layer 1": _SECOND}
+    assert Journals(tmp_path).more() == {"layer 0": _FIRST, "layer 1": _SECOND}
+
+
+def test_lines_are_read_as_they_come(tmp_path: Path) -> None:
+    """Also of a journal that begins later, and of a line that is half there the first time."""
+    read, journal = Journals(tmp_path), _journal(tmp_path)
+    assert read.more() == {}
+    journal.append(_FIRST)
+    assert read.more() == {"layer 0": _FIRST}
+    other = _journal(tmp_path, 1)
+    other.append(_SECOND)
+    assert read.more() == {"layer 1": _SECOND}
+    assert read.more() == {}
+    journal.append(_SECOND)
+    other.append(_FIRST)
+    for one in (journal, other):
+        one.close()
+    line = journal.path.read_bytes().splitlines(keepends=True)[-1]
+    with journal.path.open("r+b") as file:
+        file.truncate(journal.path.stat().st_size - 7)
+    assert read.more() == {"layer 0": _FIRST}
+    with journal.path.open("ab") as file:
+        file.write(line[-7:])
+    assert read.more() == {"layer 1": _SECOND}
+    assert Journals(tmp_path).more() == {"layer 0": _FIRST, "layer 1": _SECOND}
 
 
 def test_of_a_unit_written_twice_the_last_counts(tmp_path: Path) -> None:
@@ -57,7 +81,7 @@ def test_of_a_unit_written_twice_the_last_counts(tmp_path: Path) -> None:
     journal.append(_FIRST)
     journal.append(JournalEntry("layer 0", ("a",), "22", {}))
     journal.close()
-    assert read_entries(journals(tmp_path))["layer 0"].sha256 == "22"
+    assert Journals(tmp_path).more()["layer 0"].sha256 == "22"
 
 
 def test_ranks_have_a_journal_each(tmp_path: Path) -> None:
@@ -66,7 +90,7 @@ def test_ranks_have_a_journal_each(tmp_path: Path) -> None:
         journal.append(entry)
         journal.close()
     assert len(journals(tmp_path)) == 2
-    assert read_entries(journals(tmp_path)).keys() == {"layer 0", "layer 1"}
+    assert Journals(tmp_path).more().keys() == {"layer 0", "layer 1"}
 
 
 def test_a_journal_in_use_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from quantkit.quant.compensation import compensate
 from quantkit.quant.descent import Descent
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.rounding import IntRounder
-from quantkit.quant.tensor_cores import LARGE, carried, take_away, tensor_core_products
+from quantkit.quant.tensor_cores import LARGE, add_product, carried, tensor_core_products
 from quantkit.quant.two_sided import compensate_both
 from quantkit.schemes import IntGrid
 
@@ -46,14 +46,14 @@ def test_large_products_of_a_processor_are_in_bf16_where_it_has_them(monkeypatch
     torch.testing.assert_close(carried(a, b).double(), rounded, rtol=2**-8, atol=0.05)
     assert (carried(a, b) - exact).norm() > 1e-3 * exact.norm()
     left = torch.ones(2, 128, 512)
-    take_away(left, a[:1], b)
-    assert torch.equal(left, 1 - carried(a[:1], b))
+    add_product(left, a[:1], b)
+    assert torch.equal(left, 1 + carried(a[:1], b))
     assert torch.equal(carried(a, b[..., 1:]), a @ b[..., 1:]), "below LARGE in float32"
     monkeypatch.setattr(tensor_cores, "_has_bf16", lambda: False)
     assert torch.equal(carried(a, b), a @ b)
     left = torch.ones(2, 128, 512)
-    take_away(left, a[:1], b)
-    torch.testing.assert_close(left, 1 - a[:1] @ b, rtol=0, atol=1e-3)
+    add_product(left, a[:1], b)
+    torch.testing.assert_close(left, 1 + a[:1] @ b, rtol=0, atol=1e-3)
 
 
 def test_gptq_and_descent_lose_nothing_by_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
