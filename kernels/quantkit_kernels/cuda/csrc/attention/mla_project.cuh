@@ -9,8 +9,9 @@
 
 namespace {
 
-constexpr int kMostSplits = 256, kSharedSplits = 32, kProjectRows = 64, kLatentStride = 2 * kLatent + 16;  // bytes
-constexpr int project_bytes(int splits) { return (kProjectRows + 8) * kLatentStride + kWarps * kLatent * 4 + 8 * splits * 4; }
+constexpr int kMostSplits = 256, kSharedSplits = 32, kFewHeads = 32, kLatentStride = 2 * kLatent + 16;  // bytes
+// Of a block for so many of a head's values.
+constexpr int project_bytes(int values, int splits) { return (values + 8) * kLatentStride + kWarps * kLatent * 4 + 8 * splits * 4; }
 
 // W_UV . latents: 16 of the values, half of the products.
 template <class T>
@@ -57,23 +58,23 @@ template <int AHEAD, int QUADS> struct Merge {
   }
 };
 
-// out[row, head] = (merged parts) W_UV. A block per head, 64 of its values, and `each` rows, at most eight. SHARED: the two blocks of a head are a
-// cluster, each merges half of the columns for both.
-template <class T, int AHEAD, int BLOCKS, bool SHARED> __global__ void __launch_bounds__(kThreads, BLOCKS) project(const T* kv_b, T* out, int rows, int each, const Attend p) {
-  constexpr int quads = SHARED ? 2 : 4, columns = quads * 128;  // that this block merges
+// out[row, head] = (merged parts) W_UV. A block per head, VALUES of its values, and `each` rows, at most eight. SHARED: the blocks of a head are a
+// cluster, each merges its share of the columns for all.
+template <class T, int AHEAD, int BLOCKS, int VALUES, bool SHARED> __global__ void __launch_bounds__(kThreads, BLOCKS) project(const T* kv_b, T* out, int rows, int each, const Attend p) {
+  constexpr int of_head = kValue / VALUES, quads = SHARED ? 4 / of_head : 4, columns = quads * 128;  // that this block merges
   extern __shared__ __align__(128) char shared[];
-  char* latents = shared + kProjectRows * kLatentStride;
+  char* latents = shared + VALUES * kLatentStride;
   float* sums = reinterpret_cast<float*>(latents + 8 * kLatentStride);  // [warp][512], then [half of K][64][8]
   float* shares = sums + kWarps * kLatent;                              // [row][split]
-  const int head = blockIdx.y, value0 = blockIdx.x * kProjectRows, column0 = SHARED ? blockIdx.x * columns : 0, row0 = blockIdx.z * each, here = min(each, rows - row0);
+  const int head = blockIdx.y, value0 = blockIdx.x * VALUES, column0 = SHARED ? blockIdx.x * columns : 0, row0 = blockIdx.z * each, here = min(each, rows - row0);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, part = lane & 3, matrix = lane >> 3, matrix_row = lane & 7;
 
   const T* from = kv_b + ((size_t)head * (kNope + kValue) + kNope + value0) * kLatent;
-  for (int i = threadIdx.x; i < kProjectRows * kLatent / 8; i += kThreads) {
+  for (int i = threadIdx.x; i < VALUES * kLatent / 8; i += kThreads) {
     const int r = i / (kLatent / 8), at = i % (kLatent / 8);
     copy16(shared_address(shared) + r * kLatentStride + at * 16, from + r * kLatent + at * 8);
   }
-  if constexpr (SHARED) cluster_arrive();  // this block has begun, so the other may write to its memory
+  if constexpr (SHARED) cluster_arrive();  // this block has begun, so the others may write to its memory
   // Warps are shared out over the rows, and a row's warps over its parts. Lengths are older than the queries.
   const int warps_per_row = here > 4 ? 1 : here > 2 ? 2 : here > 1 ? 4 : 8, r = warp / warps_per_row;
   const auto parts_of_row = [&](int row) { return row < here ? parts_of(tiles_of(p.lengths[(row0 + row) * p.lengths_stride], p.tile), p.splits) : 0; };
@@ -117,38 +118,41 @@ template <class T, int AHEAD, int BLOCKS, bool SHARED> __global__ void __launch_
     for (int w = 0; w < warps_per_row; ++w) v += first[w * kLatent];
     T* to = reinterpret_cast<T*>(latents + at * kLatentStride) + column0 + column;
     *to = T(v);
-    if constexpr (SHARED) write_to(shared_address(to), 1 - blockIdx.x, T(v));
+    if constexpr (SHARED)
+      for (int other = 1; other < of_head; ++other) write_to(shared_address(to), (blockIdx.x + other) % of_head, T(v));
   }
   asm volatile("cp.async.wait_all;" ::: "memory");
   if constexpr (SHARED) cluster_barrier();
   else __syncthreads();
 
-  const int tile = warp & 3, half = warp >> 2;  // 16 of the values, half of the products
+  const int tile = warp % (VALUES / 16), half = warp / (VALUES / 16);  // 16 of the values, half of the products
   float acc[2][4] = {};
-  multiply_values<T>(acc, shared, latents, tile, half, g, part, matrix, matrix_row);
+  if (half < 2) multiply_values<T>(acc, shared, latents, tile, half, g, part, matrix, matrix_row);  // of 32 values four warps have no products
 #pragma unroll
-  for (int c = 0; c < 4; ++c) sums[(half * kProjectRows + tile * 16 + g + 8 * (c / 2)) * 8 + 2 * part + c % 2] = acc[0][c] + acc[1][c];
+  for (int c = 0; c < 4; ++c)
+    if (half < 2) sums[(half * VALUES + tile * 16 + g + 8 * (c / 2)) * 8 + 2 * part + c % 2] = acc[0][c] + acc[1][c];
   __syncthreads();
-  for (int i = threadIdx.x; i < here * kProjectRows; i += kThreads) {
-    const int at = i / kProjectRows, value = i % kProjectRows;
-    out[((size_t)(row0 + at) * p.heads + head) * kValue + value0 + value] = T(sums[value * 8 + at] + sums[(kProjectRows + value) * 8 + at]);
+  for (int i = threadIdx.x; i < here * VALUES; i += kThreads) {
+    const int at = i / VALUES, value = i % VALUES;
+    out[((size_t)(row0 + at) * p.heads + head) * kValue + value0 + value] = T(sums[value * 8 + at] + sums[(VALUES + value) * 8 + at]);
   }
 }
 
-template <class T, int AHEAD, int BLOCKS, bool SHARED> int launch_project(const void* kv_b, void* out, const Attend& p, int rows, int each, void* s) {
-  auto kernel = project<T, AHEAD, BLOCKS, SHARED>;
+template <class T, int AHEAD, int BLOCKS, int VALUES, bool SHARED> int launch_project(const void* kv_b, void* out, const Attend& p, int rows, int each, void* s) {
+  auto kernel = project<T, AHEAD, BLOCKS, VALUES, SHARED>;
   static SharedMemory shared;
-  if (const int fault = shared.allow(kernel, project_bytes(kMostSplits))) return fault;
-  const dim3 grid(kValue / kProjectRows, p.heads, (rows + each - 1) / each);
-  return start_clusters(kernel, grid, kThreads, project_bytes(p.splits), SHARED ? kValue / kProjectRows : 1, s, (const T*)kv_b, (T*)out, rows, each, p);
+  if (const int fault = shared.allow(kernel, project_bytes(VALUES, kMostSplits))) return fault;
+  const dim3 grid(kValue / VALUES, p.heads, (rows + each - 1) / each);
+  return start_clusters(kernel, grid, kThreads, project_bytes(VALUES, p.splits), SHARED ? kValue / VALUES : 1, s, (const T*)kv_b, (T*)out, rows, each, p);
 }
 
 template <class T> int launch_project(const void* kv_b, void* out, const Attend& p, int rows, void* s) {
   // Few rows have many parts, and reading those is what takes long: blocks share the rows out, with a multiprocessor for each. With a long
-  // context both blocks of a head read half of the parts' columns.
-  if (rows <= 8 && p.splits > kSharedSplits) return launch_project<T, 17, 1, true>(kv_b, out, p, rows, (rows + 1) / 2, s);
-  if (rows <= 16) return launch_project<T, 9, 1, false>(kv_b, out, p, rows, rows <= 8 ? (rows + 1) / 2 : 8, s);
-  return launch_project<T, 3, 2, false>(kv_b, out, p, rows, 8, s);
+  // context both blocks of a head read half of the parts' columns, of one row of few heads four blocks a quarter.
+  if (rows == 1 && p.heads <= kFewHeads && p.splits > kSharedSplits) return launch_project<T, 17, 1, 32, true>(kv_b, out, p, rows, 1, s);
+  if (rows <= 8 && p.splits > kSharedSplits) return launch_project<T, 17, 1, 64, true>(kv_b, out, p, rows, (rows + 1) / 2, s);
+  if (rows <= 16) return launch_project<T, 9, 1, 64, false>(kv_b, out, p, rows, rows <= 8 ? (rows + 1) / 2 : 8, s);
+  return launch_project<T, 3, 2, 64, false>(kv_b, out, p, rows, 8, s);
 }
 
 }  // namespace
