@@ -18,6 +18,7 @@ from quantkit.calibrate.scale import ScaledInput
 from quantkit.calibrate.scale_search import Consumer, sample_rows
 from quantkit.calibrate.solvers import Solvers
 from quantkit.calibrate.source_model import SourceModel
+from quantkit.calibrate.statistics import token_counts
 from quantkit.calibrate.sublayer import Sublayer
 from quantkit.calibrate.unit_log import UnitLog
 from quantkit.calibrate.units import expert_unit
@@ -104,7 +105,8 @@ class ExpertLayer:
         self._report_routing(routed)
         solver, original = None, None if path is None else path.routed
         if self.solver is not None:
-            solver = ExpertSolver(self.solver, routed, read, sublayer.importance, sublayer.outputs, original)
+            counts = token_counts(states.quantized.hidden[:, : sublayer.width]) if self.solver.activation_bits == 8 else None
+            solver = ExpertSolver(self.solver, routed, read, sublayer.importance, sublayer.outputs, original, counts)
         rank, size = self.ranks.rank, self.ranks.size
         reading = self._read()
         for start in range(0, len(self.batches), size):

@@ -74,7 +74,8 @@ class ExpertWeights:
 
 class ExpertSolver:
     """Solves experts of one layer. read: their input, whose scale is folded into the layer's norm; importance [H] and outputs: see
-    `Sublayer`; original: what experts are asked by the calibration tokens on the original path, where these run through it."""
+    `Sublayer`; original: what experts are asked by the calibration tokens on the original path, where these run through it; counts [T, 1]:
+    what an error of each token counts beside its routing weight where the scales inside experts are chosen; None: alike."""
 
     def __init__(
         self,
@@ -84,8 +85,9 @@ class ExpertSolver:
         importance: Tensor | None,
         outputs: Curvature | None,
         original: Routed | None = None,
+        counts: Tensor | None = None,
     ) -> None:
-        self.original = original
+        self.original, self.counts = original, counts
         self.solver, self.routed, self.read, self.importance, self.outputs = solver, routed, read, importance, outputs
         self.exact = isinstance(solver.grid, Fp4Grid | Mxfp4Grid)  # steps too coarse for any divisor but a power of two
         fitted = routed.x[: routed.fitted]
@@ -146,7 +148,12 @@ class ExpertSolver:
         else:
             gated = hidden = weights.hidden(x)
         own = hidden[:fitted], w[:fitted], of_layer
-        return _Asked(x, gated, hidden, of_layer, self._down_hessian(*own), self._shown(*own), fitted)
+        shown = self._shown(*own) if self.counts is None else self._shown(*self._counted(self.counts, tokens[:fitted], *own))
+        return _Asked(x, gated, hidden, of_layer, self._down_hessian(*own), shown, fitted)
+
+    def _counted(self, counts: Tensor, tokens: Tensor, hidden: Tensor, w: Tensor, of_layer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What `_shown` is given, each token as it counts."""
+        return hidden, w * counts[tokens, 0], of_layer * _of_layer(counts[: self.routed.fitted])
 
     def _aimed_downs(self, experts: Mapping[int, ExpertWeights], asked: "list[_Asked]", curvature: Curvature) -> dict[int, Tensor]:
         """What is rounded in place of the down projections, by expert: see drift.py."""
@@ -186,7 +193,7 @@ class ExpertSolver:
         importance = None if self.importance is None else sample_rows(self.importance[:, None], count)[:, 0]
         sample = torch.stack(shown)
         consumers = [Consumer(rows, 1.0, self.solver, importance)]
-        inputs = InputStatistics(hessian, sample.abs().amax(-2), sample)
+        inputs = InputStatistics(hessian, sample.abs().amax(-2), sample, sample)
         scale = choose_scale(self.solver, consumers, curvature, inputs, self.exact)
         return torch.stack([self._within_reach(s, up) for s, up in zip(scale, ups)])
 

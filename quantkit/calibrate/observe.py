@@ -4,6 +4,7 @@ path."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from quantkit.calibrate.drift import Drift, DriftSum
@@ -17,6 +18,8 @@ from quantkit.calibrate.sublayer import Sublayer
 
 HELD_OUT_ROWS = 128
 """Held-out rows kept at each linear's input."""
+SCALE_ROWS = 4096
+"""About so many calibration rows kept there."""
 PROBED_TOKENS = 64
 
 
@@ -34,7 +37,8 @@ class Observed:
 
     sites: the linears that read one input, by the module it is observed under. inputs: the statistics of these inputs, and of the routed
     experts' input. routed: what the experts are asked, on both paths. probe: against which folding is checked. drifts: of the inputs,
-    where calibration tokens run through the original path too.
+    where calibration tokens run through the original path too. stream: what the residual stream holds before the sublayer of the tokens
+    whose rows are kept, [R, H].
     """
 
     sublayer: Sublayer
@@ -43,6 +47,7 @@ class Observed:
     routed: Routed | None
     probe: Probe
     drifts: dict[str, Drift]
+    stream: Tensor
 
 
 def observe(
@@ -50,7 +55,9 @@ def observe(
 ) -> Observed:
     """Run the original weights `tensors` over `states`, and over `original`, the calibration tokens on the original path, if given. All are
     left as they are."""
-    observer, recorder = Observer(HELD_OUT_ROWS, ranks), Recorder(len(states.quantized.hidden) + len(states.original.hidden))
+    every = max(1, states.quantized.fitted // SCALE_ROWS)
+    observer = Observer(HELD_OUT_ROWS, ranks, every)
+    recorder = Recorder(len(states.quantized.hidden) + len(states.original.hidden))
     asked, total = Recorder(states.quantized.fitted), DriftSum(HELD_OUT_ROWS, ranks)
     runs = SharedRuns(ranks, states.quantized.hidden.device)
     ask = runs.asked_of(recorder)
@@ -83,7 +90,9 @@ def observe(
         _observe_experts_input(sublayer, routed, states, observer, None if original is None else (total, asked))
     own = {row.module for row in sublayer.rows}
     sites = {first: modules for first, modules in weights.sites.items() if first in own}
-    return Observed(sublayer, sites, observer.means(), routed, probe(sublayer, tensors, states), total.means())
+    fitted = (states.quantized.hidden[batch.part] for batch in states.quantized.batches() if not batch.held_out)
+    stream = torch.cat([hidden[::every, : sublayer.width] for hidden in fitted])
+    return Observed(sublayer, sites, observer.means(), routed, probe(sublayer, tensors, states), total.means(), stream)
 
 
 def _observe_experts_input(

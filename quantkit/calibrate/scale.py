@@ -1,7 +1,7 @@
 """A sublayer's second value: the scale of every group, and the proof that folding them changes nothing."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -14,7 +14,7 @@ from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.scale_search import Consumer, choose_scale, sample_rows
 from quantkit.calibrate.solver import input_curvature
 from quantkit.calibrate.solvers import Solvers
-from quantkit.calibrate.statistics import InputStatistics
+from quantkit.calibrate.statistics import InputStatistics, token_counts
 from quantkit.calibrate.sublayer import Sublayer
 from quantkit.errors import QuantkitError
 from quantkit.models.table import ScaleGroup
@@ -54,7 +54,7 @@ class Folding:
         divided = [producer] * (gain is None) + [f"{group.producer}.bias"] * group.biased
         return Folding(
             self.columns | {f"{module}.weight": scale for module in inside},
-            self.rows | dict.fromkeys(divided, scale),
+            self.rows | dict.fromkeys(divided, scale if group.heads is None else group.heads.of_rows(scale)),
             self.gains if gain is None else self.gains | {producer: gain},
         )
 
@@ -148,10 +148,14 @@ def scale_sublayer(observed: Observed, source: ParameterReader, states: HiddenSt
         if not consumers or not {"awq", "smooth"} & set(sublayer.solvers.methods) or sublayer.is_frozen(group):
             continue
         solver = consumers[0].solver
+        if group.heads is not None and solver.activation_bits != 8:
+            continue  # nobody measured what it does to other schemes
         statistics = observed.inputs[group.observe]
+        if solver.activation_bits == 8:
+            statistics = replace(statistics, rows=_counted_rows(observed, group, FoldedTensors(sublayer, source, folding)))
         curvature = input_curvature(statistics.mean_hessian, sublayer.solvers.recipe)
         exact = sublayer.solvers.recipe.exact_router and not sublayer.quantized.issuperset(_inside(sublayer, group))
-        scale = choose_scale(solver, consumers, curvature, statistics, exact)
+        scale = choose_scale(solver, consumers, curvature, statistics, exact, group.heads)
         folding, scale = _fold(sublayer, group, scale, source, folding)
         scales[group.name] = scale
         inputs[group.observe] = scaled_input(statistics, sublayer.solvers, scale, curvature, observed.drifts.get(group.observe))
@@ -160,6 +164,18 @@ def scale_sublayer(observed: Observed, source: ParameterReader, states: HiddenSt
         if first not in inputs:
             inputs[first] = scaled_input(observed.inputs[first], sublayer.solvers, None, drift=observed.drifts.get(first))
     return Scaled(sublayer, observed.sites, inputs, scales, folding)
+
+
+def _counted_rows(observed: Observed, group: ScaleGroup, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The rows of a group's input, of one that is read by who writes to the residual stream each times what an error there counts: by the
+    stream with what that reader adds, as the largest streams are made so."""
+    rows = observed.inputs[group.observe].rows
+    writers = sorted(observed.sublayer.ends.intersection(group.consumers))
+    if not writers:
+        return rows
+    assert len(rows) == len(observed.stream), f"{group.observe} reads other tokens than the sublayer"
+    added = (rows @ tensors[f"{module}.weight"].t() for module in writers)
+    return rows * token_counts(sum(added, observed.stream))
 
 
 def scale_in_effect(sublayer: Sublayer, group: ScaleGroup, source: ParameterReader, plain: Mapping[str, Tensor]) -> Tensor:

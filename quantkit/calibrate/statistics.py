@@ -19,12 +19,21 @@ class InputStatistics:
     """Of one input of K channels.
 
     mean_hessian: mean of x x^T per token, so that losses of inputs with different counts compare, float32 [K, K]. absmax: the largest
-    magnitudes, float32 [K]. sample: held-out rows for judging, float32 [S, K].
+    magnitudes, float32 [K]. sample: held-out rows for judging, float32 [S, K]. rows: some of the calibration tokens', on which scales of
+    rounded activations are judged, float32 [R, K], each times what an error of its token counts.
     """
 
     mean_hessian: Tensor
     absmax: Tensor
     sample: Tensor
+    rows: Tensor
+
+
+def token_counts(stream: Tensor) -> Tensor:
+    """What an error counts that is added to rows of the residual stream [T, H], float32 [T, 1], mean square 1: the norm that reads a row
+    divides by its size. A few tokens have a stream hundreds of times as large as the others, and the largest steps of int8 with it."""
+    counts = stream.square().mean(-1, keepdim=True).clamp(min=1e-30).rsqrt()
+    return counts / counts.square().mean().sqrt()
 
 
 def panels(channels: int) -> Iterator[slice]:
@@ -66,11 +75,13 @@ class StatisticsSum:
     A Hessian of R1's widest input is 1.4 GB, so there is one: `mean` turns the sum into it.
     """
 
-    def __init__(self, channels: int, device: torch.device, sample_rows: int, ranks: Ranks) -> None:
+    def __init__(self, channels: int, device: torch.device, sample_rows: int, ranks: Ranks, every: int = 0) -> None:
+        """every: how many calibration rows there are for one that is kept; 0 where none is."""
         self._hessian = torch.zeros(channels, channels, dtype=torch.float32, device=device)  # its panels up to the diagonal
         self._absmax = torch.zeros(channels, dtype=torch.float32, device=device)
         self._tokens = 0
-        self._sample, self._ranks = HeldOutRows(sample_rows), ranks
+        self._sample, self._ranks, self._every = HeldOutRows(sample_rows), ranks, every
+        self._rows = [self._hessian.new_empty(0, channels)]
 
     @tensor_core_products()
     def add(self, x: Tensor) -> None:
@@ -79,6 +90,8 @@ class StatisticsSum:
             self._hessian[rows, : rows.stop].addmm_(x[:, rows].t(), x[:, : rows.stop])
         self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
         self._tokens += x.shape[0]
+        if self._every:
+            self._rows.append(x[:: self._every].clone())
 
     def keep(self, x: Tensor) -> None:
         """x float32 [T, K] of held-out tokens."""
@@ -90,14 +103,15 @@ class StatisticsSum:
         send_panels(hessian, self._ranks)
         for rows in panels(len(hessian)):
             hessian[rows, rows.stop :] = hessian[rows.stop :, rows].t()
-        return InputStatistics(hessian, self._absmax, self._sample.rows(hessian))
+        return InputStatistics(hessian, self._absmax, self._sample.rows(hessian), torch.cat(self._rows))
 
 
 class Observer:
-    """Sums up every input that it is shown, by module. `held_out` switches what an observation is for. Every rank is shown the same."""
+    """Sums up every input that it is shown, by module. `held_out` switches what an observation is for. Every rank is shown the same.
+    every: as of `StatisticsSum`."""
 
-    def __init__(self, sample_rows: int, ranks: Ranks) -> None:
-        self._sample_rows, self._ranks = sample_rows, ranks
+    def __init__(self, sample_rows: int, ranks: Ranks, every: int = 0) -> None:
+        self._sample_rows, self._ranks, self._every = sample_rows, ranks, every
         self._sums: dict[str, StatisticsSum] = {}
         self.held_out = False
 
@@ -108,7 +122,7 @@ class Observer:
         """x float32 [..., K]: what `module` reads."""
         x = x.reshape(-1, x.shape[-1])
         if module not in self._sums:
-            self._sums[module] = StatisticsSum(x.shape[-1], x.device, self._sample_rows, self._ranks)
+            self._sums[module] = StatisticsSum(x.shape[-1], x.device, self._sample_rows, self._ranks, self._every)
         if self.held_out:
             self._sums[module].keep(x)
         else:

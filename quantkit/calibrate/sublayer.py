@@ -53,7 +53,7 @@ class Sublayer:
     experts: the first linear of its routed experts, None where it has none.
     importance: what a squared error in each channel of the residual stream counts after this sublayer, float32 [H]; None: alike.
     outputs: what an error there costs, [H, H], where GPTQ is to heed it. heads: that query, if it is attention; 0 where nobody
-    looked for them.
+    looked for them. width: channels of the residual stream.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Sublayer:
     importance: Tensor | None
     outputs: Curvature | None
     heads: int
+    width: int
 
     @property
     def ends(self) -> frozenset[str]:
@@ -120,6 +121,7 @@ def sublayer_of(
         importance=importance,
         outputs=outputs,
         heads=model.config.num_attention_heads,
+        width=model.config.hidden_size,
     )
 
 

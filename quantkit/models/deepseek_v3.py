@@ -37,6 +37,7 @@ from quantkit.models.mlp import (
 )
 from quantkit.models.rope import Rope
 from quantkit.models.table import Block, Parameter, Projection, Role, ScaleGroup, Split
+from quantkit.models.value_heads import ValueHeads
 from quantkit.models.weights import Weights
 
 ELSEWHERE = AnyOf((NullField("q_lora_rank", ".q_a_proj."), TrueFields(("attention_bias", "tie_word_embeddings")), GatesAndLengths()))
@@ -174,11 +175,12 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     """The foldable scales of one decoder layer (the MTP layer's included), producers before their consumers' own groups."""
     p = f"model.layers.{layer}"
     a = f"{p}.self_attn"
-
+    values = ValueHeads(config.num_attention_heads, 1, config.v_head_dim, config.qk_nope_head_dim)
     groups = [
         ScaleGroup(f"{a}.qkv_a", f"{p}.input_layernorm", True, (f"{a}.q_a_proj", f"{a}.kv_a_proj_with_mqa"), f"{a}.q_a_proj"),
         ScaleGroup(f"{a}.q_b", f"{a}.q_a_layernorm", True, (f"{a}.q_b_proj",), f"{a}.q_b_proj"),
         ScaleGroup(f"{a}.kv_b", f"{a}.kv_a_layernorm", True, (f"{a}.kv_b_proj",), f"{a}.kv_b_proj"),
+        ScaleGroup(f"{a}.v_o", f"{a}.kv_b_proj", False, (f"{a}.o_proj",), f"{a}.o_proj", heads=values),
     ]
     norm = f"{p}.post_attention_layernorm"
     if not config.is_moe(layer):

@@ -34,6 +34,7 @@ from quantkit.models.mlp import (
 )
 from quantkit.models.rope import DEFAULT_THETA, Rope
 from quantkit.models.table import Parameter, Projection, Role, ScaleGroup, Split
+from quantkit.models.value_heads import ValueHeads
 from quantkit.models.weights import Weights
 
 QkNorm = Literal["head", "all"]
@@ -230,14 +231,16 @@ def _attention(config: Config, layer: int) -> list[Parameter]:
 
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
-    """The foldable scales of one layer. v to o folds only where each query head has its own value head and v has no bias."""
+    """The foldable scales of one layer. v to o folds where v has no bias."""
     p = f"model.layers.{layer}"
     a = f"{p}.self_attn"
     groups = [ScaleGroup(f"{a}.qkv", f"{p}.input_layernorm", True, tuple(f"{a}.{side}_proj" for side in "qkv"), f"{a}.q_proj")]
     if config.recurrent is not None and layer in config.recurrent.layers:
         groups = delta_scale_groups(config.recurrent, f"{p}.linear_attn", f"{p}.input_layernorm")
-    elif config.num_key_value_heads == config.num_attention_heads and not config.qkv_bias:
-        groups.append(ScaleGroup(f"{a}.v_o", f"{a}.v_proj", False, (f"{a}.o_proj",), f"{a}.o_proj"))
+    elif not config.qkv_bias:
+        readers = config.num_attention_heads // config.num_key_value_heads
+        values = ValueHeads(config.num_key_value_heads, readers, config.head_dim) if readers > 1 else None
+        groups.append(ScaleGroup(f"{a}.v_o", f"{a}.v_proj", False, (f"{a}.o_proj",), f"{a}.o_proj", heads=values))
     norm = f"{p}.post_attention_layernorm"
     if config.routing is None or not config.is_moe(layer):
         return [*groups, *mlp_scale_groups(f"{p}.mlp", norm, bias=config.mlp_bias)]

@@ -9,6 +9,8 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from quantkit.models.value_heads import ValueHeads
+
 Role = Literal[
     "embedding",
     "head",
@@ -120,6 +122,7 @@ class ScaleGroup:
     Every reader of the producer's output is listed, quantized or not: leaving one out changes the function.
     `observe` is the module whose input is the scaled activation. `expert` is set where producer and consumer belong to one expert;
     `reaches_experts` where the routed experts are among the consumers. `biased`: the producer's bias, `producer`.bias, is divided too.
+    `heads`: where o's columns are not the producer's rows one by one.
     """
 
     name: str
@@ -130,6 +133,7 @@ class ScaleGroup:
     expert: int | None = None
     reaches_experts: bool = False
     biased: bool = False
+    heads: ValueHeads | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quantkit.calibrate.scale_search import Consumer, choose_scale
 from quantkit.calibrate.solver import Solver
-from quantkit.calibrate.statistics import InputStatistics
+from quantkit.calibrate.statistics import InputStatistics, token_counts
 from quantkit.quant.gptq import Curvature
 from quantkit.recipe import Recipe
 from quantkit.schemes import IntGrid, Method
@@ -50,7 +50,7 @@ def test_rows_without_importance_do_not_choose_the_scale() -> None:
         return float(own.losses(rows, scale[None], (rows * scale).abs().amax().expand(1, N), curvature).sum())
 
     def chosen(consumer: Consumer) -> Tensor:
-        return choose_scale(own, [consumer], curvature, InputStatistics(hessian, x.abs().amax(0), x[:64]), exact=False)
+        return choose_scale(own, [consumer], curvature, InputStatistics(hessian, x.abs().amax(0), x[:64], x), exact=False)
 
     every = torch.cat([rows, ignored])
     assert loss(chosen(Consumer(every, 1.0, own, importance))) < loss(chosen(Consumer(every, 1.0, own)))
@@ -61,7 +61,7 @@ def test_both_families_of_scales_are_tried_where_both_are_asked_for() -> None:
     x = inputs(1, 1024)
     x[:, 5] *= (torch.arange(1024) % 97 == 0) * 30.0  # large now and then: largest magnitudes and mean sizes differ
     hessian = x.t() @ x / len(x)
-    statistics = InputStatistics(hessian, x.abs().amax(0), x[:256])
+    statistics = InputStatistics(hessian, x.abs().amax(0), x[:256], x)
     rows = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
 
     def own(*methods: Method) -> Solver:
@@ -74,6 +74,29 @@ def test_both_families_of_scales_are_tried_where_both_are_asked_for() -> None:
     smooth, awq, both = chosen("smooth"), chosen("awq"), chosen("smooth", "awq")
     assert not torch.equal(smooth, awq)
     assert torch.equal(both, smooth) or torch.equal(both, awq)
+
+
+def test_scales_of_rounded_activations_are_judged_by_the_rows_as_they_count() -> None:
+    """Rows of one channel's outliers make the scale where they count, and another one where they count next to nothing."""
+    own = Solver(IntGrid(8, None, symmetric=True), torch.float32, Recipe(scheme="int8-a8w8c16"), ("smooth", "awq"), activation_bits=8)
+    x, rows = torch.randn(2048, K), torch.randn(N, K)
+    outliers = x[::64].clone()
+    outliers[:, 5] = 400.0
+    hessian = x.t() @ x / len(x)
+
+    def chosen(counts: float) -> Tensor:
+        statistics = InputStatistics(hessian, x.abs().amax(0), x[:128], torch.cat([x, outliers * counts]))
+        return choose_scale(own, [Consumer(rows, 1.0, own)], own.curvature(hessian), statistics, exact=False)
+
+    heeded, ignored = chosen(1.0), chosen(1e-3)
+    assert heeded[5] / heeded.median() > 4
+    assert ignored[5] / ignored.median() < 1.5
+
+
+def test_a_token_counts_by_what_the_stream_holds_of_it() -> None:
+    counts = token_counts(torch.randn(64, 32) * torch.tensor([1.0] * 63 + [300.0])[:, None])
+    assert counts.square().mean() == pytest.approx(1.0)
+    assert counts[-1] / counts[:-1].mean() < 0.005
 
 
 @pytest.mark.parametrize("outputs", [False, True])

@@ -7,6 +7,7 @@ import torch
 import transformers
 from plain_weights import PlainWeights
 from quantkit_kernels.backends import asked
+from scaled_groups import drawn_scale
 from torch import Tensor
 from transformers_peers import CASES, checkpoint_tensors, random_peer
 
@@ -56,8 +57,8 @@ def test_folding_a_group_keeps_the_logits(case: str) -> None:
     for layer in range(config.num_hidden_layers):
         for group in architecture.scale_groups(config, layer):
             producer, offset = folded[f"{group.producer}.weight"], offsets[f"{group.producer}.weight"]
-            scale = torch.rand(producer.shape[0]) + 0.5
-            folded[f"{group.producer}.weight"] = (producer + offset) / (scale if group.producer_is_norm else scale[:, None]) - offset
+            by, scale = drawn_scale(group, len(producer), lambda count: torch.rand(count) + 0.5)
+            folded[f"{group.producer}.weight"] = (producer + offset) / (by if group.producer_is_norm else by[:, None]) - offset
             for consumer in group.consumers:
                 folded[f"{consumer}.weight"] = folded[f"{consumer}.weight"] * scale
     assert (logits(folded) - expected).abs().max() < 1e-3 * expected.abs().max()

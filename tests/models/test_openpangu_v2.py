@@ -10,6 +10,7 @@ import torch
 from cut_texts import furthest_from_whole
 from guessed_models import in_place
 from plain_weights import PlainWeights
+from scaled_groups import drawn_scale
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -310,9 +311,10 @@ def test_folding_a_group_keeps_the_logits(case: str) -> None:
     expected, folded = Statement(config_dict, tensors).logits(token_ids), dict(tensors)
     for layer in range(config.num_hidden_layers):
         for group in architecture.scale_groups(config, layer):
-            scale = 2.0 ** torch.randint(-2, 3, folded[f"{group.producer}.weight"].shape[:1])  # nothing is rounded: no choice can flip
             producer = folded[f"{group.producer}.weight"]
-            folded[f"{group.producer}.weight"] = producer / scale.view(-1, *[1] * (producer.dim() - 1))
+            # Powers of two where an indexer reads: nothing is rounded, so no choice can flip.
+            by, scale = drawn_scale(group, len(producer), lambda count: 2.0 ** torch.randint(-2, 3, (count,)))
+            folded[f"{group.producer}.weight"] = producer / by.view(-1, *[1] * (producer.dim() - 1))
             for consumer in group.consumers:
                 folded[f"{consumer}.weight"] = folded[f"{consumer}.weight"] * scale
     assert (Statement(config_dict, folded).logits(token_ids) - expected).abs().max() < 1e-4

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from plain_weights import PlainWeights
+from scaled_groups import drawn_scale
 from torch import Tensor
 
 from quantkit.models import find_architecture, pangu_ultra_moe
@@ -153,9 +154,9 @@ def test_folding_keeps_the_logits_and_spares_the_post_norms() -> None:
     folded = dict(tensors)
     for layer in range(config.num_hidden_layers):
         for group in architecture.scale_groups(config, layer):
-            scale = torch.rand(folded[f"{group.producer}.weight"].shape[0]) + 0.5
-            by = scale if group.producer_is_norm else scale[:, None]
-            folded[f"{group.producer}.weight"] = folded[f"{group.producer}.weight"] / by
+            producer = folded[f"{group.producer}.weight"]
+            by, scale = drawn_scale(group, len(producer), lambda count: torch.rand(count) + 0.5)
+            folded[f"{group.producer}.weight"] = producer / (by if group.producer_is_norm else by[:, None])
             for consumer in group.consumers:
                 folded[f"{consumer}.weight"] = folded[f"{consumer}.weight"] * scale
     changed = {name for name in tensors if not torch.equal(tensors[name], folded[name])}

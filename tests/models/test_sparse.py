@@ -7,6 +7,7 @@ import make_model
 import pytest
 import torch
 from plain_weights import PlainWeights
+from scaled_groups import drawn_scale
 from torch import Tensor
 from transformers_peers import SPARSE, checkpoint_tensors, random_peer
 
@@ -90,8 +91,9 @@ def test_folding_a_group_keeps_the_logits(case: str) -> None:
     for layer in range(config.num_hidden_layers):
         for group in one.architecture.scale_groups(config, layer):
             producer = folded[f"{group.producer}.weight"]
-            scale = 2.0 ** torch.randint(-2, 3, (producer.shape[0],))  # nothing is rounded, so no choice can flip
-            folded[f"{group.producer}.weight"] = producer / (scale if group.producer_is_norm else scale[:, None])
+            # Powers of two where an indexer reads: nothing is rounded, so no choice can flip.
+            by, scale = drawn_scale(group, len(producer), lambda count: 2.0 ** torch.randint(-2, 3, (count,)))
+            folded[f"{group.producer}.weight"] = producer / (by if group.producer_is_norm else by[:, None])
             for consumer in group.consumers:
                 folded[f"{consumer}.weight"] = folded[f"{consumer}.weight"] * scale
     assert (one.logits([30], token_ids, folded) - expected).abs().max() < 1e-4 * expected.abs().max()

@@ -171,6 +171,22 @@ def test_scales_are_undone_by_the_consumers(source: Path, outputs: dict[str, Qua
         assert (product[1] - product[0]).norm() / product[0].norm() < 0.25, module
 
 
+def test_scales_of_values_are_undone_by_o(source: Path, outputs: dict[str, QuantizationReport]) -> None:
+    """Of latent attention in int8: rows of kv_b that make values are divided, those that make keys are not, and o has what it had."""
+    heads, width, keys = CONFIG["num_attention_heads"], CONFIG["v_head_dim"], CONFIG["qk_nope_head_dim"]
+    made, sizes = [], []
+    for checkpoint in (Checkpoint.open(source), Checkpoint.open(outputs["int8-a8w8c16"].out)):
+        at = "model.layers.1.self_attn"
+        kv_b, o = (dequantize(checkpoint.weight(f"{at}.{name}_proj")) for name in ("kv_b", "o"))
+        rows = (kv_b * checkpoint.read(f"{at}.kv_a_layernorm.weight").float()).unflatten(0, (heads, keys + width))
+        made.append(torch.einsum("nhv,hvl->hnl", o.unflatten(1, (heads, width)), rows[:, keys:]))
+        sizes.append(rows.norm(dim=-1))
+    assert (made[1] - made[0]).norm() / made[0].norm() < 0.15
+    ratio = sizes[1] / sizes[0]
+    assert (ratio[:, :keys] - 1).abs().max() < 0.02
+    assert (ratio[:, keys:] - 1).abs().max() > 0.1, "a scale was chosen"
+
+
 @pytest.mark.parametrize("scheme", ["awq-w4a16", "rtn-w4a16"])
 def test_compressed_tensors_too(source: Path, text: str, tmp_path: Path, scheme: str) -> None:
     report = run(source, tmp_path / "out", scheme, text, format="compressed-tensors")

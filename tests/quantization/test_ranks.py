@@ -285,12 +285,14 @@ def test_ranks_sum_panels_of_one_square(tmp_path: Path, monkeypatch: pytest.Monk
     x, o = torch.randn(2, 3, 20, 50, generator=torch.Generator().manual_seed(0))
 
     def summed(ranks: Ranks) -> torch.Tensor:
-        total, drift = StatisticsSum(50, x.device, 4, ranks), DriftSum(4, ranks)
+        total, drift = StatisticsSum(50, x.device, 4, ranks, every=7), DriftSum(4, ranks)
         for part, original in zip(x, o):
             total.add(part)
             drift.hear("a", part)
             drift.compare("a", original)
-        return torch.stack([total.mean().mean_hessian, drift.means()["a"].inputs])
+        means = total.mean()
+        assert torch.equal(means.rows, x[:, ::7].flatten(0, 1)), "every seventh of each part"
+        return torch.stack([means.mean_hessian, drift.means()["a"].inputs])
 
     alone = summed(Ranks())
     torch.testing.assert_close(alone, torch.stack([torch.einsum("bti,btj->ij", a, x) for a in (x, o - x)]) / 60)
