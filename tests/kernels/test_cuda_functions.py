@@ -97,6 +97,18 @@ def test_moe_gate(tokens: int, hidden: int) -> None:
         assert distance(weights, expected_weights.double()) < 1e-5
 
 
+@pytest.mark.parametrize("tokens", [1, 9, 64, 65])
+@pytest.mark.parametrize(("experts", "hidden"), [(128, 2048), (60, 1000), (8, 4096)])
+def test_moe_gate_of_other_numbers_of_experts(experts: int, hidden: int, tokens: int) -> None:
+    x, router = torch.randn(tokens, hidden, device="cuda").bfloat16(), torch.randn(experts, hidden, device="cuda") * hidden**-0.5
+    rule = Routing(experts, 4, scoring_func="softmax")
+    expected, expected_weights = route((x.double() @ router.double().T).float(), None, rule, backend="reference")
+    for _ in range(20):
+        ids, weights = moe_gate(x, router, None, rule, backend="cuda")
+        assert torch.equal(ids, expected)
+        assert distance(weights, expected_weights.double()) < 1e-5
+
+
 @pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
 @pytest.mark.parametrize(
     ("experts", "n_group", "topk_group", "top_k"),

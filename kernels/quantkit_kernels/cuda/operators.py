@@ -12,7 +12,7 @@ from quantkit_kernels.cuda.abi import RouteParams
 from quantkit_kernels.cuda.build import library
 from quantkit_kernels.cuda.launch import DTYPES, checked, stream_of
 from quantkit_kernels.routing import Routing
-from quantkit_kernels.triton.operators import cut_in_three
+from quantkit_kernels.triton.operators import GATE_TOKENS, cut_in_three, few_logits
 from quantkit_kernels.workspace import room_for_sums
 
 _LOGIT_DTYPES = {**DTYPES, torch.float32: 2}
@@ -82,7 +82,10 @@ def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -
 
 
 def _logits(x: Tensor, router: Tensor) -> Tensor:
-    """x @ router.T in float32. Many tokens go by the tensor cores: three numbers of bfloat16 add up to one of float32 to its last bit."""
+    """x @ router.T in float32. Few and many tokens go by the tensor cores: three numbers of bfloat16 add up to one of float32 to its last
+    bit."""
+    if x.dtype == torch.bfloat16 and 0 < x.shape[0] <= GATE_TOKENS:
+        return few_logits(x, router)
     if x.dtype != torch.bfloat16 or x.shape[0] < _TENSOR_CORE_TOKENS:
         return F.linear(x.float(), router)
     products = torch.mm(x, cut_in_three(router).flatten(0, 1).T, out_dtype=torch.float32)

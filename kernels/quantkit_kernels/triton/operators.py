@@ -19,7 +19,7 @@ from quantkit_kernels.workspace import workspace
 _WIDEST = 1 << 15
 """Numbers of a row that a program holds."""
 _HEADS = 8
-_GATE_TOKENS, _GATE_ROWS, _GATE_STEP = 64, 16, 128
+GATE_TOKENS, _GATE_ROWS, _GATE_STEP = 64, 16, 128
 _CUT = 2048
 _PARTS = 128
 """Of a row of logits: torch gives its argmax to few blocks, 27 us for 8 rows of 129,280 on an H200."""
@@ -92,11 +92,15 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
 
 
 def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    few = x.dtype == torch.bfloat16 and 0 < x.shape[0] <= GATE_TOKENS
+    return route(few_logits(x, router) if few else F.linear(x.float(), router), bias, routing)
+
+
+def few_logits(x: Tensor, router: Tensor) -> Tensor:
+    """x bfloat16 [T, H] @ router float32 [E, H].T in float32, of up to GATE_TOKENS tokens, one at least."""
     from quantkit_kernels.triton.gate_kernel import router_logits
 
     (tokens, k), experts = x.shape, router.shape[0]
-    if x.dtype != torch.bfloat16 or not 0 < tokens <= _GATE_TOKENS:
-        return route(F.linear(x.float(), router), bias, routing)
     logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
     tiles, width = -(-experts // _GATE_ROWS), max(16, power_of_two(tokens))
     split = max(1, min(2 * multiprocessors(x.device) // tiles, -(-k // (2 * _GATE_STEP)), 16))
@@ -104,7 +108,7 @@ def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -
     shape = {"SPLIT": split, "BN": _GATE_ROWS, "BM": width, "BK": _GATE_STEP, "ALONE": tokens == 1, "NVIDIA": by_assembly(x.device)}
     tensors = (x.contiguous(), router.contiguous(), logits, partial, arrived)
     router_logits[(tiles * split,)](*tensors, tokens, experts, k, **shape, **overlapped(x.device))
-    return route(logits, bias, routing)
+    return logits
 
 
 def cut_in_three(values: Tensor) -> Tensor:
