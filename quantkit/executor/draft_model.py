@@ -2,11 +2,13 @@
 
 Its cache has the blocks of the main model's, by the same numbers: what the scheduler gives, takes and shares holds for both. `num_read` of
 a sequence says how far the draft model has read it. It reads prompts with the main model, chunk by chunk, and each chosen token when it
-guesses what comes next. While no guesses are wanted answers are not read; what is missing is read at once when they are again, or
-when it has become much.
+guesses what comes next. While no guesses are wanted answers are not read; what is missing is read at once when they are again. Answers of
+which more is missing than is read at once are not guessed for any more: to read what nobody guesses behind cost 2 % of a step and more.
 
 Of a sequence that is longer than the draft model's positions nothing is guessed from there on.
 """
+
+from collections.abc import Sequence as Items
 
 from torch import Tensor
 
@@ -19,8 +21,8 @@ from quantkit.executor.sequence import Sequence
 from quantkit.models.context import Context
 from quantkit.models.decoder import Model
 
-_MOST_UNREAD = 1024
-"""Tokens of answers that a pass leaves unread; a graph reads as many at once (prompt_graphs.py)."""
+_MOST_READ = 1024
+"""Tokens that are read at once: of answers those of which the least is missing. A graph reads as many (prompt_graphs.py)."""
 
 
 class SameTokens:
@@ -49,11 +51,14 @@ class ModelDrafter(Drafter):
         self._shared, self.steps = shared, draft.steps
         self._guessed = False
         """Whether the tokens chosen in the last pass were read."""
+        self._left: set[Sequence] = set()
+        """Sequences of the last pass of which too much is missing."""
 
     def _behind(self, done: ForwardPass, token_ids: Tensor | None, kept: Tensor | None) -> tuple[Tensor, Tensor] | None:
         self._guessed = token_ids is not None and self.count > 0
+        self._left.clear()
         if self._guessed or not isinstance(done.where, DecodeRows):
-            self._read([(sequence, start + length) for sequence, start, length in done.spans])
+            self._catch_up(done.spans)
         if token_ids is None or self.count == 0:
             return None
         places = [(sequence, len(sequence.token_ids) + i) for sequence, count in done.counts for i in range(count)]
@@ -78,18 +83,32 @@ class ModelDrafter(Drafter):
         advanced = [sequence for sequence, _ in done.counts]
         if self._guessed:
             for sequence in advanced:
-                sequence.num_read = min(len(sequence.token_ids), self._reach)
-            return
-        unread = sum(min(len(one.token_ids), self._reach) - one.num_read for one in advanced)
-        if unread > _MOST_UNREAD:
-            self._read([(one, len(one.token_ids)) for one in advanced])
-        elif self._shared:
-            self._read([(one, len(one.token_ids)) for one in advanced if one.finish_reason is not None])
+                if sequence not in self._left:
+                    sequence.num_read = min(len(sequence.token_ids), self._reach)
+        if self._shared and (ended := [one for one in advanced if one.finish_reason is not None]):
+            each = max(_MOST_READ // len(ended), 1)
+            while self._read([(one, one.num_read + each) for one in ended]):
+                pass
 
-    def _read(self, sequences: list[tuple[Sequence, int]]) -> None:
-        """Sequences up to so many tokens, as far as these are known."""
+    def _wanted(self, sequence: Sequence) -> int:
+        return 0 if sequence in self._left else super()._wanted(sequence)
+
+    def _catch_up(self, spans: Items[tuple[Sequence, int, int]]) -> None:
+        """Read the tokens of a pass, and where guesses are wanted what is missing before them, as far as that is not too much."""
+        room, ends = _MOST_READ if self._guessed else 0, list[tuple[Sequence, int]]()
+        for sequence, start, length in sorted(spans, key=lambda one: one[1] - one[0].num_read):
+            missing = max(start - sequence.num_read, 0)
+            if missing > room:
+                self._left.add(sequence)
+            else:
+                room -= missing
+                ends.append((sequence, start + length))
+        self._read(ends)
+
+    def _read(self, ends: list[tuple[Sequence, int]]) -> bool:
+        """Sequences up to so many tokens, as far as these are known. Returns whether anything was missing."""
         parts: list[tuple[Sequence, int]] = []
-        for sequence, end in sequences:
+        for sequence, end in ends:
             known = min(end, len(sequence.token_ids), self._reach)
             if known > sequence.num_read:
                 parts.append((sequence, known))
@@ -97,3 +116,4 @@ class ModelDrafter(Drafter):
             self._own.prompts.run(None, [PromptRows(one.token_ids[one.num_read : end], one.num_read, one.blocks) for one, end in parts])
         for sequence, end in parts:
             sequence.num_read = end
+        return bool(parts)

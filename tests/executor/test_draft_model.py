@@ -1,6 +1,7 @@
 """A draft model that somebody brought changes how many tokens a step brings, and no token."""
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,8 @@ def test_after_a_pause_guesses_are_as_good(models: dict[str, Path], monkeypatch:
     """Answers are not read while nothing is guessed, and are read before the next guess, or before their blocks are others'."""
     engine = load(models["qwen3"], models["qwen3"], num_drafts=2, prefix_cache=True, max_model_len=256)
     expected = tokens(load(models["qwen3"], max_model_len=256), GREEDY)
-    for most_unread in (8, 1024):
-        monkeypatch.setattr("quantkit.executor.draft_model._MOST_UNREAD", most_unread)
+    for most_read in (8, 1024):
+        monkeypatch.setattr("quantkit.executor.draft_model._MOST_READ", most_read)
         often = iter([(0, 0), *[(0, 0), (0, 0), (0, 0), (2, 0)] * 200])
         monkeypatch.setattr(engine.speculation.guessing, "choose", often.__next__)
         assert tokens(engine, GREEDY) == expected
@@ -120,6 +121,39 @@ def test_after_a_pause_guesses_are_as_good(models: dict[str, Path], monkeypatch:
     monkeypatch.setattr(engine.speculation.guessing, "choose", lambda: (2, 0))
     tokens(engine, GREEDY, [prompt + answer + [7] for prompt, answer in zip(PROMPTS, answers)])
     assert measured(engine) == 1
+
+
+def test_what_fell_far_behind_is_not_read_and_not_guessed_for(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long nothing is guessed, it costs nothing; who came later is guessed for. Tokens are the same."""
+    monkeypatch.setattr("quantkit.executor.draft_model._MOST_READ", 8)
+    engine, asked = load(models["qwen3"], models["qwen3"], num_drafts=2), SamplingParams(max_new_tokens=60, ignore_eos=True)
+    drafter: Any = engine.speculation.drafter
+    read, run = list[int](), drafter._own.prompts.run
+
+    def noted(answers: Any, parts: Any) -> Any:
+        read.append(sum(len(one.token_ids) for one in parts))
+        return run(answers, parts)
+
+    monkeypatch.setattr(drafter._own.prompts, "run", noted)
+    engine.speculation.make(0, 0)
+    old = engine.submit(PROMPTS[0], asked)
+    while len(old.generated) < 12:
+        engine.step()
+    recent = engine.submit(PROMPTS[1], asked, 1)
+    while len(recent.generated) < 4:
+        engine.step()
+    assert read == [len(PROMPTS[0]), len(PROMPTS[1])]
+    engine.speculation.make(2, 0)
+    drafted = Counter[int]()
+    for _ in range(6):
+        engine.step()
+        drafted.update(one.index for one in (old, recent) if one.drafts)
+    assert drafted == {1: 6}
+    assert sum(read[2:]) == 4, "what was missing of the recent one"
+    while old.finish_reason is None or recent.finish_reason is None:
+        engine.step()
+    assert measured(engine) == 1
+    assert [old.generated, recent.generated] == tokens(load(models["qwen3"]), asked, PROMPTS[:2])
 
 
 def test_nothing_is_guessed_behind_the_draft_models_positions(
