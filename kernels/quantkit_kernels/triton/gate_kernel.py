@@ -9,7 +9,7 @@ from quantkit_kernels.triton.multiply_kernel import sum_of_parts
 from quantkit_kernels.triton.weights_kernel import dot, fetch_lines, rounded, wait_for_input
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def router_logits(
     x, router, logits, partial, arrived, tokens, experts, k,
     SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, NVIDIA: tl.constexpr,
