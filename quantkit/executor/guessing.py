@@ -2,14 +2,13 @@
 
 With d guesses computed, by an MTP layer or a draft model (drafter.py), and l looked up (lookup.py), B answers bring
 B * (1 + expected right guesses) tokens a step, in the time that a step of so many rows has taken. The pair with the most tokens a second
-is used; none is where guessing does not pay. What may be better is tried for a few steps: more guesses than were tried, as if they cost no
-more than the most that were, for a kernel may take 40 rows in little more time than 24; and what was seen to be worse, for a machine may
-have been busy then. The longer ago and the fewer times a cost was seen, the less it may be now: that of steps without guesses, too.
+is used; none is where guessing does not pay. What was not tried yet is taken for as good as it may be, so it is tried, fewer guesses before
+more; one more than was chosen is tried from time to time, for lengths and texts change.
 
 Trying may lose time, so there is a credit, in steps without guesses: a little at first, and a small share of every step. A step with
-guesses adds the steps without that its tokens would have taken, and takes what it took itself. A trial wants the credit that it may lose.
-What promises to pay goes on into some debt; then nothing is guessed until there is credit again, also for beginning anew, when a layer
-must read what it has not: so a source that is never right costs no more than what it was lent, however good it looked.
+guesses adds the steps without that its tokens would have taken, and takes what it took itself. Who is in debt guesses nothing until there
+is credit again for beginning anew, when a layer must read what it has not: so a source that is never right costs no more than what it was
+lent, however good it looked.
 """
 
 import itertools
@@ -20,32 +19,22 @@ from quantkit.executor.graphs import power_of_two
 
 _PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 4.0
 """What is taken for the share of right guesses before any was seen, and as how many guesses that counts."""
-_KEPT = 0.99
-"""Of what counted at a guess, so much counts at the next: the last 100 matter."""
+_KEPT = 0.98
+"""Of what counted at a step, so much counts at the next: the last 50 matter."""
 _TRIED, _DROPPED = 2, 1
 """Times that a cost must have been seen to be believed; the first times, which compile and capture, do not count."""
-_SURE, _SETTLED = 4, 10
-"""Times that a cost was seen up to which the fastest counts, for a machine may have been busy; and those that count at most."""
-_FIRST, _SEEN = 8.0, 32.0
-"""First guesses that must have been checked before more are tried; and before they are given up, if there is credit."""
-_STALE, _STALE_NONE, _AGE = 0.1, 0.4, 96.0
-"""By what share a cost may have fallen since it was seen, at most, and that of steps without guesses; and over how many steps, times the
-square of how often it was seen, it falls to nothing: what was seen four times falls by a tenth in 154 steps."""
-_EVERY = 16
-"""Steps between choices."""
+_EVERY, _PROBED = 16, 16
+"""Steps between choices, and choices between those that try a guess more for one step."""
 _TRIAL = 1 + _DROPPED + _TRIED
 """Steps that something new is tried for: the guesses of the first are checked in the second."""
-_TRIAL_NONE = 2
-"""The same for none: behind more steps a layer reads what it has not as a prompt."""
-_MARGIN, _STAYS = 1.01, 0.97
-"""By how much something must promise to be faster than what is used; and how slow guesses may seem, beside none, that are made already, for
-beginning anew costs more than what is not known better."""
-_LENT, _SHARE, _SAVED = 1.25, 0.005, 12.0
+_MARGIN = 1.01
+"""By how much guessing must promise to be faster than not guessing."""
+_LENT, _SHARE, _SAVED = 0.5, 0.005, 12.0
 """The credit at first; what every step adds to it; and what is saved up at most."""
-_OWED = 3.0
-"""Of the credit, the debt in which what promises to pay goes on."""
 _ENOUGH = 0.5
 """Of the credit, beside the cost of beginning anew: to guess again after a debt, or to try what does not promise to pay."""
+_READING = 2.0
+"""Of the credit, what beginning anew is taken to cost before it was seen: a layer reads what it has not, operator by operator."""
 _FEW, _MUCH, _MOST_READ = 4, 8.0, 10.0
 """Behind more steps without guesses than this a layer reads what it has not as a prompt, operator by operator; how many steps that is taken
 to cost before it was seen, and is at most: the first time it compiles, too."""
@@ -100,64 +89,42 @@ class Rates:
         return sums
 
 
-@dataclass
-class Cost:
-    """Seconds of steps of one size; how often they were seen, as far as that counts, and when last."""
-
-    seconds: float
-    times: int
-    last: int
-
-    def add(self, seconds: float, now: int) -> None:
-        self.times, self.last = min(self.times + 1, _SETTLED), now
-        if self.times <= _SURE:  # the machine may have been busy once
-            self.seconds = min(self.seconds, seconds)
-        else:  # a single slow step is the machine's, not the rows': it moves what is known by little
-            self.seconds += (min(seconds, 2 * self.seconds) - self.seconds) / self.times
-
-    def hoped(self, now: int, most: float) -> float:
-        """What it may be by now, by a share of `most` less."""
-        return self.seconds * (1 - min(most, (now - self.last) / (_AGE * self.times**2)))
-
-
 class Costs:
-    """Seconds of steps by their rows, for one number of guesses that the step makes. stale: by what share they may have fallen since they
-    were seen, at most; enough: times that one must have been seen to be believed."""
+    """Seconds of steps by their rows, for one number of guesses that the step makes."""
 
-    def __init__(self, stale: float = _STALE, enough: int = _TRIED) -> None:
-        self._stale, self._least = stale, enough
-        self._met: Counter[int] = Counter()
-        self._known: dict[int, Cost] = {}
+    def __init__(self) -> None:
+        self._times: dict[int, int] = {}
+        self._seconds: dict[int, float] = {}
 
-    def add(self, rows: int, seconds: float, now: int = 0) -> None:
-        """now: the step."""
-        self._met[rows] += 1
-        if self._met[rows] > _DROPPED:
-            if rows in self._known:
-                self._known[rows].add(seconds, now)
-            else:
-                self._known[rows] = Cost(seconds, 1, now)
+    def add(self, rows: int, seconds: float) -> None:
+        times = self._times[rows] = self._times.get(rows, 0) + 1
+        if times <= _DROPPED:
+            return
+        known = self._seconds.get(rows)
+        # A single slow step is the machine's, not the rows': it moves what is known by little.
+        self._seconds[rows] = seconds if known is None else known + 0.1 * (min(seconds, 2 * known) - known)
 
     def tried(self, rows: int) -> bool:
         """Whether steps of about so many rows were seen often enough."""
-        return any(one.times >= self._least for at, one in self._known.items() if rows <= 1.5 * at <= 2.25 * rows)
+        return any(times >= _TRIED + _DROPPED for one, times in self._times.items() if rows <= 1.5 * one <= 2.25 * rows)
 
     def by_rows(self, unit: float = 1.0) -> dict[int, float]:
         """What is known, in parts of a second."""
-        return {rows: one.seconds * unit for rows, one in sorted(self._known.items())}
+        return {rows: seconds * unit for rows, seconds in sorted(self._seconds.items())}
 
-    def seconds(self, rows: float, now: int | None = None) -> float | None:
-        """Between what is known of fewer and of more rows; None where nothing is. now: what it may be by then, where that was long ago."""
-        fewer = max((one for one in self._known if one <= rows), default=None)
-        more = min((one for one in self._known if one >= rows), default=None)
+    def of(self, rows: int) -> float | None:
+        """Of just so many."""
+        return self._seconds.get(rows)
+
+    def seconds(self, rows: float) -> float | None:
+        """Between what is known of fewer and of more rows; None where nothing is."""
+        fewer = max((one for one in self._seconds if one <= rows), default=None)
+        more = min((one for one in self._seconds if one >= rows), default=None)
         if fewer is None or more is None:
             near = fewer if more is None else more
-            return None if near is None else self._at(near, now)
-        low, high = self._at(fewer, now), self._at(more, now)
-        return low + (high - low) * ((rows - fewer) / (more - fewer) if more > fewer else 0.0)
-
-    def _at(self, rows: int, now: int | None) -> float:
-        return self._known[rows].seconds if now is None else self._known[rows].hoped(now, self._stale)
+            return None if near is None else self._seconds[near]
+        share = (rows - fewer) / (more - fewer) if more > fewer else 0.0
+        return self._seconds[fewer] + share * (self._seconds[more] - self._seconds[fewer])
 
 
 class Guessing:
@@ -169,7 +136,7 @@ class Guessing:
         self.measured = measured and most_drafts + most_looked_up > 0
         self.drafts, self.looked_up = (0, 0) if self.measured else (most_drafts, most_looked_up)
         self.rates = {COMPUTED: Rates(), LOOKUP: Rates()}
-        self.costs: dict[int, Costs] = {drafts: Costs() if drafts else Costs(_STALE_NONE, _TRIED + 1) for drafts in range(most_drafts + 1)}
+        self.costs: dict[int, Costs] = {drafts: Costs() for drafts in range(most_drafts + 1)}
         """Of steps, by how many guesses they compute."""
         self._met: Counter[tuple[int, int]] = Counter()
         """How often sizes of steps came, by guesses and rows: the first time they are captured, and are charged as the second."""
@@ -178,7 +145,7 @@ class Guessing:
         self._credit, self._in_debt = _LENT, False
         self._idle, self._reading = 0, _MUCH
         """Steps since something was computed; what reading cost that came behind many of them, in steps."""
-        self._steps = self._answers = self._next = self._tried_until = 0
+        self._steps = self._answers = self._next = self._choices = self._tried_until = 0
 
     def checked(self, source: str, count: int, kept: int) -> None:
         """Of an answer's `count` guesses the first `kept` were right."""
@@ -191,7 +158,7 @@ class Guessing:
     def stepped(self, answers: int, rows: int, kept: int, seconds: float) -> None:
         """A step that computed answers alone: so many, with so many rows, their guesses included, of which `kept` were right."""
         self._charge(answers, rows, kept, seconds)
-        self.costs[self.drafts].add(rows, seconds, self._steps)
+        self.costs[self.drafts].add(rows, seconds)
         self._answers = answers
         self._steps += 1
 
@@ -204,54 +171,27 @@ class Guessing:
             return 0, 0
         if self._steps < self._next:
             return self.drafts, self.looked_up
-        best = self._best()
-        trial = self._trial(best)
-        if trial is not None and trial != best:
-            self._next = self._tried_until = self._steps + (_TRIAL if any(trial) else _TRIAL_NONE)
-            return trial
-        soon = any(best) and (self._seen < _SEEN or self._credit < 0)
-        self._next = self._steps + (_TRIAL if soon else _EVERY)
-        if best[0] and self._reads_much:
-            self._tried_until = self._steps + _TRIAL
-        return best
-
-    def _best(self) -> tuple[int, int]:
-        """By what is known."""
-        tried = [drafts for drafts in range(self.most_drafts + 1) if self._tried(drafts)]
-        pairs = [one for one in itertools.product(tried, range(self.most_looked_up + 1)) if any(one)]
-        if not pairs:
-            return 0, 0
-        best = max(pairs, key=self._rate)
-        promised = self._rate(best) / self._rate((0, 0))
-        least = _STAYS if not self._reads_much and self._seen >= _SEEN else _MARGIN
-        if promised < least or (best[0] and self._reads_much and self._credit + _REPAID * (promised - 1) < self._enough()):
-            return 0, 0
-        return best
-
-    def _trial(self, best: tuple[int, int]) -> tuple[int, int] | None:
-        """What may be better than what is known: by costs that may have fallen since, of more guesses than were tried as of the most that
-        were; or, in a pause, by nothing but the credit."""
-        if not any(best) and (self._seen < _SEEN or self._reads_much) and self._credit >= self._enough():
+        self._choices += 1
+        plain, known = self._rate((0, 0)), 0
+        while known < self.most_drafts and self._tried(known + 1):
+            known += 1
+        # One more than were tried, where those pay; the first of all for what it promises.
+        most = min(known + (known == 0 or self._rate((known, 0)) >= plain), self.most_drafts)
+        best = max(itertools.product(range(most + 1), range(self.most_looked_up + 1)), key=self._rate)
+        promised = self._rate(best) / plain
+        if promised < _MARGIN or (best[0] and self._reads_much and self._credit + _REPAID * (promised - 1) < self._enough()):
+            best = (0, 0)
+        if best[0] > known:
+            self._next = self._tried_until = self._steps + _TRIAL
+            return best[0], 0
+        if not any(best) and self._credit >= self._enough():
+            self._next = self._tried_until = self._steps + _TRIAL
             return min(1, self.most_drafts), min(1, self.most_looked_up)
-        if self._reads_much:
-            return None
-        drafts, looked_up = max(itertools.product(range(self.most_drafts + 1), range(self.most_looked_up + 1)), key=self._hoped)
-        if self._hoped((drafts, looked_up)) < _MARGIN * self._rate(best):
-            return None
-        new = next((fewer for fewer in range(drafts + 1) if not self._tried(fewer)), None)
-        if new is not None:
-            drafts, looked_up = new, 0
-            if new > 1 and self._seen < _FIRST:
-                return None
-        return (drafts, looked_up) if self._may_lose(drafts) else None
-
-    def _may_lose(self, drafts: int) -> bool:
-        """Whether the credit has what a trial may lose, its steps being as much slower as those of fewer guesses let fear."""
-        plain, known = self._rate((0, 0)), self._most_known(drafts)
-        right, rows = self.rates[COMPUTED].expected(drafts), self._rows(known, 0)
-        slower = (self.costs[known].seconds(rows) or 0.0) * plain / self._answers - 1 if known else 0.0
-        lost = slower * drafts / max(known, 1) - right
-        return drafts == 0 or self._credit >= max(0.0, lost) * (_TRIED + _DROPPED)
+        if any(best) and self._choices % _PROBED == 0:
+            self._next = self._steps + 1
+            return min(best[0] + 1, self.most_drafts), min(best[1] + 1, self.most_looked_up)
+        self._next = self._steps + _EVERY
+        return best
 
     def _charge(self, answers: int, rows: int, kept: int, seconds: float) -> None:
         """What a step brought and took, on the credit."""
@@ -266,24 +206,22 @@ class Guessing:
             self._credit -= self._reading
             self.rates[COMPUTED].fade(_REMEMBERED)
         elif self.drafts > 0 or rows > answers:
-            gained = kept / answers + 1 - min(seconds / plain, _SLOWEST)
-            self._credit += (0, 2, 1)[min(self._met[size], 3) - 1] * gained
+            slower, times = 1 - min(seconds / plain, _SLOWEST), (0, 2, 1)[min(self._met[size], 3) - 1]
+            self._credit += kept / answers + times * slower
         self._credit = min(self._credit, _SAVED)
-        self._in_debt = self._credit < (_ENOUGH if self._in_debt else -_OWED)
-
-    @property
-    def _seen(self) -> float:
-        """How many first guesses were checked, as far as that counts."""
-        return sum(self.rates[COMPUTED if self.most_drafts else LOOKUP].seen[:1])
+        self._in_debt = self._credit < (self._enough() if self._in_debt else 0.0)
 
     @property
     def _reads_much(self) -> bool:
         """Whether a layer that begins to guess has more to read than rows of a step."""
-        return self.most_drafts > 0 and self._idle > _FEW
+        return self._idle > _FEW
 
     def _enough(self) -> float:
-        """Credit that beginning anew takes."""
-        return _ENOUGH + (self._reading if self._reads_much else 0.0)
+        """Credit that beginning anew takes. Its first step has rows of answers alone."""
+        if self._reads_much and self.most_drafts:
+            return _ENOUGH + self._reading
+        plain, first = self.costs[0].seconds(self._answers), self.costs[min(1, self.most_drafts)].of(self._answers)
+        return _ENOUGH + (max(first / plain - 1, 0.0) if plain and first else _READING)
 
     def _rows(self, drafts: int, looked_up: int) -> int:
         found = self._found if looked_up else 0.0
@@ -293,19 +231,12 @@ class Guessing:
         """Whether it is known what so many computed guesses cost."""
         return self.costs[drafts].tried(self._rows(drafts, 0))
 
-    def _most_known(self, drafts: int) -> int:
-        """The most guesses of so many at most whose cost is known."""
-        return next((fewer for fewer in range(drafts, 0, -1) if self._tried(fewer)), 0)
-
-    def _rate(self, pair: tuple[int, int], now: int | None = None) -> float:
-        """Tokens a second; of guesses that were not tried, with the cost of the most of those that were. now: as `Costs.seconds`."""
+    def _rate(self, pair: tuple[int, int]) -> float:
+        """Tokens a second; of guesses that were not tried, with the cost of the most of those that were."""
         drafts, looked_up = pair
         found = self._found if looked_up else 0.0
         right = (1 - found) * self.rates[COMPUTED].expected(drafts) + found * self.rates[LOOKUP].expected(looked_up)
-        known = self._most_known(drafts)
-        seconds = self.costs[known].seconds(self._rows(known, looked_up), now)
+        known = next((fewer for fewer in range(drafts, 0, -1) if self._tried(fewer)), 0)
+        seconds = self.costs[known].seconds(self._rows(known, looked_up))
         assert seconds, "steps without guesses come first"
         return self._answers * (1 + right) / seconds
-
-    def _hoped(self, pair: tuple[int, int]) -> float:
-        return self._rate(pair, self._steps)
