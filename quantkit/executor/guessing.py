@@ -23,6 +23,9 @@ _KEPT = 0.98
 """Of what counted at a step, so much counts at the next: the last 50 matter."""
 _TRIED, _DROPPED = 2, 1
 """Times that a cost must have been seen to be believed; the first times, which compile and capture, do not count."""
+_LOOKED, _FASTER = _TRIED + _DROPPED + 1, 0.9
+"""Times that steps without guesses are seen: at last behind the first guesses, for a machine may be busy when an answer begins. So much
+faster than what was known, such a step counts alone."""
 _EVERY, _PROBED = 16, 16
 """Steps between choices, and choices between those that try a guess more for one step."""
 _TRIAL = 1 + _DROPPED + _TRIED
@@ -104,6 +107,16 @@ class Costs:
         # A single slow step is the machine's, not the rows': it moves what is known by little.
         self._seconds[rows] = seconds if known is None else known + 0.1 * (min(seconds, 2 * known) - known)
 
+    def add_look(self, rows: int, seconds: float) -> None:
+        """Of a step that was taken to see again what is known."""
+        known = self._seconds[rows]
+        self._times[rows] += 1
+        self._seconds[rows] = seconds if seconds < _FASTER * known else (known + seconds) / 2
+
+    def times(self, rows: int) -> int:
+        """How often steps of just so many were seen."""
+        return self._times.get(rows, 0)
+
     def tried(self, rows: int) -> bool:
         """Whether steps of about so many rows were seen often enough."""
         return any(times >= _TRIED + _DROPPED for one, times in self._times.items() if rows <= 1.5 * one <= 2.25 * rows)
@@ -158,7 +171,10 @@ class Guessing:
     def stepped(self, answers: int, rows: int, kept: int, seconds: float) -> None:
         """A step that computed answers alone: so many, with so many rows, their guesses included, of which `kept` were right."""
         self._charge(answers, rows, kept, seconds)
-        self.costs[self.drafts].add(rows, seconds)
+        if self.drafts == 0 and rows == answers and self.costs[0].times(rows) == _LOOKED - 1:
+            self.costs[0].add_look(rows, seconds)
+        else:
+            self.costs[self.drafts].add(rows, seconds)
         self._answers = answers
         self._steps += 1
 
@@ -171,6 +187,9 @@ class Guessing:
             return 0, 0
         if self._steps < self._next:
             return self.drafts, self.looked_up
+        if self.drafts and self.costs[0].times(self._answers) == _LOOKED - 1:
+            self._next = self._steps + 2  # the first of which has guesses to check
+            return 0, 0
         self._choices += 1
         plain, known = self._rate((0, 0)), 0
         while known < self.most_drafts and self._tried(known + 1):

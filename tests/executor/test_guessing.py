@@ -17,7 +17,7 @@ from running_server import load
 from quantkit.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.graphs import DecodeSteps
-from quantkit.executor.guessing import COMPUTED, LOOKUP, Costs, Guessing, Rates
+from quantkit.executor.guessing import LOOKUP, Costs, Guessing, Rates
 from quantkit.executor.leader import Leader, follow
 from quantkit.executor.lookup import Lookup
 from quantkit.executor.options import MAX_GUESSES
@@ -216,136 +216,6 @@ def test_what_fell_far_behind_is_not_read_and_not_guessed_for(tiny_checkpoint: P
     plain = load(tiny_checkpoint, max_model_len=256)
     expected = plain.generate([PROMPTS[0], PROMPTS[1]], asked)
     assert {one.index: one.token_ids for one in expected} == {0: old.generated, 1: recent.generated}
-
-
-class Simulated:
-    """Steps of `answers` answers whose guesses are right with a probability; `cost` of computed guesses and rows, and of `reading` what a
-    layer has not read of more than four steps, in steps without."""
-
-    def __init__(
-        self, rate: float, answers: int, most: int, cost: Callable[[int, int], float], seed: int = 7, reading: float = 0.0
-    ) -> None:
-        self.rate, self.answers, self.cost, self._reading, self._idle = rate, answers, cost, reading, 0
-        self.guessing = Guessing(most, 0, measured=True)
-        self._draw = random.Random(seed)
-        self._checked = self.guessing.drafts
-        self.seconds, self.tokens = 0.0, 0
-
-    def step(self) -> None:
-        guessing, rows = self.guessing, self.answers * (1 + self._checked)
-        seconds, kept = self.cost(guessing.drafts, rows) * self._draw.uniform(0.97, 1.03), 0
-        if guessing.drafts and self._idle > 4:  # the layer reads what it has not as a prompt
-            seconds += self._reading
-        self._idle = 0 if guessing.drafts else self._idle + 1
-        for _ in range(self.answers if self._checked else 0):
-            right = next((at for at in range(self._checked) if self._draw.random() >= self.rate), self._checked)
-            guessing.checked(COMPUTED, self._checked, right)
-            kept += right
-        guessing.stepped(self.answers, rows, kept, seconds)
-        self._checked = guessing.drafts
-        self.seconds += seconds
-        self.tokens += self.answers + kept
-        guessing.drafts, guessing.looked_up = guessing.choose()
-
-    def until(self, tokens: int) -> float:
-        """Time of an answer's token, of so many, in steps without guesses."""
-        while self.tokens < self.answers * tokens:
-            self.step()
-        return self.seconds / self.tokens * self.answers
-
-    def fixed(self, drafts: int) -> float:
-        """Of a token, where every step has as many guesses."""
-        return self.cost(drafts, self.answers * (1 + drafts)) / sum(self.rate**place for place in range(drafts + 1))
-
-
-@pytest.mark.parametrize(
-    ("rate", "answers", "each"), [(0.05, 1, 0.0), (0.05, 8, 0.5), (0.4, 8, 0.02), (0.6, 1, 0.5), (0.9, 1, 0.02), (0.9, 8, 0.5)]
-)
-def test_never_slower_than_without(rate: float, answers: int, each: float) -> None:
-    """Guesses right with a probability, a pass of r rows costing 1 + each * r, a guess 0.05: within 2 % of none, 6 % of the best number."""
-    run = Simulated(rate, answers, 3, lambda drafts, rows: 1 + each * rows + 0.05 * drafts)
-    taken, fixed = run.until(4000), [run.fixed(drafts) for drafts in range(4)]
-    assert taken <= 1.02 * fixed[0], (run.guessing.drafts, taken, fixed)
-    assert taken <= 1.06 * min(fixed), (run.guessing.drafts, taken, fixed)
-
-
-def box_of_four(drafts: int, rows: int) -> float:
-    """A step of R1 on four H200 beside one without guesses, one user: its rows by what was measured, and guesses of its layer. Where none
-    were checked the layer reads what it has not read, which takes two steps."""
-    return {1: 3.0 if drafts else 1.0, 2: 1.19, 3: 1.36, 4: 1.5}[rows] + 0.07 * drafts
-
-
-def head_of_eagle(drafts: int, rows: int) -> float:
-    """A dense model of 8B, one user: rows cost nothing, a guess a tenth of a step."""
-    return 1.0 + 0.1 * drafts + 0.002 * rows + (0.5 if drafts and rows == 1 else 0.0)
-
-
-@pytest.mark.parametrize(("most", "cost"), [(3, box_of_four), (4, head_of_eagle)])
-@pytest.mark.parametrize(("tokens", "most_lost"), [(192, 0.02), (512, 0.01), (4000, 0.0075)])
-def test_guesses_that_are_never_right_cost_little(tokens: int, most_lost: float, most: int, cost: Callable[[int, int], float]) -> None:
-    """From the first token on, where nothing is known of them; over many answers, what chance brings is evened out."""
-    runs = [Simulated(0.0, 1, most, cost, seed) for seed in range(8)]
-    taken = sum(run.until(tokens) for run in runs) / len(runs)
-    assert taken <= (1 + most_lost) * cost(0, 1), taken
-
-
-@pytest.mark.parametrize(("rate", "tokens"), [(0.69, 512), (0.85, 512), (0.69, 4000)])
-def test_guesses_that_pay_are_soon_made(rate: float, tokens: int) -> None:
-    """Three guesses of R1's layer, of which 0.69 are right as was published: within 4 % of the best number from the first token on."""
-    runs = [Simulated(rate, 1, 3, box_of_four, seed) for seed in range(8)]
-    taken = sum(run.until(tokens) for run in runs) / len(runs)
-    assert taken <= 1.04 * min(runs[0].fixed(drafts) for drafts in range(4)), taken
-
-
-@pytest.mark.parametrize(
-    ("answers", "steps"),
-    [(8, {8: 10.25, 16: 15.1, 24: 20.2, 32: 22.1}), (32, {32: 22.1, 64: 31.0, 96: 42.5, 128: 43.0})],
-)
-def test_the_number_that_measured_costs_say_is_best(answers: int, steps: dict[int, float]) -> None:
-    """R1 on four H200, milliseconds by rows: of 8 users one guess is best, of 32 three, and two are worse than one for both."""
-
-    def cost(drafts: int, rows: int) -> float:
-        return (steps[rows] + 0.8 * drafts) / steps[answers]
-
-    runs = [Simulated(0.69, answers, 3, cost, seed) for seed in range(4)]
-    taken, fixed = sum(run.until(512) for run in runs) / len(runs), [runs[0].fixed(drafts) for drafts in range(4)]
-    assert fixed[2] > fixed[1]
-    assert taken <= 1.02 * min(fixed), (taken, fixed)
-
-
-def test_guesses_that_become_right_are_made_again() -> None:
-    """And no more where they are wrong from then on."""
-    run = Simulated(0.0, 1, 3, box_of_four)
-    run.until(3000)
-    run.rate, run.seconds, run.tokens = 0.9, 0.0, 0
-    assert run.until(3000) <= 0.7
-    run.rate, run.seconds, run.tokens = 0.0, 0.0, 0
-    assert run.until(3000) <= 1.02
-
-
-def rank_of_four(answers: int) -> Callable[[int, int], float]:
-    """22 of R1's layers as one rank of four on an H200, by rows and guesses that are computed, in steps without."""
-    by_rows = {1: {1: 1.0, 2: 1.15, 3: 1.32, 4: 1.45}, 8: {8: 1.0, 16: 1.41, 24: 1.85, 32: 2.05}}[answers]
-    return lambda drafts, rows: by_rows[rows] + {1: 0.22, 8: 0.12}[answers] * drafts
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.3, 0.45])
-@pytest.mark.parametrize(("answers", "reading"), [(1, 10.0), (8, 7.0), (8, 40.0)])
-def test_guesses_that_are_seldom_right_cost_little_where_reading_is_dear(rate: float, answers: int, reading: float) -> None:
-    """As measured: what a layer reads behind a pause takes 20 ms, 130 the first time, which was charged as four steps: 3 and 8 % were lost
-    in 512 tokens. At most 2 % of any answer."""
-    runs = [Simulated(rate, answers, 3, rank_of_four(answers), seed, reading) for seed in range(8)]
-    taken = max(run.until(512) for run in runs)
-    assert taken <= 1.02, taken
-
-
-@pytest.mark.parametrize("reading", [7.0, 10.0])
-def test_guesses_that_pay_are_begun_again_although_reading_is_dear(reading: float) -> None:
-    """Soon where there is credit, and at the latest when it was saved up."""
-    run = Simulated(0.0, 1, 3, rank_of_four(1), reading=reading)
-    run.until(3000)
-    run.rate, run.seconds, run.tokens = 0.9, 0.0, 0
-    assert run.until(3000) <= 0.85
 
 
 def test_costs_lie_between_known_ones() -> None:
