@@ -65,16 +65,16 @@ def test_gaps_are_counted_while_the_long_prompt_is_computed(monkeypatch: pytest.
 def test_what_is_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []
     monkeypatch.setattr(vllm_beside, "warm", lambda url, rounds: [])
-    monkeypatch.setattr(vllm_beside, "cell_of", lambda url, cell: measured.append(f"{url} {cell}"))
+    monkeypatch.setattr(vllm_beside, "cell_of", lambda url, cell, asked: measured.append(f"{url} {cell}"))
     case = Case("qwen3-8b", "awq", 1, {name: Server(name, None, 0.0) for name in ("vllm", "quantkit")})  # type: ignore[arg-type]
     case.servers["quantkit"].failed, case.again = "it ended with 1", True
     found: dict[str, Any] = {case.name: {"128x1": {"vllm": [{}]}}}
     monkeypatch.setattr(vllm_beside, "start_again", lambda cases, engine, asked: None)
     for engine in ("quantkit", "vllm"):
-        asked = Namespace(cells="128x1,128x8", directory=tmp_path)
+        asked = Namespace(cells="128x1,128x8", directory=tmp_path, long=1.6)
         vllm_beside.measure([case], (engine,), asked, vllm_beside.time.monotonic() + 600, found)
     assert measured == ["vllm 128x8"]
-    vllm_beside.measure([case], ("vllm",), Namespace(cells="4096x8", directory=tmp_path), vllm_beside.time.monotonic() + 1, found)
+    vllm_beside.measure([case], ("vllm",), Namespace(cells="4096x8", directory=tmp_path, long=1.6), vllm_beside.time.monotonic() + 1, found)
     assert measured == ["vllm 128x8"]
 
 
@@ -87,11 +87,11 @@ def test_servers_of_both_are_up_before_cells_are_measured_in_turns(tmp_path: Pat
     monkeypatch.setattr(vllm_beside, "start_again", lambda cases, engine, asked: None)
     monkeypatch.setattr(vllm_beside, "warm", lambda url, rounds: did.append(f"{url} {len(rounds)}"))
     monkeypatch.setattr(
-        vllm_beside, "cell_of", lambda url, cell: did.append(f"{url} {cell}") or [{"ttft_s": 1, "tpot_ms": 1, "system_tps": 1}]
+        vllm_beside, "cell_of", lambda url, cell, asked: did.append(f"{url} {cell}") or [{"ttft_s": 1, "tpot_ms": 1, "system_tps": 1}]
     )
     monkeypatch.setattr(vllm_beside, "stop", lambda processes: None)
     asked = Namespace(directory=tmp_path, engines=["quantkit", "vllm"], chunk_tokens=0, seconds=60, first_port=9, cells="128x1,128x8")
-    asked.together, asked.head_start = True, 0.0
+    asked.together, asked.head_start, asked.long = True, 0.0, 1.6
     assert vllm_beside.run([Case("qwen3-30b-a3b", "bf16", 1)], asked) == 0
     warmed = [f"quantkit {len(vllm_beside.WARM)}", f"vllm {len(vllm_beside.WARM) + len(vllm_beside.PEER_WARM)}"]
     assert did == ["quantkit 9", "vllm 10", *warmed, "quantkit 128x1", "vllm 128x1", "quantkit 128x8", "vllm 128x8"]
@@ -114,6 +114,7 @@ def test_a_server_of_ours_that_does_not_come_up_says_where_it_stands_and_is_star
         cells="128x1",
         together=False,
         head_start=0,
+        long=1.6,
     )
     assert vllm_beside.run([case := Case("m", "awq", 1)], asked) == 1
     assert case.servers["quantkit"].failed == "it did not come up in time"
