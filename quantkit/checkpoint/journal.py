@@ -87,9 +87,7 @@ class Journals:
         entries: dict[str, JournalEntry] = {}
         for path in journals(self._directory):
             start = self._read.get(path, 0)
-            with path.open("rb") as file:
-                file.seek(start)
-                lines = list(takewhile(_is_whole, file))
+            lines = _whole_lines(path, start)
             for line in lines if start else lines[1:]:
                 fields = json.loads(line)
                 entries[fields["unit"]] = JournalEntry(
@@ -99,8 +97,11 @@ class Journals:
         return entries
 
 
-def _whole_lines(path: Path) -> list[bytes]:
-    return list(takewhile(_is_whole, path.read_bytes().splitlines(keepends=True)))
+def _whole_lines(path: Path, start: int = 0) -> list[bytes]:
+    """From a byte on."""
+    with path.open("rb") as file:
+        file.seek(start)
+        return list(takewhile(_is_whole, file))
 
 
 def _is_whole(line: bytes) -> bool:
