@@ -9,7 +9,7 @@ import pytest
 import torch
 from quantkit_kernels import Int8, prepare, quantize_rows
 from quantkit_kernels.cpu import build, int8
-from quantkit_kernels.cpu.int8 import Int8Linear, VnniInt8Linear, qlinear_is_exact
+from quantkit_kernels.cpu.int8 import Int8Linear, OneDnnInt8Linear, VnniInt8Linear, qlinear_is_exact
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
 from torch import Tensor
 
@@ -43,13 +43,13 @@ def activations(m: int, k: int, rng: torch.Generator, dtype: torch.dtype) -> Ten
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_are_the_reference_bit_for_bit(dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole vectors and whole fours of rows, and less than one; tokens one by one, in twos and fours."""
+    """Whole vectors and whole fours of rows, and less than one; tokens one by one and up to four together."""
     monkeypatch.setattr(build, "level", lambda: level)
     rng = fresh()
     for n, k in ((64, 2048), (10, 100), (3, 5)):
         weight = random_weight("int8", n, k, rng)
         linear, reference = Int8Linear(weight, dtype), prepare(weight, backend="reference", dtype=dtype)
-        for m in (1, 2, 3, 4, 7, 63):
+        for m in (1, 2, 3, 4, 5, 7, 63):
             x = activations(m, k, rng, dtype)
             assert torch.equal(linear(x), reference(x)), (n, k, m, rng.initial_seed())
 
@@ -58,15 +58,51 @@ def test_rows_are_the_reference_bit_for_bit(dtype: torch.dtype, level: str, monk
 @vnni
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_blocks_are_the_reference_bit_for_bit(dtype: torch.dtype) -> None:
-    """Of whatever rows oneDNN chooses, the last not whole."""
+    """Blocks of 64, 48, 32 and 16 rows, the last whole or not, and a K that is no multiple of 4; one token to more than two groups."""
+    rng, taken = fresh(), set()
+    for n, k in ((64, 128), (288, 384), (160, 102), (80, 2048), (203, 1001), (3, 5), (2112, 7168)):
+        weight = random_weight("int8", n, k, rng)
+        linear, reference = VnniInt8Linear(weight, dtype), prepare(weight, backend="reference", dtype=dtype)
+        taken.add(linear.block)
+        for m in (1, 2, 3, 4, 5, 6, 7, 13) if n < 2000 else (1, 8):
+            x = activations(m, k, rng, dtype)
+            assert torch.equal(linear(x), reference(x)), (n, k, m, rng.initial_seed())
+    assert taken == set(int8._BLOCKS)
+
+
+@compiled
+@vnni
+def test_any_number_of_threads_gives_the_same_bits() -> None:
+    rng, before, found = fresh(), torch.get_num_threads(), []
+    weight = random_weight("int8", 500, 384, rng)
+    linear, x = prepare(weight, dtype=torch.bfloat16), torch.randn(37, 384, generator=rng).bfloat16()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(torch.cat([linear(x), linear(x[:5]), linear(x[:1])]))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0], one) for one in found[1:]), rng.initial_seed()
+    assert torch.equal(found[0][:37][:5], found[0][37:42]), "a row's result depends on the others"
+
+
+@compiled
+@vnni
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_as_onednn_packs_them_are_the_reference_bit_for_bit(dtype: torch.dtype) -> None:
+    """Of whatever rows it chooses, the last not whole: for few rows, and small products."""
     rng = fresh()
     for n, k in ((64, 128), (200, 384), (192, 2048), (2112, 7168)):
         weight = random_weight("int8", n, k, rng)
-        linear, reference = VnniInt8Linear(weight, dtype), prepare(weight, backend="reference", dtype=dtype)
+        linear, reference = OneDnnInt8Linear(weight, dtype), prepare(weight, backend="reference", dtype=dtype)
         assert linear._block is not None, (n, k, "oneDNN packs it in no blocks that int8.cpp reads")
-        for m in range(1, min(9, int8.vnni_rows() + 1)):
+        for m in (*range(1, min(9, int8.vnni_rows() + 1)), *((40,) if 40 * n * k <= int8._SMALL_PRODUCT else ())):
             x = activations(m, k, rng, dtype)
             assert torch.equal(linear(x), reference(x)), (n, k, m, rng.initial_seed())
+        x = torch.randn(300, k, generator=rng).to(dtype)
+        assert distance(linear(x[:4]), exact_linear(x[:4], weight)) < TOLERANCE[dtype] * 2
+        if n < 2000:
+            assert distance(linear(x), exact_linear(x, weight)) < TOLERANCE[dtype] * 2
 
 
 @compiled
@@ -86,7 +122,7 @@ def test_blocks_of_any_rows(rows: int) -> None:
 
 
 @compiled
-@pytest.mark.parametrize("kind", [Int8Linear, pytest.param(VnniInt8Linear, marks=vnni)])
+@pytest.mark.parametrize("kind", [Int8Linear, pytest.param(VnniInt8Linear, marks=vnni), pytest.param(OneDnnInt8Linear, marks=vnni)])
 def test_largest_codes_of_either_sign(kind: type) -> None:
     """R1's longest K, whose sums no float32 holds: every pair of signs by itself, and all together."""
     k = 18432

@@ -4,9 +4,10 @@ int4   int4_rows.cpp for few rows, over codes as torch packs them, 4.25 bits per
        has them, else float32, by AVX-512 or AVX2. Many rows: torch's matmul over blocks expanded by int4.cpp. Without a compiler, or where
        torch packs otherwise, `_weight_int4pack_mm_for_cpu`, in bf16 or fp16.
 dense  Of backend expanded: dense.cpp for few rows in float32, and in bf16 where the processor does not multiply it.
-int8   int8.cpp for few rows, VNNI, AVX2 or the compiler's own vectors. For more, or without a compiler: `onednn.qlinear_pointwise` with u8
-       activations where the processor has VNNI (it saturates in 16 bits without, which a test product finds out), over the same packed
-       weight; else `_weight_int8pack_mm` and float32 products of expanded blocks.
+int8   int8.cpp: any number of rows on a processor with VNNI and no AMX, whose experts of a layer are one call (int8_experts.cpp); few with
+       AMX, by AVX2 or the compiler's own vectors. For more, or
+       without a compiler: `onednn.qlinear_pointwise` with u8 activations where the processor has VNNI (it saturates in 16 bits without,
+       which a test product finds out), over the same packed weight; else `_weight_int8pack_mm` and float32 products of expanded blocks.
 fp4    fp4.cpp, AVX-512 or AVX2; 4.5 bits per weight.
 gqa    gqa.cpp, decoding over pages. Prompts: prompts.cpp, keys and values expanded from latents too.
 norms  norm.cpp in bf16 and float32, which turns queries and keys of gqa, too; in fp16 torch.
@@ -21,9 +22,10 @@ from quantkit_kernels.backends import SINKS, Shape
 from quantkit_kernels.cpu.build import why_no_library
 from quantkit_kernels.cpu.functional import add_rms_norm, rms_norm, silu_and_mul
 from quantkit_kernels.cpu.grouped import gqa_decode, gqa_prefill, gqa_prepare, mla_prefill
+from quantkit_kernels.cpu.int8_experts import Int8ExpertsLayout
 from quantkit_kernels.cpu.linear import linear, refused
 from quantkit_kernels.reference.experts import LoopLayout
-from quantkit_kernels.weights import Weight
+from quantkit_kernels.weights import Int8, Weight
 
 __all__ = [
     "SINKS",
@@ -58,4 +60,5 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
 
 
 def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> LoopLayout:
-    return LoopLayout(num_experts, linear, dtype, device, "cpu")
+    kind = Int8ExpertsLayout if isinstance(gate, Int8) else LoopLayout
+    return kind(num_experts, linear, dtype, device, "cpu", silu=silu_and_mul)

@@ -22,6 +22,7 @@ _FLAGS = {
 _LEVELS = {
     "fp4": ("AVX2", "AVX512", "VNNI"),
     "int4_rows": ("AVX2", "AVX512", "VNNI", "BF16"),
+    "int8_experts": ("VNNI",),
     **dict.fromkeys(("dense", "gqa", "int4", "int8", "norm", "prompts", "round_block", "silu"), ("AVX2", "AVX512", "VNNI", "PORTABLE")),
 }
 """Which processors each source is for."""
@@ -31,6 +32,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[int, ...]]] = {
     "int4": {"qk_int4_expand": (4, 8)},
     "int4_rows": {"qk_int4_rows": (4, 8)},
     "int8": {"qk_int8_rows": (4, 5), "qk_int8_blocks": (5, 6), "qk_int8_quantize": (3, 4)},
+    "int8_experts": {"qk_int8_experts": (5, 9)},
     "gqa": {"qk_gqa_decode": (9, 9)},
     "norm": {"qk_rms_norm": (5, 5, 1), "qk_rotate": (4, 7)},
     "prompts": {"qk_prompt_attend": (6, 9)},
@@ -40,8 +42,13 @@ _FUNCTIONS: dict[str, dict[str, tuple[int, ...]]] = {
 """Of each library, and how many pointers, then integers, then numbers they take. Blocks are for VNNI alone."""
 
 
-_HEADER, _OVER_HEADER = Path(__file__).parent / "vectors.h", ("dense", "gqa", "int4_rows", "norm", "prompts", "round_block", "silu")
-"""Which sources include it."""
+_HEADERS = {
+    **dict.fromkeys(("dense", "gqa", "int4_rows", "norm", "prompts", "round_block"), ("vectors.h",)),
+    "silu": ("silu.h", "vectors.h"),
+    "int8": ("int8.h",),
+    "int8_experts": ("int8.h", "silu.h", "vectors.h"),
+}
+"""What each source includes of this folder."""
 
 
 def level() -> str:
@@ -107,6 +114,8 @@ def _source(name: str) -> Path:
 
 
 def _library_path(name: str, level: str) -> Path:
-    made_from = _source(name).read_bytes() + (_HEADER.read_bytes() if name in _OVER_HEADER else b"")
+    made_from = b"".join(
+        path.read_bytes() for path in (_source(name), *(Path(__file__).parent / header for header in _HEADERS.get(name, ())))
+    )
     digest = hashlib.sha256(made_from).hexdigest()[:16]
     return cache_directory() / f"{name}-{level.lower()}-{digest}.so"

@@ -1,4 +1,5 @@
-"""Int8 linears: few tokens by the project's own C++ (int8.cpp), many by torch's operators, over one copy of the weight.
+"""Int8 linears by the project's own C++ (int8.cpp), which reads blocks for VNNI, or rows; torch's operators where those are faster for many
+tokens, over the same copy of the weight: with AMX, and without VNNI.
 
 Without a C++ compiler torch's operators do everything.
 """
@@ -9,6 +10,7 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels.blocks import blocked_matmul
@@ -16,8 +18,11 @@ from quantkit_kernels.cpu.build import level, library, why_no_library
 from quantkit_kernels.linear import Linear, quantize_rows
 from quantkit_kernels.weights import Int8, shape
 
-# The most rows that the C++ was timed with on VNNI, and found the faster.
+# The most rows that the C++ was timed with beside AMX, and found the faster.
 _VNNI_ROWS = 32
+_SMALL_PRODUCT = 1 << 22
+"""Multiplications of a whole product that the C++ makes in less time than a call of oneDNN takes to begin: 57 us for 1 x 384 x 256, which
+takes 15 by the C++ (AVX-512 and VNNI, one thread). Not timed with AMX, which has no part in what begins."""
 # Rows from which expanded float32 blocks beat the C++ (4096 x 4096, AVX2, one core, ms: M=16 13/7.3, M=64 31/29, M=128 58/59), and without
 # it `_weight_int8pack_mm` (M=16 12/14, M=64 59/34).
 _EXPANDED_ROWS = 128
@@ -26,7 +31,39 @@ _ZERO_POINT = 128  # of the activations' unsigned codes
 _BLOCKS = (64, 48, 32, 16)  # rows of the weight
 
 
+def linear(weight: Int8, dtype: torch.dtype) -> Linear:
+    """For this processor. One with VNNI and no AMX multiplies any number of rows faster by the C++ than by oneDNN (3072 x 1024, one thread,
+    us: M=1 121/205, M=8 186/276, M=64 815/946, M=256 3160/3700)."""
+    if not qlinear_is_exact():
+        return Int8Linear(weight, dtype)
+    return VnniInt8Linear(weight, dtype) if has_blocks() and not torch.cpu._is_amx_tile_supported() else OneDnnInt8Linear(weight, dtype)
+
+
 class VnniInt8Linear(Linear):
+    """Blocks of 16 to 64 rows, of the number that leaves the last block fewest empty ones; a K that is no multiple of 4 is made up with
+    zeros."""
+
+    def __init__(self, weight: Int8, dtype: torch.dtype) -> None:
+        n, k = shape(weight)
+        super().__init__(k, n, dtype, torch.device("cpu"), "cpu")
+        self.block = min(_BLOCKS, key=lambda rows: -n % rows)
+        self.blocks = in_blocks(weight.codes, self.block)
+        self.scale = weight.scale.reshape(-1).clone()
+        self.sums = weight.codes.sum(dim=1, dtype=torch.int32)
+        self._multiply = library("int8").qk_int8_blocks
+
+    def held(self) -> list[Tensor]:
+        return [self.blocks, self.scale, self.sums]
+
+    def addresses(self) -> tuple[int, int, int]:
+        """Of what int8.cpp and int8_experts.cpp read."""
+        return self.blocks.data_ptr(), self.scale.data_ptr(), self.sums.data_ptr()
+
+    def rows(self, x: Tensor) -> Tensor:
+        return _multiply(self._multiply, self.addresses(), x, (self.out_features, self.in_features, self.block))
+
+
+class OneDnnInt8Linear(Linear):
     """`onednn.qlinear_pointwise`: u8 activations around a zero point, integer sums; for few rows the C++ over what oneDNN has packed."""
 
     def __init__(self, weight: Int8, dtype: torch.dtype) -> None:
@@ -38,8 +75,7 @@ class VnniInt8Linear(Linear):
         self.sums = weight.codes.sum(dim=1, dtype=torch.int32)
         self._library = _compiled()
         # Blocks are for AVX-512. A processor may have VNNI for AVX2 alone, where oneDNN saturates nothing either.
-        blocks = self._library is not None and level() == "VNNI"
-        self._block = block_rows(self.packed, weight.codes) if blocks else None
+        self._block = block_rows(self.packed, weight.codes) if has_blocks() else None
 
     def held(self) -> list[Tensor]:
         return [self.packed, self.scale, self.zero_point, self.sums]
@@ -52,7 +88,7 @@ class VnniInt8Linear(Linear):
     def rows(self, x: Tensor) -> Tensor:
         if self._library is None:
             codes, row_scale = _quantize(x)
-        elif self._block is not None and x.shape[0] <= vnni_rows():
+        elif self._block is not None and (x.shape[0] <= vnni_rows() or x.shape[0] * self.in_features * self.out_features <= _SMALL_PRODUCT):
             weight = (torch.ops.mkldnn.data_ptr(self.packed), self.scale.data_ptr(), self.sums.data_ptr())
             return _multiply(self._library.qk_int8_blocks, weight, x, (self.out_features, self.in_features, self._block))
         else:
@@ -91,6 +127,18 @@ class Int8Linear(Linear):
 
 def _compiled() -> ctypes.CDLL | None:
     return library("int8") if why_no_library("int8") is None else None
+
+
+def has_blocks() -> bool:
+    """Whether this processor reads them, by AVX-512 and VNNI, and the C++ can be had."""
+    return level() == "VNNI" and _compiled() is not None
+
+
+def in_blocks(codes: Tensor, rows: int) -> Tensor:
+    """int8 [N, K] -> [N/rows, K/4, rows, 4], zeros where N and K are no multiples."""
+    n, k = codes.shape
+    padded = F.pad(codes, (0, -k % 4, 0, -n % rows))
+    return padded.view(-1, rows, padded.shape[1] // 4, 4).transpose(1, 2).contiguous()
 
 
 def vnni_rows() -> int:
@@ -154,7 +202,7 @@ def _multiply(function: Callable[..., None], weight: tuple[int, ...], x: Tensor,
     inside = _readable(x)
     y = torch.empty(x.shape[0], sizes[0], dtype=inside.dtype)
     function(*weight, inside.data_ptr(), y.data_ptr(), x.shape[0], *sizes, inside.dtype == torch.bfloat16, torch.get_num_threads())
-    return y.to(x.dtype)
+    return y.half() if x.dtype == torch.float16 else y
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -4,10 +4,9 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels.blocks import blocked_matmul
-from quantkit_kernels.cpu import int4
+from quantkit_kernels.cpu import int4, int8
 from quantkit_kernels.cpu.build import why_no_library
 from quantkit_kernels.cpu.fp4 import Fp4Linear
-from quantkit_kernels.cpu.int8 import Int8Linear, VnniInt8Linear, qlinear_is_exact
 from quantkit_kernels.cpu.units import has_unit
 from quantkit_kernels.linear import Linear
 from quantkit_kernels.weights import Fp4, Int4, Int8, Weight, group_size, kind, shape
@@ -72,7 +71,7 @@ def _packed(weight: Int4, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
     if isinstance(weight, Int8):
-        return VnniInt8Linear(weight, dtype) if qlinear_is_exact() else Int8Linear(weight, dtype)
+        return int8.linear(weight, dtype)
     if isinstance(weight, Fp4):
         return Fp4Linear(weight, dtype)
     assert isinstance(weight, Int4), kind(weight)

@@ -18,10 +18,13 @@ _UNSORTED_TOKENS = 256
 """On a device, up to so many tokens take no turn by the host; decode batches are no larger."""
 
 PrepareLinear = Callable[[Weight, torch.dtype, torch.device], Linear]
+SiluAndMul = Callable[[Tensor], Tensor]
+"""[n, 2I] -> [n, I]."""
 
 
 class LoopExperts(Experts):
-    """One gate_up linear [2I, H] and one down linear [H, I] per expert. biases: of each expert [2I] and [H], float32, or none."""
+    """One gate_up linear [2I, H] and one down linear [H, I] per expert. biases: of each expert [2I] and [H], float32, or none. silu: what
+    is between them where they have no biases and no gating of their own."""
 
     takes_none = True
 
@@ -34,10 +37,11 @@ class LoopExperts(Experts):
         backend: str,
         gating: Gating = SILU,
         biases: list[tuple[Tensor, Tensor]] | None = None,
+        silu: SiluAndMul = silu_and_mul,
     ) -> None:
         super().__init__(len(down), down[0].out_features, down[0].in_features, dtype, device, backend)
         self.gate_up, self.down = gate_up, down
-        self.gating, self.biases = gating, biases
+        self.gating, self.biases, self.silu = gating, biases, silu
 
     def held(self) -> list[Tensor]:
         own = [tensor for linear in (*self.gate_up, *self.down) for tensor in linear.held()]
@@ -47,7 +51,7 @@ class LoopExperts(Experts):
         """[n, H] -> [n, H] of one expert; float32 where it has biases."""
         inner = self.gate_up[expert].rows(rows)
         if self.biases is None:
-            between = silu_and_mul(inner) if self.gating == SILU else self.gating(*inner.chunk(2, dim=-1))
+            between = self.silu(inner) if self.gating == SILU else self.gating(*inner.chunk(2, dim=-1))
             return self.down[expert].rows(between)
         first, last = self.biases[expert]
         return self.down[expert].rows(self.gating(*(inner.float() + first).chunk(2, dim=-1)).to(rows.dtype)).float() + last
@@ -68,12 +72,15 @@ class LoopExperts(Experts):
             summed += (product * weight).masked_fill(weight == 0, 0.0)
         return summed.to(x.dtype)
 
+    def check_ids(self, least: int, most: int) -> None:
+        if least < NO_EXPERT or most >= self.num_experts:
+            raise ValueError(f"topk_ids: {least}..{most}, expected 0..{self.num_experts - 1}")
+
     def sorted(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """The experts that were asked for compute their own tokens."""
         top_k = topk_ids.shape[1]
         ids, order = topk_ids.reshape(-1).sort(stable=True)
-        if int(ids[0]) < NO_EXPERT or int(ids[-1]) >= self.num_experts:
-            raise ValueError(f"topk_ids: {int(ids[0])}..{int(ids[-1])}, expected 0..{self.num_experts - 1}")
+        self.check_ids(int(ids[0]), int(ids[-1]))
         none = int((ids == NO_EXPERT).sum())
         ids, order = ids[none:], order[none:]
         counts = torch.bincount(ids, minlength=self.num_experts).tolist()
@@ -102,8 +109,9 @@ class LoopLayout(BiasedExpertsLayout):
         device: torch.device,
         backend: str,
         gating: Gating = SILU,
+        silu: SiluAndMul = silu_and_mul,
     ) -> None:
-        self._prepare, self._gating = prepare_linear, gating
+        self._prepare, self._gating, self._silu = prepare_linear, gating, silu
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}
         self._dtype = dtype
         self._device = device
@@ -122,7 +130,7 @@ class LoopLayout(BiasedExpertsLayout):
         down = [linear for linear in self._down if linear is not None]
         assert len(gate_up) == len(down) == len(self._down), (len(gate_up), len(down), len(self._down))
         biases = [self._biases[index] for index in range(len(down))] if self._biases else None
-        return LoopExperts(gate_up, down, self._dtype, self._device, self._backend, self._gating, biases)
+        return LoopExperts(gate_up, down, self._dtype, self._device, self._backend, self._gating, biases, self._silu)
 
 
 def joined(biases: ExpertBiases, device: torch.device) -> tuple[Tensor, Tensor]:
