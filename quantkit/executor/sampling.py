@@ -2,7 +2,9 @@
 
 The random number of a token depends on the request's seed and the token's position alone, so that a request draws the same numbers
 whichever others share its batch, and again after it was put back in the queue. One uniform number a token and the inverse of the
-cumulative distribution: no generator state to keep, nothing waits for the host.
+cumulative distribution: no generator state to keep, nothing waits for the host. It is cumulated in the order of token ids: products round
+a row otherwise beside others (guesses, other requests), and in the order of probabilities two tokens that are nearly as likely would then
+change places, and every number that stands for one of them would stand for the other.
 """
 
 from dataclasses import dataclass
@@ -180,13 +182,12 @@ def sample(logits: Tensor, batch: Batch | None, positions: Tensor) -> Tensor:
     greedy = logits.argmax(dim=-1)
     if batch is None:
         return greedy
-    probabilities, ids = distribution(logits, batch)
-    drawn = draw(probabilities, uniform(batch.seed, positions))
-    return torch.where(batch.temperature == 0, greedy, ids.gather(1, drawn[:, None])[:, 0])
+    drawn = draw(distribution(logits, batch), uniform(batch.seed, positions))
+    return torch.where(batch.temperature == 0, greedy, drawn)
 
 
-def distribution(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """What to draw from: probabilities float32 [B, V], likeliest first and zero outside min_p, top_k and top_p, and their token ids [B, V].
+def distribution(logits: Tensor, batch: Batch) -> Tensor:
+    """What to draw from: the tokens' probabilities float32 [B, V], zero outside min_p, top_k and top_p.
 
     Rows of temperature 0 hold the distribution of temperature 1; their draw is not used.
     """
@@ -198,7 +199,7 @@ def distribution(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     before = probabilities.cumsum(dim=-1) - probabilities
     # The first token stays even where it alone exceeds top_p: nothing comes before it.
     kept = torch.where(before < batch.top_p[:, None], probabilities, 0.0)
-    return kept / kept.sum(dim=-1, keepdim=True), ids
+    return torch.empty_like(kept).scatter_(-1, ids, kept / kept.sum(dim=-1, keepdim=True))
 
 
 def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def test_min_p_keeps_a_share_of_the_likeliest() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     batch = Batch.of([SamplingParams(temperature=0.5, min_p=share) for share in (0.0, 0.1, 1.0)], [0] * 3, logits.device)
     assert batch is not None
-    kept = (distribution(logits.expand(3, -1), batch)[0] > 0).sum(-1)
+    kept = (distribution(logits.expand(3, -1), batch) > 0).sum(-1)
     exact = (logits / 0.5).softmax(-1)
     assert kept.tolist() == [4, int((exact >= 0.1 * exact.max()).sum()), 1]
     assert kept[1] == 2
