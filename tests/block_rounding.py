@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from quantkit.quant import gptq
+from quantkit.quant.block import BlockParts, RoundBlock
 from quantkit.quant.column_steps import ColumnSteps
-from quantkit.quant.gptq import RoundBlock
 from quantkit.quant.rounding import Fp4Rounder, IntRounder, Mxfp4Rounder, Rounder, RoundingStep
 from quantkit.schemes import IntGrid
 
@@ -44,8 +44,8 @@ def assert_as_column_by_column(round_block: RoundBlock, rounder: Rounder, shape:
     before = torch.randn((*lead, 3 * columns, rows), device=device)
     own = slice(columns, 2 * columns)
     missed = gptq._round_block(target.clone(), reaction, rounder, steps.spread, expected[..., own, :])
-    told = (part[..., own, :] for part in (found, before, apart, seen))
-    round_block(target.clone(), reaction, rounder, steps, *told, pivot)
+    parts = BlockParts(found[..., own, :], before[..., own, :], apart[..., own, :], seen[..., own, :], pivot)
+    round_block(target.clone(), reaction, rounder, steps, parts)
     for written in (found, apart, seen):
         outside = torch.cat((written[..., :columns, :], written[..., 2 * columns :, :]), dim=-2)
         assert outside.isnan().all(), "written outside of its block"
@@ -57,7 +57,7 @@ def assert_as_column_by_column(round_block: RoundBlock, rounder: Rounder, shape:
     torch.testing.assert_close(apart[..., own, :], (before - found)[..., own, :], rtol=0, atol=1e-6)
     # As descent asks: in place of what was there, whose change is told.
     again, change = before.clone(), torch.empty_like(target)
-    round_block(target.clone(), reaction, rounder, steps, again[..., own, :], again[..., own, :], change)
+    round_block(target.clone(), reaction, rounder, steps, BlockParts(again[..., own, :], again[..., own, :], change))
     assert torch.equal(again[..., own, :], found[..., own, :])
     assert torch.equal(change, apart[..., own, :])
     assert torch.equal(again[..., :columns, :], before[..., :columns, :])
@@ -70,6 +70,6 @@ def assert_ties_fall_to_even_and_ends_are_kept(round_block: RoundBlock, rounder:
     step = RoundingStep(torch.ones_like(w), torch.zeros_like(w) if zero else None)
     values, apart = torch.empty_like(w), torch.empty_like(w)
     steps = ColumnSteps(step, torch.zeros(1, dtype=torch.int64, device=device))
-    round_block(w.clone(), torch.zeros(1, 1, device=device), rounder, steps, values, w, apart)
+    round_block(w.clone(), torch.zeros(1, 1, device=device), rounder, steps, BlockParts(values, w, apart))
     assert torch.equal(values, rounder.snap(w, step))
     assert torch.equal(apart, w - values)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantkit.quant.block import BlockParts
 from quantkit.quant.column_steps import ColumnSteps
 from quantkit.quant.fp4 import E2M1_MAX
 from quantkit.quant.integer import int_range
@@ -82,37 +83,26 @@ def _round_block(
         size, nought, was, answer = next_size, next_nought, next_was, next_answer
 
 
-def round_block(
-    target: Tensor,
-    reaction: Tensor,
-    rounder: Rounder,
-    steps: ColumnSteps,
-    values: Tensor,
-    before: Tensor,
-    apart: Tensor,
-    seen: Tensor | None = None,
-    pivot: Tensor | None = None,
-) -> None:
-    """See `RoundBlock`. At most one leading dimension."""
+def round_block(target: Tensor, reaction: Tensor, rounder: Rounder, steps: ColumnSteps, parts: BlockParts) -> None:
+    """A `RoundBlock`. At most one leading dimension."""
     columns, rows = target.shape[-2:]
     target, told = target.contiguous(), reaction.mT.contiguous()
     size, zero, groups = steps.step.step.contiguous(), steps.step.zero, steps.groups
     nought = size if zero is None else zero.contiguous()
-    factor = size if pivot is None else pivot.contiguous()
+    factor = size if parts.pivot is None else parts.pivot.contiguous()
     assert size.shape[-1] == rows, size.shape
     assert groups.shape[-1] == columns, groups.shape
     assert groups.stride(-1) == 1, groups.stride()
-    told_of = values, before, apart, *(() if seen is None else (seen,))
-    assert all(one.stride()[-2:] == (rows, 1) for one in told_of), f"not whole columns: {[one.stride() for one in told_of]}"
+    in_all = parts.values, parts.before, parts.apart, parts.apart if parts.seen is None else parts.seen
+    assert all(one.stride()[-2:] == (rows, 1) for one in in_all), f"not whole columns: {[one.stride() for one in in_all]}"
     batch = len(target) if target.dim() == 3 else 1
-    apart_in_memory = (_apart(one) for one in (values, before, apart, apart if seen is None else seen))
     low, high = int_range(rounder.grid.bits) if isinstance(rounder, IntRounder) else (0, 0)
     own = ROWS if rows * batch > FEW else FEW_ROWS
     _round_block[(triton.cdiv(rows, own), batch)](
-        target, told, size, nought, groups, factor, values, before, apart, apart if seen is None else seen,
-        rows, _apart(size), groups.stride(0) if groups.dim() == 2 else 0, *apart_in_memory, float(low), float(high),
+        target, told, size, nought, groups, factor, *in_all,
+        rows, _apart(size), groups.stride(0) if groups.dim() == 2 else 0, *map(_apart, in_all), float(low), float(high),
         COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), ROWS=own,
-        FP4=not isinstance(rounder, IntRounder), ZERO=zero is not None, SEEN=seen is not None, num_warps=1,
+        FP4=not isinstance(rounder, IntRounder), ZERO=zero is not None, SEEN=parts.seen is not None, num_warps=1,
     )  # fmt: skip
 
 

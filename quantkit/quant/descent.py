@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.quant.block import BlockParts
 from quantkit.quant.column_steps import Steps, take
 from quantkit.quant.gptq import BLOCK, Curvature, block_rounder
 from quantkit.quant.rounding import Rounder, RoundingStep
@@ -53,7 +54,7 @@ def _sweep(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder,
         rows, own = factor[..., start:stop, start:], values[..., start:stop, :]
         target = plus_product(own, reaction.change, carried(rows, seen[..., start:, :]))
         less = torch.empty_like(target)
-        round_block(target, reaction.own, rounder, steps.of(start, stop), own, own, less)
+        round_block(target, reaction.own, rounder, steps.of(start, stop), BlockParts(own, own, less))
         add_product(seen[..., start:, :], rows.mT, less)
 
 

@@ -16,12 +16,12 @@ Shapes: w [..., N, K], factors [..., K, K]; leading dimensions (experts, candida
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quantkit.quant import block_cpu
+from quantkit.quant.block import BlockParts, RoundBlock
 from quantkit.quant.column_steps import ColumnSteps, Steps, step_groups, take
 from quantkit.quant.rounding import Rounder, RoundingStep, fit_steps
 from quantkit.quant.tensor_cores import carried, carried_and, plus_product
@@ -211,31 +211,11 @@ def gptq(w: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps, seen: 
             block = w[..., start:stop, :]
             target = plus_product(block, triangle.answer, before)
             seen_here = torch.empty_like(target) if seen is None else seen[..., start:stop, :]
-            here = values[..., start:stop, :], block, error[..., start:stop, :]
-            round_block(target, triangle.reaction, rounder, steps.of(start, stop), *here, seen_here, triangle.pivot)
+            parts = BlockParts(values[..., start:stop, :], block, error[..., start:stop, :], seen_here, triangle.pivot)
+            round_block(target, triangle.reaction, rounder, steps.of(start, stop), parts)
             if seen is None:
                 loss += seen_here.square_().sum(-2)
     return values, loss if seen is None else seen.square().sum(-2)
-
-
-class RoundBlock(Protocol):
-    """Rounds the C columns of target [..., C, N], which is used up, one after the other into `values`: those not yet rounded make up for
-    the errors of those before. reaction [..., C, C]: by how much column i changes for an error of 1 in column j. apart becomes `before`
-    less `values`, whose memory `before` may be; seen, if given, the rounding errors times pivot [..., C, 1]. values, before, apart and seen
-    are parts of [..., K, N]."""
-
-    def __call__(
-        self,
-        target: Tensor,
-        reaction: Tensor,
-        rounder: Rounder,
-        steps: ColumnSteps,
-        values: Tensor,
-        before: Tensor,
-        apart: Tensor,
-        seen: Tensor | None = None,
-        pivot: Tensor | None = None,
-    ) -> None: ...
 
 
 def block_rounder(device: torch.device) -> RoundBlock:
@@ -253,18 +233,14 @@ def _round_and_tell(
     reaction: Tensor,
     rounder: Rounder,
     steps: ColumnSteps,
-    values: Tensor,
-    before: Tensor,
-    apart: Tensor,
-    seen: Tensor | None = None,
-    pivot: Tensor | None = None,
+    parts: BlockParts,
 ) -> None:
     """A `RoundBlock` by `round_block`, which returns the rounding errors [..., C, N]."""
-    before = before.clone() if before.data_ptr() == values.data_ptr() else before
-    errors = round_block(target, reaction, rounder, steps.spread, values)
-    if seen is not None and pivot is not None:
-        torch.mul(errors, pivot, out=seen)
-    torch.sub(before, values, out=apart)
+    before = parts.before.clone() if parts.before.data_ptr() == parts.values.data_ptr() else parts.before
+    errors = round_block(target, reaction, rounder, steps.spread, parts.values)
+    if parts.seen is not None and parts.pivot is not None:
+        torch.mul(errors, parts.pivot, out=parts.seen)
+    torch.sub(before, parts.values, out=parts.apart)
 
 
 def _round_block(target: Tensor, reaction: Tensor, rounder: Rounder, step: RoundingStep, values: Tensor) -> Tensor:
