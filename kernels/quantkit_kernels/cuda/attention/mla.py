@@ -23,7 +23,7 @@ from quantkit_kernels.paged import Norms, PagedLatents, Rotation
 
 _LATENT, _ROPE, _NOPE, _VALUE = 512, 64, 128, 128
 _TILE = 32
-"""Tokens that a block takes at a time (kTile)."""
+"""Tokens by which a row is shared out over blocks (kTile)."""
 _CODE_TILE = 64
 """And of a cache in 8 bits (kCodeTile)."""
 _MOST_SPLITS = 256
@@ -100,7 +100,7 @@ def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents,
     block_size, table_width = parts[0].shape[1], table.shape[1]
     splits = _splits(rows, heads, -(-table_width * block_size // (_CODE_TILE if isinstance(cache, CodedLatents) else _TILE)), q.device)
     absorbed = torch.empty(rows, heads, _LATENT + _ROPE, dtype=q.dtype, device=q.device)
-    weighted = torch.empty(rows, heads, splits, _LATENT, dtype=torch.float32, device=q.device)
+    weighted = torch.empty(rows, heads, splits, _LATENT, dtype=q.dtype, device=q.device)
     found = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, heads, _VALUE, dtype=q.dtype, device=q.device)
     params = MlaDecode(
@@ -125,7 +125,7 @@ def _float_dtype(cache: Latents) -> torch.dtype:
 
 
 def _splits(rows: int, heads: int, tiles: int, device: torch.device) -> int:
-    """Into how many parts each row's tokens are divided: as many as fill the device once, none without work in the longest row."""
+    """Into how many parts each row's tokens are divided at most: as fill the device once, no more than the longest row has tiles."""
     blocks = rows * -(-heads // 32)
     return max(1, min(_multiprocessors(device) // blocks, tiles, _MOST_SPLITS))
 

@@ -1,257 +1,312 @@
-// Scores and weighted sums of latents: a block takes part of a row's tokens, in tiles of 32 that are copied into a ring of four.
+// Scores and means of latents: a block takes part of a row's tokens for up to 32 heads, in tiles of 64 that are copied into a ring of two.
+//
+// A tile is nine panels of 64 columns, in which a token has 128 bytes, as wgmma reads them. Of scores [tokens, heads] the tokens are A's rows, of
+// sums [latents, heads] the same panels are A transposed; queries and probabilities are B. So a latent is copied once and lies once.
+// One warpgroup computes scores and probabilities, two have half of the sums each and may be a tile behind it, one copies.
 #pragma once
 
 #include "attention/mla_sizes.cuh"
 #include "common/copies.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
+#include "common/wgmma.cuh"
 
 namespace {
 
-constexpr int kSlots = 4;
-constexpr int kEntryStride = 2 * kEntry + 16, kTileBytes = kTile * kEntryStride;  // bytes
-constexpr int kScoreStride = kTile + 8, kProbStride = 2 * kTile + 16;             // floats; bytes
-constexpr int attend_bytes(int head_tiles) { return kSlots * kTileBytes + 16 * head_tiles * (4 * kScoreStride * 4 + kProbStride + 4) + kSlots * 8; }
+constexpr int kTokens = 64, kPanels = kEntry / 64, kPanelBytes = kTokens * 128, kTileBytes = kPanels * kPanelBytes;
+constexpr int kSlots = 2, kFirst = 1;    // tiles of the ring, and of those asked for before the queries: more of them are in the queries' way
+constexpr int kFewParts = 8;             // of a row, see parts_of
+constexpr int kMath = 384, kCopy = 128;  // threads that multiply; threads that copy
+constexpr int kRegisters = 96;           // of a thread: of those left, and of shared memory, two blocks of W_UK's kernel have enough
 
-// The block's queries, to where tile 0 of the ring would be. Not in bulk, as the tiles: such a copy waits for those asked for before it.
-// Heads past the last repeat it.
-template <class T, int HT> __device__ __forceinline__ void ask_for_queries(uint32_t ring, const T* row, int head0, int heads) {
-  constexpr int pieces = kEntry / 8, all = 16 * HT * pieces;
-#pragma unroll
-  for (int turn = 0; turn < (all + kThreads - 1) / kThreads; ++turn) {
-    const int i = turn * kThreads + threadIdx.x, head = i / pieces, piece = i % pieces;
-    if (i < all) copy16(ring + head * kEntryStride + piece * 16, row + (size_t)min(head0 + head, heads - 1) * kEntry + piece * 8);
+template <int HEADS> struct Room {  // in shared memory, bytes
+  static constexpr int query_panel = HEADS * 128, queries = kSlots * kTileBytes, probabilities = queries + kPanels * query_panel;
+  static constexpr int shrink = probabilities + kSlots * query_panel, tops = shrink + 2 * HEADS * 4, shares = tops + 2 * 4 * HEADS * 4, barriers = shares + HEADS * 4, bytes = barriers + 7 * 8;
+  static constexpr int pitch = 2 * kLatent + 16;  // of a head's mean: eight rows of a matrix lie in different banks
+  static_assert(HEADS * pitch <= kSlots * kTileBytes);
+};
+
+template <int BARRIER, int THREADS> __device__ __forceinline__ void meet() { asm volatile("bar.sync %0, %1;" :: "n"(BARRIER), "n"(THREADS) : "memory"); }
+
+// What a block has to do: tokens first .. end of `row`.
+struct Part {
+  int first, end, tiles;
+  __device__ __forceinline__ Part(const Attend& p, int row, int split) {
+    const int length = p.lengths[row * p.lengths_stride], units = tiles_of(length, p.tile), parts = parts_of(units, p);
+    first = split < parts ? units * split / parts * p.tile : 0;
+    end = split < parts ? min(length, units * (split + 1) / parts * p.tile) : 0;
+    tiles = (end - first + kTokens - 1) / kTokens;
   }
-  end_copies();
-}
+};
 
-// A warp's quarter of the queries' 576 columns.
-template <int HT> __device__ __forceinline__ void load_queries(uint32_t (&queries)[HT][9][4], uint32_t ring, int quarter, int matrix, int matrix_row) {
+// Copies queries and tiles. Eight threads side by side have 128 bytes of one token, all of them 16 tokens at once.
+template <class T, int HEADS>
+__device__ __forceinline__ void fill_ring(const T* q, const T* cache, const Attend& p, const Part& part, int row, int head0, uint32_t shared, uint32_t filled, uint32_t emptied, uint32_t queried) {
+  using R = Room<HEADS>;
+  const int thread = threadIdx.x - kMath, chunk = thread % 8, r = thread / 8;
+  const uint32_t own = r * 128 + ((chunk ^ r % 8) << 4);
+  const auto look_up = [&](const T* (&from)[kTokens / 16], int tile) {
 #pragma unroll
-  for (int t = 0; t < HT; ++t)
-#pragma unroll
-    for (int k = 0; k < 9; ++k)
-      load_matrices(queries[t][k], ring + (t * 16 + (matrix & 1) * 8 + matrix_row) * kEntryStride + (quarter * 144 + k * 16 + (matrix >> 1) * 8) * 2);
-}
-
-// What was summed so far, for the largest scores of now.
-template <int HT> __device__ __forceinline__ void shrink_sums(float (&sums)[HT][8][4], const float* shrink, int g) {
-#pragma unroll
-  for (int t = 0; t < HT; ++t) {
-    const float low = shrink[t * 16 + g], high = shrink[t * 16 + 8 + g];
-    if (__any_sync(0xffffffffu, low != 1.f || high != 1.f)) {
-#pragma unroll
-      for (int n = 0; n < 8; ++n) sums[t][n][0] *= low, sums[t][n][1] *= low, sums[t][n][2] *= high, sums[t][n][3] *= high;
+    for (int j = 0; j < kTokens / 16; ++j) {
+      // Tokens past the end repeat the last: their probability is zero, and zero times what nobody wrote might be NaN.
+      const int token = min(part.first + tile * kTokens + j * 16 + r, part.end - 1), block = token / p.block_size;
+      from[j] = cache + ((size_t)p.table[(row * p.table_width + block) * p.table_stride] * p.block_size + token - block * p.block_size) * kEntry + chunk * 8;
     }
-  }
-}
-
-// Probabilities of 16 tokens, and their latents in a warp's 64 columns. k: which 16 of the tile.
-template <int HT>
-__device__ __forceinline__ void load_operands(uint32_t (&a)[HT][4], uint32_t (&latents)[4][4], const char* probabilities, uint32_t tile, int k, int warp, int matrix, int matrix_row) {
-#pragma unroll
-  for (int t = 0; t < HT; ++t)
-    load_matrices(a[t], shared_address(probabilities) + (t * 16 + (matrix & 1) * 8 + matrix_row) * kProbStride + (k * 16 + (matrix >> 1) * 8) * 2);
-#pragma unroll
-  for (int n = 0; n < 4; ++n)
-    load_matrices_transposed(latents[n], tile + (k * 16 + (matrix & 1) * 8 + matrix_row) * kEntryStride + (warp * 64 + n * 16 + (matrix >> 1) * 8) * 2);
-}
-
-// sums += probabilities . latents, of 16 tokens.
-template <class T, int HT> __device__ __forceinline__ void add_latents(float (&sums)[HT][8][4], const uint32_t (&a)[HT][4], const uint32_t (&latents)[4][4]) {
-#pragma unroll
-  for (int n = 0; n < 4; ++n)
-#pragma unroll
-    for (int t = 0; t < HT; ++t) mma<T>(sums[t][2 * n], a[t], latents[n][0], latents[n][1]), mma<T>(sums[t][2 * n + 1], a[t], latents[n][2], latents[n][3]);
-}
-
-// A warp's share of a tile's scores: a quarter of the products, for half of the tokens.
-template <class T, int HT>
-__device__ __forceinline__ void multiply_keys(float (&score)[HT][2][4], uint32_t (&keys)[9][4], const uint32_t (&queries)[HT][9][4], uint32_t tile, int quarter, int tokens0, int matrix, int matrix_row) {
-#pragma unroll
-  for (int k = 0; k < 9; ++k)
-    load_matrices(keys[k], tile + (tokens0 + (matrix >> 1) * 8 + matrix_row) * kEntryStride + (quarter * 144 + k * 16 + (matrix & 1) * 8) * 2);
-#pragma unroll
-  for (int k = 0; k < 9; ++k)
-#pragma unroll
-    for (int t = 0; t < HT; ++t) mma<T>(score[t][0], queries[t][k], keys[k][0], keys[k][1]), mma<T>(score[t][1], queries[t][k], keys[k][2], keys[k][3]);
-}
-
-// To shared memory, where the warps' quarters meet.
-template <int HT> __device__ __forceinline__ void store_scores(float* scores, const float (&score)[HT][2][4], int quarter, int tokens0, int g, int part) {
-  constexpr int heads_here = 16 * HT;
-#pragma unroll
-  for (int t = 0; t < HT; ++t)
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-        *reinterpret_cast<float2*>(scores + (quarter * heads_here + t * 16 + h * 8 + g) * kScoreStride + tokens0 + n * 8 + 2 * part) =
-            make_float2(score[t][n][2 * h], score[t][n][2 * h + 1]);
-}
-
-// Scores of one head become probabilities, whose sum is added to `total`.
-template <class T, int N> __device__ __forceinline__ void exponentiate(T (&probabilities)[N], const float (&scores)[N], float top, float& total) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const float e = exp2f(scores[i] - top);
-    total += e, probabilities[i] = T(e);
-  }
-}
-
-// A warp's copies of four rows, of which lane i knows where row i % 4 begins: in bulk, for copies of 16 bytes take as long as the products.
-template <class T> __device__ __forceinline__ void copy_rows(uint32_t to, const T* from, uint32_t barrier, int lane) {
-  if (lane == 0) expect_bytes(barrier, 4 * kEntry * 2);
-  __syncwarp();
-  if (lane < 4) copy_bulk(to + lane * kEntryStride, from, kEntry * 2, barrier);
-}
-
-// A part's result: of each head the largest score and the sum of its probabilities, and a warp's 64 columns of the sums of latents. These go through
-// the warp's share of the ring, whose tiles are done with: then 16 lanes in a row store 256 bytes of a head.
-template <int HT> __device__ __forceinline__ void store_part(const Attend& p, char* shared, const float (&sums)[HT][8][4], float largest, float total, int threads_per_head, int head, int token0, int head0, int row, int split, int g, int part, int warp) {
-  constexpr int stride = 64 + 8;  // floats: four heads lie in different banks
-  static_assert(kWarps * 16 * HT * stride * 4 <= kSlots * kTileBytes);
-  for (int o = threads_per_head / 2; o; o >>= 1) total += __shfl_xor_sync(0xffffffffu, total, o);
-  if (token0 == 0 && head0 + head < p.heads) p.found[((size_t)row * p.heads + head0 + head) * p.splits + split] = make_float2(largest, total);
-  float* own = reinterpret_cast<float*>(shared) + warp * 16 * HT * stride;
-#pragma unroll
-  for (int t = 0; t < HT; ++t)
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-#pragma unroll
-      for (int n = 0; n < 8; ++n) *reinterpret_cast<float2*>(own + (t * 16 + h * 8 + g) * stride + n * 8 + 2 * part) = make_float2(sums[t][n][2 * h], sums[t][n][2 * h + 1]);
-  __syncwarp();
-  const int lane = threadIdx.x & 31;
-  const uint32_t from = shared_address(own + lane / 16 * stride + lane % 16 * 4);
-  float* to = p.weighted + ((size_t)row * p.heads * p.splits + split) * kLatent + warp * 64 + lane % 16 * 4;
-#pragma unroll
-  for (int t = 0; t < HT; ++t) {
-    uint4 two_heads[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) two_heads[i] = read16(from + (t * 8 + i) * 2 * stride * 4);
-    // Heads past the last have its queries, and its sums.
-#pragma unroll
-    for (int i = 0; i < 8; ++i) __stcg(reinterpret_cast<uint4*>(to + (size_t)(min(head0 + (t * 8 + i) * 2 + lane / 16, p.heads - 1) * p.splits) * kLatent), two_heads[i]);
-  }
-}
-
-// A block per 16 * HT heads, part of a row's tokens, and row.
-template <class T, int HT> __global__ void __launch_bounds__(kThreads, 1) attend(const T* q, const T* cache, const Attend p) {
-  constexpr int heads_here = 16 * HT, per_thread = kTile * heads_here / kThreads, threads_per_head = kTile / per_thread;
-  struct __align__(4 * per_thread) Few { float v[per_thread]; };
-  struct __align__(2 * per_thread) Probabilities { T v[per_thread]; };
-  extern __shared__ __align__(128) char shared[];
-  float* scores = reinterpret_cast<float*>(shared + kSlots * kTileBytes);  // [quarter of the products][head][token]
-  char* probabilities = reinterpret_cast<char*>(scores + 4 * heads_here * kScoreStride);
-  float* shrink = reinterpret_cast<float*>(probabilities + heads_here * kProbStride);
-  const uint32_t ring = shared_address(shared), barriers = shared_address(shrink + heads_here);
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, part = lane & 3, matrix = lane >> 3, matrix_row = lane & 7;
-  const int head0 = blockIdx.x * heads_here, split = blockIdx.y, row = blockIdx.z;
-
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kSlots; ++i) init_barrier(barriers + i * 8, kWarps);
-    show_barriers_to_copies();
-  }
-  __syncthreads();
-  if (lane == 0) arrive(barriers);  // as if for a tile 0
-  const int length = p.lengths[row * p.lengths_stride], tiles = tiles_of(length, kTile), parts = parts_of(tiles, p.splits);
-  const int begin = split < parts ? tiles * split / parts : 0, count = split < parts ? tiles * (split + 1) / parts - begin : 0;
-
-  // Tiles of the cache are 1 .. count, for the queries are in the place of tile 0. A warp copies four rows. Tokens past the end repeat the
-  // last: their probability is zero, and zero times what nobody wrote might be NaN.
-  const int of_tile = warp * 4 + part;
-  struct Place { int block, offset; };
-  const auto look_up = [&](int turn) -> Place {
-    const int token = min((begin + turn - 1) * kTile + of_tile, length - 1), block = token / p.block_size;
-    return {p.table[(row * p.table_width + block) * p.table_stride], token - block * p.block_size};
   };
-  const auto request = [&](int turn, Place place) {
-    const T* from = cache + ((size_t)place.block * p.block_size + place.offset) * kEntry;
-    copy_rows(ring + turn % kSlots * kTileBytes + warp * 4 * kEntryStride, from, barriers + turn % kSlots * 8, lane);
+  const auto request = [&](const T* const (&from)[kTokens / 16], int tile) {
+    const uint32_t slot = tile % kSlots, to = shared + slot * kTileBytes + own;
+    const int here = part.end - part.first - tile * kTokens;
+#pragma unroll
+    for (int j = 0; j < kTokens / 16; ++j)
+      if (j * 16 < here) {
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) copy16(to + panel * kPanelBytes + j * 2048, from[j] + panel * 64);
+      }
+    arrive_after_copies(filled + slot * 8);
   };
-  const auto await = [&](int turn) { wait_for(barriers + turn % kSlots * 8, turn / kSlots & 1); };
+  const auto request_queries = [&] {
+    wait_for_predecessor();
+    let_successor_start();
+#pragma unroll
+    for (int j = 0; j < HEADS / 16; ++j) {
+      const T* from = q + ((size_t)row * p.heads + min(head0 + j * 16 + r, p.heads - 1)) * kEntry + chunk * 8;
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) copy16(shared + R::queries + own + panel * R::query_panel + j * 2048, from + panel * 64);
+    }
+    arrive_after_copies(queried);
+  };
 
   // The newest token was cached before the queries' kernel let this one start, so all of the cache may be read while that ends.
-  Place places[kSlots] = {};
+  const T* from[kTokens / 16];
+  look_up(from, 0);
+  for (int tile = 0; tile < part.tiles; ++tile) {
+    const T* next[kTokens / 16];
+    look_up(next, tile + 1);
+    if (tile == kFirst) request_queries();
+    if (tile >= kSlots) wait_for(emptied + tile % kSlots * 8, tile / kSlots - 1 & 1);
+    request(from, tile);
 #pragma unroll
-  for (int turn = 1; turn < kSlots; ++turn)
-    if (turn <= count) places[turn] = look_up(turn);
-#pragma unroll
-  for (int turn = 1; turn < kSlots - 1; ++turn)
-    if (turn <= count) request(turn, places[turn]);
-  wait_for_predecessor();
-  let_successor_start();
-  if (count == 0) return;
-  ask_for_queries<T, HT>(ring, q + (size_t)row * p.heads * kEntry, head0, p.heads);
-  if (kSlots - 1 <= count) request(kSlots - 1, places[kSlots - 1]);
-  wait_for_copies<0>();
-  show_to_copies();  // that come later, of tiles to the same place
-  __syncthreads();
+    for (int j = 0; j < kTokens / 16; ++j) from[j] = next[j];
+  }
+  if (part.tiles <= kFirst) request_queries();
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
 
-  // This warp's share of the scores: a quarter of the products, for half of the tile's tokens.
-  const int quarter = warp & 3, tokens0 = (warp >> 2) * 16;
-  uint32_t queries[HT][9][4];
-  load_queries<HT>(queries, ring, quarter, matrix, matrix_row);
-
-  float sums[HT][8][4] = {};  // of its 64 columns of the result
-  // A head's softmax is the business of 8 or 16 threads, each with a few of a tile's tokens.
-  const int head = threadIdx.x / threads_per_head, token0 = threadIdx.x % threads_per_head * per_thread;
-  float largest = -INFINITY, total = 0;
-
-  for (int turn = 1; turn <= count; ++turn) {
-    const uint32_t tile = ring + turn % kSlots * kTileBytes;
-    const bool more = turn + kSlots - 1 <= count;
-    const Place next = more ? look_up(turn + kSlots - 1) : Place{};  // a long way off, so asked for before it is needed
-    await(turn);
-    float score[HT][2][4] = {};
-    uint32_t keys[9][4];
-    multiply_keys<T, HT>(score, keys, queries, tile, quarter, tokens0, matrix, matrix_row);
-    store_scores<HT>(scores, score, quarter, tokens0, g, part);
-    __syncthreads();
-    Few s = *reinterpret_cast<const Few*>(scores + head * kScoreStride + token0);
-    float top = largest;
+// sums += latents of 16 * STEPS tokens, by their probabilities.
+template <class T, int STEPS, int SUMS> __device__ __forceinline__ void add_latents(float (&sums)[4][SUMS], uint32_t latents, uint32_t probabilities) {
+  wgmma_fence();
 #pragma unroll
-    for (int j = 1; j < 4; ++j) {
-      const Few more = *reinterpret_cast<const Few*>(scores + (j * heads_here + head) * kScoreStride + token0);
+  for (int k = 0; k < STEPS; ++k)
 #pragma unroll
-      for (int i = 0; i < per_thread; ++i) s.v[i] += more.v[i];
+    for (int m = 0; m < 4; ++m) wgmma_shared<T, true>(sums[m], tokens_after(tokens_at(latents), m * kPanelBytes + k * 2048), tokens_after(tokens_at(probabilities), k * 32));
+  wgmma_commit();
+  wgmma_wait<0>();
+#pragma unroll
+  for (int m = 0; m < 4; ++m) wgmma_done(sums[m]);
+}
+
+// A tile's scores become probabilities; what a lane of the first warpgroup knows of its heads 8i + 2q + e.
+template <class T, int HEADS> struct TileSoftmax {
+  static constexpr int groups = HEADS / 8;
+  float largest[groups][2], total[groups][2];  // the largest score, the same in the whole warpgroup, and the sum of its own tokens'
+
+  __device__ __forceinline__ TileSoftmax() {
+#pragma unroll
+    for (int i = 0; i < groups; ++i) largest[i][0] = largest[i][1] = -INFINITY, total[i][0] = total[i][1] = 0;
+  }
+
+  // here: tokens of the tile that count. tops [4][HEADS] and shrink [HEADS] are of this turn alone.
+  __device__ __forceinline__ void step(float (&score)[HEADS / 2], int here, float scale, float* tops, float* shrink, uint32_t probabilities, int warp, int lane) {
+    const int g = lane >> 2, quad = lane & 3;
+    const bool low = warp * 16 + g < here, high = warp * 16 + 8 + g < here;
+#pragma unroll
+    for (int i = 0; i < groups; ++i) {
+      float top[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float &first = score[4 * i + e], &second = score[4 * i + 2 + e];
+        first = low ? first * scale : -INFINITY, second = high ? second * scale : -INFINITY;
+        top[e] = fmaxf(first, second);
+        for (int o = 4; o < 32; o *= 2) top[e] = fmaxf(top[e], __shfl_xor_sync(0xffffffffu, top[e], o));
+      }
+      if (g == 0) *reinterpret_cast<float2*>(tops + warp * HEADS + i * 8 + 2 * quad) = make_float2(top[0], top[1]);
     }
+    meet<1, 128>();
 #pragma unroll
-    for (int i = 0; i < per_thread; ++i) {
-      s.v[i] = (begin + turn - 1) * kTile + token0 + i < length ? s.v[i] * p.scale : -INFINITY;
-      top = fmaxf(top, s.v[i]);
+    for (int i = 0; i < groups; ++i) {
+      float2 v = make_float2(largest[i][0], largest[i][1]);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const float2 more = *reinterpret_cast<const float2*>(tops + w * HEADS + i * 8 + 2 * quad);
+        v.x = fmaxf(v.x, more.x), v.y = fmaxf(v.y, more.y);
+      }
+      const float2 less = make_float2(power_of_2(largest[i][0] - v.x), power_of_2(largest[i][1] - v.y));
+      if (warp == 0 && g == 0) *reinterpret_cast<float2*>(shrink + i * 8 + 2 * quad) = less;
+      largest[i][0] = v.x, largest[i][1] = v.y;
+      total[i][0] *= less.x, total[i][1] *= less.y;
     }
-    for (int o = threads_per_head / 2; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, o));
-    const float less = exp2f(largest - top);
-    largest = top, total *= less;
-    Probabilities prob;
-    exponentiate(prob.v, s.v, top, total);
-    *reinterpret_cast<Probabilities*>(probabilities + head * kProbStride + token0 * 2) = prob;
-    if (token0 == 0) shrink[head] = less;
-    __syncthreads();
-
-    shrink_sums<HT>(sums, shrink, g);
+    // A head's 64 tokens are 128 bytes, as those of a query's panel.
+    uint32_t pairs[2][groups];
 #pragma unroll
-    for (int k = 0; k < kTile / 16; ++k) {
-      uint32_t a[HT][4], latents[4][4];
-      load_operands<HT>(a, latents, probabilities, tile, k, warp, matrix, matrix_row);
-      // The slot of the turn before this one is free since the first barrier.
-      if (k == kTile / 16 - 1 && more) request(turn + kSlots - 1, next);
-      add_latents<T, HT>(sums, a, latents);
+    for (int i = 0; i < groups; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float first = power_of_2(score[4 * i + 2 * h] - largest[i][0]), second = power_of_2(score[4 * i + 2 * h + 1] - largest[i][1]);
+        total[i][0] += first, total[i][1] += second;
+        pairs[h][i] = pair_of<T>(first, second);
+      }
+    if constexpr (HEADS == 32) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) store_matrices_transposed(probabilities + lane * 128 + ((warp * 2 + h ^ lane % 8) << 4), pairs[h]);
+    } else {
+      const uint32_t both[4] = {pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]};
+      store_matrices_transposed(probabilities + lane % 16 * 128 + ((warp * 2 + lane / 16 ^ lane % 8) << 4), both);
     }
   }
 
-  __syncthreads();  // the tiles are done with
-  store_part<HT>(p, shared, sums, largest, total, threads_per_head, head, token0, head0, row, split, g, part, warp);
+  // found: of each head the largest score and the sum of all probabilities. shares: one over that sum. tops: of no turn.
+  __device__ __forceinline__ void finish(float2* found, int stride, int heads, float* tops, float* shares, int warp, int lane) {
+    const int g = lane >> 2, quad = lane & 3;
+#pragma unroll
+    for (int i = 0; i < groups; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        for (int o = 4; o < 32; o *= 2) total[i][e] += __shfl_xor_sync(0xffffffffu, total[i][e], o);
+      if (g == 0) {
+        *reinterpret_cast<float2*>(tops + warp * HEADS + i * 8 + 2 * quad) = make_float2(total[i][0], total[i][1]);
+        if (warp == 0) *reinterpret_cast<float2*>(shares + i * 8 + 2 * quad) = make_float2(largest[i][0], largest[i][1]);
+      }
+    }
+    meet<1, 128>();
+    const int head = threadIdx.x;
+    if (head >= HEADS) return;
+    const float all = tops[head] + tops[HEADS + head] + tops[2 * HEADS + head] + tops[3 * HEADS + head];
+    if (head < heads) found[head * stride] = make_float2(shares[head], all);
+    shares[head] = __fdividef(1.f, all);
+  }
+};
+
+// A head's mean of latents, of a half of which this warpgroup has the sums, to memory: through room that tiles had, so that a warp stores 512
+// bytes of a head at once.
+template <class T, int HEADS> __device__ __forceinline__ void store_means(T* to, int stride, int last_head, const float (&sums)[4][HEADS / 2], const float* shares, uint32_t room, int half, int warp, int lane) {
+  constexpr int pitch = Room<HEADS>::pitch, groups = HEADS / 8;
+  const int quad = lane & 3;
+  room += half * kLatent;
+  float2 share[groups];
+#pragma unroll
+  for (int i = 0; i < groups; ++i) share[i] = *reinterpret_cast<const float2*>(shares + i * 8 + 2 * quad);
+#pragma unroll
+  for (int m = 0; m < 4; ++m)
+#pragma unroll
+    for (int two = 0; two < groups; two += 2) {
+      uint32_t matrices[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int i = two + n / 2, h = n % 2;
+        matrices[n] = pair_of<T>(sums[m][4 * i + 2 * h] * share[i].x, sums[m][4 * i + 2 * h + 1] * share[i].y);
+      }
+      store_matrices_transposed(room + (two * 8 + lane / 16 * 8 + lane % 8) * pitch + (m * 64 + warp * 16 + lane / 8 % 2 * 8) * 2, matrices);
+    }
+  if (half == 0) meet<3, 128>();
+  else meet<4, 128>();
+  uint4 means[HEADS / 4];
+#pragma unroll
+  for (int i = 0; i < HEADS / 4; ++i) means[i] = read16(room + (i * 4 + warp) * pitch + lane * 16);
+  // Heads past the last have its queries, and its means.
+#pragma unroll
+  for (int i = 0; i < HEADS / 4; ++i) __stcg(reinterpret_cast<uint4*>(to + half * (kLatent / 2) + lane * 8 + (size_t)min(i * 4 + warp, last_head) * stride), means[i]);
+}
+
+// A block per HEADS heads, part of a row's tokens, and row.
+template <class T, int HEADS> __global__ void __maxnreg__(kRegisters) attend(const T* q, const T* cache, const Attend p) {
+  using R = Room<HEADS>;
+  constexpr int groups = HEADS / 8;
+  extern __shared__ __align__(1024) char memory[];
+  float *shrink = reinterpret_cast<float*>(memory + R::shrink), *tops = reinterpret_cast<float*>(memory + R::tops), *shares = reinterpret_cast<float*>(memory + R::shares);
+  const uint32_t at = shared_address(memory), filled = at + R::barriers, emptied = filled + 16, ready = filled + 32, queried = filled + 48;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4, job = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), quad = lane & 3;
+  const int head0 = blockIdx.x * HEADS, split = blockIdx.y, row = blockIdx.z;
+  const Part part(p, row, split);
+  if (part.tiles == 0) {
+    wait_for_predecessor();
+    let_successor_start();
+    return;
+  }
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kSlots; ++i) init_barrier(filled + i * 8, kCopy), init_barrier(emptied + i * 8, 8), init_barrier(ready + i * 8, 4);
+    init_barrier(queried, kCopy);
+  }
+  __syncthreads();
+  if (job == 3) return fill_ring<T, HEADS>(q, cache, p, part, row, head0, at, filled, emptied, queried);
+
+  const size_t place = ((size_t)row * p.heads + head0) * p.splits + split;
+  if (job == 0) {
+    TileSoftmax<T, HEADS> softmax;
+    const uint64_t queries = tokens_at(at + R::queries);
+    wait_for(queried, 0);
+    for (int turn = 0; turn < part.tiles; ++turn) {
+      const uint32_t slot = __shfl_sync(0xffffffffu, turn % kSlots, 0), tile = at + slot * kTileBytes;
+      wait_for(filled + slot * 8, turn / kSlots & 1);  // and so the sums of the turn before last are done
+      show_to_copies();
+      float score[HEADS / 2] = {};
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kEntry / 16; ++k)
+        wgmma_shared<T, false>(score, tokens_after(tokens_at(tile), k / 4 * kPanelBytes + k % 4 * 32), tokens_after(queries, k / 4 * R::query_panel + k % 4 * 32));
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_done(score);
+      softmax.step(score, part.end - part.first - turn * kTokens, p.scale, tops + slot * 4 * HEADS, shrink + slot * HEADS, at + R::probabilities + slot * R::query_panel, warp, lane);
+      show_to_copies();
+      __syncwarp();
+      if (lane == 0) arrive(ready + slot * 8);
+    }
+    softmax.finish(p.found + place, p.splits, p.heads - head0, tops + part.tiles % 2 * 4 * HEADS, shares, warp, lane);
+    meet<2, kMath>();
+    return;
+  }
+
+  float sums[4][HEADS / 2] = {};  // of 64 latents each
+  const int half = job - 1;
+  for (int turn = 0; turn < part.tiles; ++turn) {
+    const uint32_t slot = __shfl_sync(0xffffffffu, turn % kSlots, 0), probabilities = at + R::probabilities + slot * R::query_panel;
+    const uint32_t latents = at + slot * kTileBytes + half * 4 * kPanelBytes;
+    const int here = part.end - part.first - turn * kTokens;
+    wait_for(ready + slot * 8, turn / kSlots & 1);
+    wait_for(filled + slot * 8, turn / kSlots & 1);
+    show_to_copies();
+    float2 less[groups];
+    bool same = true;
+#pragma unroll
+    for (int i = 0; i < groups; ++i) {
+      less[i] = *reinterpret_cast<const float2*>(shrink + slot * HEADS + i * 8 + 2 * quad);
+      same = same && less[i].x == 1.f && less[i].y == 1.f;
+    }
+    if (!__all_sync(0xffffffffu, same)) {
+#pragma unroll
+      for (int m = 0; m < 4; ++m)
+#pragma unroll
+        for (int i = 0; i < groups; ++i) sums[m][4 * i] *= less[i].x, sums[m][4 * i + 1] *= less[i].y, sums[m][4 * i + 2] *= less[i].x, sums[m][4 * i + 3] *= less[i].y;
+    }
+    // Two paths, each without a branch: behind one no product would begin before the product before it has ended.
+    if (here >= kTokens) add_latents<T, kTokens / 16>(sums, latents, probabilities);
+    else
+#pragma unroll 1
+      for (int k = 0; k * 16 < here; ++k) add_latents<T, 1>(sums, latents + k * 2048, probabilities + k * 32);
+    if (lane == 0) arrive(emptied + slot * 8);
+  }
+  meet<2, kMath>();
+  store_means<T, HEADS>(reinterpret_cast<T*>(p.weighted) + place * kLatent, p.splits * kLatent, p.heads - 1 - head0, sums, shares, at, half, warp, lane);
+}
+
+template <class T, int HEADS> int launch_attend_of(const void* q, const void* cache, const Attend& p, int rows, void* s) {
+  static SharedMemory shared;
+  if (const int fault = shared.allow(attend<T, HEADS>, Room<HEADS>::bytes)) return fault;
+  return start(attend<T, HEADS>, dim3((p.heads + HEADS - 1) / HEADS, p.splits, rows), kMath + kCopy, Room<HEADS>::bytes, s, (const T*)q, (const T*)cache, p);
 }
 
 template <class T> int launch_attend(const void* q, const void* cache, const Attend& p, int rows, void* s) {
-  static SharedMemory shared[2];
-  const int tiles = p.heads > 16 ? 2 : 1;
-  if (const int fault = shared[tiles - 1].allow(tiles == 2 ? attend<T, 2> : attend<T, 1>, attend_bytes(tiles))) return fault;
-  const dim3 grid((p.heads + 16 * tiles - 1) / (16 * tiles), p.splits, rows);
-  if (tiles == 2) return start(attend<T, 2>, grid, kThreads, attend_bytes(2), s, (const T*)q, (const T*)cache, p);
-  return start(attend<T, 1>, grid, kThreads, attend_bytes(1), s, (const T*)q, (const T*)cache, p);
+  return p.heads > 16 ? launch_attend_of<T, 32>(q, cache, p, rows, s) : launch_attend_of<T, 16>(q, cache, p, rows, s);
 }
 
 }  // namespace

@@ -36,11 +36,6 @@ __device__ __forceinline__ void show_to_wgmma() { asm volatile("fence.proxy.asyn
 // Where wgmma looks for byte b of row r of a block of rows of 128 bytes.
 __device__ __forceinline__ int swizzled(int r, int b) { return r * 128 + ((b / 16 ^ r % 8) * 16) + b % 16; }
 
-// Four matrices of 8 x 8 in 16 bits, transposed; addresses and registers as `load_matrices` has them.
-__device__ __forceinline__ void store_matrices_transposed(uint32_t at, const uint32_t (&v)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" :: "r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
-}
-
 // Four columns of a head's query, in a block of 64 of them.
 template <class T> __device__ __forceinline__ void store_query(char* block, const uint2& four, int head, int column) {
   if (column < kLatent) {  // of 16 columns a lane has 4q .. 4q + 3, as 2q, 2q + 1 and 8 + 2q, 8 + 2q + 1
@@ -268,7 +263,7 @@ template <class T, class Code> __global__ void __launch_bounds__(kThreads, 1) at
     for (int i = 0; i < 2 * kCodeSlots; ++i) init_barrier(shared_address(memory + kBarriersAt) + i * 8, kGroup);
   }
   __syncthreads();
-  const int length = p.lengths[row * p.lengths_stride], tiles = tiles_of(length, kCodeTile), parts = parts_of(tiles, p.splits);
+  const int length = p.lengths[row * p.lengths_stride], tiles = tiles_of(length, kCodeTile), parts = parts_of(tiles, p);
   const int begin = split < parts ? tiles * split / parts : 0, count = split < parts ? tiles * (split + 1) / parts - begin : 0;
   const int turns = (count + 1 - group) / 2;
 
@@ -327,9 +322,10 @@ template <class T, class Code> __global__ void __launch_bounds__(kThreads, 1) at
     if (head >= p.heads) continue;
     const size_t at = ((size_t)row * p.heads + head) * p.splits + split;
     if (warp == 0 && g == 0) p.found[at] = make_float2(softmax.largest[j], softmax.total[j]);
-    float* out = p.weighted + at * kLatent + warp * 16 + 2 * g;
+    const float share = 1.f / softmax.total[j];
+    T* out = reinterpret_cast<T*>(p.weighted) + at * kLatent + warp * 16 + 2 * g;
 #pragma unroll
-    for (int m = 0; m < 8; ++m) *reinterpret_cast<float2*>(out + m * 64) = make_float2(sums[m][j / 2 * 4 + j % 2], sums[m][j / 2 * 4 + 2 + j % 2]);
+    for (int m = 0; m < 8; ++m) *reinterpret_cast<uint32_t*>(out + m * 64) = pair_of<T>(sums[m][j / 2 * 4 + j % 2] * share, sums[m][j / 2 * 4 + 2 + j % 2] * share);
   }
 }
 

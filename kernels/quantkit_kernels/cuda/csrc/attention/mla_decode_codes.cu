@@ -7,7 +7,7 @@
 extern "C" int qk_mla_decode_codes(const MlaDecode* m, const MlaCodes* cache, int dtype, int fp8, void* s) {
   const auto run = [&](auto* like) {
     using T = std::remove_pointer_t<decltype(like)>;
-    return absorb_attend_project<T>(*m, kCodeTile, s, [&](const Attend& p) {
+    return absorb_attend_project<T>(*m, kCodeTile, m->splits, s, [&](const Attend& p) {
       return fp8 ? launch_attend_codes<T, Fp8>(m->absorbed, *cache, p, m->rows, s) : launch_attend_codes<T, Int8>(m->absorbed, *cache, p, m->rows, s);
     });
   };

@@ -27,10 +27,9 @@ __device__ __forceinline__ void copy_to_both(uint32_t to, const void* from, uint
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
                :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((uint16_t)3) : "memory");
 }
-// A value of 16 bits to the place of `at` in another block of the cluster.
-template <class T> __device__ __forceinline__ void write_to(uint32_t at, int block, T value) {
-  static_assert(sizeof(T) == 2);
-  asm volatile("st.shared::cluster.b16 [%0], %1;" :: "r"(address_in(at, block)), "h"(*reinterpret_cast<const uint16_t*>(&value)) : "memory");
+// Two words to the place of `at` in another block of the cluster.
+__device__ __forceinline__ void write_to(uint32_t at, int block, uint2 words) {
+  asm volatile("st.shared::cluster.v2.u32 [%0], {%1,%2};" :: "r"(address_in(at, block)), "r"(words.x), "r"(words.y) : "memory");
 }
 // Four words at the place of `at` in another block of the cluster.
 template <class Acc> __device__ __forceinline__ void read_from(Acc (&v)[4], uint32_t at, int block) {

@@ -3,7 +3,7 @@
 // Weights decoded to 16 bits are in registers: a warpgroup's four warps hold 16 rows each, in the order of mma.sync's A operand. Those of
 // int8 are in shared memory as packed.cuh says, from an address that is a multiple of 512; one instruction takes 32 of a row's 64 bytes.
 // Tokens lie in shared memory as rows of 128 bytes along K, 16-byte chunk c of row t at place c ^ (t % 8), from an address that is a multiple
-// of 1024; one instruction takes 32 bytes of each row.
+// of 1024; one instruction takes 32 bytes of each row. Latents that attention multiplies lie so, too, and are A.
 // Sums: d[4 * i + 2 * h + e] of lane 4g + q in warp w is of row 16w + 8h + g and token 8i + 2q + e.
 
 #pragma once
@@ -33,6 +33,9 @@ template <class Acc, int MANY> __device__ __forceinline__ void wgmma_done(Acc (&
 // What an instruction is told about tokens at `address`: rows of 128 bytes with the swizzle above, 1024 bytes to the next eight.
 __device__ __forceinline__ uint64_t tokens_at(uint32_t address) { return (1ull << 62) | (64ull << 32) | (1ull << 16) | (address >> 4); }
 
+// The same so many bytes further on.
+__device__ __forceinline__ uint64_t tokens_after(uint64_t tokens, uint32_t bytes) { return (tokens & ~0xffffffffull) | ((uint32_t)tokens + (bytes >> 4)); }
+
 // The same about a strip's stage of int8 weights at `address`, instruction j of 4: rows of 64 bytes, 512 to the next eight, 4096 to the next
 // 64 along K.
 __device__ __forceinline__ uint64_t weights_at(uint32_t address, int j) {
@@ -40,6 +43,7 @@ __device__ __forceinline__ uint64_t weights_at(uint32_t address, int j) {
 }
 
 #define QK_SUMS_8(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
+#define QK_NAMES_8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define QK_SUMS_12(c, i) QK_SUMS_8(c, i), c(d[i + 8]), c(d[i + 9]), c(d[i + 10]), c(d[i + 11])
 #define QK_SUMS_16(c, i) QK_SUMS_8(c, i), QK_SUMS_8(c, i + 8)
 #define QK_SUMS_24(c, i) QK_SUMS_12(c, i), QK_SUMS_12(c, i + 12)
@@ -69,6 +73,7 @@ __device__ __forceinline__ uint64_t weights_at(uint32_t address, int j) {
 #define QK_AFTER_64 "{%64,%65,%66,%67}, %68"
 #define QK_AFTER_80 "{%80,%81,%82,%83}, %84"
 #define QK_AFTER_128 "{%128,%129,%130,%131}, %132"
+#define QK_BOTH_8 "%8, %9"
 #define QK_BOTH_12 "%12, %13"
 #define QK_BOTH_24 "%24, %25"
 #define QK_BOTH_16 "%16, %17"
@@ -102,6 +107,25 @@ QK_WGMMA_OF(128, 64)
 QK_WGMMA_OF(160, 80)
 QK_WGMMA_OF(256, 128)
 
+#define QK_WGMMA_SHARED(shape_and_types, sums, turned)                                                                                    \
+  asm volatile("{.reg .pred add; setp.eq.u32 add, 0, 0; wgmma.mma_async.sync.aligned." shape_and_types " {" QK_NAMES_##sums               \
+               "}, " QK_BOTH_##sums ", add, 1, 1, " turned ", 0;}" : QK_SUMS_##sums("+f", 0) : "l"(a), "l"(tokens))
+#define QK_WGMMA_SHARED_OF(n, sums)                                                                                                       \
+  template <class T, bool TURNED> __device__ __forceinline__ void wgmma_shared(float (&d)[sums], uint64_t a, uint64_t tokens) {           \
+    if constexpr (std::is_same_v<T, __half> && TURNED) QK_WGMMA_SHARED("m64n" #n "k16.f32.f16.f16", sums, "1");                           \
+    else if constexpr (std::is_same_v<T, __half>) QK_WGMMA_SHARED("m64n" #n "k16.f32.f16.f16", sums, "0");                                \
+    else if constexpr (TURNED) QK_WGMMA_SHARED("m64n" #n "k16.f32.bf16.bf16", sums, "1");                                                 \
+    else QK_WGMMA_SHARED("m64n" #n "k16.f32.bf16.bf16", sums, "0");                                                                       \
+  }
+
+// d += a * tokens, both in shared memory: `a` as tokens lie, 64 rows of it, or TURNED, 16 rows along K of 64 values each.
+QK_WGMMA_SHARED_OF(16, 8)
+QK_WGMMA_SHARED_OF(32, 16)
+
+#undef QK_WGMMA_SHARED_OF
+#undef QK_WGMMA_SHARED
+#undef QK_NAMES_8
+#undef QK_BOTH_8
 #undef QK_WGMMA_OF
 #undef QK_WGMMA
 #undef QK_AFTER_12

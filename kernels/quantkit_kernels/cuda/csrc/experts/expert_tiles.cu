@@ -205,7 +205,7 @@ template <int FMT, class T, int G, int NT> struct Team {
         for (int e = 0; e < 2; ++e) z[e] = y[b][0][e] / (1.f + __expf(-y[b][0][e])) * y[b][1][e];
         m[b] = pair_of<T>(z[0], z[1]);
       }
-      write_turned(to + lane * (S::pitch * 2), m);
+      store_matrices_transposed(to + lane * (S::pitch * 2), m);
       return;
     }
 #pragma unroll
@@ -215,7 +215,7 @@ template <int FMT, class T, int G, int NT> struct Team {
         const float2 weight = *reinterpret_cast<const float2*>(tokens.weight + (i + 2 * two + b / 2) * 8 + 2 * q);
         m[b] = pair_of<T>(y[2 * two + b / 2][b % 2][0] * weight.x, y[2 * two + b / 2][b % 2][1] * weight.y);
       }
-      write_turned(to + (two * 16 + lane / 16 * 8 + lane % 8) * (S::pitch * 2) + (lane / 8 % 2) * 16, m);
+      store_matrices_transposed(to + (two * 16 + lane / 16 * 8 + lane % 8) * (S::pitch * 2) + (lane / 8 % 2) * 16, m);
     }
   }
   __device__ __forceinline__ void write(const char* staged, int strip, int first, int count) const {

@@ -221,7 +221,7 @@ __device__ __forceinline__ void multiply(const TileParams& p, const CUtensorMap&
     if (thread == 0) wait_for_boxes();
     asm volatile("bar.sync %0, 128;" :: "r"(1 + warpgroup) : "memory");
 #pragma unroll
-    for (int i = 0; i < many * 2; ++i) write_turned(to + i * 16 * 128, m[i]);
+    for (int i = 0; i < many * 2; ++i) store_matrices_transposed(to + i * 16 * 128, m[i]);
     if (by_copies) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     asm volatile("bar.sync %0, 128;" :: "r"(1 + warpgroup) : "memory");
 #pragma unroll

@@ -7,24 +7,12 @@
 #include <type_traits>
 
 #include "common/cluster.cuh"
+#include "common/mma.cuh"
 #include "common/packed.cuh"
 #include "linears/tile.cuh"
 #include "linears/tile_params.cuh"
 
 namespace {
-
-template <class T> __device__ __forceinline__ uint32_t pair_of(float first, float second) {
-  using P = typename Pair<T>::type;
-  P pair;
-  if constexpr (std::is_same_v<T, __half>) pair = __floats2half2_rn(first, second);
-  else pair = __floats2bfloat162_rn(first, second);
-  return *reinterpret_cast<uint32_t*>(&pair);
-}
-
-// Four matrices of 8 rows of the weight by 8 tokens, held as sums are, to shared memory with a token's rows side by side.
-__device__ __forceinline__ void write_turned(uint32_t at, const uint32_t (&m)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" :: "r"(at), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3]) : "memory");
-}
 
 template <int FMT, class T, int G, int NT, int WGS> struct Finish {
   using S = Tile<FMT, G, NT, WGS>;
@@ -64,7 +52,7 @@ template <int FMT, class T, int G, int NT, int WGS> struct Finish {
           }
           m[b] = pair_of<T>(y[0], y[1]);
         }
-        write_turned(to + (i * 8 + lane) * (S::pitch_stored * 2), m);
+        store_matrices_transposed(to + (i * 8 + lane) * (S::pitch_stored * 2), m);
       } else {
 #pragma unroll
         for (int two = 0; two < 2; ++two) {
@@ -75,7 +63,7 @@ template <int FMT, class T, int G, int NT, int WGS> struct Finish {
 #pragma unroll
             for (int h = 0; h < 2; ++h) m[b + h] = pair_of<T>(result(at, h, 0) * first, result(at, h, 1) * second);
           }
-          write_turned(to + ((i + 2 * two) * 8 + lane / 16 * 8 + lane % 8) * (S::pitch_stored * 2) + (lane / 8 % 2) * 16, m);
+          store_matrices_transposed(to + ((i + 2 * two) * 8 + lane / 16 * 8 + lane % 8) * (S::pitch_stored * 2) + (lane / 8 % 2) * 16, m);
         }
       }
     }
