@@ -50,7 +50,7 @@ Pairs by_expert(const int32_t* ids, const float* weights, int tokens, int top_k,
   return pairs;
 }
 
-// Experts begin .. end of the layer that were asked for, whose pairs are computed together.
+// Experts that were asked for, whose pairs are computed together.
 struct Part {
   std::vector<int> experts;
   int begin, end;  // of pairs
