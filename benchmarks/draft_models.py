@@ -1,16 +1,18 @@
-"""What a draft model brings on this machine: acceptance, and tokens a second beside those without.
+"""What a draft model brings on this machine: acceptance, and tokens a second beside those of two engines without, step by step in turns.
 
-    python benchmarks/draft_models.py [--target MODEL --draft MODEL] [--users 1,8] [--tokens 192] [--device cpu]
+    python benchmarks/draft_models.py [--target MODEL --draft MODEL] [--users 1,8] [--tokens 192] [--loads 1] [--turns 1] [--device cpu]
 
 Without models: random ones of Qwen3's kind, of 8 layers of 768 and as draft the first of them. How much the other seven change what the
 first one says is chosen (--change), so that guesses are right more or less often; nobody talks like that, and times are real.
 """
 
 import argparse
+import itertools
 import json
 import math
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,19 +63,52 @@ def write_pair(folder: Path, change: float) -> tuple[Path, Path]:
     return folder / "target", folder / "draft"
 
 
-def measure(target: Path, users: int, tokens: int, **options: Any) -> dict[str, float]:
-    """After a run that warms up: tokens a second of all users together, by the clock and by the time of the process."""
-    engine = Engine.load(target, max_batch=users, max_model_len=tokens + 64, **options)
+def in_turns(engines: dict[str, Engine], users: int, tokens: int) -> dict[str, dict[str, float]]:
+    """The same answers by every engine, whose answers are the shortest computing the next step: what else a machine does meets all alike,
+    where whole answers of one engine differed by a third. Tokens a second of all users together, by the clock and by the time of the
+    process; of the guesses the share that was kept; steps."""
     prompts = [[20 + (7 * i + place) % 90 for place in range(16)] for i in range(users)]
     params = [SamplingParams(max_new_tokens=tokens, ignore_eos=True, seed=i) for i in range(users)]
-    list(engine.generate(prompts, params))
-    acceptance = engine.speculation.acceptance
-    before = acceptance.drafted, acceptance.accepted
-    began, cpu = time.perf_counter(), time.process_time()
-    list(engine.generate(prompts, params))
-    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-    drafted, kept = acceptance.drafted - before[0], acceptance.accepted - before[1]
-    return {"tokens_s": users * tokens / seconds, "tokens_cpu_s": users * tokens / cpu, "kept": kept / max(drafted, 1)}
+    counts = {name: engine.speculation.acceptance for name, engine in engines.items()}
+    before = {name: (count.drafted, count.accepted) for name, count in counts.items()}
+    answers = {name: [engine.submit(*one) for one in zip(prompts, params)] for name, engine in engines.items()}
+    clock, cpu, steps = (dict.fromkeys(engines, 0.0) for _ in range(3))
+    while working := [name for name in engines if engines[name].has_work]:
+        name = min(working, key=lambda one: sum(len(answer.generated) for answer in answers[one]))
+        began, cpu_began = time.perf_counter(), time.process_time()
+        engines[name].step()
+        clock[name] += time.perf_counter() - began
+        cpu[name] += time.process_time() - cpu_began
+        steps[name] += 1
+    drafted = {name: count.drafted - before[name][0] for name, count in counts.items()}
+    return {
+        name: {
+            "tokens_s": users * tokens / clock[name],
+            "tokens_cpu_s": users * tokens / cpu[name],
+            "steps": steps[name],
+            "drafted": drafted[name],
+            "kept": (counts[name].accepted - before[name][1]) / max(drafted[name], 1),
+        }
+        for name in engines
+    }
+
+
+def load_engines(target: Path, draft: Path, options: argparse.Namespace, users: int) -> dict[str, Engine]:
+    """Two without guesses, and between them what is asked for."""
+    given: dict[str, Any] = {"max_batch": users, "max_model_len": options.tokens + 64, "device": options.device}
+    guess = {"chosen": {"draft": draft, "measure_steps": True}, "four": {"draft": draft}}
+    asked = {"none": {}, **{name: guess[name] for name in options.guesses.split(",")}, "none again": {}}
+    return {name: Engine.load(target, **given, **own) for name, own in asked.items()}
+
+
+def rows(found: dict[str, dict[str, float]]) -> Iterator[dict[str, Any]]:
+    """Each engine's figures, and its speed over the mean of the two without guesses."""
+    for name, one in found.items():
+        row: dict[str, Any] = {"guesses": name}
+        for key in ("tokens_s", "tokens_cpu_s"):
+            plain = (found["none"][key] + found["none again"][key]) / 2
+            row |= {key: round(one[key], 1), f"{key}_ratio": round(one[key] / plain, 3)}
+        yield row | {"steps": int(one["steps"]), "drafted": int(one["drafted"]), "kept": round(one["kept"], 3)}
 
 
 def main() -> None:
@@ -83,6 +118,9 @@ def main() -> None:
     parser.add_argument("--users", default="1,8")
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--change", default="0.02,0.1,1")
+    parser.add_argument("--loads", type=int, default=1, help="so often all engines are loaded anew: two of a kind differ by up to 3 %%")
+    parser.add_argument("--turns", type=int, default=1, help="of the same engines; in the first one numbers of guesses are tried")
+    parser.add_argument("--guesses", default="chosen,four")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -92,14 +130,12 @@ def main() -> None:
             else:
                 (own := Path(folder) / change).mkdir()
                 target, draft = write_pair(own, float(change))
-            for users in map(int, options.users.split(",")):
-                plain = measure(target, users, options.tokens, device=options.device)
-                for kind, measured in (("four", False), ("chosen", True)):
-                    given = {"draft": draft, "measure_steps": measured, "device": options.device}
-                    found = measure(target, users, options.tokens, **given)
-                    ratios = {f"{key}_ratio": round(found[key] / plain[key], 2) for key in ("tokens_s", "tokens_cpu_s")}
-                    row = {"change": change, "users": users, "guesses": kind, "tokens_s": round(found["tokens_s"], 1)}
-                    print(row | ratios | {"kept": round(found["kept"], 3)}, flush=True)
+            for users, load in itertools.product(map(int, options.users.split(",")), range(options.loads)):
+                engines = load_engines(target, draft, options, users)
+                for turn in range(options.turns):
+                    row = {"change": change, "users": users, "load": load, "turn": turn}
+                    for own_row in rows(in_turns(engines, users, options.tokens)):
+                        print(row | own_row, flush=True)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,9 @@ class Engine:
         elif num_drafts:
             drafter = by_mtp_layers(loaded.mtp_layers, self.runner, num_drafts, self.parallel)
         self.runner.prompts.reads_all = drafter is not None or count_experts
-        self.speculation = Speculation(drafter, num_looked_up, measured=measure_steps)
+        # On a CPU without ranks to wait for a step takes what its thread computes: other work makes now this one long, now that one.
+        clock = time.thread_time if loaded.device.type == "cpu" and self.parallel.size == homes == 1 else time.perf_counter
+        self.speculation = Speculation(drafter, num_looked_up, measured=measure_steps, clock=clock)
         self.leader = Leader(self.parallel)
         self.grammars = Grammars(tokenizer.tokenizer, loaded.config.vocab_size, tokenizer.eos_ids)
         self.chooser = Chooser(loaded.config.vocab_size, loaded.device, lambda: self.tokenizer.eos_ids)
@@ -283,7 +285,7 @@ class Engine:
     def compute_step(self) -> list[Sequence]:
         """The step of this rank: as `step`, but sequences with a fault that are not finished stay until rank 0 cancels them."""
         make_current(self.loaded.device)  # threads begin with the first one
-        began, mixed = time.perf_counter(), self.scheduler.budget.mixed
+        began, mixed = self.speculation.clock(), self.scheduler.budget.mixed
         # A chunk that ends no prompt is not waited for: behind the launched pass, it and a mixed one would lie between two tokens.
         step = self.scheduler.schedule(answers_alone=mixed and self.runner.has_launched)
         rows = len(step.decode) + (sum([len(one.drafts) for one in step.decode]) if self._guesses else 0)
@@ -294,8 +296,7 @@ class Engine:
         for one in step.passes(mixed):
             advanced += self._pass(one, [sequence for sequence in advanced if sequence.fault is None])
         if step.decode and not step.prefill:
-            kept = self.speculation.acceptance.accepted - accepted
-            self.speculation.guessing.stepped(len(step.decode), rows, kept, time.perf_counter() - began)
+            self.speculation.stepped(step.decode, rows, self.speculation.acceptance.accepted - accepted, began)
         for sequence in [one for one in advanced if one.finish_reason]:
             self.scheduler.remove(sequence)
         return advanced

@@ -157,7 +157,7 @@ class Guessing:
         """Share of answers for which something was looked up."""
         self._credit, self._in_debt = _LENT, False
         self._idle, self._reading = 0, _MUCH
-        """Steps since something was computed; what reading cost that came behind many of them, in steps."""
+        """Steps since something was computed, as far back as answers reach; what reading cost that came behind many of them, in steps."""
         self._steps = self._answers = self._next = self._choices = self._tried_until = 0
 
     def checked(self, source: str, count: int, kept: int) -> None:
@@ -168,9 +168,11 @@ class Guessing:
         """For so many of the step's answers something was looked up."""
         self._found = _KEPT * self._found + (1 - _KEPT) * share
 
-    def stepped(self, answers: int, rows: int, kept: int, seconds: float) -> None:
-        """A step that computed answers alone: so many, with so many rows, their guesses included, of which `kept` were right."""
+    def stepped(self, answers: int, rows: int, kept: int, seconds: float, longest: int) -> None:
+        """A step that computed answers alone: so many, with so many rows, their guesses included, of which `kept` were right. longest:
+        tokens of the longest answer; prompts have been read, so a layer has no more to read of any."""
         self._charge(answers, rows, kept, seconds)
+        self._idle = min(self._idle, longest)
         if self.drafts == 0 and rows == answers and self.costs[0].times(rows) == _LOOKED - 1:
             self.costs[0].add_look(rows, seconds)
         else:

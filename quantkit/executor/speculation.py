@@ -5,6 +5,8 @@ host with the chosen tokens. It finishes when these are known: guesses that can 
 finish one after the other, and a later one may replace what an earlier one guessed.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,10 +47,12 @@ class Acceptance:
 
 class Speculation:
     """drafter: the source that computes guesses, if any. num_looked_up: tokens guessed from what was said, at most. measured: whether
-    fewer of either are guessed where that is faster."""
+    fewer of either are guessed where that is faster, by what steps take of `clock`, in seconds."""
 
-    def __init__(self, drafter: Source | None, num_looked_up: int, *, measured: bool = False) -> None:
-        self.drafter, self.acceptance = drafter, Acceptance()
+    def __init__(
+        self, drafter: Source | None, num_looked_up: int, *, measured: bool = False, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.drafter, self.acceptance, self.clock = drafter, Acceptance(), clock
         self.guessing = Guessing(drafter.count if drafter is not None else 0, num_looked_up, measured=measured)
         self._lookups = Lookups(num_looked_up, self.guessing.found)
         self._sources: list[Source] = [self._lookups] if drafter is None else [drafter, self._lookups]
@@ -95,6 +99,11 @@ class Speculation:
         if advanced:
             for source in self._sources:
                 source.finish(done, advanced, guesses)
+
+    def stepped(self, answers: list[Sequence], rows: int, kept: int, began: float) -> None:
+        """A step since `began` that computed answers alone, with so many rows, their guesses included, of which `kept` were right."""
+        seconds, longest = self.clock() - began, max([len(one.token_ids) - one.prompt_len for one in answers])
+        self.guessing.stepped(len(answers), rows, kept, seconds, longest)
 
     def checked(self, sequence: Sequence, count: int, kept: int) -> None:
         """Of `count` guesses for a sequence the first `kept` were right."""

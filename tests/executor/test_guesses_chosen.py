@@ -26,7 +26,7 @@ class Simulated:
         self.rate, self.answers, self.cost, self._reading, self._unread = rate, answers, cost, reading, [0] * answers
         self.guessing = Guessing(most, 0, measured=True)
         self._draw, self._slow = random.Random(seed), slow
-        self._checked = self.guessing.drafts
+        self._checked, self._lengths = self.guessing.drafts, [0] * answers
         self.seconds, self.tokens = 0.0, 0
 
     def step(self) -> None:
@@ -41,8 +41,9 @@ class Simulated:
             if self._checked:
                 guessing.checked(COMPUTED, self._checked, right)
             self._unread[answer] = 0 if guessing.drafts else self._unread[answer] + 1 + right
+            self._lengths[answer] += 1 + right
             kept += right
-        guessing.stepped(self.answers, rows, kept, seconds)
+        guessing.stepped(self.answers, rows, kept, seconds, max(self._lengths))
         self._checked = guessing.drafts
         self.seconds += seconds
         self.tokens += self.answers + kept
@@ -53,6 +54,10 @@ class Simulated:
         while self.tokens < self.answers * tokens:
             self.step()
         return self.seconds / self.tokens * self.answers
+
+    def begin_answers(self) -> None:
+        """Others, whose prompts have been read."""
+        self._unread, self._lengths = [0] * self.answers, [0] * self.answers
 
     def fixed(self, drafts: int) -> float:
         """Of a token, where every step has as many guesses."""
@@ -147,6 +152,15 @@ def test_guesses_that_pay_are_begun_again_although_reading_is_dear(reading: floa
     run.until(3000)
     run.rate, run.seconds, run.tokens = 0.9, 0.0, 0
     assert run.until(3000) <= 0.85
+
+
+def test_new_answers_are_guessed_for_without_reading_others() -> None:
+    """Guesses of a text were never right, and to begin anew for its answers costs ten steps. Other answers owe nothing of that."""
+    run = Simulated(0.0, 1, 3, rank_of_four(1), reading=10.0)
+    run.until(700)
+    run.begin_answers()
+    run.rate, run.seconds, run.tokens = 0.9, 0.0, 0
+    assert run.until(512) <= 0.7
 
 
 PROCESSOR = {

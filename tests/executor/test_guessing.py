@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -246,6 +247,18 @@ def test_a_measured_engine_answers_the_same(tiny_checkpoint: Path) -> None:
     for _ in range(2):
         assert tokens(engine, asked) == plain
     assert engine.speculation.guessing.costs[1].by_rows()
+
+
+def test_steps_on_a_processor_take_what_their_thread_computes(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else the machine does is no cost of guesses."""
+    engine = load(tiny_checkpoint, max_model_len=128, num_drafts=1, measure_steps=True)
+    decode, seconds = engine.runner.decode, list[float]()
+    monkeypatch.setattr(engine.runner, "decode", lambda *given: time.sleep(0.5) or decode(*given))
+    stepped = Guessing.stepped
+    monkeypatch.setattr(Guessing, "stepped", lambda self, *told: seconds.append(told[3]) or stepped(self, *told))
+    list(engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=4, ignore_eos=True)))
+    assert len(seconds) > 1
+    assert 0 < max(seconds) < 0.4
 
 
 def test_the_other_ranks_guess_as_many() -> None:
