@@ -22,7 +22,7 @@ from quantkit_kernels.weights import Int8, shape
 _VNNI_ROWS = 32
 _SMALL_PRODUCT = 1 << 22
 """Multiplications of a whole product that the C++ makes in less time than a call of oneDNN takes to begin: 57 us for 1 x 384 x 256, which
-takes 15 by the C++ (AVX-512 and VNNI, one thread). Not timed with AMX, which has no part in what begins."""
+takes 15 by the C++ (AVX-512 and VNNI, one thread); on a processor with AMX 77 and 15."""
 # Rows from which expanded float32 blocks beat the C++ (4096 x 4096, AVX2, one core, ms: M=16 13/7.3, M=64 31/29, M=128 58/59), and without
 # it `_weight_int8pack_mm` (M=16 12/14, M=64 59/34).
 _EXPANDED_ROWS = 128
