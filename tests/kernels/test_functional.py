@@ -194,10 +194,12 @@ def test_mla_queries_are_the_product_of_what_mla_prepare_returns() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block_size", [1, 16, 64])
-def test_mla_decode_over_scattered_blocks(dtype: torch.dtype, block_size: int) -> None:
-    case = latent_attention([1, 0, 37, 64], heads=5, block_size=block_size, sizes=(24, 16, 20, 64), dtype=dtype)
-    out = mla_decode(*case.arguments, scale=case.scale)
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize(("block_size", "heads", "interleaved"), [(1, 5, True), (16, 5, True), (64, 5, True), (16, 12, False)])
+def test_mla_decode_over_scattered_blocks(dtype: torch.dtype, backend: str, block_size: int, heads: int, interleaved: bool) -> None:
+    sizes = (24, 16, 20, 64)
+    case = latent_attention([1, 0, 37, 64], heads=heads, block_size=block_size, sizes=sizes, dtype=dtype, interleaved=interleaved)
+    out = mla_decode(*case.arguments, scale=case.scale, backend=backend)
     assert out.dtype == dtype
     assert distance(out, case.exact) < TOLERANCE[dtype]
     assert out[1].abs().max() == 0

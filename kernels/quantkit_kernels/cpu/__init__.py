@@ -9,7 +9,7 @@ int8   int8.cpp: any number of rows on a processor with VNNI and no AMX, whose e
        without a compiler: `onednn.qlinear_pointwise` with u8 activations where the processor has VNNI (it saturates in 16 bits without,
        which a test product finds out), over the same packed weight; else `_weight_int8pack_mm` and float32 products of expanded blocks.
 fp4    fp4.cpp, AVX-512 or AVX2; 4.5 bits per weight.
-gqa    gqa.cpp, decoding over pages. Prompts: prompts.cpp, keys and values expanded from latents too.
+gqa    gqa.cpp, decoding over pages, of latents in 16 and 32 bits too. Prompts: prompts.cpp, keys and values expanded from latents too.
 norms  norm.cpp in bf16 and float32, which turns queries and keys of gqa, too; in fp16 torch.
 silu   silu.cpp in bf16 and float32; in fp16, or without a compiler, torch's, by rows that stay in a cache.
 
@@ -21,20 +21,23 @@ import torch
 from quantkit_kernels.backends import SINKS, Shape
 from quantkit_kernels.cpu.build import why_no_library
 from quantkit_kernels.cpu.functional import add_rms_norm, rms_norm, silu_and_mul
-from quantkit_kernels.cpu.grouped import gqa_decode, gqa_prefill, gqa_prepare, mla_prefill
+from quantkit_kernels.cpu.grouped import gqa_decode, gqa_prefill, gqa_prepare, mla_decode, mla_prefill
 from quantkit_kernels.cpu.int8_experts import Int8ExpertsLayout
 from quantkit_kernels.cpu.linear import linear, refused
 from quantkit_kernels.reference.experts import LoopLayout
+from quantkit_kernels.reference.functional import cache_layout
 from quantkit_kernels.weights import Int8, Weight
 
 __all__ = [
     "SINKS",
     "add_rms_norm",
+    "cache_layout",
     "experts_layout",
     "gqa_decode",
     "gqa_prefill",
     "gqa_prepare",
     "linear",
+    "mla_decode",
     "mla_prefill",
     "rms_norm",
     "silu_and_mul",
@@ -47,7 +50,7 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
         return f"runs on the CPU, not on {device.type}"
     if operator.endswith("_dense"):
         return "backend expanded is torch's own matmul already"
-    if operator == "gqa_decode":
+    if operator in ("gqa_decode", "mla_decode"):
         return why_no_library("gqa")
     if operator in ("add_rms_norm", "gqa_prepare", "rms_norm"):
         return why_no_library("norm")

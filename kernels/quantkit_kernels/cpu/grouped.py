@@ -1,5 +1,5 @@
-"""Attention on a CPU. Grouped queries of a decode step by the project's own C++ (gqa.cpp): pages are read where they lie, in float32.
-Prompts by prompts.cpp, in float32 too, or in torch."""
+"""Attention on a CPU. A decode step by the project's own C++ (gqa.cpp): pages are read where they lie, in float32. Prompts by prompts.cpp,
+in float32 too, or in torch."""
 
 import torch
 from torch import Tensor
@@ -9,10 +9,10 @@ from quantkit_kernels.codes import KeyValues
 from quantkit_kernels.cpu.build import once
 from quantkit_kernels.cpu.functional import rms_norm, turned
 from quantkit_kernels.latents import Latents
-from quantkit_kernels.paged import Norms, PagedKeys, Rotation
+from quantkit_kernels.paged import Norms, PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference import prompts as plain
-from quantkit_kernels.reference.functional import AttentionSteps
+from quantkit_kernels.reference.functional import AttentionSteps, absorbed, values
 
 _KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 """What gqa.cpp calls the types of keys and values."""
@@ -39,6 +39,17 @@ def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int, sinks: Te
     assert loaded is not None, "it was there when the backend was chosen"
     loaded.qk_gqa_decode(*(None if one is None else one.data_ptr() for one in operands), _KINDS[keys.dtype], *sizes)
     return out.to(q.dtype)
+
+
+def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, scale: float) -> Tensor:
+    """Latents are keys, and values, of one head that all queries share. Codes of latents, whose keys are not, are torch's."""
+    cache, nope = pages.cache, q.shape[2] - 2 * rotation.cos.shape[1]
+    if not isinstance(cache, Tensor) or cache.dtype not in _KINDS:
+        return reference.mla_decode(q, kv_b, rotation, pages, scale)
+    query = torch.cat([absorbed(q[..., :nope], kv_b), turned(q[..., nope:], rotation)], dim=-1)
+    shared = cache.unsqueeze(2)
+    attended = gqa_decode(query, PagedKeys(shared, shared, pages.block_table, pages.seq_lens), scale, 0)
+    return values(attended[..., : kv_b.shape[2]], kv_b, nope)
 
 
 def gqa_prefill(q: Tensor, cache: KeyValues, prompts: Prompts, scale: float, window: int, sinks: Tensor | None = None) -> Tensor:
