@@ -107,9 +107,9 @@ def watched(speculation: Speculation) -> list[tuple[float, int, int, int, int]]:
     guessing = speculation.guessing
     stepped = guessing.stepped
 
-    def noted(answers: int, rows: int, kept: int, seconds: float) -> None:
+    def noted(answers: int, rows: int, kept: int, seconds: float, longest: int) -> None:
         steps.append((seconds * 1e3, guessing.drafts, rows, answers, len(steps)))
-        stepped(answers, rows, kept, seconds)
+        stepped(answers, rows, kept, seconds, longest)
 
     setattr(guessing, "stepped", noted)  # noqa: B010
     return steps
