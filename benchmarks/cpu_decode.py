@@ -48,24 +48,24 @@ QWEN: dict[str, Any] = {
 }
 
 
-def write_qwen(path: Path) -> Path:
+def write_random(path: Path, config: dict[str, Any]) -> Path:
     """Random weights that keep activations near 1, in bfloat16, with tiny-r1's tokenizer."""
     from safetensors.torch import save_file
 
     from quantkit.hub import find_model
     from quantkit.models import find_architecture
 
-    architecture = find_architecture(QWEN)
+    architecture = find_architecture(config)
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for row in architecture.parameters(architecture.Config.from_dict(QWEN)):
+    for row in architecture.parameters(architecture.Config.from_dict(config)):
         if row.role == "norm":
             tensors[row.name] = torch.ones(row.shape, dtype=torch.bfloat16)
         else:
             tensors[row.name] = (torch.randn(row.shape, generator=generator) * row.shape[-1] ** -0.5).bfloat16()
     path.mkdir()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(QWEN))
+    (path / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (path / name).write_bytes((find_model("tiny-r1") / name).read_bytes())
     return path
@@ -172,7 +172,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from quantkit.devices import describe_hardware
     from quantkit.hub import find_model
 
-    dense = write_qwen(folder / "qwen2-0.5b")
+    dense = write_random(folder / "qwen2-0.5b", QWEN)
     plain = folder / "tiny-r1-bf16"
     convert(find_model("tiny-r1"), plain, dtype="bf16")
     cases = {"dense 0.5B": (dense, QWEN["vocab_size"])} | ({} if options.prompts else {"tiny-r1": (plain, 640)})

@@ -10,7 +10,6 @@ beside oneDNN and int4, by rows; the weight stays in a cache. What a processor w
 """
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cpu_decode import write_random
 
 SHARED: dict[str, Any] = {
     "torch_dtype": "bfloat16",
@@ -58,27 +58,13 @@ BLOCK = 6
 
 
 def source(name: str, folder: Path) -> Path:
-    """The checkpoint of a name: tiny-r1's, or random weights that keep activations near 1."""
-    from safetensors.torch import save_file
-
+    """The checkpoint of a name: tiny-r1's, or random weights."""
     from quantkit.hub import find_model
-    from quantkit.models import find_architecture
 
     if name not in MODELS:
         return find_model(name)
-    path, config = folder / name, MODELS[name]
-    if path.exists():
-        return path
-    path.mkdir()
-    architecture, generator, tensors = find_architecture(config), torch.Generator().manual_seed(0), {}
-    for row in architecture.parameters(architecture.Config.from_dict(config)):
-        drawn = torch.ones(row.shape) if row.role == "norm" else torch.randn(row.shape, generator=generator) * row.shape[-1] ** -0.5
-        tensors[row.name] = drawn.bfloat16()
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config))
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (path / file).write_bytes((find_model("tiny-r1") / file).read_bytes())
-    return path
+    path = folder / name
+    return path if path.exists() else write_random(path, MODELS[name])
 
 
 def quantized(name: str, folder: Path) -> list[Path]:
