@@ -32,7 +32,6 @@ constexpr int kProbabilitiesAt = kBlocksOfQueries * kCodeHeads * 128, kTilesAt =
 constexpr int kTopsAt = kTilesAt + 2 * kCodeSlots * kCodeTileBytes, kBarriersAt = kTopsAt + 2 * 4 * kCodeHeads * 4, kCodeBytes = kBarriersAt + 2 * kCodeSlots * 8;
 
 __device__ __forceinline__ void group_barrier(int group) { asm volatile("bar.sync %0, 128;" :: "r"(group + 1) : "memory"); }
-__device__ __forceinline__ void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Where wgmma looks for byte b of row r of a block of rows of 128 bytes.
 __device__ __forceinline__ int swizzled(int r, int b) { return r * 128 + ((b / 16 ^ r % 8) * 16) + b % 16; }
 
@@ -200,7 +199,7 @@ struct Softmax {
       const int n = lane >> 3, row = (pair * 2 + n / 2) * 8 + (lane & 7);
       store_matrices_transposed(shared_address(probabilities) + swizzled(row, (2 * warp + n % 2) * 16), packed);
     }
-    show_to_wgmma();
+    show_to_copies();
     group_barrier(group);
     return shrinks;
   }
@@ -283,7 +282,7 @@ template <class T, class Code> __global__ void __launch_bounds__(kThreads, 1) at
   let_successor_start();
   if (count == 0) return;
   store_queries(memory, q + (size_t)row * p.heads * kEntry, head0, p.heads);
-  show_to_wgmma();
+  show_to_copies();
   __syncthreads();
 
   float sums[8][16] = {};

@@ -11,7 +11,7 @@ __device__ __forceinline__ void init_barrier(uint32_t barrier, uint32_t arrivals
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
 }
 __device__ __forceinline__ void show_barriers_to_copies() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// What was written to shared memory by stores, or by copies of 16 bytes, comes before bulk copies that start after it.
+// What was written to shared memory by stores, or by copies of 16 bytes, comes before bulk copies, and reads by wgmma, that start after it.
 __device__ __forceinline__ void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
