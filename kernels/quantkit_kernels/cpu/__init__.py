@@ -5,9 +5,9 @@ int4   int4_rows.cpp for few rows, over codes as torch packs them, 4.25 bits per
        torch packs otherwise, `_weight_int4pack_mm_for_cpu`, in bf16 or fp16.
 dense  Of backend expanded: dense.cpp for few rows in float32, and in bf16 where the processor does not multiply it.
 int8   int8.cpp: any number of rows on a processor with VNNI and no AMX, whose experts of a layer are one call (int8_experts.cpp); few with
-       AMX, by AVX2 or the compiler's own vectors. For more, or
-       without a compiler: `onednn.qlinear_pointwise` with u8 activations where the processor has VNNI (it saturates in 16 bits without,
-       which a test product finds out), over the same packed weight; else `_weight_int8pack_mm` and float32 products of expanded blocks.
+       AMX, by AVX2 or the compiler's own vectors. For more, or without a compiler: `onednn.qlinear_pointwise` with u8 activations where
+       the processor has VNNI (it saturates in 16 bits without, which a test product finds out), over the same packed weight; else
+       `_weight_int8pack_mm` and float32 products of expanded blocks.
 fp4    fp4.cpp, AVX-512 or AVX2; 4.5 bits per weight.
 gqa    gqa.cpp, decoding over pages, of latents in 16 and 32 bits too. Prompts: prompts.cpp, keys and values expanded from latents too.
 norms  norm.cpp in bf16 and float32, which turns queries and keys of gqa, too; in fp16 torch.
