@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.hub import find_model
 from quantkit.executor.engine import Engine
-from quantkit.executor.sampling import SamplingParams
-from quantkit.hub import find_model
+from quantkit.executor.sampling.params import SamplingParams
 
 
 def measure(path: Path, count: int, options: dict[str, int]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from quantkit.assets import asset, builtin_model, calibration_text
+from quantkit.common.assets import asset, builtin_model, calibration_text
 
 VOCABULARY = 4096
 LENGTH, BATCH = 256, 16

@@ -15,13 +15,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from r1_headers import r1_config
 
 from quantkit.checkpoint.formats import compressed_int8
-from quantkit.clusters import ASSUMPTIONS, beside_rate
 from quantkit.engines.layouts import find_topology
 from quantkit.engines.memory import fit_rows
-from quantkit.hardware import load_hardware
+from quantkit.grids.schemes import find_scheme
 from quantkit.models import find_architecture
 from quantkit.models.table import Parameter
-from quantkit.schemes import find_scheme
+from quantkit.planning.clusters import ASSUMPTIONS, beside_rate
+from quantkit.planning.hardware import load_hardware
 
 LAYOUTS = ("four-boxes", "disaggregated-a2", "disaggregated-384")
 LEVELS = ("floor", "fused", "captured", "eager")

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from quantkit_kernels import CODES
 from torch import Tensor
 
-from quantkit.devices import find_device
-from quantkit.executor.coded_sums import GROUP, CodedSums
-from quantkit.executor.context import Chunk, PrefillContext
-from quantkit.executor.load import LoadedModel, load_model
-from quantkit.executor.parallel import Parallel
-from quantkit.hub import find_model
+from quantkit.checkpoint.hub import find_model
+from quantkit.common.devices import find_device
+from quantkit.executor.ranks.parallel import Parallel
+from quantkit.executor.ranks.quantized_all_reduce import GROUP, CodedSums
+from quantkit.executor.runner.attention_context import Chunk, PrefillContext
+from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.tokenizer.chat import ChatTokenizer
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from quantkit.checkpoint.hub import find_model
 from quantkit.executor.engine import Engine
-from quantkit.executor.grammar import json_schema
-from quantkit.executor.sampling import SamplingParams
-from quantkit.hub import find_model
+from quantkit.executor.sampling.grammar import json_schema
+from quantkit.executor.sampling.params import SamplingParams
 
 ITEM = {
     "type": "object",

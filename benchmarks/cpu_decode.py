@@ -52,7 +52,7 @@ def write_random(path: Path, config: dict[str, Any]) -> Path:
     """Random weights that keep activations near 1, in bfloat16, with tiny-r1's tokenizer."""
     from safetensors.torch import save_file
 
-    from quantkit.hub import find_model
+    from quantkit.checkpoint.hub import find_model
     from quantkit.models import find_architecture
 
     architecture = find_architecture(config)
@@ -110,7 +110,7 @@ RATES: dict[str, Rate] = {"decode": decoding_rate, "prompts": prompt_rate}
 
 def measure_quantkit(path: str, vocab: int, rate: Rate) -> dict[int, float]:
     from quantkit.executor.engine import Engine
-    from quantkit.executor.sampling import SamplingParams
+    from quantkit.executor.sampling.params import SamplingParams
 
     engine = Engine.load(Path(path), device="cpu", max_batch=max(CONCURRENCIES), max_model_len=CONTEXT)
     return rate(lambda asked, length: list(engine.generate(asked, SamplingParams(max_new_tokens=length, ignore_eos=True))), vocab)
@@ -168,9 +168,9 @@ def in_process(python: str, engine: str, path: Path, vocab: int, threads: int, w
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from quantkit.conversion import convert
-    from quantkit.devices import describe_hardware
-    from quantkit.hub import find_model
+    from quantkit.checkpoint.hub import find_model
+    from quantkit.common.devices import describe_hardware
+    from quantkit.quantization.conversion import convert
 
     dense = write_random(folder / "qwen2-0.5b", QWEN)
     plain = folder / "tiny-r1-bf16"

@@ -59,7 +59,7 @@ BLOCK = 6
 
 def source(name: str, folder: Path) -> Path:
     """The checkpoint of a name: tiny-r1's, or random weights."""
-    from quantkit.hub import find_model
+    from quantkit.checkpoint.hub import find_model
 
     if name not in MODELS:
         return find_model(name)
@@ -69,9 +69,9 @@ def source(name: str, folder: Path) -> Path:
 
 def quantized(name: str, folder: Path) -> list[Path]:
     """Of int4 in groups of 128 and of int8, both rounded to nearest."""
+    from quantkit.calibrate.recipe import Recipe
+    from quantkit.grids.schemes import SCHEMES
     from quantkit.quantization.run import quantize
-    from quantkit.recipe import Recipe
-    from quantkit.schemes import SCHEMES
 
     schemes = {"int4": SCHEMES["rtn-w4a16"], "int8": replace(SCHEMES["int8-a8w8c16"], methods=())}
     for label, scheme in schemes.items():
@@ -92,7 +92,7 @@ def asked(count: int, vocab: int, length: int) -> list[list[int]]:
 
 def steps(engines: list[Any], users: int, rounds: int) -> list[list[float]]:
     """Seconds of decode steps with so many answers, of each engine."""
-    from quantkit.executor.sampling import SamplingParams
+    from quantkit.executor.sampling.params import SamplingParams
 
     found: list[list[float]] = [[] for _ in engines]
     for engine in engines:
@@ -112,7 +112,7 @@ def steps(engines: list[Any], users: int, rounds: int) -> list[list[float]]:
 
 def prompts(engines: list[Any], length: int, rounds: int) -> list[list[float]]:
     """Seconds of a prompt up to its first token, of each engine."""
-    from quantkit.executor.sampling import SamplingParams
+    from quantkit.executor.sampling.params import SamplingParams
 
     params, found = SamplingParams(max_new_tokens=1, ignore_eos=True), [[] for _ in engines]
     for number in range(rounds + 1):

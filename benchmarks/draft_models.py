@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from quantkit.checkpoint.hub import find_model
 from quantkit.executor.engine import Engine
-from quantkit.executor.sampling import SamplingParams
-from quantkit.hub import find_model
+from quantkit.executor.sampling.params import SamplingParams
 from quantkit.models import find_architecture
 
 CONFIG = {

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from command import measured, numbers, parser
 
-from quantkit.executor.adjust import Adjuster
-from quantkit.executor.draws import Draws
+from quantkit.checkpoint.hub import find_model
 from quantkit.executor.engine import Engine
-from quantkit.executor.graphs import DeviceCapture
-from quantkit.executor.sampling import Batch, SamplingParams
-from quantkit.executor.scheduler import StepBudget
-from quantkit.executor.sequence import Sequence
-from quantkit.hub import find_model
+from quantkit.executor.runner.graphs import DeviceCapture
+from quantkit.executor.runner.logit_processors import Adjuster
+from quantkit.executor.runner.sampling_graph import Draws
+from quantkit.executor.sampling.params import Batch, SamplingParams
+from quantkit.executor.scheduler.scheduler import StepBudget
+from quantkit.executor.scheduler.sequence import Sequence
 from quantkit.tokenizer.chat import ChatTokenizer
 
 ASKED = SamplingParams(temperature=0.8, top_p=0.95, top_k=50, min_p=0.01, frequency_penalty=0.1, repetition_penalty=1.1)

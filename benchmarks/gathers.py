@@ -19,7 +19,7 @@ from made_engine import joined_ranks, report_of_ranks
 from r1_box import chain
 from torch import Tensor
 
-from quantkit.executor.parallel import Parallel
+from quantkit.executor.ranks.parallel import Parallel
 
 VOCAB = 129280
 

@@ -18,14 +18,14 @@ from grouped_model import MODELS, GroupedBench
 from made_engine import made_model
 from r1_synthetic import SyntheticWeights
 
+from quantkit.checkpoint.hub import find_model
 from quantkit.evaluation.speed.engine import EngineTarget
 from quantkit.evaluation.speed.workload import Workload
-from quantkit.executor.cache import BLOCK_SIZE, CachePlan
-from quantkit.executor.eagle_head import LoadedHead
+from quantkit.executor.cache.cache import BLOCK_SIZE, CachePlan
 from quantkit.executor.engine import Engine
-from quantkit.executor.headroom import usual_tokens
-from quantkit.executor.load import LoadedModel
-from quantkit.hub import find_model
+from quantkit.executor.memory_budget import usual_tokens
+from quantkit.executor.speculation.eagle_head import LoadedHead
+from quantkit.executor.weights.load import LoadedModel
 from quantkit.models.eagle3 import Eagle3Head, HeadConfig, parameters
 from quantkit.tokenizer.chat import ChatTokenizer
 

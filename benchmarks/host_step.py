@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
+from quantkit.checkpoint.hub import find_model
 from quantkit.executor.engine import Engine
-from quantkit.executor.grammar import json_schema
-from quantkit.executor.graphs import DecodeRows, StepResult
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.sequence import Sequence
-from quantkit.hub import find_model
+from quantkit.executor.runner.graphs import DecodeRows, StepResult
+from quantkit.executor.sampling.grammar import json_schema
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.sequence import Sequence
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},

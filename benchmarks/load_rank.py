@@ -24,10 +24,10 @@ from r1_synthetic import R1, TINY
 from quantkit.checkpoint.formats import awq, compressed_int4, compressed_int8, modelopt
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.header import TensorSpec, encode_header
-from quantkit.executor.load import load_model
-from quantkit.executor.parallel import Parallel
+from quantkit.executor.ranks.parallel import Parallel
+from quantkit.executor.weights.load import load_model
+from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid
 from quantkit.models import deepseek_v3
-from quantkit.schemes import Fp4Grid, Grid, IntGrid
 
 FORMATS: dict[str, tuple[Format, Grid]] = {
     "awq": (awq.FORMAT, IntGrid(4, 128, False)),

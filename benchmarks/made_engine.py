@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from quantkit_kernels import accelerator
 
+from quantkit.checkpoint.hub import find_model
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.executor.ahead import capture_ahead
-from quantkit.executor.budget import measure
-from quantkit.executor.cache import BLOCK_SIZE, CachePlan
+from quantkit.executor.cache.cache import BLOCK_SIZE, CachePlan
 from quantkit.executor.engine import Engine
-from quantkit.executor.headroom import prefill_tokens
-from quantkit.executor.leader import follow
-from quantkit.executor.load import LoadedModel
-from quantkit.executor.parallel import Parallel
-from quantkit.hub import find_model
+from quantkit.executor.memory_budget import prefill_tokens
+from quantkit.executor.rank0 import follow
+from quantkit.executor.ranks.parallel import Parallel
+from quantkit.executor.runner.graph_warmup import capture_ahead
+from quantkit.executor.runner.prefill_tuner import measure
+from quantkit.executor.weights.load import LoadedModel
 from quantkit.tokenizer.chat import ChatTokenizer
 
 Result = TypeVar("Result")

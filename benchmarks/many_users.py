@@ -18,12 +18,12 @@ from command import measured, numbers, parser
 from grouped_model import MODELS, GroupedBench
 from made_engine import made_engine, made_model
 
-from quantkit.executor import budget
-from quantkit.executor.ahead import capture_ahead
 from quantkit.executor.engine import Engine
-from quantkit.executor.parallel import SINGLE
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.scheduler import StepBudget
+from quantkit.executor.ranks.parallel import SINGLE
+from quantkit.executor.runner import prefill_tuner
+from quantkit.executor.runner.graph_warmup import capture_ahead
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.scheduler import StepBudget
 
 
 def round_of(engine: Engine, users: int, input_len: int, output_len: int, vocab: int) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     given, asked = engine.scheduler.budget, options.chunk_tokens is not None
     if asked:
         given = StepBudget(given.alone, options.chunk_tokens)
-    chosen = budget.measure(engine.runner, SINGLE, given, max(options.users), asked=False) if not asked else given
+    chosen = prefill_tuner.measure(engine.runner, SINGLE, given, max(options.users), asked=False) if not asked else given
     engine.scheduler.budget = chosen
     report["beside_answers"], report["mixed"], report["budget_s"] = chosen.beside_answers, chosen.mixed, time.perf_counter() - began
     if not options.cold:

@@ -5,7 +5,7 @@
 
 Weights and shapes are those of grouped_model.py. Every step of the running answers computes a chunk of the prompt too, apart (the captured
 decode step, then the chunk) or in one pass. A gap is the wall clock from one step's tokens on the host to the next's; reported are the
-largest, the median, and the sum over all chunks, which is the prompt's time to its first token. `measured`: the choice of `budget.measure`.
+largest, the median, and the sum over all chunks, which is the prompt's time to its first token. `measured`: the choice of `prefill_tuner.measure`.
 """
 
 import argparse
@@ -18,13 +18,13 @@ import torch
 from command import measured, numbers, parser
 from grouped_model import MODELS, GroupedBench
 
-from quantkit.executor import budget
-from quantkit.executor.cache import BLOCK_SIZE
-from quantkit.executor.graphs import DecodeRows
-from quantkit.executor.parallel import SINGLE
-from quantkit.executor.prompt_graphs import PromptRows
-from quantkit.executor.runner import Runner
-from quantkit.executor.scheduler import StepBudget
+from quantkit.executor.cache.cache import BLOCK_SIZE
+from quantkit.executor.ranks.parallel import SINGLE
+from quantkit.executor.runner import prefill_tuner
+from quantkit.executor.runner.graphs import DecodeRows
+from quantkit.executor.runner.prompt_graphs import PromptRows
+from quantkit.executor.runner.runner import Runner
+from quantkit.executor.scheduler.scheduler import StepBudget
 
 
 class MixedSteps:
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             report["rows"].append(row)
             print("  ".join(f"{key} {value if isinstance(value, bool) else round(value, 2)}" for key, value in row.items()), flush=True)
     began = time.perf_counter()
-    found = budget.measure(steps.runner, SINGLE, StepBudget(2048, 2048), options.answers, asked=False)
+    found = prefill_tuner.measure(steps.runner, SINGLE, StepBudget(2048, 2048), options.answers, asked=False)
     report["measured"] = {"beside_answers": found.beside_answers, "mixed": found.mixed, "seconds": time.perf_counter() - began}
     print({key: report[key] for key in ("device", "decode_ms", "measured")}, flush=True)
     return report

@@ -29,14 +29,14 @@ from quantkit_kernels.triton.attention import prefill
 from r1_rank import Rank, first_token
 from r1_synthetic import R1, TINY
 
-from quantkit.executor import context
+from quantkit.executor.runner import attention_context
 from quantkit.models import decoder, deepseek_v3, mlp
 
 TIMED: tuple[tuple[Any, str, str], ...] = (
     (prefill, "mla_prefill", "queries turned, parts merged"),
     (prefill, "entries", "latents gathered"),
     (prefill, "_launch", "attention"),
-    (context, "mla_prepare", "latents stored"),
+    (attention_context, "mla_prepare", "latents stored"),
     (cuda_linear.CudaLinear, "rows", "linears: decoded"),
     (mlp.MoeMlp, "choose", "router"),
     (sorted_experts, "sort_pairs", "experts: sorted"),

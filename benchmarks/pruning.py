@@ -11,8 +11,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 from quantkit import api
-from quantkit.assets import builtin_model
 from quantkit.calibrate.saliency import choose_kept
+from quantkit.common.assets import builtin_model
 from quantkit.quantization import pruning
 
 ROWS: tuple[tuple[str, float, int | None], ...] = (

@@ -34,9 +34,9 @@ from quality_evaluator import Scores, ratio, run_model, score
 from torch import Tensor
 
 from quantkit.calibrate.data import load_sequences
-from quantkit.errors import QuantkitError
-from quantkit.hub import find_model
-from quantkit.recipe import load_recipe
+from quantkit.calibrate.recipe import load_recipe
+from quantkit.checkpoint.hub import find_model
+from quantkit.common.errors import QuantkitError
 from quantkit.tokenizer.chat import ChatTokenizer
 
 REPOSITORY = Path(__file__).parents[1]

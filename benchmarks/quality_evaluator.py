@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.grids.weights import dequantize
 from quantkit.models import find_architecture
+from quantkit.models.activation_quant import Reading
 from quantkit.models.context import CausalContext
-from quantkit.models.reading import Reading
 from quantkit.models.weights import ExpertsOp, LinearOp
-from quantkit.quant.weights import dequantize
 
 TOKENS_A_PASS = 4096
 

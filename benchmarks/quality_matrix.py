@@ -87,7 +87,7 @@ def jobs(given: argparse.Namespace) -> list[QualityJob]:
 def tokens_of(given: argparse.Namespace, judge: str, seed: int) -> Path:
     """The calibration tokens that ours sees with this seed, as a file."""
     from quantkit.calibrate.data import load_sequences
-    from quantkit.recipe import load_recipe
+    from quantkit.calibrate.recipe import load_recipe
     from quantkit.tokenizer.chat import ChatTokenizer
 
     sizes = {"samples": given.samples, "seq_len": given.seq_len, "held_out": load_recipe("awq-w4a16").held_out}

@@ -7,10 +7,10 @@ import json
 import sys
 from pathlib import Path
 
+from quantkit.calibrate.recipe import Recipe, load_recipe
+from quantkit.grids.schemes import find_scheme
 from quantkit.quantization.mixture import Mixture
 from quantkit.quantization.run import quantize
-from quantkit.recipe import Recipe, load_recipe
-from quantkit.schemes import find_scheme
 
 
 def main() -> None:

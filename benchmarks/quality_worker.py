@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 HEADROOMS = (1, 2, 4, 8)
-"""Of nvfp4-w4a4's inputs; an output is written with that of quantkit.quant.fp4 and judged with each."""
+"""Of nvfp4-w4a4's inputs; an output is written with that of quantkit.grids.e2m1 and judged with each."""
 SPLITS = ("tuning", "final")
 
 Job = dict[str, Any]
@@ -24,9 +24,9 @@ Job = dict[str, Any]
 def quantkit_runs() -> Callable[[Job], Job]:
     import torch
 
+    from quantkit.calibrate.recipe import Recipe, load_recipe
+    from quantkit.grids.schemes import find_scheme
     from quantkit.quantization.run import quantize
-    from quantkit.recipe import Recipe, load_recipe
-    from quantkit.schemes import find_scheme
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -58,7 +58,7 @@ def scores() -> Callable[[Job], Job]:
     from quality_evaluator import run_model, score
     from safetensors.torch import load_file, save_file
 
-    from quantkit.quant.fp4 import INPUT_HEADROOM
+    from quantkit.grids.e2m1 import INPUT_HEADROOM
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     judges: dict[str, Any] = {}

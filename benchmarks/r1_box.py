@@ -33,18 +33,18 @@ from r1_guesses import DraftingEngine
 from r1_synthetic import R1, TINY, Repeated, SyntheticWeights
 from torch import Tensor
 
-from quantkit.devices import describe_hardware
+from quantkit.common.devices import describe_hardware
 from quantkit.evaluation.speed.engine import EngineTarget
 from quantkit.evaluation.speed.measure import measure_grid
 from quantkit.evaluation.speed.workload import Workload
 from quantkit.executor.engine import Engine
-from quantkit.executor.graphs import DecodeSteps, EagerSteps
-from quantkit.executor.leader import follow
-from quantkit.executor.load import LoadedModel
-from quantkit.executor.parallel import Parallel
-from quantkit.executor.runner import Runner
-from quantkit.executor.speculation import Acceptance
-from quantkit.executor.weights import Gathered
+from quantkit.executor.rank0 import follow
+from quantkit.executor.ranks.parallel import Parallel
+from quantkit.executor.runner.graphs import DecodeSteps, EagerSteps
+from quantkit.executor.runner.runner import Runner
+from quantkit.executor.speculation.speculation import Acceptance
+from quantkit.executor.weights.load import LoadedModel
+from quantkit.executor.weights.weights import Gathered
 from quantkit.models import deepseek_v3
 from quantkit.models.weights import LinearOp
 

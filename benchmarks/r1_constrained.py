@@ -35,18 +35,18 @@ from r1_grid import one_rank
 from r1_guesses import PUBLISHED, DraftingEngine
 from r1_synthetic import R1, TINY, SyntheticWeights
 
-from quantkit.devices import sent
-from quantkit.executor.chooser import Chooser, ChosenTokens
-from quantkit.executor.draws import Draws
+from quantkit.checkpoint.hub import find_model
+from quantkit.common.devices import sent
 from quantkit.executor.engine import Engine
-from quantkit.executor.grammar import json_schema
-from quantkit.executor.load import LoadedModel
-from quantkit.executor.masks import Asked, Masks
-from quantkit.executor.parallel import SINGLE
-from quantkit.executor.runner import ForwardPass
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.sequence import Sequence
-from quantkit.hub import find_model
+from quantkit.executor.ranks.parallel import SINGLE
+from quantkit.executor.runner.grammar_masks import Asked, Masks
+from quantkit.executor.runner.runner import ForwardPass
+from quantkit.executor.runner.sampler import Chooser, ChosenTokens
+from quantkit.executor.runner.sampling_graph import Draws
+from quantkit.executor.sampling.grammar import json_schema
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.sequence import Sequence
+from quantkit.executor.weights.load import LoadedModel
 from quantkit.models import deepseek_v3
 from quantkit.tokenizer.chat import ChatTokenizer
 

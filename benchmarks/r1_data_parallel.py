@@ -22,13 +22,13 @@ from made_engine import joined_ranks, made_engine, made_model, report_of_ranks
 from r1_box import BoxWeights
 from r1_synthetic import R1, TINY, fill_cache
 
-from quantkit.devices import describe_hardware
+from quantkit.common.devices import describe_hardware
 from quantkit.executor.engine import Engine
-from quantkit.executor.expert_parallel import ExpertRanks, ExpertShare
-from quantkit.executor.leader import follow
-from quantkit.executor.parallel import SINGLE, Parallel
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.scheduler import ScheduledStep, Scheduler
+from quantkit.executor.rank0 import follow
+from quantkit.executor.ranks.expert_parallel import ExpertRanks, ExpertShare
+from quantkit.executor.ranks.parallel import SINGLE, Parallel
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.scheduler import ScheduledStep, Scheduler
 from quantkit.models import deepseek_v3
 from quantkit.models.weights import ExpertsOp
 

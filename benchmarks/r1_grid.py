@@ -39,19 +39,19 @@ from r1_guesses import PUBLISHED, DraftingEngine, guesses_row, plain_row, warm
 from r1_prompts import beside_row, sum_rows
 from r1_synthetic import R1, TINY, SyntheticWeights
 
-from quantkit.assets import asset
-from quantkit.devices import describe_hardware
+from quantkit.common.assets import asset
+from quantkit.common.devices import describe_hardware
 from quantkit.evaluation.speed.engine import EngineTarget
 from quantkit.evaluation.speed.measure import summarize
 from quantkit.evaluation.speed.workload import Workload
-from quantkit.executor.ahead import capture_decode
-from quantkit.executor.cache import BLOCK_SIZE
+from quantkit.executor.cache.cache import BLOCK_SIZE
 from quantkit.executor.engine import Engine
-from quantkit.executor.graphs import MIN_TABLE_WIDTH, power_of_two
-from quantkit.executor.load import LoadedModel
-from quantkit.executor.parallel import Parallel
-from quantkit.executor.prompt_graphs import MOST_TOKENS, PromptRows
-from quantkit.executor.scheduler import Scheduler
+from quantkit.executor.ranks.parallel import Parallel
+from quantkit.executor.runner.graph_warmup import capture_decode
+from quantkit.executor.runner.graphs import MIN_TABLE_WIDTH, power_of_two
+from quantkit.executor.runner.prompt_graphs import MOST_TOKENS, PromptRows
+from quantkit.executor.scheduler.scheduler import Scheduler
+from quantkit.executor.weights.load import LoadedModel
 from quantkit.models import deepseek_v3
 
 BEGAN = time.perf_counter()

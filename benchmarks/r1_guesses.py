@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from made_engine import led
 
-from quantkit.devices import sent
+from quantkit.common.devices import sent
 from quantkit.evaluation.speed.engine import EngineTarget
 from quantkit.evaluation.speed.measure import RequestTimes
 from quantkit.evaluation.speed.workload import Workload
-from quantkit.executor.chooser import Chooser, ChosenTokens
-from quantkit.executor.draws import Draws
 from quantkit.executor.engine import Engine
-from quantkit.executor.load import LoadedModel
-from quantkit.executor.runner import ForwardPass
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.sequence import Sequence
-from quantkit.executor.speculation import Speculation
+from quantkit.executor.runner.runner import ForwardPass
+from quantkit.executor.runner.sampler import Chooser, ChosenTokens
+from quantkit.executor.runner.sampling_graph import Draws
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.sequence import Sequence
+from quantkit.executor.speculation.speculation import Speculation
+from quantkit.executor.weights.load import LoadedModel
 
 PUBLISHED = 0.69
 """Share of guesses that are right, of those behind right ones: three bring 2.49 tokens a step, as was published."""

@@ -12,11 +12,11 @@ import torch
 from made_engine import led
 from quantkit_kernels import CODES
 
-from quantkit.executor.cache import BLOCK_SIZE
-from quantkit.executor.coded_sums import CodedSums
+from quantkit.executor.cache.cache import BLOCK_SIZE
 from quantkit.executor.engine import Engine
-from quantkit.executor.prompt_graphs import PromptRows
-from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.ranks.quantized_all_reduce import CodedSums
+from quantkit.executor.runner.prompt_graphs import PromptRows
+from quantkit.executor.sampling.params import SamplingParams
 
 ROUNDS = 3
 """Prompts that are timed, after one that warms up."""

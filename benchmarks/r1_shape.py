@@ -31,16 +31,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.amounts import parse_bytes
+from quantkit.calibrate.recipe import load_recipe
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.common.progress import Event, Progress, peak_memory
+from quantkit.common.sizes import parse_bytes
+from quantkit.grids.schemes import find_scheme
 from quantkit.models import find_architecture
 from quantkit.models.table import Parameter
-from quantkit.planning import plan
-from quantkit.progress import Event, Progress, peak_memory
+from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
-from quantkit.recipe import load_recipe
-from quantkit.schemes import find_scheme
 
 POOL = 2**26
 BLOCK = 128

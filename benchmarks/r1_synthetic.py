@@ -15,9 +15,9 @@ import torch
 from quantkit_kernels import CodedKeys, CodedLatents
 from torch import Tensor
 
-from quantkit.executor.cache import PagedCache
-from quantkit.executor.expert_parallel import NO_RANKS
-from quantkit.executor.parallel import SINGLE
+from quantkit.executor.cache.cache import PagedCache
+from quantkit.executor.ranks.expert_parallel import NO_RANKS
+from quantkit.executor.ranks.parallel import SINGLE
 from quantkit.models import deepseek_v3
 from quantkit.models.table import Parameter
 from quantkit.models.weights import ExpertsOp, LinearOp

@@ -21,11 +21,11 @@ from typing import Any
 from command import measured, numbers, parser
 from r1_grid import published_cells
 
-from quantkit.executor.cache import BLOCK_SIZE, CachePlan
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.scheduler import ScheduledStep, Scheduler, StepBudget
-from quantkit.executor.sequence import Sequence as Request
-from quantkit.hub import find_model
+from quantkit.checkpoint.hub import find_model
+from quantkit.executor.cache.cache import BLOCK_SIZE, CachePlan
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.scheduler import ScheduledStep, Scheduler, StepBudget
+from quantkit.executor.scheduler.sequence import Sequence as Request
 from quantkit.tokenizer.chat import ChatTokenizer
 
 PASSES = ((16, 0.020), (128, 0.0355), (512, 0.075), (1024, 0.0985), (2048, 0.158), (4096, 0.263), (8192, 0.500))

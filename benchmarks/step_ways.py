@@ -14,12 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from r1_headers import r1_config
 
-from quantkit.costmodel import Prediction, WeightTraffic, WholeStep, device_loads, kind_of
-from quantkit.hardware import Hardware, Level, Way, load_hardware
+from quantkit.grids.schemes import IntGrid, Scheme, find_scheme
 from quantkit.models import find_architecture
 from quantkit.models.architecture import ModelConfig
 from quantkit.models.table import BEFORE_LATENT_ATTENTION, Parameter
-from quantkit.schemes import IntGrid, Scheme, find_scheme
+from quantkit.planning.cost_model import Prediction, WeightTraffic, WholeStep, device_loads, kind_of
+from quantkit.planning.hardware import Hardware, Level, Way, load_hardware
 
 SCHEMES = ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16")
 BATCHES = (1, 2, 4, 8, 32)

@@ -10,9 +10,9 @@ import argparse
 import time
 from typing import Any
 
+from quantkit.checkpoint.hub import find_model
 from quantkit.executor.engine import Engine
-from quantkit.executor.sampling import SamplingParams
-from quantkit.hub import find_model
+from quantkit.executor.sampling.params import SamplingParams
 
 
 def load(options: argparse.Namespace, tp: int, num_drafts: int) -> Engine:

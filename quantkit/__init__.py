@@ -11,14 +11,14 @@ __all__ = ["Engine", "QuantkitError", "SamplingParams", "__version__", "convert"
 
 if TYPE_CHECKING:
     from quantkit.api import convert, evaluate, inspect, perplexity, plan, quantize
-    from quantkit.errors import QuantkitError
+    from quantkit.common.errors import QuantkitError
     from quantkit.executor.engine import Engine
-    from quantkit.executor.sampling import SamplingParams
+    from quantkit.executor.sampling.params import SamplingParams
 else:  # a type checker must not believe that every name is here
     _HOMES = {
         "Engine": "quantkit.executor.engine",
-        "QuantkitError": "quantkit.errors",
-        "SamplingParams": "quantkit.executor.sampling",
+        "QuantkitError": "quantkit.common.errors",
+        "SamplingParams": "quantkit.executor.sampling.params",
         "convert": "quantkit.api",
         "evaluate": "quantkit.api",
         "inspect": "quantkit.api",

@@ -10,29 +10,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quantkit import conversion, planning
-from quantkit.amounts import parse_bytes, parse_share
 from quantkit.calibrate.data import SHIPPED_TEXT
+from quantkit.calibrate.recipe import Recipe, load_recipe
+from quantkit.checkpoint.hub import find_model, plain_name
 from quantkit.checkpoint.remote import open_headers
-from quantkit.conversion import ConversionReport
+from quantkit.common.errors import QuantkitError
+from quantkit.common.progress import Event, OnEvent, Progress, silent
+from quantkit.common.progress_line import Meter, somebody_looks
+from quantkit.common.sizes import parse_bytes, parse_share
+from quantkit.diagnosis.inspect import Inspection, describe
 from quantkit.engines.check import check_checkpoint
-from quantkit.errors import QuantkitError
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.distance.quality import Quality
 from quantkit.evaluation.results.figures import EvalResults
 from quantkit.evaluation.results.folder import results_folder
 from quantkit.evaluation.run import run_evaluation
-from quantkit.hub import find_model, plain_name
-from quantkit.inspection import Inspection, describe
-from quantkit.meter import Meter, somebody_looks
-from quantkit.planning import Plan
-from quantkit.progress import Event, OnEvent, Progress, silent
+from quantkit.grids.schemes import Scheme, find_scheme
+from quantkit.planning import plan as planning
+from quantkit.planning.plan import Plan
+from quantkit.quantization import conversion
 from quantkit.quantization import run as quantization
+from quantkit.quantization.conversion import ConversionReport
+from quantkit.quantization.job import NO_MIXTURE, read_request
 from quantkit.quantization.mixture import Mixture
-from quantkit.quantization.opening import NO_MIXTURE, read_request
 from quantkit.quantization.run import QuantizationReport
-from quantkit.recipe import Recipe, load_recipe
-from quantkit.schemes import Scheme, find_scheme
 
 
 def quantize(

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
+from quantkit.grids.rounding import Fp4Rounder, IntRounder, Mxfp4Rounder, Rounder, RoundingStep
+from quantkit.grids.schemes import IntGrid
 from quantkit.quant import gptq
 from quantkit.quant.block import BlockParts, RoundBlock
 from quantkit.quant.column_steps import ColumnSteps
-from quantkit.quant.rounding import Fp4Rounder, IntRounder, Mxfp4Rounder, Rounder, RoundingStep
-from quantkit.schemes import IntGrid
 
 GRIDS: dict[str, Rounder] = {
     "int4 with zero points": IntRounder(IntGrid(4, 128, False), torch.bfloat16),

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from quantkit.executor.parallel import Parallel
+from quantkit.executor.ranks.parallel import Parallel
 
 
 def run_ranks(size: int, folder: Path, compute: Callable[[Parallel], object]) -> list[object]:

@@ -13,13 +13,13 @@ import torch
 from packed_model import write_packed
 from torch import Tensor
 
-from quantkit.assets import builtin_model
 from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int4, compressed_int8, gptq, modelopt, modelslim
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.assets import builtin_model
+from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid
+from quantkit.grids.weights import dequantize
 from quantkit.models import find_architecture
-from quantkit.quant.weights import dequantize
-from quantkit.schemes import Fp4Grid, Grid, IntGrid
 
 FORMATS: dict[str, tuple[Format, Grid]] = {
     "awq": (awq.FORMAT, IntGrid(4, 128, False)),

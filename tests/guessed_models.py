@@ -6,7 +6,7 @@ from typing import Any
 from tied_model import TIED
 
 from quantkit.executor.engine import Engine
-from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.sampling.params import SamplingParams
 
 LLAMA: dict[str, Any] = TIED | {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16}
 QWEN3: dict[str, Any] = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": False}

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats.base import Format, output_config
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.quant.fp4 import input_divisor
-from quantkit.quant.weights import Weight
-from quantkit.schemes import Fp4Grid, Grid, IntGrid
+from quantkit.grids.e2m1 import input_divisor
+from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid
+from quantkit.grids.weights import Weight
 
 LAYER, MTP = "model.layers.3", "model.layers.4"
 QUANTIZED = {

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantkit.errors import QuantkitError
-from quantkit.quant import fp4
-from quantkit.quant.fp4 import E2M1_MAX, E4M3_MAX, E4M3_MIN, encode_e2m1
-from quantkit.quant.integer import int_params, round_int
-from quantkit.quant.weights import FP4_GROUP, FP8_BLOCK, Fp4Weight, Fp8BlockWeight, IntWeight
-from quantkit.schemes import IntGrid
+from quantkit.common.errors import QuantkitError
+from quantkit.grids import e2m1
+from quantkit.grids.e2m1 import E2M1_MAX, E4M3_MAX, E4M3_MIN, encode_e2m1
+from quantkit.grids.integer import int_params, round_int
+from quantkit.grids.schemes import IntGrid
+from quantkit.grids.weights import FP4_GROUP, FP8_BLOCK, Fp4Weight, Fp8BlockWeight, IntWeight
 
 
 def quantize_int(w: Tensor, grid: IntGrid, *, scale_dtype: torch.dtype) -> IntWeight:
@@ -42,7 +42,7 @@ def quantize_fp4(w: Tensor, *, global_scale: Tensor | None = None) -> Fp4Weight:
     if columns % FP4_GROUP:
         raise QuantkitError(f"FP4 groups of {FP4_GROUP} do not divide {columns} input channels", "leave this weight unquantized")
     w = w.float()
-    multiplier = fp4.global_scale(w.abs().amax()) if global_scale is None else global_scale
+    multiplier = e2m1.global_scale(w.abs().amax()) if global_scale is None else global_scale
     scale = fp4_scale(w.unflatten(1, (-1, FP4_GROUP)), multiplier)
     return Fp4Weight(round_fp4(w, scale, multiplier), scale, multiplier)
 

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.header import TensorSpec
+from quantkit.grids.e2m1 import global_scale, input_divisor
+from quantkit.grids.rounding import Mxfp4Rounder, round_to_nearest
+from quantkit.grids.schemes import Fp4Grid, Grid, Mxfp4Grid
+from quantkit.grids.weights import Weight
 from quantkit.models import find_architecture
 from quantkit.models.table import Parameter
-from quantkit.quant.fp4 import global_scale, input_divisor
-from quantkit.quant.rounding import Mxfp4Rounder, round_to_nearest
-from quantkit.quant.weights import Weight
-from quantkit.schemes import Fp4Grid, Grid, Mxfp4Grid
 
 LARGEST_INPUT = 16.0
 """That inputs rounded to NVFP4 are calibrated for."""

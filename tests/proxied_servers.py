@@ -10,7 +10,7 @@ from typing import Any
 import uvicorn
 from running_server import wait_for
 
-from quantkit.engines.proxy import proxy
+from quantkit.deploy.proxy import proxy
 
 PLACE = {"remote_engine_id": "p", "remote_block_ids": [1, 2], "do_remote_prefill": True}
 ASKED = {"model": "m", "prompt": "a", "max_tokens": 9, "min_tokens": 4, "logprobs": 2}

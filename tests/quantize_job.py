@@ -22,11 +22,11 @@ import torch
 from small_recipe import SMALL
 
 from quantkit.calibrate import expert_layer, statistics
-from quantkit.errors import QuantkitError
-from quantkit.progress import Event, Note, Progress
+from quantkit.calibrate.recipe import Recipe
+from quantkit.common.errors import QuantkitError
+from quantkit.common.progress import Event, Note, Progress
+from quantkit.grids.schemes import Method, find_scheme
 from quantkit.quantization import QuantizationReport, quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import Method, find_scheme
 
 SCHEME = "awq-w4a16"
 METHODS: tuple[Method, ...] | None = None

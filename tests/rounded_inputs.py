@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from quantkit.conversion import convert
 from quantkit.evaluation.distance.perplexity import measure
+from quantkit.quantization.conversion import convert
 
 
 class Distances(NamedTuple):

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from quantkit.quant.fp4 import global_scale
-from quantkit.quant.rounding import Fp4Rounder, IntRounder, Rounder
-from quantkit.schemes import IntGrid
+from quantkit.grids.e2m1 import global_scale
+from quantkit.grids.rounding import Fp4Rounder, IntRounder, Rounder
+from quantkit.grids.schemes import IntGrid
 
 K, N = 256, 40
 ROUNDERS: dict[str, Rounder] = {

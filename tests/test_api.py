@@ -14,8 +14,8 @@ import pytest
 
 import quantkit
 import quantkit.quantization.run
+from quantkit.grids.schemes import SCHEMES
 from quantkit.quantization.mixture import Mixture
-from quantkit.schemes import SCHEMES
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "python.md"

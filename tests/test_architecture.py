@@ -11,21 +11,17 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LEVELS = [
-    {"errors", "visible"},
-    {"amounts", "assets", "result", "schemes", "plots", "progress", "devices", "model_files", "whole_files", "listening", "disconnect"},
-    {"hub", "tokenizer", "settings_file", "meter", "expert_counts", "quantkit_kernels"},
-    {"quant", "recipe", "hardware"},
+    {"common"},
+    {"tokenizer", "quantkit_kernels"},
+    {"grids"},
+    {"quant"},
     {"checkpoint"},
     {"models"},
     {"calibrate", "executor", "engines"},
-    {"conversion", "quantization", "evaluation", "inspection", "costmodel", "workspaces"},
-    {"serving_devices", "clusters", "diagnosis", "playground"},
-    {"planning"},
-    {"placement"},
+    {"quantization", "evaluation"},
+    {"planning", "diagnosis", "deploy", "playground"},
     {"api"},
     {"guide"},
-    {"console"},
-    {"bars"},
     {"cli"},
 ]
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

@@ -12,22 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.conversion import convert
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.run import run_evaluation
 from quantkit.executor.engine import Engine
-from quantkit.executor.load import load_model
-from quantkit.executor.mtp_drafter import MtpDrafter
-from quantkit.executor.mtp_heads import MtpHeads, by_mtp_layers
-from quantkit.executor.runner import Runner
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.speculation import Speculation
+from quantkit.executor.runner.runner import Runner
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.speculation.mtp_drafter import MtpDrafter
+from quantkit.executor.speculation.mtp_heads import MtpHeads, by_mtp_layers
+from quantkit.executor.speculation.speculation import Speculation
+from quantkit.executor.weights.load import load_model
+from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
+from quantkit.quantization.conversion import convert
 from quantkit.quantization.run import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import SCHEMES
 
 DENSE = {
     "vocab_size": 320,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.executor.scheduler import StepBudget
-from quantkit.hub import find_model
+from quantkit.checkpoint.hub import find_model
+from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.tokenizer.chat import ChatTokenizer
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from test_costmodel import R1, R1_TABLE
 
-from quantkit.clusters import DecodeStep, beside_published, decode_step, largest_step
+from quantkit.common.errors import QuantkitError
 from quantkit.engines.layouts import find_topology
 from quantkit.engines.memory import ParallelSizes, fit_rows
-from quantkit.errors import QuantkitError
-from quantkit.hardware import Hardware, load_hardware
-from quantkit.schemes import find_scheme
+from quantkit.grids.schemes import find_scheme
+from quantkit.planning.clusters import DecodeStep, beside_published, decode_step, largest_step
+from quantkit.planning.hardware import Hardware, load_hardware
 
 INT8 = find_scheme("int8-a8w8c16")
 WIDE = ParallelSizes(1, data=32, expert=True)

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int4, compressed_int8, compressed_mxfp4, gptq, modelopt, modelslim
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.conversion import convert
-from quantkit.conversion import plan as module
-from quantkit.conversion.differences import fit_scales
-from quantkit.errors import QuantkitError
-from quantkit.progress import Event, Progress
-from quantkit.quant.weights import Fp4Weight, IntWeight, dequantize
-from quantkit.schemes import Fp4Grid, IntGrid, Mxfp4Grid
+from quantkit.common.errors import QuantkitError
+from quantkit.common.progress import Event, Progress
+from quantkit.grids.schemes import Fp4Grid, IntGrid, Mxfp4Grid
+from quantkit.grids.weights import Fp4Weight, IntWeight, dequantize
+from quantkit.quantization.conversion import convert
+from quantkit.quantization.conversion import plan as module
+from quantkit.quantization.conversion.differences import fit_scales
 
 INT4 = IntGrid(4, 128, symmetric=False)
 INT4_SYMMETRIC = IntGrid(4, 128, symmetric=True)

@@ -10,15 +10,15 @@ import yaml
 from imported import module_at
 from r1_headers import r1_config
 
-from quantkit import console
-from quantkit.assets import asset
-from quantkit.costmodel import PARTS, Prediction, beside, bytes_per_weight, device_loads, ladder, predict, steps
-from quantkit.errors import QuantkitError
+from quantkit.cli import console
+from quantkit.common.assets import asset
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.results.published import published_speeds
-from quantkit.hardware import Hardware, load_hardware
+from quantkit.grids.schemes import find_scheme
 from quantkit.models import deepseek_v3, llama
 from quantkit.models.rope import Rope
-from quantkit.schemes import find_scheme
+from quantkit.planning.cost_model import PARTS, Prediction, beside, bytes_per_weight, device_loads, ladder, predict, steps
+from quantkit.planning.hardware import Hardware, load_hardware
 
 R1 = deepseek_v3.Config(
     vocab_size=129280,

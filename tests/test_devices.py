@@ -7,10 +7,10 @@ import pytest
 import torch
 from packed_model import write_random
 
-from quantkit.devices import dtype_named, find_device, find_dtype, make_current, take_device
-from quantkit.errors import QuantkitError
+from quantkit.common.devices import dtype_named, find_device, find_dtype, make_current, take_device
+from quantkit.common.errors import QuantkitError
 from quantkit.executor import engine
-from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.sampling.params import SamplingParams
 
 
 @pytest.mark.parametrize(("short", "long"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])

@@ -14,16 +14,16 @@ import pytest
 import r1_headers
 from commands import Answer, command
 
+from quantkit.calibrate.recipe import load_recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.engines.launch import deploy
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
+from quantkit.deploy.launch import deploy
+from quantkit.grids.schemes import SCHEMES
 from quantkit.guide import job as job_module
-from quantkit.guide.boxes import DeviceBox, read_box
 from quantkit.guide.proposal import ENGINES, QUANTKIT, Wanted, candidates, choose_candidate, expected_losses
 from quantkit.guide.record import Record
-from quantkit.recipe import load_recipe
-from quantkit.schemes import SCHEMES
+from quantkit.planning.boxes import DeviceBox, read_box
 
 GIB = 2**30
 SMALL = ["--samples", "4", "--seq-len", "48"]

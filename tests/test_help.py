@@ -11,7 +11,7 @@ from quantkit.cli import COMMANDS, app
 from quantkit.cli.examples import EXAMPLES
 from quantkit.cli.options import names_of_engines
 from quantkit.engines.profiles import engine_names
-from quantkit.schemes import SCHEMES
+from quantkit.grids.schemes import SCHEMES
 
 GROUP = typer.main.get_command(app)
 assert isinstance(GROUP, TyperGroup)

@@ -17,12 +17,12 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 import quantkit
+from quantkit.calibrate.recipe import Recipe
+from quantkit.checkpoint.hub import find_local, find_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import open_headers
+from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.diagnose import diagnose
-from quantkit.errors import QuantkitError
-from quantkit.hub import find_local, find_model
-from quantkit.recipe import Recipe
 
 NAME = "org/model"
 

@@ -11,20 +11,20 @@ from nearest import quantize_int
 from rounded_inputs import distances
 from top_logprobs import distance, top_logprobs
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.conversion import convert
-from quantkit.costmodel import predict
+from quantkit.common.errors import QuantkitError
+from quantkit.diagnosis.inspect import describe
 from quantkit.engines.check import check_checkpoint
-from quantkit.errors import QuantkitError
 from quantkit.evaluation.distance.perplexity import measure
-from quantkit.executor.weights import operand
-from quantkit.hardware import load_hardware
-from quantkit.inspection import describe
-from quantkit.planning import plan
-from quantkit.quant.weights import IntWeight, dequantize
+from quantkit.executor.weights.weights import operand
+from quantkit.grids.schemes import IntGrid, find_scheme
+from quantkit.grids.weights import IntWeight, dequantize
+from quantkit.planning.cost_model import predict
+from quantkit.planning.hardware import load_hardware
+from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import IntGrid, find_scheme
+from quantkit.quantization.conversion import convert
 
 SCHEME = find_scheme("int4-w4a8")
 

@@ -18,23 +18,23 @@ from torch import Tensor
 
 from quantkit.calibrate import coded_cache
 from quantkit.calibrate.coded_cache import CodedCache, best_step, best_steps
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.conversion import convert
+from quantkit.common.errors import QuantkitError
+from quantkit.common.progress import Event, Progress, silent
 from quantkit.diagnosis.diagnose import diagnose
+from quantkit.diagnosis.inspect import describe
 from quantkit.engines.check import check_checkpoint
-from quantkit.errors import QuantkitError
-from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
 from quantkit.executor.engine import Engine
-from quantkit.executor.load import LoadedModel, load_model
-from quantkit.executor.sampling import SamplingParams
-from quantkit.inspection import describe
+from quantkit.executor.runner.attention_context import Chunk, DecodeContext, PrefillContext
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.weights.load import LoadedModel, load_model
+from quantkit.grids.schemes import find_scheme
 from quantkit.models.cache_steps import powers
 from quantkit.models.context import CausalContext
-from quantkit.planning import plan
-from quantkit.progress import Event, Progress, silent
+from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import find_scheme
+from quantkit.quantization.conversion import convert
 
 SMALL = small_recipe.SMALL | {"samples": 10, "held_out": 4, "seq_len": 48, "min_expert_tokens": 32}
 PROMPTS = [[7 + i * 13 % 300 for i in range(length)] for length in (70, 5, 33)]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from commands import command
 
-from quantkit.errors import QuantkitError
-from quantkit.listening import address, bound
+from quantkit.common.bind import address, bound
+from quantkit.common.errors import QuantkitError
 
 
 def test_an_ipv6_host_has_brackets() -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.executor.engine import Engine
-from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.sampling.params import SamplingParams
 
 PROMPT = [5, 60, 61, 62, 63, 64]
 SIZES = {

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.checkpoint.companions import read_companions
+from quantkit.checkpoint.aux_files import read_companions
 from quantkit.checkpoint.header import read_header
-from quantkit.errors import QuantkitError
-from quantkit.model_files import LARGEST_SETTINGS, is_there, open_file, read_json, read_text
+from quantkit.common.errors import QuantkitError
+from quantkit.common.model_files import LARGEST_SETTINGS, is_there, open_file, read_json, read_text
 
 
 @pytest.fixture

@@ -11,24 +11,24 @@ from packed_model import write_packed
 from rounded_inputs import distances
 from top_logprobs import distance, top_logprobs
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.formats import compressed_fp4
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.conversion import convert
-from quantkit.costmodel import predict
+from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.diagnose import diagnose
+from quantkit.diagnosis.inspect import describe
 from quantkit.engines.check import check_checkpoint
-from quantkit.errors import QuantkitError
-from quantkit.executor.load import load_model
-from quantkit.executor.split import cut_columns
-from quantkit.executor.weights import operand
-from quantkit.hardware import load_hardware
-from quantkit.inspection import describe
-from quantkit.planning import plan
-from quantkit.quant.weights import Fp4Weight, dequantize
+from quantkit.executor.weights.load import load_model
+from quantkit.executor.weights.split import cut_columns
+from quantkit.executor.weights.weights import operand
+from quantkit.grids.schemes import Fp4Grid, Fp8BlockGrid, find_scheme
+from quantkit.grids.weights import Fp4Weight, dequantize
+from quantkit.planning.cost_model import predict
+from quantkit.planning.hardware import load_hardware
+from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
+from quantkit.quantization.conversion import convert
 from quantkit.quantization.mixture import Mixture
-from quantkit.recipe import Recipe
-from quantkit.schemes import Fp4Grid, Fp8BlockGrid, find_scheme
 
 SCHEME = find_scheme("nvfp4-w4a4")
 

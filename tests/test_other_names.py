@@ -11,21 +11,21 @@ import torch
 from letters import write_letters
 from torch.nn import functional as F
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.errors import QuantkitError
+from quantkit.diagnosis.inspect import describe
 from quantkit.engines.memory import ParallelSizes, check_split, find_split_problem, fit
 from quantkit.engines.profiles import part_of
-from quantkit.errors import QuantkitError
 from quantkit.executor.engine import Engine
-from quantkit.executor.sampling import SamplingParams
-from quantkit.inspection import describe
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.grids.schemes import find_scheme
+from quantkit.grids.weights import dequantize
 from quantkit.models.context import CausalContext
 from quantkit.models.mlp import MoeMlp
-from quantkit.models.stored import read_model
-from quantkit.planning import plan
-from quantkit.quant.weights import dequantize
+from quantkit.models.stored_parameters import read_model
+from quantkit.planning.plan import plan
 from quantkit.quantization import QuantizationReport, quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import find_scheme
 
 
 @pytest.fixture

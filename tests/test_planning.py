@@ -10,14 +10,14 @@ from commands import command
 from packed_model import write_random
 from tied_model import TIED, tied_tensors
 
+from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.clusters import PlannedLayout
-from quantkit.errors import QuantkitError
-from quantkit.planning import Plan, plan
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.schemes import SCHEMES, find_scheme
+from quantkit.planning.clusters import PlannedLayout
+from quantkit.planning.devices import Devices, read_devices, read_number
+from quantkit.planning.plan import Plan, plan
 from quantkit.quantization import quantize
-from quantkit.recipe import Recipe, load_recipe
-from quantkit.schemes import SCHEMES, find_scheme
-from quantkit.serving_devices import Devices, read_devices, read_number
 
 CUT = 4
 

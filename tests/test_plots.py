@@ -6,7 +6,7 @@ import warnings
 import pytest
 from matplotlib.ticker import LogFormatterSciNotation
 
-from quantkit.plots import draw, label_axes, layer_plot
+from quantkit.common.plots import draw, label_axes, layer_plot
 
 RAISED = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from quantkit.meter import Meter
-from quantkit.progress import TimeLeft
+from quantkit.common.progress import TimeLeft
+from quantkit.common.progress_line import Meter
 
 
 class Clock:

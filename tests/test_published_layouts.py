@@ -13,21 +13,21 @@ from make_model import fp8_blocks, is_fp8, random_tensors, tiny_config, write_de
 from packed_model import write_packed
 from safetensors.torch import load_file, save_file
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.formats import compressed_int8, modelopt
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.conversion import convert
+from quantkit.common.errors import QuantkitError
+from quantkit.diagnosis.inspect import describe
 from quantkit.engines.check import check_checkpoint
-from quantkit.errors import QuantkitError
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.executor.engine import Engine
-from quantkit.executor.sampling import SamplingParams
-from quantkit.inspection import describe
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.grids.schemes import Fp4Grid, find_scheme
+from quantkit.grids.weights import Fp8BlockWeight, IntWeight, dequantize
 from quantkit.models import find_architecture
 from quantkit.models.pangu_ultra_moe import FIRST_RELEASE_NAMES
-from quantkit.quant.weights import Fp8BlockWeight, IntWeight, dequantize
 from quantkit.quantization import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import Fp4Grid, find_scheme
+from quantkit.quantization.conversion import convert
 
 MTP = "model.layers.3"
 PROMPTS = [list(range(10 + i, 30 + 2 * i)) for i in range(3)]

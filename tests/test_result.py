@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from quantkit.amounts import byte_unit, size, span
+from quantkit.common.result import Result
+from quantkit.common.sizes import byte_unit, size, span
 from quantkit.evaluation.distance.quality import Quality
-from quantkit.result import Result
 
 
 @dataclass(frozen=True, repr=False)

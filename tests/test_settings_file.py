@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from quantkit.errors import QuantkitError
+from quantkit.calibrate.recipe import load_recipe
+from quantkit.common.errors import QuantkitError
+from quantkit.common.settings import Strict, find_yaml, read_yaml
 from quantkit.evaluation.tasks.definitions import find_task
-from quantkit.hardware import load_hardware
-from quantkit.recipe import load_recipe
-from quantkit.settings_file import Strict, find_yaml, read_yaml
+from quantkit.planning.hardware import load_hardware
 
 READERS = (load_recipe, load_hardware, find_task)
 

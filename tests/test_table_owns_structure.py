@@ -43,13 +43,13 @@ SPELLED: dict[str, dict[str, str]] = {
     "checkpoint/formats/compressed_mixed.py": {
         r"(.*?\blayers\.)(\d+)\.(.+)": "a group's targets cover what is alike in every layer by one pattern: a spelling of the format",
     },
-    "checkpoint/renamed.py": {r"^model\.embed_tokens\.": "what transformers writes for a name of DeepSeek-V4's release"},
-    "checkpoint/stack.py": {
+    "checkpoint/tensor_aliases.py": {r"^model\.embed_tokens\.": "what transformers writes for a name of DeepSeek-V4's release"},
+    "checkpoint/stacked_experts.py": {
         r"(.*experts)\.(0|[1-9]\d{0,5})\.\w+_proj\.(weight|bias)": "an expert's tensor, as `unstacked` names it",
         "_proj.": "the same",
         "_proj": "how publishers name experts that they stack in one tensor",
     },
-    "checkpoint/published_stacks.py": {"_proj": "how publishers name experts that they stack in one tensor"},
+    "checkpoint/stacked_layouts.py": {"_proj": "how publishers name experts that they stack in one tensor"},
     "checkpoint/formats/modelslim_kinds.py": dict.fromkeys(
         ("o_proj", "down_proj"), "the format slices scale_bias of these two, for vllm-ascend"
     ),

@@ -9,17 +9,17 @@ import pytest
 import torch
 from tied_model import TIED, tied_tensors
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.conversion import convert
+from quantkit.common.errors import QuantkitError
 from quantkit.engines.check import check_checkpoint
-from quantkit.errors import QuantkitError
 from quantkit.executor.engine import Engine
-from quantkit.executor.load import load_model
-from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.weights.load import load_model
+from quantkit.grids.schemes import find_scheme
 from quantkit.models.context import CausalContext
+from quantkit.quantization.conversion import convert
 from quantkit.quantization.run import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import find_scheme
 
 TOKENS = torch.randint(8, 320, (24,), generator=torch.Generator().manual_seed(1))
 

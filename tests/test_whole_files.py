@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from commands import command
 
-from quantkit.errors import QuantkitError
-from quantkit.whole_files import check_writable, write_whole
+from quantkit.common.atomic_write import check_writable, write_whole
+from quantkit.common.errors import QuantkitError
 
 TOO_LONG = "x" * 250
 """A name that files may have, and their beginnings not."""
@@ -53,9 +53,9 @@ def test_a_file_that_could_not_be_written_is_told_before(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("work", "arguments"),
     [
-        ("quantkit.hub.builtin_model", ("check", "tiny-r1", "--report")),
-        ("quantkit.hub.builtin_model", ("run", "tiny-r1", "--prompt", "1 + 1", "--count-experts")),
-        ("quantkit.hub.builtin_model", ("ppl", "tiny-r1", "--text", "TEXT", "--count-experts")),
+        ("quantkit.checkpoint.hub.builtin_model", ("check", "tiny-r1", "--report")),
+        ("quantkit.checkpoint.hub.builtin_model", ("run", "tiny-r1", "--prompt", "1 + 1", "--count-experts")),
+        ("quantkit.checkpoint.hub.builtin_model", ("ppl", "tiny-r1", "--text", "TEXT", "--count-experts")),
         ("quantkit.evaluation.tasks.needle.needle_rows", ("needle", "tiny-r1", "--lengths", "512", "--out")),
     ],
 )

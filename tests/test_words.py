@@ -18,11 +18,11 @@ from replay_server import ReplayServer, Reply
 
 from quantkit import __version__
 from quantkit.checkpoint.lock import Lock
+from quantkit.checkpoint.output_dir import partial_of
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.target import partial_of
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.conversion import plan as convert_module
 from quantkit.evaluation.results import store
+from quantkit.quantization.conversion import plan as convert_module
 
 MARKUP = "m[bold][/INST][x] [/]"
 HOSTILE = f"{MARKUP}\x1b[31m\x07\u202e\x9b2J"
@@ -118,7 +118,7 @@ def test_a_servers_texts(here: Path, task: str) -> None:
 
 
 def test_every_value_that_json_has_not_is_null(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from quantkit.console import print_json
+    from quantkit.cli.console import print_json
 
     print_json({"a": [float("nan"), 1.5], "b": {"c": float("-inf")}})
     assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": {"c": None}}

@@ -5,11 +5,11 @@ import re
 import pytest
 from r1_headers import r1_config
 
-from quantkit.assets import asset
+from quantkit.common.assets import asset
+from quantkit.grids.schemes import find_scheme
 from quantkit.models import deepseek_v3, llama
-from quantkit.planning import RESERVE_GIB
-from quantkit.schemes import find_scheme
-from quantkit.workspaces import COLLECTIVE_BYTES, reserved
+from quantkit.planning.plan import RESERVE_GIB
+from quantkit.planning.workspace import COLLECTIVE_BYTES, reserved
 
 R1 = deepseek_v3.Config.from_dict(r1_config())
 TABLE = deepseek_v3.parameters(R1)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from quantkit.executor.engine import Engine
-from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.sampling.params import SamplingParams
 
 PROMPTS = [list(range(6 + i, 30 + 3 * i)) for i in range(24)]
 

@@ -7,7 +7,7 @@ import transformers
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from quantkit.checkpoint.renamed import known_names
+from quantkit.checkpoint.tensor_aliases import known_names
 
 SHARED = {
     "vocab_size": 211,

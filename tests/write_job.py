@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 
 UNITS = 100
 SHARD_BYTES = 1_500_000

@@ -97,11 +97,11 @@ def facts(device: str) -> dict[str, Any]:
     import torch
     from quantkit_kernels.torch_npu import calls, machine
 
-    from quantkit.assets import builtin_model
-    from quantkit.devices import find_device, free_bytes
-    from quantkit.executor import headroom
+    from quantkit.common.assets import builtin_model
+    from quantkit.common.devices import find_device, free_bytes
+    from quantkit.executor import memory_budget
     from quantkit.executor.engine import Engine
-    from quantkit.executor.sampling import SamplingParams
+    from quantkit.executor.sampling.params import SamplingParams
 
     target = find_device(device)
     about: dict[str, Any] = {"versions": machine.describe(target) if target.type == "npu" else {"torch": torch.__version__}}
@@ -112,7 +112,7 @@ def facts(device: str) -> dict[str, Any]:
         about["format_of_a_cast_weight"] = torch_npu.get_npu_format(weight)
     engine = Engine.load(builtin_model("tiny-r1"), device=device, max_batch=4, max_model_len=256)
     about["free_bytes"] = {"loaded": free_bytes(target)}
-    headroom.warm_up(engine.loaded, 128)
+    memory_budget.warm_up(engine.loaded, 128)
     about["free_bytes"]["after a prompt"] = free_bytes(target)
     done = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=8, ignore_eos=True))
     about["tokens"] = [one.token_ids for one in done]

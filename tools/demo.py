@@ -86,8 +86,8 @@ def main() -> None:
     out: Path = parser.parse_args().out
     shutil.rmtree(out / "eval", ignore_errors=True)
     out.mkdir(parents=True, exist_ok=True)
-    from quantkit.assets import asset
-    from quantkit.console import out as terminal
+    from quantkit.cli.console import out as terminal
+    from quantkit.common.assets import asset
 
     start = time.perf_counter()
     table = rows(out, asset("eval", "data", HELDOUT))

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.assets import calibration_text
+from quantkit.calibrate.data_summary import Taken, oddities, shortened
 from quantkit.calibrate.documents import ACCEPTED, Document, UnknownForm, read_document
 from quantkit.calibrate.records import TEXTS, read_records, read_text
-from quantkit.calibrate.taken import Taken, oddities, shortened
 from quantkit.calibrate.templating import Encoder, Templating, plain
-from quantkit.errors import QuantkitError
+from quantkit.common.assets import calibration_text
+from quantkit.common.errors import QuantkitError
 
 OWN_TEXT = "quantkit's own text"
 SHIPPED_TEXT = "calibration.jsonl"

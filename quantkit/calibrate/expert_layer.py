@@ -10,20 +10,20 @@ from torch import Tensor
 from quantkit.calibrate.batches import Batches
 from quantkit.calibrate.experts import ExpertSolver, ExpertWeights, add_weighted, quantized_outputs
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
-from quantkit.calibrate.original_path import OriginalPath
-from quantkit.calibrate.plain_path import PlainPath
+from quantkit.calibrate.progress_log import UnitLog
 from quantkit.calibrate.ranks import Ranks
+from quantkit.calibrate.reference_run import OriginalPath
 from quantkit.calibrate.routing import Routed
+from quantkit.calibrate.rtn_run import PlainPath
 from quantkit.calibrate.scale import ScaledInput
 from quantkit.calibrate.scale_search import Consumer, sample_rows
-from quantkit.calibrate.solvers import Solvers
+from quantkit.calibrate.solver_table import Solvers
 from quantkit.calibrate.source_model import SourceModel
 from quantkit.calibrate.statistics import token_counts
 from quantkit.calibrate.sublayer import Sublayer
-from quantkit.calibrate.unit_log import UnitLog
 from quantkit.calibrate.units import expert_unit
+from quantkit.grids.weights import Weight, dequantize
 from quantkit.models.table import GatedMlp
-from quantkit.quant.weights import Weight, dequantize
 
 SCALE_EXPERTS = 8
 """Routed experts whose rows the search of the layer's scale looks at."""

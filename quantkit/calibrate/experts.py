@@ -15,18 +15,18 @@ from torch.nn import functional as F
 
 from quantkit.calibrate.drift import expert_drift, taken
 from quantkit.calibrate.hidden_states import HiddenStates
+from quantkit.calibrate.linear_solver import Solved, Solver
 from quantkit.calibrate.routing import Routed
 from quantkit.calibrate.scale import ScaledInput
 from quantkit.calibrate.scale_search import Consumer, choose_scale, sample_rows
-from quantkit.calibrate.solver import Solved, Solver
 from quantkit.calibrate.statistics import InputStatistics
-from quantkit.models.reading import AS_IT_IS, Reading
+from quantkit.grids.e2m1 import input_divisor
+from quantkit.grids.schemes import Fp4Grid, Mxfp4Grid
+from quantkit.grids.weights import dequantize, divide_rows, dividing_powers
+from quantkit.models.activation_quant import AS_IT_IS, Reading
 from quantkit.models.table import GatedMlp
-from quantkit.quant.fp4 import input_divisor
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.tensor_cores import tensor_core_products
-from quantkit.quant.weights import dequantize, divide_rows, dividing_powers
-from quantkit.schemes import Fp4Grid, Mxfp4Grid
 
 LAYER_ROWS = 512
 """Rows of the layer's input that every expert is shown, for the shared part of its Hessian."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.calibrate.solver import Rounded
+from quantkit.calibrate.linear_solver import Rounded
 
 
 @dataclass

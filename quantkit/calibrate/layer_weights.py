@@ -10,7 +10,7 @@ from quantkit_kernels import SILU, Gating, UnsummedPairs, add_rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.models.reading import AS_IT_IS, Reading
+from quantkit.models.activation_quant import AS_IT_IS, Reading
 from quantkit.models.rope import Rope
 from quantkit.models.weights import ExpertsOp, LinearOp, PrologOp
 

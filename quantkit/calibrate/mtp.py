@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate.data import Sequences
-from quantkit.calibrate.ends import TableEnds
+from quantkit.calibrate.embed_and_head import TableEnds
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.routing import no_experts
 from quantkit.calibrate.source_model import SourceModel
 from quantkit.models.architecture import MtpModel
-from quantkit.models.hyper import repacked
+from quantkit.models.hyper_connections import repacked
 
 
 def mtp_states(model: SourceModel, layer: int, states: HiddenStatePair, sequences: Sequences) -> HiddenStatePair:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.calibrate.data_parallel import SharedRuns
 from quantkit.calibrate.drift import Drift, DriftSum
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, TokenBatch
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.routing import Recorder, Routed
-from quantkit.calibrate.shared_runs import SharedRuns
 from quantkit.calibrate.statistics import InputStatistics, Observer
 from quantkit.calibrate.sublayer import Sublayer
 

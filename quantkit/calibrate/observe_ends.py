@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from quantkit.calibrate.data_parallel import SharedRuns
 from quantkit.calibrate.drift import DriftSum
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, TokenBatch
 from quantkit.calibrate.layer_weights import LayerWeights
@@ -16,9 +17,8 @@ from quantkit.calibrate.observe import HELD_OUT_ROWS
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.routing import no_experts
 from quantkit.calibrate.scale import Scaled, ScaledInput, scaled_input
-from quantkit.calibrate.shared_runs import SharedRuns
 from quantkit.calibrate.statistics import Observer
-from quantkit.quant.weights import Weight, dequantize
+from quantkit.grids.weights import Weight, dequantize
 
 
 def observe_ends(

@@ -13,7 +13,7 @@ import torch
 from quantkit_kernels import rms_norm
 from torch import Tensor
 
-from quantkit.calibrate.ends import Ends
+from quantkit.calibrate.embed_and_head import Ends
 from quantkit.calibrate.next_token_kl import BLOCK_ROWS, Softmax
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.models.table import Parameter, ScaleGroup

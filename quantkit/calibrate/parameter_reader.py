@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint, check_finite
+from quantkit.grids.weights import Weight, dequantize
 from quantkit.models.table import Parameter
-from quantkit.quant.weights import Weight, dequantize
 
 
 class ParameterReader:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quantkit.calibrate.unit_store import UnitStore
+from quantkit.calibrate.output_store import UnitStore
 
 _PATIENCE = timedelta(days=7)
 """Ranks wait this long for each other: one may have many experts to solve."""

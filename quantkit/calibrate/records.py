@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.calibrate.documents import ACCEPTED
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 
 Record = tuple[str, Any]
 """A place ("data.jsonl line 3") and what stands there."""

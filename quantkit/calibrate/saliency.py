@@ -14,14 +14,14 @@ from torch import Tensor
 
 from quantkit.calibrate.allocator import keep_freed_blocks
 from quantkit.calibrate.batches import Batches
-from quantkit.calibrate.behind_experts import feed_forward
 from quantkit.calibrate.data import Sequences
-from quantkit.calibrate.ends import TableEnds
+from quantkit.calibrate.embed_and_head import TableEnds
 from quantkit.calibrate.expert_layer import expert_batch_values, expert_batches, expert_weights
 from quantkit.calibrate.experts import add_weighted
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.mtp import mtp_states
+from quantkit.calibrate.post_moe import feed_forward
 from quantkit.calibrate.routing import Recorder, Routed
 from quantkit.calibrate.source_model import SourceModel
 from quantkit.calibrate.sublayer import Run, run_attention

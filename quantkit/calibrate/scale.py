@@ -9,14 +9,14 @@ from torch import Tensor
 
 from quantkit.calibrate.drift import Drift, taken
 from quantkit.calibrate.hidden_states import HiddenStatePair, relative_distance
+from quantkit.calibrate.linear_solver import input_curvature
 from quantkit.calibrate.observe import Observed, Probe, probe
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.scale_search import Consumer, choose_scale, sample_rows
-from quantkit.calibrate.solver import input_curvature
-from quantkit.calibrate.solvers import Solvers
+from quantkit.calibrate.solver_table import Solvers
 from quantkit.calibrate.statistics import InputStatistics, token_counts
 from quantkit.calibrate.sublayer import Sublayer
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.models.table import ScaleGroup
 from quantkit.quant.awq import effective_scale
 from quantkit.quant.gptq import Curvature

@@ -13,12 +13,12 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.solver import Solver
+from quantkit.calibrate.linear_solver import Solver
 from quantkit.calibrate.statistics import InputStatistics
-from quantkit.models.reading import rounded_to_nvfp4
+from quantkit.grids.e2m1 import input_divisor
+from quantkit.models.activation_quant import rounded_to_nvfp4
 from quantkit.models.value_heads import ValueHeads
 from quantkit.quant.awq import candidate_scales, power_of_two, relative_weight
-from quantkit.quant.fp4 import input_divisor
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.smooth import activation_loss, smoothing_candidates
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quantkit.calibrate.batches import BATCH_TOKENS
 from quantkit.calibrate.choices import Choice
-from quantkit.calibrate.ends import Ends, TableEnds
+from quantkit.calibrate.embed_and_head import Ends, TableEnds
 from quantkit.calibrate.expert_layer import expert_weights
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.hidden_states import HiddenStates
@@ -28,14 +28,14 @@ from quantkit.calibrate.layer_weights import NO_READINGS, LayerWeights
 from quantkit.calibrate.next_token_kl import BLOCK_ROWS, compare_paths
 from quantkit.calibrate.output_cost import ResidualStream
 from quantkit.calibrate.routing import Recorder, Routed, no_experts
-from quantkit.calibrate.solvers import Solvers
+from quantkit.calibrate.solver_table import Solvers
 from quantkit.calibrate.source_model import SourceModel
 from quantkit.calibrate.sublayer import Sublayer, run_attention, run_feed_forward, sublayer_of
 from quantkit.calibrate.units import attend_unit, feed_forward_unit
-from quantkit.models.reading import Reading
+from quantkit.grids.schemes import Grid, grid_label
+from quantkit.models.activation_quant import Reading
 from quantkit.models.table import GatedMlp
 from quantkit.models.weights import ExpertsOp
-from quantkit.schemes import Grid, grid_label
 
 MOST_TOKENS = 2**15
 """Of all paths together: a second path leaves each sublayer, and R1 has 122."""

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from quantkit.calibrate.attention_cost import attention_costs
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
+from quantkit.calibrate.linear_solver import Rounded, Solver
 from quantkit.calibrate.observe_ends import observe_ends
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.scale import FoldedTensors, Scaled
-from quantkit.calibrate.solver import Rounded, Solver
+from quantkit.grids.weights import Weight
 from quantkit.models.table import Parameter
 from quantkit.quant.gptq import Curvature
-from quantkit.quant.weights import Weight
 
 
 @dataclass(frozen=True)

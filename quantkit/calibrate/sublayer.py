@@ -9,22 +9,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.calibrate.data_parallel import SharedRuns
 from quantkit.calibrate.hidden_states import HiddenStates, TokenBatch
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.routing import no_experts
-from quantkit.calibrate.shared_runs import SharedRuns
-from quantkit.calibrate.solvers import Solvers
+from quantkit.calibrate.solver_table import Solvers
 from quantkit.calibrate.source_model import SourceModel
 from quantkit.calibrate.units import feed_forward_unit
+from quantkit.grids.weights import Weight, dequantize
+from quantkit.models.activation_quant import Reading
 from quantkit.models.context import CausalContext
 from quantkit.models.decoder import DecoderLayer
-from quantkit.models.reading import Reading
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import ExpertsOp
 from quantkit.quant.gptq import Curvature
-from quantkit.quant.weights import Weight, dequantize
 
 Build = Callable[[LayerWeights], DecoderLayer]
 """Weights -> the model's decoder layer."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from quantkit.calibrate.documents import Document, Message
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.tokenizer.tags import END_THINK, THINK
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from quantkit.calibrate.allocator import keep_freed_blocks
 from quantkit.calibrate.batches import Batches
-from quantkit.calibrate.behind_experts import feed_forward
 from quantkit.calibrate.coded_cache import CodedCache
 from quantkit.calibrate.data import Sequences
-from quantkit.calibrate.ends import Ends, TableEnds
+from quantkit.calibrate.embed_and_head import Ends, TableEnds
 from quantkit.calibrate.expert_layer import ExpertLayer
 from quantkit.calibrate.findings import Findings
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, relative_distance
@@ -28,20 +27,21 @@ from quantkit.calibrate.layer_weights import NO_READINGS
 from quantkit.calibrate.mtp import mtp_states
 from quantkit.calibrate.next_token_kl import BLOCK_ROWS, JUDGED_TOKENS, compare_next_tokens
 from quantkit.calibrate.observe import Observed, observe
-from quantkit.calibrate.original_path import OriginalPath
 from quantkit.calibrate.output_cost import ResidualStream
-from quantkit.calibrate.plain_path import PlainPath
+from quantkit.calibrate.post_moe import feed_forward
+from quantkit.calibrate.progress_log import UnitLog
 from quantkit.calibrate.ranks import Ranks
+from quantkit.calibrate.reference_run import OriginalPath
 from quantkit.calibrate.routing import AskedAgain, Routed
+from quantkit.calibrate.rtn_run import PlainPath
 from quantkit.calibrate.scale import ScaledInput, scale_in_effect, scale_sublayer, scaled_input
 from quantkit.calibrate.solve import solve_sublayer
-from quantkit.calibrate.solvers import Solvers
+from quantkit.calibrate.solver_table import Solvers
 from quantkit.calibrate.source_model import SourceModel
 from quantkit.calibrate.sublayer import Run, Sublayer, advance, run_attention, sublayer_of, written_tensors
-from quantkit.calibrate.unit_log import UnitLog
 from quantkit.calibrate.units import attend_unit, feed_forward_unit
+from quantkit.grids.weights import Weight
 from quantkit.quant.gptq import Curvature
-from quantkit.quant.weights import Weight
 
 
 @dataclass(frozen=True)

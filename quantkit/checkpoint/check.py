@@ -15,9 +15,9 @@ import torch
 
 from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format
 from quantkit.checkpoint.header import TensorInfo, TensorSpec
-from quantkit.devices import dtype_name
-from quantkit.errors import QuantkitError
-from quantkit.schemes import Grid
+from quantkit.common.devices import dtype_name
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.schemes import Grid
 
 CACHE_PARTS = re.compile(r".*\.(?:[qkv]_(?:scale|zero_point)|kv_cache_(?:scale|offset)|fa_[qkv]\.(?:scale|offset))")
 """Names of tensors with which engines quantize a cache: no part of a weight, and not used here. fa_*: of latents, ModelSlim's FAKQuant."""

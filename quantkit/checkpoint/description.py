@@ -6,7 +6,7 @@ from typing import Any
 
 import regex
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 
 _MODULE_LISTS = ("ignore", "modules_to_not_convert", "exclude_modules")
 _OBJECTS = ("config_groups", "quantization")

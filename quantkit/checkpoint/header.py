@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import QuantkitError
-from quantkit.model_files import LARGEST, open_file, parse_json
+from quantkit.common.errors import QuantkitError
+from quantkit.common.model_files import LARGEST, open_file, parse_json
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 
 
 class Lock:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 
 MANIFEST = "manifest.json"
 _REMEDY = "choose another --out, or move it away"

@@ -19,13 +19,13 @@ from quantkit.checkpoint.description import check_description
 from quantkit.checkpoint.formats import detect_format, fp8_block
 from quantkit.checkpoint.formats.base import CODES, SIDE_FILES, Axis, Format, StoredPart, lifted
 from quantkit.checkpoint.header import TensorInfo, read_at, read_header
-from quantkit.checkpoint.published_stacks import unstacked
-from quantkit.checkpoint.renamed import renamed
 from quantkit.checkpoint.shards import CPU, Shards
-from quantkit.errors import QuantkitError
-from quantkit.model_files import LARGEST, is_inside, is_there, read_json
-from quantkit.quant.weights import Weight
-from quantkit.schemes import SCHEMES, Grid, Scheme
+from quantkit.checkpoint.stacked_layouts import unstacked
+from quantkit.checkpoint.tensor_aliases import renamed
+from quantkit.common.errors import QuantkitError
+from quantkit.common.model_files import LARGEST, is_inside, is_there, read_json
+from quantkit.grids.schemes import SCHEMES, Grid, Scheme
+from quantkit.grids.weights import Weight
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"

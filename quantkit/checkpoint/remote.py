@@ -8,10 +8,10 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats.base import SIDE_FILES
 from quantkit.checkpoint.header import DTYPES, TensorInfo
+from quantkit.checkpoint.hub import RemoteTensor, find_local, read_headers
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.shards import CPU, Block, Shards
-from quantkit.errors import QuantkitError
-from quantkit.hub import RemoteTensor, find_local, read_headers
+from quantkit.common.errors import QuantkitError
 
 
 def open_headers(model: str) -> Checkpoint:

@@ -15,8 +15,8 @@ from torch import Tensor
 from quantkit.checkpoint.header import TensorInfo, TensorPart, read_at
 from quantkit.checkpoint.host_memory import host_memory
 from quantkit.checkpoint.read_ahead import ReadAhead
-from quantkit.errors import QuantkitError
-from quantkit.model_files import open_file
+from quantkit.common.errors import QuantkitError
+from quantkit.common.model_files import open_file
 
 CPU = torch.device("cpu")
 

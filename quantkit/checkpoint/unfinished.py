@@ -12,8 +12,8 @@ from pathlib import Path
 from quantkit.checkpoint.journal import journals, lock_path, read_fingerprint
 from quantkit.checkpoint.lock import check_free
 from quantkit.checkpoint.manifest import check_own, differences, read_manifest
-from quantkit.checkpoint.target import replaced_of
-from quantkit.errors import QuantkitError
+from quantkit.checkpoint.output_dir import replaced_of
+from quantkit.common.errors import QuantkitError
 
 STATE = ".quantkit"
 """The directory of journals and locks, in OUT.partial."""

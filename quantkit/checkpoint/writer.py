@@ -28,7 +28,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from quantkit.amounts import size
 from quantkit.checkpoint.background_writer import BackgroundWriter
 from quantkit.checkpoint.header import TensorInfo, TensorSpec, bytes_of, read_at, write_at
 from quantkit.checkpoint.host_memory import host_memory
@@ -36,11 +35,12 @@ from quantkit.checkpoint.journal import Journal, JournalEntry, Journals, lock_pa
 from quantkit.checkpoint.layout import Layout, Shard, plan_layout
 from quantkit.checkpoint.lock import check_free
 from quantkit.checkpoint.manifest import MANIFEST, list_files
-from quantkit.checkpoint.replace import remove_leftovers, replace_directory
-from quantkit.checkpoint.target import absolute, check_apart, partial_of
+from quantkit.checkpoint.output_dir import absolute, check_apart, partial_of
+from quantkit.checkpoint.output_swap import remove_leftovers, replace_directory
+from quantkit.checkpoint.source_guard import Digests, Watch
 from quantkit.checkpoint.unfinished import STATE, check_files, check_partial, check_run, check_target, note_files
-from quantkit.checkpoint.watch import Digests, Watch
-from quantkit.errors import Interrupted, QuantkitError
+from quantkit.common.errors import Interrupted, QuantkitError
+from quantkit.common.sizes import size
 
 _INDEX = "model.safetensors.index.json"
 _CHUNK = 16 * 2**20

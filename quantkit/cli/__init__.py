@@ -15,11 +15,11 @@ import typer
 
 from quantkit import __version__
 from quantkit.cli import bench, check, compare, evaluate, go, inspect, needle, perplexity, place, playground, proxy, quantize, regrade, run
+from quantkit.cli.console import tell, tell_error
 from quantkit.cli.examples import epilog
 from quantkit.cli.stopping import StoppableCommand, Stopped
 from quantkit.cli.streams import open_streams
-from quantkit.console import tell, tell_error
-from quantkit.errors import QuantkitError, UsageFault
+from quantkit.common.errors import QuantkitError, UsageFault
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or typer's own copy of it, as the version has it
 _INTERRUPTED = 130

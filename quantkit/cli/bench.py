@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit import console
+from quantkit.cli import console
+from quantkit.cli.console import print_json
 from quantkit.cli.options import AsJson, Backend, Cache, Device, Dp, Key, Seed, ServedName, Target, Tp
-from quantkit.console import print_json
 
 if TYPE_CHECKING:
     from quantkit.evaluation.speed.measure import SpeedRow
@@ -59,12 +59,12 @@ def bench(
     json_: AsJson = False,
 ) -> None:
     """Speed over a grid of input lengths and concurrencies: TTFT, TPOT, ITL, tokens/s, goodput, as vllm bench serve defines them."""
-    from quantkit.checkpoint.target import check_folder
+    from quantkit.checkpoint.output_dir import check_folder
+    from quantkit.common.atomic_write import check_writable, make_folder
     from quantkit.evaluation.results.folder import local_models
     from quantkit.evaluation.speed.measure import measure_grid
     from quantkit.evaluation.speed.targets import open_target
     from quantkit.evaluation.speed.workload import read_prompts
-    from quantkit.whole_files import check_writable, make_folder
 
     lengths, users = _integers("--input-len", input_len), _integers("--concurrency", concurrency)
     rates, limits = _rates(request_rate), _limits(goodput)
@@ -108,11 +108,11 @@ def _result(
     rows: list["SpeedRow"],
 ) -> dict[str, Any]:
     """bench.json: where it ran, what was asked, every cell, and what others published of this model."""
+    from quantkit.checkpoint.hub import plain_name
     from quantkit.evaluation.openai_server import is_url
     from quantkit.evaluation.results.hardware import describe_machine
     from quantkit.evaluation.results.published import published_speeds_of
     from quantkit.evaluation.speed.endpoint import EndpointTarget
-    from quantkit.hub import plain_name
 
     name = target.model if isinstance(target, EndpointTarget) else plain_name(model)
     machine = {"hardware": target.name} if is_url(model) else describe_machine(device)

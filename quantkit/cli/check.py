@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit import bars, console
+from quantkit.checkpoint.hub import find_local
+from quantkit.cli import bars, console
 from quantkit.cli.options import AsJson, Model, names_of_engines
-from quantkit.hub import find_local
 
 
 def check(
@@ -32,11 +32,11 @@ def check(
     json_: AsJson = False,
 ) -> None:
     """What is wrong with a checkpoint: files, names, codes, scales, MTP layer, tokenizer. Exits 0 if good, 1 if doubtful, 2 if bad."""
+    from quantkit.common.atomic_write import check_writable, make_folder
     from quantkit.diagnosis.diagnose import DEPTHS, diagnose
     from quantkit.diagnosis.repair import check_new
     from quantkit.diagnosis.repair import repair as write_repaired
     from quantkit.diagnosis.report import write_report
-    from quantkit.whole_files import check_writable, make_folder
 
     if depth not in ("auto", *DEPTHS):
         raise typer.BadParameter(f"{depth!r} is none of {', '.join(DEPTHS)}", param_hint="--depth")

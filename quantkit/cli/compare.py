@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from quantkit import console
+from quantkit.cli import console
+from quantkit.cli.console import print_json
 from quantkit.cli.options import AsJson, Seed
-from quantkit.console import print_json
 
 
 def compare(

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit import bars, console
+from quantkit.cli import bars, console
+from quantkit.cli.console import print_json
 from quantkit.cli.options import AsJson, Backend, Cache, CountExperts, Device, Key, Seed, ServedName, Target
 from quantkit.cli.stopping import stoppable
-from quantkit.console import print_json
 
 if TYPE_CHECKING:
     from quantkit.evaluation.results.figures import EvalResults

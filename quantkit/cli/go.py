@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit import bars, console
+from quantkit.checkpoint.hub import plain_name
+from quantkit.cli import bars, console
 from quantkit.cli.options import AsJson, EngineName, Model, scheme_names
 from quantkit.cli.stopping import stoppable
-from quantkit.errors import QuantkitError
-from quantkit.hub import plain_name
+from quantkit.common.errors import QuantkitError
 
 if TYPE_CHECKING:
     from quantkit.guide.job import GoRequest, Listeners
@@ -44,9 +44,9 @@ def go(
     if not yes and not sys.stdin.isatty() and not (out / "go.json").exists():
         raise QuantkitError("quantkit go asks before it begins, and there is no terminal to ask on", "give --yes")
     with console.status("looking at the machine"):
-        from quantkit.guide.boxes import read_box
         from quantkit.guide.job import GoRequest, GuidedJob
         from quantkit.guide.record import Agreed, Record
+        from quantkit.planning.boxes import read_box
 
         box = read_box(devices)
     from quantkit.evaluation.results.folder import results_folder

@@ -5,10 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit import console
+from quantkit.cli import console
+from quantkit.cli.console import print_json
 from quantkit.cli.options import AsJson, Device, Model, names_of_engines
-from quantkit.console import print_json
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 
 _GRIDS, _SIDE = ("int4-asym-128", "int8", "fp4"), 2048
 """Of the weight that the reference is timed with."""
@@ -45,7 +45,7 @@ def kernels(
     """Operators and backends: which are usable here and why the others are not, or with --check how right and how fast they are."""
     import quantkit_kernels
 
-    from quantkit.devices import find_device
+    from quantkit.common.devices import find_device
 
     target = find_device(device)
     if tune and check:
@@ -104,7 +104,7 @@ def _told(device: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
     from quantkit_kernels.samples import random_weight
     from quantkit_kernels.triton.cards import architecture, plans_told
 
-    from quantkit.executor.slow import slowness
+    from quantkit.executor.weights.fallback_warning import slowness
 
     served = {row["operator"]: row["backend"] for row in rows if row["taken"]}
     slow = []
@@ -128,9 +128,9 @@ def _tune(device: Any, json_: bool, model: str | None, tp: int) -> None:
         raise QuantkitError(f"plans of the Triton kernels cannot be measured on {device}: {reason}", "tune on a machine with a GPU")
     wanted = MEASURED
     if model is not None:
+        from quantkit.checkpoint.hub import find_model
         from quantkit.checkpoint.reader import Checkpoint
-        from quantkit.executor.products import products
-        from quantkit.hub import find_model
+        from quantkit.executor.weights.linear_shapes import products
 
         wanted = products(Checkpoint.open(find_model(model)), tp)
         console.tell(f"{len(wanted.linears)} sizes of linears and {len(wanted.experts)} of experts")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit import console
+from quantkit.cli import console
 from quantkit.cli.options import Seed
 
 
@@ -22,11 +22,11 @@ def needle(
     """Make long texts with hidden numbers, from 4K to 60K tokens and more: eval's task `needle` asks for the numbers."""
     import json
 
-    from quantkit.errors import QuantkitError
+    from quantkit.checkpoint.hub import find_local
+    from quantkit.common.atomic_write import check_writable, make_folder, write_whole
+    from quantkit.common.errors import QuantkitError
     from quantkit.evaluation.tasks.needle import KINDS, needle_rows
-    from quantkit.hub import find_local
     from quantkit.tokenizer.chat import ChatTokenizer
-    from quantkit.whole_files import check_writable, make_folder, write_whole
 
     folder = find_local(tokenizer)
     if folder is None:

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from quantkit.assets import asset
+from quantkit.common.assets import asset
 from quantkit.executor.options import MAX_GUESSES
-from quantkit.schemes import SCHEMES
+from quantkit.grids.schemes import SCHEMES
 
 
 def scheme_names() -> list[str]:

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit import bars, console
+from quantkit.cli import bars, console
+from quantkit.cli.console import print_json
 from quantkit.cli.options import AsJson, Backend, Cache, CountExperts, Device, Key, Seed, ServedName, Target
-from quantkit.console import print_json
 
 Text = Annotated[Path | None, typer.Option(help="A .txt, or a .jsonl of {'text': ...}: one document a line.")]
 Beside = Annotated[
@@ -43,8 +43,8 @@ def ppl(
     json_: AsJson = False,
 ) -> None:
     """Perplexity of a text; with a baseline also the distance from it, by token and by layer. One of the two may be a server."""
+    from quantkit.common.atomic_write import check_writable
     from quantkit.evaluation.distance.perplexity import measure
-    from quantkit.whole_files import check_writable
 
     if sampled is None:
         for option, given in (("--data-dir", data_dir), ("--max-tokens", max_tokens)):
@@ -81,8 +81,8 @@ def ppl(
 
 def _warning(model: str) -> str:
     """What to say of a model that is slow here; nothing of a server."""
+    from quantkit.checkpoint.hub import find_model
     from quantkit.evaluation.openai_server import is_url
-    from quantkit.executor.whole_engine import slow
-    from quantkit.hub import find_model
+    from quantkit.executor.hf_engine import slow
 
     return "" if is_url(model) else slow(find_model(model))

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit import console
+from quantkit.cli import console
 from quantkit.cli.options import AsJson, Model
 
 
@@ -25,8 +25,8 @@ def place(
     json_: AsJson = False,
 ) -> None:
     """Put routed experts, and copies of the busiest, on devices so that all have the same to do; writes the file an engine reads."""
-    from quantkit.placement.place import place as run_place
-    from quantkit.serving_devices import read_number
+    from quantkit.planning.devices import read_number
+    from quantkit.planning.placement.place import place as run_place
 
     placed = run_place(model, counts, read_number(devices), engine=engine, redundant=redundant, held_out=held_out, out=out)
     if json_:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from quantkit import console
-from quantkit.console import print_json
+from quantkit.cli import console
+from quantkit.cli.console import print_json
 
 
 def show_plan(

@@ -4,10 +4,10 @@ from typing import Annotated
 
 import typer
 
-from quantkit import console
+from quantkit.checkpoint.hub import find_model
+from quantkit.cli import console
+from quantkit.cli.console import err
 from quantkit.cli.options import Backend, Device, Model, Port
-from quantkit.console import err
-from quantkit.hub import find_model
 
 
 def playground(
@@ -19,7 +19,7 @@ def playground(
     backend: Backend = "auto",
 ) -> None:
     """Ask in the browser: answers side by side, tokens coloured by the divergence, experts that changed."""
-    from quantkit.listening import bound
+    from quantkit.common.bind import bound
     from quantkit.playground.play import Playground
     from quantkit.playground.serve import HOST, serve
 

@@ -4,9 +4,9 @@ from typing import Annotated
 
 import typer
 
+from quantkit.cli.console import err
 from quantkit.cli.options import Host, Port
-from quantkit.console import err
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 
 
 def proxy(
@@ -18,10 +18,10 @@ def proxy(
     """Send requests to a server for prefill, then to one for decode that takes the cache over: vLLM's with a KV connector."""
     import uvicorn
 
-    from quantkit.engines.proxy import proxy as in_front_of
-    from quantkit.engines.relay import is_address
+    from quantkit.common.bind import address, bound
+    from quantkit.deploy.proxy import proxy as in_front_of
+    from quantkit.deploy.relay import is_address
     from quantkit.executor.server.connections import HttpServer
-    from quantkit.listening import address, bound
 
     servers = [[url.strip() for url in urls.split(",")] for urls in (prefill, decode)]
     for url in (url for urls in servers for url in urls):

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit import bars, console
+from quantkit.cli import bars, console
+from quantkit.cli.console import print_json
 from quantkit.cli.options import (
     AsJson,
     Bits,
@@ -28,7 +29,6 @@ from quantkit.cli.options import (
     format_names,
 )
 from quantkit.cli.stopping import stoppable
-from quantkit.console import print_json
 
 if TYPE_CHECKING:
     from quantkit.quantization.mixture import Mixture

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit import console
+from quantkit.cli import console
 from quantkit.cli.evaluate import show_results
 from quantkit.cli.options import AsJson
 

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit import console
+from quantkit.checkpoint.hub import find_model, plain_name
+from quantkit.cli import console
+from quantkit.cli.console import err, out, print_json
 from quantkit.cli.options import (
     AsJson,
     Backend,
@@ -29,12 +31,10 @@ from quantkit.cli.options import (
     Tp,
     names_of_engines,
 )
-from quantkit.console import err, out, print_json
-from quantkit.errors import QuantkitError
+from quantkit.common.atomic_write import check_writable
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.server.tools.formats import NAMES as TOOL_PARSERS
 from quantkit.executor.server.tools.formats import named_format
-from quantkit.hub import find_model, plain_name
-from quantkit.whole_files import check_writable
 
 
 def run(
@@ -58,9 +58,9 @@ def run(
     json_: AsJson = False,
 ) -> None:
     """Answer one prompt, or chat; with --raw continue a text."""
+    from quantkit.executor.hf_engine import open_engine
     from quantkit.executor.options import EngineOptions
-    from quantkit.executor.sampling import SamplingParams
-    from quantkit.executor.whole_engine import open_engine
+    from quantkit.executor.sampling.params import SamplingParams
 
     if json_ and prompt is None:
         raise QuantkitError("--json needs --prompt", "a chat cannot be one JSON object")
@@ -178,13 +178,13 @@ def serve(
     backend: Backend = "auto",
 ) -> None:
     """Serve an OpenAI-compatible API: chat, completions and responses, tools, JSON schemas, streaming, metrics."""
-    from quantkit.executor.follower import lead_or_follow
+    from quantkit.common.bind import address
+    from quantkit.common.model_files import read_text
     from quantkit.executor.options import EngineOptions
     from quantkit.executor.server.app import Limits
     from quantkit.executor.server.serve import ServeOptions
     from quantkit.executor.server.serve import serve as run_server
-    from quantkit.listening import address
-    from quantkit.model_files import read_text
+    from quantkit.executor.worker import lead_or_follow
     from quantkit.tokenizer.template import ChatTemplate
 
     counted = _counting(count_experts)
@@ -232,7 +232,7 @@ def serve(
 
 def _sockets(host: str, port: int) -> AbstractContextManager[list[socket]]:
     """Where this process is to listen; nowhere as another rank of torchrun."""
-    from quantkit.listening import bound
+    from quantkit.common.bind import bound
 
     return bound(host, port) if os.environ.get("RANK", "0") == "0" else nullcontext([])
 
@@ -280,10 +280,10 @@ def deploy(
     The exit code is 1 where the engine does not load it.
     """
     from quantkit.checkpoint.remote import open_headers
-    from quantkit.clusters import decoding
-    from quantkit.engines.launch import deploy as plan
+    from quantkit.deploy.launch import deploy as plan
     from quantkit.engines.layouts import find_topology
-    from quantkit.serving_devices import Devices, read_number
+    from quantkit.planning.clusters import decoding
+    from quantkit.planning.devices import Devices, read_number
 
     given = None if devices is None else read_number(devices)
     known = given if isinstance(given, Devices) else None

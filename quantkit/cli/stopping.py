@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from quantkit.cli.empty import FilledCommand
-from quantkit.errors import Interrupted
+from quantkit.common.errors import Interrupted
 
 
 class Stopped(Exception):

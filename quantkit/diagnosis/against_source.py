@@ -15,9 +15,8 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import open_headers
 from quantkit.diagnosis.description import Described
 from quantkit.diagnosis.findings import DiagnosisFindings
-from quantkit.diagnosis.gains import Gain, mean_log, size_faults
 from quantkit.diagnosis.measures import ORDERS, reordered
-from quantkit.diagnosis.rows import Rows, plain_rows
+from quantkit.diagnosis.norm_gains import Gain, mean_log, size_faults
 from quantkit.diagnosis.source_fit import (
     GRID_VALUES,
     SMALL,
@@ -33,11 +32,12 @@ from quantkit.diagnosis.source_fit import (
     spread_of,
     step_fault,
 )
+from quantkit.diagnosis.stored_rows import Rows, plain_rows
 from quantkit.diagnosis.structure import Structure
 from quantkit.diagnosis.survey import Survey
+from quantkit.grids.weights import dequantize
 from quantkit.models import find_architecture
 from quantkit.models.table import Parameter, ScaleGroup
-from quantkit.quant.weights import dequantize
 
 _ALLOWED = {2: 0.75, 3: 0.55, 4: 0.40, 8: 0.15, 16: 0.01}
 """Relative error after fitting that rounding to so many bits may leave. For 4 bits in groups 0.1 is usual."""

@@ -14,23 +14,23 @@ from quantkit_kernels import ExpertBiases
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.assets import calibration_text
 from quantkit.calibrate.data import SHIPPED_TEXT
-from quantkit.calibrate.ends import TableEnds
+from quantkit.calibrate.embed_and_head import TableEnds
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.sublayer import Run, run_attention, run_feed_forward
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.shards import CPU
+from quantkit.common.assets import calibration_text
+from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.findings import DiagnosisFindings
-from quantkit.errors import QuantkitError
 from quantkit.evaluation.distance.documents import read_documents
+from quantkit.grids.weights import dequantize
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.mlp import MoeMlp
-from quantkit.models.stored import Model, read_model
+from quantkit.models.stored_parameters import Model, read_model
 from quantkit.models.table import GatedMlp, Parameter, routed_experts
-from quantkit.quant.weights import dequantize
 from quantkit.tokenizer.chat import ChatTokenizer
 
 SEQ_LEN, TOKENS = 128, 1024

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from quantkit.checkpoint.check import QuantizedLinear
 from quantkit.diagnosis.measures import ORDERS, Measures, correlation_with_zeros, reordered
-from quantkit.diagnosis.rows import Rows
-from quantkit.schemes import IntGrid
+from quantkit.diagnosis.stored_rows import Rows
+from quantkit.grids.schemes import IntGrid
 
 _SPREAD = 0.62
 """Of half the range: codes that are spread wider are none of one maximum. Even ones have 0.577."""

@@ -11,12 +11,12 @@ from quantkit.checkpoint.description import check_description
 from quantkit.checkpoint.formats import FORMATS, detect_format, fp8_block
 from quantkit.checkpoint.formats.base import FLOAT_DTYPES, HEAD, SLIM_FILES, Format, is_cache_alone
 from quantkit.checkpoint.header import TensorInfo
-from quantkit.devices import dtype_name
+from quantkit.common.devices import dtype_name
+from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.diagnosis.survey import Survey
-from quantkit.errors import QuantkitError
-from quantkit.models.by_name import ends_as_linear
-from quantkit.schemes import Fp4Grid, Grid, IntGrid, Mxfp4Grid, grid_label
+from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid, Mxfp4Grid, grid_label
+from quantkit.models.tensor_names import ends_as_linear
 
 _PACKED = (".qweight", ".weight_packed", ".weight_scale_inv", ".weight_scale_2", ".weight_scale", ".qzeros", "_packed", "_blocks")
 """Endings of tensors that only quantized weights have, in any format of the field."""

@@ -9,25 +9,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from quantkit.checkpoint.hub import find_local
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import HeadersOnly, open_headers
+from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.against_source import SourceComparison, is_matrix
 from quantkit.diagnosis.behaviour import SublayerError, compare_behaviour, read_compared
 from quantkit.diagnosis.copies import compare_forms, compare_values
 from quantkit.diagnosis.description import Described, describe
 from quantkit.diagnosis.findings import DiagnosisFindings
-from quantkit.diagnosis.rows import plain_rows
 from quantkit.diagnosis.settings import check_settings, compare_settings
 from quantkit.diagnosis.side_scales import compare_side_scales
+from quantkit.diagnosis.stored_rows import plain_rows
 from quantkit.diagnosis.structure import Structure, compare, read_table, rename
 from quantkit.diagnosis.survey import Survey, survey_model
 from quantkit.diagnosis.tensors import TensorCheck
 from quantkit.engines.check import check_checkpoint, check_model
 from quantkit.engines.profiles import find_engine
-from quantkit.errors import QuantkitError
-from quantkit.hub import find_local
 from quantkit.models import is_known
-from quantkit.models.stored import check_stored, read_model
+from quantkit.models.stored_parameters import check_stored, read_model
 from quantkit.quantization import pruning
 
 Depth = Literal["headers", "tensors", "behaviour"]

@@ -12,10 +12,10 @@ from quantkit.checkpoint.formats.base import HEAD
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.check import find_load
 from quantkit.engines.profiles import LoadRule, MixtureRule, find_engine
+from quantkit.grids.schemes import Grid, IntGrid
 from quantkit.models.pangu_ultra_moe import FIRST_RELEASE_NAMES
-from quantkit.models.stored import read_model
+from quantkit.models.stored_parameters import read_model
 from quantkit.models.table import Parameter
-from quantkit.schemes import Grid, IntGrid
 
 _SAME: dict[str, str] = {**FIRST_RELEASE_NAMES, **{later: first for first, later in FIRST_RELEASE_NAMES.items()}}
 """Names of one number in two releases of an architecture, each to the other."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.diagnosis.rows import Rows
+from quantkit.diagnosis.stored_rows import Rows
 
 ORDERS: dict[str, tuple[int, ...]] = {
     "neighbours exchanged": (1, 0, 3, 2, 5, 4, 7, 6),

@@ -12,23 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.solver import Solver
-from quantkit.checkpoint.companions import COMPANIONS
+from quantkit.calibrate.linear_solver import Solver
+from quantkit.calibrate.recipe import load_recipe
+from quantkit.checkpoint.aux_files import COMPANIONS
 from quantkit.checkpoint.formats.base import SLIM_FILES
 from quantkit.checkpoint.formats.gptq import Gptq
 from quantkit.checkpoint.header import TensorSpec
+from quantkit.checkpoint.hub import find_local
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.errors import QuantkitError
+from quantkit.common.model_files import read_file
 from quantkit.diagnosis.description import OPT_FILE
 from quantkit.diagnosis.diagnose import Diagnosis, Patient
 from quantkit.diagnosis.engine_keys import missing_keys
 from quantkit.diagnosis.repaired import Added, Repair, write
 from quantkit.diagnosis.survey import Survey
-from quantkit.errors import QuantkitError
-from quantkit.hub import find_local
-from quantkit.model_files import read_file
+from quantkit.grids.weights import dequantize
 from quantkit.models.table import Parameter
-from quantkit.quant.weights import dequantize
-from quantkit.recipe import load_recipe
 
 
 def check_new(out: Path) -> None:

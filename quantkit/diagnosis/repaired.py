@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.header import TensorSpec, encode_header, read_header
+from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.survey import INDEX, Survey
-from quantkit.errors import QuantkitError
 
 _NEW_SHARD = "model-repaired.safetensors"
 

@@ -6,7 +6,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from quantkit import __version__
-from quantkit.whole_files import write_whole
+from quantkit.common.atomic_write import write_whole
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ verdict }}: {{ model }}</title>

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from quantkit.checkpoint.companions import TOKENIZERS
+from quantkit.checkpoint.aux_files import TOKENIZERS
 from quantkit.diagnosis.fields import check_fields
 from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.diagnosis.generation import FILE, check_generation, compare_generation, end_tokens, ends_that_count

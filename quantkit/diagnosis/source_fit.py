@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.diagnosis.rows import Rows
+from quantkit.diagnosis.stored_rows import Rows
 
 _UNEVEN = 0.08
 """Median distance of the logarithms of rows' factors from their median; rounding leaves a fifth of that."""

@@ -6,15 +6,15 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from quantkit.checkpoint.formats.base import HEAD
+from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.description import Described, compare_lists
 from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.diagnosis.survey import Survey
-from quantkit.errors import QuantkitError
 from quantkit.models import check_missing, find_architecture, is_known
 from quantkit.models.architecture import ModelConfig
-from quantkit.models.by_name import ends_as_linear
-from quantkit.models.stored import check_size
+from quantkit.models.stored_parameters import check_size
 from quantkit.models.table import Parameter, resolve
+from quantkit.models.tensor_names import ends_as_linear
 from quantkit.quantization.checks import DROPPED
 
 _OTHER_NAMES: tuple[tuple[str, str], ...] = (

@@ -12,18 +12,18 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.checkpoint.companions import SETTINGS
+from quantkit.checkpoint.aux_files import SETTINGS
 from quantkit.checkpoint.formats.base import SIDE_FILES
 from quantkit.checkpoint.header import TensorInfo, read_header
-from quantkit.checkpoint.published_stacks import unstacked
+from quantkit.checkpoint.hub import fetch_small, find_local, read_header_of
 from quantkit.checkpoint.reader import WITHOUT_PICKLES, pickles_of, told_pickles
 from quantkit.checkpoint.remote import remote_tensor
-from quantkit.checkpoint.renamed import known_names
 from quantkit.checkpoint.shards import Shards
+from quantkit.checkpoint.stacked_layouts import unstacked
+from quantkit.checkpoint.tensor_aliases import known_names
+from quantkit.common.errors import QuantkitError
+from quantkit.common.model_files import LARGEST, is_inside, is_there, read_json, read_text
 from quantkit.diagnosis.findings import DiagnosisFindings
-from quantkit.errors import QuantkitError
-from quantkit.hub import fetch_small, find_local, read_header_of
-from quantkit.model_files import LARGEST, is_inside, is_there, read_json, read_text
 
 INDEX = "model.safetensors.index.json"
 TEMPLATE = "chat_template.jinja"

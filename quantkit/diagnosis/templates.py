@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.diagnosis.survey import TEMPLATE, Survey
-from quantkit.errors import QuantkitError
 from quantkit.tokenizer.template import ChatTemplate
 
 _PLACE = "chat template"

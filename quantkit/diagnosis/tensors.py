@@ -11,18 +11,18 @@ from torch import Tensor
 
 from quantkit.checkpoint.check import QuantizedLinear
 from quantkit.checkpoint.formats.gptq import Gptq, in_order
+from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.codes import code_faults
 from quantkit.diagnosis.description import Described
 from quantkit.diagnosis.findings import DiagnosisFindings
-from quantkit.diagnosis.lone import lone_block, lone_group
 from quantkit.diagnosis.measures import LARGEST_GAIN, Measures, measure, not_finite
-from quantkit.diagnosis.plain import PlainCheck
-from quantkit.diagnosis.rows import Rows, read_parts, take_rows
+from quantkit.diagnosis.scale_outliers import lone_block, lone_group
 from quantkit.diagnosis.side_scales import IS_SIDE, SideScales
+from quantkit.diagnosis.stored_rows import Rows, read_parts, take_rows
 from quantkit.diagnosis.structure import Structure
 from quantkit.diagnosis.survey import Survey
-from quantkit.errors import QuantkitError
-from quantkit.schemes import Fp4Grid, IntGrid
+from quantkit.diagnosis.unquantized import PlainCheck
+from quantkit.grids.schemes import Fp4Grid, IntGrid
 
 _ABSURD = 1e3
 """Times that a linear's size, or a row's, is off what is usual for its kind."""

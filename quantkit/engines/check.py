@@ -7,10 +7,10 @@ from typing import Any, Literal
 from quantkit.checkpoint.formats.base import HEAD
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.profiles import Device, EngineProfile, GridName, LoadRule, MixtureRule, Part, find_engine, grid_name, part_of
+from quantkit.grids.schemes import CacheCodes, Grid, IntGrid
 from quantkit.models import is_known
-from quantkit.models.stored import read_model
+from quantkit.models.stored_parameters import read_model
 from quantkit.models.table import Parameter
-from quantkit.schemes import CacheCodes, Grid, IntGrid
 
 
 @dataclass(frozen=True)

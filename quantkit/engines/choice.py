@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quantkit.common.errors import QuantkitError
 from quantkit.engines.profiles import Device, GridName, LoadRule, Part, find_engine, grid_name, part_of
-from quantkit.errors import QuantkitError
+from quantkit.grids.schemes import Grid, IntGrid, Scheme
 from quantkit.models.table import Parameter
-from quantkit.schemes import Grid, IntGrid, Scheme
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ recipes/deploy/run.json is what tests/judges/vllm_topologies.py found: the comma
 
 from functools import cache
 
-from quantkit.assets import asset
+from quantkit.common.assets import asset
+from quantkit.common.settings import Strict, read_yaml
 from quantkit.engines.profiles import Device, EngineProfile, GridName, LoadRule, MixtureRule
-from quantkit.schemes import CacheCodes
-from quantkit.settings_file import Strict, read_yaml
+from quantkit.grids.schemes import CacheCodes
 
 
 class Loaded(Strict):

@@ -8,13 +8,13 @@ from functools import cache
 
 from pydantic import Field, model_validator
 
-from quantkit.assets import asset
+from quantkit.common.assets import asset
+from quantkit.common.errors import QuantkitError
+from quantkit.common.settings import Strict, read_yaml
 from quantkit.engines.memory import ParallelSizes
 from quantkit.engines.profiles import Device, find_engine
-from quantkit.errors import QuantkitError
+from quantkit.grids.schemes import CacheCodes
 from quantkit.models.architecture import CacheBits, CompressedCache, KeyValueCache, LatentCache
-from quantkit.schemes import CacheCodes
-from quantkit.settings_file import Strict, read_yaml
 
 Command = tuple[str, ...]
 

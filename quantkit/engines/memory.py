@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.check import LoadProblem
+from quantkit.grids.schemes import Grid, IntGrid
 from quantkit.models.architecture import CacheBits, KeyValueCache, ModelConfig
 from quantkit.models.eagle3 import HeadConfig, is_head
-from quantkit.models.stored import read_model
+from quantkit.models.stored_parameters import read_model
 from quantkit.models.table import Parameter
-from quantkit.schemes import Grid, IntGrid
 
 GIB = 2**30
 

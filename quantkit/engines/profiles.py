@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from quantkit.assets import asset
-from quantkit.errors import UsageFault
+from quantkit.common.assets import asset
+from quantkit.common.errors import UsageFault
+from quantkit.common.settings import Strict, read_yaml
+from quantkit.grids.schemes import CacheCodes, Fp4Grid, Fp8BlockGrid, Grid, IntGrid, Mxfp4Grid
 from quantkit.models.table import Parameter
-from quantkit.schemes import CacheCodes, Fp4Grid, Fp8BlockGrid, Grid, IntGrid, Mxfp4Grid
-from quantkit.settings_file import Strict, read_yaml
 
 Device = Literal["cuda", "npu", "cpu"]
 Part = Literal["qkv_a", "attention", "kv_b", "mlp", "shared_experts", "experts"]

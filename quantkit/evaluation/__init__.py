@@ -9,6 +9,6 @@ sandbox/                programs of a model, in processes of their own
 statistics/             bounds, figures, held / lost / cannot tell, how much a verdict takes
 results/                the folder a run resumes from, what it found, pages, others' figures beside ours, another tool's format
 asking.py run.py        one task against one model; the straight line through all of it
-regrading.py planning.py   grades made anew from what is kept; what a verdict will take
+regrading.py planning/plan.py   grades made anew from what is kept; what a verdict will take
 distance/ speed/        distance from the original, token by token; how fast it answers
 """

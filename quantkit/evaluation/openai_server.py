@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 
 CONNECT_TIMEOUT_S = 10.0
 TIMEOUT_S = 600.0

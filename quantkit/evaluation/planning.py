@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.errors import QuantkitError
-from quantkit.evaluation.asking import prepare
+from quantkit.common.errors import QuantkitError
+from quantkit.evaluation.generation import prepare
 from quantkit.evaluation.statistics import power
 from quantkit.evaluation.statistics.baseline import Baseline, read_baseline
 from quantkit.evaluation.statistics.estimates import accuracy as mean_accuracy

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import __version__
-from quantkit.errors import QuantkitError
-from quantkit.evaluation.asking import Notice, TaskRun, grade_all, prepare, refuse_if_all_failed, silent
+from quantkit.common.errors import QuantkitError
+from quantkit.evaluation.generation import Notice, TaskRun, grade_all, prepare, refuse_if_all_failed, silent
 from quantkit.evaluation.results.comparing import compare_results
 from quantkit.evaluation.results.figures import EvalResults, TaskResult
 from quantkit.evaluation.results.store import ReplyJournal, journals, read_journal_head

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import __version__
-from quantkit.devices import describe_hardware
-from quantkit.errors import QuantkitError, UsageFault
+from quantkit.checkpoint.hub import find_model
+from quantkit.common.atomic_write import check_writable
+from quantkit.common.devices import describe_hardware
+from quantkit.common.errors import QuantkitError, UsageFault
 from quantkit.evaluation import sandbox
-from quantkit.evaluation.asking import EvaluationProgress, Notice, Report, TaskRun, ask_and_grade, prepare, silent
+from quantkit.evaluation.generation import EvaluationProgress, Notice, Report, TaskRun, ask_and_grade, prepare, silent
 from quantkit.evaluation.generators.generator import Generator, check_own_cache
 from quantkit.evaluation.openai_server import is_url
 from quantkit.evaluation.results.comparing import compare_results
@@ -19,8 +21,6 @@ from quantkit.evaluation.results.figures import EvalResults
 from quantkit.evaluation.results.writing import write_results
 from quantkit.evaluation.statistics.baseline import Baseline, read_baseline
 from quantkit.evaluation.statistics.comparison import MARGIN
-from quantkit.hub import find_model
-from quantkit.whole_files import check_writable
 
 __all__ = ["EvaluationProgress", "ask_and_grade", "prepare", "run_evaluation"]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from quantkit.errors import QuantkitError, UsageFault
+from quantkit.common.errors import QuantkitError, UsageFault
 from quantkit.executor.options import MAX_GUESSES, EngineOptions
-from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.sampling.params import SamplingParams
 
 _AMOUNTS = ("max_batch", "max_model_len", "cache_tokens", "prefill_tokens", "tp", "dp")
 

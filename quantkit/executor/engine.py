@@ -19,31 +19,31 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.devices import Fetched, make_current
-from quantkit.executor.ahead import capture_ahead
-from quantkit.executor.budget import measure
-from quantkit.executor.cache import CachePlan
+from quantkit.common.devices import Fetched, make_current
+from quantkit.executor.cache.cache import CachePlan
 from quantkit.executor.checks import check_amounts, check_request, check_usable
-from quantkit.executor.chooser import Chooser
-from quantkit.executor.draft_load import check_draft, load_draft, make_drafter
-from quantkit.executor.eagle_head import LoadedHead
-from quantkit.executor.expert_counter import ExpertCounter
-from quantkit.executor.grammar import Grammars
-from quantkit.executor.headroom import check_computes, plan_beside, prefill_tokens
-from quantkit.executor.homes import Homes
-from quantkit.executor.joint import JointPass
-from quantkit.executor.leader import Leader
-from quantkit.executor.load import LoadedModel, open_asked, prepare
-from quantkit.executor.logprobs import check_numbers, row_logprobs, score_prompts
-from quantkit.executor.mtp_heads import by_mtp_layers
+from quantkit.executor.dp_step import JointPass
+from quantkit.executor.memory_budget import check_computes, plan_beside, prefill_tokens
 from quantkit.executor.options import EngineOptions, lookahead_of
-from quantkit.executor.parallel import SINGLE, join
-from quantkit.executor.rank_processes import environment_rank
-from quantkit.executor.runner import ForwardPass, Runner
-from quantkit.executor.sampling import SamplingParams, check_defaults
-from quantkit.executor.scheduler import ScheduledStep, Scheduler
-from quantkit.executor.sequence import Completion, Delta, FinishReason, Sequence
-from quantkit.executor.speculation import Source, Speculation
+from quantkit.executor.rank0 import Leader
+from quantkit.executor.ranks.parallel import SINGLE, join
+from quantkit.executor.ranks.rank_processes import environment_rank
+from quantkit.executor.runner.graph_warmup import capture_ahead
+from quantkit.executor.runner.logprobs import check_numbers, row_logprobs, score_prompts
+from quantkit.executor.runner.prefill_tuner import measure
+from quantkit.executor.runner.runner import ForwardPass, Runner
+from quantkit.executor.runner.sampler import Chooser
+from quantkit.executor.sampling.grammar import Grammars
+from quantkit.executor.sampling.params import SamplingParams, check_defaults
+from quantkit.executor.scheduler.data_parallel import Homes
+from quantkit.executor.scheduler.scheduler import ScheduledStep, Scheduler
+from quantkit.executor.scheduler.sequence import Completion, Delta, FinishReason, Sequence
+from quantkit.executor.speculation.draft_load import check_draft, load_draft, make_drafter
+from quantkit.executor.speculation.eagle_head import LoadedHead
+from quantkit.executor.speculation.mtp_heads import by_mtp_layers
+from quantkit.executor.speculation.speculation import Source, Speculation
+from quantkit.executor.weights.expert_counter import ExpertCounter
+from quantkit.executor.weights.load import LoadedModel, open_asked, prepare
 from quantkit.tokenizer.chat import ChatTokenizer
 
 

@@ -14,28 +14,28 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import api
-from quantkit.amounts import size
 from quantkit.calibrate.data import load_sequences
+from quantkit.calibrate.recipe import Recipe, load_recipe
+from quantkit.checkpoint.hub import find_model, plain_name
 from quantkit.checkpoint.manifest import MANIFEST
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.devices import default_dtype, find_device, free_bytes
-from quantkit.engines.launch import deploy
+from quantkit.common.atomic_write import write_whole
+from quantkit.common.devices import default_dtype, find_device, free_bytes
+from quantkit.common.progress import OnEvent, silent
+from quantkit.common.result import Result
+from quantkit.common.sizes import size
+from quantkit.deploy.launch import deploy
 from quantkit.evaluation.distance.perplexity import Report as TextReport
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.run import Report as EvalReport
 from quantkit.evaluation.run import run_evaluation
-from quantkit.guide.boxes import DeviceBox
+from quantkit.grids.schemes import find_scheme
 from quantkit.guide.proposal import QUANTKIT
 from quantkit.guide.record import Agreed, Record
-from quantkit.hub import find_model, plain_name
-from quantkit.progress import OnEvent, silent
+from quantkit.planning.boxes import DeviceBox
 from quantkit.quantization import run as quantization
 from quantkit.quantization.verdict import judge
-from quantkit.recipe import Recipe, load_recipe
-from quantkit.result import Result
-from quantkit.schemes import find_scheme
 from quantkit.tokenizer.chat import ChatTokenizer
-from quantkit.whole_files import write_whole
 
 STEPS = ("quantize", "measure", "score", "launch")
 DOCUMENTS = 24

@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from quantkit.amounts import size, span
-from quantkit.assets import asset
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.assets import asset
+from quantkit.common.errors import QuantkitError
+from quantkit.common.result import Result
+from quantkit.common.settings import Strict, read_yaml
+from quantkit.common.sizes import size, span
 from quantkit.engines.check import check_model, find_load
 from quantkit.engines.choice import choose
 from quantkit.engines.memory import ParallelSizes, find_split_problem
 from quantkit.engines.profiles import Device, find_engine
-from quantkit.errors import QuantkitError
-from quantkit.guide.boxes import DeviceBox
+from quantkit.grids.schemes import SCHEMES, Scheme, find_scheme
 from quantkit.models import find_architecture
-from quantkit.planning import Plan, plan
-from quantkit.quantization.opening import JobRequest, open_job, read_request
-from quantkit.recipe import Recipe
-from quantkit.result import Result
-from quantkit.schemes import SCHEMES, Scheme, find_scheme
-from quantkit.serving_devices import Devices
-from quantkit.settings_file import Strict, read_yaml
+from quantkit.planning.boxes import DeviceBox
+from quantkit.planning.devices import Devices
+from quantkit.planning.plan import Plan, plan
+from quantkit.quantization.job import JobRequest, open_job, read_request
 
 QUANTKIT = "quantkit"
 """The engine that serves on a processor: this package's own."""

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import psutil
 
-from quantkit.amounts import size
 from quantkit.api import load_settings
 from quantkit.calibrate.data import load_sequences
+from quantkit.checkpoint.hub import find_local
 from quantkit.checkpoint.remote import open_headers
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
+from quantkit.common.sizes import size
 from quantkit.evaluation.run import prepare
 from quantkit.guide.job import GoRequest
-from quantkit.guide.pace import measure_pace
+from quantkit.guide.machine_speed import measure_pace
 from quantkit.guide.proposal import Proposal, SchemeCandidate, Wanted, candidates, choose_candidate
-from quantkit.hub import find_local
-from quantkit.planning import Plan
+from quantkit.planning.plan import Plan
 from quantkit.quantization.cost import seconds_of
 from quantkit.tokenizer.chat import ChatTokenizer
 

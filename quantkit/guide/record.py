@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import __version__
-from quantkit.errors import QuantkitError
-from quantkit.model_files import read_json
-from quantkit.whole_files import write_whole
+from quantkit.common.atomic_write import write_whole
+from quantkit.common.errors import QuantkitError
+from quantkit.common.model_files import read_json
 
 NAME = "go.json"
 

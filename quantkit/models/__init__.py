@@ -5,9 +5,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.models.architecture import Architecture, ModelConfig
-from quantkit.models.elsewhere import Elsewhere
+from quantkit.models.hf_fallback import Elsewhere
 
 ARCHITECTURES = (
     "deepseek_v3",
@@ -35,12 +35,11 @@ ARCHITECTURES = (
     "qwen3_next",
     "solar_open",
 )
-_FILES = {"PanguEmbedded": "pangu_embedded"}
+_FILES = {"PanguEmbedded": "pangu_embedded", "deepseek_v4": "deepseek_v4.architecture"}
 """Files that are not named after the model_type."""
 if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
     from quantkit.models import (
         deepseek_v3,
-        deepseek_v4,
         deepseek_v32,
         glm4_moe,
         glm_moe_dsa,
@@ -64,6 +63,7 @@ if TYPE_CHECKING:  # mypy proves that each file offers what is asked of it
         qwen3_next,
         solar_open,
     )
+    from quantkit.models.deepseek_v4 import architecture as deepseek_v4
 
     _DEEPSEEK_V3: Architecture[deepseek_v3.Config] = deepseek_v3
     _DEEPSEEK_V32: Architecture[deepseek_v32.Config] = deepseek_v32

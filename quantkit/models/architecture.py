@@ -8,11 +8,11 @@ from typing import Any, Literal, Protocol, TypeVar
 from quantkit_kernels import SILU, Gating, Routing
 from torch import Tensor
 
-from quantkit.models import compressed
+from quantkit.models import compressed_attention
 from quantkit.models.context import Context
 from quantkit.models.decoder import DecoderLayer, Model
 from quantkit.models.delta_rule import DeltaNet
-from quantkit.models.hyper import StreamSizes
+from quantkit.models.hyper_connections import StreamSizes
 from quantkit.models.mtp import MtpReads
 from quantkit.models.rope import Rope
 from quantkit.models.short_conv import ShortConvolutions
@@ -109,11 +109,11 @@ class CompressedCache:
         return replace(self, rates=(*self.rates, *((0, False) for _ in range(drafts))))
 
     def kept(self) -> dict[int, tuple[int, int]]:
-        """Of the last tokens of a running sequence, by `compressed.number_of`: how many, and the values of each."""
-        kept = {compressed.number_of(layer, 0): (self.window, self.head_dim) for layer in range(len(self.rates))}
+        """Of the last tokens of a running sequence, by `compressed_attention.number_of`: how many, and the values of each."""
+        kept = {compressed_attention.number_of(layer, 0): (self.window, self.head_dim) for layer in range(len(self.rates))}
         for layer, (rate, selects) in enumerate(self.rates):
             if rate:
-                kept[compressed.number_of(layer, 1)] = (rate * (1 + selects), self.raw_width(selects))
+                kept[compressed_attention.number_of(layer, 1)] = (rate * (1 + selects), self.raw_width(selects))
         return kept
 
     def raw_width(self, selects: bool) -> int:

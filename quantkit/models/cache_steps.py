@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.models.architecture import KeyValueCache, LatentCache
 from quantkit.models.table import Parameter, Projection
 

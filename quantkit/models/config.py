@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, get_args, get_type_hints
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 
 
 @dataclass(frozen=True)

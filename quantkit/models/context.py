@@ -16,8 +16,8 @@ from quantkit_kernels.reference.prompts import attend_by_blocks, attend_one
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.errors import QuantkitError
-from quantkit.models.compressed import CompressedAttention, CompressedInputs, attend_text
+from quantkit.common.errors import QuantkitError
+from quantkit.models.compressed_attention import CompressedAttention, CompressedInputs, attend_text
 from quantkit.models.delta_rule import DeltaInputs, DeltaWeights, attend_sequence
 from quantkit.models.latent_window import LatentWindow, Seen, attend_seen, within
 from quantkit.models.rope import Rope

@@ -11,7 +11,7 @@ from typing import Any
 from quantkit_kernels import Norms, Routing
 from torch import Tensor
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.models import decoder, mtp
 from quantkit.models.architecture import ConfigDefaults, LatentCache
 from quantkit.models.config import (
@@ -24,7 +24,7 @@ from quantkit.models.config import (
     refuse_attention_bias,
 )
 from quantkit.models.context import Context
-from quantkit.models.elsewhere import AnyOf, GatesAndLengths, NullField, TrueFields
+from quantkit.models.hf_fallback import AnyOf, GatesAndLengths, NullField, TrueFields
 from quantkit.models.mlp import (
     MixtureNames,
     Mlp,

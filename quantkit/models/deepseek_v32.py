@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from torch import Tensor
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.models import decoder, deepseek_v3, mtp
 from quantkit.models.architecture import LatentCache
 from quantkit.models.config import DECIDED, check_at_most, check_flag, refusal

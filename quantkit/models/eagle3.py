@@ -15,7 +15,7 @@ from quantkit_kernels import add_rms_norm, by_own_backend, rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.models import gqa, llama
 from quantkit.models.config import check_flag
 from quantkit.models.context import Context

@@ -8,11 +8,11 @@ from quantkit_kernels import Routing
 from quantkit.models import gqa, mtp
 from quantkit.models.config import CountOrNone, NumLayersOrNone, check_count, check_flag, check_number, read_fields
 from quantkit.models.deepseek_v3 import MIXTURE
-from quantkit.models.elsewhere import GatesAndLengths
 from quantkit.models.gqa import DecoderLayer, Model, scale_groups
+from quantkit.models.hf_fallback import GatesAndLengths
 from quantkit.models.mlp import check_groups, read_routing
+from quantkit.models.sliding_window import refuse_windows
 from quantkit.models.table import Parameter
-from quantkit.models.windows import refuse_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
 ELSEWHERE = GatesAndLengths()

@@ -6,7 +6,7 @@ A layer that shares attends to the tokens that the last layer with an indexer se
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.models import deepseek_v32
 from quantkit.models.config import DECIDED, check_count, refusal
 from quantkit.models.deepseek_v32 import DecoderLayer, Model, MtpLayer, parameters, scale_groups

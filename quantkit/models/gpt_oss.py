@@ -1,7 +1,7 @@
 """gpt-oss: attention sinks, a sliding window in every other layer, biases everywhere, and experts with a clamped gate.
 
 Published with the experts of a layer stacked, in MXFP4 or in 16 bits; they are read as experts of their own
-(checkpoint/published_stacks.py).
+(checkpoint/stacked_layouts.py).
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from quantkit.models import gqa
 from quantkit.models.config import check_count, check_flag, check_number
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
 from quantkit.models.mlp import MixtureNames, read_routing
-from quantkit.models.windows import read_windows
+from quantkit.models.sliding_window import read_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
 

@@ -12,7 +12,7 @@ import torch
 from quantkit_kernels import Gating, Norms, Routing
 from torch import Tensor
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.models import decoder
 from quantkit.models.architecture import ConfigDefaults, KeyValueCache
 from quantkit.models.config import DECIDED, CountOrNone, NumLayers, check_at_most, check_divides, read_fields

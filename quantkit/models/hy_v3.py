@@ -11,8 +11,8 @@ from quantkit.models.config import MOST_LAYERS, check_count, check_number, refus
 from quantkit.models.gqa import DecoderLayer, Model, scale_groups
 from quantkit.models.mlp import MixtureNames, read_routing
 from quantkit.models.qwen3_moe import COUNT
+from quantkit.models.sliding_window import refuse_windows
 from quantkit.models.table import Parameter
-from quantkit.models.windows import refuse_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
 

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.models import deepseek_v3
 from quantkit.models.config import refusal
 from quantkit.models.deepseek_v3 import MtpLayer
-from quantkit.models.inner import InnerWeights, renamed_groups, renamed_rows
 from quantkit.models.table import Parameter, ScaleGroup
+from quantkit.models.text_submodel import InnerWeights, renamed_groups, renamed_rows
 from quantkit.models.weights import Weights
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]

@@ -7,7 +7,7 @@ from quantkit.models.config import check_count, refusal, refuse_other_values
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
 from quantkit.models.mixtral import COUNT, LINEARS, MODULE
 from quantkit.models.mlp import MixtureNames, read_routing
-from quantkit.models.windows import refuse_windows
+from quantkit.models.sliding_window import refuse_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.checkpoint.stack import Stack
-from quantkit.errors import QuantkitError
-from quantkit.models.watched.experts import UnknownExperts, experts_modules, look_at_experts
+from quantkit.checkpoint.stacked_experts import Stack
+from quantkit.common.errors import QuantkitError
+from quantkit.models.hf_traced.experts import UnknownExperts, experts_modules, look_at_experts
 
 _MOST = {"num_hidden_layers": 1000} | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 10_000)
 """Of the modules of a model that is built."""

@@ -15,11 +15,11 @@ import torch
 from quantkit_kernels import by_own_backend, rms_norm
 from torch import Tensor
 
-from quantkit.models import decoder, deepseek_v3, mtp, pangu_ultra_moe, streams_decoder
+from quantkit.models import decoder, deepseek_v3, hyper_connections_decoder, mtp, pangu_ultra_moe
 from quantkit.models.architecture import LatentCache
 from quantkit.models.config import DECIDED, CountOrNone, check_at_most, check_count, check_flag, read_fields, refusal, refuse_attention_bias
 from quantkit.models.context import Context
-from quantkit.models.hyper import StreamNames, StreamSizes, end_parameters, stream_parameters
+from quantkit.models.hyper_connections import StreamNames, StreamSizes, end_parameters, stream_parameters
 from quantkit.models.indexer import Indexer, IndexerSizes, indexer_parameters, with_indexer
 from quantkit.models.latent_window import LatentWindow
 from quantkit.models.mlp import Mlp, check_groups
@@ -209,11 +209,11 @@ class Attention(deepseek_v3.Attention):
         return torch.cat((rms_norm(latents, self.norms.k, self.norms.eps), keys), dim=-1)
 
 
-class StreamsDecoderLayer(streams_decoder.StreamsLayer):
+class StreamsDecoderLayer(hyper_connections_decoder.StreamsLayer):
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         p = f"model.layers.{layer}"
         mlp = pangu_ultra_moe.mixture_of(config, f"{p}.mlp", weights) if config.is_moe(layer) else Mlp(f"{p}.mlp", weights)
-        names = streams_decoder.LayerNames("attn_mhc_module", "mlp_mhc_module", "input_layernorm", "pre_mlp_layernorm")
+        names = hyper_connections_decoder.LayerNames("attn_mhc_module", "mlp_mhc_module", "input_layernorm", "pre_mlp_layernorm")
         super().__init__(p, config.streams, weights, Attention(config, layer, weights), mlp, names)
         self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
         self.post_mlp_norm = weights.tensor(f"{p}.post_mlp_layernorm.weight")
@@ -245,7 +245,7 @@ def layer_of(config: Config, layer: int, weights: Weights) -> decoder.DecoderLay
 DecoderLayer = layer_of
 
 
-class Model(streams_decoder.StreamsModel):
+class Model(hyper_connections_decoder.StreamsModel):
     layer_class = StreamsDecoderLayer
     num_handed = 1
 

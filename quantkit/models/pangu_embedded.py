@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.models import gqa
 from quantkit.models.config import check_flag
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
-from quantkit.models.windows import refuse_windows
+from quantkit.models.sliding_window import refuse_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from quantkit.models import gqa
 from quantkit.models.config import check_flag, refusal
-from quantkit.models.elsewhere import GatesAndLengths
 from quantkit.models.gqa import MtpLayer
-from quantkit.models.inner import InnerWeights, renamed_groups, renamed_rows
+from quantkit.models.hf_fallback import GatesAndLengths
 from quantkit.models.qwen3_next import DEFAULTS, TURNED, read_delta_net
+from quantkit.models.sliding_window import refuse_windows
 from quantkit.models.table import Parameter, ScaleGroup
+from quantkit.models.text_submodel import InnerWeights, renamed_groups, renamed_rows
 from quantkit.models.weights import Weights
-from quantkit.models.windows import refuse_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
 ELSEWHERE = GatesAndLengths()

@@ -4,7 +4,7 @@ from typing import Any
 
 from quantkit.models import gqa
 from quantkit.models.config import check_count
-from quantkit.models.elsewhere import GatesAndLengths
+from quantkit.models.hf_fallback import GatesAndLengths
 from quantkit.models.mlp import MixtureNames, read_routing
 from quantkit.models.qwen3_5 import DecoderLayer, Model, MtpLayer, parameters, read_decoder, read_text, scale_groups
 from quantkit.models.qwen3_moe import COUNT

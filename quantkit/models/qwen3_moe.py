@@ -4,10 +4,10 @@ from typing import Any
 
 from quantkit.models import gqa
 from quantkit.models.config import check_count, check_flag, refusal
-from quantkit.models.elsewhere import GatesAndLengths
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
+from quantkit.models.hf_fallback import GatesAndLengths
 from quantkit.models.mlp import read_routing
-from quantkit.models.windows import read_switched_windows
+from quantkit.models.sliding_window import read_switched_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
 ELSEWHERE = GatesAndLengths()

@@ -8,11 +8,11 @@ from typing import Any
 from quantkit.models import gqa
 from quantkit.models.config import check_count, check_flag, refusal
 from quantkit.models.delta_rule import DeltaNet
-from quantkit.models.elsewhere import GatesAndLengths
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
+from quantkit.models.hf_fallback import GatesAndLengths
 from quantkit.models.mlp import MixtureNames, read_routing
 from quantkit.models.qwen3_moe import COUNT, dense_layers
-from quantkit.models.windows import refuse_windows
+from quantkit.models.sliding_window import refuse_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
 ELSEWHERE = GatesAndLengths()

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 
 Kind = Literal["default", "linear", "llama3", "yarn"]
 DEFAULT_THETA = 10000.0

@@ -5,10 +5,10 @@ from typing import Any
 from quantkit.models import gqa
 from quantkit.models.config import check_count, check_flag, refusal
 from quantkit.models.deepseek_v3 import MIXTURE
-from quantkit.models.elsewhere import GatesAndLengths
 from quantkit.models.glm4_moe import read_grouped_routing
 from quantkit.models.gqa import DecoderLayer, Model, MtpLayer, parameters, scale_groups
-from quantkit.models.windows import refuse_windows
+from quantkit.models.hf_fallback import GatesAndLengths
+from quantkit.models.sliding_window import refuse_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
 ELSEWHERE = GatesAndLengths()

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.sequence import Delta
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.sequence import Delta
 from quantkit.playground.compare import parting, scored
 from quantkit.playground.model import PlayModel
 

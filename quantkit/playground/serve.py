@@ -6,8 +6,8 @@ from socket import socket
 
 import uvicorn
 
+from quantkit.common.bind import not_free
 from quantkit.executor.server.connections import HttpServer
-from quantkit.listening import not_free
 from quantkit.playground.app import create_app
 from quantkit.playground.play import Playground
 

@@ -5,8 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from quantkit.grids.rounding import Rounder
 from quantkit.quant.column_steps import ColumnSteps
-from quantkit.quant.rounding import Rounder
 
 
 @dataclass(frozen=True)

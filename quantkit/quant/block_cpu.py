@@ -5,8 +5,8 @@ import torch
 from quantkit_kernels.cpu.build import once
 from torch import Tensor
 
-from quantkit.quant.integer import int_range
-from quantkit.quant.rounding import IntRounder, Rounder, RoundingStep
+from quantkit.grids.integer import int_range
+from quantkit.grids.rounding import IntRounder, Rounder, RoundingStep
 
 _INTEGER, _INTEGER_WITH_ZERO, _E2M1 = range(3)
 _MOST_COLUMNS = 128

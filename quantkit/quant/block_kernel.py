@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantkit.grids.e2m1 import E2M1_MAX
+from quantkit.grids.integer import int_range
+from quantkit.grids.rounding import IntRounder, Rounder
 from quantkit.quant.block import BlockParts
 from quantkit.quant.column_steps import ColumnSteps
-from quantkit.quant.fp4 import E2M1_MAX
-from quantkit.quant.integer import int_range
-from quantkit.quant.rounding import IntRounder, Rounder
 
 ROWS, FEW_ROWS = 16, 8
 """Of a program, which is one warp: columns wait for each other, so a program is as fast as the fewest instructions of a column. FEW_ROWS

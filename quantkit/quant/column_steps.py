@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.quant.rounding import Rounder, RoundingStep
+from quantkit.grids.rounding import Rounder, RoundingStep
 
 
 @dataclass(frozen=True)

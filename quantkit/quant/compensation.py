@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.grids.rounding import Rounder, RoundingStep, fit_steps
 from quantkit.quant.column_steps import Steps, step_groups, take
 from quantkit.quant.descent import Descent, descend
 from quantkit.quant.gptq import Curvature, gptq, put_back
-from quantkit.quant.rounding import Rounder, RoundingStep, fit_steps
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from quantkit.grids.rounding import Rounder, RoundingStep, fit_steps
 from quantkit.quant import block_cpu
 from quantkit.quant.block import BlockParts, RoundBlock
 from quantkit.quant.column_steps import ColumnSteps, Steps, step_groups, take
-from quantkit.quant.rounding import Rounder, RoundingStep, fit_steps
 from quantkit.quant.tensor_cores import carried, carried_and, plus_product
 
 OUTER = 512

@@ -11,10 +11,10 @@ attention, a block has rows of each.
 import torch
 from torch import Tensor
 
+from quantkit.grids.rounding import Rounder, RoundingStep, fit_steps
 from quantkit.quant.compensation import compensate_under
 from quantkit.quant.descent import Descent
 from quantkit.quant.gptq import Curvature
-from quantkit.quant.rounding import Rounder, RoundingStep, fit_steps
 from quantkit.quant.tensor_cores import carried
 
 ROW_BLOCKS = 8

@@ -10,7 +10,7 @@ Cost is bytes stored, bytes read for a token, or a mean of the two as shares of 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quantkit.schemes import Grid, grid_label
+from quantkit.grids.schemes import Grid, grid_label
 
 CURVE_POINTS = 40
 """Allocations that a curve is drawn through, at most."""

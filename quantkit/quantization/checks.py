@@ -6,22 +6,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.calibrate.ends import Ends
+from quantkit.calibrate.embed_and_head import Ends
 from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.checkpoint.aux_files import SETTINGS, read_companions
 from quantkit.checkpoint.check import CACHE_PARTS
-from quantkit.checkpoint.companions import SETTINGS, read_companions
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.stack import cut_up
-from quantkit.errors import QuantkitError
-from quantkit.model_files import LARGEST, is_there, read_json
-from quantkit.models import by_name as by_name_models
+from quantkit.checkpoint.stacked_experts import cut_up
+from quantkit.common.errors import QuantkitError
+from quantkit.common.model_files import LARGEST, is_there, read_json
+from quantkit.grids.schemes import Grid, IntGrid, Scheme
 from quantkit.models import check_missing, is_known
+from quantkit.models import tensor_names as by_name_models
+from quantkit.models.hf_traced.architecture import WatchedArchitecture
 from quantkit.models.module_tree import read_tree
-from quantkit.models.stored import check_stored, read_model
+from quantkit.models.stored_parameters import check_stored, read_model
 from quantkit.models.table import Parameter
-from quantkit.models.watched.architecture import WatchedArchitecture
-from quantkit.schemes import Grid, IntGrid, Scheme
 from quantkit.tokenizer.chat import ChatTokenizer
 
 DROPPED = {

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from quantkit.models.table import Parameter
-from quantkit.quantization.opening import Job
+from quantkit.quantization.job import Job
 
 _FORWARDS = 2
 _COMPARED = {"expert": 2, "alone": 4}

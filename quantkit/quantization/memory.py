@@ -18,11 +18,11 @@ from quantkit.calibrate.batches import BATCH_TOKENS, Batches
 from quantkit.calibrate.next_token_kl import BLOCK_ROWS
 from quantkit.calibrate.sensitivity import MOST_TOKENS, PATH_TOKENS
 from quantkit.checkpoint.writer import WAITING
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.models.architecture import ModelConfig
+from quantkit.models.hf_traced.skeleton import KEPT_BYTES
 from quantkit.models.table import Parameter
-from quantkit.models.watched.skeleton import KEPT_BYTES
-from quantkit.quantization.opening import Job
+from quantkit.quantization.job import Job
 
 PROCESS_BYTES = 400 * 10**6
 """Python, torch and the tokenizer, before any weight is read."""

@@ -6,13 +6,13 @@ A linear that is kept stays as the source has it: FP8 blocks where the format ho
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from quantkit.amounts import parse_bytes
 from quantkit.checkpoint.formats import fp8_block
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.errors import QuantkitError, UsageFault
+from quantkit.common.sizes import parse_bytes
 from quantkit.engines.choice import MixtureChoice
-from quantkit.errors import QuantkitError, UsageFault
+from quantkit.grids.schemes import Fp8BlockGrid, Grid, IntGrid
 from quantkit.models.table import BEFORE_LATENT_ATTENTION, Parameter
-from quantkit.schemes import Fp8BlockGrid, Grid, IntGrid
 
 INT8 = IntGrid(bits=8, group_size=None, symmetric=True)
 FP8 = Fp8BlockGrid()

@@ -14,16 +14,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quantkit.calibrate.parameter_reader import ParameterReader
-from quantkit.checkpoint.companions import read_companions
+from quantkit.checkpoint.aux_files import read_companions
 from quantkit.checkpoint.formats.base import Format, output_config
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.checkpoint.saved_tensors import save_tensors
-from quantkit.checkpoint.watch import Watch
+from quantkit.checkpoint.safetensors_writer import save_tensors
+from quantkit.checkpoint.source_guard import Watch
 from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.grids.schemes import Fp8BlockGrid, Grid
+from quantkit.grids.weights import Weight
 from quantkit.models.table import Parameter
-from quantkit.quant.weights import Weight
 from quantkit.quantization.host_copies import HostCopies
-from quantkit.schemes import Fp8BlockGrid, Grid
 
 NOTHING_BESIDE: Mapping[str, tuple[TensorSpec, ...]] = {}
 

@@ -25,11 +25,11 @@ from quantkit.calibrate.saliency import Saliency, SaliencyWalk, Tell, choose_kep
 from quantkit.calibrate.source_model import SourceModel
 from quantkit.checkpoint.pruned import Kept, PrunedCheckpoint
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.watch import Stamp, stamped
-from quantkit.errors import QuantkitError
-from quantkit.model_files import read_json
+from quantkit.checkpoint.source_guard import Stamp, stamped
+from quantkit.common.errors import QuantkitError
+from quantkit.common.model_files import read_json
 from quantkit.models import find_architecture, is_known
-from quantkit.models.stored import Model, read_model
+from quantkit.models.stored_parameters import Model, read_model
 from quantkit.models.table import Parameter
 
 FILE_NAME = "pruning.json"

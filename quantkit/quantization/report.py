@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from quantkit.amounts import byte_unit, size, span
 from quantkit.calibrate.findings import Findings
+from quantkit.common.plots import GREY, OURS, THEIRS, draw, label_axes, layer_plot
+from quantkit.common.sizes import byte_unit, size, span
 from quantkit.models.table import Parameter
-from quantkit.plots import GREY, OURS, THEIRS, draw, label_axes, layer_plot
 from quantkit.quantization.verdict import judge
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")

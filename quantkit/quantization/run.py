@@ -13,42 +13,42 @@ from typing import Any
 import torch
 
 from quantkit import __version__
-from quantkit.amounts import size, span
 from quantkit.calibrate.batches import Batches
 from quantkit.calibrate.coded_cache import CodedCache
 from quantkit.calibrate.data import OWN_TEXT, Sequences, load_sequences
 from quantkit.calibrate.findings import Findings
 from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.progress_log import UnitLog
 from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.solvers import Solvers
+from quantkit.calibrate.recipe import Recipe
+from quantkit.calibrate.solver_table import Solvers
 from quantkit.calibrate.source_model import SourceModel
-from quantkit.calibrate.unit_log import UnitLog
 from quantkit.calibrate.walk import Walk
-from quantkit.checkpoint.companions import has_tokenizer
+from quantkit.checkpoint.aux_files import has_tokenizer
 from quantkit.checkpoint.manifest import made_for
 from quantkit.checkpoint.pruned import PrunedCheckpoint
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import prepare
-from quantkit.devices import describe_hardware, take_device
-from quantkit.expert_counts import FILE_NAME, ExpertCounts
-from quantkit.plots import layer_plot
-from quantkit.progress import Note, OnEvent, Progress, peak_memory, silent
-from quantkit.quantization.choosing import ChosenGrids, Options, check_wanted, read_sensitivities, told_grids
+from quantkit.common.devices import describe_hardware, take_device
+from quantkit.common.plots import layer_plot
+from quantkit.common.progress import Note, OnEvent, Progress, peak_memory, silent
+from quantkit.common.result import Result
+from quantkit.common.sizes import size, span
+from quantkit.grids.schemes import Scheme, grid_label
+from quantkit.models.expert_counts import FILE_NAME, ExpertCounts
 from quantkit.quantization.cost import RATES, job_work, seconds_of
 from quantkit.quantization.coverage import Coverage
-from quantkit.quantization.measuring import NAME, beside, find_sensitivities
+from quantkit.quantization.job import NO_MIXTURE, Job, JobRequest, open_job, read_request
 from quantkit.quantization.memory import Peak, check_memory, expected_peak
+from quantkit.quantization.mixed_precision import ChosenGrids, Options, check_wanted, read_sensitivities, told_grids
 from quantkit.quantization.mixture import Mixture
-from quantkit.quantization.nearest import round_units
-from quantkit.quantization.opening import NO_MIXTURE, Job, JobRequest, open_job, read_request
 from quantkit.quantization.output import Output
 from quantkit.quantization.pruning import FILE_NAME as PRUNING
 from quantkit.quantization.pruning import PrunedExperts, prune, prune_as, told_pruned
 from quantkit.quantization.report import Account, RunFacts, read_findings, report_files
+from quantkit.quantization.rtn import round_units
+from quantkit.quantization.sensitivity_run import NAME, beside, find_sensitivities
 from quantkit.quantization.verdict import judge
-from quantkit.recipe import Recipe
-from quantkit.result import Result
-from quantkit.schemes import Scheme, grid_label
 from quantkit.tokenizer.chat import ChatTokenizer
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from quantkit.amounts import size
 from quantkit.calibrate.sensitivity import Sensitivities
+from quantkit.common.sizes import size
 from quantkit.models.table import Parameter
 from quantkit.quantization.allocation import CurvePoint
-from quantkit.quantization.choosing import Options
-from quantkit.quantization.opening import Job
+from quantkit.quantization.job import Job
+from quantkit.quantization.mixed_precision import Options
 
 POINTS = 9
 """Of a curve that is told."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 
 _MOST_UNKNOWN = 0.01
 """Share of one's tokens that the other may lack: later releases of a family add some for tools and reasoning."""

@@ -11,8 +11,8 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from quantkit.errors import QuantkitError
-from quantkit.model_files import is_there, read_json, read_text
+from quantkit.common.errors import QuantkitError
+from quantkit.common.model_files import is_there, read_json, read_text
 from quantkit.tokenizer.stored import naming, read_tokenizer, tokenizer_file
 from quantkit.tokenizer.tags import END_THINK, THINK
 from quantkit.tokenizer.template import ChatTemplate

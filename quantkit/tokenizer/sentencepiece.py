@@ -9,8 +9,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from quantkit.errors import QuantkitError
-from quantkit.model_files import read_file
+from quantkit.common.errors import QuantkitError
+from quantkit.common.model_files import read_file
 
 _AGAIN = "copy it from the original model"
 _SPACE = "▁"

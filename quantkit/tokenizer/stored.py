@@ -13,8 +13,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, processors
 
-from quantkit.errors import QuantkitError
-from quantkit.model_files import LARGEST, is_there, read_json, read_text
+from quantkit.common.errors import QuantkitError
+from quantkit.common.model_files import LARGEST, is_there, read_json, read_text
 from quantkit.tokenizer import sentencepiece, tiktoken
 
 _AGAIN = "copy it from the original model"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 
 _WORKER = Path(__file__).with_name("template_worker.py")
 _DEADLINE_S = 30.0

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from quantkit.errors import QuantkitError
-from quantkit.model_files import read_file, read_text
+from quantkit.common.errors import QuantkitError
+from quantkit.common.model_files import read_file, read_text
 
 _AGAIN = "copy it from the original model"
 _LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")

@@ -54,10 +54,10 @@ def r1_attention(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     pairs half a head apart, as openPangu-Ultra-MoE has them, and int8-attention int4 by that preset."""
     import make_model
 
+    from quantkit.calibrate.recipe import Recipe
+    from quantkit.grids.schemes import find_scheme
     from quantkit.quantization import quantize
     from quantkit.quantization.mixture import Mixture
-    from quantkit.recipe import Recipe
-    from quantkit.schemes import find_scheme
 
     folder, config = tmp_path_factory.mktemp("r1_attention"), make_model.tiny_config(**R1_ATTENTION)
     tensors = make_model.random_tensors(config)
@@ -78,10 +78,10 @@ def r1_attention(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 @pytest.fixture(scope="session")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The built-in model rounded to nearest on a scheme's grid, made once."""
-    from quantkit.assets import builtin_model
+    from quantkit.calibrate.recipe import Recipe
+    from quantkit.common.assets import builtin_model
+    from quantkit.grids.schemes import find_scheme
     from quantkit.quantization import quantize
-    from quantkit.recipe import Recipe
-    from quantkit.schemes import find_scheme
 
     made: dict[str, Path] = {}
 

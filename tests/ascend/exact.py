@@ -28,7 +28,7 @@ from quantkit_kernels.torch_npu.prolog import prolog_refused
 from quantkit_kernels.weights import Fp4, Int4, Int8, NarrowInt8, Weight, dequantize, kind, shape
 from torch import Tensor
 
-from quantkit.executor.weights import ExecutorWeights
+from quantkit.executor.weights.weights import ExecutorWeights
 from quantkit.models.rope import Rope
 
 

@@ -8,13 +8,13 @@ import torch
 from ascend import device_double, npu_double
 from quantkit_kernels import accelerator, torch_npu
 
-from quantkit.executor import weights
 from quantkit.executor.engine import Engine
-from quantkit.executor.graphs import DecodeSteps, DeviceCapture, why_eager
-from quantkit.executor.parallel import Parallel
-from quantkit.executor.prefetch import Prefetcher
-from quantkit.executor.runner import Runner
-from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.ranks.parallel import Parallel
+from quantkit.executor.runner.graphs import DecodeSteps, DeviceCapture, why_eager
+from quantkit.executor.runner.runner import Runner
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.weights import weights
+from quantkit.executor.weights.prefetch import Prefetcher
 
 PROMPTS = [list(range(6 + i, 30 + 9 * i)) for i in range(3)]
 PARAMS = [SamplingParams(max_new_tokens=4 + 3 * i, ignore_eos=True) for i in range(3)]
@@ -85,7 +85,7 @@ def test_graphs_are_captured_on_one_stream_but_for_a_layers_behind(
     monkeypatch.setattr(accelerator, "capture", lambda *given, **options: streams.append(options["stream"]) or kept(*given, **options))
     with npu_double.installed():
         engine = Engine.load(quantized("rtn-w4a16"), device="cpu", dtype="bfloat16", backend="torch_npu", max_batch=4, max_model_len=256)
-        monkeypatch.setattr("quantkit.executor.runner.why_eager", lambda device: "")
+        monkeypatch.setattr("quantkit.executor.runner.runner.why_eager", lambda device: "")
         engine.runner = Runner(engine.loaded.model, engine.cache)
         tokens(engine)
         behind, model = engine.runner.steps_behind(engine.loaded.model), engine.runner.steps

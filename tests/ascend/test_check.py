@@ -12,8 +12,8 @@ from quantkit_kernels import Measurement, timing, torch_npu
 from quantkit_kernels.torch_npu import machine
 from typer.testing import CliRunner
 
-from quantkit import devices
 from quantkit.cli import app
+from quantkit.common import devices
 
 check = importlib.import_module("quantkit_kernels.self_check")  # the package's attribute of that name is the function
 

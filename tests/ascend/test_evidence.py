@@ -8,7 +8,7 @@ from pathlib import Path
 from ascend.evidence import EVIDENCE, NOT_DONE
 from quantkit_kernels.torch_npu.rules import RULES
 
-from quantkit.assets import asset
+from quantkit.common.assets import asset
 
 TESTS = Path(__file__).parents[1]
 

@@ -14,14 +14,14 @@ import torch
 from ascend import exact, npu_double
 from torch import Tensor
 
-from quantkit.assets import builtin_model
-from quantkit.errors import QuantkitError
-from quantkit.executor.cache import PagedCache
-from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
+from quantkit.common.assets import builtin_model
+from quantkit.common.errors import QuantkitError
+from quantkit.executor.cache.cache import PagedCache
 from quantkit.executor.engine import Engine
-from quantkit.executor.load import LoadedModel, load_model
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.sequence import Completion
+from quantkit.executor.runner.attention_context import Chunk, DecodeContext, PrefillContext
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.sequence import Completion
+from quantkit.executor.weights.load import LoadedModel, load_model
 
 QUESTIONS = ("What is 12 + 7?", "Tom has 5 apples and buys 8 more. How many apples does Tom have?")
 ALONG = (*QUESTIONS, "A box holds 6 pens. How many pens are in 4 boxes?")

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from ascend import npu_double
 from forked_ranks import run_ranks
 
-from quantkit import devices
-from quantkit.errors import QuantkitError
-from quantkit.executor import parallel
-from quantkit.executor.coded_sums import CodedSums
-from quantkit.executor.context import Chunk, PrefillContext
-from quantkit.executor.load import load_model
+from quantkit.common import devices
+from quantkit.common.errors import QuantkitError
+from quantkit.executor.ranks import parallel
+from quantkit.executor.ranks.quantized_all_reduce import CodedSums
+from quantkit.executor.runner.attention_context import Chunk, PrefillContext
+from quantkit.executor.weights.load import load_model
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from quantkit_kernels import backends
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.executor.engine import Engine
-from quantkit.executor.graphs import compute
-from quantkit.executor.sampling import SamplingParams
-from quantkit.hardware import Launches, load_hardware
+from quantkit.executor.runner.graphs import compute
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.planning.hardware import Launches, load_hardware
 
 VIEWS = {"view", "_unsafe_view", "expand", "detach", "alias"}
 NOT_LAUNCHED = VIEWS | {"empty", "empty_like", "new_empty", "_local_scalar_dense", "lift_fresh"}

@@ -12,8 +12,8 @@ from ascend.test_executor import forced
 from quantkit_kernels import torch_npu
 from torch import Tensor
 
-from quantkit.executor import prefetch, weights
-from quantkit.executor.parallel import SINGLE, Parallel
+from quantkit.executor.ranks.parallel import SINGLE, Parallel
+from quantkit.executor.weights import prefetch, weights
 
 
 class Noted(prefetch.Prefetcher):

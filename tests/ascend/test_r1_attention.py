@@ -19,12 +19,12 @@ from quantkit_kernels import accelerator
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.executor.engine import Engine
-from quantkit.executor.graphs import DeviceCapture
-from quantkit.executor.load import load_model
-from quantkit.executor.runner import Runner
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.sequence import Completion, TokenLogprob
-from quantkit.quant.weights import Weight
+from quantkit.executor.runner.graphs import DeviceCapture
+from quantkit.executor.runner.runner import Runner
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.sequence import Completion, TokenLogprob
+from quantkit.executor.weights.load import load_model
+from quantkit.grids.weights import Weight
 
 PROMPTS = [list(range(6 + i, 30 + 9 * i)) for i in range(3)]
 CHAIN = {"npu_kv_rmsnorm_rope_cache", "npu_interleave_rope"}
@@ -135,7 +135,7 @@ RANK = """
 import json, sys, torch
 from ascend import npu_double
 from ascend.test_r1_attention import answers, load
-from quantkit.executor.follower import follow
+from quantkit.executor.worker import follow
 with torch.inference_mode(), npu_double.installed() as called:
     engine = load(sys.argv[1], "torch_npu", tp=2)
     if engine.parallel.rank:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.assets import builtin_model
+from quantkit.common.assets import builtin_model
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools" / "tiny_r1"))

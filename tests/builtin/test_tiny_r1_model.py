@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantkit.executor.load import LoadedModel, load_model
+from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.models.context import CausalContext
 
 ROOT = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from quantkit.assets import calibration_text
 from quantkit.calibrate.data import Sequences, load_sequences
-from quantkit.errors import QuantkitError
+from quantkit.common.assets import calibration_text
+from quantkit.common.errors import QuantkitError
 from quantkit.tokenizer.chat import ChatTokenizer
 
 BUILDER = Path(__file__).parent.parent.parent / "tools" / "calibration" / "build.py"

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from quantkit.calibrate.drift import DriftSum, expert_drift, taken
 from quantkit.calibrate.ranks import Ranks
+from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.calibrate.scale import ScaledInput
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
+from quantkit.common.progress import Event, Progress
+from quantkit.grids.schemes import find_scheme
 from quantkit.models import find_architecture
-from quantkit.planning import plan
-from quantkit.progress import Event, Progress
+from quantkit.planning.plan import plan
 from quantkit.quant.gptq import Curvature, damp_
 from quantkit.quantization.cost import operations
-from quantkit.quantization.opening import read_request
-from quantkit.recipe import Recipe, load_recipe
-from quantkit.schemes import find_scheme
+from quantkit.quantization.job import read_request
 
 K, N, T = 24, 10, 4096
 METHODS = ("awq", "gptq", "drift")

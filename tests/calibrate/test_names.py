@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantkit import models
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.executor.load import load_model
+from quantkit.executor.weights.load import load_model
 from quantkit.models import deepseek_v3
 from quantkit.models.context import CausalContext
 from quantkit.models.decoder import DecoderLayer, Model

@@ -7,8 +7,8 @@ from quantkit.calibrate.next_token_kl import BLOCK_ROWS
 from quantkit.calibrate.output_cost import ResidualStream, cost_to_next_token, cost_to_readers
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.units import attend_unit, feed_forward_unit, units_of
+from quantkit.checkpoint.hub import find_model
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.hub import find_model
 from quantkit.models import deepseek_v3
 
 H, EPS = 8, 1e-6

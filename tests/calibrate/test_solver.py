@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.calibrate.linear_solver import Solver
+from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.scale_search import Consumer, choose_scale
-from quantkit.calibrate.solver import Solver
 from quantkit.calibrate.statistics import InputStatistics, token_counts
+from quantkit.grids.schemes import IntGrid, Method
 from quantkit.quant.gptq import Curvature
-from quantkit.recipe import Recipe
-from quantkit.schemes import IntGrid, Method
 
 K, N = 128, 48
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.assets import calibration_text
 from quantkit.calibrate.documents import Document, read_document
 from quantkit.calibrate.templating import Templating, plain
-from quantkit.errors import QuantkitError
+from quantkit.common.assets import calibration_text
+from quantkit.common.errors import QuantkitError
 from quantkit.tokenizer.chat import ChatTokenizer
 from quantkit.tokenizer.template import ChatTemplate
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from quantkit.checkpoint.header import DTYPES, TensorSpec, encode_header, read_header
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 
 
 def test_reads_what_safetensors_writes(tmp_path: Path) -> None:

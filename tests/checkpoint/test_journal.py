@@ -7,7 +7,7 @@ import pytest
 
 from quantkit.checkpoint.journal import Journal, JournalEntry, Journals, journals, lock_path, read_fingerprint
 from quantkit.checkpoint.lock import check_free
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 
 _FIRST = JournalEntry("layer 0", ("a", "b"), "00ff", {"error": 0.25})
 _SECOND = JournalEntry("layer 1", ("ü",), "11", {})

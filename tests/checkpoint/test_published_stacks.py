@@ -13,21 +13,21 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 from transformers_peers import CASES, QWEN_3_5, checkpoint_tensors, random_peer, whole
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.header import TensorPart
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.stack import table_stacks
-from quantkit.conversion import convert
+from quantkit.checkpoint.stacked_experts import table_stacks
+from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.engines.check import check_checkpoint
-from quantkit.errors import QuantkitError
 from quantkit.executor.engine import Engine
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.scheduler import StepBudget
-from quantkit.models.stored import check_stored, read_model
-from quantkit.quant.weights import dequantize
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.scheduler import StepBudget
+from quantkit.grids.schemes import SCHEMES
+from quantkit.grids.weights import dequantize
+from quantkit.models.stored_parameters import check_stored, read_model
+from quantkit.quantization.conversion import convert
 from quantkit.quantization.run import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import SCHEMES
 
 CONFIG = {
     "model_type": "gpt_oss",

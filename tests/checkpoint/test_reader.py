@@ -22,10 +22,10 @@ from torch import Tensor
 from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int4, compressed_int8, fp8_block, modelopt, modelslim
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint, check_finite
+from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.diagnose import diagnose
-from quantkit.errors import QuantkitError
-from quantkit.quant.weights import dequantize
-from quantkit.schemes import Fp4Grid, Grid, IntGrid
+from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid
+from quantkit.grids.weights import dequantize
 
 _INDEX = "model.safetensors.index.json"
 

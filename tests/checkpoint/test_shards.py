@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from quantkit.checkpoint import read_ahead, shards
 from quantkit.checkpoint.header import TensorInfo, read_header
 from quantkit.checkpoint.shards import CPU, Shards
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 
 TENSORS = {
     "wide": torch.arange(12 * 3000, dtype=torch.int32).view(12, 3000),

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 
 _JOB = Path(write_job.__file__)
 

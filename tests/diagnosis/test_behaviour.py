@@ -10,10 +10,10 @@ from commands import command
 from packed_model import write_packed
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.behaviour import compare_behaviour, read_compared
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.findings import DiagnosisFindings
-from quantkit.errors import QuantkitError
 
 CONFIG = make_model.tiny_config(num_hidden_layers=3)
 

@@ -11,7 +11,7 @@ import r1_headers
 from commands import command
 from packed_model import write_packed
 
-from quantkit.assets import builtin_model
+from quantkit.common.assets import builtin_model
 from quantkit.diagnosis.catalogue import CATALOGUE
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.findings import EXIT_CODES, DiagnosisFindings

@@ -14,11 +14,11 @@ from commands import command
 from packed_model import write_packed
 from torch import Tensor
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.diagnosis.diagnose import diagnose
+from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
 from quantkit.quantization import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import SCHEMES
 
 CONFIG = good_checkpoints.QWEN3_MOE | {"num_hidden_layers": 2, "num_experts": 4}
 

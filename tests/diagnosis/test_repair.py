@@ -13,10 +13,10 @@ from output_files import shards_below
 from packed_model import write_packed
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.engine_keys import missing_keys
 from quantkit.diagnosis.repair import repair
-from quantkit.errors import QuantkitError
 
 CONFIG = make_model.tiny_config(num_hidden_layers=2)
 CURED = (

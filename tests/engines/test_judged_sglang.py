@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "judges"))
 import middle_models
 from sglang_topologies import ADDED, SglangServer, command_of
 
-from quantkit.engines.launch import deploy
+from quantkit.deploy.launch import deploy
 
 # Answers /health after the second time it is asked, and /generate with the prompt's tokens, one more each.
 STANDS_IN = """

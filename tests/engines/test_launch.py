@@ -16,12 +16,12 @@ from packed_model import write_packed
 
 from quantkit.checkpoint.formats import awq, compressed_int8
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.engines.launch import deploy
+from quantkit.common.errors import QuantkitError
+from quantkit.deploy.launch import deploy
 from quantkit.engines.layouts import find_recipe, find_topology
 from quantkit.engines.memory import ParallelSizes, check_split, find_split_problem, fit
-from quantkit.errors import QuantkitError
-from quantkit.models.stored import read_model
-from quantkit.schemes import IntGrid
+from quantkit.grids.schemes import IntGrid
+from quantkit.models.stored_parameters import read_model
 
 GIB = 2**30
 DATA = Path(__file__).parent.parent / "data"

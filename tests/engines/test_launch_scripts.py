@@ -14,11 +14,11 @@ from make_model import random_tensors, tiny_config
 from packed_model import write_packed
 
 from quantkit.checkpoint.formats import compressed_int8
-from quantkit.engines.launch import deploy
+from quantkit.common.errors import QuantkitError
+from quantkit.deploy.launch import deploy
 from quantkit.engines.layouts import find_recipe
 from quantkit.engines.profiles import Device
-from quantkit.errors import QuantkitError
-from quantkit.schemes import IntGrid
+from quantkit.grids.schemes import IntGrid
 
 RECIPES: list[tuple[str, Device]] = [("vllm", "cuda"), ("sglang", "cuda"), ("sglang", "npu"), ("vllm-ascend", "npu"), ("omni-infer", "npu")]
 LAUNCHES = [(engine, device, layout.name) for engine, device in RECIPES for layout in find_recipe(engine, device).layouts]

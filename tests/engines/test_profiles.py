@@ -14,13 +14,13 @@ from tied_model import TIED, tied_tensors
 
 from quantkit.checkpoint.formats import FORMATS, awq, compressed_fp4, compressed_int4, compressed_int8, modelopt, modelslim
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.errors import QuantkitError
 from quantkit.engines.check import check_checkpoint
 from quantkit.engines.choice import FormatChoice, choose
 from quantkit.engines.profiles import engine_names, find_engine, grid_name, part_of
-from quantkit.errors import QuantkitError
+from quantkit.grids.schemes import SCHEMES, Fp4Grid, IntGrid, Scheme, find_scheme
 from quantkit.models.deepseek_v3 import Config, parameters
 from quantkit.models.table import Parameter
-from quantkit.schemes import SCHEMES, Fp4Grid, IntGrid, Scheme, find_scheme
 
 INT4 = IntGrid(4, 128, symmetric=False)
 INT4_G64 = IntGrid(4, 64, symmetric=False)

@@ -16,7 +16,7 @@ from commands import command
 from proxied_servers import ASKED, KEY, PLACE, Answering, answering, in_thread, running
 from running_server import wait_for
 
-from quantkit.engines.proxy import REMOTE
+from quantkit.deploy.proxy import REMOTE
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 from proxied_servers import ASKED, PLACE, Answering, answering, in_thread, running
 from running_server import wait_for
 
-from quantkit.engines import proxy
+from quantkit.deploy import proxy
 
 CLOSE = b"Connection: close\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: proxy\r\nContent-Length: %d\r\n%b\r\n%b"

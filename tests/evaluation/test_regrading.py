@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from replay_server import ReplayServer, Reply
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.regrading import regrade
 from quantkit.evaluation.results.side_by_side import compare_runs, write_page
 from quantkit.evaluation.run import run_evaluation

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from replay_server import ReplayServer, Reply
 
-from quantkit.assets import builtin_model
-from quantkit.errors import QuantkitError
+from quantkit.common.assets import builtin_model
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.same_model import PROBE_TOKENS
 from quantkit.evaluation.run import EvaluationProgress, run_evaluation
 

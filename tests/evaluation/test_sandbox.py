@@ -21,7 +21,7 @@ from sandbox_walls import RESOURCES, WALLS, wall
 from typer.testing import CliRunner
 
 from quantkit.cli import app
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation import sandbox
 from quantkit.evaluation.grading import programs
 from quantkit.evaluation.sandbox import Level, boxes, runs

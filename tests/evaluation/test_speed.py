@@ -15,7 +15,7 @@ import pytest
 from commands import command
 from faulty_server import BROKEN, DONE, END, WHOLE, FaultyServer, Wire, chunk, event
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.results.published import published_speeds_of
 from quantkit.evaluation.speed.endpoint import EndpointTarget
 from quantkit.evaluation.speed.engine import EngineTarget

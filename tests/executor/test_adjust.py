@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.errors import QuantkitError
-from quantkit.executor.adjust import Adjuster
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
-from quantkit.executor.sampling import Batch, SamplingParams, distribution
-from quantkit.executor.sequence import Sequence
+from quantkit.executor.runner.logit_processors import Adjuster
+from quantkit.executor.sampling.params import Batch, SamplingParams, distribution
+from quantkit.executor.scheduler.sequence import Sequence
 from quantkit.tokenizer.chat import ChatTokenizer
 
 PROMPT = list(range(10, 34))

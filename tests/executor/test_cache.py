@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quantkit.errors import QuantkitError
-from quantkit.executor.cache import BlockAllocator, PagedCache, plan_cache
+from quantkit.common.errors import QuantkitError
+from quantkit.executor.cache.cache import BlockAllocator, PagedCache, plan_cache
 
 FACTS = {"bytes_per_token": 100, "free_bytes": 400_000, "device_type": "cpu", "max_batch": 4, "context_len": 1000}
 

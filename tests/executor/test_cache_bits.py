@@ -9,17 +9,17 @@ import torch
 from packed_model import GROUPED, write_random
 from torch import Tensor
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.generators.local import Local
 from quantkit.evaluation.speed.targets import open_target
-from quantkit.executor import load
-from quantkit.executor.cache import codes_of
-from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
+from quantkit.executor.cache.cache import codes_of
 from quantkit.executor.engine import Engine
-from quantkit.executor.load import load_model
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.runner.attention_context import Chunk, DecodeContext, PrefillContext
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.weights import load
+from quantkit.executor.weights.load import load_model
 from quantkit.models import find_architecture
 from quantkit.models.architecture import KeyValueCache, LatentCache
 from quantkit.models.context import CausalContext

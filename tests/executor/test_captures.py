@@ -11,10 +11,10 @@ from test_architectures import CONFIGS, PROMPTS, random_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.executor.engine import Engine
-from quantkit.executor.mtp_heads import by_mtp_layers
-from quantkit.executor.runner import Runner
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.speculation import Speculation
+from quantkit.executor.runner.runner import Runner
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.speculation.mtp_heads import by_mtp_layers
+from quantkit.executor.speculation.speculation import Speculation
 
 FAMILIES = ["gpt_oss", "minimax_m2", "qwen3_next", "glm_moe_dsa", "deepseek_v4", "openpangu_v2"]
 """Between them every kind of attention, state and expert that is computed in plain torch."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from quantkit.executor import channel
-from quantkit.executor.channel import Channel
+from quantkit.executor.ranks import channel
+from quantkit.executor.ranks.channel import Channel
 
 
 class Meeting:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.executor import engine
 from quantkit.executor.engine import Engine
 

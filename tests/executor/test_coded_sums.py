@@ -13,12 +13,12 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from quantkit.cli import app
-from quantkit.errors import QuantkitError
-from quantkit.executor.coded_sums import GROUP, LEAST_ROWS, CodedSums, codes_of_sums
-from quantkit.executor.context import Chunk, PrefillContext
-from quantkit.executor.load import load_model
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.parallel import Parallel
+from quantkit.executor.ranks.parallel import Parallel
+from quantkit.executor.ranks.quantized_all_reduce import GROUP, LEAST_ROWS, CodedSums, codes_of_sums
+from quantkit.executor.runner.attention_context import Chunk, PrefillContext
+from quantkit.executor.weights.load import load_model
 
 CPU = torch.device("cpu")
 SIZE, ROWS, WIDTH = 3, 53, 4 * GROUP

@@ -7,9 +7,9 @@ import torch
 from quantkit_kernels import Norms
 from quantkit_kernels.reference import prompts as prompts_in_torch
 
-from quantkit.executor.cache import PagedCache
-from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
-from quantkit.executor.load import LoadedModel, load_model
+from quantkit.executor.cache.cache import PagedCache
+from quantkit.executor.runner.attention_context import Chunk, DecodeContext, PrefillContext
+from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.models.context import CausalContext, Context
 from quantkit.models.rope import Rope
 

@@ -11,9 +11,9 @@ from running_server import load
 from test_architectures import CONFIGS, random_tensors
 
 from quantkit.executor.engine import Engine
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.scheduler import Scheduler, StepBudget
-from quantkit.executor.sequence import Completion
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.scheduler import Scheduler, StepBudget
+from quantkit.executor.scheduler.sequence import Completion
 
 LENGTHS = (1, 17, 63, 64, 65, 150, 300)
 LONGEST = 448

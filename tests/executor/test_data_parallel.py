@@ -12,24 +12,24 @@ import pytest
 import torch
 from forked_ranks import run_ranks
 
-from quantkit.errors import QuantkitError
-from quantkit.executor.cache import CachePlan
+from quantkit.checkpoint.hub import find_model
+from quantkit.common.errors import QuantkitError
+from quantkit.executor.cache.cache import CachePlan
 from quantkit.executor.engine import Engine
-from quantkit.executor.grammar import regex
-from quantkit.executor.headroom import plan_beside
-from quantkit.executor.homes import Homes, Room
-from quantkit.executor.leader import follow
-from quantkit.executor.load import load_model
+from quantkit.executor.memory_budget import plan_beside
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.parallel import SINGLE, Parallel, join
-from quantkit.executor.runner import Runner
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.scheduler import Scheduler, StepBudget
-from quantkit.executor.sequence import Completion, Sequence
-from quantkit.hub import find_model
-from quantkit.models.stored import read_model
-from quantkit.planning import plan
-from quantkit.schemes import find_scheme
+from quantkit.executor.rank0 import follow
+from quantkit.executor.ranks.parallel import SINGLE, Parallel, join
+from quantkit.executor.runner.runner import Runner
+from quantkit.executor.sampling.grammar import regex
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.data_parallel import Homes, Room
+from quantkit.executor.scheduler.scheduler import Scheduler, StepBudget
+from quantkit.executor.scheduler.sequence import Completion, Sequence
+from quantkit.executor.weights.load import load_model
+from quantkit.grids.schemes import find_scheme
+from quantkit.models.stored_parameters import read_model
+from quantkit.planning.plan import plan
 from quantkit.tokenizer.chat import ChatTokenizer
 
 PROMPTS = [list(range(10 + i, 40 + 20 * i)) for i in range(7)]

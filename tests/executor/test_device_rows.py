@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from quantkit.executor.device_rows import accepted_by_operators, cache_places_by_operators, next_rows_by_operators
+from quantkit.executor.runner.device_rows import accepted_by_operators, cache_places_by_operators, next_rows_by_operators
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(
 
 def test_as_by_operators() -> None:
     """Sequences with as many guesses and with fewer, none at all, and the last row's beyond the chosen tokens."""
-    from quantkit.executor.device_rows_kernel import accepted, cache_places, next_rows
+    from quantkit.executor.runner.device_rows_kernel import accepted, cache_places, next_rows
 
     draw = random.Random(1)
     for _ in range(40):

@@ -12,20 +12,20 @@ from forked_ranks import run_ranks
 from guessed_models import LLAMA, MIXED, PROMPTS, QWEN3, in_place, load, measured, tokens
 from tied_model import tied_tensors
 
-from quantkit.errors import QuantkitError
-from quantkit.executor.budget import StepBudget
-from quantkit.executor.draft_load import load_draft, make_drafter
-from quantkit.executor.draft_model import SameTokens
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
-from quantkit.executor.graphs import DecodeSteps
-from quantkit.executor.headroom import plan_beside
-from quantkit.executor.leader import follow
-from quantkit.executor.load import load_model
+from quantkit.executor.memory_budget import plan_beside
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.parallel import SINGLE, Parallel
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.sequence import Sequence
-from quantkit.executor.speculation import Speculation
+from quantkit.executor.rank0 import follow
+from quantkit.executor.ranks.parallel import SINGLE, Parallel
+from quantkit.executor.runner.graphs import DecodeSteps
+from quantkit.executor.runner.prefill_tuner import StepBudget
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.sequence import Sequence
+from quantkit.executor.speculation.draft_load import load_draft, make_drafter
+from quantkit.executor.speculation.draft_model import SameTokens
+from quantkit.executor.speculation.speculation import Speculation
+from quantkit.executor.weights.load import load_model
 from quantkit.tokenizer.chat import ChatTokenizer
 
 SMALL: dict[str, Any] = QWEN3 | {"num_hidden_layers": 1, "max_position_embeddings": 48}
@@ -111,7 +111,7 @@ def test_after_a_pause_guesses_are_as_good(models: dict[str, Path], monkeypatch:
     engine = load(models["qwen3"], models["qwen3"], num_drafts=2, prefix_cache=True, max_model_len=256)
     expected = tokens(load(models["qwen3"], max_model_len=256), GREEDY)
     for most_read in (8, 1024):
-        monkeypatch.setattr("quantkit.executor.draft_model._MOST_READ", most_read)
+        monkeypatch.setattr("quantkit.executor.speculation.draft_model._MOST_READ", most_read)
         often = iter([(0, 0), *[(0, 0), (0, 0), (0, 0), (2, 0)] * 200])
         monkeypatch.setattr(engine.speculation.guessing, "choose", often.__next__)
         assert tokens(engine, GREEDY) == expected
@@ -125,7 +125,7 @@ def test_after_a_pause_guesses_are_as_good(models: dict[str, Path], monkeypatch:
 
 def test_what_fell_far_behind_is_not_read_and_not_guessed_for(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """However long nothing is guessed, it costs nothing; who came later is guessed for. Tokens are the same."""
-    monkeypatch.setattr("quantkit.executor.draft_model._MOST_READ", 8)
+    monkeypatch.setattr("quantkit.executor.speculation.draft_model._MOST_READ", 8)
     engine, asked = load(models["qwen3"], models["qwen3"], num_drafts=2), SamplingParams(max_new_tokens=60, ignore_eos=True)
     drafter: Any = engine.speculation.drafter
     read, run = list[int](), drafter._own.prompts.run
@@ -226,7 +226,7 @@ def test_its_cache_is_planned(models: dict[str, Path]) -> None:
 
 def test_the_cache_of_both_is_bounded_by_the_memory(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, draft = (load_model(models[name], device="cpu", dtype="float32") for name in ("qwen3", "near"))
-    monkeypatch.setattr("quantkit.executor.headroom.free_bytes", lambda device: 4 * 3000 * loaded.cache_token_bytes)
+    monkeypatch.setattr("quantkit.executor.memory_budget.free_bytes", lambda device: 4 * 3000 * loaded.cache_token_bytes)
     options = EngineOptions(models["qwen3"], device="cpu", max_batch=64)
     alone, beside = plan_beside(loaded, options), plan_beside(loaded, options, draft)
     assert 2900 < alone.tokens < 3100

@@ -9,18 +9,18 @@ import make_model
 import pytest
 import torch
 
-from quantkit.errors import QuantkitError
-from quantkit.executor.accepted import Accepted
-from quantkit.executor.device_rows import next_rows
-from quantkit.executor.drafter import Drafter
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
-from quantkit.executor.graphs import DevicePlaces
-from quantkit.executor.mtp_heads import by_mtp_layers
-from quantkit.executor.parallel import Parallel
-from quantkit.executor.runner import Runner
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.sequence import Sequence
-from quantkit.executor.speculation import Speculation
+from quantkit.executor.ranks.parallel import Parallel
+from quantkit.executor.runner.device_rows import next_rows
+from quantkit.executor.runner.graphs import DevicePlaces
+from quantkit.executor.runner.runner import Runner
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.sequence import Sequence
+from quantkit.executor.speculation.device_acceptance import Accepted
+from quantkit.executor.speculation.drafter import Drafter
+from quantkit.executor.speculation.mtp_heads import by_mtp_layers
+from quantkit.executor.speculation.speculation import Speculation
 
 PROMPTS = [list(range(6 + i, 30 + 3 * i)) for i in range(6)]
 

@@ -17,20 +17,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.errors import QuantkitError
 from quantkit.engines.memory import draft_sizes
-from quantkit.errors import QuantkitError
-from quantkit.executor import prompt_graphs
-from quantkit.executor.eagle_head import load_head
 from quantkit.executor.engine import Engine
-from quantkit.executor.graphs import DecodeSteps
-from quantkit.executor.headroom import plan_beside
-from quantkit.executor.leader import follow
-from quantkit.executor.load import load_model
+from quantkit.executor.memory_budget import plan_beside
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.parallel import Parallel
-from quantkit.executor.runner import Runner
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.speculation import Speculation
+from quantkit.executor.rank0 import follow
+from quantkit.executor.ranks.parallel import Parallel
+from quantkit.executor.runner import prompt_graphs
+from quantkit.executor.runner.graphs import DecodeSteps
+from quantkit.executor.runner.runner import Runner
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.speculation.eagle_head import load_head
+from quantkit.executor.speculation.speculation import Speculation
+from quantkit.executor.weights.load import load_model
 from quantkit.models.context import CausalContext
 from quantkit.models.eagle3 import HeadConfig
 from quantkit.tokenizer.chat import ChatTokenizer

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.sequence import Completion
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.sequence import Completion
 from quantkit.models.context import CausalContext
 
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
@@ -56,7 +56,7 @@ def test_batched_is_single(engine: Engine) -> None:
 
 def test_chunked_prefill_and_preemption_change_nothing(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 the cache, too: its rounding to bfloat16 turns another order of sums into other draws where two nearly tie."""
-    monkeypatch.setattr("quantkit.executor.load.cached_dtype", lambda dtype: dtype)
+    monkeypatch.setattr("quantkit.executor.weights.load.cached_dtype", lambda dtype: dtype)
     engine = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=8, max_model_len=512)
     prompts = questions(engine, 8)
     params = [SamplingParams(max_new_tokens=60, ignore_eos=True, temperature=(i % 2) * 0.8, seed=i) for i in range(8)]

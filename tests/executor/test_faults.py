@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.sequence import Completion
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.sequence import Completion
 from quantkit.tokenizer.chat import TextStream
 
 PROMPTS = [list(range(10 + i, 30 + 2 * i)) for i in range(4)]

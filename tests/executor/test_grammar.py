@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantkit.errors import QuantkitError
-from quantkit.executor import grammar
+from quantkit.checkpoint.hub import find_model
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
-from quantkit.executor.sampling import SamplingParams
-from quantkit.hub import find_model
+from quantkit.executor.sampling import grammar
+from quantkit.executor.sampling.params import SamplingParams
 
 PROMPTS = [list(range(6 + i, 30 + 3 * i)) for i in range(4)]
 SCHEMA = {

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from quantkit.executor.engine import Engine
-from quantkit.executor.graphs import Capture, DecodeRows, DecodeSteps, DeviceCapture, StaticBuffers, Step, StepResult
-from quantkit.executor.mtp_drafter import MtpDrafter
-from quantkit.executor.runner import Runner
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.speculation import Speculation
+from quantkit.executor.runner.graphs import Capture, DecodeRows, DecodeSteps, DeviceCapture, StaticBuffers, Step, StepResult
+from quantkit.executor.runner.runner import Runner
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.speculation.mtp_drafter import MtpDrafter
+from quantkit.executor.speculation.speculation import Speculation
 
 PROMPTS = [list(range(6 + i, 30 + 9 * i)) for i in range(11)]
 PARAMS = [

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quantkit.executor.guessing import COMPUTED, Guessing
+from quantkit.executor.speculation.adaptive_draft_length import COMPUTED, Guessing
 
 
 class Simulated:

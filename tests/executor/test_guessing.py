@@ -15,16 +15,16 @@ import pytest
 import torch
 from running_server import load
 
-from quantkit.errors import QuantkitError
+from quantkit.checkpoint.hub import find_model
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
-from quantkit.executor.graphs import DecodeSteps
-from quantkit.executor.guessing import LOOKUP, Costs, Guessing, Rates
-from quantkit.executor.leader import Leader, follow
-from quantkit.executor.lookup import Lookup
 from quantkit.executor.options import MAX_GUESSES
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.sequence import Sequence
-from quantkit.hub import find_model
+from quantkit.executor.rank0 import Leader, follow
+from quantkit.executor.runner.graphs import DecodeSteps
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.sequence import Sequence
+from quantkit.executor.speculation.adaptive_draft_length import LOOKUP, Costs, Guessing, Rates
+from quantkit.executor.speculation.prompt_lookup import Lookup
 
 PROMPTS = [[40 + i, 5, 6, 7, 8, 9] * 6 for i in range(5)]
 
@@ -188,7 +188,7 @@ def test_a_layer_without_guesses_reads_in_large_passes(tiny_checkpoint: Path, mo
 
 def test_what_fell_far_behind_is_not_read_and_not_guessed_for(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long guesses are off, they cost nothing; who came later is guessed for, and so is who was computed again."""
-    monkeypatch.setattr("quantkit.executor.unread._MOST", 8)
+    monkeypatch.setattr("quantkit.executor.speculation.draft_backlog._MOST", 8)
     engine = load(tiny_checkpoint, max_model_len=256, num_drafts=1)
     drafter: Any = engine.speculation.drafter
     read: list[int] = []

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.errors import QuantkitError
-from quantkit.executor import headroom
-from quantkit.executor.cache import plan_cache
-from quantkit.executor.headroom import LONG_PREFILL_TOKENS, PREFILL_TOKENS, long_step_bytes, plan_beside, prefill_tokens
-from quantkit.executor.load import LoadedModel, load_model
+from quantkit.common.errors import QuantkitError
+from quantkit.executor import memory_budget
+from quantkit.executor.cache.cache import plan_cache
+from quantkit.executor.memory_budget import LONG_PREFILL_TOKENS, PREFILL_TOKENS, long_step_bytes, plan_beside, prefill_tokens
 from quantkit.executor.options import EngineOptions
+from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.models.architecture import CompressedCache, KeyValueCache
 from quantkit.models.delta_rule import DeltaNet
 
@@ -29,7 +29,7 @@ def loaded(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedMode
 
 
 def free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(headroom, "free_bytes", lambda device: count)
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: count)
 
 
 def test_a_mixture_over_latents_has_long_steps_where_memory_is_left(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,15 +16,15 @@ from quantkit_kernels import silu_and_mul
 from quantkit.checkpoint import shards
 from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int4, compressed_int8, modelopt, modelslim
 from quantkit.checkpoint.formats.base import Format
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
-from quantkit.executor.load import LoadedModel, load_model
+from quantkit.executor.hf_engine import open_engine
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.parallel import Parallel
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.whole_engine import open_engine
+from quantkit.executor.ranks.parallel import Parallel
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.weights.load import LoadedModel, load_model
+from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid
 from quantkit.models.context import CausalContext
-from quantkit.schemes import Fp4Grid, Grid, IntGrid
 
 CASES: dict[str, tuple[Format, Grid]] = {
     "awq": (awq.FORMAT, IntGrid(4, 32, False)),

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.executor.cache import PagedCache, plan_cache
-from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
-from quantkit.executor.load import load_model
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.scheduler import Scheduler
-from quantkit.executor.sequence import Sequence
+from quantkit.executor.cache.cache import PagedCache, plan_cache
+from quantkit.executor.runner.attention_context import Chunk, DecodeContext, PrefillContext
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.scheduler import Scheduler
+from quantkit.executor.scheduler.sequence import Sequence
+from quantkit.executor.weights.load import load_model
 from quantkit.tokenizer.chat import ChatTokenizer
 
 INPUT, OUTPUT, CHUNK = 60_000, 512, 2048

@@ -11,15 +11,15 @@ import pytest
 import torch
 from running_server import Running, load, wait_for
 
-from quantkit.executor import budget
 from quantkit.executor.engine import Engine
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.parallel import SINGLE
-from quantkit.executor.prompt_graphs import PromptRows
-from quantkit.executor.runner import Runner
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.scheduler import ScheduledStep, StepBudget
-from quantkit.executor.sequence import Sequence
+from quantkit.executor.ranks.parallel import SINGLE
+from quantkit.executor.runner import prefill_tuner
+from quantkit.executor.runner.prompt_graphs import PromptRows
+from quantkit.executor.runner.runner import Runner
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.scheduler import ScheduledStep, StepBudget
+from quantkit.executor.scheduler.sequence import Sequence
 
 PROMPTS = [[7 + i] * 4 + list(range(20, 20 + length)) for i, length in enumerate((3, 9, 120, 30, 200, 64))]
 PARAMS = [SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=(i % 2) * 0.8, seed=i, repetition_penalty=1.1) for i in range(6)]
@@ -145,7 +145,7 @@ class Clocked:
 
     def __call__(self, tokens: int, start: int = 0) -> float:
         self.measured.append(tokens)
-        return self.took(tokens, start, tokens * (start + tokens / 2) if start else budget._pairs(tokens))
+        return self.took(tokens, start, tokens * (start + tokens / 2) if start else prefill_tuner._pairs(tokens))
 
     def took(self, tokens: int, start: int, pairs: float) -> float:
         return max(self.launches, self.fixed + self.each * tokens + self.pair * pairs + self.seen * start)
@@ -176,36 +176,36 @@ def test_the_chunk_is_the_longest_that_nobody_waits_too_long_for(
 ) -> None:
     """Whatever weights, launches and the answers' own step between chunks take."""
     clock = Clocked(fixed, each, launches)
-    chunk = budget._Passes(clock, step).knee(4096, 0.25)
+    chunk = prefill_tuner._Passes(clock, step).knee(4096, 0.25)
     assert chunk == chosen
     assert step + clock(chunk) <= max(0.25, 2 * (step + clock(32)))
-    assert budget._Passes(clock, step).knee(48, 0.25) == 32
+    assert prefill_tuner._Passes(clock, step).knee(48, 0.25) == 32
     assert len(clock.measured) <= 12
 
 
 def test_the_chunk_is_shorter_where_fewer_tokens_are_faster() -> None:
-    assert budget._Passes(lambda tokens: tokens * 20e-6 * (1 + tokens / 20_000), 1e-3).knee(4096, 0.25) == 1024
-    assert budget._Passes(lambda tokens: tokens * 20e-6 * (1 + tokens / 2_000_000), 1e-3).knee(4096, 0.25) == 4096
+    assert prefill_tuner._Passes(lambda tokens: tokens * 20e-6 * (1 + tokens / 20_000), 1e-3).knee(4096, 0.25) == 1024
+    assert prefill_tuner._Passes(lambda tokens: tokens * 20e-6 * (1 + tokens / 2_000_000), 1e-3).knee(4096, 0.25) == 4096
 
 
 def test_few_sizes_are_measured_and_each_of_them_once() -> None:
     """As R1 on four cards: passes over 1024 tokens and fewer wait for launches, and 4096 take too long."""
     clock = Clocked(52e-3, 52e-6, launches=0.155)
-    assert budget._Passes(clock, 10e-3).knee(4096, 0.2) == 2560
+    assert prefill_tuner._Passes(clock, 10e-3).knee(4096, 0.2) == 2560
     assert sorted(clock.measured) == [512, 2048, 2560, 4096]
 
 
 def test_what_tokens_of_a_prompt_see_of_each_other_makes_no_chunk_shorter() -> None:
     """As Qwen3-8B on an H200: 36 layers whose attention over one prompt of 4096 tokens takes 0.42 ms each."""
     clock = Clocked(0.0, 20.8e-6, pair=36 * 0.42e-3 * 2 / 4096**2)
-    assert budget._Passes(clock, 2.7e-3).knee(4096, 0.2) == 4096
+    assert prefill_tuner._Passes(clock, 2.7e-3).knee(4096, 0.2) == 4096
 
 
 def test_a_step_has_more_tokens_where_more_are_allowed_and_answers_wait_no_longer() -> None:
     """As Qwen3-8B on an H200: 104 ms for 4096 tokens, 3.4 for the answers' own step."""
     clock = Clocked(6e-3, 24e-6)
-    assert budget._Passes(clock, 3.4e-3).knee(4096, 0.2) == 4096
-    chunk = budget._Passes(clock, 3.4e-3).knee(8192, 0.2)
+    assert prefill_tuner._Passes(clock, 3.4e-3).knee(4096, 0.2) == 4096
+    chunk = prefill_tuner._Passes(clock, 3.4e-3).knee(8192, 0.2)
     assert 4096 < chunk < 8192
     assert 3.4e-3 + clock(chunk) <= 0.2
 
@@ -215,7 +215,7 @@ def test_a_step_has_more_tokens_where_more_are_allowed_and_answers_wait_no_longe
 def test_chunks_behind_a_context_take_as_long(launches: float, most: int, longest: float, seen: float) -> None:
     """What a pass costs beside its tokens, launches, and what it costs for each token that it is behind, as latents that are expanded."""
     clock = Clocked(52e-3, 48e-6, launches, pair=1.8e-9, seen=seen)
-    passes = budget._Passes(clock, 10e-3)
+    passes = prefill_tuner._Passes(clock, 10e-3)
     chunk = passes.knee(most, longest)
     found = passes.doubles_at(chunk, 8 * chunk, clock(chunk // 2, 8 * chunk))
     assert seen or found == pytest.approx(48e-6 / 1.8e-9, rel=0.1)
@@ -229,7 +229,7 @@ def test_chunks_behind_a_context_take_as_long(launches: float, most: int, longes
 
 def test_tokens_that_cost_the_same_everywhere_count_once() -> None:
     clock = Clocked(1e-3, 1e-4)
-    passes = budget._Passes(clock, 0.0)
+    passes = prefill_tuner._Passes(clock, 0.0)
     chunk = passes.knee(512, 1.0)
     assert passes.doubles_at(chunk, 8 * chunk, clock(chunk // 2)) == 0
 
@@ -256,7 +256,7 @@ class Launched:
 @pytest.mark.parametrize(("launches", "most", "captured"), [(60e-3, 4096, 2048), (45e-3, 4096, 1024), (0.0, 4096, 1024), (45e-3, 100, 100)])
 def test_passes_are_captured_where_they_wait_for_launches(launches: float, most: int, captured: int) -> None:
     trial: Any = Launched(launches)
-    assert budget._captured(trial, most) == captured
+    assert prefill_tuner._captured(trial, most) == captured
 
 
 def test_what_is_measured_is_a_budget(tiny_checkpoint: Path) -> None:
@@ -266,7 +266,7 @@ def test_what_is_measured_is_a_budget(tiny_checkpoint: Path) -> None:
     assert 32 <= found.beside_answers <= 1024
     asked = load(tiny_checkpoint, measure_steps=True, prefill_tokens=48, max_model_len=256).scheduler.budget
     assert (asked.alone, asked.beside_answers) == (48, 48)
-    alone = budget.measure(engine.runner, SINGLE, StepBudget(512, 512), 1, asked=False)
+    alone = prefill_tuner.measure(engine.runner, SINGLE, StepBudget(512, 512), 1, asked=False)
     assert alone == StepBudget(512, 512), "one request waits for nobody"
 
 
@@ -282,7 +282,7 @@ def test_the_longest_step_is_computed_before_the_first_request(device: str, comp
     model = SimpleNamespace(embedding=torch.zeros(100, 4), logits=lambda hidden: hidden)
     cache = SimpleNamespace(num_blocks=8, block_size=64)
     runner: Any = SimpleNamespace(device=torch.device(device), cache=cache, model=model, prompts=SimpleNamespace(launch=launch))
-    assert budget.measure(runner, SINGLE, StepBudget(512, 512), 1, asked=True) == StepBudget(512, 512)
+    assert prefill_tuner.measure(runner, SINGLE, StepBudget(512, 512), 1, asked=True) == StepBudget(512, 512)
     assert launched == computed
 
 
@@ -302,8 +302,8 @@ def test_slow_passes_are_not_measured_for_long(tiny_checkpoint: Path, each: floa
 
     monkeypatch.setattr(engine.runner.prompts, "launch", launched)
     monkeypatch.setattr(engine.runner.steps, "run", stepped)
-    monkeypatch.setattr(budget, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    found = budget.measure(engine.runner, SINGLE, StepBudget(4096, 4096), 4, asked=False)
+    monkeypatch.setattr(prefill_tuner, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    found = prefill_tuner.measure(engine.runner, SINGLE, StepBudget(4096, 4096), 4, asked=False)
     assert found.beside_answers >= least
     assert now[0] <= 20 + 4 * each * 32 + 2 * each, "the shortest pass and the answers' step always are measured"
 
@@ -312,7 +312,7 @@ def test_the_slowest_rank_decides(tiny_checkpoint: Path) -> None:
     engine = load(tiny_checkpoint)
     told: list[int] = []
     parallel: Any = SimpleNamespace(minimum=lambda value: told.append(value) or -2_000_000_000)
-    trial = budget._Trial(engine.runner, parallel)
+    trial = prefill_tuner._Trial(engine.runner, parallel)
     with torch.inference_mode():
         assert trial.seconds(trial.prompt, 32) == 2.0
         assert trial.seconds(trial.prompt, 32) == 2.0

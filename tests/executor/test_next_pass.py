@@ -9,15 +9,15 @@ import torch
 from forked_ranks import run_ranks
 from guessed_models import in_place
 
-from quantkit.devices import Fetched
+from quantkit.common.devices import Fetched
 from quantkit.executor.engine import Engine
-from quantkit.executor.mtp_drafter import MtpDrafter
-from quantkit.executor.parallel import Parallel
-from quantkit.executor.runner import Runner
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.scheduler import Scheduler, StepBudget
-from quantkit.executor.sequence import Sequence
-from quantkit.executor.speculation import Speculation
+from quantkit.executor.ranks.parallel import Parallel
+from quantkit.executor.runner.runner import Runner
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.scheduler import Scheduler, StepBudget
+from quantkit.executor.scheduler.sequence import Sequence
+from quantkit.executor.speculation.mtp_drafter import MtpDrafter
+from quantkit.executor.speculation.speculation import Speculation
 
 MOST = 4
 """Requests that run together."""

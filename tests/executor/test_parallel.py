@@ -18,14 +18,14 @@ import pytest
 import torch
 from packed_model import write_packed
 
-from quantkit.errors import QuantkitError, UsageFault
+from quantkit.common.errors import QuantkitError, UsageFault
 from quantkit.executor.engine import Engine
-from quantkit.executor.grammar import regex
-from quantkit.executor.leader import Leader
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.parallel import Parallel, join
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.sequence import Completion
+from quantkit.executor.rank0 import Leader
+from quantkit.executor.ranks.parallel import Parallel, join
+from quantkit.executor.sampling.grammar import regex
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.sequence import Completion
 
 PROMPTS = [list(range(10 + i, 40 + 2 * i)) for i in range(5)]
 PLAIN = [SamplingParams(max_new_tokens=12, temperature=(i % 2) * 0.8, seed=i, ignore_eos=True, logprobs=0) for i in range(5)]
@@ -118,7 +118,7 @@ def test_a_rank_that_dies_is_named_within_seconds(tiny_checkpoint: Path) -> None
 def test_what_ranks_cannot_do_is_said_before_they_start(
     tiny_checkpoint: Path, options: dict[str, int], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.executor.parallel.launch", lambda options: pytest.fail("ranks were started"))
+    monkeypatch.setattr("quantkit.executor.ranks.parallel.launch", lambda options: pytest.fail("ranks were started"))
     with pytest.raises(UsageFault, match=told):
         Engine.load(tiny_checkpoint, device="cpu", **options)
 
@@ -128,13 +128,13 @@ def test_groups_that_ranks_would_cut_are_refused_before_these_start(tmp_path: Pa
     config = {**good_checkpoints.QWEN3, "intermediate_size": 96}
     tensors = good_checkpoints.random_weights(config)
     model = write_packed(tmp_path / "model", config, tensors, *good_checkpoints.FORMATS["modelopt"])
-    monkeypatch.setattr("quantkit.executor.parallel.launch", lambda options: pytest.fail("ranks were started"))
+    monkeypatch.setattr("quantkit.executor.ranks.parallel.launch", lambda options: pytest.fail("ranks were started"))
     with pytest.raises(UsageFault, match=r"mlp\.down_proj cannot be cut into shares of 24 input features in groups of 16"):
         Engine.load(model, device="cpu", tp=4)
 
 
 def test_more_ranks_than_devices_are_refused(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.executor.parallel.find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("quantkit.executor.ranks.parallel.find_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(UsageFault, match="2 ranks need as many devices, and 1 are usable here"):
         join(EngineOptions(tiny_checkpoint, tp=2))

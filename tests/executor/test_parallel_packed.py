@@ -12,14 +12,14 @@ from top_logprobs import distance, top_logprobs
 
 from quantkit.checkpoint.formats import awq, compressed_int4, compressed_int8, modelopt
 from quantkit.checkpoint.formats.base import Format
+from quantkit.checkpoint.hub import find_model
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.executor import weights
 from quantkit.executor.engine import Engine
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.sequence import Completion
-from quantkit.hub import find_model
-from quantkit.quant.weights import dequantize
-from quantkit.schemes import Fp4Grid, Grid, IntGrid
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.sequence import Completion
+from quantkit.executor.weights import weights
+from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid
+from quantkit.grids.weights import dequantize
 
 CASES: dict[str, tuple[Format, Grid]] = {
     "awq": (awq.FORMAT, IntGrid(4, 128, False)),

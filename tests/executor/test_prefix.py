@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from quantkit.executor.engine import Engine
-from quantkit.executor.prefix import PrefixBlocks
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.sequence import Completion, Sequence
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.prefix_cache import PrefixBlocks
+from quantkit.executor.scheduler.sequence import Completion, Sequence
 
 SYSTEM = [7 + i * 13 % 300 for i in range(200)]
 """Three full blocks and a part of one."""

@@ -10,13 +10,13 @@ from quantkit_kernels.sizes import ExpertsSize, LinearSize
 from quantkit_kernels.weights import kind, shape
 from test_architectures import CONFIGS, random_tensors
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import QuantkitError
-from quantkit.executor.load import load_model
-from quantkit.executor.products import products
+from quantkit.common.errors import QuantkitError
+from quantkit.executor.weights.linear_shapes import products
+from quantkit.executor.weights.load import load_model
+from quantkit.grids.schemes import SCHEMES
 from quantkit.quantization import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import SCHEMES
 
 
 def quantized(architecture: str, scheme: str, folder: Path) -> Path:

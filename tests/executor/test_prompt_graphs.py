@@ -9,17 +9,17 @@ import torch
 from packed_model import GROUPED, write_random
 from torch import Tensor
 
-from quantkit.executor import ahead, prompt_graphs
-from quantkit.executor.ahead import capture_ahead
 from quantkit.executor.engine import Engine
-from quantkit.executor.graphs import Capture
-from quantkit.executor.mtp_drafter import MtpDrafter
-from quantkit.executor.parallel import SINGLE
-from quantkit.executor.prompt_graphs import PassSize, PromptBuffers, PromptRows
-from quantkit.executor.runner import Runner
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.scheduler import StepBudget
-from quantkit.executor.speculation import Speculation
+from quantkit.executor.ranks.parallel import SINGLE
+from quantkit.executor.runner import graph_warmup, prompt_graphs
+from quantkit.executor.runner.graph_warmup import capture_ahead
+from quantkit.executor.runner.graphs import Capture
+from quantkit.executor.runner.prompt_graphs import PassSize, PromptBuffers, PromptRows
+from quantkit.executor.runner.runner import Runner
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.scheduler import StepBudget
+from quantkit.executor.speculation.mtp_drafter import MtpDrafter
+from quantkit.executor.speculation.speculation import Speculation
 
 NARROW = GROUPED | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
 PROMPTS = [[7 + i] * 4 + list(range(20, 20 + length)) for i, length in enumerate((3, 90, 120, 30, 150, 64, 12))]
@@ -267,7 +267,7 @@ def answers(engine: Engine) -> list[list[int]]:
 
 
 def test_nobody_waits_for_what_was_captured_ahead(grouped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "LEAST_FREE", 0)
+    monkeypatch.setattr(graph_warmup, "LEAST_FREE", 0)
     expected, capture = answers(engine_of(grouped, None)), Counted()
     engine = engine_of(grouped, capture)
     done = capture_ahead(engine.runner, SINGLE, 3, engine.max_model_len)
@@ -279,8 +279,8 @@ def test_nobody_waits_for_what_was_captured_ahead(grouped: Path, monkeypatch: py
 
 @pytest.mark.parametrize("field", ["MOST_S", "LEAST_FREE"])
 def test_time_and_memory_are_bounded(grouped: Path, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "LEAST_FREE", 0)
-    monkeypatch.setattr(ahead, field, 0.0 if field == "MOST_S" else 1 << 60)
+    monkeypatch.setattr(graph_warmup, "LEAST_FREE", 0)
+    monkeypatch.setattr(graph_warmup, field, 0.0 if field == "MOST_S" else 1 << 60)
     engine = engine_of(grouped, capture := Counted())
     assert capture_ahead(engine.runner, SINGLE, 3, 320) == capture.count == 0
 

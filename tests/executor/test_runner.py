@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from quantkit.executor import runner
 from quantkit.executor.engine import Engine
-from quantkit.executor.runner import BlockTables, Runner
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.sequence import Sequence
+from quantkit.executor.runner import runner
+from quantkit.executor.runner.runner import BlockTables, Runner
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.sequence import Sequence
 
 
 def test_tables_follow_lists_that_grow_and_others_in_their_place() -> None:

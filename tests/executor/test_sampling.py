@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.errors import QuantkitError
-from quantkit.executor.sampling import Batch, SamplingParams, check_defaults, distribution, draw, log_probabilities, sample, uniform
+from quantkit.common.errors import QuantkitError
+from quantkit.executor.sampling.params import Batch, SamplingParams, check_defaults, distribution, draw, log_probabilities, sample, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.executor.cache import CachePlan
+from quantkit.executor.cache.cache import CachePlan
 from quantkit.executor.engine import Engine
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.scheduler import Scheduler, StepBudget
-from quantkit.executor.sequence import Sequence
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.scheduler import Scheduler, StepBudget
+from quantkit.executor.scheduler.sequence import Sequence
 from quantkit.tokenizer.chat import ChatTokenizer
 
 BUDGET = 100

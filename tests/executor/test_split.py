@@ -4,10 +4,10 @@ import pytest
 import torch
 from nearest import quantize_fp4, quantize_fp8_block, quantize_int
 
-from quantkit.errors import QuantkitError
-from quantkit.executor.split import cut_columns, cut_rows, share_range
-from quantkit.quant.weights import IntWeight, Weight, dequantize
-from quantkit.schemes import IntGrid
+from quantkit.common.errors import QuantkitError
+from quantkit.executor.weights.split import cut_columns, cut_rows, share_range
+from quantkit.grids.schemes import IntGrid
+from quantkit.grids.weights import IntWeight, Weight, dequantize
 
 W = torch.randn(192, 256, generator=torch.Generator().manual_seed(0))
 WEIGHTS = {

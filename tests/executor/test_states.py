@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.errors import QuantkitError
 from quantkit.engines.memory import ParallelSizes, fit
-from quantkit.errors import QuantkitError
-from quantkit.executor import headroom
-from quantkit.executor.draft_load import load_draft
+from quantkit.executor import memory_budget
+from quantkit.executor.cache.linear_attention_state import RecurrentStates, state_bytes
 from quantkit.executor.engine import Engine
-from quantkit.executor.load import load_model
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.runner import Runner
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.scheduler import StepBudget
-from quantkit.executor.states import RecurrentStates, state_bytes
+from quantkit.executor.runner.runner import Runner
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.scheduler import StepBudget
+from quantkit.executor.speculation.draft_load import load_draft
+from quantkit.executor.weights.load import load_model
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.delta_rule import DeltaInputs, DeltaNet, DeltaState, DeltaWeights, attend_sequence, attend_step
-from quantkit.models.stored import read_model
+from quantkit.models.stored_parameters import read_model
 
 CONFIG = {
     "model_type": "qwen3_next",
@@ -187,7 +187,7 @@ def test_plans_count_the_states_of_each_request(model: Path) -> None:
 
 
 def test_states_that_leave_no_room_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headroom, "free_bytes", lambda device: 10**6)
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 10**6)
     with pytest.raises(QuantkitError, match="states of 64 sequences take") as fault:
         Engine.load(model, device="cpu", dtype="float32", max_batch=64, max_model_len=128)
     assert "--max-batch" in fault.value.remedy

@@ -8,12 +8,12 @@ import quantkit_kernels as kernels
 import torch
 from nearest import quantize_fp4, quantize_fp8_block, quantize_int
 
-from quantkit.errors import QuantkitError
-from quantkit.executor.load import load_model
-from quantkit.executor.weights import ExecutorWeights, operand
+from quantkit.common.errors import QuantkitError
+from quantkit.executor.weights.load import load_model
+from quantkit.executor.weights.weights import ExecutorWeights, operand
+from quantkit.grids.schemes import IntGrid
+from quantkit.grids.weights import Weight, dequantize
 from quantkit.models.mlp import Mlp
-from quantkit.quant.weights import Weight, dequantize
-from quantkit.schemes import IntGrid
 
 W = torch.randn(96, 256, generator=torch.Generator().manual_seed(0))
 NO_FP4 = kernels.backends.why_unusable("linear_fp4", "cpu", torch.device("cpu"))

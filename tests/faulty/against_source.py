@@ -6,7 +6,7 @@ from packed_model import rounded
 from faulty.codes import has_codes_around_zero, recode
 from faulty.contents import Contents
 from faulty.fault import change, codes_of, has_experts, has_four_bits, has_groups, has_quantized_experts, of_format, scale_of, tensor_fault
-from quantkit.quant.weights import dequantize
+from quantkit.grids.weights import dequantize
 
 
 @tensor_fault(

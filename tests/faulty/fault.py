@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from faulty.contents import Contents
-from quantkit.schemes import IntGrid
+from quantkit.grids.schemes import IntGrid
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ os.environ |= {"HF_HOME": str(FOLDER), "HF_DATASETS_CACHE": str(FOLDER / "datase
 import datasets  # noqa: E402  (it reads the environment when it is imported)
 
 from quantkit.calibrate.records import read_records  # noqa: E402
-from quantkit.errors import QuantkitError  # noqa: E402
+from quantkit.common.errors import QuantkitError  # noqa: E402
 
 ROWS = [{"instruction": f"say {number}", "input": "", "output": "word " * number} for number in range(30)]
 

@@ -178,7 +178,7 @@ def check_export() -> None:
 
     from evalscope.report.report import Report
 
-    from quantkit.evaluation.asking import ask_and_grade, prepare
+    from quantkit.evaluation.generation import ask_and_grade, prepare
     from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
     from quantkit.evaluation.results.evalscope_format import report
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from quantkit.hub import find_model
+from quantkit.checkpoint.hub import find_model
 
 INPUT, OUTPUT = 48, 32
 RUNS = ((1, 4), (4, 12))

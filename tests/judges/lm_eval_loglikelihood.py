@@ -20,9 +20,9 @@ import torch
 import yaml
 from serving import serve
 
-from quantkit.evaluation.distance.watched import Watched
-from quantkit.executor.load import load_model
-from quantkit.hub import find_model
+from quantkit.checkpoint.hub import find_model
+from quantkit.evaluation.distance.traced import Watched
+from quantkit.executor.weights.load import load_model
 from quantkit.tokenizer.chat import ChatTokenizer
 
 MODEL = "tiny-r1"

@@ -22,7 +22,7 @@ from lm_eval.filters import build_filter_ensemble
 from lm_eval.utils import apply_template
 from recorded import GSM8K, Record, data_dir, records
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading.graders import find_grader, grade
 from quantkit.evaluation.grading.math_equal import MathJudge

@@ -25,7 +25,7 @@ from vllm_server import KEY, Server
 from vllm_topologies import TOPOLOGIES, deployments
 from word_tokenizer import with_words
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.speed.endpoint import EndpointTarget
 from quantkit.evaluation.speed.measure import RequestTimes, summarize
 from quantkit.evaluation.speed.workload import Workload

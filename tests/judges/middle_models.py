@@ -19,10 +19,10 @@ from dense_models import EXPERTS
 from make_model import write_dense
 from torch import Tensor
 
+from quantkit.calibrate.recipe import Recipe
+from quantkit.grids.schemes import IntGrid, find_scheme
 from quantkit.models import find_architecture
 from quantkit.quantization import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import IntGrid, find_scheme
 
 _SIZES: dict[str, Any] = {"hidden_size": 2048, "num_attention_heads": 16, "moe_intermediate_size": 512, "num_experts_per_tok": 8}
 MIDDLE: dict[str, dict[str, Any]] = {

@@ -19,8 +19,8 @@ from nearest import quantize_fp4, quantize_int
 from torch import Tensor, nn
 
 from quantkit.checkpoint.formats import awq, modelopt
-from quantkit.quant.weights import Fp4Weight, IntWeight, dequantize
-from quantkit.schemes import Fp4Grid, IntGrid
+from quantkit.grids.schemes import Fp4Grid, IntGrid
+from quantkit.grids.weights import Fp4Weight, IntWeight, dequantize
 
 GOLDEN = Path(__file__).parent.parent / "data" / "golden"
 BITS = {1: ("bits_u8", torch.uint8, 2**8), 2: ("bits_u16", torch.int16, 2**16), 4: ("bits_u32", torch.int32, 2**32)}

@@ -18,9 +18,9 @@ from commands import command
 from imported import module_at
 from torch import Tensor
 
-from quantkit.assets import builtin_model
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.expert_counts import ExpertCounts
+from quantkit.common.assets import builtin_model
+from quantkit.models.expert_counts import ExpertCounts
 
 EXPERTS, DEVICES, COPIES = 16, 4, 8
 MODULES = {"sglang": "sglang/srt/eplb/expert_location.py", "vllm-ascend": "vllm_ascend/eplb/core/eplb_utils.py"}

@@ -24,7 +24,7 @@ from vllm_server import KEY
 from vllm_tokens import MAX_TOKENS
 from vllm_topologies import CONTEXT, TOPOLOGIES, Case, run, write
 
-from quantkit.engines.launch import deploy
+from quantkit.deploy.launch import deploy
 
 FIRST_PORT, PORTS = 21000, 64
 ADDED = (

@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from word_tokenizer import write_word_tokenizer
 
+from quantkit.calibrate.recipe import Recipe
+from quantkit.grids.schemes import find_scheme
 from quantkit.models import find_architecture
 from quantkit.quantization import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import find_scheme
 
 _PUBLISHED: dict[str, Any] = {
     "hidden_act": "silu",

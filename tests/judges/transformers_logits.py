@@ -24,9 +24,9 @@ from packed_model import write_packed
 from quantkit.checkpoint.formats import compressed_fp4, compressed_int4, compressed_int8, compressed_mxfp4
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.check import check_checkpoint
-from quantkit.executor.load import load_model
+from quantkit.executor.weights.load import load_model
+from quantkit.grids.schemes import Fp4Grid, IntGrid, Mxfp4Grid
 from quantkit.models.context import CausalContext
-from quantkit.schemes import Fp4Grid, IntGrid, Mxfp4Grid
 
 FORMATS: dict[str, tuple[Any, Any]] = {
     "ct-w4a16": (compressed_int4.FORMAT, IntGrid(4, 128, symmetric=False)),

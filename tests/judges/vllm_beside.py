@@ -38,7 +38,7 @@ import httpx
 from shape_models import FORMATS, SHAPES, write_shape
 from vllm_server import SETTINGS
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.speed.endpoint import EndpointTarget
 from quantkit.evaluation.speed.measure import RequestTimes, summarize
 from quantkit.evaluation.speed.workload import Workload

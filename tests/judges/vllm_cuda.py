@@ -33,15 +33,15 @@ from torch import Tensor
 from vllm_tokens import INT8_TIE, MAX_TOKENS, TIE, judge, prompts, shift_zero_points
 
 import quantkit
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.conversion import convert
 from quantkit.engines.check import check_checkpoint
-from quantkit.evaluation.distance.watched import Watched
-from quantkit.executor.load import load_model
+from quantkit.evaluation.distance.traced import Watched
+from quantkit.executor.weights.load import load_model
+from quantkit.grids.schemes import IntGrid, find_scheme
 from quantkit.models.mlp import MoeMlp
 from quantkit.quantization import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import IntGrid, find_scheme
+from quantkit.quantization.conversion import convert
 
 TINY_R1 = Path(quantkit.__file__).parent / "builtin" / "tiny-r1"
 MODELS = ("tiny-r1", *EXPERTS)

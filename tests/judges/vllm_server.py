@@ -20,7 +20,7 @@ import httpx
 import vllm_cuda
 from vllm_tokens import MAX_TOKENS
 
-from quantkit.engines.launch import Deployment
+from quantkit.deploy.launch import Deployment
 
 KEY = "key-of-this-run"
 FIRST_PORT, PORTS, APART_BY = 20000, 256, 8  # below those that the system gives away; a process takes several from its first on

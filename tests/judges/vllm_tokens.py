@@ -27,15 +27,15 @@ from make_model import write_dense
 from quantkit_kernels.cpu.units import has_unit
 from torch import Tensor
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.conversion import convert
 from quantkit.engines.check import check_checkpoint
-from quantkit.executor.load import load_model
+from quantkit.executor.weights.load import load_model
+from quantkit.grids.schemes import find_scheme
 from quantkit.models.context import CausalContext
 from quantkit.quantization import quantize
+from quantkit.quantization.conversion import convert
 from quantkit.quantization.mixture import Mixture
-from quantkit.recipe import Recipe
-from quantkit.schemes import find_scheme
 
 # What quantize is asked for: scheme, format, engine. transformers is the engine that asks for symmetric int4 of every linear.
 FORMATS: dict[str, tuple[str, str, str] | None] = {

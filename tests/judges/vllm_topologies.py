@@ -35,13 +35,13 @@ from middle_models import MIDDLE, write_middle
 from vllm_server import Server
 from vllm_tokens import INT8_TIE, MAX_TOKENS, TIE, judge
 
-from quantkit.conversion import convert
+from quantkit.calibrate.recipe import Recipe
+from quantkit.common.errors import QuantkitError
+from quantkit.deploy.launch import Deployment, deploy
 from quantkit.engines.evidence import LayoutRun, layout_runs
-from quantkit.engines.launch import Deployment, deploy
-from quantkit.errors import QuantkitError
+from quantkit.grids.schemes import find_scheme
 from quantkit.quantization import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import find_scheme
+from quantkit.quantization.conversion import convert
 
 CONTEXT = 1024
 CACHE = 2**28

@@ -16,7 +16,7 @@ from quantkit_kernels.cuda import collectives as peers
 from quantkit_kernels.cuda.collectives import MAX_BYTES, MAX_SUM_BYTES, Peers
 from quantkit_kernels.cuda.experts.sum_pairs import add_up
 
-from quantkit.executor.parallel import Parallel
+from quantkit.executor.ranks.parallel import Parallel
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 

@@ -10,17 +10,17 @@ from letters import write_letters
 from make_model import write_dense
 from transformers_peers import checkpoint_tensors
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import QuantkitError
-from quantkit.executor.follower import lead_or_follow
+from quantkit.common.errors import QuantkitError
+from quantkit.executor.hf_engine import open_engine
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.whole_engine import open_engine
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.worker import lead_or_follow
+from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture, is_known
-from quantkit.models.watched.whole import WholeModel
+from quantkit.models.hf_traced.whole import WholeModel
 from quantkit.quantization.run import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import SCHEMES
 
 SIZES = {
     "vocab_size": 331,

@@ -13,7 +13,7 @@ from plain_weights import PlainWeights
 from torch import Tensor
 from transformers_peers import CASES, COMPRESSED, LATENT, QWEN_3_5, QWEN_3_5_DENSE, SPARSE, checkpoint_tensors, random_peer, whole
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.mlp import PROJ_NAMES

@@ -7,7 +7,7 @@ import pytest
 import torch
 from quantkit_kernels import rms_norm
 
-from quantkit.executor.load import LoadedModel, load_model
+from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.models import deepseek_v3
 from quantkit.models.context import CausalContext
 

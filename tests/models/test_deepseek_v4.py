@@ -14,20 +14,20 @@ from torch.nn import functional as F
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers_peers import COMPRESSED, checkpoint_tensors, random_peer
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
-from quantkit.executor.load import load_model, open_model
-from quantkit.executor.runner import Runner
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.scheduler import StepBudget
+from quantkit.executor.runner.runner import Runner
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.scheduler import StepBudget
+from quantkit.executor.weights.load import load_model, open_model
+from quantkit.grids.schemes import SCHEMES
+from quantkit.grids.weights import dequantize
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
-from quantkit.models.hyper import begun, packed
-from quantkit.quant.weights import dequantize
+from quantkit.models.hyper_connections import begun, packed
 from quantkit.quantization.run import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import SCHEMES
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
 SIDES = {

@@ -11,7 +11,7 @@ from scaled_groups import drawn_scale
 from torch import Tensor
 from transformers_peers import CASES, checkpoint_tensors, random_peer
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 

@@ -13,8 +13,8 @@ from transformers.models.hy_v3.modeling_hy_v3 import HYV3DecoderLayer
 from transformers_peers import HY_V3, checkpoint_tensors, random_peer
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.errors import QuantkitError
 from quantkit.engines.check import check_checkpoint
-from quantkit.errors import QuantkitError
 from quantkit.models import find_architecture, hy_v3
 from quantkit.models.context import CausalContext
 

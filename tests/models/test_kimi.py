@@ -11,15 +11,15 @@ from packed_model import write_packed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.formats import compressed_int4
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import QuantkitError
-from quantkit.executor.load import load_model
+from quantkit.common.errors import QuantkitError
+from quantkit.executor.weights.load import load_model
+from quantkit.grids.schemes import SCHEMES, IntGrid
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.quantization.run import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import SCHEMES, IntGrid
 
 TEXT = make_model.tiny_config(model_type="kimi_k2", num_hidden_layers=2, n_group=1, topk_group=1, num_nextn_predict_layers=0)
 WHOLE = {"model_type": "kimi_k25", "text_config": TEXT, "vision_config": {"hidden_size": 64}, "vocab_size": TEXT["vocab_size"]}

@@ -12,13 +12,13 @@ from packed_model import write_packed
 
 from quantkit.checkpoint.formats import compressed_int4
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.conversion import convert
-from quantkit.engines.launch import deploy
-from quantkit.errors import QuantkitError
-from quantkit.executor.load import load_model
-from quantkit.inspection import describe
-from quantkit.models.stored import read_model
-from quantkit.schemes import IntGrid
+from quantkit.common.errors import QuantkitError
+from quantkit.deploy.launch import deploy
+from quantkit.diagnosis.inspect import describe
+from quantkit.executor.weights.load import load_model
+from quantkit.grids.schemes import IntGrid
+from quantkit.models.stored_parameters import read_model
+from quantkit.quantization.conversion import convert
 
 GRID = IntGrid(4, 128, True)
 COMMANDS: dict[str, Callable[[Path], object]] = {

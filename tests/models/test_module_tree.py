@@ -8,14 +8,14 @@ import pytest
 from make_model import write_dense
 from transformers_peers import CASES, SHARED, checkpoint_tensors, random_peer
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.schemes import SCHEMES
+from quantkit.grids.weights import dequantize
 from quantkit.models import find_architecture
 from quantkit.models.module_tree import read_tree
-from quantkit.quant.weights import dequantize
 from quantkit.quantization.run import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import SCHEMES
 
 GEMMA4 = {"num_experts": 8, "top_k_experts": 2, "enable_moe_block": True, "moe_intermediate_size": 32, "hidden_size_per_layer_input": 0}
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}

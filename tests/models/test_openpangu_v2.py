@@ -14,17 +14,17 @@ from scaled_groups import drawn_scale
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
-from quantkit.executor.graphs import DecodeSteps
-from quantkit.executor.load import LoadedModel, load_model
-from quantkit.executor.mtp_heads import MtpHeads
-from quantkit.executor.runner import Runner
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.speculation import Speculation
+from quantkit.executor.runner.graphs import DecodeSteps
+from quantkit.executor.runner.runner import Runner
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.speculation.mtp_heads import MtpHeads
+from quantkit.executor.speculation.speculation import Speculation
+from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
-from quantkit.models.hyper import begun, packed
+from quantkit.models.hyper_connections import begun, packed
 
 TINY: dict[str, Any] = {
     "model_type": "openpangu_v2",

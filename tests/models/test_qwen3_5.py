@@ -14,7 +14,7 @@ from transformers_peers import QWEN_3_5, QWEN_3_5_DENSE, whole
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
-from quantkit.models.stored import check_stored, read_model
+from quantkit.models.stored_parameters import check_stored, read_model
 
 VISION = "model.visual.patch_embed.proj.weight"
 

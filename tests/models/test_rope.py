@@ -10,7 +10,7 @@ from transformers import DeepseekV3Config, LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding, yarn_apply_mscale
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.models.rope import Rope, _kept_frequencies
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}

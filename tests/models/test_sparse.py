@@ -11,16 +11,16 @@ from scaled_groups import drawn_scale
 from torch import Tensor
 from transformers_peers import SPARSE, checkpoint_tensors, random_peer
 
-from quantkit.errors import QuantkitError
-from quantkit.executor.context import Chunk, DecodeContext, PrefillContext
-from quantkit.executor.load import load_model
-from quantkit.executor.mixed import MixedContext
+from quantkit.calibrate.recipe import Recipe
+from quantkit.common.errors import QuantkitError
+from quantkit.executor.runner.attention_context import Chunk, DecodeContext, PrefillContext
+from quantkit.executor.runner.mixed_context import MixedContext
+from quantkit.executor.weights.load import load_model
+from quantkit.grids.schemes import SCHEMES
 from quantkit.models import deepseek_v3, find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.sparse import IndexInputs, choose
 from quantkit.quantization.run import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import SCHEMES
 
 YARN = {
     "rope_type": "yarn",

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import QuantkitError
-from quantkit.executor.load import load_model
-from quantkit.inspection import describe
+from quantkit.common.errors import QuantkitError
+from quantkit.diagnosis.inspect import describe
+from quantkit.executor.weights.load import load_model
 from quantkit.models import table
-from quantkit.models.stored import read_model
+from quantkit.models.stored_parameters import read_model
 from quantkit.quantization.checks import take_inventory
 
 CONFIG = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}

@@ -13,12 +13,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers_peers import CASES, EXPERTS, LATENT, SHARED, SPARSE
 
 from quantkit.calibrate.layer_weights import LayerWeights
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
+from quantkit.models.hf_traced.architecture import WatchedArchitecture
+from quantkit.models.hf_traced.layer import DecoderLayer
 from quantkit.models.table import ScaleGroup
-from quantkit.models.watched.architecture import WatchedArchitecture
-from quantkit.models.watched.layer import DecoderLayer
 
 TINY = {
     **SHARED,

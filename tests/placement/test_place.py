@@ -10,10 +10,10 @@ import torch
 from commands import command
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.executor.load import load_model
-from quantkit.expert_counts import ExpertCounts
+from quantkit.executor.weights.load import load_model
 from quantkit.models.context import CausalContext
-from quantkit.placement.place import place, place_layers
+from quantkit.models.expert_counts import ExpertCounts
+from quantkit.planning.placement.place import place, place_layers
 from quantkit.tokenizer.chat import ChatTokenizer
 
 ENGINES = ("vllm", "sglang", "vllm-ascend", "omni-infer")

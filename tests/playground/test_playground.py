@@ -16,9 +16,9 @@ import scripted_model
 import torch
 import uvicorn
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
-from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.sampling.params import SamplingParams
 from quantkit.playground.app import create_app
 from quantkit.playground.compare import divergence, parting
 from quantkit.playground.model import PlayModel

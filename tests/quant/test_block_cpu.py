@@ -11,9 +11,9 @@ from block_rounding import (
     random_step,
 )
 
+from quantkit.grids.rounding import IntRounder, Rounder
+from quantkit.grids.schemes import IntGrid
 from quantkit.quant import block_cpu, gptq
-from quantkit.quant.rounding import IntRounder, Rounder
-from quantkit.schemes import IntGrid
 
 MORE: dict[str, Rounder] = {"int4": IntRounder(IntGrid(4, 128, True), torch.bfloat16)}
 EVERY = GRIDS | MORE

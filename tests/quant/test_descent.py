@@ -5,12 +5,12 @@ import torch
 from rounding_problem import ROUNDERS, K, problem
 from torch import Tensor
 
+from quantkit.grids.rounding import RoundingStep
+from quantkit.grids.weights import dequantize
 from quantkit.quant.compensation import CompensatedRows, compensate
 from quantkit.quant.descent import Descent
 from quantkit.quant.gptq import Curvature, damp_
-from quantkit.quant.rounding import RoundingStep
 from quantkit.quant.two_sided import compensate_both
-from quantkit.quant.weights import dequantize
 
 
 def loss(w: Tensor, values: Tensor, hessian: Tensor) -> Tensor:

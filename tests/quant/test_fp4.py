@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nearest import quantize_fp4
 
-from quantkit.errors import QuantkitError
-from quantkit.quant.fp4 import E2M1_MAX, decode_e2m1, encode_e2m1, global_scale
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.e2m1 import E2M1_MAX, decode_e2m1, encode_e2m1, global_scale
+from quantkit.grids.weights import E2M1_VALUES, dequantize
 from quantkit.quant.packing import pack_pairs
-from quantkit.quant.weights import E2M1_VALUES, dequantize
 
 
 def test_golden_codes_and_scales() -> None:

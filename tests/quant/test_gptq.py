@@ -5,12 +5,12 @@ import torch
 from rounding_problem import ROUNDERS, K, N, problem
 from torch import Tensor
 
+from quantkit.grids.rounding import IntRounder, RoundingStep, fit_steps, round_to_nearest
+from quantkit.grids.schemes import IntGrid
+from quantkit.grids.weights import dequantize
 from quantkit.quant.column_steps import Steps
 from quantkit.quant.compensation import compensate
 from quantkit.quant.gptq import Curvature, damp_, gptq, reverse_, scaled_losses
-from quantkit.quant.rounding import IntRounder, RoundingStep, fit_steps, round_to_nearest
-from quantkit.quant.weights import dequantize
-from quantkit.schemes import IntGrid
 
 
 def trace_loss(w: Tensor, values: Tensor, hessian: Tensor) -> Tensor:

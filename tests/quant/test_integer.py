@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nearest import quantize_int
 
-from quantkit.errors import QuantkitError
-from quantkit.quant.integer import int_params, round_int
-from quantkit.quant.weights import dequantize
-from quantkit.schemes import IntGrid
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.integer import int_params, round_int
+from quantkit.grids.schemes import IntGrid
+from quantkit.grids.weights import dequantize
 
 _GRIDS = [IntGrid(4, 32, False), IntGrid(4, 32, True), IntGrid(4, None, True), IntGrid(8, None, True)]
 

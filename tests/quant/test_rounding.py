@@ -4,10 +4,10 @@ import pytest
 import torch
 from nearest import quantize_fp4, quantize_int
 
-from quantkit.quant.fp4 import global_scale
-from quantkit.quant.rounding import Fp4Rounder, IntRounder, round_to_nearest
-from quantkit.quant.weights import dequantize
-from quantkit.schemes import IntGrid
+from quantkit.grids.e2m1 import global_scale
+from quantkit.grids.rounding import Fp4Rounder, IntRounder, round_to_nearest
+from quantkit.grids.schemes import IntGrid
+from quantkit.grids.weights import dequantize
 
 INT4 = IntGrid(4, 128, symmetric=False)
 GRIDS = [INT4, IntGrid(4, 32, symmetric=True), IntGrid(8, None, symmetric=True)]

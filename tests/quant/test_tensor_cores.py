@@ -4,14 +4,14 @@ what errors carry are in BF16, and GPTQ and descent lose nothing by it."""
 import pytest
 import torch
 
+from quantkit.grids.rounding import IntRounder
+from quantkit.grids.schemes import IntGrid
 from quantkit.quant import tensor_cores
 from quantkit.quant.compensation import compensate
 from quantkit.quant.descent import Descent
 from quantkit.quant.gptq import Curvature
-from quantkit.quant.rounding import IntRounder
 from quantkit.quant.tensor_cores import LARGE, add_product, carried, tensor_core_products
 from quantkit.quant.two_sided import compensate_both
-from quantkit.schemes import IntGrid
 
 
 @tensor_core_products()

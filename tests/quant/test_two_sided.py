@@ -5,10 +5,10 @@ import torch
 from rounding_problem import ROUNDERS, K, N, problem
 from torch import Tensor
 
+from quantkit.grids.rounding import RoundingStep
 from quantkit.quant import two_sided
 from quantkit.quant.compensation import compensate
 from quantkit.quant.gptq import Curvature
-from quantkit.quant.rounding import RoundingStep
 from quantkit.quant.two_sided import compensate_both, judged_outputs
 
 

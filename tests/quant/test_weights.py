@@ -4,7 +4,7 @@ import golden
 import pytest
 import torch
 
-from quantkit.quant.weights import E2M1_VALUES, Fp4Weight, Fp8BlockWeight, IntWeight, decode_e2m1, dequantize, divide_rows, dividing_powers
+from quantkit.grids.weights import E2M1_VALUES, Fp4Weight, Fp8BlockWeight, IntWeight, decode_e2m1, dequantize, divide_rows, dividing_powers
 
 
 def test_int_weight_is_codes_less_zero_point_times_scale() -> None:

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from quantkit.grids.schemes import Fp4Grid, IntGrid
 from quantkit.quantization.allocation import Budgeting, Option
-from quantkit.schemes import Fp4Grid, IntGrid
 
 GRIDS = (IntGrid(4, 128, symmetric=False), Fp4Grid(), IntGrid(8, None, symmetric=True), None)
 

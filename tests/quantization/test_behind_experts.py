@@ -9,15 +9,15 @@ from plain_weights import PlainWeights
 from torch import Tensor
 
 from quantkit.calibrate.data import load_sequences
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.schemes import SCHEMES
+from quantkit.grids.weights import dequantize
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
-from quantkit.quant.weights import dequantize
 from quantkit.quantization import quantize
 from quantkit.quantization.mixture import Mixture
-from quantkit.recipe import Recipe
-from quantkit.schemes import SCHEMES
 from quantkit.tokenizer.chat import ChatTokenizer
 
 CONFIG = {

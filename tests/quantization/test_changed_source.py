@@ -11,15 +11,15 @@ import pytest
 import quantize_job
 from output_files import files
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint import reader
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.conversion import convert
-from quantkit.conversion import plan as convert_module
-from quantkit.errors import QuantkitError
-from quantkit.progress import Event, OnEvent, Progress, silent
+from quantkit.common.errors import QuantkitError
+from quantkit.common.progress import Event, OnEvent, Progress, silent
+from quantkit.grids.schemes import find_scheme
 from quantkit.quantization import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import find_scheme
+from quantkit.quantization.conversion import convert
+from quantkit.quantization.conversion import plan as convert_module
 
 Run = Callable[..., bool]  # (source, out, on_event) -> done already
 

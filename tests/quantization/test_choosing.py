@@ -15,19 +15,19 @@ from letters import write_letters
 from output_files import files
 
 from quantkit.calibrate.next_token_kl import compare_paths
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.errors import QuantkitError
+from quantkit.common.progress import Event, Note, Progress
 from quantkit.engines.check import check_checkpoint
-from quantkit.errors import QuantkitError
-from quantkit.models.stored import read_model
-from quantkit.planning import plan
-from quantkit.progress import Event, Note, Progress
+from quantkit.grids.schemes import Fp4Grid, Fp8BlockGrid, IntGrid, find_scheme
+from quantkit.models.stored_parameters import read_model
+from quantkit.planning.plan import plan
 from quantkit.quantization import QuantizationReport, quantize
-from quantkit.quantization.choosing import Options
-from quantkit.quantization.measuring import beside
+from quantkit.quantization.job import open_job, read_request
+from quantkit.quantization.mixed_precision import Options
 from quantkit.quantization.mixture import Mixture
-from quantkit.quantization.opening import open_job, read_request
-from quantkit.recipe import Recipe
-from quantkit.schemes import Fp4Grid, Fp8BlockGrid, IntGrid, find_scheme
+from quantkit.quantization.sensitivity_run import beside
 
 SMALL = small_recipe.SMALL | {"held_out": 1, "seq_len": 64, "scale_points": 2}
 CONFIG = make_model.tiny_config(num_hidden_layers=2, **make_model.NARROW)
@@ -127,10 +127,10 @@ def test_measured_costs_foretell_what_rounding_one_choice_costs(source: Path, ch
 
 def measure_alone(checkpoint: Checkpoint, options: Options) -> dict[str, float]:
     """KL of the whole model with one choice rounded to nearest, by choice."""
-    from quantkit.calibrate.solvers import Solvers
-    from quantkit.executor.weights import ExecutorWeights
+    from quantkit.calibrate.solver_table import Solvers
+    from quantkit.executor.weights.weights import ExecutorWeights
+    from quantkit.grids.weights import dequantize
     from quantkit.models.context import CausalContext
-    from quantkit.quant.weights import dequantize
 
     read = read_model(checkpoint)
     solvers = Solvers(options.job.request.target, lambda module: W4, Recipe(scheme=SCHEME.name, **SMALL), ())

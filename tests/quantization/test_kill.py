@@ -17,13 +17,13 @@ import torch
 from letters import write_letters
 from output_files import files
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.errors import QuantkitError
-from quantkit.progress import Event, Progress
+from quantkit.common.errors import QuantkitError
+from quantkit.common.progress import Event, Progress
+from quantkit.grids.schemes import find_scheme
 from quantkit.quantization import quantize
 from quantkit.quantization import run as run_module
-from quantkit.recipe import Recipe
-from quantkit.schemes import find_scheme
 
 JOB = Path(quantize_job.__file__)
 KILLS = 2

@@ -10,12 +10,12 @@ import pytest
 import quantize_job
 from letters import write_letters
 
-from quantkit.amounts import parse_bytes
-from quantkit.errors import QuantkitError
-from quantkit.planning import plan
+from quantkit.calibrate.recipe import Recipe, load_recipe
+from quantkit.common.errors import QuantkitError
+from quantkit.common.sizes import parse_bytes
+from quantkit.grids.schemes import find_scheme
+from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
-from quantkit.recipe import Recipe, load_recipe
-from quantkit.schemes import find_scheme
 
 
 def planned(source: Path, scheme: str, **changes: Any) -> int:

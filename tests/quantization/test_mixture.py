@@ -13,21 +13,21 @@ from letters import write_letters
 from output_files import files
 from safetensors import safe_open
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.errors import QuantkitError
+from quantkit.common.progress import Event, Progress
 from quantkit.engines.check import check_checkpoint
 from quantkit.engines.profiles import engine_names, find_engine
-from quantkit.errors import QuantkitError
-from quantkit.executor.load import load_model
+from quantkit.executor.weights.load import load_model
+from quantkit.grids.schemes import Fp4Grid, Fp8BlockGrid, IntGrid, find_scheme
+from quantkit.grids.weights import dequantize
 from quantkit.models.context import CausalContext
-from quantkit.models.stored import read_model
-from quantkit.planning import plan
-from quantkit.progress import Event, Progress
-from quantkit.quant.weights import dequantize
+from quantkit.models.stored_parameters import read_model
+from quantkit.planning.plan import plan
 from quantkit.quantization import QuantizationReport, quantize
+from quantkit.quantization.job import open_job, read_request
 from quantkit.quantization.mixture import Mixture, kept_grids
-from quantkit.quantization.opening import open_job, read_request
-from quantkit.recipe import Recipe
-from quantkit.schemes import Fp4Grid, Fp8BlockGrid, IntGrid, find_scheme
 
 SMALL = small_recipe.SMALL | {"samples": 4, "seq_len": 48, "min_expert_tokens": 32}
 CONFIG = make_model.tiny_config(num_hidden_layers=2, **make_model.NARROW)

@@ -11,11 +11,11 @@ import torch
 from tied_model import TIED, tied_tensors
 from torch import Tensor
 
-from quantkit.errors import QuantkitError
-from quantkit.planning import plan
+from quantkit.calibrate.recipe import Recipe
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.schemes import find_scheme
+from quantkit.planning.plan import plan
 from quantkit.quantization import run
-from quantkit.recipe import Recipe
-from quantkit.schemes import find_scheme
 
 SMALL = {"samples": 4, "held_out": 2, "seq_len": 32}
 HEAD = "lm_head.weight"

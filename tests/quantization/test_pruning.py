@@ -16,17 +16,17 @@ from output_files import files
 from small_recipe import SMALL
 from torch import Tensor
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.saliency import choose_kept
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.conversion import convert
-from quantkit.executor.load import load_model
+from quantkit.common.progress import Event, Progress, silent
+from quantkit.executor.weights.load import load_model
+from quantkit.grids.schemes import find_scheme
 from quantkit.models.context import CausalContext
 from quantkit.models.mlp import MoeMlp
-from quantkit.planning import plan
-from quantkit.progress import Event, Progress, silent
+from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import find_scheme
+from quantkit.quantization.conversion import convert
 from quantkit.tokenizer.chat import ChatTokenizer
 
 CONFIG = {"num_hidden_layers": 2, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}

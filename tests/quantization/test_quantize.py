@@ -14,18 +14,18 @@ from output_files import files
 
 from quantkit.calibrate import scale
 from quantkit.calibrate.data import load_sequences
+from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.sublayer import Sublayer
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import QuantkitError
-from quantkit.evaluation.distance.watched import Watched
-from quantkit.executor.load import load_model
+from quantkit.common.errors import QuantkitError
+from quantkit.common.progress import Event, Note, Progress
+from quantkit.evaluation.distance.traced import Watched
+from quantkit.executor.weights.load import load_model
+from quantkit.grids.schemes import SCHEMES, IntGrid, find_scheme
+from quantkit.grids.weights import dequantize
 from quantkit.models import deepseek_v3
 from quantkit.models.table import ScaleGroup
-from quantkit.progress import Event, Note, Progress
-from quantkit.quant.weights import dequantize
 from quantkit.quantization import QuantizationReport, quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import SCHEMES, IntGrid, find_scheme
 from quantkit.tokenizer.chat import ChatTokenizer
 
 CONFIG = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)

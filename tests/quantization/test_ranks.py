@@ -14,19 +14,19 @@ from forked_ranks import run_ranks
 from letters import write_letters
 from output_files import files
 
-from quantkit.calibrate import behind_experts, expert_layer, solver, statistics, walk
+from quantkit.calibrate import expert_layer, linear_solver, post_moe, statistics, walk
 from quantkit.calibrate import ranks as ranks_module
 from quantkit.calibrate.batches import Batches
+from quantkit.calibrate.data_parallel import SharedRuns
 from quantkit.calibrate.drift import DriftSum
 from quantkit.calibrate.expert_layer import ExpertLayer, expert_batches
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.hidden_states import HiddenStates, TokenBatch
 from quantkit.calibrate.parameter_reader import ParameterReader
 from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.shared_runs import SharedRuns
 from quantkit.calibrate.statistics import StatisticsSum
 from quantkit.calibrate.sublayer import Run
-from quantkit.executor.parallel import Parallel
+from quantkit.executor.ranks.parallel import Parallel
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.table import GatedMlp, Parameter
 from quantkit.quantization import QuantizationReport, memory
@@ -185,7 +185,7 @@ def test_ranks_share_forwards_and_linears(text: Path, tmp_path: Path, monkeypatc
     config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
     source = make_model.write_fp8(tmp_path / "source", config, make_model.random_tensors(config))
     tokens, solved, q_a, kv_a = [0], list[int](), config["q_lora_rank"], config["kv_lora_rank"] + config["qk_rope_head_dim"]
-    both = solver.compensate_both
+    both = linear_solver.compensate_both
 
     def counted(half: Run, block: DecoderLayer, hidden: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         tokens[0] += len(hidden)
@@ -197,8 +197,8 @@ def test_ranks_share_forwards_and_linears(text: Path, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(ranks_module.dist, "broadcast", as_nccl(ranks_module.dist.broadcast))
     monkeypatch.setattr(walk, "run_attention", partial(counted, walk.run_attention))
-    monkeypatch.setattr(behind_experts, "run_feed_forward", partial(counted, behind_experts.run_feed_forward))
-    monkeypatch.setattr(solver, "compensate_both", weighed)
+    monkeypatch.setattr(post_moe, "run_feed_forward", partial(counted, post_moe.run_feed_forward))
+    monkeypatch.setattr(linear_solver, "compensate_both", weighed)
     monkeypatch.setattr(memory, "Batches", lambda: Batches(64))
 
     def run(out: str) -> torch.Tensor:

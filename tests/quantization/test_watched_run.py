@@ -16,20 +16,20 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers_peers import checkpoint_tensors
 
 from quantkit.calibrate.data import load_sequences
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.conversion import convert
+from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.diagnose import diagnose
-from quantkit.errors import QuantkitError
 from quantkit.evaluation.distance.perplexity import measure
+from quantkit.executor.hf_engine import open_engine
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.whole_engine import open_engine
-from quantkit.models.watched.architecture import WatchedArchitecture
-from quantkit.quant.weights import dequantize
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.grids.schemes import SCHEMES
+from quantkit.grids.weights import dequantize
+from quantkit.models.hf_traced.architecture import WatchedArchitecture
+from quantkit.quantization.conversion import convert
 from quantkit.quantization.run import QuantizationReport, quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import SCHEMES
 from quantkit.tokenizer.chat import ChatTokenizer
 
 SIZES = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.tokenizer.chat import ChatTokenizer, TextStream
 
 MESSAGES = [

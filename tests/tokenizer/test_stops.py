@@ -5,7 +5,7 @@ import random
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from quantkit.hub import find_model
+from quantkit.checkpoint.hub import find_model
 from quantkit.tokenizer.chat import ChatTokenizer, TextStream
 from quantkit.tokenizer.stops import StopTokens, stop_tokens
 

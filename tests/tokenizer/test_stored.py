@@ -10,9 +10,9 @@ import sentencepiece
 import tiktoken as peer
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from quantkit.assets import calibration_text
-from quantkit.checkpoint.companions import read_companions
-from quantkit.errors import QuantkitError
+from quantkit.checkpoint.aux_files import read_companions
+from quantkit.common.assets import calibration_text
+from quantkit.common.errors import QuantkitError
 from quantkit.tokenizer import tiktoken
 from quantkit.tokenizer.chat import ChatTokenizer, TextStream
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from damage import TEMPLATES
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.tokenizer.template import ChatTemplate
 
 VARIABLES = {"messages": [{"role": "user", "content": "hi"}], "tools": None, "bos_token": "<s>", "add_generation_prompt": True}

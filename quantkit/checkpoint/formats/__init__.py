@@ -23,8 +23,8 @@ from quantkit.checkpoint.formats import (
     mxfp4,
 )
 from quantkit.checkpoint.formats.base import Format
-from quantkit.errors import QuantkitError, UsageFault
-from quantkit.schemes import Scheme
+from quantkit.common.errors import QuantkitError, UsageFault
+from quantkit.grids.schemes import Scheme
 
 FORMATS: tuple[Format, ...] = (
     dense.FORMAT,

@@ -14,9 +14,9 @@ import regex
 from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int8, compressed_mxfp4, fp8, gptq
 from quantkit.checkpoint.formats.base import HEAD, Format
 from quantkit.checkpoint.formats.declared import DeclaredFormat, Description, Placed
-from quantkit.errors import QuantkitError
-from quantkit.quant.weights import FP4_GROUP, MX_GROUP
-from quantkit.schemes import Fp4Grid, IntGrid, Mxfp4Grid
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.schemes import Fp4Grid, IntGrid, Mxfp4Grid
+from quantkit.grids.weights import FP4_GROUP, MX_GROUP
 
 _PACKED: dict[str, Format] = {"auto_gptq": gptq.FORMATS[0], "gptqmodel": gptq.FORMATS[1], "auto_awq": awq.FORMAT}
 _FP8_CHANNEL, _FP8_TENSOR = fp8.ModelOptFp8(fp8.CHANNEL), fp8.ModelOptFp8(fp8.TENSOR)

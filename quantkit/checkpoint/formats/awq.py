@@ -26,10 +26,10 @@ from quantkit.checkpoint.formats.base import (
     stored_scale,
 )
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.schemes import Grid, IntGrid
+from quantkit.grids.weights import IntWeight, Weight
 from quantkit.quant.packing import from_offset, pack_awq, to_offset, unpack_awq
-from quantkit.quant.weights import IntWeight, Weight
-from quantkit.schemes import Grid, IntGrid
 
 # Engines take an entry as a substring of the module name, so "mlp.gate" would also skip mlp.gate_proj: "mlp.gate." does not.
 _SPELLING = IgnoreSpelling(

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.errors import QuantkitError
-from quantkit.quant.weights import Weight
-from quantkit.schemes import CacheCodes, Grid, IntGrid
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.schemes import CacheCodes, Grid, IntGrid
+from quantkit.grids.weights import Weight
 
 # JSON files beside config.json that say how a checkpoint is quantized.
 SLIM_FILES = (

@@ -12,7 +12,7 @@ import regex
 
 from quantkit.checkpoint.formats.base import IgnoreSpelling, ignore_list, plain_linears
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 
 _DEADLINE_S = 1.0
 """Of the processor, for one name: a published pattern takes microseconds."""

@@ -17,9 +17,9 @@ from quantkit.checkpoint.formats import compressed
 from quantkit.checkpoint.formats.base import StoredPart
 from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS, GROUP_SCALES, Nvfp4, code_shapes, is_nvfp4
 from quantkit.checkpoint.header import TensorSpec
+from quantkit.grids.schemes import Grid
+from quantkit.grids.weights import FP4_GROUP, Fp4Weight, Weight
 from quantkit.quant.packing import pack_pairs, unpack_pairs
-from quantkit.quant.weights import FP4_GROUP, Fp4Weight, Weight
-from quantkit.schemes import Grid
 
 
 class CompressedFp4(Nvfp4):

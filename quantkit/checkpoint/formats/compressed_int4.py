@@ -16,9 +16,9 @@ from torch import Tensor
 from quantkit.checkpoint.formats import compressed
 from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format, StoredPart, along_groups, groups, require_multiple, stored_scale
 from quantkit.checkpoint.header import TensorSpec
+from quantkit.grids.schemes import Grid, IntGrid
+from quantkit.grids.weights import IntWeight, Weight
 from quantkit.quant.packing import from_offset, pack_bytes, pack_words, to_offset, unpack_bytes, unpack_words
-from quantkit.quant.weights import IntWeight, Weight
-from quantkit.schemes import Grid, IntGrid
 
 
 class CompressedInt4(Format):

@@ -17,8 +17,8 @@ from torch import Tensor
 from quantkit.checkpoint.formats import compressed
 from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, Along, Format, StoredPart, along_groups, groups, stored_scale
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.quant.weights import IntWeight, Weight
-from quantkit.schemes import Grid, IntGrid
+from quantkit.grids.schemes import Grid, IntGrid
+from quantkit.grids.weights import IntWeight, Weight
 
 GRID = IntGrid(bits=8, group_size=None, symmetric=True)
 

@@ -23,9 +23,9 @@ from quantkit.checkpoint.formats import compressed, compressed_fp4, compressed_i
 from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, Format, StoredPart
 from quantkit.checkpoint.formats.declared import Declared, DeclaredFormat, Placed
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.errors import QuantkitError
-from quantkit.quant.weights import FP8_BLOCK, Fp4Weight, Fp8BlockWeight, IntWeight, Weight
-from quantkit.schemes import Fp8BlockGrid, Grid
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.schemes import Fp8BlockGrid, Grid
+from quantkit.grids.weights import FP8_BLOCK, Fp4Weight, Fp8BlockWeight, IntWeight, Weight
 
 
 class _Fp8Blocks(fp8.CompressedFp8):

@@ -13,9 +13,9 @@ from quantkit.checkpoint.formats import compressed
 from quantkit.checkpoint.formats.base import Along, Format, StoredPart, require_multiple
 from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS
 from quantkit.checkpoint.header import TensorSpec
+from quantkit.grids.schemes import Grid, Mxfp4Grid
+from quantkit.grids.weights import MX_GROUP, Mxfp4Weight, Weight
 from quantkit.quant.packing import pack_pairs, unpack_pairs
-from quantkit.quant.weights import MX_GROUP, Mxfp4Weight, Weight
-from quantkit.schemes import Grid, Mxfp4Grid
 
 GROUP_EXPONENTS: tuple[Along, ...] = (("N", 1), ("K", MX_GROUP))
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats.base import Format, StoredPart
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.errors import QuantkitError
-from quantkit.quant.weights import Weight
-from quantkit.schemes import CacheCodes, Grid, grid_label
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.schemes import CacheCodes, Grid, grid_label
+from quantkit.grids.weights import Weight
 
 
 @dataclass(frozen=True)

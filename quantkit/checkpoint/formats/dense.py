@@ -8,8 +8,8 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, SIDE_FILES, Format, StoredPart, is_cache_alone
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.quant.weights import Weight
-from quantkit.schemes import Grid
+from quantkit.grids.schemes import Grid
+from quantkit.grids.weights import Weight
 
 
 class DenseFormat(Format):

@@ -17,8 +17,8 @@ from torch import Tensor
 from quantkit.checkpoint.formats import compressed, modelopt
 from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, Along, Format, StoredPart
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.quant.weights import FP8_BLOCK, MX_GROUP, Fp8BlockWeight, Weight, decode_e8m0
-from quantkit.schemes import Grid
+from quantkit.grids.schemes import Grid
+from quantkit.grids.weights import FP8_BLOCK, MX_GROUP, Fp8BlockWeight, Weight, decode_e8m0
 
 
 class Fp8Layout(NamedTuple):

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats.base import CODES, Format, StoredPart
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.errors import QuantkitError
-from quantkit.quant.weights import FP8_BLOCK, Fp8BlockWeight, Weight
-from quantkit.schemes import Grid
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.schemes import Grid
+from quantkit.grids.weights import FP8_BLOCK, Fp8BlockWeight, Weight
 
 _BLOCK_SIZE = [FP8_BLOCK, FP8_BLOCK]
 _SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)

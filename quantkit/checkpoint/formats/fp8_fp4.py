@@ -4,7 +4,7 @@ FP8     X.weight float8_e4m3fn [N, K]     X.weight_scale_inv [ceil(N / 128), cei
 MXFP4   X.weight int8 [N, K / 2]          X.weight_scale_inv float8_e8m0fnu [N, K / 32]
 
 E2M1 codes lie two to a byte along the inputs, the even one in the low bits. The dtype says which of the two a linear is. The release writes
-.scale for .weight_scale_inv (checkpoint/renamed.py).
+.scale for .weight_scale_inv (checkpoint/tensor_aliases.py).
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ from quantkit.checkpoint.formats.compressed_mxfp4 import GROUP_EXPONENTS
 from quantkit.checkpoint.formats.fp8_block import Fp8Block
 from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS
 from quantkit.checkpoint.header import TensorSpec
+from quantkit.grids.schemes import Grid, Mxfp4Grid
+from quantkit.grids.weights import MX_GROUP, Mxfp4Weight, Weight
 from quantkit.quant.packing import pack_pairs, unpack_pairs
-from quantkit.quant.weights import MX_GROUP, Mxfp4Weight, Weight
-from quantkit.schemes import Grid, Mxfp4Grid
 
 
 class Fp8BlockFp4(Fp8Block):

@@ -27,10 +27,10 @@ from quantkit.checkpoint.formats.base import (
 )
 from quantkit.checkpoint.formats.declared import Declared, DeclaredFormat
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.schemes import Grid, IntGrid
+from quantkit.grids.weights import IntWeight, Weight
 from quantkit.quant.packing import pack_words, unpack_words
-from quantkit.quant.weights import IntWeight, Weight
-from quantkit.schemes import Grid, IntGrid
 
 _METHOD, _FIRST, _SECOND = "gptq", "gptq", "gptq_v2"
 _BITS = (4, 8)

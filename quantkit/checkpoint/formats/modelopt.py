@@ -23,10 +23,10 @@ from torch import Tensor
 from quantkit.checkpoint.formats.base import IgnoreSpelling, StoredPart, ignore_list, plain_linears
 from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS, GROUP_SCALES, Nvfp4, code_shapes, is_nvfp4
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.schemes import Grid
+from quantkit.grids.weights import FP4_GROUP, Fp4Weight, Weight
 from quantkit.quant.packing import pack_pairs, unpack_pairs
-from quantkit.quant.weights import FP4_GROUP, Fp4Weight, Weight
-from quantkit.schemes import Grid
 
 _MTP_HEAD = "shared_head.head"
 _METHOD = re.compile(r"modelopt(_\w+)?")

@@ -10,9 +10,9 @@ from typing import Any
 from quantkit.checkpoint.formats import fp8, modelopt
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.formats.declared import DeclaredFormat, Description, Placed
-from quantkit.errors import QuantkitError
-from quantkit.quant.weights import FP4_GROUP, MX_GROUP
-from quantkit.schemes import Fp4Grid
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.schemes import Fp4Grid
+from quantkit.grids.weights import FP4_GROUP, MX_GROUP
 
 _NVFP4 = DeclaredFormat(modelopt.FORMAT, Fp4Grid())
 _ALGORITHMS: dict[str, DeclaredFormat] = {

@@ -30,10 +30,10 @@ from quantkit.checkpoint.formats.base import (
 from quantkit.checkpoint.formats.declared import Declared, DeclaredFormat, Placed
 from quantkit.checkpoint.formats.modelslim_kinds import SLICES, SlimLinear, bias_slices
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.schemes import CacheCodes, Grid, IntGrid
+from quantkit.grids.weights import IntWeight, Weight
 from quantkit.quant.packing import from_twos_complement, pack_pairs, to_twos_complement, unpack_pairs
-from quantkit.quant.weights import IntWeight, Weight
-from quantkit.schemes import CacheCodes, Grid, IntGrid
 
 _SIDE_FILE = "quant_model_description.json"
 _INT8 = IntGrid(bits=8, group_size=None, symmetric=True)

@@ -19,10 +19,10 @@ from torch import Tensor
 from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, Along, StoredPart, along_groups, require_multiple
 from quantkit.checkpoint.formats.declared import ReadOnly
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.schemes import Grid, IntGrid
+from quantkit.grids.weights import IntWeight, Weight
 from quantkit.quant.packing import from_twos_complement, unpack_pairs
-from quantkit.quant.weights import IntWeight, Weight
-from quantkit.schemes import Grid, IntGrid
 
 Packed = Literal["", "N", "K"]
 """Along which axis two codes share a byte."""

@@ -17,9 +17,9 @@ from quantkit.checkpoint.formats.base import Format, StoredPart, require_multipl
 from quantkit.checkpoint.formats.compressed_mxfp4 import GROUP_EXPONENTS
 from quantkit.checkpoint.formats.nvfp4 import CODE_PAIRS
 from quantkit.checkpoint.header import TensorSpec
+from quantkit.grids.schemes import Grid, Mxfp4Grid
+from quantkit.grids.weights import MX_GROUP, Mxfp4Weight, Weight
 from quantkit.quant.packing import pack_pairs, unpack_pairs
-from quantkit.quant.weights import MX_GROUP, Mxfp4Weight, Weight
-from quantkit.schemes import Grid, Mxfp4Grid
 
 
 class Mxfp4(Format):

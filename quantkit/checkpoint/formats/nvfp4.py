@@ -7,8 +7,8 @@ import torch
 
 from quantkit.checkpoint.formats.base import Along, Format, require_multiple
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.quant.weights import FP4_GROUP
-from quantkit.schemes import Fp4Grid, Grid
+from quantkit.grids.schemes import Fp4Grid, Grid
+from quantkit.grids.weights import FP4_GROUP
 
 CODE_PAIRS: tuple[Along, ...] = (("N", 1), ("K", 2))
 GROUP_SCALES: tuple[Along, ...] = (("N", 1), ("K", FP4_GROUP))

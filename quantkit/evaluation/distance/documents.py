@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quantkit.calibrate.documents import UnknownForm, read_document
 from quantkit.calibrate.templating import plain
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.tokenizer.chat import ChatTokenizer
 
 

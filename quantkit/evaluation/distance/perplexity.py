@@ -17,19 +17,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantkit.devices import find_device
-from quantkit.errors import QuantkitError
+from quantkit.checkpoint.hub import find_model
+from quantkit.common.devices import find_device
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.documents import read_documents
 from quantkit.evaluation.distance.quality import Quality, TextProgress
 from quantkit.evaluation.distance.sampled import greedy_paths, prompts_of, sample_replies
 from quantkit.evaluation.distance.served import Served, measure_served
 from quantkit.evaluation.distance.totals import TokenSums, add_layers, add_tokens, figures
-from quantkit.evaluation.distance.watched import Trace, expert_counter_of, open_watched
+from quantkit.evaluation.distance.traced import Trace, expert_counter_of, open_watched
 from quantkit.evaluation.distance.windows import Window, slide
 from quantkit.evaluation.generators.generator import check_own_cache
 from quantkit.evaluation.openai_server import is_url
-from quantkit.executor.cache import find_codes
-from quantkit.hub import find_model
+from quantkit.executor.cache.cache import find_codes
 from quantkit.tokenizer.chat import ChatTokenizer
 
 SEQ_LEN = 2048

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from quantkit.common.plots import layer_plot
+from quantkit.common.result import Result
 from quantkit.evaluation.distance.sampled import GreedyPaths
-from quantkit.expert_counts import ExpertCounts
-from quantkit.plots import layer_plot
-from quantkit.result import Result
+from quantkit.models.expert_counts import ExpertCounts
 
 
 @dataclass(frozen=True)

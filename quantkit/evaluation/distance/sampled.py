@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import QuantkitError
-from quantkit.evaluation.asking import TaskRun, prepare
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.windows import Window
+from quantkit.evaluation.generation import TaskRun, prepare
 from quantkit.evaluation.generators.local import Local
 from quantkit.evaluation.tasks.prompts import Prompt
-from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True)

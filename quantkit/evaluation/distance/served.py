@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.errors import QuantkitError
+from quantkit.checkpoint.hub import find_model
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.quality import Quality, TextProgress
 from quantkit.evaluation.distance.sampled import prompts_of
-from quantkit.evaluation.distance.watched import open_watched
+from quantkit.evaluation.distance.traced import open_watched
 from quantkit.evaluation.distance.windows import Window
 from quantkit.evaluation.generators.endpoint import Endpoint
 from quantkit.evaluation.generators.generator import Generation, ModelReply
-from quantkit.hub import find_model
 from quantkit.tokenizer.chat import ChatTokenizer
 
 TOP = 20

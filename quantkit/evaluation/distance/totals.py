@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.quality import Quality
-from quantkit.evaluation.distance.watched import Trace
+from quantkit.evaluation.distance.traced import Trace
 from quantkit.evaluation.distance.windows import Window
 
 _CHUNK = 128  # tokens whose logits are held at a time

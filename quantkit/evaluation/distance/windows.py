@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 
 
 @dataclass(frozen=True)

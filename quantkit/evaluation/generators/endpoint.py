@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
 from quantkit.evaluation.generators.replies import ReplyReader
 from quantkit.evaluation.openai_server import CONNECT_TIMEOUT_S, FAULTS, TIMEOUT_S, OpenAIServer, StreamError, fault

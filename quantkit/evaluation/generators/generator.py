@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 
 
 @dataclass(frozen=True)

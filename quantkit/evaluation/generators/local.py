@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.model_files import read_file
 from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
+from quantkit.executor.hf_engine import open_engine
 from quantkit.executor.options import EngineOptions
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.whole_engine import open_engine
-from quantkit.model_files import read_file
+from quantkit.executor.sampling.params import SamplingParams
 from quantkit.tokenizer.chat import ChatTokenizer
 from quantkit.tokenizer.tags import THINK
 

@@ -7,7 +7,7 @@ needs none of it: its identity is a hash of its files.
 from collections.abc import Callable
 from dataclasses import replace
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import Generation, Generator, ModelReply, Prompt
 from quantkit.evaluation.results.store import ReplyJournal
 

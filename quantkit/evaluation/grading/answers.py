@@ -9,12 +9,12 @@ from dataclasses import replace
 from fractions import Fraction
 
 from quantkit.evaluation.grading import answer_words
-from quantkit.evaluation.grading.asked_units import converted, in_one_unit
 from quantkit.evaluation.grading.boxes import Extraction, boxes, equal_to, last_box
 from quantkit.evaluation.grading.conversions import restated
 from quantkit.evaluation.grading.languages import decimal_comma
 from quantkit.evaluation.grading.prose import has_number, read_last, read_sentence, spoken
 from quantkit.evaluation.grading.quantities import begin_quantity
+from quantkit.evaluation.grading.requested_units import converted, in_one_unit
 from quantkit.evaluation.grading.typesetting import normalize
 from quantkit.evaluation.grading.values import read_value
 

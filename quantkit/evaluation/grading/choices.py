@@ -9,7 +9,7 @@ import re
 from quantkit.evaluation.grading import answer_words
 from quantkit.evaluation.grading.answers import prepared
 from quantkit.evaluation.grading.boxes import Extraction, Found, boxes, last_box
-from quantkit.evaluation.grading.closings import refuses
+from quantkit.evaluation.grading.closing_phrases import refuses
 from quantkit.evaluation.grading.options import LETTERS, NOTHING, SENTENCE, read_choice
 from quantkit.evaluation.grading.unstated_choices import unstated_choice
 

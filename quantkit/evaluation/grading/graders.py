@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading import answers, expressions, instructions, programs, reasoning
 from quantkit.evaluation.grading.boxes import Extraction, last_box

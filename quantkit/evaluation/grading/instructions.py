@@ -12,7 +12,7 @@ from typing import Any
 
 import regex
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.grading.languages import language_of
 from quantkit.evaluation.grading.sentences import capital_words, count_sentences
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation import sandbox
 from quantkit.evaluation.grading.code_blocks import Block, blocks
 from quantkit.evaluation.grading.source_names import bound, defines, is_sketch, only_defines, parses, tree_of, used

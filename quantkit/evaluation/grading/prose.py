@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from quantkit.evaluation.grading import answer_words
 from quantkit.evaluation.grading.claims import answering
-from quantkit.evaluation.grading.closings import refuses, unchecked
+from quantkit.evaluation.grading.closing_phrases import refuses, unchecked
 from quantkit.evaluation.grading.quantities import begin_quantity, read_quantity
 from quantkit.evaluation.grading.roles import by_cases, claimed
 from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, plain

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from quantkit.common.atomic_write import write_whole
 from quantkit.evaluation.results.figures import EvalResults, TaskResult
 from quantkit.evaluation.statistics.estimates import pass_at_k
-from quantkit.whole_files import write_whole
 
 
 def write_reports(out: Path, results: EvalResults) -> list[Path]:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quantkit.common.result import Result
 from quantkit.evaluation.generators.generator import ModelReply, Prompt
 from quantkit.evaluation.statistics import estimates as statistics
 from quantkit.evaluation.statistics.comparison import Comparison
 from quantkit.evaluation.tasks.definitions import Setting
 from quantkit.evaluation.tasks.problems import MISSING, Grade, Problem
-from quantkit.result import Result
 
 LOUD = 0.02  # a share of replies lost to anything but a wrong answer that a reader must hear about
 MOST_ERRORS = 0.02  # a share of samples without a reply, above which there is no verdict

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from quantkit.assets import BUILTIN_MODELS, builtin_model
 from quantkit.checkpoint.lock import Lock
-from quantkit.checkpoint.target import check_folder
-from quantkit.errors import QuantkitError
+from quantkit.checkpoint.output_dir import check_folder
+from quantkit.common.assets import BUILTIN_MODELS, builtin_model
+from quantkit.common.errors import QuantkitError
 
 
 @contextmanager

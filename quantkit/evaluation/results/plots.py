@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from quantkit.common.plots import GREY, OURS, THEIRS, draw
 from quantkit.evaluation.statistics.comparison import Comparison
-from quantkit.plots import GREY, OURS, THEIRS, draw
 
 
 def accuracy_plot(rows: Sequence[tuple[str, float, float, float, bool]]) -> str:

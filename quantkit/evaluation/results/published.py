@@ -4,8 +4,8 @@ import re
 from functools import cache
 from typing import Any
 
-from quantkit.assets import asset
-from quantkit.settings_file import Strict, read_yaml
+from quantkit.common.assets import asset
+from quantkit.common.settings import Strict, read_yaml
 
 
 class PublishedEntry(Strict):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.common.atomic_write import write_whole
 from quantkit.evaluation.grading.options import LETTERS
 from quantkit.evaluation.results import plots
 from quantkit.evaluation.results.figures import EvalResults, Sample, TaskResult
@@ -19,7 +20,6 @@ from quantkit.evaluation.statistics.baseline import Baseline
 from quantkit.evaluation.statistics.estimates import interval, problem_means
 from quantkit.evaluation.tasks.problems import REASONS, Problem
 from quantkit.evaluation.tasks.prompts import prompt_parts
-from quantkit.whole_files import write_whole
 
 FAILURES, SUCCESSES = 60, 20  # problems shown per task
 _TEXT = 20_000  # characters of one reply or prompt

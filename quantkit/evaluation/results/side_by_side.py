@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import QuantkitError
+from quantkit.common.atomic_write import write_whole
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.results import plots
 from quantkit.evaluation.results.pages import render
 from quantkit.evaluation.statistics.baseline import Baseline, read_baseline
 from quantkit.evaluation.statistics.bounds import mean_bounds
 from quantkit.evaluation.statistics.comparison import Comparison, compare, corrected
 from quantkit.evaluation.statistics.estimates import accuracy, problem_means
-from quantkit.whole_files import write_whole
 
 
 @dataclass(frozen=True)

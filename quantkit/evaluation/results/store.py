@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import QuantkitError
+from quantkit.common.atomic_write import write_whole
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply, Prompt
-from quantkit.whole_files import write_whole
 
 Key = tuple[str, int]  # problem id, repeat
 

@@ -3,13 +3,13 @@
 import json
 from typing import Any
 
+from quantkit.common.atomic_write import write_whole
 from quantkit.evaluation.results.evalscope_format import write_reports
 from quantkit.evaluation.results.figures import EvalResults
 from quantkit.evaluation.results.report import write_report
 from quantkit.evaluation.results.store import write_samples
 from quantkit.evaluation.statistics.baseline import Baseline
 from quantkit.evaluation.tasks.prompts import prompt_parts
-from quantkit.whole_files import write_whole
 
 
 def write_results(results: EvalResults, reference: Baseline | None, export: str | None = None) -> None:

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.sandbox import cgroup
 
 Level = Literal["namespaces", "rlimits"]

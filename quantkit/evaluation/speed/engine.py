@@ -4,12 +4,12 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.speed.measure import RequestTimes, now
 from quantkit.evaluation.speed.workload import Workload
 from quantkit.executor.engine import Engine
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.sequence import Sequence
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.sequence import Sequence
 from quantkit.tokenizer.chat import ChatTokenizer
 
 

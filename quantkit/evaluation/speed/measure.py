@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.speed.workload import Workload
 
 PERCENTILES = (50, 90, 99)

@@ -6,8 +6,9 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from quantkit import __version__, plots
-from quantkit.whole_files import write_whole
+from quantkit import __version__
+from quantkit.common import plots
+from quantkit.common.atomic_write import write_whole
 
 COLUMNS = {
     "input_len": "input tokens",

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from quantkit.checkpoint.hub import find_model
 from quantkit.evaluation.generators.generator import check_own_cache
 from quantkit.evaluation.speed.endpoint import EndpointTarget
 from quantkit.evaluation.speed.engine import EngineTarget, as_chat
 from quantkit.evaluation.speed.measure import Target
-from quantkit.hub import find_model
 from quantkit.tokenizer.chat import ChatTokenizer
 
 
@@ -33,8 +33,8 @@ def open_target(
     if name.startswith(("http://", "https://")):
         check_own_cache(name, cache)
         return EndpointTarget(name, model, api_key=api_key)
-    from quantkit.executor.follower import lead_or_follow
     from quantkit.executor.options import EngineOptions
+    from quantkit.executor.worker import lead_or_follow
 
     path = find_model(name)
     tokenizer = ChatTokenizer(path)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.results.figures import MOST_ERRORS, EvalResults
 from quantkit.evaluation.results.store import read_samples
 from quantkit.evaluation.tasks.problems import EXCLUDED

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.assets import asset
-from quantkit.errors import QuantkitError
+from quantkit.common.assets import asset
+from quantkit.common.errors import QuantkitError
+from quantkit.common.model_files import parse_json
 from quantkit.evaluation.grading.graders import Grader
 from quantkit.evaluation.tasks.definitions import DataSource, Dates, Setting, Task
 from quantkit.evaluation.tasks.problems import Problem
-from quantkit.model_files import parse_json
 
 Row = dict[str, Any]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import Field
 
-from quantkit.assets import asset
-from quantkit.errors import QuantkitError, UsageFault
+from quantkit.common.assets import asset
+from quantkit.common.errors import QuantkitError, UsageFault
+from quantkit.common.settings import Strict, find_yaml, read_yaml
 from quantkit.evaluation.generators.generator import Generation
-from quantkit.settings_file import Strict, find_yaml, read_yaml
 
 
 class DataSource(Strict):

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 
 KINDS = ("single", "multikey", "keys")
 NEEDLES = 8  # named numbers of a multikey text

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import Prompt
 from quantkit.evaluation.grading.options import LETTERS
 from quantkit.evaluation.tasks.definitions import Setting

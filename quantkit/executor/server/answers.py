@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any
 
-from quantkit.executor.sequence import Completion, TokenLogprob
+from quantkit.executor.scheduler.sequence import Completion, TokenLogprob
 from quantkit.executor.server.intake import Prepared
 from quantkit.executor.server.parts import AnswerParts, PartsReader, joined
 from quantkit.executor.server.protocol import ChatRequest, CompletionRequest

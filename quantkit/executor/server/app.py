@@ -20,8 +20,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
 from quantkit import __version__
-from quantkit.disconnect import until_disconnect
-from quantkit.errors import QuantkitError
+from quantkit.common.disconnect import until_disconnect
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.server.answers import ChatAnswer, CompletionAnswer
 from quantkit.executor.server.intake import ApiError, Intake, Lanes, Limits, Prepared, check_supported, parse, valid
 from quantkit.executor.server.metrics import exposition

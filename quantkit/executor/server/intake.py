@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from quantkit.errors import QuantkitError
-from quantkit.executor.grammar import Grammars
-from quantkit.executor.sampling import SamplingParams, signed64
+from quantkit.common.errors import QuantkitError
+from quantkit.executor.sampling.grammar import Grammars
+from quantkit.executor.sampling.params import SamplingParams, signed64
 from quantkit.executor.server.protocol import ChatRequest, CompletionRequest, chat_messages, check_roles, sampling_params
 from quantkit.executor.server.service import QueueFull
 from quantkit.executor.server.tools.declared import ToolUse

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quantkit.errors import QuantkitError
-from quantkit.executor.sampling import (
+from quantkit.common.errors import QuantkitError
+from quantkit.executor.sampling.params import (
     MAX_BIAS,
     MAX_BIASED,
     MAX_LOGPROBS,

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quantkit.errors import QuantkitError
-from quantkit.executor.sequence import Completion
+from quantkit.common.errors import QuantkitError
+from quantkit.executor.scheduler.sequence import Completion
 from quantkit.executor.server.answers import AnswerReader
 from quantkit.executor.server.intake import Prepared
 from quantkit.executor.server.parts import AnswerParts

@@ -8,12 +8,12 @@ from socket import socket
 
 import uvicorn
 
-from quantkit.errors import QuantkitError
+from quantkit.common.bind import not_free
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.server.app import Limits, create_app
 from quantkit.executor.server.connections import HttpServer
 from quantkit.executor.server.service import Service
-from quantkit.listening import not_free
 
 _SWITCH_SECONDS = 0.0005
 """How long a thread may keep the interpreter while the other waits: the default of 5 ms would be added to every decode step."""

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from quantkit.executor.engine import Engine
-from quantkit.executor.sampling import SamplingParams
-from quantkit.executor.sequence import Completion, Sequence, TokenLogprob
+from quantkit.executor.sampling.params import SamplingParams
+from quantkit.executor.scheduler.sequence import Completion, Sequence, TokenLogprob
 from quantkit.executor.server.metrics import Counter, Gauge, Histogram, Metric
 
 _log = logging.getLogger(__name__)

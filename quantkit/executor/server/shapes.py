@@ -5,7 +5,7 @@ import uuid
 from codecs import getincrementaldecoder
 from typing import Any, Literal
 
-from quantkit.executor.sequence import Completion, TokenLogprob
+from quantkit.executor.scheduler.sequence import Completion, TokenLogprob
 from quantkit.executor.server.tools.splitter import CallDelta
 from quantkit.tokenizer.chat import ChatTokenizer
 from quantkit.tokenizer.tags import THINK

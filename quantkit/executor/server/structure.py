@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quantkit.errors import QuantkitError
-from quantkit.executor import grammar
-from quantkit.executor.grammar import MAX_GRAMMAR
+from quantkit.common.errors import QuantkitError
+from quantkit.executor.sampling import grammar
+from quantkit.executor.sampling.grammar import MAX_GRAMMAR
 
 MAX_OPTIONS = 1024
 

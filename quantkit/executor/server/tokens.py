@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.server.intake import ApiError, Intake, parse, told, valid
 from quantkit.executor.server.protocol import MAX_MESSAGES, chat_messages
 

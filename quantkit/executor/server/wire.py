@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from quantkit.disconnect import until_disconnect
+from quantkit.common.disconnect import until_disconnect
 from quantkit.executor.server.service import AnswerStream, EngineFault, RequestFault
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from quantkit.checkpoint.formats import compressed_fp4, compressed_int4, compressed_int8, detect_format
 from quantkit.checkpoint.formats.base import Format
-from quantkit.models.reading import rounded_to_nvfp4
-from quantkit.quant.fp4 import INPUT_HEADROOM, input_divisor
+from quantkit.grids.e2m1 import INPUT_HEADROOM, input_divisor
+from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid
+from quantkit.grids.weights import E2M1_VALUES, Fp4Weight, IntWeight, dequantize
+from quantkit.models.activation_quant import rounded_to_nvfp4
 from quantkit.quant.packing import unpack_pairs
-from quantkit.quant.weights import E2M1_VALUES, Fp4Weight, IntWeight, dequantize
-from quantkit.schemes import Fp4Grid, Grid, IntGrid
 
 _CASES: list[tuple[Format, Grid, str]] = [
     (compressed_int4.FORMAT, IntGrid(4, 32, True), "W4A16"),

@@ -17,11 +17,11 @@ from quantkit.checkpoint.formats import compressed_fp4, compressed_int4, compres
 from quantkit.checkpoint.formats.compressed_mixed import FORMAT, module_patterns
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import QuantkitError
-from quantkit.quant.fp4 import global_scale
-from quantkit.quant.rounding import Fp4Rounder, round_to_nearest
-from quantkit.quant.weights import Fp8BlockWeight, Weight, dequantize
-from quantkit.schemes import Fp4Grid, Fp8BlockGrid, Grid, IntGrid
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.e2m1 import global_scale
+from quantkit.grids.rounding import Fp4Rounder, round_to_nearest
+from quantkit.grids.schemes import Fp4Grid, Fp8BlockGrid, Grid, IntGrid
+from quantkit.grids.weights import Fp8BlockWeight, Weight, dequantize
 
 N, K = 64, 256
 W4, W4_FINE, W8 = IntGrid(4, 128, symmetric=False), IntGrid(4, 32, symmetric=True), IntGrid(8, None, symmetric=True)

@@ -16,9 +16,9 @@ from torch import Tensor
 from quantkit.checkpoint.formats import awq, compressed_int4, compressed_int8, gptq, modelopt
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import QuantkitError
-from quantkit.quant.weights import IntWeight, Weight, dequantize
-from quantkit.schemes import Grid, IntGrid
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.schemes import Grid, IntGrid
+from quantkit.grids.weights import IntWeight, Weight, dequantize
 
 N, K = 64, 128
 A, B, C, PLAIN = (f"model.layers.{layer}.mlp.{name}_proj" for layer, name in ((0, "gate"), (1, "up"), (1, "down"), (0, "down")))

@@ -14,9 +14,9 @@ from torch import Tensor
 from quantkit.checkpoint.formats import FORMATS, detect_format, find_format
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import QuantkitError
-from quantkit.quant.weights import Fp4Weight, Fp8BlockWeight, IntWeight, Weight, dequantize
-from quantkit.schemes import SCHEMES, Fp4Grid, Grid, IntGrid
+from quantkit.common.errors import QuantkitError
+from quantkit.grids.schemes import SCHEMES, Fp4Grid, Grid, IntGrid
+from quantkit.grids.weights import Fp4Weight, Fp8BlockWeight, IntWeight, Weight, dequantize
 
 _GRIDS: tuple[Grid, ...] = (
     IntGrid(4, 32, False),

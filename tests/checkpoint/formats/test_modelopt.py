@@ -10,8 +10,8 @@ from nearest import quantize_fp4
 
 from quantkit.checkpoint.formats.modelopt import FORMAT, W4A4
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.quant.weights import Fp4Weight
-from quantkit.schemes import SCHEMES, Fp4Grid
+from quantkit.grids.schemes import SCHEMES, Fp4Grid
+from quantkit.grids.weights import Fp4Weight
 
 
 def test_golden_bytes() -> None:

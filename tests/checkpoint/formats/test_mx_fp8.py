@@ -15,18 +15,18 @@ from packed_model import write_packed
 from safetensors.torch import save_file
 from torch import Tensor
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.formats import compressed_mxfp4
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.conversion import convert
-from quantkit.errors import QuantkitError
-from quantkit.executor.load import load_model
+from quantkit.common.errors import QuantkitError
+from quantkit.executor.weights.load import load_model
+from quantkit.grids.mxfp4_to_nvfp4 import is_nvfp4, to_nvfp4
+from quantkit.grids.rounding import Mxfp4Rounder, round_to_nearest
+from quantkit.grids.schemes import SCHEMES, Mxfp4Grid
+from quantkit.grids.weights import Mxfp4Weight, dequantize
 from quantkit.models.context import CausalContext
-from quantkit.quant.mxfp4 import is_nvfp4, to_nvfp4
-from quantkit.quant.rounding import Mxfp4Rounder, round_to_nearest
-from quantkit.quant.weights import Mxfp4Weight, dequantize
+from quantkit.quantization.conversion import convert
 from quantkit.quantization.run import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import SCHEMES, Mxfp4Grid
 
 ROWS, COLUMNS = 160, 320  # blocks of 128 are partial at both edges
 MODULE = "model.layers.0.self_attn.q_proj"

@@ -8,11 +8,11 @@ import torch
 from commands import command
 from safetensors.torch import load_file, save_file
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.documents import read_documents
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.distance.quality import TextProgress
-from quantkit.executor.load import load_model
+from quantkit.executor.weights.load import load_model
 from quantkit.models.context import CausalContext
 from quantkit.tokenizer.chat import ChatTokenizer
 

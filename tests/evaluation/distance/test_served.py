@@ -11,12 +11,12 @@ import torch
 from running_server import Running, load
 from safetensors.torch import load_file, save_file
 
-from quantkit.assets import asset
-from quantkit.errors import QuantkitError
+from quantkit.checkpoint.hub import find_model
+from quantkit.common.assets import asset
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.distance.served import TOP, Served, ToldReply, _compare, measure_served
 from quantkit.evaluation.distance.windows import Window
-from quantkit.hub import find_model
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.distance.windows import Window, slide
-from quantkit.executor.load import load_model
+from quantkit.executor.weights.load import load_model
 from quantkit.models.context import CausalContext
 from quantkit.tokenizer.chat import ChatTokenizer
 

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from replay_server import ReplayServer, Reply
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.endpoint import Endpoint, request_body
 from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
 from quantkit.evaluation.openai_server import OpenAIServer, base_url, fault

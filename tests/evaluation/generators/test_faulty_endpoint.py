@@ -6,7 +6,7 @@ import tracemalloc
 import pytest
 from faulty_server import BROKEN, DONE, END, STOP, TEXT, WHOLE, Behaviour, FaultyServer, Wire, chunk, event
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators import replies
 from quantkit.evaluation.generators.endpoint import Endpoint
 from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt

@@ -3,7 +3,7 @@ from fractions import Fraction
 import pytest
 
 from quantkit.evaluation.grading.answers import find_number
-from quantkit.evaluation.grading.asked_units import asked_unit, converted, in_one_unit
+from quantkit.evaluation.grading.requested_units import asked_unit, converted, in_one_unit
 
 MINUTES = "How many minutes does the film last?"
 

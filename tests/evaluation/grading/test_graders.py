@@ -1,6 +1,6 @@
 import pytest
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading.graders import GRADERS, find_grader, grade
 from quantkit.evaluation.grading.math_equal import MathJudge

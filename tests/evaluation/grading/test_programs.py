@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.grading.code_blocks import blocks
 from quantkit.evaluation.grading.programs import (
     completed_function,

@@ -3,7 +3,7 @@
 import pytest
 
 from quantkit.evaluation.grading.answers import find_number
-from quantkit.evaluation.grading.closings import refuses, unchecked
+from quantkit.evaluation.grading.closing_phrases import refuses, unchecked
 from quantkit.evaluation.grading.roles import by_cases, claimed
 
 

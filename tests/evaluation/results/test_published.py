@@ -3,8 +3,8 @@ import json
 import pytest
 import torch
 
-from quantkit import console
-from quantkit.devices import describe_hardware
+from quantkit.cli import console
+from quantkit.common.devices import describe_hardware
 from quantkit.evaluation.results.hardware import describe_machine
 from quantkit.evaluation.results.published import accuracy_tables, published_scores, published_speeds, published_speeds_of, speed_tables
 

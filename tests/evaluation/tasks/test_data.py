@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.grading.graders import find_grader
 from quantkit.evaluation.tasks.data import problems, read_rows
 from quantkit.evaluation.tasks.definitions import DataSource, Setting, find_setting, find_task

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.grading.graders import find_grader
 from quantkit.evaluation.tasks.definitions import find_setting, find_task, protocols, task_names
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from commands import command
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply
 from quantkit.evaluation.grading.graders import find_grader, grade
 from quantkit.evaluation.grading.math_equal import MathJudge

@@ -1,6 +1,6 @@
 import pytest
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.tasks.definitions import find_setting, find_task
 from quantkit.evaluation.tasks.problems import Problem
 from quantkit.evaluation.tasks.prompts import render, sample_seed

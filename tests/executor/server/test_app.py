@@ -21,8 +21,8 @@ import pytest
 from running_server import KEY, MESSAGES, Running, idle, load, wait_for
 
 from quantkit.executor.engine import Engine
-from quantkit.executor.runner import Runner
-from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.runner.runner import Runner
+from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.server.app import Limits
 from quantkit.executor.server.metrics import Gauge
 from quantkit.executor.server.service import Service
@@ -334,7 +334,7 @@ import sys
 from quantkit.tokenizer.chat import TextStream
 from quantkit.executor.engine import Engine
 from quantkit.executor.server.serve import ServeOptions, serve
-from quantkit.listening import bound
+from quantkit.common.bind import bound
 engine = Engine.load(sys.argv[1], device="cpu", dtype="float32", max_batch=4, max_model_len=1024)
 print("loaded", flush=True)
 with bound("127.0.0.1", int(sys.argv[2])) as sockets:

@@ -14,7 +14,7 @@ from running_server import KEY, Running, load, wait_for
 
 from quantkit import __version__
 from quantkit.executor.engine import Engine
-from quantkit.executor.sampling import SamplingParams
+from quantkit.executor.sampling.params import SamplingParams
 
 CALL = ["<|call|>", "Let me look.", "\n<tool_call>\n", '{"name": "get_weather", ', '"arguments": {"city": "Os', 'lo"}}', "\n</tool_call>"]
 ANSWER = ["<|answer|>", "It is", " sunny", " in Oslo."]

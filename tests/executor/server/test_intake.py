@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.errors import QuantkitError
+from quantkit.checkpoint.hub import find_model
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.server.intake import ApiError, Intake, Lanes, Limits
 from quantkit.executor.server.service import QueueFull
-from quantkit.hub import find_model
 from quantkit.tokenizer.chat import ChatTokenizer
 from quantkit.tokenizer.template import ChatTemplate
 

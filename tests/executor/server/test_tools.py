@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantkit.errors import QuantkitError
-from quantkit.executor.grammar import Grammars
+from quantkit.common.errors import QuantkitError
+from quantkit.executor.sampling.grammar import Grammars
 from quantkit.executor.server.parts import joined
 from quantkit.executor.server.tools.declared import ToolUse, declared_tools
 from quantkit.executor.server.tools.forced import calls_grammar

@@ -31,11 +31,11 @@ from dense_models import CONFIGS, EXPERTS, random_weights
 from make_model import write_dense
 from safetensors.torch import load_file, save_file
 
+from quantkit.calibrate.recipe import Recipe
 from quantkit.engines.choice import FormatChoice, choose
 from quantkit.engines.profiles import Device, LoadRule, find_engine, grid_name
+from quantkit.grids.schemes import find_scheme
 from quantkit.quantization import quantize
-from quantkit.recipe import Recipe
-from quantkit.schemes import find_scheme
 
 WIDTHS = {"moe_intermediate_size": 512, "intermediate_size": 1024}  # groups of 128 over four ranks
 MODELS = {

@@ -147,7 +147,7 @@ ASCENDC: dict[str, tuple[tuple[str, ...], ...]] = {
         ("np.rint(scores.max(axis=1, keepdims=True))", "np.floor(scores.max(axis=1, keepdims=True)) - 130", "chances overflow"),
         ("weights = rescaled(weights, powers - new)", "weights = weights", "the denominator is not rescaled"),
     ),
-    "quantkit/executor/coded_sums.py": (
+    "quantkit/executor/ranks/quantized_all_reduce.py": (
         ("x.shape[0] > max(self.rows, LEAST_ROWS - 1)", "x.shape[0] >= max(self.rows, LEAST_ROWS - 1)", "steps of answers coded"),
         ("        for part in parts[1:]:", "        for part in parts[2:]:", "a rank left out"),
         ("self.packed(total))", "self.packed(self.unpacked(parts[0])))", "rank 0's part for the sum"),

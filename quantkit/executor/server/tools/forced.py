@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from quantkit.executor.grammar import SPACES, lark
+from quantkit.executor.sampling.grammar import SPACES, lark
 from quantkit.executor.server.tools.declared import Tool, ToolUse
 from quantkit.executor.server.tools.formats import ToolFormat
 from quantkit.executor.server.tools.readers import takes_text

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.errors import UsageFault
+from quantkit.common.errors import UsageFault
 from quantkit.executor.server.tools.declared import Tool
 from quantkit.executor.server.tools.readers import CallReader, HeadedReader, JsonReader, XmlReader
 

@@ -4,7 +4,7 @@ import json
 from functools import cached_property
 from typing import Any
 
-from quantkit.errors import QuantkitError
+from quantkit.common.errors import QuantkitError
 from quantkit.executor.server.tools.formats import ToolFormat, named_format, template_format
 from quantkit.tokenizer.chat import ChatTokenizer
 

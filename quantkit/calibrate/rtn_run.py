@@ -1,0 +1,76 @@
+"""Plain rounding beside the calibrated path: the held-out tokens through weights that were rounded to nearest, and nothing else.
+
+It says what calibration was worth: the same tokens, grid and layers, steps from the plain extremes of each group. Inputs that are
+rounded to NVFP4 have the divisor of their own largest value, a cache in 8 bits steps that cut nothing off.
+"""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from quantkit.calibrate.coded_cache import CodedCache
+from quantkit.calibrate.experts import ExpertWeights
+from quantkit.calibrate.hidden_states import HiddenStates
+from quantkit.calibrate.layer_weights import LayerWeights
+from quantkit.calibrate.linear_solver import Solver
+from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.ranks import Ranks
+from quantkit.calibrate.routing import Recorder, Routed, no_experts
+from quantkit.calibrate.solver_table import Solvers
+from quantkit.calibrate.sublayer import Sublayer, advance
+from quantkit.models.table import GatedMlp, Parameter
+
+
+@dataclass
+class PlainPath:
+    """states: of the held-out tokens, at the input of the next sublayer. solvers: of their recipe only the grids count. cache: of a scheme
+    whose cache has 8 bits. routed: what the routed experts of the last sublayer are asked; None without experts."""
+
+    states: HiddenStates
+    source: ParameterReader
+    solvers: Solvers
+    cache: CodedCache | None = None
+    routed: Routed | None = None
+
+    def advance(self, sublayer: Sublayer, ranks: Ranks) -> None:
+        """Through this sublayer. Routed experts add their outputs afterwards."""
+        recorder = Recorder(len(self.states.hidden))
+        tensors = self._rounded(sublayer)
+        readings = self.solvers.readings([row.module for row in sublayer.rows if row.module in sublayer.quantized])
+        if self.cache is not None and self.cache.covers(sublayer):
+            block = sublayer.build(LayerWeights(tensors, no_experts, readings=readings))
+            sublayer = replace(sublayer, run=self.cache.run_uncalibrated(sublayer, block, self.states))
+        advance(sublayer, tensors, self.states, readings, ranks, no_experts if sublayer.experts is None else recorder)
+        self.routed = recorder.routed(0, 0)
+
+    def asked(self, number: int) -> tuple[Tensor, Tensor]:
+        """Tokens [n] that choose an expert, and its weights [n]."""
+        assert self.routed is not None, "a sublayer with routed experts"
+        return self.routed.of(number)
+
+    def expert_outputs(self, number: int, rows: GatedMlp, original: ExpertWeights, solver: Solver | None) -> Tensor:
+        """One expert's outputs [n, H], unweighted, for the tokens that choose it. solver: on the experts' grid; None where the output does
+        not quantize them."""
+        assert self.routed is not None, "a sublayer with routed experts"
+        rounded, (tokens, _) = original, self.routed.of(number)
+        if solver is not None:
+            weights = dict(zip(rows.modules, (original.gate, original.up, original.down)))
+            gate, up, down = _nearest(weights, rows.rows, solver).values()
+            rounded = replace(original, gate=gate, up=up, down=down, readings=solver.readings())
+        return rounded(self.routed.x[tokens])
+
+    def _rounded(self, sublayer: Sublayer) -> dict[str, Tensor]:
+        """Its tensors, one read and rounded after the other."""
+        tensors = {}
+        for row in sublayer.needed:
+            tensor = self.source.dequantized(row)
+            if row.module in sublayer.quantized:
+                (tensor,) = _nearest({row.module: tensor}, (row,), self.solvers.of(row.module)).values()
+            tensors[row.name] = tensor
+        return tensors
+
+
+def _nearest(weights: dict[str, Tensor], rows: tuple[Parameter, ...], solver: Solver) -> dict[str, Tensor]:
+    """Values of the rounded weights by module, in their order."""
+    fused = {row.module: row.fused for row in rows if row.fused}
+    return solver.nearest_values(weights, fused)

@@ -1,0 +1,113 @@
+"""Progress on stderr with an estimate of the time left: rows of a terminal, or a line now and then elsewhere. Used by cli/ alone."""
+
+import sys
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
+
+from quantkit.cli.console import err, tell
+from quantkit.common.escape import visible
+from quantkit.common.progress import Event, Note, TimeLeft
+from quantkit.common.progress_line import Meter
+from quantkit.common.sizes import span
+
+
+class _LeftColumn(ProgressColumn):
+    """What `TimeLeft` says."""
+
+    def render(self, task: Task) -> Text:
+        seconds = task.fields["left"].seconds
+        return Text("" if task.finished else "" if seconds is None else f"{span(seconds)} left", style="progress.remaining")
+
+
+class Bars(Progress):
+    """Rows of progress. They appear with the first: nothing is shown of a run that is refused. Where nobody looks at a terminal they are
+    lines, of long work alone."""
+
+    def __init__(self, *columns: ProgressColumn, console: Console) -> None:
+        super().__init__(*columns, console=console)
+        self._lines: dict[TaskID, Meter] = {}
+
+    def __enter__(self) -> "Bars":
+        return self
+
+    def row(self, text: str, total: float | None, expected: float | None = None) -> TaskID:
+        """expected: seconds that the whole should take, where that is known."""
+        if self.console.is_terminal:
+            self.start()
+        task = self.add_task(text, total=total, note="", left=TimeLeft(expected))
+        if not self.console.is_terminal:
+            self._lines[task] = Meter(visible(text), expected=expected, stream=sys.stderr)
+        return task
+
+    def put(self, row: TaskID, done: float, share: float, note: str = "", *, text: str | None = None, found: bool = False) -> None:
+        """share: of the work that is done, 0 to 1, by which the time left is told; found: what was added to it was there before."""
+        if row in self._lines:
+            self._lines[row].show(share, visible(note), found=found)
+            return
+        self._tasks[row].fields["left"].at(share, found=found)
+        self.update(row, completed=done, note=note, description=text)
+
+    def stop(self) -> None:
+        for meter in self._lines.values():
+            meter.__exit__(None, None, None)
+        self._lines.clear()
+        if self.live.is_started:
+            super().stop()
+
+
+def samples_bar() -> Bars:
+    """Progress over counted things, on stderr."""
+    return _bar(MofNCompleteColumn())
+
+
+def bytes_bar() -> Bars:
+    """Progress over bytes, on stderr."""
+    return _bar(DownloadColumn())
+
+
+def _bar(amount: ProgressColumn) -> Bars:
+    name, note = (TextColumn(field, markup=False) for field in ("{task.description}", "{task.fields[note]}"))
+    return Bars(name, BarColumn(), amount, TimeElapsedColumn(), _LeftColumn(), note, console=err)
+
+
+def counts(bars: Bars) -> Callable[..., None]:
+    """Shows counted things on a `samples_bar`, each in a row that appears when it is first counted."""
+    rows: dict[Hashable, TaskID] = {}
+
+    def show(key: Hashable, text: str, done: int, total: int, note: str = "") -> None:
+        if key not in rows:
+            rows[key] = bars.row(text, total)
+        bars.put(rows[key], done, done / max(total, 1), note)
+
+    return show
+
+
+def listener(bars: Bars, name: str, expected: float | None = None) -> Callable[[Any], None]:
+    """Shows the events of a quantization or conversion on a `bytes_bar`. name: of the work; expected: seconds that it should take."""
+    row: TaskID | None = None
+
+    def show(event: Event) -> None:
+        nonlocal row
+        if isinstance(event, Note):
+            tell(event.text)
+            return
+        if row is None:
+            row = bars.row(name, event.total_bytes, expected)
+        note = f"{event.unit}  error {event.error:.2e}  {event.memory / 2**30:.1f} GiB"
+        bars.put(row, event.done_bytes, event.share, note, text=event.phase, found=event.found)
+
+    return show

@@ -1,0 +1,126 @@
+"""What is in a checkpoint, from its headers alone."""
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.devices import dtype_name
+from quantkit.common.result import Result
+from quantkit.common.sizes import size
+from quantkit.engines.check import LoadProblem
+from quantkit.models import is_known
+from quantkit.models.stored_parameters import check_listed, is_stored, read_model, stored_shape
+from quantkit.models.table import Parameter
+
+
+@dataclass(frozen=True, repr=False)
+class Inspection(Result):
+    """What is in a checkpoint. left_as: linears in another format than the rest, by format. missing, misshapen, unknown: names of tensors,
+    compared with the architecture's table; these and what follows are None where quantkit does not know the architecture. engine,
+    problems: what keeps that engine from loading it; None where none was asked about."""
+
+    path: str
+    architecture: str | None
+    format: str
+    variant: str
+    scheme: str | None
+    tensors: int
+    bytes: int
+    shards: int
+    quantized_linears: int
+    left_as: dict[str, int]
+    bytes_by_dtype: dict[str, int]
+    missing: list[str] | None
+    misshapen: list[str] | None
+    unknown: list[str] | None
+    parameters: int | None = None
+    bytes_by_part: dict[str, int] | None = None
+    mtp_layers: int | None = None
+    engine: str | None = None
+    problems: tuple[LoadProblem, ...] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """What does not apply is left out."""
+        found = asdict(self)
+        for key in ("parameters", "bytes_by_part", "mtp_layers", "engine", "problems"):
+            if found[key] is None:
+                del found[key]
+        return found
+
+    @property
+    def heading(self) -> str:
+        return self.path
+
+    def facts(self) -> list[tuple[str, str]]:
+        told = ("architecture", "format", "variant", "scheme", "tensors", "quantized_linears", "shards")
+        rows = [(key.replace("_", " "), _text(getattr(self, key))) for key in told]
+        rows += [("bytes", size(self.bytes)), ("parameters", _text(self.parameters)), ("mtp layers", _text(self.mtp_layers))]
+        rows += [(f"  left as {name}", f"{count:,} linears") for name, count in self.left_as.items()]
+        rows += [(f"  {name}", size(count)) for name, count in {**(self.bytes_by_part or {}), **self.bytes_by_dtype}.items()]
+        for key in ("missing", "misshapen", "unknown"):
+            names = getattr(self, key)
+            rows.append((key, "not checked: architecture not known" if names is None else f"{len(names)} {', '.join(names[:3])}".strip()))
+        for problem in self.problems or ():
+            rows.append((f"{self.engine}, {problem.severity}", f"{problem.problem}; {problem.remedy}"))
+        if self.problems == ():
+            rows.append((f"{self.engine}", "loads it"))
+        return rows
+
+
+def describe(checkpoint: Checkpoint) -> Inspection:
+    """Raises QuantkitError where config.json has no table of parameters."""
+    tensors = checkpoint.tensors.values()
+    by_dtype = Counter[str]()
+    for tensor in tensors:
+        by_dtype[dtype_name(tensor.dtype)] += tensor.nbytes
+    left = Counter(linear.format.name for linear in checkpoint.linears.values() if linear.format is not checkpoint.format)
+    return Inspection(
+        path=str(checkpoint.path),
+        architecture=said if isinstance(said := checkpoint.config.get("model_type"), str) else None,
+        format=checkpoint.format.name,
+        variant=checkpoint.format.variant,
+        scheme=checkpoint.scheme.name if checkpoint.scheme else None,
+        tensors=len(tensors),
+        bytes=sum(by_dtype.values()),
+        shards=len({tensor.shard for tensor in tensors}),
+        quantized_linears=len(checkpoint.linears),
+        left_as=dict(left),
+        bytes_by_dtype=dict(by_dtype.most_common()),
+        **_against_table(checkpoint),
+    )
+
+
+def _against_table(checkpoint: Checkpoint) -> dict[str, Any]:
+    if not is_known(checkpoint.config):
+        check_listed(checkpoint, [])
+        return {"missing": None, "misshapen": None, "unknown": None}
+    model = read_model(checkpoint)
+    by_part, owned, missing, misshapen = Counter[str](), set[str](), [], []
+    for row in model.rows:
+        stored = _stored(checkpoint, row)
+        if not stored:
+            missing.append(row.name)
+        elif stored_shape(checkpoint, row) != row.shape:
+            misshapen.append(row.name)
+        owned.update(stored)
+        by_part[row.part] += sum(checkpoint.tensors[name].nbytes for name in stored)
+    return {
+        "parameters": sum(math.prod(row.shape) for row in model.rows),
+        "bytes_by_part": dict(by_part.most_common()),
+        "mtp_layers": model.config.num_nextn_predict_layers,
+        "missing": missing,
+        "misshapen": misshapen,
+        "unknown": sorted(set(checkpoint.tensors) - owned - checkpoint.step_names),
+    }
+
+
+def _text(value: str | int | None) -> str:
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else value
+
+
+def _stored(checkpoint: Checkpoint, row: Parameter) -> tuple[str, ...]:
+    if not is_stored(checkpoint, row):
+        return ()
+    return checkpoint.parts(row.module) if row.module in checkpoint.linears else (row.name,)

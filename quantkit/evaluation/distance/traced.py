@@ -1,0 +1,113 @@
+"""Models whose hidden states and chosen experts are seen as a text passes through them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.common.errors import QuantkitError
+from quantkit.common.model_files import read_json
+from quantkit.executor.hf_engine import load_whole
+from quantkit.executor.weights.expert_counter import ExpertCounter
+from quantkit.executor.weights.load import LoadedModel, load_model
+from quantkit.models import is_known
+from quantkit.models.context import CausalContext, Context
+from quantkit.models.decoder import DecoderLayer
+from quantkit.models.hf_traced.whole import WholeModel
+from quantkit.models.mlp import MoeMlp
+
+
+@dataclass
+class Trace:
+    """What one pass leaves: hidden [T, H] after each layer, topk_ids [T, k] of each MoE layer, `final` [T, H] after the last norm."""
+
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    topk_ids: dict[int, Tensor] = field(default_factory=dict)
+    final: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+class WatchedLayer:
+    """A layer that shows what it makes of the residual stream."""
+
+    def __init__(self, layer: DecoderLayer, show: Callable[[Tensor], None]) -> None:
+        self.layer, self.show, self.input_norm = layer, show, layer.input_norm
+        self.mlp = getattr(layer, "mlp", None)  # whoever counts experts asks for it
+
+    def __call__(
+        self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        normed, residual = self.layer(normed, residual, context, next_norm, rows)
+        self.show(residual)
+        return normed, residual
+
+
+class Watched:
+    """A loaded model whose layers and experts tell what passes through them. The model is changed in place and is for this use only."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded, self.trace = loaded, Trace()
+        layers: list[Any] = loaded.model.layers
+        for number, layer in enumerate(layers):
+            mlp = getattr(layer, "mlp", None)
+            if isinstance(mlp, MoeMlp):
+                mlp.experts = self._watch_experts(number, mlp.experts, mlp.routing.num_experts_per_tok)
+        layers[:] = [WatchedLayer(layer, partial(self._keep_hidden, number)) for number, layer in enumerate(layers)]
+
+    @property
+    def device(self) -> torch.device:
+        return self.loaded.device
+
+    @property
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """Rows after the last norm -> logits."""
+        made: Callable[[Tensor], Tensor] = self.loaded.model.head
+        return made
+
+    def _keep_hidden(self, number: int, hidden: Tensor) -> None:
+        self.trace.hidden[number] = hidden
+
+    def _watch_experts(self, number: int, experts: Callable[..., Tensor], chosen: int) -> Callable[..., Tensor]:
+        def run(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+            self.trace.topk_ids[number] = topk_ids[:, :chosen]  # a shared expert may follow
+            return experts(x, topk_ids, topk_weights)
+
+        return run
+
+    def __call__(self, documents: list[Tensor]) -> Trace:
+        """Documents as flat sequences, T their tokens together."""
+        self.trace = Trace()
+        device = self.loaded.device
+        context = CausalContext([len(ids) for ids in documents], device, self.loaded.codes, self.loaded.steps)
+        self.trace.final = self.loaded.model(torch.cat(documents).to(device), context)
+        return self.trace
+
+
+class WatchedWhole:
+    """A model that transformers computes, which tells the same, but for its experts."""
+
+    def __init__(self, model: WholeModel) -> None:
+        self.model, self.device, self.head = model, model.device, model.logits
+
+    def __call__(self, documents: list[Tensor]) -> Trace:
+        passed = [self.model.forward(ids) for ids in documents]
+        layers = passed[0].hidden
+        hidden = {number: torch.cat([one.hidden[number] for one in passed]) for number in layers}
+        return Trace(hidden, {}, torch.cat([one.final for one in passed]))
+
+
+def open_watched(path: Path, device: str, backend: str, cache: str | None = None) -> Watched | WatchedWhole:
+    if is_known(read_json(path / "config.json")):
+        return Watched(load_model(path, device=device, backend=backend, cache=cache))
+    if cache is not None:
+        raise QuantkitError(f"{path} is computed by transformers, which has no such cache here", "leave --cache out")
+    return WatchedWhole(load_whole(path, device))
+
+
+def expert_counter_of(watched: Watched | WatchedWhole) -> ExpertCounter:
+    if isinstance(watched, WatchedWhole):
+        raise QuantkitError("what experts are asked is not counted where transformers computes", "leave --count-experts out")
+    return ExpertCounter(watched.loaded)

@@ -1,0 +1,190 @@
+"""One task against one model: what to ask, the replies that are there already, the ones that are not, and their grades."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from quantkit.common.errors import QuantkitError
+from quantkit.evaluation import sandbox
+from quantkit.evaluation.generators.generator import Generator, ModelReply
+from quantkit.evaluation.generators.same_model import check_same_model
+from quantkit.evaluation.grading import reasoning
+from quantkit.evaluation.grading.graders import Grader, find_grader, grade
+from quantkit.evaluation.grading.math_equal import MathJudge
+from quantkit.evaluation.results import store
+from quantkit.evaluation.results.figures import Sample, TaskResult
+from quantkit.evaluation.tasks import data, prompts
+from quantkit.evaluation.tasks.definitions import Setting, find_setting, find_task
+from quantkit.evaluation.tasks.problems import Problem
+
+Stage = Literal["generate", "grade"]
+
+
+@dataclass(frozen=True)
+class EvaluationProgress:
+    """`done` of `total` samples of a task are through `stage`; `tokens` were generated in `seconds`. `model` says whose turn it is."""
+
+    model: str
+    task: str
+    stage: Stage
+    done: int
+    total: int
+    tokens: int
+    seconds: float
+
+
+Report = Callable[[EvaluationProgress], None]
+Notice = Callable[[str], None]
+
+
+def silent(_: object) -> None:
+    """A report or notice for nobody."""
+
+
+@dataclass(frozen=True)
+class TaskRun:
+    """One task, ready to be asked: settings, problems, shots, and the facts that a reply depends on besides the model.
+
+    `request` is what is needed to make it again: the task's name or file, and the data folder.
+    """
+
+    setting: Setting
+    grader: Grader
+    problems: list[Problem]
+    shots: list[prompts.Shot]
+    origin: str
+    facts: dict[str, Any]
+    request: dict[str, Any]
+
+    def prompt(self, problem: Problem, repeat: int) -> prompts.Prompt:
+        return prompts.render(self.setting, problem, self.shots, prompts.sample_seed(self.facts["seed"], problem.id, repeat))
+
+    def first_prompt(self, problem: Problem) -> prompts.Prompt:
+        """As it is sent in every repeat but for the seed."""
+        return self.prompt(problem, 0)
+
+
+def prepare(
+    name: str, protocol: str, data_dir: Path | None, limit: int | None, repeats: int | None, generation: dict[str, Any] | None, seed: int
+) -> TaskRun:
+    """Read a task and its data. `facts` are what the fingerprint covers besides the model."""
+    task = find_task(name)
+    setting = find_setting(task, protocol, repeats=repeats, overrides=generation)
+    grader = find_grader(setting.grader)
+    rows = data.read_rows(task.name, task.data, data_dir)
+    problems = data.problems(setting, grader, rows.rows)
+    shots: list[prompts.Shot] = []
+    facts = {
+        "task": task.name,
+        "version": task.version,
+        "protocol": protocol,
+        "prompt": setting.prompt,
+        "system": setting.system,
+        "data": rows.sha256,
+        "shots": None,
+        "generation": asdict(setting.generation) | {"stop": list(setting.generation.stop)},
+        "seed": seed,
+    }
+    if setting.shots:
+        if task.shots is None:
+            raise QuantkitError(f"{task.name} has no source of shots", "add `shots:` to the task")
+        read = data.read_rows(f"{task.name}'s shots", task.shots, data_dir)
+        shots = [data.map_fields(task, row, number) for number, row in enumerate(read.rows)]
+        facts["shots"] = f"{setting.shots} of {read.sha256}"
+    request = {
+        "task": str(Path(name).resolve()) if Path(name).is_file() else name,
+        "data_dir": str(data_dir.resolve()) if data_dir else None,
+    }
+    return TaskRun(setting, grader, data.spread(problems, limit), shots, rows.origin, facts, request)
+
+
+def ask_and_grade(
+    generator: Generator,
+    work: TaskRun,
+    out: Path | None,
+    progress: Report | None = None,
+    *,
+    notice: Notice = silent,
+    trust_kept: bool = False,
+) -> TaskResult:
+    """One task against one model. Replies that the journal in `out` already has are not asked again.
+
+    trust_kept: believe that they are this model's, without asking one of them again. notice: told what is reused, and of whom.
+    """
+    start = time.monotonic()
+    setting = work.setting
+    facts = work.facts | {"model": generator.identity}
+    journal = store.ReplyJournal(out, setting.task.name, facts, work.request | {"model": generator.name}) if out is not None else None
+    if journal is not None and not trust_kept:
+        check_same_model(generator, journal, work.prompt(work.problems[0], 0), setting.generation, notice)
+    # Repeats go outermost: a run that is stopped early has asked every problem about equally often.
+    keys = [(problem, repeat) for repeat in range(setting.repeats) for problem in work.problems]
+    kept = journal.kept if journal else {}
+    replies: dict[store.Key, ModelReply] = {(p.id, r): kept[p.id, r] for p, r in keys if (p.id, r) in kept}
+    reused = len(replies)
+    asked = [(problem, repeat) for problem, repeat in keys if (problem.id, repeat) not in replies]
+    if reused:
+        notice(f"{setting.task.name}: {reused} replies reused from {out}, {len(asked)} to ask")
+    tokens = 0
+
+    def tell(stage: Stage, done: int) -> None:
+        if progress is not None:
+            progress(EvaluationProgress(generator.name, setting.task.name, stage, done, len(keys), tokens, time.monotonic() - start))
+
+    tell("generate", reused)
+    if asked:
+        requests = [work.prompt(problem, repeat) for problem, repeat in asked]
+        for completion in generator.generate(requests, setting.generation):
+            problem, repeat = asked[completion.index]
+            replies[problem.id, repeat] = completion
+            tokens += completion.completion_tokens
+            if journal is not None:
+                journal.add((problem.id, repeat), completion)
+            tell("generate", len(replies))
+    samples = grade_all(work, keys, replies, lambda done: tell("grade", done))
+    refuse_if_all_failed(setting.task.name, samples)
+    changed = journal.changed if journal is not None else []
+    notes = [f"changed since the last run in this folder: {', '.join(changed)}; its replies are not reused"] if changed else []
+    seconds = time.monotonic() - start
+    return TaskResult(setting, samples, len(keys), reused, seconds, facts, work.origin, notes, work.grader.votes, render=work.first_prompt)
+
+
+def grade_all(
+    work: TaskRun, keys: list[tuple[Problem, int]], replies: dict[store.Key, ModelReply], tell: Callable[[int], None]
+) -> list[Sample]:
+    """Grades in the order of `keys`. Programs run beside each other; reading an answer takes no time worth a thread."""
+    judge = MathJudge()
+    thinking = work.setting.thinking or reasoning.thinks(replies.values())
+
+    def one(key: tuple[Problem, int]) -> Sample:
+        problem, repeat = key
+        completion = replies[problem.id, repeat]
+        return Sample(problem, repeat, completion, grade(work.grader, problem, completion, thinking, judge))
+
+    try:
+        if not work.grader.runs_code:
+            return [one(key) for key in keys]
+        samples: list[Sample] = []
+        with ThreadPoolExecutor(sandbox.workers()) as pool:
+            for sample in pool.map(one, keys):
+                samples.append(sample)
+                tell(len(samples))
+        return samples
+    finally:
+        judge.close()
+
+
+def refuse_if_all_failed(task: str, samples: list[Sample]) -> None:
+    """Raise QuantkitError where no sample says anything of the model."""
+    if not samples:
+        return
+    first = samples[0].grade
+    if all(sample.grade.excluded for sample in samples):
+        raise QuantkitError(f"every sample of {task} failed: {first.detail}", "fix that and run again; nothing is lost")
+    if all(sample.grade.reason == "context" for sample in samples):
+        raise QuantkitError(
+            f"every request of {task} was refused as too long: {first.detail}", "lower --max-tokens, or serve a longer context"
+        )

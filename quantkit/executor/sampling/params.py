@@ -1,0 +1,242 @@
+"""Choosing the next token: greedy, temperature, min-p, top-k and top-p, with a seed per request.
+
+The random number of a token depends on the request's seed and the token's position alone, so that a request draws the same numbers
+whichever others share its batch, and again after it was put back in the queue. One uniform number a token and the inverse of the
+cumulative distribution: no generator state to keep, nothing waits for the host. It is cumulated in the order of token ids: products round
+a row otherwise beside others (guesses, other requests), and in the order of probabilities two tokens that are nearly as likely would then
+change places, and every number that stands for one of them would stand for the other.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit.common.devices import sent
+from quantkit.common.errors import QuantkitError
+
+MAX_TEMPERATURE = 100.0
+MAX_TOP_K = (1 << 31) - 1
+MAX_LOGPROBS = 20
+MAX_SEED = (1 << 63) - 1
+MAX_PENALTY = 2.0
+MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
+MAX_BIAS, MAX_BIASED = 100.0, 1024
+MAX_STOP_TOKENS = 64
+"""Bounds of what a request may ask for: what passes them fits the tensors it is put into."""
+
+_NO_LIMIT = 1 << 62
+"""A top_k that keeps every token."""
+
+_COLDEST = 1e-6
+"""Below this a temperature is taken for it: logits divided by it stay finite in float32, and the likeliest token has all probability."""
+
+_SMALLEST = torch.finfo(torch.float32).tiny
+"""A top_p that float32 would round to zero keeps the likeliest token, as a larger one does."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue one prompt.
+
+    temperature 0 is greedy. min_p keeps the tokens that are at least so probable as a share of the likeliest, top_k so many of the
+    likeliest (0: all), then top_p those that together reach it. seed None draws one at random.
+
+    presence_penalty and frequency_penalty are taken from the logits of tokens that the answer holds, once and for each time;
+    repetition_penalty divides the positive logits of tokens that prompt or answer hold, and multiplies the others (arXiv 1909.05858).
+    logit_bias: what is added to a token's logit, by id. grammar: what the answer must match, as `grammar.Grammars` takes it;
+    grammar_after: the token behind which it begins (None: at once).
+
+    `stop` ends the text before any of its strings, stop_token_ids before any of its tokens; ignore_eos goes on to max_new_tokens (for
+    benchmarks), and before min_new_tokens no token that ends the answer is chosen, and no stop string ends it. skip_special_tokens:
+    whether the text leaves them out. logprobs: None, or how many alternatives to report with each token's own log-probability (0: only
+    its own); prompt_logprobs: the same for the prompt's tokens. Log-probabilities are the model's own, before anything here is applied.
+    """
+
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str | None = None
+    grammar_after: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_new_tokens: int = 0
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise QuantkitError(f"max_new_tokens is {self.max_new_tokens}", "ask for at least one token")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise QuantkitError(f"min_new_tokens is {self.min_new_tokens}", "use 0 to max_new_tokens")
+        if self.min_new_tokens and self.grammar is not None:
+            raise QuantkitError("a grammar says where the answer ends, and min_new_tokens forbids it", "leave one of them out")
+        if not 0 <= self.temperature <= MAX_TEMPERATURE:
+            raise QuantkitError(f"temperature is {self.temperature}", f"use 0 (greedy) to {MAX_TEMPERATURE:g}")
+        if not 0 < self.top_p <= 1:
+            raise QuantkitError(f"top_p is {self.top_p}", "use a number above 0 and at most 1")
+        if not 0 <= self.top_k <= MAX_TOP_K:
+            raise QuantkitError(f"top_k is {self.top_k}", f"use 0 (all tokens) to {MAX_TOP_K}")
+        if not 0 <= self.min_p <= 1:
+            raise QuantkitError(f"min_p is {self.min_p}", "use 0 (all tokens) to 1")
+        if self.seed is not None and not -MAX_SEED - 1 <= self.seed <= MAX_SEED:
+            raise QuantkitError(f"seed is {self.seed}", "use a number of 64 bits")
+        if "" in self.stop:
+            raise QuantkitError("a stop string is empty", "leave it out")
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None and not 0 <= count <= MAX_LOGPROBS:
+                raise QuantkitError(f"{name} is {count}", f"use 0 to {MAX_LOGPROBS}")
+        self._check_penalties()
+
+    def _check_penalties(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -MAX_PENALTY <= getattr(self, name) <= MAX_PENALTY:
+                raise QuantkitError(f"{name} is {getattr(self, name)}", f"use {-MAX_PENALTY:g} to {MAX_PENALTY:g}")
+        if not MIN_REPETITION <= self.repetition_penalty <= MAX_REPETITION:
+            said = f"repetition_penalty is {self.repetition_penalty}"
+            raise QuantkitError(said, f"use {MIN_REPETITION:g} to {MAX_REPETITION:g}; 1 is none")
+        if len(self.logit_bias) > MAX_BIASED or not all(-MAX_BIAS <= bias <= MAX_BIAS for _, bias in self.logit_bias):
+            raise QuantkitError("logit_bias is out of bounds", f"use {-MAX_BIAS:g} to {MAX_BIAS:g}, for at most {MAX_BIASED} tokens")
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise QuantkitError(f"stop_token_ids holds {len(self.stop_token_ids)}", f"give at most {MAX_STOP_TOKENS}")
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether a token's logit depends on the tokens before it."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def named_tokens(self) -> list[int]:
+        """Token ids that the request names."""
+        return [*(token for token, _ in self.logit_bias), *self.stop_token_ids]
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "SamplingParams":
+        """From `dataclasses.asdict` by way of JSON, which knows no tuples."""
+        bias = tuple((token, value) for token, value in values["logit_bias"])
+        return cls(**{**values, "stop": tuple(values["stop"]), "stop_token_ids": tuple(values["stop_token_ids"]), "logit_bias": bias})
+
+
+def check_defaults(defaults: dict[str, Any], file: Path) -> None:
+    """Refuse sampling defaults that no request could ask for, naming the file they come from."""
+    known = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, **defaults}
+    for name, value in known.items():
+        if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
+            raise QuantkitError(f"{file}: {name} is {value!r:.100}", f"use {'an integer' if name == 'top_k' else 'a number'}")
+    try:
+        SamplingParams(**{**known, "top_k": max(known["top_k"], 0)})
+    except QuantkitError as fault:
+        raise QuantkitError(f"{file}: {fault.problem:.200}", fault.remedy) from fault
+
+
+class Batch(NamedTuple):
+    """Sampling parameters of a batch as tensors: temperature, top_p, min_p float32 [B]; top_k, seed int64 [B].
+
+    None: every row is greedy.
+    """
+
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    top_k: Tensor
+    seed: Tensor
+
+    @classmethod
+    def of(cls, params: list[SamplingParams], seeds: list[int], device: torch.device) -> "Batch | None":
+        if all(one.temperature == 0 for one in params):
+            return None
+        return cls(
+            sent([max(one.temperature, _COLDEST) if one.temperature else 0.0 for one in params], device),
+            sent([max(one.top_p, _SMALLEST) for one in params], device),
+            sent([one.min_p for one in params], device),
+            sent([one.top_k or _NO_LIMIT for one in params], device),
+            sent([signed64(seed) for seed in seeds], device),
+        )
+
+
+class Logprobs(NamedTuple):
+    """Of the model's own distribution (before temperature): of the chosen token [B], and of the likeliest n: values and ids [B, n].
+
+    ranks int64 [B] of the chosen tokens: 1 for the likeliest.
+    """
+
+    chosen: Tensor
+    top_values: Tensor
+    top_ids: Tensor
+    ranks: Tensor
+
+
+def sample(logits: Tensor, batch: Batch | None, positions: Tensor) -> Tensor:
+    """logits float32 [B, V]; positions int64 [B] of the tokens to choose. Returns ids int64 [B]."""
+    greedy = logits.argmax(dim=-1)
+    if batch is None:
+        return greedy
+    drawn = draw(distribution(logits, batch), uniform(batch.seed, positions))
+    return torch.where(batch.temperature == 0, greedy, drawn)
+
+
+def distribution(logits: Tensor, batch: Batch) -> Tensor:
+    """What to draw from: the tokens' probabilities float32 [B, V], zero outside min_p, top_k and top_p.
+
+    Rows of temperature 0 hold the distribution of temperature 1; their draw is not used.
+    """
+    temperature = torch.where(batch.temperature == 0, 1.0, batch.temperature)
+    values, ids = (logits / temperature[:, None]).sort(dim=-1, descending=True)
+    ranks = torch.arange(logits.shape[1], device=logits.device)
+    left_out = (ranks >= batch.top_k[:, None]) | (values < values[:, :1] + batch.min_p.log()[:, None])
+    probabilities = values.masked_fill_(left_out, float("-inf")).softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    # The first token stays even where it alone exceeds top_p: nothing comes before it.
+    kept = torch.where(before < batch.top_p[:, None], probabilities, 0.0)
+    return torch.empty_like(kept).scatter_(-1, ids, kept / kept.sum(dim=-1, keepdim=True))
+
+
+def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
+    """probabilities [B, V], rows summing to 1; numbers [B] in [0, 1). Where the cumulative sum first exceeds the number [B]."""
+    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    target = numbers.double() * cumulative[:, -1]
+    index = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    # A number so close to 1 that rounding carries it past the last token with any probability.
+    last = probabilities.shape[1] - 1 - probabilities.flip(-1).gt(0).int().argmax(dim=-1)
+    return torch.minimum(index, last)
+
+
+def uniform(seed: Tensor, position: Tensor, stream: int = 0) -> Tensor:
+    """Numbers in [0, 1) float64 [B] from seed and position int64 [B] by a mixing hash (splitmix64, two rounds).
+
+    `stream` gives independent numbers for the same token.
+    """
+    mixed = _mix(_mix(seed + signed64(stream * 0x632BE59BD9B4E019)) ^ position)
+    return ((mixed >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+def log_probabilities(logits: Tensor, ids: Tensor, count: int) -> Logprobs:
+    """logits float32 [B, V], chosen ids [B]; count: how many alternatives, of a small vocabulary all."""
+    values = logits.log_softmax(dim=-1)
+    top_values, top_ids = values.topk(min(count, values.shape[1]), dim=-1)
+    chosen = values.gather(1, ids[:, None])
+    return Logprobs(chosen[:, 0], top_values, top_ids, (values > chosen).sum(dim=-1) + 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's step; int64 arithmetic wraps, and shifts are made logical by masking."""
+    x = x + signed64(0x9E3779B97F4A7C15)
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * signed64(0xBF58476D1CE4E5B9)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * signed64(0x94D049BB133111EB)
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def signed64(x: int) -> int:
+    """The int64 with the low 64 bits of x."""
+    return ((x + (1 << 63)) & ((1 << 64) - 1)) - (1 << 63)

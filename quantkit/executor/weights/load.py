@@ -1,0 +1,298 @@
+"""From a checkpoint directory to a model that computes: the part that every verb shares."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from quantkit_kernels import CacheLayout, CodeSteps, KeySteps, asked, cache_layout, check_runs, why_no_rounded_inputs
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.devices import find_device, find_dtype, make_current
+from quantkit.common.errors import QuantkitError
+from quantkit.executor.cache.cache import BLOCK_SIZE, Coding, PagedCache, find_codes
+from quantkit.executor.cache.compressed_kv import CompressedEntries
+from quantkit.executor.cache.kv_channel_scales import even_channels
+from quantkit.executor.cache.linear_attention_state import RecurrentStates, check_states, state_bytes
+from quantkit.executor.cache.window_cache import RecentTokens, recent_bytes
+from quantkit.executor.checks import check_context, check_eos
+from quantkit.executor.options import EngineOptions
+from quantkit.executor.ranks.expert_parallel import ExpertRanks
+from quantkit.executor.ranks.parallel import SINGLE, Parallel, check_ranks
+from quantkit.executor.weights.split import share_range
+from quantkit.executor.weights.tp_checks import check_shares
+from quantkit.executor.weights.weights import ExecutorWeights
+from quantkit.grids.schemes import IntGrid
+from quantkit.models.architecture import CompressedCache, KeyValueCache, LatentCache, ModelConfig, MtpModel
+from quantkit.models.cache_steps import read_steps
+from quantkit.models.context import cached_dtype
+from quantkit.models.decoder import Model
+from quantkit.models.delta_rule import DeltaNet
+from quantkit.models.short_conv import ShortConvolutions
+from quantkit.models.stored_parameters import Model as StoredModel
+from quantkit.models.stored_parameters import check_stored, is_stored, read_model
+from quantkit.models.table import Parameter
+from quantkit.models.tied_head import check_stored_head
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """`model`, `mtp_layers` and `config` are the architecture file's Model, MtpLayers (as many as asked for) and Config.
+
+    `nbytes` is what the prepared weights hold. codes: the dtype of a cache in 8 bits, None for one of 16; steps: by layer, what a code is
+    worth, where the checkpoint says so and the cache is in int8. told: as in `stored.Model`.
+    """
+
+    model: Model
+    mtp_layers: tuple[MtpModel, ...]
+    config: ModelConfig
+    checkpoint: Checkpoint
+    weights: ExecutorWeights
+    device: torch.device
+    dtype: torch.dtype
+    codes: torch.dtype | None = None
+    told: str = ""
+    steps: Mapping[int, CodeSteps] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights.nbytes
+
+    @property
+    def num_cached_layers(self) -> int:
+        """Layers that keep something of every token."""
+        return self.config.num_cached_layers + len(self.mtp_layers)
+
+    def _recent_sizes(self) -> dict[int, tuple[int, int]]:
+        """Of the last tokens of a running sequence, as `RecentTokens` has it; the MTP layer's, too."""
+        held, net, drafts = self.config.cache, self.config.recurrent, len(self.mtp_layers)
+        if isinstance(held, CompressedCache):
+            return held.beside(drafts).kept()
+        return net.beside(drafts).kept(self.weights.parallel.size) if isinstance(net, ShortConvolutions) else {}
+
+    def sequence_bytes(self, places: int, ahead: int) -> int:
+        """What a cache for so many sequences holds beside their tokens' blocks. ahead: as `RecentTokens` has it."""
+        net, itemsize = self.config.recurrent, (torch.float32 if self.config.recurrent is not None else self.dtype).itemsize
+        states = state_bytes(net, places, self.weights.parallel.size) if isinstance(net, DeltaNet) else 0
+        return states + recent_bytes(self._recent_sizes(), ahead, places, itemsize)
+
+    @property
+    def cache_width(self) -> int:
+        """Values of a token and layer that this rank keeps: a latent is every head's, keys and values are shared out with the heads."""
+        return self.config.cache.width // self.config.cache.shares(self.weights.parallel.size)
+
+    @property
+    def cache_token_bytes(self) -> int:
+        """Of a token, over all layers, on this rank."""
+        return self.num_cached_layers * self.config.cache.token_bytes(16 if self.codes is None else 8, self.weights.parallel.size)
+
+    def new_cache(self, num_blocks: int, places: int = 1, ahead: int = 0) -> PagedCache:
+        """Room for the tokens of so many blocks, and where layers keep something of each running sequence for `places` of these, of which
+        `ahead` tokens may be taken back."""
+        layout, held, coding, net = self.cache_layout, self.config.cache, None, self.config.recurrent
+        entries = recent = None
+        if isinstance(held, CompressedCache):
+            sizes = held.beside(len(self.mtp_layers))
+            entries = CompressedEntries(sizes, num_blocks, layout.block_size, places, self.dtype, self.device, ahead)
+        elif isinstance(net, ShortConvolutions):
+            recent = RecentTokens(self._recent_sizes(), ahead, places, torch.float32, self.device)
+        if self.codes is not None:
+            heads = self.cache_width // 2 // held.head_dim if isinstance(held, KeyValueCache) else 0
+            coding = Coding(self.codes, heads)
+        return PagedCache(
+            self.num_cached_layers if entries is None else 0,
+            num_blocks,
+            self.cache_width,
+            block_size=layout.block_size,
+            dtype=self.cache_dtype,
+            device=self.device,
+            parts=layout.widths if len(layout.widths) > 1 else (),
+            coding=coding,
+            steps=self.steps,
+            index_dim=held.index_dim if isinstance(held, LatentCache) else 0,
+            places=None if net is None else net.places_of_others(self.config.num_hidden_layers),
+            states=RecurrentStates(net, places, self.device, self.weights.parallel.size) if isinstance(net, DeltaNet) else None,
+            entries=entries,
+            recent=recent,
+        )
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """How the cache lies in memory: latents as their operators read them, keys and values apart."""
+        match self.config.cache:
+            case LatentCache(kv_lora_rank, rope_dim) if self.codes is not None:
+                return CacheLayout((kv_lora_rank, rope_dim), BLOCK_SIZE)
+            case LatentCache(kv_lora_rank, rope_dim):
+                with asked(self.weights.backend):
+                    return cache_layout(kv_lora_rank, rope_dim, self.dtype, self.device)
+            case KeyValueCache():
+                return CacheLayout((self.cache_width // 2, self.cache_width // 2), BLOCK_SIZE)
+            case CompressedCache():
+                return CacheLayout((self.cache_width,), BLOCK_SIZE)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """As `models.context.cached_dtype` has it."""
+        return cached_dtype(self.dtype)
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A checkpoint whose config.json and headers go with what it is to be loaded with. codes, dtype: as `LoadedModel` has them; mtp: MTP
+    layers, at most."""
+
+    checkpoint: Checkpoint
+    read: StoredModel
+    device: torch.device
+    backend: str
+    dtype: torch.dtype
+    codes: torch.dtype | None
+    mtp: int
+
+
+def open_model(
+    path: Path,
+    *,
+    device: str = "auto",
+    backend: str = "auto",
+    dtype: str | None = None,
+    mtp: int = 0,
+    cache: str | None = None,
+    tp: int = 1,
+    dp: int = 1,
+) -> OpenedModel:
+    """Open and check, as `load_model`, and read no weight. tp: ranks that are to cut linears; dp: that are to share out routed experts."""
+    checkpoint = Checkpoint.open(Path(path))
+    read = read_model(checkpoint)
+    target = find_device(device)
+    _check_inputs(checkpoint, target, backend)
+    try:
+        check_runs(backend, target)
+    except ValueError as fault:
+        raise QuantkitError(str(fault), "choose another --backend (`quantkit kernels` lists them)") from fault
+    with asked(backend):
+        codes = find_codes(cache, target)
+    compute = find_dtype(dtype, target, isinstance(checkpoint.grid, IntGrid) and checkpoint.grid.bits == 4)
+    check_shares(checkpoint, read.config, read.rows, tp, dp)
+    _check_sparse(read.config, target)
+    _check_compressed(read.config, target, cache)
+    if mtp:
+        _check_mtp(checkpoint, read)
+    check_stored(checkpoint, (row for row in read.rows if mtp or not row.mtp))
+    check_stored_head(checkpoint, read.rows)
+    return OpenedModel(checkpoint, read, target, backend, compute, codes, mtp)
+
+
+def open_asked(options: EngineOptions, eos_ids: Iterable[object]) -> OpenedModel:
+    """What an engine is to load, with everything refused that options and headers tell. eos_ids: that end answers, as the model names
+    them."""
+    check_ranks(options)
+    opened = open_model(
+        options.model_path,
+        device=options.device,
+        backend=options.backend,
+        dtype=options.dtype,
+        mtp=options.num_drafts if options.draft is None else 0,
+        cache=options.cache,
+        tp=options.tp,
+        dp=options.dp,
+    )
+    config = opened.read.config
+    check_eos(eos_ids, config.vocab_size, options.model_path)
+    check_context(options.max_model_len, config.max_position_embeddings)
+    check_states(config.keeps_states, config.takes_back, options)
+    return opened
+
+
+def load_model(
+    path: Path,
+    *,
+    device: str = "auto",
+    backend: str = "auto",
+    dtype: str | None = None,
+    mtp: int = 0,
+    parallel: Parallel = SINGLE,
+    expert_parallel: Parallel = SINGLE,
+    cache: str | None = None,
+) -> LoadedModel:
+    """Open, check and prepare. mtp: MTP layers, at most. cache: int8 or fp8 for a cache in 8 bits. parallel: ranks that
+    cut linears; expert_parallel: ranks that share out the routed experts and have all else whole.
+
+    backend: serves every operator that it has of this model; what it lacks the best one serves. Raises QuantkitError for a fault of the
+    checkpoint, the architecture, the device or the backend.
+    """
+    sizes = {"tp": parallel.size, "dp": expert_parallel.size}
+    opened = open_model(path, device=device, backend=backend, dtype=dtype, mtp=mtp, cache=cache, **sizes)
+    return prepare(opened, parallel, expert_parallel)
+
+
+def prepare(opened: OpenedModel, parallel: Parallel = SINGLE, expert_parallel: Parallel = SINGLE) -> LoadedModel:
+    """Read and lay out the weights; parallel, expert_parallel: as `load_model`."""
+    checkpoint, target, backend, codes = opened.checkpoint, opened.device, opened.backend, opened.codes
+    make_current(target)
+    architecture, config, rows = opened.read.architecture, opened.read.config, opened.read.rows
+    expert_ranks = ExpertRanks(expert_parallel, target)
+    weights = ExecutorWeights(
+        checkpoint, rows, device=target, dtype=opened.dtype, backend=backend, parallel=parallel, expert_ranks=expert_ranks
+    )
+    with torch.inference_mode():
+        model = architecture.Model(config, weights)
+        model.backend = backend
+        count = min(opened.mtp, config.num_nextn_predict_layers) if architecture.MtpLayer else 0
+        layers = tuple(architecture.MtpLayer(config, weights, number) for number in range(count))  # type: ignore[misc]
+        for layer in layers:
+            layer.follow(model)
+            layer.backend = backend
+    steps = _steps(checkpoint, config, rows, target, parallel) if codes == torch.int8 else {}
+    if codes is not None:
+        uneven = [*model.layers, *(layer.block for layer in layers)]
+        even_channels([layer for number, layer in enumerate(uneven) if number not in steps], rows, checkpoint)
+    return LoadedModel(model, layers, config, checkpoint, weights, target, opened.dtype, codes, opened.read.told, steps)
+
+
+def _steps(
+    checkpoint: Checkpoint, config: ModelConfig, rows: list[Parameter], device: torch.device, parallel: Parallel
+) -> dict[int, CodeSteps]:
+    """Of this rank's heads, on the device."""
+    steps: dict[int, CodeSteps] = {}
+    for layer, found in read_steps(checkpoint, config.cache, rows).items():
+        if isinstance(found, KeySteps):
+            heads = len(found.keys)
+            own = slice(*share_range(heads, "key heads", "the cache", parallel.rank, parallel.size, heads))
+            steps[layer] = KeySteps(*(side[own].to(device) for side in found))
+        else:
+            steps[layer] = found.to(device)
+    return steps
+
+
+def _check_sparse(config: ModelConfig, device: torch.device) -> None:
+    if device.type == "npu" and isinstance(config.cache, LatentCache) and config.cache.index_dim:
+        told = "sparse attention is not computed on NPUs: their captured steps are told lengths by the host, which does not select"
+        raise QuantkitError(told, "run it on another device")
+
+
+def _check_compressed(config: ModelConfig, device: torch.device, cache: str | None) -> None:
+    if not isinstance(config.cache, CompressedCache):
+        return
+    if device.type == "npu":
+        raise QuantkitError("compressed attention is not computed on NPUs", "run it on another device")
+    if cache is not None:
+        raise QuantkitError(f"no cache of {cache} for compressed attention: its entries have 16 bits", "leave --cache out")
+
+
+def _check_inputs(checkpoint: Checkpoint, device: torch.device, backend: str) -> None:
+    refused = why_no_rounded_inputs(backend, device)
+    rounds = (module for module, one in checkpoint.linears.items() if one.format.member(module).activation_bits == 4)
+    module = next(rounds, None) if refused else None
+    if module is not None:
+        where = device.type if backend == "auto" else f"backend {backend}"
+        told = f"{module} rounds what it reads to NVFP4 (W4A4), which is not computed on {where}: {refused}"
+        raise QuantkitError(told, "quantize the source with --scheme fp4-w4a16 or int8-a8w8c16, or run it on a CPU or with CUDA")
+
+
+def _check_mtp(checkpoint: Checkpoint, read: StoredModel) -> None:
+    remedy = "run without drafts"
+    if not read.config.num_nextn_predict_layers:
+        raise QuantkitError(read.told or f"{checkpoint.path} has no MTP layer (num_nextn_predict_layers)", remedy)
+    if not any(row.mtp and is_stored(checkpoint, row) for row in read.rows):
+        raise QuantkitError(f"config.json of {checkpoint.path} tells of an MTP layer, its tensors are not there", remedy)

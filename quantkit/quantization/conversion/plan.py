@@ -1,0 +1,249 @@
+"""What every tensor of a source becomes."""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit import __version__
+from quantkit.checkpoint.aux_files import read_companions
+from quantkit.checkpoint.formats import dense
+from quantkit.checkpoint.formats.base import output_config
+from quantkit.checkpoint.formats.nvfp4 import Nvfp4
+from quantkit.checkpoint.header import TensorSpec
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.stacked_experts import Stack, is_of_expert, table_stacks
+from quantkit.common.devices import dtype_name
+from quantkit.common.progress import peak_memory
+from quantkit.engines.profiles import part_of
+from quantkit.grids.mxfp4_to_nvfp4 import largest_exponent, to_nvfp4
+from quantkit.grids.schemes import Fp4Grid, Grid, Mxfp4Grid
+from quantkit.grids.weights import Mxfp4Weight, Weight, dequantize
+from quantkit.models import is_known, tensor_names
+from quantkit.models.module_tree import read_tree
+from quantkit.models.stored_parameters import check_listed, read_model
+from quantkit.models.table import Parameter
+from quantkit.quantization.conversion.differences import as_dtype, fit_scales, stored_error
+from quantkit.quantization.conversion.report import Change, ConversionReport, joined
+from quantkit.quantization.conversion.target import activation_bits, common_grid, find_target, plain_dtype
+
+UNIT_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Item:
+    """A linear that is quantized in the source (`name` is the module), or any other tensor (`name` is its own).
+
+    key: under which its change is reported. quantized: whether it is so in the output. stack: of routed experts that the source has one by
+    one and the output, which is plain, as the model is published: all in one tensor. pieces: what they would be one by one, by name.
+    """
+
+    name: str
+    linear: bool
+    quantized: bool
+    key: str
+    specs: tuple[TensorSpec, ...]
+    stack: Stack | None = None
+    pieces: Mapping[str, "Item"] = field(default_factory=dict)
+
+
+class ConversionPlan:
+    """What every tensor of the source becomes. told: what to say of it, empty without."""
+
+    def __init__(self, checkpoint: Checkpoint, target: str, dtype: torch.dtype | None) -> None:
+        self.checkpoint = checkpoint
+        self.rows, self.described, self.told = _read(checkpoint)
+        self.grid = None if target == dense.FORMAT.name else common_grid(checkpoint)
+        self.target = find_target(checkpoint, target, self.grid)
+        self.as_nvfp4 = isinstance(self.grid, Mxfp4Grid) and isinstance(self.target, Nvfp4)
+        if self.as_nvfp4:
+            self.grid = Fp4Grid()
+        self._largest: dict[str, int] = {}
+        """Largest exponent of MXFP4, by the fused module that shares a global scale."""
+        self.cast_to = dtype
+        self.plain_dtype = dtype or plain_dtype(checkpoint)
+        parts = {name for linear in checkpoint.linears.values() for name in linear.tensors}
+        self.items = [self._linear(module) for module in checkpoint.linears]
+        parts |= checkpoint.step_names  # which no other format describes
+        self.items += [self._tensor(name) for name in checkpoint.tensors if name not in parts]
+        if self.target is dense.FORMAT:
+            self._stack_items()
+        self.total_bytes = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+
+    def _linear(self, module: str) -> Item:
+        row = self.rows.get(f"{module}.weight")
+        role = row.role if row is not None else tensor_names.role(module)
+        linear = self.checkpoint.linears[module]
+        part = (part_of(row) if row is not None else None) or role
+        holds = self.target is not dense.FORMAT and linear.format is self.checkpoint.format
+        if holds and self.target.quantizes(module, role, mtp=row is not None and row.mtp):
+            key = f"{linear.format.name} to {self.target.name}: {part}"
+            return Item(module, True, True, key, tuple(self.target.specs(module, linear.shape, self.grid)))
+        spec = TensorSpec(f"{module}.weight", self.plain_dtype, linear.shape)
+        return Item(module, True, False, f"{linear.format.name} to {dtype_name(self.plain_dtype)}: {part}", (spec,))
+
+    def _tensor(self, name: str) -> Item:
+        info = self.checkpoint.tensors[name]
+        # FP32 stays: the router's selection bias loses its meaning in 16 bits.
+        cast = self.cast_to is not None and info.dtype in (torch.bfloat16, torch.float16) and info.dtype != self.cast_to
+        dtype = self.cast_to if cast and self.cast_to is not None else info.dtype
+        key = f"{dtype_name(info.dtype)} to {dtype_name(dtype)}" if cast else "copied"
+        return Item(name, False, False, key, (TensorSpec(name, dtype, info.shape),))
+
+    def _stack_items(self) -> None:
+        """Put together what is published in one tensor, and was cut up to be quantized: transformers looks for it so."""
+        own = {item.specs[0].name: item for item in self.items}
+        for stack in published_stacks_of(self.checkpoint, {name: item.specs[0].shape for name, item in own.items()}):
+            if stack.name not in own and own.keys() >= {*stack.names}:
+                pieces = {name: own.pop(name) for name in stack.names}
+                dtype = reduce(torch.promote_types, (piece.specs[0].dtype for piece in pieces.values()))
+                key = next(iter(pieces.values())).key
+                own[stack.name] = Item(stack.name, False, False, key, (TensorSpec(stack.name, dtype, stack.whole_shape),), stack, pieces)
+        self.items = list(own.values())
+
+    def specs(self) -> list[TensorSpec]:
+        return [spec for item in self.items for spec in item.specs]
+
+    def units(self) -> Iterator[list[Item]]:
+        """Items in order, so many together as make UNIT_BYTES of output."""
+        unit: list[Item] = []
+        size = 0
+        for item in self.items:
+            nbytes = sum(spec.nbytes for spec in item.specs)
+            if unit and size + nbytes > UNIT_BYTES:
+                yield unit
+                unit, size = [], 0
+            unit.append(item)
+            size += nbytes
+        if unit:
+            yield unit
+
+    def parts(self, item: Item) -> tuple[str, ...]:
+        """The tensors of the source that it is made from."""
+        if item.stack is not None:
+            return tuple(part for piece in item.pieces.values() for part in self.parts(piece))
+        return tuple(self.checkpoint.linears[item.name].tensors) if item.linear else (item.name,)
+
+    def source_bytes(self, item: Item) -> int:
+        return sum(self.checkpoint.tensors[name].nbytes for name in self.parts(item))
+
+    def report(self, out: Path, start: float, changes: dict[str, Change], *, done_already: bool = False) -> ConversionReport:
+        return ConversionReport(
+            out=out,
+            source_format=self.checkpoint.format.name,
+            format=self.target.name,
+            source_bytes=self.total_bytes,
+            output_bytes=sum(spec.nbytes for spec in self.specs()),
+            seconds=time.perf_counter() - start,
+            peak_memory=peak_memory(),
+            changes=changes,
+            activation_bits=(activation_bits(self.checkpoint), 16 if self.grid is None else self.target.activation_bits_of(self.grid)),
+            done_already=done_already,
+        )
+
+    def convert(self, unit: list[Item]) -> tuple[dict[str, Tensor], dict[str, Change]]:
+        """The tensors of a unit, and how they differ from the source."""
+        tensors: dict[str, Tensor] = {}
+        changes: dict[str, Change] = {}
+        for item in unit:
+            made, error = self._convert(item)
+            tensors |= made
+            changes[item.key] = joined(changes.get(item.key), Change(1, error))
+        return tensors, changes
+
+    def _convert(self, item: Item) -> tuple[dict[str, Tensor], float]:
+        name, dtype = item.specs[0].name, item.specs[0].dtype
+        if item.stack is not None:
+            return self._stacked(item, item.stack)
+        if not item.linear:
+            tensor = self.checkpoint.read(item.name)
+            return ({name: tensor}, 0.0) if tensor.dtype == dtype else as_dtype(name, tensor.float(), dtype)
+        weight = self.checkpoint.weight(item.name)
+        if not item.quantized:
+            return as_dtype(name, dequantize(weight), dtype)
+        packed = self.target.pack(item.name, self._fitted(item.name, weight))
+        return packed, stored_error(item.name, weight, self.target.unpack(item.name, packed))
+
+    def _stacked(self, item: Item, stack: Stack) -> tuple[dict[str, Tensor], float]:
+        """All experts of a layer in one tensor, decoded one after the other."""
+        spec, worst = item.specs[0], 0.0
+        whole = torch.empty(spec.shape, dtype=spec.dtype)
+        for name, room in stack.rooms(whole).items():
+            made, error = self._convert(item.pieces[name])
+            room.copy_(made[name])
+            worst = max(worst, error)
+        return {spec.name: whole}, worst
+
+    def _fitted(self, module: str, weight: Weight) -> Weight:
+        """As the target stores it."""
+        if self.as_nvfp4 and isinstance(weight, Mxfp4Weight):
+            return to_nvfp4(weight, self._shared_exponent(module))
+        return fit_scales(module, weight, self.target)
+
+    def _shared_exponent(self, module: str) -> int:
+        """The largest exponent of a linear and its fused siblings."""
+        row = self.rows.get(f"{module}.weight")
+        fused = module if row is None or row.fused is None else row.fused
+        if fused not in self._largest:
+            siblings = [one.module for one in self.rows.values() if one.fused == fused] if fused != module else [module]
+            weights = [self.checkpoint.weight(one) for one in siblings if one in self.checkpoint.linears]
+            self._largest[fused] = max(largest_exponent(one) for one in weights if isinstance(one, Mxfp4Weight))
+        return self._largest[fused]
+
+    def fingerprint(self) -> dict[str, str]:
+        target = f"{self.target.name} {self.target.variant}"
+        return {"source": self.checkpoint.fingerprint, "format": target, "dtype": str(self.cast_to), "version": __version__}
+
+    def config(self) -> dict[str, Any]:
+        block = self.target.config_block(self.grid, self._quantized(), self._plain())
+        config = output_config(self.described, block)
+        if self.cast_to is not None:
+            named = "dtype" if "dtype" in config and "torch_dtype" not in config else "torch_dtype"
+            config[named] = dtype_name(self.cast_to)
+        return config
+
+    def files(self) -> dict[str, bytes]:
+        return read_companions(self.checkpoint.path) | self.target.extra_files(self.grid, self._quantized(), self._plain())
+
+    def manifest(self, changes: dict[str, Change]) -> dict[str, Any]:
+        told = {key: asdict(change) for key, change in sorted(changes.items())}
+        return {"converted_from": self.checkpoint.format.name, "changes": told, "tensors": self._became()}
+
+    def _quantized(self) -> dict[str, Grid | None]:
+        return {item.name: self.grid for item in self.items if item.quantized}
+
+    def _plain(self) -> list[TensorSpec]:
+        return [spec for item in self.items if not item.quantized for spec in item.specs]
+
+    def _became(self) -> dict[str, dict[str, Any]]:
+        """Every tensor of the source, and what it became."""
+        entries: dict[str, dict[str, Any]] = {}
+        for item in self.items:
+            became = [spec.name for spec in item.specs]
+            status = "copied" if item.key == "copied" else "converted"
+            for name in self.parts(item):
+                entries[name] = {"status": status, "became": became}
+        return dict(sorted(entries.items()))
+
+
+def published_stacks_of(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Stack, ...]:
+    """Tensors of all routed experts of a layer that checkpoints of this architecture hold, and transformers looks for. shapes: of the
+    output's tensors by name, experts one by one."""
+    if is_known(checkpoint.config):
+        return tuple(table_stacks(checkpoint.config, shapes))
+    return read_tree(checkpoint.config).stacks if any(map(is_of_expert, shapes)) else ()
+
+
+def _read(checkpoint: Checkpoint) -> tuple[dict[str, Parameter], dict[str, Any], str]:
+    """The table of the architecture by tensor name, config.json as it is told on, and what to say of both. The table of one that quantkit
+    does not compute is empty, and it is converted all the same."""
+    if not is_known(checkpoint.config):
+        check_listed(checkpoint, [])
+        return {}, checkpoint.config, ""
+    model = read_model(checkpoint)
+    return {row.name: row for row in model.rows}, model.described, model.told

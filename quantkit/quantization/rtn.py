@@ -1,0 +1,58 @@
+"""Rounding without calibration: unit by unit, limited by the disk."""
+
+import math
+
+import psutil
+import torch
+
+from quantkit.calibrate.findings import Findings
+from quantkit.calibrate.linear_solver import Solved
+from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.ranks import Ranks
+from quantkit.calibrate.solver_table import Solvers
+from quantkit.common.progress import OnEvent, Progress
+from quantkit.models.table import Parameter
+from quantkit.quantization.output import Output
+
+
+@torch.inference_mode()
+def round_units(source: ParameterReader, output: Output, solvers: Solvers, on_event: OnEvent, ranks: Ranks, begun: float = 0.0) -> Findings:
+    """Round every unit that is not finished, this rank's of them, and wait for the others.
+
+    begun: share of the run's time that is behind it. Errors are of the weights themselves: there are no inputs to weigh them by.
+    """
+    ranks.share(output)
+    findings = Findings()
+    total = sum(source.stored_bytes(row) for row in output.rows.values())
+    done, process = 0, psutil.Process()
+    for number, (unit, rows) in enumerate(output.units.items()):
+        found = output.done(unit)
+        if ranks.mine(number) and not found:
+            _round_unit(unit, rows, source, output, solvers, findings)
+        done += sum(source.stored_bytes(row) for row in rows)
+        on_event(
+            Progress(
+                "rounding", unit, done, total, findings.mean_error, process.memory_info().rss, begun + (1 - begun) * done / total, found
+            )
+        )
+    ranks.share(output)
+    return _collected(output)
+
+
+def _collected(output: Output) -> Findings:
+    """What was noted with all units, in their order."""
+    findings = Findings()
+    for unit in output.units:
+        findings.take(output.facts(unit))
+    return findings
+
+
+def _round_unit(unit: str, rows: list[Parameter], source: ParameterReader, output: Output, solvers: Solvers, findings: Findings) -> None:
+    weights = {row.module: source.dequantized(row) for row in rows if output.rounds(row)}
+    fused = {row.module: row.fused for row in rows if row.fused}
+    solved: dict[str, Solved] = {}
+    for solver, modules in solvers.alike(weights).items():
+        solved |= solver.nearest({module: weights[module] for module in modules}, fused)
+    facts = findings.facts({module: one.rounded for module, one in solved.items()}, {})
+    assert all(not math.isnan(one.error) for one in solved.values()), unit
+    output.write(unit, {module: one.weight for module, one in solved.items()}, {}, facts)

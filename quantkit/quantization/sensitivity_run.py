@@ -1,0 +1,101 @@
+"""Sensitivities for a run: from the file that was given, from one that an earlier run left, or measured now and left beside the output.
+
+OUT.sensitivities.json           what was measured; OUT holds it as sensitivities.json when it is complete
+OUT.sensitivities.safetensors    the paths of a pass that was stopped, at the input of a layer
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quantkit.calibrate.data import Sequences
+from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.sensitivity import Sensitivities, SensitivityPass, pieces
+from quantkit.calibrate.solver_table import Solvers
+from quantkit.calibrate.source_model import SourceModel
+from quantkit.common.progress import Note, OnEvent, Progress, peak_memory
+from quantkit.quantization.mixed_precision import Options, read_sensitivities, rounded_labels, sensitivities_file
+
+NAME = "sensitivities.json"
+
+
+def beside(out: Path) -> Path:
+    """Where they are until the output is complete."""
+    return out.with_name(f"{out.name}.{NAME}")
+
+
+def find_sensitivities(
+    options: Options, sequences: Sequences, out: Path, given: Path | None, device: torch.device, on_event: OnEvent
+) -> Sensitivities:
+    """given: a file to take them from. Raises QuantkitError where that is of another source."""
+    source = options.job.checkpoint.fingerprint
+    if given is not None:
+        return read_sensitivities(given, source)
+    taken = _taken(options, sequences)
+    text = hashlib.sha256(b"|".join(one.numpy().tobytes() for one in taken)).hexdigest()
+    key = {"source": source, "text": text, "grids": rounded_labels(options.sensed())}
+    for path in (beside(out), out / NAME):
+        if path.is_file() and _is_of(path, key):
+            on_event(Note(f"sensitivities as measured before, from {path}"))
+            return read_sensitivities(path, source)
+    total = sum(tensor.nbytes for tensor in options.job.checkpoint.tensors.values())
+    state = _State(out.with_name(f"{out.name}.sensitivities.safetensors"), json.dumps(key, sort_keys=True), total, on_event)
+    job = options.cheapest()
+    solvers = Solvers(job.target, job.grids.__getitem__, job.request.recipe, ())
+    quantized = {row.module for row in job.linears}
+    reader = ParameterReader(job.checkpoint, device)
+    model = SourceModel(reader, job.inventory.architecture, job.inventory.config, job.rows, quantized, job.grids.keys() - quantized)
+    on_event(Note(f"measuring what each grid costs, on {sum(map(len, taken)):,} tokens of each path"))
+    found = SensitivityPass(model, solvers, options.sensed(), state, job.inventory.ends(reader)).run(taken)
+    fresh = beside(out).with_name(f"{beside(out).name}.new")
+    fresh.write_bytes(sensitivities_file(found, key))
+    fresh.replace(beside(out))
+    state.path.unlink(missing_ok=True)
+    return found
+
+
+def _taken(options: Options, sequences: Sequences) -> list[Tensor]:
+    """As many tokens as keep all paths, of which three copies are alive, under the hidden states of the calibrated run."""
+    layers = {row.layer for row in options.job.rows if row.layer is not None and not row.mtp}
+    most = sum(len(one) for one in (*sequences.calibration, *sequences.held_out))
+    return pieces(sequences.calibration, len(layers), most // 3)
+
+
+def _is_of(path: Path, key: Mapping[str, str]) -> bool:
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(facts, dict) and all(facts.get(name) == value for name, value in key.items())
+
+
+class _State:
+    """The paths of a pass in a file that is replaced whole. key: what another pass would not have;
+    total: bytes of the source."""
+
+    def __init__(self, path: Path, key: str, total: int, on_event: OnEvent) -> None:
+        self.path, self.key, self.total, self.on_event = path, key, total, on_event
+
+    def save(self, layer: int, hidden: Tensor, facts: dict[str, object]) -> None:
+        fresh = self.path.with_name(f"{self.path.name}.new")
+        metadata = {"key": self.key, "layer": str(layer), "facts": json.dumps(facts)}
+        save_file({"hidden": hidden.cpu().contiguous()}, fresh, metadata=metadata)
+        fresh.replace(self.path)
+
+    def load(self) -> tuple[int, Tensor, dict[str, object]] | None:
+        if not self.path.exists():
+            return None
+        with safe_open(self.path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("key") != self.key:
+                return None
+            return int(metadata["layer"]), file.get_tensor("hidden"), json.loads(metadata["facts"])
+
+    def tell(self, unit: str, share: float) -> None:
+        self.on_event(Progress("measuring", unit, 0, self.total, 0.0, peak_memory(), 0.0))
