@@ -1,9 +1,12 @@
-"""Do sensitivities foretell? What `quantize --bits` predicts of each choice of linears, beside what rounding it alone costs.
+"""Do sensitivities foretell? What `quantize --bits` predicts of each choice of linears, beside what
+rounding it alone costs.
 
-    python benchmarks/allocation.py MODEL SENSITIVITIES.json TEXT.jsonl [--documents 16] [--tokens 128]
+    python benchmarks/allocation.py MODEL SENSITIVITIES.json TEXT.jsonl [--documents 16] [--tokens
+    128]
 
-Each choice is rounded to nearest on the smallest grid, the whole model is run in float32 on documents of TEXT, and KL to the source is
-taken over all their tokens. Prints both figures and Spearman's rank correlation over the choices.
+Each choice is rounded to nearest on the smallest grid, the whole model is run in float32 on
+documents of TEXT, and KL to the source is taken over all their tokens. Prints both figures and
+Spearman's rank correlation over the choices.
 """
 
 import argparse
@@ -42,7 +45,9 @@ class RoundedSource(Checkpoint):
 
 @torch.inference_mode()
 def hidden_states(source: RoundedSource, model: Model, ids: Tensor, lengths: list[int]) -> Tensor:
-    weights = ExecutorWeights(source, model.rows, device=CPU, dtype=torch.float32, backend="reference")
+    weights = ExecutorWeights(
+        source, model.rows, device=CPU, dtype=torch.float32, backend="reference"
+    )
     return model.architecture.Model(model.config, weights)(ids, CausalContext(lengths))
 
 
@@ -53,7 +58,9 @@ def rank_correlation(a: list[float], b: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("sensitivities", type=Path)
     parser.add_argument("text", type=Path)
@@ -64,9 +71,17 @@ def main() -> None:
     source.values = {}
     scheme = find_scheme("awq-w4a16")
     recipe = load_recipe(scheme.name)
-    options = Options(open_job(read_request(scheme, "auto", None, recipe, Mixture(bits=16)), source))
-    tokenizer, records = ChatTokenizer(source.path), asked.text.read_text().splitlines()[: asked.documents]
-    documents = [torch.tensor(tokenizer.encode(json.loads(record)["text"])[: asked.tokens]) for record in records]
+    options = Options(
+        open_job(read_request(scheme, "auto", None, recipe, Mixture(bits=16)), source)
+    )
+    tokenizer, records = (
+        ChatTokenizer(source.path),
+        asked.text.read_text().splitlines()[: asked.documents],
+    )
+    documents = [
+        torch.tensor(tokenizer.encode(json.loads(record)["text"])[: asked.tokens])
+        for record in records
+    ]
     ids, lengths, model = torch.cat(documents), [len(one) for one in documents], read_model(source)
     original, predicted, measured = hidden_states(source, model, ids, lengths), [], []
     outer = [row for row in model.rows if row.layer is None and row.role in ("head", "embedding")]
@@ -76,13 +91,22 @@ def main() -> None:
     for choice in options.sensed():
         grid = options.cheapest().grids[choice.modules[0]]
         plain = {row.module: dequantize(source.weight(row.module)) for row in choice.rows}
-        solved = solvers.on(grid).nearest(plain, {row.module: row.fused for row in choice.rows if row.fused})
+        solved = solvers.on(grid).nearest(
+            plain, {row.module: row.fused for row in choice.rows if row.fused}
+        )
         source.values = {module: one.values for module, one in solved.items()}
         kl = compare_paths(original, [hidden_states(source, model, ids, lengths)], [rows])[0].kl
         predicted.append(known.kl[choice.name][grid_label(grid)])
         measured.append(kl)
-        print(f"{choice.name:60} {grid_label(grid):24} predicted {predicted[-1]:.2e} measured {kl:.2e}", flush=True)
-    print(f"{len(measured)} choices, {len(ids)} tokens: rank correlation {rank_correlation(predicted, measured):.3f}")
+        print(
+            f"{choice.name:60} {grid_label(grid):24} predicted {predicted[-1]:.2e} measured "
+            f"{kl:.2e}",
+            flush=True,
+        )
+    print(
+        f"{len(measured)} choices, {len(ids)} tokens: rank correlation "
+        f"{rank_correlation(predicted, measured):.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Attention of a decode step over a cache of 16 bits and of 8, in turns, on one device.
 
-    python benchmarks/cache_bits.py [--rows 1,8,32] [--context 4096,30000] [--heads 32] [--out FILE.json]
+    python benchmarks/cache_bits.py [--rows 1,8,32] [--context 4096,30000] [--heads 32] [--out
+    FILE.json]
 
-mla_decode at DeepSeek-R1's sizes with as many heads as a tensor-parallel rank has, and gqa_decode of Qwen3-8B's (32 heads of 128 that share
-8 keys). Microseconds of a call, captured, over memory beyond the last cache; the floor is reading what the call cannot but read.
+mla_decode at DeepSeek-R1's sizes with as many heads as a tensor-parallel rank has, and gqa_decode
+of Qwen3-8B's (32 heads of 128 that share 8 keys). Microseconds of a call, captured, over memory
+beyond the last cache; the floor is reading what the call cannot but read.
 """
 
 import argparse
@@ -13,7 +15,16 @@ from typing import Any
 
 import torch
 from command import measured, numbers, parser
-from quantkit_kernels import CODES, CodedKeys, CodedLatents, PagedKeys, PagedLatents, Rotation, gqa_decode, mla_decode
+from quantkit_kernels import (
+    CODES,
+    CodedKeys,
+    CodedLatents,
+    PagedKeys,
+    PagedLatents,
+    Rotation,
+    gqa_decode,
+    mla_decode,
+)
 from quantkit_kernels.latents import parts_of
 from quantkit_kernels.samples import code_keys, code_latents
 from quantkit_kernels.timing import copies_beyond_cache, read_bandwidth, seconds_in_turns
@@ -36,14 +47,20 @@ def latent_calls(
 ) -> tuple[Sequence[Callable[[], Tensor]], int]:
     """Calls over copies of a cache, and the bytes that one reads."""
     table, lengths = table_of(rows, context, device)
-    q, kv_b = torch.randn(rows, heads, 192, device=device).bfloat16(), (torch.randn(heads, 256, 512, device=device) / 512**0.5).bfloat16()
+    q, kv_b = (
+        torch.randn(rows, heads, 192, device=device).bfloat16(),
+        (torch.randn(heads, 256, 512, device=device) / 512**0.5).bfloat16(),
+    )
     angles = torch.rand(rows, 32, device=device) * 6
     rotation = Rotation(angles.cos(), angles.sin())
     plain = torch.randn(table.numel(), BLOCK, 576, device=device, dtype=torch.bfloat16)
     cache = plain if kind is None else code_latents(plain, 512, kind)
     nbytes = sum(part.nbytes for part in parts_of(cache))
     copies = [cache] + [_copied(cache) for _ in range(copies_beyond_cache(nbytes, device) - 1)]
-    calls = [partial(mla_decode, q, kv_b, rotation, PagedLatents(one, table, lengths), scale=0.07) for one in copies]
+    calls = [
+        partial(mla_decode, q, kv_b, rotation, PagedLatents(one, table, lengths), scale=0.07)
+        for one in copies
+    ]
     return calls, nbytes + kv_b.nbytes
 
 
@@ -58,7 +75,16 @@ def grouped_calls(
     cache = (keys, values) if kind is None else code_keys(keys, values, kind)
     nbytes = sum(part.nbytes for part in cache)
     copies = [cache] + [_copied(cache) for _ in range(copies_beyond_cache(nbytes, device) - 1)]
-    pages = [PagedKeys(one[0], one[1], table, lengths, scales=one.scales if isinstance(one, CodedKeys) else None) for one in copies]
+    pages = [
+        PagedKeys(
+            one[0],
+            one[1],
+            table,
+            lengths,
+            scales=one.scales if isinstance(one, CodedKeys) else None,
+        )
+        for one in copies
+    ]
     return [partial(gqa_decode, q, one, scale=WIDTH**-0.5) for one in pages], nbytes
 
 
@@ -76,19 +102,30 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda")
     bandwidth = read_bandwidth(device)
     torch.cuda.empty_cache()
-    report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "read_bandwidth_gb_s": bandwidth / 1e9}
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "read_bandwidth_gb_s": bandwidth / 1e9,
+    }
     report["rows"] = []
     print(report, flush=True)
     for operator, make in (("mla_decode", latent_calls), ("gqa_decode", grouped_calls)):
         for context in options.context:
             for rows in options.rows:
-                made = {name: make(kind, rows, context, options.heads, device) for name, kind in KINDS.items()}
+                made = {
+                    name: make(kind, rows, context, options.heads, device)
+                    for name, kind in KINDS.items()
+                }
                 seconds = seconds_in_turns([calls for calls, _ in made.values()], device)
-                times = {name: {"us": one * 1e6, "floor_us": made[name][1] / bandwidth * 1e6} for name, one in zip(made, seconds)}
+                times = {
+                    name: {"us": one * 1e6, "floor_us": made[name][1] / bandwidth * 1e6}
+                    for name, one in zip(made, seconds)
+                }
                 found = {"operator": operator, "rows": rows, "context": context, "times": times}
                 report["rows"].append(found)
                 told = "  ".join(
-                    f"{name} {one['us']:.1f} us ({one['floor_us']:.1f}) x {one['us'] / times['bf16']['us']:.3f}"
+                    f"{name} {one['us']:.1f} us ({one['floor_us']:.1f}) x "
+                    f"{one['us'] / times['bf16']['us']:.3f}"
                     for name, one in times.items()
                 )
                 print(f"{operator} {rows} x {context}: {told}", flush=True)

@@ -1,8 +1,10 @@
-"""DeepSeek-R1 in INT8 on the layouts of many boxes, on paper: what each level predicts beside the published rates.
+"""DeepSeek-R1 in INT8 on the layouts of many boxes, on paper: what each level predicts beside the
+published rates.
 
     python benchmarks/clusters.py          # writes benchmarks/results/clusters.json
 
-Nothing is measured: layouts and rates are those of recipes/deploy/vllm-ascend.yaml, machines those of recipes/hardware.
+Nothing is measured: layouts and rates are those of recipes/deploy/vllm-ascend.yaml, machines those
+of recipes/hardware.
 """
 
 import json
@@ -44,10 +46,14 @@ COLUMNS = [
 
 
 def stored(row: Parameter) -> int:
-    """Bytes of a parameter of INT8 R1 in compressed-tensors; kv_b_proj and what is no linear in BF16."""
+    """Bytes of a parameter of INT8 R1 in compressed-tensors; kv_b_proj and what is no linear in
+    BF16."""
     if row.role == "linear":
         grid = find_scheme("int8-a8w8c16").weight
-        return sum(spec.nbytes for spec in compressed_int8.FORMAT.specs(row.module, (row.shape[0], row.shape[1]), grid))
+        return sum(
+            spec.nbytes
+            for spec in compressed_int8.FORMAT.specs(row.module, (row.shape[0], row.shape[1]), grid)
+        )
     return 2 * row.shape[0] * (row.shape[1] if len(row.shape) > 1 else 1)
 
 
@@ -62,8 +68,18 @@ def table() -> list[list[Any]]:
         assert topology.hardware is not None, name
         for rate in topology.published:
             parallel = next(role for role in topology.roles if role.name == rate.role).parallel
-            held = fit_rows([(row, stored(row)) for row in rows], parsed, parallel, CONTEXT, MEMORY_GIB, FRACTION, RESERVE_GIB)
-            told = beside_rate(rate, topology, rows, parsed, scheme, load_hardware(topology.hardware), held)
+            held = fit_rows(
+                [(row, stored(row)) for row in rows],
+                parsed,
+                parallel,
+                CONTEXT,
+                MEMORY_GIB,
+                FRACTION,
+                RESERVE_GIB,
+            )
+            told = beside_rate(
+                rate, topology, rows, parsed, scheme, load_hardware(topology.hardware), held
+            )
             for one in told["predicted"]:
                 if one["level"] not in LEVELS:
                     continue
@@ -98,7 +114,10 @@ def main() -> None:
         "rows": table(),
         "notes": list(ASSUMPTIONS),
     }
-    text = json.dumps({key: value for key, value in result.items() if key not in ("columns", "rows", "notes")}, indent=1)[:-2]
+    text = json.dumps(
+        {key: value for key, value in result.items() if key not in ("columns", "rows", "notes")},
+        indent=1,
+    )[:-2]
     for key in ("columns", "rows", "notes"):
         listed = ",\n".join(f"  {json.dumps(entry)}" for entry in result[key])  # type: ignore[attr-defined]
         text += f',\n "{key}": [\n{listed}\n ]'

@@ -1,9 +1,11 @@
 """What sums of prompts in 8 bits over ranks cost in quality, and the bytes they send.
 
-    torchrun --nproc-per-node 2 benchmarks/coded_sums.py [MODEL] --text FILE [--device cpu] [--tokens 4096] [--chunk 512] [--dtype float32]
+    torchrun --nproc-per-node 2 benchmarks/coded_sums.py [MODEL] --text FILE [--device cpu]
+    [--tokens 4096] [--chunk 512] [--dtype float32]
 
-One JSON line each for sums in bfloat16, int8 and fp8: mean, median and largest KL divergence of the next token's distribution from that of
-sums in the model's own numbers, how often both choose the same token, and the bytes that a rank sends for a value of a hidden state.
+One JSON line each for sums in bfloat16, int8 and fp8: mean, median and largest KL divergence of the
+next token's distribution from that of sums in the model's own numbers, how often both choose the
+same token, and the bytes that a rank sends for a value of a hidden state.
 """
 
 import argparse
@@ -29,7 +31,10 @@ from quantkit.tokenizer.chat import ChatTokenizer
 def log_probabilities(loaded: LoadedModel, token_ids: list[int]) -> Tensor:
     """float32 [T, vocab] of every next token; one prompt."""
     blocks = -(-len(token_ids) // loaded.cache_layout.block_size)
-    context = PrefillContext(loaded.new_cache(blocks + 1), [Chunk(0, len(token_ids), torch.arange(1, blocks + 1, device=loaded.device))])
+    context = PrefillContext(
+        loaded.new_cache(blocks + 1),
+        [Chunk(0, len(token_ids), torch.arange(1, blocks + 1, device=loaded.device))],
+    )
     hidden = loaded.model(torch.tensor(token_ids, device=loaded.device), context)
     return loaded.model.logits(hidden).log_softmax(dim=-1)
 
@@ -54,7 +59,10 @@ def compare(options: argparse.Namespace, rank: int, size: int) -> list[dict[str,
     parallel.connect(find_device(options.device))
     loaded = load_model(path, device=options.device, dtype=options.dtype, parallel=parallel)
     token_ids = ChatTokenizer(path).encode(Path(options.text).read_text())[: options.tokens]
-    chunks = [token_ids[start : start + options.chunk] for start in range(0, len(token_ids), options.chunk)]
+    chunks = [
+        token_ids[start : start + options.chunk]
+        for start in range(0, len(token_ids), options.chunk)
+    ]
     rows = []
     for name, dtype in {"bfloat16": None, **CODES}.items():
         divergences, same = [], 0
@@ -67,7 +75,11 @@ def compare(options: argparse.Namespace, rank: int, size: int) -> list[dict[str,
             same += int((exact.argmax(dim=-1) == coded.argmax(dim=-1)).sum())
         kl = torch.cat(divergences)
         hidden = loaded.model.embedding.shape[1]
-        row = 2 * hidden if dtype is None else CodedSums(dtype, size, 0).packed(torch.zeros(1, hidden)).shape[1]
+        row = (
+            2 * hidden
+            if dtype is None
+            else CodedSums(dtype, size, 0).packed(torch.zeros(1, hidden)).shape[1]
+        )
         sent = 2 * (size - 1) / size * row / hidden
         figures = {
             "mean_kl": kl.mean().item(),
@@ -75,13 +87,17 @@ def compare(options: argparse.Namespace, rank: int, size: int) -> list[dict[str,
             "largest_kl": kl.max().item(),
             "same_token": same / len(kl),
         }
-        rows.append({"collectives": name, "tp": size, "tokens": len(kl), **figures, "bytes_a_value": sent})
+        rows.append(
+            {"collectives": name, "tp": size, "tokens": len(kl), **figures, "bytes_a_value": sent}
+        )
     parallel.close()
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?", default="tiny-r1")
     parser.add_argument("--text", required=True)
     parser.add_argument("--device", default="cpu")

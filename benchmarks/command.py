@@ -1,4 +1,5 @@
-"""The command line of a benchmark: options, a run that returns what it found, and `--out` for it as JSON."""
+"""The command line of a benchmark: options, a run that returns what it found, and `--out` for it as
+JSON."""
 
 import argparse
 import json
@@ -16,7 +17,9 @@ def numbers(text: str) -> list[int]:
 
 def parser(told: str | None) -> argparse.ArgumentParser:
     """told: the benchmark's own docstring, shown as it is by --help."""
-    return argparse.ArgumentParser(description=told, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return argparse.ArgumentParser(
+        description=told, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def measured(run: Measure, options: argparse.ArgumentParser) -> None:

@@ -1,14 +1,20 @@
-"""Decoding and prompts on a CPU: tokens/s of quantkit in W4A16 beside transformers and vLLM in bfloat16, on one machine in one run.
+"""Decoding and prompts on a CPU: tokens/s of quantkit in W4A16 beside transformers and vLLM in
+bfloat16, on one machine in one run.
 
-    python benchmarks/cpu_decode.py [--vllm .venv-vllm/bin/python] [--rounds 3] [--threads 1] [--prompts] [--out FILE.json]
+    python benchmarks/cpu_decode.py [--vllm .venv-vllm/bin/python] [--rounds 3] [--threads 1]
+    [--prompts] [--out FILE.json]
 
-Models: a dense one of Qwen2.5-0.5B's shape with random weights, made here, and tiny-r1, which has experts and MLA (vLLM on CPU takes no
-quantized experts, and has no int4 product without AVX-512, so it runs the dense one, in bfloat16). Each engine is a process of its own that
-loads, warms up, and answers `concurrency` requests of 32 tokens with 16 tokens each, greedily. Its figure is of decoding alone: the tokens
-after the first, over the time of all 16 less that of one. With --prompts, and the dense model alone, it is of prompts: the tokens of
-`concurrency` prompts of 1024, over the time until each has its first token. Time is the process's own processor time, which other work on
-the machine lengthens little; with one thread it is the time by the clock of an idle machine. Engines take turns, round after round; the
-median counts, and ratios are formed round by round. transformers computes its batch unpadded, all prompts being of one length.
+Models: a dense one of Qwen2.5-0.5B's shape with random weights, made here, and tiny-r1, which has
+experts and MLA (vLLM on CPU takes no quantized experts, and has no int4 product without AVX-512, so
+it runs the dense one, in bfloat16). Each engine is a process of its own that loads, warms up, and
+answers `concurrency` requests of 32 tokens with 16 tokens each, greedily. Its figure is of decoding
+alone: the tokens after the first, over the time of all 16 less that of one. With --prompts, and the
+dense model alone, it is of prompts: the tokens of
+`concurrency` prompts of 1024, over the time until each has its first token. Time is the process's
+own processor time, which other work on the machine lengthens little; with one thread it is the time
+by the clock of an idle machine. Engines take turns, round after round; the median counts, and
+ratios are formed round by round. transformers computes its batch unpadded, all prompts being of one
+length.
 """
 
 import argparse
@@ -62,7 +68,9 @@ def write_random(path: Path, config: dict[str, Any]) -> Path:
         if row.role == "norm":
             tensors[row.name] = torch.ones(row.shape, dtype=torch.bfloat16)
         else:
-            tensors[row.name] = (torch.randn(row.shape, generator=generator) * row.shape[-1] ** -0.5).bfloat16()
+            tensors[row.name] = (
+                torch.randn(row.shape, generator=generator) * row.shape[-1] ** -0.5
+            ).bfloat16()
     path.mkdir()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(config))
@@ -112,8 +120,15 @@ def measure_quantkit(path: str, vocab: int, rate: Rate) -> dict[int, float]:
     from quantkit.executor.engine import Engine
     from quantkit.executor.sampling.params import SamplingParams
 
-    engine = Engine.load(Path(path), device="cpu", max_batch=max(CONCURRENCIES), max_model_len=CONTEXT)
-    return rate(lambda asked, length: list(engine.generate(asked, SamplingParams(max_new_tokens=length, ignore_eos=True))), vocab)
+    engine = Engine.load(
+        Path(path), device="cpu", max_batch=max(CONCURRENCIES), max_model_len=CONTEXT
+    )
+    return rate(
+        lambda asked, length: list(
+            engine.generate(asked, SamplingParams(max_new_tokens=length, ignore_eos=True))
+        ),
+        vocab,
+    )
 
 
 @torch.inference_mode()
@@ -125,13 +140,19 @@ def measure_transformers(path: str, vocab: int, rate: Rate) -> dict[int, float]:
     def generate(asked: list[list[int]], length: int) -> None:
         step = model(torch.tensor(asked), use_cache=True, logits_to_keep=1)
         for _ in range(length - 1):
-            step = model(step.logits[:, -1:].argmax(-1), past_key_values=step.past_key_values, use_cache=True)
+            step = model(
+                step.logits[:, -1:].argmax(-1), past_key_values=step.past_key_values, use_cache=True
+            )
 
     return rate(generate, vocab)
 
 
 def measure_vllm(path: str, vocab: int, rate: Rate) -> dict[int, float]:
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM, SamplingParams
 
@@ -155,11 +176,17 @@ def measure_vllm(path: str, vocab: int, rate: Rate) -> dict[int, float]:
 ENGINES = {"quantkit": measure_quantkit, "transformers": measure_transformers, "vllm": measure_vllm}
 
 
-def in_process(python: str, engine: str, path: Path, vocab: int, threads: int, what: str) -> dict[str, float]:
+def in_process(
+    python: str, engine: str, path: Path, vocab: int, threads: int, what: str
+) -> dict[str, float]:
     command = [python, __file__, "--measure", engine, str(path), str(vocab), what]
     binding = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if engine == "vllm" else {}
     done = subprocess.run(
-        command, env={**os.environ, **binding, "OMP_NUM_THREADS": str(threads)}, capture_output=True, text=True, check=False
+        command,
+        env={**os.environ, **binding, "OMP_NUM_THREADS": str(threads)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise SystemExit(f"{engine} failed on {path}:\n{done.stderr[-3000:]}")
@@ -175,7 +202,9 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     dense = write_random(folder / "qwen2-0.5b", QWEN)
     plain = folder / "tiny-r1-bf16"
     convert(find_model("tiny-r1"), plain, dtype="bf16")
-    cases = {"dense 0.5B": (dense, QWEN["vocab_size"])} | ({} if options.prompts else {"tiny-r1": (plain, 640)})
+    cases = {"dense 0.5B": (dense, QWEN["vocab_size"])} | (
+        {} if options.prompts else {"tiny-r1": (plain, 640)}
+    )
     what = "prompts" if options.prompts else "decode"
     report: dict[str, Any] = {
         "hardware": describe_hardware("cpu"),
@@ -186,7 +215,17 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
     for name, (source, vocab) in cases.items():
         packed = folder / f"{source.name}-w4a16"
-        make = [sys.executable, "-m", "quantkit", "quantize", str(source), "--scheme", "rtn-w4a16", "--out", str(packed)]
+        make = [
+            sys.executable,
+            "-m",
+            "quantkit",
+            "quantize",
+            str(source),
+            "--scheme",
+            "rtn-w4a16",
+            "--out",
+            str(packed),
+        ]
         subprocess.run(make, check=True, capture_output=True)
         places = {"quantkit": (sys.executable, packed), "transformers": (sys.executable, source)}
         if options.vllm and name.startswith("dense"):
@@ -196,25 +235,40 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for engine, (python, path) in places.items():
                 rows[engine].append(in_process(python, engine, path, vocab, options.threads, what))
                 load = os.getloadavg()[0]
-                print(f"{name}, round {number + 1}, {engine}: {rows[engine][-1]} tokens/s, load {load:.1f}", flush=True)
+                print(
+                    f"{name}, round {number + 1}, {engine}: {rows[engine][-1]} tokens/s, load "
+                    f"{load:.1f}",
+                    flush=True,
+                )
         report["models"][name] = rows
         for engine, found in rows.items():
             for count in map(str, CONCURRENCIES):
-                ratios = [ours[count] / theirs[count] for ours, theirs in zip(rows["quantkit"], found)]
+                ratios = [
+                    ours[count] / theirs[count] for ours, theirs in zip(rows["quantkit"], found)
+                ]
                 median = statistics.median(row[count] for row in found)
                 line = f"{name}, concurrency {count}: {engine} {median:.2f} tokens/s"
-                print(line if engine == "quantkit" else f"{line}; quantkit / {engine} = {statistics.median(ratios):.2f}", flush=True)
+                print(
+                    line
+                    if engine == "quantkit"
+                    else f"{line}; quantkit / {engine} = {statistics.median(ratios):.2f}",
+                    flush=True,
+                )
     return report
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vllm", help="Python of an environment with vLLM for CPUs")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--prompts", action="store_true", help="prompts instead of decoding")
-    parser.add_argument("--measure", nargs=4, metavar=("ENGINE", "PATH", "VOCAB", "RATE"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--measure", nargs=4, metavar=("ENGINE", "PATH", "VOCAB", "RATE"), help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.measure:
         engine, path, vocab, what = options.measure

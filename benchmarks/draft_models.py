@@ -1,9 +1,12 @@
-"""What a draft model brings on this machine: acceptance, and tokens a second beside those of two engines without, step by step in turns.
+"""What a draft model brings on this machine: acceptance, and tokens a second beside those of two
+engines without, step by step in turns.
 
-    python benchmarks/draft_models.py [--target MODEL --draft MODEL] [--users 1,8] [--tokens 192] [--loads 1] [--turns 1] [--device cpu]
+    python benchmarks/draft_models.py [--target MODEL --draft MODEL] [--users 1,8] [--tokens 192]
+    [--loads 1] [--turns 1] [--device cpu]
 
-Without models: random ones of Qwen3's kind, of 8 layers of 768 and as draft the first of them. How much the other seven change what the
-first one says is chosen (--change), so that guesses are right more or less often; nobody talks like that, and times are real.
+Without models: random ones of Qwen3's kind, of 8 layers of 768 and as draft the first of them. How
+much the other seven change what the first one says is chosen (--change), so that guesses are right
+more or less often; nobody talks like that, and times are real.
 """
 
 import argparse
@@ -45,16 +48,28 @@ CONFIG = {
 
 
 def write_pair(folder: Path, change: float) -> tuple[Path, Path]:
-    """A target and a draft model with tiny-r1's tokens. change: by what later layers' outputs are multiplied."""
+    """A target and a draft model with tiny-r1's tokens. change: by what later layers' outputs are
+    multiplied."""
     tokenizer = find_model("tiny-r1")
     for name, layers in (("target", 8), ("draft", 1)):
-        config = CONFIG | {"num_hidden_layers": layers, "vocab_size": json.loads((tokenizer / "config.json").read_text())["vocab_size"]}
+        config = CONFIG | {
+            "num_hidden_layers": layers,
+            "vocab_size": json.loads((tokenizer / "config.json").read_text())["vocab_size"],
+        }
         architecture, tensors, generator = find_architecture(config), {}, torch.Generator()
         for row in architecture.parameters(architecture.Config.from_dict(config)):
             generator.manual_seed(len(row.name) * 1000 + sum(row.name.encode()))
             noise = torch.randn(row.shape, generator=generator)
-            scale = change if row.layer and row.name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
-            tensors[row.name] = (1 + 0.1 * noise if row.role == "norm" else noise * 2 * scale / math.sqrt(row.shape[-1])).bfloat16()
+            scale = (
+                change
+                if row.layer and row.name.endswith(("o_proj.weight", "down_proj.weight"))
+                else 1.0
+            )
+            tensors[row.name] = (
+                1 + 0.1 * noise
+                if row.role == "norm"
+                else noise * 2 * scale / math.sqrt(row.shape[-1])
+            ).bfloat16()
         (folder / name).mkdir()
         save_file(tensors, folder / name / "model.safetensors")
         (folder / name / "config.json").write_text(json.dumps(config))
@@ -64,14 +79,18 @@ def write_pair(folder: Path, change: float) -> tuple[Path, Path]:
 
 
 def in_turns(engines: dict[str, Engine], users: int, tokens: int) -> dict[str, dict[str, float]]:
-    """The same answers by every engine, whose answers are the shortest computing the next step: what else a machine does meets all alike,
-    where whole answers of one engine differed by a third. Tokens a second of all users together, by the clock and by the time of the
-    process; of the guesses the share that was kept; steps."""
+    """The same answers by every engine, whose answers are the shortest computing the next step:
+    what else a machine does meets all alike, where whole answers of one engine differed by a third.
+    Tokens a second of all users together, by the clock and by the time of the process; of the
+    guesses the share that was kept; steps."""
     prompts = [[20 + (7 * i + place) % 90 for place in range(16)] for i in range(users)]
     params = [SamplingParams(max_new_tokens=tokens, ignore_eos=True, seed=i) for i in range(users)]
     counts = {name: engine.speculation.acceptance for name, engine in engines.items()}
     before = {name: (count.drafted, count.accepted) for name, count in counts.items()}
-    answers = {name: [engine.submit(*one) for one in zip(prompts, params)] for name, engine in engines.items()}
+    answers = {
+        name: [engine.submit(*one) for one in zip(prompts, params)]
+        for name, engine in engines.items()
+    }
     clock, cpu, steps = (dict.fromkeys(engines, 0.0) for _ in range(3))
     while working := [name for name in engines if engines[name].has_work]:
         name = min(working, key=lambda one: sum(len(answer.generated) for answer in answers[one]))
@@ -93,11 +112,21 @@ def in_turns(engines: dict[str, Engine], users: int, tokens: int) -> dict[str, d
     }
 
 
-def load_engines(target: Path, draft: Path, options: argparse.Namespace, users: int) -> dict[str, Engine]:
+def load_engines(
+    target: Path, draft: Path, options: argparse.Namespace, users: int
+) -> dict[str, Engine]:
     """Two without guesses, and between them what is asked for."""
-    given: dict[str, Any] = {"max_batch": users, "max_model_len": options.tokens + 64, "device": options.device}
+    given: dict[str, Any] = {
+        "max_batch": users,
+        "max_model_len": options.tokens + 64,
+        "device": options.device,
+    }
     guess = {"chosen": {"draft": draft, "measure_steps": True}, "four": {"draft": draft}}
-    asked = {"none": {}, **{name: guess[name] for name in options.guesses.split(",")}, "none again": {}}
+    asked = {
+        "none": {},
+        **{name: guess[name] for name in options.guesses.split(",")},
+        "none again": {},
+    }
     return {name: Engine.load(target, **given, **own) for name, own in asked.items()}
 
 
@@ -108,18 +137,34 @@ def rows(found: dict[str, dict[str, float]]) -> Iterator[dict[str, Any]]:
         for key in ("tokens_s", "tokens_cpu_s"):
             plain = (found["none"][key] + found["none again"][key]) / 2
             row |= {key: round(one[key], 1), f"{key}_ratio": round(one[key] / plain, 3)}
-        yield row | {"steps": int(one["steps"]), "drafted": int(one["drafted"]), "kept": round(one["kept"], 3)}
+        yield row | {
+            "steps": int(one["steps"]),
+            "drafted": int(one["drafted"]),
+            "kept": round(one["kept"], 3),
+        }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target")
     parser.add_argument("--draft")
     parser.add_argument("--users", default="1,8")
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--change", default="0.02,0.1,1")
-    parser.add_argument("--loads", type=int, default=1, help="so often all engines are loaded anew: two of a kind differ by up to 3 %%")
-    parser.add_argument("--turns", type=int, default=1, help="of the same engines; in the first one numbers of guesses are tried")
+    parser.add_argument(
+        "--loads",
+        type=int,
+        default=1,
+        help="so often all engines are loaded anew: two of a kind differ by up to 3 %%",
+    )
+    parser.add_argument(
+        "--turns",
+        type=int,
+        default=1,
+        help="of the same engines; in the first one numbers of guesses are tried",
+    )
     parser.add_argument("--guesses", default="chosen,four")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
@@ -130,7 +175,9 @@ def main() -> None:
             else:
                 (own := Path(folder) / change).mkdir()
                 target, draft = write_pair(own, float(change))
-            for users, load in itertools.product(map(int, options.users.split(",")), range(options.loads)):
+            for users, load in itertools.product(
+                map(int, options.users.split(",")), range(options.loads)
+            ):
                 engines = load_engines(target, draft, options, users)
                 for turn in range(options.turns):
                     row = {"change": change, "users": users, "load": load, "turn": turn}

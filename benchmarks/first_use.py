@@ -1,10 +1,12 @@
-"""From an empty cache of kernels to the first product of a linear, and to the first step of a model: what a new machine waits for.
+"""From an empty cache of kernels to the first product of a linear, and to the first step of a
+model: what a new machine waits for.
 
     python benchmarks/first_use.py                  with what the machine has: nvcc compiles the CUDA kernels
     python benchmarks/first_use.py --hide-nvcc      as on a machine without a CUDA toolkit
 
-A process of its own with caches of its own; time runs from a device that is there. The model: four layers of Qwen3-8B's shapes in W4A16, a
-prompt of 300 tokens and a decode step; then two layers of DeepSeek-R1 as a rank of four holds them.
+A process of its own with caches of its own; time runs from a device that is there. The model: four
+layers of Qwen3-8B's shapes in W4A16, a prompt of 300 tokens and a decode step; then two layers of
+DeepSeek-R1 as a rank of four holds them.
 """
 
 import argparse
@@ -30,13 +32,20 @@ def inside() -> None:
 
     device = torch.device("cuda")
     rng = torch.Generator(device).manual_seed(0)
-    weight, x = random_weight("int4-asym-128", 4096, 4096, rng), torch.randn(1, 4096, device=device).bfloat16()
+    weight, x = (
+        random_weight("int4-asym-128", 4096, 4096, rng),
+        torch.randn(1, 4096, device=device).bfloat16(),
+    )
     torch.cuda.synchronize()
     began = time.perf_counter()
     linear = prepare(weight)
     linear(x)
     torch.cuda.synchronize()
-    found: dict[str, Any] = {"nvcc": find_nvcc(), "backend": linear.backend, "linear_s": time.perf_counter() - began}
+    found: dict[str, Any] = {
+        "nvcc": find_nvcc(),
+        "backend": linear.backend,
+        "linear_s": time.perf_counter() - began,
+    }
     from triton_steps import Step
 
     for model in ("qwen3-8b", "r1"):
@@ -49,12 +58,24 @@ def inside() -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as made:
-        caches = {"XDG_CACHE_HOME": made, "TRITON_CACHE_DIR": f"{made}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{made}/inductor"}
+        caches = {
+            "XDG_CACHE_HOME": made,
+            "TRITON_CACHE_DIR": f"{made}/triton",
+            "TORCHINDUCTOR_CACHE_DIR": f"{made}/inductor",
+        }
         environment = os.environ | caches
         if options.hide_nvcc:
-            shown = [one for one in environment["PATH"].split(":") if not os.path.exists(f"{one}/nvcc")]
+            shown = [
+                one for one in environment["PATH"].split(":") if not os.path.exists(f"{one}/nvcc")
+            ]
             environment |= {"PATH": ":".join(shown), **{name: f"{made}/none" for name in NVCC}}
-        done = subprocess.run([sys.executable, __file__, "--inside"], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, __file__, "--inside"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     print(found)
     return found

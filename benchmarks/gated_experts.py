@@ -1,9 +1,11 @@
-"""Routed experts whose gate is clamped, shifted or biased: a loop over linears, as before November 27, beside Triton's kernels.
+"""Routed experts whose gate is clamped, shifted or biased: a loop over linears, as before November
+27, beside Triton's kernels.
 
     python benchmarks/gated_experts.py [--users 1,8,32] [--grids fp4,int4-asym-32] [--out FILE.json]
 
-One layer's experts of DeepSeek-V4-Flash's and gpt-oss-120b's shapes, random weights and choices, bfloat16. Microseconds of one layer: graph
-replays, four choices of experts in turn, the median of 9; the loop 3 times. plain: the same by Triton's kernels with SiLU alone, no biases.
+One layer's experts of DeepSeek-V4-Flash's and gpt-oss-120b's shapes, random weights and choices,
+bfloat16. Microseconds of one layer: graph replays, four choices of experts in turn, the median of
+9; the loop 3 times. plain: the same by Triton's kernels with SiLU alone, no biases.
 floor: reading the chosen experts at the measured bandwidth. Results are held against the loop's.
 """
 
@@ -48,9 +50,20 @@ class Made:
         device, (count, _, hidden, inner, gating, biased) = rng.device, layer
         sizes = ((inner, hidden), (inner, hidden), (hidden, inner))
         few = [[random_weight(grid, n, k, rng) for n, k in sizes] for _ in range(4)]
-        biases = [ExpertBiases(*(torch.randn(n, generator=rng, device=device) for n, _ in sizes)) if biased else None for _ in range(4)]
+        biases = [
+            ExpertBiases(*(torch.randn(n, generator=rng, device=device) for n, _ in sizes))
+            if biased
+            else None
+            for _ in range(4)
+        ]
         of_kind = kind(few[0][0])
-        served = serving(f"linear_{of_kind}", "auto", device, torch.bfloat16, ((2 * inner, hidden), (hidden, inner)))
+        served = serving(
+            f"linear_{of_kind}",
+            "auto",
+            device,
+            torch.bfloat16,
+            ((2 * inner, hidden), (hidden, inner)),
+        )
         loop = LoopLayout(count, module(served).linear, torch.bfloat16, device, served, gating)
         builder = ExpertsBuilder(count, device=device, gating=gating)
         plain = ExpertsBuilder(count, backend="triton", device=device)
@@ -59,7 +72,11 @@ class Made:
             loop.place(index, one[0], one[1], one[2], bias)
             builder.add(index, *one, biases=bias)
             plain.add(index, *one)
-        self.sides: dict[str, Experts] = {"loop": loop.finish(), "now": builder.finish(), "plain": plain.finish()}
+        self.sides: dict[str, Experts] = {
+            "loop": loop.finish(),
+            "now": builder.finish(),
+            "plain": plain.finish(),
+        }
         self.expert_bytes = self.sides["plain"].nbytes / count
 
 
@@ -85,16 +102,24 @@ def microseconds(calls: Sequence[Callable[[], object]], replays: int) -> float:
     return statistics.median(times[1:]) / len(calls) * 1e3
 
 
-def row(made: Made, layer: Layer, users: int, bandwidth: float, rng: torch.Generator) -> dict[str, Any]:
+def row(
+    made: Made, layer: Layer, users: int, bandwidth: float, rng: torch.Generator
+) -> dict[str, Any]:
     x = torch.randn(users, layer.hidden, generator=rng, device=rng.device).bfloat16()
-    scores = [torch.rand(users, layer.experts, generator=rng, device=rng.device) for _ in range(CHOICES)]
+    scores = [
+        torch.rand(users, layer.experts, generator=rng, device=rng.device) for _ in range(CHOICES)
+    ]
     ids = [one.topk(layer.top_k, dim=-1).indices for one in scores]
     weights = torch.rand(users, layer.top_k, generator=rng, device=rng.device)
     loop, now = (made.sides[side](x, ids[0], weights) for side in ("loop", "now"))
     found: dict[str, Any] = {"users": users, "apart": distance(now, loop.double())}
     for side, experts in made.sides.items():
         calls = [partial(experts, x, one, weights) for one in ids]
-        found[side] = microseconds(calls[:1], SLOW_REPLAYS) if side == "loop" else microseconds(calls * 3, REPLAYS)
+        found[side] = (
+            microseconds(calls[:1], SLOW_REPLAYS)
+            if side == "loop"
+            else microseconds(calls * 3, REPLAYS)
+        )
     distinct = statistics.mean(one.unique().numel() for one in ids)
     return found | {"floor": distinct * made.expert_bytes / bandwidth * 1e6}
 
@@ -103,17 +128,30 @@ def row(made: Made, layer: Layer, users: int, bandwidth: float, rng: torch.Gener
 def run(options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda")
     rng, bandwidth = torch.Generator(device).manual_seed(0), read_bandwidth(device)
-    report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "bandwidth": bandwidth, "rows": []}
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "bandwidth": bandwidth,
+        "rows": [],
+    }
     for name, layer in LAYERS.items():
         assert layer.gating != SILU or layer.biased, name
         for grid in options.grids:
             made = Made(layer, grid, rng)
-            print(name, grid, {side: f"{type(one).__name__} {one.backend}" for side, one in made.sides.items()}, flush=True)
+            print(
+                name,
+                grid,
+                {side: f"{type(one).__name__} {one.backend}" for side, one in made.sides.items()},
+                flush=True,
+            )
             for users in options.users:
                 found = {"layer": name, "grid": grid, **row(made, layer, users, bandwidth, rng)}
                 report["rows"].append(found)
                 times = ", ".join(f"{side} {found[side]:.1f}" for side in (*made.sides, "floor"))
-                print(f"{name} {grid}, {users} users, us: {times}; apart {found['apart']:.1e}", flush=True)
+                print(
+                    f"{name} {grid}, {users} users, us: {times}; apart {found['apart']:.1e}",
+                    flush=True,
+                )
             del made
             torch.cuda.empty_cache()
     return report
@@ -122,7 +160,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--users", type=numbers, default=[1, 8, 32])
-    options.add_argument("--grids", type=partial(str.split, sep=","), default=["fp4", "int4-asym-32"])
+    options.add_argument(
+        "--grids", type=partial(str.split, sep=","), default=["fp4", "int4-asym-32"]
+    )
     measured(run, options)
 
 

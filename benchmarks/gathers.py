@@ -1,10 +1,13 @@
-"""Gathers of R1's logits over the GPUs of one host: through the memory that ranks open to each other, beside NCCL.
+"""Gathers of R1's logits over the GPUs of one host: through the memory that ranks open to each
+other, beside NCCL.
 
-    torchrun --nproc-per-node 4 benchmarks/gathers.py [--rows 1,8,32,33,48,64,96,128] [--out FILE.json]
+    torchrun --nproc-per-node 4 benchmarks/gathers.py [--rows 1,8,32,33,48,64,96,128] [--out
+    FILE.json]
     torchrun --nproc-per-node 2 benchmarks/gathers.py --tiny             on a CPU (gloo): a test of the script
 
-Each rank has bfloat16 [rows, 129280 / ranks]. First both are compared: the same bytes on every rank, which are those of each rank's part.
-Then microseconds of one gather in a captured chain of fifty, the largest of the ranks' medians, in two turns.
+Each rank has bfloat16 [rows, 129280 / ranks]. First both are compared: the same bytes on every
+rank, which are those of each rank's part. Then microseconds of one gather in a captured chain of
+fifty, the largest of the ranks' medians, in two turns.
 """
 
 import argparse
@@ -26,17 +29,29 @@ VOCAB = 129280
 
 def part_of(rank: int, size: int, rows: int, vocab: int, device: torch.device) -> Tensor:
     """Of a rank: other numbers than any other's."""
-    places = torch.arange(rows * vocab, device=device).view(rows, vocab)[:, rank * vocab // size : (rank + 1) * vocab // size]
+    places = torch.arange(rows * vocab, device=device).view(rows, vocab)[
+        :, rank * vocab // size : (rank + 1) * vocab // size
+    ]
     return (places * 31 % 8191).to(torch.bfloat16)
 
 
-def compared(parallel: Parallel, methods: dict[str, Callable[[Tensor], Tensor]], rows: int, vocab: int, device: torch.device) -> None:
+def compared(
+    parallel: Parallel,
+    methods: dict[str, Callable[[Tensor], Tensor]],
+    rows: int,
+    vocab: int,
+    device: torch.device,
+) -> None:
     """AssertionError where a gather has other bytes than the parts side by side."""
-    whole = torch.cat([part_of(rank, parallel.size, rows, vocab, device) for rank in range(parallel.size)], dim=1)
+    whole = torch.cat(
+        [part_of(rank, parallel.size, rows, vocab, device) for rank in range(parallel.size)], dim=1
+    )
     own = part_of(parallel.rank, parallel.size, rows, vocab, device)
     for name, method in methods.items():
         for _ in range(3):
-            assert torch.equal(method(own).view(torch.int16), whole.view(torch.int16)), f"{name} of {rows} rows"
+            assert torch.equal(method(own).view(torch.int16), whole.view(torch.int16)), (
+                f"{name} of {rows} rows"
+            )
 
 
 @torch.inference_mode()
@@ -57,12 +72,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         methods["ours"] = peers.all_gather
     for rows in options.rows:
         x = part_of(parallel.rank, parallel.size, rows, vocab, device)
-        own = {name: method for name, method in methods.items() if name == "library" or peers.gathers(x)}
+        own = {
+            name: method
+            for name, method in methods.items()
+            if name == "library" or peers.gathers(x)
+        }
         compared(parallel, own, rows, vocab, device)
         row: dict[str, Any] = {"rows": rows, "bytes_of_all": rows * vocab * 2}
         for turn in (1, 2):
             for name, method in own.items():
-                row[f"{name}, turn {turn}, us"] = max(parallel.gather(chain(lambda: method(x), device)))  # noqa: B023  called at once
+                row[f"{name}, turn {turn}, us"] = max(
+                    parallel.gather(chain(lambda: method(x), device))
+                )  # noqa: B023  called at once
         found.append(row)
         if parallel.rank == 0:
             print("  ".join(f"{key} {value:.5g}" for key, value in row.items()), flush=True)
@@ -71,7 +92,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=numbers, default=[1, 8, 32, 33, 48, 64, 96, 128])
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)

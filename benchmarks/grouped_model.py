@@ -1,10 +1,14 @@
-"""Models with grouped-query attention on one device: time of a decode step, by concurrency and context, against the bytes it must read.
+"""Models with grouped-query attention on one device: time of a decode step, by concurrency and
+context, against the bytes it must read.
 
-    python benchmarks/grouped_model.py [--model qwen3-8b|qwen3-30b-a3b] [--concurrency 1,8,32,64] [--context 128,1024,4096,16384]
-        [--prefill 4096,16384] [--backend NAME] [--layers N] [--bits 16] [--cache int8] [--kernels] [--out FILE.json]
+    python benchmarks/grouped_model.py [--model qwen3-8b|qwen3-30b-a3b] [--concurrency 1,8,32,64]
+    [--context 128,1024,4096,16384]
+        [--prefill 4096,16384] [--backend NAME] [--layers N] [--bits 16] [--cache int8] [--kernels]
+        [--out FILE.json]
 
-Weights are made up on the device, 4 bits in groups of 128 or all 16 (r1_synthetic.py); the executor's own model, cache and captured decode
-step compute. TPOT is the wall clock from one step's tokens on the host to the next's; TTFT is that of one prompt in chunks of 2048 tokens.
+Weights are made up on the device, 4 bits in groups of 128 or all 16 (r1_synthetic.py); the
+executor's own model, cache and captured decode step compute. TPOT is the wall clock from one step's
+tokens on the host to the next's; TTFT is that of one prompt in chunks of 2048 tokens.
 Left out: tokenizer and server. Cases whose cache does not fit the device are not run.
 """
 
@@ -34,12 +38,25 @@ STEPS, CHUNK = 12, 2048
 class GroupedBench:
     """A model and room for its cache."""
 
-    def __init__(self, name: str, layers: int, device: torch.device, codes: torch.dtype | None = None, bits: int = 4) -> None:
+    def __init__(
+        self,
+        name: str,
+        layers: int,
+        device: torch.device,
+        codes: torch.dtype | None = None,
+        bits: int = 4,
+    ) -> None:
         architecture, fields = MODELS[name]
-        self.config: gqa.Config = architecture.Config.from_dict(fields | ({"num_hidden_layers": layers} if layers else {}))
+        self.config: gqa.Config = architecture.Config.from_dict(
+            fields | ({"num_hidden_layers": layers} if layers else {})
+        )
         self.device, self.codes = device, codes
-        self.token_bytes = self.config.num_hidden_layers * self.config.cache.token_bytes(16 if codes is None else 8)
-        self.weights = SyntheticWeights(self.config, 1, device, architecture.parameters(self.config), bits)
+        self.token_bytes = self.config.num_hidden_layers * self.config.cache.token_bytes(
+            16 if codes is None else 8
+        )
+        self.weights = SyntheticWeights(
+            self.config, 1, device, architecture.parameters(self.config), bits
+        )
         self.model = architecture.Model(self.config, self.weights)
 
     def cache(self, tokens: int) -> PagedCache:
@@ -60,16 +77,25 @@ class GroupedBench:
         fill_cache(cache)
         return cache
 
-    def decode(self, concurrency: int, context: int, bandwidth: float, *, kernels: bool = False) -> dict[str, Any]:
-        """TPOT, the step's time by the device's clock, and what it cannot but read. kernels: also `launches_of` it."""
+    def decode(
+        self, concurrency: int, context: int, bandwidth: float, *, kernels: bool = False
+    ) -> dict[str, Any]:
+        """TPOT, the step's time by the device's clock, and what it cannot but read. kernels: also
+        `launches_of` it."""
         per_row = -(-(context + STEPS + 1) // BLOCK_SIZE)
         cache = self.cache(concurrency * per_row * BLOCK_SIZE)
         steps = DecodeSteps(self.model, cache, DeviceCapture(self.device))
-        tables = (1 + np.arange(concurrency * per_row, dtype=np.int32)).reshape(concurrency, per_row)
+        tables = (1 + np.arange(concurrency * per_row, dtype=np.int32)).reshape(
+            concurrency, per_row
+        )
 
         def rows(token_ids: list[int], position: int) -> DecodeRows:
             positions = np.full(concurrency, position)
-            slots = tables[np.arange(concurrency), positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+            slots = (
+                tables[np.arange(concurrency), positions // BLOCK_SIZE].astype(np.int64)
+                * BLOCK_SIZE
+                + positions % BLOCK_SIZE
+            )
             return DecodeRows(np.array(token_ids), positions, slots, tables)
 
         token_ids = torch.randint(0, self.config.vocab_size, (concurrency,)).tolist()
@@ -94,7 +120,9 @@ class GroupedBench:
             "device_ms": self.device_ms(step_again),
             "kernels": launches_of(step_again) if kernels else [],
             "floor_ms": read / bandwidth * 1e3,
-            "captured_against_eager": float((captured.float() - eager.float()).norm() / eager.float().norm()),
+            "captured_against_eager": float(
+                (captured.float() - eager.float()).norm() / eager.float().norm()
+            ),
             "why_eager": steps.failure,
         }
 
@@ -110,7 +138,8 @@ class GroupedBench:
         return statistics.median(times)
 
     def first_token_ms(self, length: int) -> float:
-        """From a prompt's token ids on the host to its first answer token there: the median of three, after two to warm up."""
+        """From a prompt's token ids on the host to its first answer token there: the median of
+        three, after two to warm up."""
         cache = self.cache(length)
         passes = PromptPasses(self.model, cache, DeviceCapture(self.device))
         blocks, times = list(range(1, -(-length // BLOCK_SIZE) + 1)), []
@@ -118,7 +147,9 @@ class GroupedBench:
             token_ids = torch.randint(0, self.config.vocab_size, (length,)).tolist()
             began = time.perf_counter()
             for start in range(0, length, CHUNK):
-                hidden = passes.run(None, [PromptRows(token_ids[start : start + CHUNK], start, blocks)])
+                hidden = passes.run(
+                    None, [PromptRows(token_ids[start : start + CHUNK], start, blocks)]
+                )
             self.model.logits(hidden[-1:]).argmax(dim=-1).tolist()
             times.append(time.perf_counter() - began)
         return statistics.median(times[2:]) * 1e3
@@ -129,7 +160,11 @@ def launches_of(step: Callable[[], object]) -> list[tuple[str, int, float]]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
-    found = [(one.key[:90], one.count, one.self_device_time_total / 1e3) for one in profile.key_averages() if one.self_device_time_total]
+    found = [
+        (one.key[:90], one.count, one.self_device_time_total / 1e3)
+        for one in profile.key_averages()
+        if one.self_device_time_total
+    ]
     return sorted(found, key=lambda one: -one[2])
 
 
@@ -140,11 +175,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     bandwidth = read_bandwidth(device)
     torch.cuda.empty_cache()
     prefer(options.backend, device)
-    bench = GroupedBench(options.model, options.layers, device, codes_of(options.cache), options.bits)
+    bench = GroupedBench(
+        options.model, options.layers, device, codes_of(options.cache), options.bits
+    )
     report: dict[str, Any] = {
         "model": options.model,
         "layers": bench.config.num_hidden_layers,
-        "backends": sorted({op.backend for ops in bench.weights.linears.values() for op in ops} | {op.backend for op in bench.weights.moe}),
+        "backends": sorted(
+            {op.backend for ops in bench.weights.linears.values() for op in ops}
+            | {op.backend for op in bench.weights.moe}
+        ),
         "cache": options.cache or "bf16",
         "device": torch.cuda.get_device_name(),
         "read_bandwidth_gb_s": bandwidth / 1e9,
@@ -155,12 +195,22 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for concurrency in options.concurrency:
             needed = concurrency * (context + 128) * bench.token_bytes
             if needed > 0.95 * torch.cuda.mem_get_info()[0]:
-                print(f"concurrency {concurrency}, context {context}: {needed / 1e9:.0f} GB of cache do not fit", flush=True)
+                print(
+                    f"concurrency {concurrency}, context {context}: {needed / 1e9:.0f} GB of cache "
+                    "do not fit",
+                    flush=True,
+                )
                 continue
             row = bench.decode(concurrency, context, bandwidth, kernels=options.kernels)
             report["rows"].append(row)
             told = {key: value for key, value in row.items() if key != "kernels"}
-            print("  ".join(f"{key} {value if isinstance(value, str) else round(value, 4)}" for key, value in told.items()), flush=True)
+            print(
+                "  ".join(
+                    f"{key} {value if isinstance(value, str) else round(value, 4)}"
+                    for key, value in told.items()
+                ),
+                flush=True,
+            )
             for name, count, ms in row["kernels"][:16]:
                 print(f"  {ms:>8.3f} ms {count:>6} {name}", flush=True)
             torch.cuda.empty_cache()
@@ -176,10 +226,16 @@ def main() -> None:
     options.add_argument("--context", type=numbers, default=[128, 1024, 4096, 16384])
     options.add_argument("--prefill", type=numbers, default=[4096, 16384])
     options.add_argument("--cache", choices=CODES)
-    options.add_argument("--backend", default="auto", help="of kernels: serves every operator that it has")
+    options.add_argument(
+        "--backend", default="auto", help="of kernels: serves every operator that it has"
+    )
     options.add_argument("--layers", type=int, default=0, help="of the model's; all by default")
-    options.add_argument("--bits", type=int, choices=(4, 16), default=4, help="of linears and experts")
-    options.add_argument("--kernels", action="store_true", help="also the launches of each step, the longest first")
+    options.add_argument(
+        "--bits", type=int, choices=(4, 16), default=4, help="of linears and experts"
+    )
+    options.add_argument(
+        "--kernels", action="store_true", help="also the launches of each step, the longest first"
+    )
     measured(run, options)
 
 

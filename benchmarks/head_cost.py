@@ -1,11 +1,15 @@
-"""What guesses of a head of EAGLE-3 that are never right cost: tokens of one or more users beside an engine without a head, on one device.
+"""What guesses of a head of EAGLE-3 that are never right cost: tokens of one or more users beside
+an engine without a head, on one device.
 
-    python benchmarks/head_cost.py [--users 1,8] [--output-len 192] [--rounds 4] [--bits 16] [--out FILE.json]
+    python benchmarks/head_cost.py [--users 1,8] [--output-len 192] [--rounds 4] [--bits 16] [--out
+    FILE.json]
     python benchmarks/head_cost.py --tiny            the same on a CPU in seconds: a test of the script
 
-Shapes of Qwen3-8B, weights made up on the device, so that nothing that the head says is what the model chooses. Engines as a server has
-them: how many tokens are guessed is chosen while running, and they live on from round to round. Without a head, with one whose guesses are
-chosen, and with three guesses a step, in turns; milliseconds a token of each round.
+Shapes of Qwen3-8B, weights made up on the device, so that nothing that the head says is what the
+model chooses. Engines as a server has
+them: how many tokens are guessed is chosen while running, and they live on from round to round.
+Without a head, with one whose guesses are chosen, and with three guesses a step, in turns;
+milliseconds a token of each round.
 """
 
 import argparse
@@ -34,18 +38,40 @@ GUESSES = 3
 
 def made_head(loaded: LoadedModel, fields: dict[str, Any], bits: int) -> LoadedHead:
     """Of the model's own sizes; the model hands out what it reads from now on."""
-    config = HeadConfig.from_dict(fields | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1})
+    config = HeadConfig.from_dict(
+        fields
+        | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+        }
+    )
     weights = SyntheticWeights(config.decoder, 1, loaded.device, parameters(config), bits)
     vocab = loaded.config.vocab_size
-    head = Eagle3Head(config, weights, loaded.model.embedding, torch.arange(vocab, device=loaded.device), vocab)
+    head = Eagle3Head(
+        config, weights, loaded.model.embedding, torch.arange(vocab, device=loaded.device), vocab
+    )
     loaded.model.read_at = config.read_at(loaded.config.num_hidden_layers)
     return LoadedHead(head, config, loaded.dtype, loaded.device, 0)
 
 
-def made(loaded: LoadedModel, head: LoadedHead | None, users: int, length: int, *, chosen: bool = True) -> Engine:
+def made(
+    loaded: LoadedModel, head: LoadedHead | None, users: int, length: int, *, chosen: bool = True
+) -> Engine:
     plan = CachePlan(users * (-(-(length + 2 * GUESSES) // BLOCK_SIZE) + 1) + 1, BLOCK_SIZE, length)
-    tokenizer, given = ChatTokenizer(find_model("tiny-r1")), {"max_batch": users, "prefill_tokens": usual_tokens(loaded.device)}
-    return Engine(loaded, tokenizer, plan, **given, draft=head, num_drafts=GUESSES if head else 0, measure_steps=chosen)
+    tokenizer, given = (
+        ChatTokenizer(find_model("tiny-r1")),
+        {"max_batch": users, "prefill_tokens": usual_tokens(loaded.device)},
+    )
+    return Engine(
+        loaded,
+        tokenizer,
+        plan,
+        **given,
+        draft=head,
+        num_drafts=GUESSES if head else 0,
+        measure_steps=chosen,
+    )
 
 
 @torch.inference_mode()
@@ -54,31 +80,55 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cpu" if options.tiny else "cuda")
     model, fields = "qwen3-8b", MODELS["qwen3-8b"][1]
     if options.tiny:
-        fields = fields | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+        fields = fields | {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+        }
         MODELS[model] = (MODELS[model][0], fields | {"num_hidden_layers": 8, "vocab_size": 512})
         fields = MODELS[model][1]
     bench = GroupedBench(model, 0, device, bits=options.bits)
     plain = made_model(bench.model, bench.config, bench.weights, device)
-    report: dict[str, Any] = {"device": torch.cuda.get_device_name() if not options.tiny else "cpu", "bits": options.bits, "rows": []}
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if not options.tiny else "cpu",
+        "bits": options.bits,
+        "rows": [],
+    }
     length = options.input_len + options.output_len
     for users in options.users:
         bench.model.read_at = ()
         engines = {"none": made(plain, None, users, length)}
         work = Workload(options.input_len, options.output_len, users, users, seed=users)
         times: dict[str, list[float]] = {"none": [], "chosen": [], "three": []}
-        # Without a head first, for a model that is read by one hands out more: its graphs are kept as they were captured.
+        # Without a head first, for a model that is read by one hands out more: its graphs are kept
+        # as they were captured.
         times["none"] = [_tpot(engines["none"], work) for _ in range(1 + options.rounds)][1:]
         head = made_head(plain, fields, options.bits)
-        engines |= {name: made(plain, head, users, length, chosen=name == "chosen") for name in ("chosen", "three")}
+        engines |= {
+            name: made(plain, head, users, length, chosen=name == "chosen")
+            for name in ("chosen", "three")
+        }
         for turn in range(1 + options.rounds):
             for name in ("none", "chosen", "three"):
                 if turn or name != "none":
                     times[name].append(_tpot(engines[name], work))
         for name, found in times.items():
-            row = {"users": users, "guesses": name, "first_ms": found[0], "median_ms": statistics.median(found[1:]), "all_ms": found}
+            row = {
+                "users": users,
+                "guesses": name,
+                "first_ms": found[0],
+                "median_ms": statistics.median(found[1:]),
+                "all_ms": found,
+            }
             report["rows"].append(row)
             print(
-                "  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()), flush=True
+                "  ".join(
+                    f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                    for key, value in row.items()
+                ),
+                flush=True,
             )
         ratio = statistics.median(times["chosen"][1:]) / statistics.median(times["none"])
         print(f"{users} users: chosen / none {ratio:.4f}", flush=True)
@@ -86,7 +136,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _tpot(engine: Engine, work: Workload) -> float:
-    return statistics.mean(one.tpot_ms or 0.0 for one in EngineTarget(engine, "head", work.concurrency).run(work))
+    return statistics.mean(
+        one.tpot_ms or 0.0 for one in EngineTarget(engine, "head", work.concurrency).run(work)
+    )
 
 
 def main() -> None:

@@ -1,12 +1,14 @@
-"""Write a checkpoint of a published size that takes no room: headers with every tensor's name, dtype and shape over sparse files.
+"""Write a checkpoint of a published size that takes no room: headers with every tensor's name,
+dtype and shape over sparse files.
 
     python benchmarks/headers.py kimi-k2|deepseek-v4-pro DIR [--layers N] [--experts N]
 
-Reading a tensor gives zeros, so plans can be made of it (`quantkit plan DIR`), and what rounding it costs in memory and time measured; what
-the weights are does not matter for that. Kimi-K2 is in FP8 blocks, as published; DeepSeek-V4-Pro in its layout of FP4 experts and FP8
-blocks, with sizes that transformers' own text tells (modeling_deepseek_v4.py), 1.6e12 parameters in all.
---layers: so many, of which all but Kimi-K2's first of several have routed experts; all by default. --experts: so many in each, 384 by
-default.
+Reading a tensor gives zeros, so plans can be made of it (`quantkit plan DIR`), and what rounding it
+costs in memory and time measured; what the weights are does not matter for that. Kimi-K2 is in FP8
+blocks, as published; DeepSeek-V4-Pro in its layout of FP4 experts and FP8 blocks, with sizes that
+transformers' own text tells (modeling_deepseek_v4.py), 1.6e12 parameters in all.
+--layers: so many, of which all but Kimi-K2's first of several have routed experts; all by default.
+--experts: so many in each, 384 by default.
 """
 
 import argparse
@@ -29,7 +31,12 @@ _NAMES = {
     torch.int8: "I8",
     torch.float8_e8m0fnu: "F8_E8M0",
 }
-_PLAIN = {"streams": torch.float32, "router_bias": torch.float32, "indexer_gate": torch.float32, "router_table": torch.int64}
+_PLAIN = {
+    "streams": torch.float32,
+    "router_bias": torch.float32,
+    "indexer_gate": torch.float32,
+    "router_table": torch.int64,
+}
 _PER_SHARD = 1000
 V4_PRO = {
     "model_type": "deepseek_v4",
@@ -53,7 +60,12 @@ V4_PRO = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 1048576,
     "expert_dtype": "fp4",
-    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [BLOCK, BLOCK]},
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [BLOCK, BLOCK],
+    },
 }
 
 
@@ -63,15 +75,29 @@ def kimi_k2(layers: int | None, experts: int) -> tuple[dict[str, Any], list[Tens
     for row in architecture.parameters(architecture.Config.from_dict(config)):
         if is_fp8(row):
             blocks = tuple(math.ceil(size / BLOCK) for size in row.shape)
-            found += [TensorSpec(row.name, torch.float8_e4m3fn, row.shape), TensorSpec(f"{row.name}_scale_inv", torch.float32, blocks)]
+            found += [
+                TensorSpec(row.name, torch.float8_e4m3fn, row.shape),
+                TensorSpec(f"{row.name}_scale_inv", torch.float32, blocks),
+            ]
         else:
-            found.append(TensorSpec(row.name, torch.float32 if row.role == "router_bias" else torch.bfloat16, row.shape))
+            found.append(
+                TensorSpec(
+                    row.name,
+                    torch.float32 if row.role == "router_bias" else torch.bfloat16,
+                    row.shape,
+                )
+            )
     return config, found
 
 
 def deepseek_v4_pro(layers: int | None, experts: int) -> tuple[dict[str, Any], list[TensorSpec]]:
-    """Layers whose router is a table of ids come first, and are left out where not all are wanted."""
-    config = V4_PRO | {"n_routed_experts": experts} | ({"num_hidden_layers": layers, "num_hash_layers": 0} if layers else {})
+    """Layers whose router is a table of ids come first, and are left out where not all are
+    wanted."""
+    config = (
+        V4_PRO
+        | {"n_routed_experts": experts}
+        | ({"num_hidden_layers": layers, "num_hash_layers": 0} if layers else {})
+    )
     architecture, found = find_architecture(config), []
     for row in architecture.parameters(architecture.Config.from_dict(config)):
         rows, columns = (*row.shape, 1)[:2]
@@ -83,7 +109,10 @@ def deepseek_v4_pro(layers: int | None, experts: int) -> tuple[dict[str, Any], l
             ]
         elif is_fp8(row) and ".compressor." not in row.name:
             blocks = math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)
-            found += [TensorSpec(row.name, torch.float8_e4m3fn, row.shape), TensorSpec(scale, torch.float8_e8m0fnu, blocks)]
+            found += [
+                TensorSpec(row.name, torch.float8_e4m3fn, row.shape),
+                TensorSpec(scale, torch.float8_e8m0fnu, blocks),
+            ]
         else:
             found.append(TensorSpec(row.name, _PLAIN.get(row.role, torch.bfloat16), row.shape))
     return config, found
@@ -96,24 +125,36 @@ def write(path: Path, config: dict[str, Any], specs: list[TensorSpec]) -> None:
     path.mkdir(parents=True)
     count, weight_map = math.ceil(len(specs) / _PER_SHARD), {}
     for shard in range(count):
-        name, header, offset = f"model-{shard + 1:05d}-of-{count:06d}.safetensors", dict[str, Any](), 0
+        name, header, offset = (
+            f"model-{shard + 1:05d}-of-{count:06d}.safetensors",
+            dict[str, Any](),
+            0,
+        )
         for spec in specs[shard * _PER_SHARD : (shard + 1) * _PER_SHARD]:
             size = math.prod(spec.shape) * spec.dtype.itemsize
-            header[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [offset, offset + size]}
+            header[spec.name] = {
+                "dtype": _NAMES[spec.dtype],
+                "shape": spec.shape,
+                "data_offsets": [offset, offset + size],
+            }
             offset, weight_map[spec.name] = offset + size, name
         encoded = json.dumps(header).encode()
         encoded += b" " * (-len(encoded) % 8)
         with open(path / name, "wb") as file:
             file.write(len(encoded).to_bytes(8, "little") + encoded)
             file.truncate(8 + len(encoded) + offset)
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     (path / "config.json").write_text(json.dumps(config, indent=2))
     total = sum(math.prod(spec.shape) for spec in specs)
     print(json.dumps({"path": str(path), "tensors": len(specs), "parameters": total}))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("path", type=Path)
     parser.add_argument("--layers", type=int)

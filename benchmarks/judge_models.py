@@ -1,13 +1,15 @@
-"""Models that judge a quantization, trained on a GPU in two minutes: needs torch, transformers, safetensors and numpy alone.
+"""Models that judge a quantization, trained on a GPU in two minutes: needs torch, transformers,
+safetensors and numpy alone.
 
     python benchmarks/judge_text.py DIR ...                                        first, for DIR/tokens.bin and DIR/tokenizer.json
     python benchmarks/judge_models.py train DIR --model deepseek|dense|experts --out OUT.safetensors [--seconds 110]
     python benchmarks/judge_models.py build DIR OUT.safetensors --model ...        DIR/MODEL, a checkpoint in BF16
 
-deepseek: DeepSeek-V3 with latent attention, a dense layer, 16 routed experts in 4 groups and a shared one, its router balanced by biases
-alone. dense: Qwen3. experts: Qwen3-MoE of 16 experts. Each has 30 to 32 million parameters and is trained in the ordinary way: nothing is
-rescaled, and the rate falls to nothing as the time runs out. transformers' own modules compute; only their norms and experts run as fewer,
-wider kernels.
+deepseek: DeepSeek-V3 with latent attention, a dense layer, 16 routed experts in 4 groups and a
+shared one, its router balanced by biases
+alone. dense: Qwen3. experts: Qwen3-MoE of 16 experts. Each has 30 to 32 million parameters and is
+trained in the ordinary way: nothing is rescaled, and the rate falls to nothing as the time runs
+out. transformers' own modules compute; only their norms and experts run as fewer, wider kernels.
 """
 
 import argparse
@@ -91,22 +93,37 @@ def make_model(kind: str) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
 
 
-# --- fewer kernels ---------------------------------------------------------------------------------------------------------
+# --- fewer kernels
+# ---------------------------------------------------------------------------------------------------------
 
 
 def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
     """The module's function as one kernel, in the dtype that linears read."""
     with torch.autocast(hidden_states.device.type, enabled=False):
-        normed = F.rms_norm(hidden_states, self.weight.shape, self.weight.to(hidden_states.dtype), self.variance_epsilon)
+        normed = F.rms_norm(
+            hidden_states,
+            self.weight.shape,
+            self.weight.to(hidden_states.dtype),
+            self.variance_epsilon,
+        )
     return normed.to(torch.bfloat16) if hidden_states.is_cuda else normed
 
 
-def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Every expert computed, its hidden units weighted, zero where it is not chosen: four times the arithmetic and no gather."""
+def experts_forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Every expert computed, its hidden units weighted, zero where it is not chosen: four times the
+    arithmetic and no gather."""
     count, width, hidden = *self.gate_up_proj.shape[:2], self.down_proj.shape[1]
-    shares = torch.zeros(len(hidden_states), count, dtype=torch.float32, device=hidden_states.device)
+    shares = torch.zeros(
+        len(hidden_states), count, dtype=torch.float32, device=hidden_states.device
+    )
     shares = shares.scatter(1, top_k_index, top_k_weights.float())
-    gate, up = F.linear(hidden_states, self.gate_up_proj.flatten(0, 1)).unflatten(-1, (count, width)).chunk(2, dim=-1)
+    gate, up = (
+        F.linear(hidden_states, self.gate_up_proj.flatten(0, 1))
+        .unflatten(-1, (count, width))
+        .chunk(2, dim=-1)
+    )
     inner = F.silu(gate) * up * shares.unsqueeze(-1).to(gate.dtype)
     return F.linear(inner.flatten(1), self.down_proj.transpose(0, 1).reshape(hidden, -1))
 
@@ -131,7 +148,8 @@ def quicken(model: nn.Module) -> None:
             kind.forward = in_float32(kind.forward)
 
 
-# --- training --------------------------------------------------------------------------------------------------------------
+# --- training
+# --------------------------------------------------------------------------------------------------------------
 
 
 class Routers:
@@ -141,24 +159,36 @@ class Routers:
         self.found: list[tuple[Any, Tensor, Tensor]] = []
         for name, module in model.named_modules():
             if name.endswith("mlp.gate"):
-                module.register_forward_hook(lambda router, _, out: self.found.append((router, out[0], out[2])))
+                module.register_forward_hook(
+                    lambda router, _, out: self.found.append((router, out[0], out[2]))
+                )
 
     def loads(self) -> list[Tensor]:
         """Share of the choices that fell on each expert, [E] a layer."""
-        return [F.one_hot(chosen, logits.shape[-1]).float().mean((0, 1)) for _, logits, chosen in self.found]
+        return [
+            F.one_hot(chosen, logits.shape[-1]).float().mean((0, 1))
+            for _, logits, chosen in self.found
+        ]
 
     def loss(self) -> Tensor | float:
         """Switch's balancing loss, where a router has no biases of its own."""
         pairs = zip(self.found, self.loads(), strict=True)
-        terms = [len(load) * (load * logits.float().softmax(-1).mean(0)).sum() for (router, logits, _), load in pairs if not biased(router)]
+        terms = [
+            len(load) * (load * logits.float().softmax(-1).mean(0)).sum()
+            for (router, logits, _), load in pairs
+            if not biased(router)
+        ]
         return AUX_WEIGHT * torch.stack(terms).sum() if terms else 0.0
 
     @torch.no_grad()
     def level(self, share: float) -> None:
-        """Move biases towards experts that were asked too little; share: how far the training is."""
+        """Move biases towards experts that were asked too little; share: how far the training
+        is."""
         for (router, *_), load in zip(self.found, self.loads(), strict=True):
             if biased(router):
-                router.e_score_correction_bias.add_(torch.sign(load.mean() - load), alpha=BIAS_STEP * min(1.0, 2 * (1 - share)))
+                router.e_score_correction_bias.add_(
+                    torch.sign(load.mean() - load), alpha=BIAS_STEP * min(1.0, 2 * (1 - share))
+                )
 
 
 def biased(router: Any) -> bool:
@@ -185,20 +215,30 @@ def loss_of(model: Any, batch: Tensor) -> Tensor:
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     matrices = [p for p in model.parameters() if p.ndim > 1]
-    return [{"params": matrices, "weight_decay": 0.1}, {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+    return [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
 
 
 def fit(model: Any, folder: Path, given: argparse.Namespace, device: torch.device) -> None:
     """AdamW by the clock, which starts after three steps."""
-    optimizer = torch.optim.AdamW(groups_of(model), lr=0.0, betas=(0.9, 0.95), fused=device.type == "cuda")
-    routers, held_out = Routers(model), next(batches(folder / "held-out.bin", 32 if device.type == "cuda" else 2, device))
+    optimizer = torch.optim.AdamW(
+        groups_of(model), lr=0.0, betas=(0.9, 0.95), fused=device.type == "cuda"
+    )
+    routers, held_out = (
+        Routers(model),
+        next(batches(folder / "held-out.bin", 32 if device.type == "cuda" else 2, device)),
+    )
     step, shown, began = 0, 0.0, time.perf_counter()
     for batch in batches(folder / "tokens.bin", given.rows, device):
         share = (time.perf_counter() - began) / given.seconds if step > 3 else 0.0
         if share >= 1:
             break
         for group in optimizer.param_groups:
-            group["lr"] = given.rate * min(1.0, (step + 1) / 100) * 0.5 * (1 + math.cos(math.pi * share))
+            group["lr"] = (
+                given.rate * min(1.0, (step + 1) / 100) * 0.5 * (1 + math.cos(math.pi * share))
+            )
         routers.found.clear()
         loss = loss_of(model, batch)
         (loss + routers.loss()).backward()
@@ -212,17 +252,25 @@ def fit(model: Any, folder: Path, given: argparse.Namespace, device: torch.devic
             began = time.perf_counter()
         if share >= shown:
             shown += 0.1
-            report(given.model, model, routers, (step, share * given.seconds, loss.item()), held_out)
+            report(
+                given.model, model, routers, (step, share * given.seconds, loss.item()), held_out
+            )
     report(given.model, model, routers, (step, given.seconds, loss.item()), held_out)
 
 
 @torch.no_grad()
-def report(kind: str, model: Any, routers: Routers, at: tuple[int, float, float], held_out: Tensor) -> None:
+def report(
+    kind: str, model: Any, routers: Routers, at: tuple[int, float, float], held_out: Tensor
+) -> None:
     uneven = " ".join(f"{float(load.max() / load.mean()):.2f}" for load in routers.loads())
     routers.found.clear()
     other = loss_of(model, held_out).item()
     routers.found.clear()
-    print(f"{kind}: {at[1]:5.1f} s  step {at[0]}  loss {at[2]:.3f}  held out {other:.3f}  largest load {uneven}", flush=True)
+    print(
+        f"{kind}: {at[1]:5.1f} s  step {at[0]}  loss {at[2]:.3f}  held out {other:.3f}  largest "
+        f"load {uneven}",
+        flush=True,
+    )
 
 
 def train(given: argparse.Namespace) -> None:
@@ -233,14 +281,18 @@ def train(given: argparse.Namespace) -> None:
     print(f"{given.model}: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     quicken(model)
     fit(model, given.folder, given, device)
-    state = {name: (t if "bias" in name else t.to(torch.bfloat16)).cpu().contiguous() for name, t in model.state_dict().items()}
+    state = {
+        name: (t if "bias" in name else t.to(torch.bfloat16)).cpu().contiguous()
+        for name, t in model.state_dict().items()
+    }
     given.out.parent.mkdir(parents=True, exist_ok=True)
     save_file(state, given.out)
     print(f"{given.model}: written after {time.perf_counter() - began:.1f} s", flush=True)
 
 
 def build(given: argparse.Namespace) -> None:
-    """The checkpoint as its architecture is published, with the tokenizer. Its folder appears complete."""
+    """The checkpoint as its architecture is published, with the tokenizer. Its folder appears
+    complete."""
     model = make_model(given.model).to(torch.bfloat16)
     state = load_file(given.weights)
     for name, tensor in model.state_dict().items():
@@ -259,7 +311,9 @@ def build(given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("train", "build"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("weights", type=Path, nargs="?")

@@ -1,10 +1,14 @@
-"""Ordinary text of this machine for models that judge a quantization: code, documentation, manual pages and prose.
+"""Ordinary text of this machine for models that judge a quantization: code, documentation, manual
+pages and prose.
 
-    python benchmarks/judge_text.py DIR [--megabytes 36] [--python LIBRARY] [--html FOLDER] [--documents FOLDER]
+    python benchmarks/judge_text.py DIR [--megabytes 36] [--python LIBRARY] [--html FOLDER]
+    [--documents FOLDER]
 
-writes DIR/tokenizer.json (byte-level BPE of 8,192, made of the training part), DIR/tokens.bin (uint16, documents one behind another, each
-ended by token 0), DIR/own.jsonl (documents of the training part, to calibrate on), DIR/held-out.jsonl and .bin (of other files).
-A paragraph that occurred before, as licences and boilerplate do, is left out. What is found depends on the machine: keep DIR.
+writes DIR/tokenizer.json (byte-level BPE of 8,192, made of the training part), DIR/tokens.bin
+(uint16, documents one behind another, each ended by token 0), DIR/own.jsonl (documents of the
+training part, to calibrate on), DIR/held-out.jsonl and .bin (of other files). A paragraph that
+occurred before, as licences and boilerplate do, is left out. What is found depends on the machine:
+keep DIR.
 """
 
 import argparse
@@ -25,8 +29,21 @@ VOCABULARY, END = 8192, "<|end|>"
 LEAST, MOST, A_FILE = 1_500, 12_000, 60_000
 """Characters of a document, and how many of a file are read."""
 HELD_OUT_FILES, OWN_DOCUMENTS, ALIKE = 40, 768, 60
-"""One file of so many is held out; documents that are kept to calibrate on; manual pages of one program."""
-PACKAGES = ("torch", "transformers", "numpy", "sympy", "networkx", "pydantic", "rich", "tokenizers", "huggingface_hub", "jinja2", "fastapi")
+"""One file of so many is held out; documents that are kept to calibrate on; manual pages of one
+program."""
+PACKAGES = (
+    "torch",
+    "transformers",
+    "numpy",
+    "sympy",
+    "networkx",
+    "pydantic",
+    "rich",
+    "tokenizers",
+    "huggingface_hub",
+    "jinja2",
+    "fastapi",
+)
 
 
 def python_files(library: Path) -> list[Path]:
@@ -34,7 +51,12 @@ def python_files(library: Path) -> list[Path]:
     site = Path(sysconfig.get_path("purelib"))
     found = [path for name in PACKAGES for path in sorted((site / name).rglob("*.py"))]
     found += [path for path in sorted(library.rglob("*.py")) if "site-packages" not in path.parts]
-    return [path for path in found if not {"test", "tests", "testing", "idle_test"} & set(path.parts) and "test_" not in path.name]
+    return [
+        path
+        for path in found
+        if not {"test", "tests", "testing", "idle_test"} & set(path.parts)
+        and "test_" not in path.name
+    ]
 
 
 def few_alike(paths: list[Path]) -> list[Path]:
@@ -68,13 +90,21 @@ def plain_manual(text: str) -> str:
     """Roff requests dropped, their text kept."""
     lines = []
     for line in text.splitlines():
-        if line.startswith(('.\\"', "'\\\"", ".de", ".ie", ".el", ".if", ".ds", ".nr", ".TH", ".so")):
+        if line.startswith(
+            ('.\\"', "'\\\"", ".de", ".ie", ".el", ".if", ".ds", ".nr", ".TH", ".so")
+        ):
             continue
         line = re.sub(r"^[.'](SH|SS|Sh|Ss)\s*", "\n", line)
         line = re.sub(r"^[.'](PP|P|LP|IP|TP|sp|Pp|RS|RE|br|nf|fi)\b.*", "", line)
         line = re.sub(r"^[.'][A-Za-z]{1,3}\s*", "", line)
         line = re.sub(r"\\f(\[[A-Z]*\]|\([A-Z]{2}|.)|\\s[+-]?\d|\\[&/,|^%c]", "", line)
-        lines.append(re.sub(r"\\(\((.{2})|(.))", lambda m: {"aq": "'", "em": "--", "bu": "*"}.get(m[2] or "", (m[3] or "")), line))
+        lines.append(
+            re.sub(
+                r"\\(\((.{2})|(.))",
+                lambda m: {"aq": "'", "em": "--", "bu": "*"}.get(m[2] or "", (m[3] or "")),
+                line,
+            )
+        )
     return re.sub(r"\n\n+", "\n\n", "\n".join(lines))
 
 
@@ -83,7 +113,11 @@ def documents(path: Path, seen: set[int]) -> Iterator[str]:
     kept, size = [], 0
     for paragraph in read(path)[:A_FILE].split("\n\n"):
         key = hash(re.sub(r"\W+", " ", paragraph).strip())
-        if len(paragraph.strip()) < 2 or key in seen or len(max(paragraph.split(), key=len, default="")) > 200:
+        if (
+            len(paragraph.strip()) < 2
+            or key in seen
+            or len(max(paragraph.split(), key=len, default="")) > 200
+        ):
             continue
         seen.add(key)
         kept.append(paragraph)
@@ -96,7 +130,8 @@ def documents(path: Path, seen: set[int]) -> Iterator[str]:
 
 
 def collect(kinds: dict[str, list[Path]], megabytes: float) -> tuple[list[str], list[str]]:
-    """Documents to train on, and those of held-out files; every kind gives as many characters, those of least text first."""
+    """Documents to train on, and those of held-out files; every kind gives as many characters,
+    those of least text first."""
     seen: set[int] = set()
     parts: tuple[list[str], list[str]] = ([], [])
     left = megabytes * 1e6
@@ -122,7 +157,9 @@ def make_tokenizer(texts: list[str]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator((text[:6000] for text in texts[:2500]), trainer)
     return tokenizer
 
@@ -141,31 +178,50 @@ def write_tokens(path: Path, tokenizer: Tokenizer, texts: list[str]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--megabytes", type=float, default=36)
     parser.add_argument("--python", type=Path, default=Path(sysconfig.get_path("stdlib")))
     parser.add_argument("--html", type=Path, action="append", default=[])
     parser.add_argument("--documents", type=Path, action="append", default=[])
     given = parser.parse_args()
-    manuals = few_alike([path for path in sorted(Path("/usr/share/man").glob("man[1578]/*.gz")) if not path.is_symlink()])
+    manuals = few_alike(
+        [
+            path
+            for path in sorted(Path("/usr/share/man").glob("man[1578]/*.gz"))
+            if not path.is_symlink()
+        ]
+    )
     words = [
-        path for top in given.documents for path in sorted(top.rglob("*")) if path.suffix in (".md", ".rst", ".txt") and path.is_file()
+        path
+        for top in given.documents
+        for path in sorted(top.rglob("*"))
+        if path.suffix in (".md", ".rst", ".txt") and path.is_file()
     ]
     kinds = {
         "python": python_files(given.python),
-        "html": [path for top in given.html for path in sorted(top.rglob("*.html")) if path.is_file()],
+        "html": [
+            path for top in given.html for path in sorted(top.rglob("*.html")) if path.is_file()
+        ],
         "manuals": manuals,
         "documents": words,
     }
-    train, held_out = collect({kind: files for kind, files in kinds.items() if files}, given.megabytes)
+    train, held_out = collect(
+        {kind: files for kind, files in kinds.items() if files}, given.megabytes
+    )
     given.folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(train)
     tokenizer.save(str(given.folder / "tokenizer.json"))
     write_lines(given.folder / "own.jsonl", train[:OWN_DOCUMENTS])
     write_lines(given.folder / "held-out.jsonl", held_out)
     for name, texts in (("tokens.bin", train), ("held-out.bin", held_out)):
-        print(f"{name}: {len(texts)} documents, {write_tokens(given.folder / name, tokenizer, texts):,} tokens", flush=True)
+        print(
+            f"{name}: {len(texts)} documents, "
+            f"{write_tokens(given.folder / name, tokenizer, texts):,} tokens",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

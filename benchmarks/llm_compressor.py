@@ -1,11 +1,15 @@
-"""One llm-compressor run, in llm-compressor's own environment: python llm_compressor.py MODEL TOKENS.json RECIPE OUT
+"""One llm-compressor run, in llm-compressor's own environment: python llm_compressor.py MODEL
+TOKENS.json RECIPE OUT
 
-MODEL is a BF16 checkpoint of a DeepSeek-V3, Qwen3 or Qwen3-MoE model, TOKENS a list of lists of token ids. Recipes are the strongest
-found for each scheme, and their plain parts. Prints one JSON line: seconds of the work itself.
+MODEL is a BF16 checkpoint of a DeepSeek-V3, Qwen3 or Qwen3-MoE model, TOKENS a list of lists of
+token ids. Recipes are the strongest found for each scheme, and their plain parts. Prints one JSON
+line: seconds of the work itself.
 
-Three faults of 0.14.0.1 are stepped around, in its favour: its AWQ mapping does not resolve where dense and MoE layers mix, so both
-kinds get a mapping of their own, the router included; AWQ pins memory for an accelerator that a CPU-only host lacks; and its loading
-touches alias modules of transformers that need torchvision. It computes in float32, which is exacter than BF16, and faster on a CPU.
+Three faults of 0.14.0.1 are stepped around, in its favour: its AWQ mapping does not resolve where
+dense and MoE layers mix, so both kinds get a mapping of their own, the router included; AWQ pins
+memory for an accelerator that a CPU-only host lacks; and its loading touches alias modules of
+transformers that need torchvision. It computes in float32, which is exacter than BF16, and faster
+on a CPU.
 """
 
 import json
@@ -33,25 +37,48 @@ SCHEMES = {"w4": "W4A16_ASYM", "fp4": "NVFP4A16", "w4a4": "NVFP4", "int8": "W8A8
 
 
 def mappings(config: Any) -> list[AWQMapping]:
-    """The scale groups of a DeepSeek-V3, Qwen3 or Qwen3-MoE model, dense layers apart from the others; routers are readers."""
+    """The scale groups of a DeepSeek-V3, Qwen3 or Qwen3-MoE model, dense layers apart from the
+    others; routers are readers."""
     latent, layers = hasattr(config, "kv_lora_rank"), config.num_hidden_layers
-    dense = layers if not hasattr(config, "moe_intermediate_size") else getattr(config, "first_k_dense_replace", 0)
+    dense = (
+        layers
+        if not hasattr(config, "moe_intermediate_size")
+        else getattr(config, "first_k_dense_replace", 0)
+    )
     kinds = (
         (range(dense), ["re:.*mlp.gate_proj$", "re:.*mlp.up_proj$"]),
         (range(dense, layers), ["re:.*mlp.gate$", "re:.*gate_proj$", "re:.*up_proj$"]),
     )
-    first = ["re:.*q_a_proj$", "re:.*kv_a_proj_with_mqa$"] if latent else ["re:.*q_proj$", "re:.*k_proj$", "re:.*v_proj$"]
-    inner = AWQMapping("re:.*q_a_layernorm$", ["re:.*q_b_proj$"]) if latent else AWQMapping("re:.*v_proj$", ["re:.*o_proj$"])
-    found = [AWQMapping("re:.*input_layernorm$", first), inner, AWQMapping("re:.*up_proj$", ["re:.*down_proj$"])]
+    first = (
+        ["re:.*q_a_proj$", "re:.*kv_a_proj_with_mqa$"]
+        if latent
+        else ["re:.*q_proj$", "re:.*k_proj$", "re:.*v_proj$"]
+    )
+    inner = (
+        AWQMapping("re:.*q_a_layernorm$", ["re:.*q_b_proj$"])
+        if latent
+        else AWQMapping("re:.*v_proj$", ["re:.*o_proj$"])
+    )
+    found = [
+        AWQMapping("re:.*input_layernorm$", first),
+        inner,
+        AWQMapping("re:.*up_proj$", ["re:.*down_proj$"]),
+    ]
     for numbers, readers in kinds:
         prefix = rf"re:.*layers\.({'|'.join(map(str, numbers))})\."
         if numbers:
-            found.append(AWQMapping(f"{prefix}post_attention_layernorm$", [reader.replace("re:", prefix, 1) for reader in readers]))
+            found.append(
+                AWQMapping(
+                    f"{prefix}post_attention_layernorm$",
+                    [reader.replace("re:", prefix, 1) for reader in readers],
+                )
+            )
     return found
 
 
 def modifiers(recipe: str, model: Any) -> list[Any]:
-    """w4-awq-gptq, fp4-gptq, int8-smooth-gptq, int8-nearest, ...: the grid, then the methods in order; a grid alone rounds to nearest."""
+    """w4-awq-gptq, fp4-gptq, int8-smooth-gptq, int8-nearest, ...: the grid, then the methods in
+    order; a grid alone rounds to nearest."""
     grid, *methods = recipe.split("-")
     scheme = {"targets": "Linear", "scheme": SCHEMES[grid], "ignore": IGNORE}
     groups = mappings(model.config)
@@ -59,14 +86,19 @@ def modifiers(recipe: str, model: Any) -> list[Any]:
     if "awq" in methods:
         found.append(AWQModifier(mappings=groups))
     if "smooth" in methods:
-        pairs = [[group.balance_layers, group.smooth_layer] for group in groups if "layernorm" in group.smooth_layer]
+        pairs = [
+            [group.balance_layers, group.smooth_layer]
+            for group in groups
+            if "layernorm" in group.smooth_layer
+        ]
         found.append(SmoothQuantModifier(smoothing_strength=0.5, mappings=pairs))
     found.append(GPTQModifier(**scheme) if "gptq" in methods else QuantizationModifier(**scheme))
     return found
 
 
 def packed(sequences: list[list[int]]) -> list[dict[str, torch.Tensor]]:
-    """Documents side by side, up to PACK tokens, each seeing itself alone: what one by one would give, at a fraction of the time."""
+    """Documents side by side, up to PACK tokens, each seeing itself alone: what one by one would
+    give, at a fraction of the time."""
     parts: list[list[list[int]]] = [[]]
     for ids in sequences:
         if parts[-1] and sum(map(len, parts[-1])) + len(ids) > PACK:
@@ -84,10 +116,19 @@ def _pack(part: list[list[int]]) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    model_path, tokens, recipe, out = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    model_path, tokens, recipe, out = (
+        Path(sys.argv[1]),
+        Path(sys.argv[2]),
+        sys.argv[3],
+        Path(sys.argv[4]),
+    )
     start = time.perf_counter()
     IntermediatesCache.pin_memory = lambda self, index: None
-    for name in [name for name, module in sys.modules.items() if name.startswith("transformers.") and "__dir__" in vars(module)]:
+    for name in [
+        name
+        for name, module in sys.modules.items()
+        if name.startswith("transformers.") and "__dir__" in vars(module)
+    ]:
         del sys.modules[name]
     with load_context():
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)

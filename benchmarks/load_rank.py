@@ -1,12 +1,15 @@
-"""Loading one rank's share of DeepSeek-R1's shapes: bytes read, seconds, and the most host memory that loading took.
+"""Loading one rank's share of DeepSeek-R1's shapes: bytes read, seconds, and the most host memory
+that loading took.
 
     python benchmarks/load_rank.py [--format awq] [--tp 4] [--layers 2] [--device cuda]              rank 0 alone
     torchrun --nproc-per-node 4 benchmarks/load_rank.py --tp 4                                       all ranks at once
     python benchmarks/load_rank.py --tiny --device cpu                                               a test of the script
 
-The checkpoint is of the format's true layout, one dense layer and then MoE layers, and its files are holes, which read as zeros and take no
-disk: what is measured is everything but the disk. Host memory is the process's peak (VmHWM) less what it held before the checkpoint was
-opened, with PyTorch and the device set up. On a CPU the prepared weights are part of it.
+The checkpoint is of the format's true layout, one dense layer and then MoE layers, and its files
+are holes, which read as zeros and take no
+disk: what is measured is everything but the disk. Host memory is the process's peak (VmHWM) less
+what it held before the checkpoint was opened, with PyTorch and the device set up. On a CPU the
+prepared weights are part of it.
 """
 
 import argparse
@@ -45,14 +48,22 @@ def write_holes(path: Path, config: dict[str, Any], format: Format, grid: Grid) 
             specs += format.specs(row.module, (row.shape[0], row.shape[1]), grid)
             quantized[row.module] = grid
         else:
-            plain.append(TensorSpec(row.name, torch.float32 if row.role == "router_bias" else torch.bfloat16, row.shape))
+            plain.append(
+                TensorSpec(
+                    row.name,
+                    torch.float32 if row.role == "router_bias" else torch.bfloat16,
+                    row.shape,
+                )
+            )
     header, placed = encode_header(sorted([*specs, *plain], key=lambda spec: -spec.dtype.itemsize))
     path.mkdir(exist_ok=True)
     with (path / "model.safetensors").open("wb") as file:
         file.write(header)
         file.truncate(placed[-1].offset + placed[-1].nbytes)
     block = format.config_block(grid, quantized, plain)
-    (path / "config.json").write_text(json.dumps({**config, **({"quantization_config": block} if block else {})}))
+    (path / "config.json").write_text(
+        json.dumps({**config, **({"quantization_config": block} if block else {})})
+    )
     for name, content in format.extra_files(grid, quantized, plain).items():
         (path / name).write_bytes(content)
     return path
@@ -66,8 +77,14 @@ def status_gb(key: str) -> float:
 
 def warm_up(device: torch.device) -> None:
     """Sets up the device, and builds what the first packed linear would build."""
-    weight = Int4(torch.zeros(256, 512, dtype=torch.int8), torch.ones(256, 4), torch.zeros(256, 4, dtype=torch.int8))
-    prepare(weight, dtype=torch.bfloat16, device=device)(torch.zeros(1, 512, dtype=torch.bfloat16, device=device))
+    weight = Int4(
+        torch.zeros(256, 512, dtype=torch.int8),
+        torch.ones(256, 4),
+        torch.zeros(256, 4, dtype=torch.int8),
+    )
+    prepare(weight, dtype=torch.bfloat16, device=device)(
+        torch.zeros(1, 512, dtype=torch.bfloat16, device=device)
+    )
 
 
 def measure(path: Path, parallel: Parallel, device: str) -> dict[str, Any]:
@@ -89,12 +106,16 @@ def measure(path: Path, parallel: Parallel, device: str) -> dict[str, Any]:
         "seconds": seconds,
         "host_before_gb": before,
         "host_peak_gb": status_gb("VmHWM") - before,
-        "device_peak_gb": torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else float("nan"),
+        "device_peak_gb": torch.cuda.max_memory_allocated() / 1e9
+        if device == "cuda"
+        else float("nan"),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--format", choices=FORMATS, default="awq")
     parser.add_argument("--tp", type=int, default=4)
     parser.add_argument("--layers", type=int, default=2, help="the first is dense")
@@ -111,7 +132,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = write_holes(Path(folder) / "holes", config, *FORMATS[options.format])
         found = measure(path, Parallel(int(os.environ.get("RANK", 0)), options.tp), options.device)
-    print(options.format, "  ".join(f"{key} {value:.4g}" for key, value in found.items()), flush=True)
+    print(
+        options.format, "  ".join(f"{key} {value:.4g}" for key, value in found.items()), flush=True
+    )
 
 
 if __name__ == "__main__":

@@ -26,28 +26,64 @@ from quantkit.tokenizer.chat import ChatTokenizer
 Result = TypeVar("Result")
 
 
-def made_model(model: Any, config: Any, weights: Any, device: torch.device, mtp_layers: tuple[Any, ...] = ()) -> LoadedModel:
+def made_model(
+    model: Any, config: Any, weights: Any, device: torch.device, mtp_layers: tuple[Any, ...] = ()
+) -> LoadedModel:
     """As `load_model` returns it. The checkpoint is tiny-r1's: nothing is read from it."""
-    return LoadedModel(model, mtp_layers, config, Checkpoint.open(find_model("tiny-r1")), weights, device, torch.bfloat16)
+    return LoadedModel(
+        model,
+        mtp_layers,
+        config,
+        Checkpoint.open(find_model("tiny-r1")),
+        weights,
+        device,
+        torch.bfloat16,
+    )
 
 
 def made_engine(
-    loaded: LoadedModel, batch: int, length: int, *, homes: int = 1, num_drafts: int = 0, kind: type[Engine] = Engine
+    loaded: LoadedModel,
+    batch: int,
+    length: int,
+    *,
+    homes: int = 1,
+    num_drafts: int = 0,
+    kind: type[Engine] = Engine,
 ) -> Engine:
-    """Room for `batch` requests of `length` tokens, shared out over `homes` ranks; the tokenizer only marks ends of answers, which
-    benchmarks ignore."""
+    """Room for `batch` requests of `length` tokens, shared out over `homes` ranks; the tokenizer
+    only marks ends of answers, which benchmarks ignore."""
     blocks = -(-(length + 2 * num_drafts) // BLOCK_SIZE) + 1
     plan = CachePlan(-(-batch // homes) * blocks + 1, BLOCK_SIZE, length)
     tokenizer = ChatTokenizer(find_model("tiny-r1"))
-    return kind(loaded, tokenizer, plan, max_batch=batch, prefill_tokens=prefill_tokens(loaded, plan), num_drafts=num_drafts)
+    return kind(
+        loaded,
+        tokenizer,
+        plan,
+        max_batch=batch,
+        prefill_tokens=prefill_tokens(loaded, plan),
+        num_drafts=num_drafts,
+    )
 
 
 def served_engine(loaded: LoadedModel, blocks: int, length: int, batch: int) -> Engine:
-    """As `quantkit serve` has it: how much of a prompt is computed beside answers is measured, and graphs are captured ahead. All ranks at
+    """As `quantkit serve` has it: how much of a prompt is computed beside answers is measured, and
+    graphs are captured ahead. All ranks at
     the same time. blocks: of the cache; length: of a request."""
-    plan, tokenizer = CachePlan(blocks + 1, BLOCK_SIZE, length), ChatTokenizer(find_model("tiny-r1"))
-    engine = Engine(loaded, tokenizer, plan, max_batch=batch, prefill_tokens=prefill_tokens(loaded, plan), measure_steps=True)
-    engine.scheduler.budget = measure(engine.runner, engine.parallel, engine.scheduler.budget, batch, asked=False)
+    plan, tokenizer = (
+        CachePlan(blocks + 1, BLOCK_SIZE, length),
+        ChatTokenizer(find_model("tiny-r1")),
+    )
+    engine = Engine(
+        loaded,
+        tokenizer,
+        plan,
+        max_batch=batch,
+        prefill_tokens=prefill_tokens(loaded, plan),
+        measure_steps=True,
+    )
+    engine.scheduler.budget = measure(
+        engine.runner, engine.parallel, engine.scheduler.budget, batch, asked=False
+    )
     capture_ahead(engine.runner, engine.parallel, batch, length)
     return engine
 
@@ -71,12 +107,15 @@ def joined_ranks(on_cpu: bool) -> tuple[Parallel, torch.device]:
     return parallel, device
 
 
-def report_of_ranks(run: Callable[[argparse.Namespace], dict[str, Any]], options: argparse.Namespace) -> None:
+def report_of_ranks(
+    run: Callable[[argparse.Namespace], dict[str, Any]], options: argparse.Namespace
+) -> None:
     """Run on every rank; rank 0 writes the report where `--out` says so."""
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     report = run(options)
     out: Path | None = options.out
     if out and os.environ["RANK"] == "0":
         out.write_text(json.dumps(report, indent=1))
-    accelerator.let_go_of_graphs()  # they hold NCCL's communicator: without this it did not end on four cards
+    # they hold NCCL's communicator: without this it did not end on four cards
+    accelerator.let_go_of_graphs()
     dist.destroy_process_group()

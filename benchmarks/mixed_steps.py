@@ -1,11 +1,15 @@
-"""While answers run a long prompt arrives: the largest gap between two tokens of an answer, and how long the prompt takes, on one device.
+"""While answers run a long prompt arrives: the largest gap between two tokens of an answer, and how
+long the prompt takes, on one device.
 
-    python benchmarks/mixed_steps.py [--model qwen3-8b|qwen3-30b-a3b] [--answers 32] [--context 1024] [--prompt 16384]
+    python benchmarks/mixed_steps.py [--model qwen3-8b|qwen3-30b-a3b] [--answers 32] [--context
+    1024] [--prompt 16384]
         [--chunks 256,512,1024,2048] [--out FILE.json]
 
-Weights and shapes are those of grouped_model.py. Every step of the running answers computes a chunk of the prompt too, apart (the captured
-decode step, then the chunk) or in one pass. A gap is the wall clock from one step's tokens on the host to the next's; reported are the
-largest, the median, and the sum over all chunks, which is the prompt's time to its first token. `measured`: the choice of `prefill_tuner.measure`.
+Weights and shapes are those of grouped_model.py. Every step of the running answers computes a chunk
+of the prompt too, apart (the captured decode step, then the chunk) or in one pass. A gap is the
+wall clock from one step's tokens on the host to the next's; reported are the largest, the median,
+and the sum over all chunks, which is the prompt's time to its first token. `measured`: the choice
+of `prefill_tuner.measure`.
 """
 
 import argparse
@@ -44,11 +48,18 @@ class MixedSteps:
         count = self.options.answers
         positions = np.full(count, self.options.context + self.step)
         self.step += 1
-        slots = self.tables[np.arange(count), positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        slots = (
+            self.tables[np.arange(count), positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
+            + positions % BLOCK_SIZE
+        )
         return DecodeRows(np.arange(count), positions, slots, self.tables)
 
     def prompt(self, start: int, length: int) -> list[PromptRows]:
-        return [PromptRows(torch.randint(0, self.bench.config.vocab_size, (length,)).tolist(), start, self.own)]
+        return [
+            PromptRows(
+                torch.randint(0, self.bench.config.vocab_size, (length,)).tolist(), start, self.own
+            )
+        ]
 
     def apart(self, start: int, length: int) -> None:
         self.runner.steps.run(self.rows()).greedy.tolist()
@@ -81,17 +92,41 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         began = time.perf_counter()
         steps.runner.steps.run(steps.rows()).greedy.tolist()
         alone.append((time.perf_counter() - began) * 1e3)
-    report: dict[str, Any] = {key: getattr(options, key) for key in ("model", "answers", "context", "prompt")}
-    report |= {"device": torch.cuda.get_device_name(), "decode_ms": statistics.median(alone[2:]), "rows": []}
+    report: dict[str, Any] = {
+        key: getattr(options, key) for key in ("model", "answers", "context", "prompt")
+    }
+    report |= {
+        "device": torch.cuda.get_device_name(),
+        "decode_ms": statistics.median(alone[2:]),
+        "rows": [],
+    }
     for chunk in options.chunks:
         for mixed in (False, True):
             gaps = steps.gaps(mixed, chunk)
-            row = {"chunk": chunk, "mixed": mixed, "largest_ms": max(gaps), "median_ms": statistics.median(gaps), "prompt_ms": sum(gaps)}
+            row = {
+                "chunk": chunk,
+                "mixed": mixed,
+                "largest_ms": max(gaps),
+                "median_ms": statistics.median(gaps),
+                "prompt_ms": sum(gaps),
+            }
             report["rows"].append(row)
-            print("  ".join(f"{key} {value if isinstance(value, bool) else round(value, 2)}" for key, value in row.items()), flush=True)
+            print(
+                "  ".join(
+                    f"{key} {value if isinstance(value, bool) else round(value, 2)}"
+                    for key, value in row.items()
+                ),
+                flush=True,
+            )
     began = time.perf_counter()
-    found = prefill_tuner.measure(steps.runner, SINGLE, StepBudget(2048, 2048), options.answers, asked=False)
-    report["measured"] = {"beside_answers": found.beside_answers, "mixed": found.mixed, "seconds": time.perf_counter() - began}
+    found = prefill_tuner.measure(
+        steps.runner, SINGLE, StepBudget(2048, 2048), options.answers, asked=False
+    )
+    report["measured"] = {
+        "beside_answers": found.beside_answers,
+        "mixed": found.mixed,
+        "seconds": time.perf_counter() - began,
+    }
     print({key: report[key] for key in ("device", "decode_ms", "measured")}, flush=True)
     return report
 

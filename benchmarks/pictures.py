@@ -1,6 +1,8 @@
-"""The pictures of the pages as SVG, light and dark, drawn from benchmarks/results/*.json. `tables.py` writes them to docs/pictures.
+"""The pictures of the pages as SVG, light and dark, drawn from benchmarks/results/*.json.
+`tables.py` writes them to docs/pictures.
 
-Widths of text are not known here: a viewer takes its own font. A character counts as 0.6 of its size, which is more than common fonts need.
+Widths of text are not known here: a viewer takes its own font. A character counts as 0.6 of its
+size, which is more than common fonts need.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +45,15 @@ class Drawing:
     parts: list[str] = field(default_factory=list)
 
     def text(
-        self, x: float, y: float, words: str, *, size: int = SIZE, colour: str = "", anchor: str = "start", bold: bool = False
+        self,
+        x: float,
+        y: float,
+        words: str,
+        *,
+        size: int = SIZE,
+        colour: str = "",
+        anchor: str = "start",
+        bold: bool = False,
     ) -> None:
         """Raises ValueError where the words may not fit into the picture."""
         width = len(words) * size * CHARACTER
@@ -53,24 +63,42 @@ class Drawing:
         weight = ' font-weight="600"' if bold else ""
         fill = colour or self.theme.ink
         self.parts.append(
-            f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{fill}" text-anchor="{anchor}"{weight}>{escape(words)}</text>'
+            f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{fill}" '
+            f'text-anchor="{anchor}"{weight}>{escape(words)}</text>'
         )
 
-    def bar(self, x: float, y: float, width: float, height: float, colour: str, opacity: float = 1) -> None:
+    def bar(
+        self, x: float, y: float, width: float, height: float, colour: str, opacity: float = 1
+    ) -> None:
         faint = f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
-        self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{max(width, 1):.1f}" height="{height:g}" rx="2" fill="{colour}"{faint}/>')
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{max(width, 1):.1f}" height="{height:g}" rx="2" '
+            f'fill="{colour}"{faint}/>'
+        )
 
-    def box(self, x: float, y: float, width: float, height: float, lines: Sequence[str], edge: str = "") -> None:
-        """A box with a bold first line and small ones below. Raises ValueError where a line may not fit."""
+    def box(
+        self, x: float, y: float, width: float, height: float, lines: Sequence[str], edge: str = ""
+    ) -> None:
+        """A box with a bold first line and small ones below. Raises ValueError where a line may not
+        fit."""
         fill, stroke = self.theme.box, edge or self.theme.line
-        self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" fill="{fill}" stroke="{stroke}"/>')
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" fill="{fill}" '
+            f'stroke="{stroke}"/>'
+        )
         top = y + height / 2 - (len(lines) - 1) * 9.5 + 5
         for row, words in enumerate(lines):
             size = SMALL if row else SIZE
             if len(words) * size * CHARACTER > width:
                 raise ValueError(f"{self.title}: no room for {words!r} in its box")
             self.text(
-                x + width / 2, top + 19 * row, words, size=size, anchor="middle", bold=not row, colour=self.theme.muted if row else ""
+                x + width / 2,
+                top + 19 * row,
+                words,
+                size=size,
+                anchor="middle",
+                bold=not row,
+                colour=self.theme.muted if row else "",
             )
 
     def arrow(self, x: float, y: float, to_y: float) -> None:
@@ -79,12 +107,19 @@ class Drawing:
         self.parts.append(f'<path d="M{x - 5:g} {to_y - 7:g}h10l-5 7z" fill="{self.theme.muted}"/>')
 
     def line(self, path: str) -> None:
-        self.parts.append(f'<path d="{path}" fill="none" stroke="{self.theme.muted}" stroke-width="1.5"/>')
+        self.parts.append(
+            f'<path d="{path}" fill="none" stroke="{self.theme.muted}" stroke-width="1.5"/>'
+        )
 
     def svg(self, height: float) -> str:
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" height="{height:g}" role="img"'
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" '
+            f'width="{WIDTH}" height="{height:g}" role="img"'
+        )
         body = "\n".join(self.parts)
-        return f'{head} font-family="{FONT}">\n<title>{escape(self.title)}</title>\n{body}\n</svg>\n'
+        return (
+            f'{head} font-family="{FONT}">\n<title>{escape(self.title)}</title>\n{body}\n</svg>\n'
+        )
 
 
 @dataclass(frozen=True)
@@ -99,7 +134,8 @@ class Bar:
 
 
 def bars(drawing: Drawing, top: float, heading: str, rows: Sequence[Bar], full: float) -> float:
-    """A group of horizontal bars under a heading; `full` is the value of the longest that fits. Returns where the next group may begin."""
+    """A group of horizontal bars under a heading; `full` is the value of the longest that fits.
+    Returns where the next group may begin."""
     left = 10 + SMALL * CHARACTER * max(len(row.label) for row in rows)
     room = WIDTH - left - 8 - SMALL * CHARACTER * max(len(row.words) for row in rows)
     drawing.text(0, top + 16, heading, bold=True)
@@ -109,7 +145,9 @@ def bars(drawing: Drawing, top: float, heading: str, rows: Sequence[Bar], full: 
         drawing.bar(left, y, room * row.value / full, 17, row.colour)
         if row.up_to > row.value:
             drawing.bar(left, y, room * row.up_to / full, 17, row.colour, 0.35)
-        drawing.text(left + room * max(row.value, row.up_to) / full + 7, y + 13, row.words, size=SMALL)
+        drawing.text(
+            left + room * max(row.value, row.up_to) / full + 7, y + 13, row.words, size=SMALL
+        )
     return top + 28 + 24 * len(rows) + 14
 
 
@@ -119,17 +157,38 @@ def number(cell: Cell) -> float:
 
 
 def pipeline(theme: Theme) -> str:
-    """From the published checkpoint to engines and figures, with the sizes that `quantkit plan` gives for DeepSeek-R1."""
+    """From the published checkpoint to engines and figures, with the sizes that `quantkit plan`
+    gives for DeepSeek-R1."""
     plan = read("r1-plan")
 
     def gigabytes(column: str, scheme: str) -> str:
         return f"{number(plan.value(column, scheme=scheme)):.0f} GB"
 
-    drawing = Drawing(theme, "quantkit: from the FP8 checkpoint to files that engines load, and to figures of what was lost")
-    drawing.box(130, 1, 300, 54, ["DeepSeek-R1 as published", f"FP8 blocks, {gigabytes('source', 'awq-w4a16')}"])
+    drawing = Drawing(
+        theme,
+        "quantkit: from the FP8 checkpoint to files that engines load, and to figures of what was "
+        "lost",
+    )
+    drawing.box(
+        130,
+        1,
+        300,
+        54,
+        ["DeepSeek-R1 as published", f"FP8 blocks, {gigabytes('source', 'awq-w4a16')}"],
+    )
     drawing.arrow(280, 55, 80)
-    steps = ("layer by layer, one expert at a time: decode, scale, round, pack", "a journal: a killed run goes on, to the same bytes")
-    drawing.box(8, 80, 544, 92, ["quantkit quantize", *steps, "report.html: the error of every linear"], edge=theme.ours)
+    steps = (
+        "layer by layer, one expert at a time: decode, scale, round, pack",
+        "a journal: a killed run goes on, to the same bytes",
+    )
+    drawing.box(
+        8,
+        80,
+        544,
+        92,
+        ["quantkit quantize", *steps, "report.html: the error of every linear"],
+        edge=theme.ours,
+    )
     columns = (8, 195, 382)
     for x, scheme in zip(columns, ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16")):
         drawing.arrow(x + 85, 172, 197)
@@ -137,9 +196,29 @@ def pipeline(theme: Theme) -> str:
         drawing.line(f"M{x + 85} 251V264")
         drawing.arrow(x + 85, 264, 289)
     drawing.line(f"M{columns[0] + 85} 264H{columns[-1] + 85}")
-    drawing.box(columns[0], 289, 170, 92, ["quantkit run", "serve, bench", "on a CPU", "or NVIDIA GPUs"], edge=theme.ours)
-    drawing.box(columns[1], 289, 170, 92, ["other engines", "vLLM, SGLang,", "vllm-ascend,", "omni-infer, chitu"])
-    drawing.box(columns[2], 289, 170, 92, ["quantkit eval", "and ppl, beside the", "source: held, lost", "or cannot tell"], edge=theme.ours)
+    drawing.box(
+        columns[0],
+        289,
+        170,
+        92,
+        ["quantkit run", "serve, bench", "on a CPU", "or NVIDIA GPUs"],
+        edge=theme.ours,
+    )
+    drawing.box(
+        columns[1],
+        289,
+        170,
+        92,
+        ["other engines", "vLLM, SGLang,", "vllm-ascend,", "omni-infer, chitu"],
+    )
+    drawing.box(
+        columns[2],
+        289,
+        170,
+        92,
+        ["quantkit eval", "and ppl, beside the", "source: held, lost", "or cannot tell"],
+        edge=theme.ours,
+    )
     return drawing.svg(382)
 
 
@@ -148,25 +227,42 @@ def divergence(theme: Theme) -> list[Bar]:
     spread = read("demo-spread")
     rows = []
     for name in dict.fromkeys(str(row[0]) for row in spread.rows):
-        seen = sorted((number(row[spread.position("KL")]), row[spread.position("KL")]) for row in spread.rows if row[0] == name)
+        seen = sorted(
+            (number(row[spread.position("KL")]), row[spread.position("KL")])
+            for row in spread.rows
+            if row[0] == name
+        )
         (low, least), (high, most) = seen[0], seen[-1]
         colour = theme.bound if name == "rtn-w4a16" else theme.ours
-        rows.append(Bar(name, low, f"{least} to {most}" if low < high else str(least), colour, high))
+        rows.append(
+            Bar(name, low, f"{least} to {most}" if low < high else str(least), colour, high)
+        )
     return rows
 
 
 def sizes(theme: Theme, by_scheme: dict[str, Cell]) -> list[Bar]:
     return [
-        Bar("FP8 source" if name == "source" else name, number(size), str(size), theme.bound if name == "source" else theme.ours)
+        Bar(
+            "FP8 source" if name == "source" else name,
+            number(size),
+            str(size),
+            theme.bound if name == "source" else theme.ours,
+        )
         for name, size in by_scheme.items()
     ]
 
 
 def schemes(theme: Theme) -> str:
-    """KL of each scheme on tiny-r1 with its spread over machines, and sizes of DeepSeek-R1 and of tiny-r1."""
+    """KL of each scheme on tiny-r1 with its spread over machines, and sizes of DeepSeek-R1 and of
+    tiny-r1."""
     demo, plan = read("demo"), read("r1-plan")
     small = {str(row[0]): row[demo.position("size")] for row in demo.rows}
-    large = {name: plan.value("source", scheme="awq-w4a16") if name == "source" else plan.value("written", scheme=name) for name in small}
+    large = {
+        name: plan.value("source", scheme="awq-w4a16")
+        if name == "source"
+        else plan.value("written", scheme=name)
+        for name in small
+    }
     groups = {
         "KL from the FP8 source, x1e-3 (tiny-r1, over machines)": divergence(theme),
         "DeepSeek-R1 on disk, GB (planned from its headers)": sizes(theme, large),
@@ -186,20 +282,38 @@ def timed(label: str, time: Cell, colour: str, about: str = "") -> Bar:
 def published(concurrency: int, colour: str) -> list[Bar]:
     """What others published at that many requests, the fastest first."""
     peers = read("published-decode")
-    system, weights, devices, requests, time, about = map(peers.position, ("system", "weights", "devices", "requests", "TPOT", "about"))
-    rows = sorted((row for row in peers.rows if row[requests] == concurrency), key=lambda row: number(row[time]))
-    return [timed(f"{row[system]} {row[weights]}, {row[devices]}", row[time], colour, str(row[about] or "")) for row in rows]
+    system, weights, devices, requests, time, about = map(
+        peers.position, ("system", "weights", "devices", "requests", "TPOT", "about")
+    )
+    rows = sorted(
+        (row for row in peers.rows if row[requests] == concurrency),
+        key=lambda row: number(row[time]),
+    )
+    return [
+        timed(
+            f"{row[system]} {row[weights]}, {row[devices]}",
+            row[time],
+            colour,
+            str(row[about] or ""),
+        )
+        for row in rows
+    ]
 
 
 def decode(theme: Theme) -> str:
-    """Milliseconds a token of DeepSeek-R1 on one box, beside the floor of its bytes and what others published."""
+    """Milliseconds a token of DeepSeek-R1 on one box, beside the floor of its bytes and what others
+    published."""
     drawing = Drawing(theme, "Time per output token of R1-class models on one box, without guesses")
     below = 0.0
     for concurrency in (1, 8, 32):
         floor = read("r1-rank").value("floor", concurrency=concurrency, context=640)
         rows = [
             timed("floor: what it reads, once", floor, theme.bound),
-            timed("quantkit W4A16, 4 x H200", read("r1-box").value("TPOT", concurrency=concurrency), theme.ours),
+            timed(
+                "quantkit W4A16, 4 x H200",
+                read("r1-box").value("TPOT", concurrency=concurrency),
+                theme.ours,
+            ),
             *published(concurrency, theme.theirs),
         ]
         heading = "1 request" if concurrency == 1 else f"{concurrency} requests at once"
@@ -214,9 +328,17 @@ def decode(theme: Theme) -> str:
     return drawing.svg(below + 4)
 
 
-PICTURES: dict[str, Callable[[Theme], str]] = {"pipeline": pipeline, "schemes": schemes, "decode": decode}
+PICTURES: dict[str, Callable[[Theme], str]] = {
+    "pipeline": pipeline,
+    "schemes": schemes,
+    "decode": decode,
+}
 
 
 def pictures() -> dict[str, str]:
     """SVG by file name: every picture in both themes."""
-    return {f"{name}-{theme.name}.svg": draw(theme) for name, draw in PICTURES.items() for theme in THEMES}
+    return {
+        f"{name}-{theme.name}.svg": draw(theme)
+        for name, draw in PICTURES.items()
+        for theme in THEMES
+    }

@@ -1,13 +1,16 @@
-"""Where a prompt's time goes on one tensor-parallel rank of DeepSeek-R1, by part, for passes of some sizes.
+"""Where a prompt's time goes on one tensor-parallel rank of DeepSeek-R1, by part, for passes of
+some sizes.
 
-    python benchmarks/prompt_parts.py [--lengths 16384,61440,30720,8192] [--chunks 4096,8192] [--tp 4] [--layers N] [--rounds 3]
+    python benchmarks/prompt_parts.py [--lengths 16384,61440,30720,8192] [--chunks 4096,8192] [--tp
+    4] [--layers N] [--rounds 3]
         [--seconds 240] [--out FILE.json]
     python benchmarks/prompt_parts.py --tiny            the same on a CPU in seconds, with small sizes: a test of the script
 
-The weights are those of r1_synthetic.py, the model and its passes the executor's own. Two tables: seconds to the first token, whole, sizes
-of passes in turns, the median of some prompts after one; then milliseconds by part of one prompt more, by events around each operator.
-A part holds what no other part inside it holds; TFLOP/s are of products alone, causal ones for attention. Sums over ranks, tokenizer and
-server are left out.
+The weights are those of r1_synthetic.py, the model and its passes the executor's own. Two tables:
+seconds to the first token, whole, sizes of passes in turns, the median of some prompts after one;
+then milliseconds by part of one prompt more, by events around each operator. A part holds what no
+other part inside it holds; TFLOP/s are of products alone, causal ones for attention. Sums over
+ranks, tokenizer and server are left out.
 """
 
 import argparse
@@ -47,7 +50,10 @@ TIMED: tuple[tuple[Any, str, str], ...] = (
     (decoder, "rms_norm", "norms"),
 )
 """Whose attribute is a part, and the part's name."""
-MULTIPLIED: tuple[tuple[Any, str], ...] = ((prefill, "latents expanded"), (cuda_linear, "linears: products"))
+MULTIPLIED: tuple[tuple[Any, str], ...] = (
+    (prefill, "latents expanded"),
+    (cuda_linear, "linears: products"),
+)
 """Modules whose `F.linear`, all they use of `F`, is a part."""
 
 
@@ -94,8 +100,13 @@ class Clock:
 @contextmanager
 def by_part(clock: Clock) -> Iterator[None]:
     """While it lasts, operators note when they begin and end."""
-    places: list[tuple[Any, str, Any]] = [(owner, name, clock.timed(part, getattr(owner, name))) for owner, name, part in TIMED]
-    places += [(owner, "F", SimpleNamespace(linear=clock.timed(part, F.linear))) for owner, part in MULTIPLIED]
+    places: list[tuple[Any, str, Any]] = [
+        (owner, name, clock.timed(part, getattr(owner, name))) for owner, name, part in TIMED
+    ]
+    places += [
+        (owner, "F", SimpleNamespace(linear=clock.timed(part, F.linear)))
+        for owner, part in MULTIPLIED
+    ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
     try:
         for owner, name, timed in places:
@@ -128,12 +139,17 @@ def products(rank: Rank, tp: int, length: int, chunk: int) -> dict[str, float]:
         "attention": 2.0 * layers * heads * (config.qk_head_dim + config.v_head_dim) * pairs,
         "latents expanded": 2.0 * layers * heads * rows * config.kv_lora_rank * sum(ends),
         "linears: products": 2.0 * length * sum(op.in_features * op.out_features for op in linears),
-        "experts: products": 2.0 * routed * length * (config.num_experts_per_tok + config.n_shared_experts) * expert,
+        "experts: products": 2.0
+        * routed
+        * length
+        * (config.num_experts_per_tok + config.n_shared_experts)
+        * expert,
     }
 
 
 def whole(rank: Rank, length: int, chunks: list[int], rounds: int) -> dict[int, float]:
-    """Seconds to the first token by the size of a pass: the median of some prompts after one, in turns."""
+    """Seconds to the first token by the size of a pass: the median of some prompts after one, in
+    turns."""
     times: dict[int, list[float]] = {chunk: [] for chunk in chunks}
     for _ in range(rounds + 1):
         for chunk in chunks:
@@ -149,7 +165,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     began = time.perf_counter()
     device = torch.device("cpu" if options.tiny else "cuda")
-    fields = (TINY if options.tiny else R1) | ({"num_hidden_layers": options.layers} if options.layers else {})
+    fields = (TINY if options.tiny else R1) | (
+        {"num_hidden_layers": options.layers} if options.layers else {}
+    )
     config = deepseek_v3.Config.from_dict(fields)
     lengths, chunks = ([48, 20], [16, 32]) if options.tiny else (options.lengths, options.chunks)
     rank = Rank(config, options.tp, max(lengths), device)
@@ -170,11 +188,24 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             parts, work = parts_of(rank, length, chunk), products(rank, options.tp, length, chunk)
             rates = {part: flop / parts[part] / 1e9 for part, flop in work.items() if part in parts}
             peak = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0
-            row = {"tokens": length, "chunk": chunk, "seconds": seconds[chunk], "parts_ms": parts, "tflops": rates, "peak_gb": peak}
+            row = {
+                "tokens": length,
+                "chunk": chunk,
+                "seconds": seconds[chunk],
+                "parts_ms": parts,
+                "tflops": rates,
+                "peak_gb": peak,
+            }
             report["rows"].append(row)
-            print(f"\n{length} tokens in passes of {chunk}: {seconds[chunk]:.4f} s; ms by part (TFLOP/s), {parts['all']:.1f} in all")
+            print(
+                f"\n{length} tokens in passes of {chunk}: {seconds[chunk]:.4f} s; ms by part "
+                f"(TFLOP/s), {parts['all']:.1f} in all"
+            )
             for part, took in parts.items():
-                print(f"  {part:<32}{took:>9.2f}  {f'{rates[part]:.0f}' if part in rates else ''}", flush=True)
+                print(
+                    f"  {part:<32}{took:>9.2f}  {f'{rates[part]:.0f}' if part in rates else ''}",
+                    flush=True,
+                )
     return report
 
 
@@ -184,8 +215,12 @@ def main() -> None:
     options.add_argument("--chunks", type=numbers, default=[4096, 8192], help="tokens of a pass")
     options.add_argument("--tp", type=int, default=4)
     options.add_argument("--layers", type=int, default=0, help="of the model's; all by default")
-    options.add_argument("--rounds", type=int, default=3, help="prompts that are timed, after one that is not")
-    options.add_argument("--seconds", type=float, default=240, help="no prompt length begins after so many")
+    options.add_argument(
+        "--rounds", type=int, default=3, help="prompts that are timed, after one that is not"
+    )
+    options.add_argument(
+        "--seconds", type=float, default=240, help="no prompt length begins after so many"
+    )
     options.add_argument("--tiny", action="store_true")
     measured(run, options)
 

@@ -10,7 +10,12 @@ _QWEN3: dict[str, Any] = {
     "rope_theta": 1e6,
     "vocab_size": 151936,
 }
-QWEN3_8B = _QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_key_value_heads": 8}
+QWEN3_8B = _QWEN3 | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+}
 QWEN3_30B_A3B = _QWEN3 | {
     "hidden_size": 2048,
     "intermediate_size": 6144,

@@ -1,7 +1,8 @@
 """One evaluator for everybody's checkpoints: decoded to float32, float32 activations, documents alone, KL(source || output) in nats.
 
-Activations are rounded to int8, a step a token, or to NVFP4 under the stored scale, where the scheme says so; no side gains by a kernel.
-A checkpoint of decoded values says it in activations.json (quality_auto_round.py).
+Activations are rounded to int8, a step a token, or to NVFP4 under the stored scale, where the
+scheme says so; no side gains by a kernel. A checkpoint of decoded values says it in
+activations.json (quality_auto_round.py).
 """
 
 import json
@@ -27,7 +28,8 @@ TOKENS_A_PASS = 4096
 
 @dataclass(frozen=True)
 class Scores:
-    """Per document, float64 [D]: summed KL, same first choices, predicted tokens; shares of experts chosen alike."""
+    """Per document, float64 [D]: summed KL, same first choices, predicted tokens; shares of experts
+    chosen alike."""
 
     kl: np.ndarray
     top1: np.ndarray
@@ -36,13 +38,16 @@ class Scores:
 
 
 class Decoded:
-    """A checkpoint's weights in float32: the `Weights` of a forward. Inputs of int8 linears are rounded per token."""
+    """A checkpoint's weights in float32: the `Weights` of a forward. Inputs of int8 linears are
+    rounded per token."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
         self.checkpoint, self.device = checkpoint, device
         self.chosen: list[Tensor] = []
         told = checkpoint.path / "activations.json"
-        self.decoded: dict[str, Any] = json.loads(told.read_text()) if told.is_file() else {"bits": 16, "kept": []}
+        self.decoded: dict[str, Any] = (
+            json.loads(told.read_text()) if told.is_file() else {"bits": 16, "kept": []}
+        )
 
     def tensor(self, name: str) -> Tensor:
         return self.checkpoint.read(name).float().to(self.device)
@@ -73,7 +78,10 @@ class Decoded:
 
     def experts(self, prefix: str, num_experts: int, gating: Gating = SILU) -> ExpertsOp:
         assert gating == SILU, gating
-        sides = [[self.linear(f"{prefix}.{e}.{side}_proj") for side in ("gate", "up", "down")] for e in range(num_experts)]
+        sides = [
+            [self.linear(f"{prefix}.{e}.{side}_proj") for side in ("gate", "up", "down")]
+            for e in range(num_experts)
+        ]
 
         def run(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
             self.chosen.append(topk_ids)
@@ -81,7 +89,11 @@ class Decoded:
             for expert, (gate, up, down) in enumerate(sides):
                 tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
                 mine = x[tokens]
-                total.index_add_(0, tokens, down(F.silu(gate(mine)) * up(mine)) * topk_weights[tokens, slots, None])
+                total.index_add_(
+                    0,
+                    tokens,
+                    down(F.silu(gate(mine)) * up(mine)) * topk_weights[tokens, slots, None],
+                )
             return total
 
         return run
@@ -95,7 +107,9 @@ class Decoded:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, gain: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, gain, eps)
 
 
@@ -106,8 +120,11 @@ def round_rows(x: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def run_model(path: Path, documents: list[Tensor], device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """For every document: log-probabilities [T, vocab], and the experts chosen, [layers, T, k], of no layer in a dense model."""
+def run_model(
+    path: Path, documents: list[Tensor], device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """For every document: log-probabilities [T, vocab], and the experts chosen, [layers, T, k], of
+    no layer in a dense model."""
     checkpoint = Checkpoint.open(path)
     architecture = find_architecture(checkpoint.config)
     weights = Decoded(checkpoint, device)
@@ -116,7 +133,9 @@ def run_model(path: Path, documents: list[Tensor], device: torch.device) -> list
     for part in _passes(documents):
         weights.chosen.clear()
         lengths = [len(ids) for ids in part]
-        logs = model.logits(model(torch.cat(part).to(device), CausalContext(lengths, device))).log_softmax(-1)
+        logs = model.logits(
+            model(torch.cat(part).to(device), CausalContext(lengths, device))
+        ).log_softmax(-1)
         chosen = torch.stack(weights.chosen) if weights.chosen else torch.zeros(0, sum(lengths), 1)
         found += zip(logs.split(lengths), chosen.split(lengths, dim=1))
     return found
@@ -136,13 +155,20 @@ def score(reference: list[tuple[Tensor, Tensor]], output: list[tuple[Tensor, Ten
     for (base, theirs), (logs, ours) in zip(reference, output, strict=True):
         kl = (base.double().exp() * (base.double() - logs.double()))[:-1].sum()
         same = (base.argmax(-1) == logs.argmax(-1))[:-1].sum()
-        alike = (theirs[..., :, None] == ours[..., None, :]).any(-1).float().mean() if len(theirs) else 1.0
+        alike = (
+            (theirs[..., :, None] == ours[..., None, :]).any(-1).float().mean()
+            if len(theirs)
+            else 1.0
+        )
         rows.append((float(kl), float(same), len(base) - 1, float(alike)))
     return Scores(*np.array(rows, dtype=np.float64).T)
 
 
-def ratio(ours: list[Scores], theirs: list[Scores], resamples: int = 2000) -> tuple[float, float, float]:
-    """KL of ours over theirs, and its 95 % interval over documents; seeds are averaged within a document."""
+def ratio(
+    ours: list[Scores], theirs: list[Scores], resamples: int = 2000
+) -> tuple[float, float, float]:
+    """KL of ours over theirs, and its 95 % interval over documents; seeds are averaged within a
+    document."""
     a, b = (np.mean([run.kl for run in runs], axis=0) for runs in (ours, theirs))
     rng = np.random.default_rng(0)
     draws = rng.integers(0, len(a), (resamples, len(a)))

@@ -1,13 +1,17 @@
-"""Models x schemes x methods x seeds of quality.py on GPUs and many cores, in processes that stay, most wanted first, until time is up.
+"""Models x schemes x methods x seeds of quality.py on GPUs and many cores, in processes that stay,
+most wanted first, until time is up.
 
-    python benchmarks/quality_matrix.py run FILE.jsonl --judges DIR --out OUT [--seconds 500] [--gpu KIND=N,...] [--cpu 4] [--variants FILE]
-    python benchmarks/quality_matrix.py table FILE.jsonl [--split tuning]
+    python benchmarks/quality_matrix.py run FILE.jsonl --judges DIR --out OUT [--seconds 500] [--gpu
+    KIND=N,...] [--cpu 4] [--variants FILE] python benchmarks/quality_matrix.py table FILE.jsonl
+    [--split tuning]
 
-run: every result is added to FILE at once, KL of every document on both splits; what FILE has is not run again. Both sides fit the same
-tokens: --samples documents of a judge's own text, drawn with the seed. A worker computes on one of the GPUs, or, where CUDA is hidden from
-it, on one core; every judge has one more, on one of the GPUs. Workers on a GPU begin with the kinds that --gpu names, and import what those
-need while judges are still trained: a judge's runs begin when its folder is there. table: KL and its ratio to the best peer, the mean over
-seeds, with percentile bootstraps over documents.
+run: every result is added to FILE at once, KL of every document on both splits; what FILE has is
+not run again. Both sides fit the same
+tokens: --samples documents of a judge's own text, drawn with the seed. A worker computes on one of
+the GPUs, or, where CUDA is hidden from it, on one core; every judge has one more, on one of the
+GPUs. Workers on a GPU begin with the kinds that --gpu names, and import what those need while
+judges are still trained: a judge's runs begin when its folder is there. table: KL and its ratio to
+the best peer, the mean over seeds, with percentile bootstraps over documents.
 """
 
 import argparse
@@ -34,8 +38,13 @@ PEERS = {
     "nvfp4-w4a4": ("w4a4-awq-gptq", "w4a4-gptq", "w4a4-nearest"),
     "int4-w4a8-groups": ("w4a8-awq-gptq", "w4a8-200", "w4a8-gptq", "w4a8-nearest"),
 }
-STRONGEST = {"awq-w4a16": ("w4-1000",), "fp4-w4a16": ("fp4-v2-200", "fp4-1000"), "int8-a8w8c16": ("int8-1000",)}
-"""AutoRound's second version, and five times its iterations: of the first seed alone. The second version is one of symmetric grids."""
+STRONGEST = {
+    "awq-w4a16": ("w4-1000",),
+    "fp4-w4a16": ("fp4-v2-200", "fp4-1000"),
+    "int8-a8w8c16": ("int8-1000",),
+}
+"""AutoRound's second version, and five times its iterations: of the first seed alone. The second
+version is one of symmetric grids."""
 ON_CPU = ("quantkit", "gptq", "smooth-gptq", "nearest")
 """Methods that one core finishes in a minute or two."""
 
@@ -48,7 +57,8 @@ class QualityJob:
     seed: int
     settings: dict[str, Any] = field(default_factory=dict)
     turn: int = 0
-    """Jobs of a turn come before those of the next, but that a worker keeps to its kind for one turn more."""
+    """Jobs of a turn come before those of the next, but that a worker keeps to its kind for one
+    turn more."""
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -66,21 +76,34 @@ class QualityJob:
 
 
 def jobs(given: argparse.Namespace) -> list[QualityJob]:
-    """Most wanted first: the first scheme's longest of AutoRound, which would not end otherwise; then for each seed the schemes that have
-    targets, and the other schemes, variants of ours with them; then the longest of other schemes. Of a turn the searches of AWQ come
-    first, which take longest."""
+    """Most wanted first: the first scheme's longest of AutoRound, which would not end otherwise;
+    then for each seed the schemes that have targets, and the other schemes, variants of ours with
+    them; then the longest of other schemes. Of a turn the searches of AWQ come first, which take
+    longest."""
     variants = json.loads(given.variants.read_text()) if given.variants else {}
     found = []
     for nth, seed in enumerate(given.seeds):
         for scheme in given.schemes:
             turn = 2 * nth + (scheme in ("nvfp4-w4a4", "int4-w4a8-groups"))
             named: list[tuple[int, str, dict[str, Any]]] = [(turn, "quantkit", {})]
-            named += [(turn, name, {}) for name in PEERS[scheme] if given.peers and (nth == 0 or not name.endswith("nearest"))]
-            named += [(turn, f"quantkit {name}", own) for name, own in variants.get(scheme, {}).items()]
+            named += [
+                (turn, name, {})
+                for name in PEERS[scheme]
+                if given.peers and (nth == 0 or not name.endswith("nearest"))
+            ]
+            named += [
+                (turn, f"quantkit {name}", own) for name, own in variants.get(scheme, {}).items()
+            ]
             if nth == 0 and given.peers and given.longest:
-                named += [(-1 if scheme == given.schemes[0] else 99, name, {}) for name in STRONGEST.get(scheme, ())]
+                named += [
+                    (-1 if scheme == given.schemes[0] else 99, name, {})
+                    for name in STRONGEST.get(scheme, ())
+                ]
             for own_turn, name, settings in named:
-                found += [QualityJob(judge, scheme, name, seed, settings, own_turn) for judge in given.models]
+                found += [
+                    QualityJob(judge, scheme, name, seed, settings, own_turn)
+                    for judge in given.models
+                ]
     return sorted(found, key=lambda job: (job.turn, not job.name.endswith("awq-gptq")))
 
 
@@ -90,8 +113,14 @@ def tokens_of(given: argparse.Namespace, judge: str, seed: int) -> Path:
     from quantkit.calibrate.recipe import load_recipe
     from quantkit.tokenizer.chat import ChatTokenizer
 
-    sizes = {"samples": given.samples, "seq_len": given.seq_len, "held_out": load_recipe("awq-w4a16").held_out}
-    sequences = load_sequences(str(given.judges / "own.jsonl"), ChatTokenizer(given.judges / judge), seed=seed, **sizes)
+    sizes = {
+        "samples": given.samples,
+        "seq_len": given.seq_len,
+        "held_out": load_recipe("awq-w4a16").held_out,
+    }
+    sequences = load_sequences(
+        str(given.judges / "own.jsonl"), ChatTokenizer(given.judges / judge), seed=seed, **sizes
+    )
     path = Path(given.out / f"{judge}-tokens-{seed}.json")
     path.write_text(json.dumps([ids.tolist() for ids in sequences.calibration]))
     return path
@@ -134,25 +163,43 @@ class QualityMatrix:
 
     def __init__(self, given: argparse.Namespace) -> None:
         given.out.mkdir(parents=True, exist_ok=True)
-        self.given, self.start, self.tokens = given, time.perf_counter(), dict[tuple[str, int], Path]()
-        done = [json.loads(line) for line in given.file.read_text().splitlines()] if given.file.exists() else []
+        self.given, self.start, self.tokens = (
+            given,
+            time.perf_counter(),
+            dict[tuple[str, int], Path](),
+        )
+        done = (
+            [json.loads(line) for line in given.file.read_text().splitlines()]
+            if given.file.exists()
+            else []
+        )
         had = {(row["judge"], row["scheme"], row["name"], row["seed"]) for row in done}
         self.left = [job for job in jobs(given) if job.key not in had]
-        self.lock, self.outputs = threading.Lock(), {judge: queue.Queue[dict[str, Any] | None]() for judge in given.models}
+        self.lock, self.outputs = (
+            threading.Lock(),
+            {judge: queue.Queue[dict[str, Any] | None]() for judge in given.models},
+        )
         self.workers: dict[str, Worker] = {}
 
     def told(self, text: str) -> None:
         print(f"{time.perf_counter() - self.start:6.1f} s  {text}", flush=True)
 
     def take(self, kind: str, *, gpu: bool) -> QualityJob | None:
-        """The first job, or, as that spares imports, the first of its turn or the next that is of the worker's kind. Waits
-        where only judges are left that are not there yet."""
+        """The first job, or, as that spares imports, the first of its turn or the next that is of
+        the worker's kind. Waits where only judges are left that are not there yet."""
         while True:
             with self.lock:
                 able = [job for job in self.left if gpu or job.on_cpu]
                 there = [job for job in able if (self.given.judges / job.judge).is_dir()]
                 if there:
-                    job = next((job for job in there if job.turn <= there[0].turn + 1 and job.kind == kind), there[0])
+                    job = next(
+                        (
+                            job
+                            for job in there
+                            if job.turn <= there[0].turn + 1 and job.kind == kind
+                        ),
+                        there[0],
+                    )
                     self.left.remove(job)
                     key = job.judge, job.seed
                     self.tokens[key] = self.tokens.get(key) or tokens_of(self.given, *key)
@@ -172,7 +219,11 @@ class QualityMatrix:
         """kind: of the first worker; an empty word for that of the first job."""
         if kind:
             self.begin(name, card, kind)
-        while (job := self.take(self.workers[name].kind if name in self.workers else "", gpu=bool(card))) is not None:
+        while (
+            job := self.take(
+                self.workers[name].kind if name in self.workers else "", gpu=bool(card)
+            )
+        ) is not None:
             if name not in self.workers or self.workers[name].kind != job.kind:
                 self.begin(name, card, job.kind)
             asked = self._asked(job)
@@ -189,7 +240,12 @@ class QualityMatrix:
 
     def _asked(self, job: QualityJob) -> dict[str, Any]:
         given = self.given
-        sizes = {"samples": given.samples, "seq_len": given.seq_len, "seed": job.seed, "calibration": str(given.judges / "own.jsonl")}
+        sizes = {
+            "samples": given.samples,
+            "seq_len": given.seq_len,
+            "seed": job.seed,
+            "calibration": str(given.judges / "own.jsonl"),
+        }
         return {
             "judge": job.judge,
             "scheme": job.scheme,
@@ -211,7 +267,9 @@ class QualityMatrix:
         name = f"score-{judge}"
         while (output := self.outputs[judge].get()) is not None:
             if name not in self.workers:
-                self.workers[name] = Worker("score", self.given.out / f"{name}.log", sys.executable, card)
+                self.workers[name] = Worker(
+                    "score", self.given.out / f"{name}.log", sys.executable, card
+                )
             try:
                 answer = self.workers[name].ask(output)
             except EOFError:
@@ -232,11 +290,18 @@ class QualityMatrix:
             file.write(json.dumps(row) + "\n")
         means = [1e3 * sum(own["kl"]) / sum(own["tokens"]) for own in answer["scores"].values()]
         kl = ", ".join(f"{mean:.3f}" for mean in means)
-        self.told(f"{label}: KL {kl} e-3 (tuning, final); {output['seconds']} s on {output['on']}, judged in {answer['seconds']}")
+        self.told(
+            f"{label}: KL {kl} e-3 (tuning, final); {output['seconds']} s on {output['on']}, "
+            f"judged in {answer['seconds']}"
+        )
 
     def run(self) -> None:
         """One job of every GPU comes before a second of any."""
-        slots = [(f"gpu{card}-{i}", card, kind) for i, kind in enumerate(self.given.gpu) for card in self.given.cards]
+        slots = [
+            (f"gpu{card}-{i}", card, kind)
+            for i, kind in enumerate(self.given.gpu)
+            for card in self.given.cards
+        ]
         slots += [(f"cpu{i}", "", "") for i in range(self.given.cpu)]
         cards = self.given.cards or [""]
         judging = [(judge, cards[i % len(cards)]) for i, judge in enumerate(self.given.models)]
@@ -259,20 +324,24 @@ class QualityMatrix:
         self.told(f"{left} runs were not begun")
 
 
-# --- table -----------------------------------------------------------------------------------------------------------------
+# --- table
+# -----------------------------------------------------------------------------------------------------------------
 
 Rows = dict[tuple[str, str, str], list[dict[str, Any]]]
 
 
 def read_rows(path: Path, split: str) -> Rows:
-    """(judge, scheme, name) -> its seeds' figures per document. NVFP4's headrooms are rows of their own."""
+    """(judge, scheme, name) -> its seeds' figures per document. NVFP4's headrooms are rows of their
+    own."""
     found: Rows = defaultdict(list)
     for line in path.read_text().splitlines():
         row = json.loads(line)
         key = row["judge"], row["scheme"]
         found[*key, row["name"]].append(row["scores"][split] | {"seed": row["seed"]})
         for headroom, own in row.get("headroom", {}).items():
-            found[*key, f"{row['name']}, headroom {headroom}"].append(own[split] | {"seed": row["seed"]})
+            found[*key, f"{row['name']}, headroom {headroom}"].append(
+                own[split] | {"seed": row["seed"]}
+            )
     return found
 
 
@@ -289,7 +358,9 @@ def is_peer(name: str) -> bool:
     return not name.startswith("quantkit") and not name.endswith("nearest")
 
 
-def interval(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], resamples: int = 2000) -> tuple[float, float]:
+def interval(
+    ours: list[dict[str, Any]], theirs: list[dict[str, Any]], resamples: int = 2000
+) -> tuple[float, float]:
     """95 % of the ratio of summed KL over documents drawn again, paired."""
     a, b = per_document(ours), per_document(theirs)
     draws = np.random.default_rng(0).integers(0, len(a), (resamples, len(a)))
@@ -308,20 +379,35 @@ def table(path: Path, split: str) -> None:
             print(f"{scheme} on {judge}, {split}; best peer {best}")
             for name, runs in sorted(own.items(), key=lambda pair: kl(pair[1])):
                 top1 = np.mean([sum(run["top1"]) / sum(run["tokens"]) for run in runs])
-                spread = np.std([sum(run["kl"]) / sum(run["tokens"]) for run in runs], ddof=1) if len(runs) > 1 else math.nan
-                line = f"  {name:28} KL {1e3 * kl(runs):8.3f}e-3 ({1e3 * spread:.3f})  top-1 {top1:.4f}  seeds {len(runs)}"
+                spread = (
+                    np.std([sum(run["kl"]) / sum(run["tokens"]) for run in runs], ddof=1)
+                    if len(runs) > 1
+                    else math.nan
+                )
+                line = (
+                    f"  {name:28} KL {1e3 * kl(runs):8.3f}e-3 ({1e3 * spread:.3f})  top-1 "
+                    f"{top1:.4f}  seeds {len(runs)}"
+                )
                 if name.startswith("quantkit") and best is not None:
                     # of the seeds that both have
-                    theirs = [run for run in own[best] if run["seed"] in {one["seed"] for one in runs}]
+                    theirs = [
+                        run for run in own[best] if run["seed"] in {one["seed"] for one in runs}
+                    ]
                     mine = [run for run in runs if run["seed"] in {one["seed"] for one in theirs}]
                     if mine:
                         low, high = interval(mine, theirs)
                         ratios[scheme, name].append(kl(mine) / kl(theirs))
-                        line += f"  {ratios[scheme, name][-1]:.3f} [{low:.3f}, {high:.3f}] of the best peer"
+                        line += (
+                            f"  {ratios[scheme, name][-1]:.3f} [{low:.3f}, {high:.3f}] of the "
+                            "best peer"
+                        )
                 print(line)
     for (scheme, name), own_ratios in ratios.items():
         mean = math.exp(float(np.mean(np.log(own_ratios))))
-        print(f"{scheme}, {name}: {mean:.3f} of the best peer, mean of {len(own_ratios)}, worst {max(own_ratios):.3f}")
+        print(
+            f"{scheme}, {name}: {mean:.3f} of the best peer, mean of {len(own_ratios)}, worst "
+            f"{max(own_ratios):.3f}"
+        )
 
 
 def main() -> None:
@@ -330,28 +416,60 @@ def main() -> None:
 
     def kinds(text: str) -> list[str]:
         """KIND=N,... as N words of each kind, the kinds in turn."""
-        counts = {kind: int(count) for kind, _, count in (word.partition("=") for word in words(text))}
-        return [kind for i in range(max(counts.values(), default=0)) for kind, count in counts.items() if i < count]
+        counts = {
+            kind: int(count) for kind, _, count in (word.partition("=") for word in words(text))
+        }
+        return [
+            kind
+            for i in range(max(counts.values(), default=0))
+            for kind, count in counts.items()
+            if i < count
+        ]
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("run", "table"))
     parser.add_argument("file", type=Path)
     parser.add_argument("--judges", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--models", type=words, default=["dense", "experts", "deepseek"])
     parser.add_argument("--schemes", type=words, default=list(PEERS))
-    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in words(text)], default=[0, 1, 2])
+    parser.add_argument(
+        "--seeds", type=lambda text: [int(seed) for seed in words(text)], default=[0, 1, 2]
+    )
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--documents", type=int, default=40, help="of each split")
     parser.add_argument("--seconds", type=float, default=500)
-    parser.add_argument("--cards", type=words, default=["0"], help="numbers of the GPUs; an empty word for none")
-    parser.add_argument("--gpu", type=kinds, default=kinds("quantkit=3,llmcompressor=3,autoround=3"), help="workers on each, by first kind")
+    parser.add_argument(
+        "--cards", type=words, default=["0"], help="numbers of the GPUs; an empty word for none"
+    )
+    parser.add_argument(
+        "--gpu",
+        type=kinds,
+        default=kinds("quantkit=3,llmcompressor=3,autoround=3"),
+        help="workers on each, by first kind",
+    )
     parser.add_argument("--cpu", type=int, default=4, help="workers on a core")
     parser.add_argument("--variants", type=Path)
-    parser.add_argument("--headrooms", action="store_true", help="judge nvfp4-w4a4 under other divisors of its inputs, too")
-    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="others' programs beside ours")
-    parser.add_argument("--longest", action=argparse.BooleanOptionalAction, default=True, help="AutoRound's 1,000 iterations, too")
+    parser.add_argument(
+        "--headrooms",
+        action="store_true",
+        help="judge nvfp4-w4a4 under other divisors of its inputs, too",
+    )
+    parser.add_argument(
+        "--peers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="others' programs beside ours",
+    )
+    parser.add_argument(
+        "--longest",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="AutoRound's 1,000 iterations, too",
+    )
     parser.add_argument("--peer-python", default=sys.executable)
     parser.add_argument("--split", choices=("tuning", "final"), default="final")
     given = parser.parse_args()

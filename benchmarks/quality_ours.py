@@ -1,6 +1,8 @@
-"""One run of ours in a process of its own: python quality_ours.py SOURCE OUT SCHEME DEVICE SETTINGS.json
+"""One run of ours in a process of its own: python quality_ours.py SOURCE OUT SCHEME DEVICE
+SETTINGS.json
 
-SETTINGS are values of a recipe, beside those that the scheme's recipe has; `mixture`, if given, the fields of a `Mixture` (bits: 4.5).
+SETTINGS are values of a recipe, beside those that the scheme's recipe has; `mixture`, if given, the
+fields of a `Mixture` (bits: 4.5).
 """
 
 import json
@@ -19,7 +21,16 @@ def main() -> None:
     mixture = Mixture(**settings.pop("mixture", {}))
     recipe = Recipe.model_validate(load_recipe(scheme).model_dump() | settings)
     format = "compressed-tensors" if mixture.chooses else "auto"
-    report = quantize(source, out, find_scheme(scheme), format, recipe, mixture=mixture, device=device, overwrite=True)
+    report = quantize(
+        source,
+        out,
+        find_scheme(scheme),
+        format,
+        recipe,
+        mixture=mixture,
+        device=device,
+        overwrite=True,
+    )
     print(json.dumps({"seconds": report.seconds, "told": report.findings.next_token}))
 
 

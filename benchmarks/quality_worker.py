@@ -1,7 +1,8 @@
 """A process of quality_matrix.py that stays for many runs: python quality_worker.py KIND LOG
 
-KIND is quantkit, llmcompressor, autoround or score; each imports what it needs once. Reads a job as one JSON line from its standard input
-and answers with one JSON line on its standard output; what else is printed goes to LOG.
+KIND is quantkit, llmcompressor, autoround or score; each imports what it needs once. Reads a job as
+one JSON line from its standard input and answers with one JSON line on its standard output; what
+else is printed goes to LOG.
 """
 
 import json
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 HEADROOMS = (1, 2, 4, 8)
-"""Of nvfp4-w4a4's inputs; an output is written with that of quantkit.grids.e2m1 and judged with each."""
+"""Of nvfp4-w4a4's inputs; an output is written with that of quantkit.grids.e2m1 and judged with
+each."""
 SPLITS = ("tuning", "final")
 
 Job = dict[str, Any]
@@ -32,7 +34,15 @@ def quantkit_runs() -> Callable[[Job], Job]:
 
     def run(job: Job) -> Job:
         recipe = Recipe.model_validate(load_recipe(job["scheme"]).model_dump() | job["settings"])
-        report = quantize(Path(job["source"]), Path(job["out"]), find_scheme(job["scheme"]), "auto", recipe, device=device, overwrite=True)
+        report = quantize(
+            Path(job["source"]),
+            Path(job["out"]),
+            find_scheme(job["scheme"]),
+            "auto",
+            recipe,
+            device=device,
+            overwrite=True,
+        )
         return {"told": report.findings.next_token}
 
     return run
@@ -42,7 +52,9 @@ def peer_runs(kind: str) -> Callable[[Job], Job]:
     """llm_compressor.py or quality_auto_round.py, whose command line is kept."""
     import importlib
 
-    script = importlib.import_module({"llmcompressor": "llm_compressor", "autoround": "quality_auto_round"}[kind])
+    script = importlib.import_module(
+        {"llmcompressor": "llm_compressor", "autoround": "quality_auto_round"}[kind]
+    )
 
     def run(job: Job) -> Job:
         sys.argv = [kind, job["source"], job["tokens"], job["recipe"], job["out"]]
@@ -67,25 +79,41 @@ def scores() -> Callable[[Job], Job]:
         if job["judge"] not in judges:
             found = [find_judge(job["judge"], Path(job["judges"]), split) for split in SPLITS]
             documents = [one.documents[: job["documents"]] for one in found]
-            judges[job["judge"]] = documents, [run_model(found[0].source, own, device) for own in documents]
+            judges[job["judge"]] = (
+                documents,
+                [run_model(found[0].source, own, device) for own in documents],
+            )
         return judges[job["judge"]]
 
     def figures(job: Job) -> Job:
         told = {}
         for split, documents, reference in zip(SPLITS, *of(job), strict=True):
             found = score(reference, run_model(Path(job["out"]), documents, device))
-            told[split] = {name: [float(f"{x:.6g}") for x in getattr(found, name)] for name in ("kl", "top1", "tokens", "experts")}
+            told[split] = {
+                name: [float(f"{x:.6g}") for x in getattr(found, name)]
+                for name in ("kl", "top1", "tokens", "experts")
+            }
         return told
 
     def run(job: Job) -> Job:
         result: Job = {"scores": figures(job)}
-        if job["headrooms"] and job["scheme"] == "nvfp4-w4a4" and job["name"].startswith("quantkit"):
+        if (
+            job["headrooms"]
+            and job["scheme"] == "nvfp4-w4a4"
+            and job["name"].startswith("quantkit")
+        ):
             written = {path: load_file(path) for path in Path(job["out"]).glob("*.safetensors")}
             result["headroom"] = {}
             for headroom in HEADROOMS:
                 for path, tensors in written.items():
                     factor = INPUT_HEADROOM / headroom
-                    save_file({name: t * factor if name.endswith("input_global_scale") else t for name, t in tensors.items()}, path)
+                    save_file(
+                        {
+                            name: t * factor if name.endswith("input_global_scale") else t
+                            for name, t in tensors.items()
+                        },
+                        path,
+                    )
                 result["headroom"][headroom] = figures(job)
         if job["remove"]:
             shutil.rmtree(job["out"])
@@ -99,7 +127,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    run = quantkit_runs() if kind == "quantkit" else scores() if kind == "score" else peer_runs(kind)
+    run = (
+        quantkit_runs() if kind == "quantkit" else scores() if kind == "score" else peer_runs(kind)
+    )
     for line in sys.stdin:
         job, start = json.loads(line), time.perf_counter()
         try:
@@ -107,7 +137,11 @@ def main() -> None:
         except Exception as error:  # told to the one who asked, who leaves the run out
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-        print(json.dumps(answer | {"seconds": round(time.perf_counter() - start, 1)}), file=answers, flush=True)
+        print(
+            json.dumps(answer | {"seconds": round(time.perf_counter() - start, 1)}),
+            file=answers,
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,22 @@
-"""DeepSeek-R1's true shapes on all GPUs of a box: TPOT, TTFT and tokens/s through the engine, and the all-reduce alone.
+"""DeepSeek-R1's true shapes on all GPUs of a box: TPOT, TTFT and tokens/s through the engine, and
+the all-reduce alone.
 
-    torchrun --nproc-per-node 4 benchmarks/r1_box.py [--concurrency 1,8,32] [--input-len 128] [--output-len 512] [--out FILE.json]
+    torchrun --nproc-per-node 4 benchmarks/r1_box.py [--concurrency 1,8,32] [--input-len 128]
+    [--output-len 512] [--out FILE.json]
     torchrun --nproc-per-node 2 benchmarks/r1_box.py --tiny        the same on a CPU (gloo) in seconds: a test of the script
     torchrun --nproc-per-node 4 benchmarks/r1_box.py --only-all-reduce
 
-Every rank holds its share of all 61 layers, made up on the device (r1_synthetic.py); all ranks make the same values, which keeps what is
-replicated equal. Scheduler, cache, captured decode steps, all-reduces, gathering of the logits, sampling and the messages of rank 0 to the
-others are the engine's own. Not in these figures: a server and a tokenizer. Greedy; first without MTP.
+Every rank holds its share of all 61 layers, made up on the device (r1_synthetic.py); all ranks make
+the same values, which keeps what is replicated equal. Scheduler, cache, captured decode steps,
+all-reduces, gathering of the logits, sampling and the messages of rank 0 to the others are the
+engine's own. Not in these figures: a server and a tokenizer. Greedy; first without MTP.
 
-Then with one guess a step by an MTP layer of R1's shapes. Made-up weights guess nothing right, so whether a guess counts as right is drawn,
-with a probability of 0.7, when its successor was chosen: the layer has computed and sampled, the guess went through the whole model, cache
-and rows were kept for it, and only the comparison of the two token ids is replaced. A right guess brings a token, a wrong one is computed
-again. Rows of one user choose experts as unlike each other as those of two: real text's successive tokens share some.
+Then with one guess a step by an MTP layer of R1's shapes. Made-up weights guess nothing right, so
+whether a guess counts as right is drawn, with a probability of 0.7, when its successor was chosen:
+the layer has computed and sampled, the guess went through the whole model, cache and rows were kept
+for it, and only the comparison of the two token ids is replaced. A right guess brings a token, a
+wrong one is computed again. Rows of one user choose experts as unlike each other as those of two:
+real text's successive tokens share some.
 """
 
 import argparse
@@ -49,13 +54,16 @@ from quantkit.models import deepseek_v3
 from quantkit.models.weights import LinearOp
 
 SHORT_OUTPUT = 64
-"""Tokens of an answer where the step is only compared: with the library's all-reduce, or under a profiler."""
+"""Tokens of an answer where the step is only compared: with the library's all-reduce, or under a
+profiler."""
 
 
 class BoxWeights(SyntheticWeights):
     """One rank's, with the box's collectives."""
 
-    def __init__(self, config: deepseek_v3.Config, parallel: Parallel, device: torch.device) -> None:
+    def __init__(
+        self, config: deepseek_v3.Config, parallel: Parallel, device: torch.device
+    ) -> None:
         super().__init__(config, parallel.size, device)
         self.parallel = self.ranks = parallel
 
@@ -70,7 +78,9 @@ class BoxWeights(SyntheticWeights):
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.parallel.all_reduce(x)
 
-    def add_rms_norm(self, x: Tensor | UnsummedPairs, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor | UnsummedPairs, residual: Tensor, gain: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         return self.parallel.add_rms_norm(x, residual, gain, eps)
 
 
@@ -84,23 +94,32 @@ def build(config: deepseek_v3.Config, parallel: Parallel, device: torch.device) 
 
 
 def grid(engine: Engine, options: argparse.Namespace, output_len: int) -> list[dict[str, Any]]:
-    """Rank 0 measures, the others follow. Empty on those. ttft_alone_s: the median of seven prompts, one after the other."""
+    """Rank 0 measures, the others follow. Empty on those. ttft_alone_s: the median of seven
+    prompts, one after the other."""
     if engine.parallel.rank:
         follow(engine)
         return []
     batches = [int(one) for one in options.concurrency.split(",")]
     target = EngineTarget(engine, "R1", max(batches))
-    for users in (1 << power for power in range(max(batches).bit_length())):  # every size of a step is captured
+    for users in (
+        1 << power for power in range(max(batches).bit_length())
+    ):  # every size of a step is captured
         list(target.run(Workload(options.input_len, 4, users, users, seed=-1)))
     engine.speculation.acceptance = Acceptance()
-    rows = measure_grid(target, [options.input_len], batches, output_len, requests_per_slot=1, warmup=1)
+    rows = measure_grid(
+        target, [options.input_len], batches, output_len, requests_per_slot=1, warmup=1
+    )
     alone = list(target.run(Workload(options.input_len, 2, 7, 1, seed=-2)))
     engine.leader.dismiss()
-    return [{**asdict(row), "ttft_alone_s": statistics.median(one.ttft_s for one in alone)} for row in rows]
+    return [
+        {**asdict(row), "ttft_alone_s": statistics.median(one.ttft_s for one in alone)}
+        for row in rows
+    ]
 
 
 def memory(parallel: Parallel, device: torch.device) -> list[dict[str, float]]:
-    """Of each rank, GB: the most its process held of the host's memory, and PyTorch of the device's."""
+    """Of each rank, GB: the most its process held of the host's memory, and PyTorch of the
+    device's."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     own = {"host_peak_gb": int(status["VmHWM"].split()[0]) * 1024 / 1e9}
     if device.type == "cuda":
@@ -109,8 +128,8 @@ def memory(parallel: Parallel, device: torch.device) -> list[dict[str, float]]:
 
 
 def device_steps(steps: DecodeSteps | EagerSteps) -> dict[str, dict[str, Any]]:
-    """By rows of a captured step, and those whose results are wanted: milliseconds on the device alone, and its longest kernels. All ranks
-    replay together."""
+    """By rows of a captured step, and those whose results are wanted: milliseconds on the device
+    alone, and its longest kernels. All ranks replay together."""
     found: dict[str, dict[str, Any]] = {}
     if isinstance(steps, EagerSteps) or steps.failure:
         return found
@@ -126,15 +145,25 @@ def device_steps(steps: DecodeSteps | EagerSteps) -> dict[str, dict[str, Any]]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             step()
             torch.cuda.synchronize()
-        kernels = [(one.key[:80], one.count, one.self_device_time_total / 1e3) for one in profile.key_averages()]
+        kernels = [
+            (one.key[:80], one.count, one.self_device_time_total / 1e3)
+            for one in profile.key_averages()
+        ]
         kernels = sorted((one for one in kernels if one[2]), key=lambda one: -one[2])
         name = f"{rows}, {kept} wanted" if kept else str(rows)
-        found[name] = {"device_ms": statistics.median(times[2:]), "launches": sum(one[1] for one in kernels), "kernels": kernels[:16]}
+        found[name] = {
+            "device_ms": statistics.median(times[2:]),
+            "launches": sum(one[1] for one in kernels),
+            "kernels": kernels[:16],
+        }
     return found
 
 
-def all_reduces(parallel: Parallel, device: torch.device, width: int, counts: list[int]) -> list[dict[str, Any]]:
-    """Microseconds of one all-reduce of [tokens, width] bfloat16, in a captured chain: back to back, and behind a kernel that reads 28 MiB.
+def all_reduces(
+    parallel: Parallel, device: torch.device, width: int, counts: list[int]
+) -> list[dict[str, Any]]:
+    """Microseconds of one all-reduce of [tokens, width] bfloat16, in a captured chain: back to
+    back, and behind a kernel that reads 28 MiB.
 
     The largest of the ranks' medians. On a CPU eager, through gloo.
     """
@@ -219,7 +248,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     config = deepseek_v3.Config.from_dict(TINY if options.tiny else R1)
     if options.layers:
         config = replace(config, num_hidden_layers=options.layers)
-    report: dict[str, Any] = {"hardware": describe_hardware(device.type), "tp": size, "layers": config.num_hidden_layers}
+    report: dict[str, Any] = {
+        "hardware": describe_hardware(device.type),
+        "tp": size,
+        "layers": config.num_hidden_layers,
+    }
     report["torch"] = torch.__version__
     report["input_len"], report["output_len"] = options.input_len, options.output_len
 
@@ -227,8 +260,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if rank == 0:
             print(text, flush=True)
 
-    say(f"{report['hardware']}, {size} ranks; all-reduce by {'peers' if parallel.peers is not None else 'the library'}")
-    report["all_reduce_us"] = all_reduces(parallel, device, config.hidden_size, [1, 2, 4, 8, 16, 32, 64, 128])
+    say(
+        f"{report['hardware']}, {size} ranks; all-reduce by "
+        f"{'peers' if parallel.peers is not None else 'the library'}"
+    )
+    report["all_reduce_us"] = all_reduces(
+        parallel, device, config.hidden_size, [1, 2, 4, 8, 16, 32, 64, 128]
+    )
     for row in report["all_reduce_us"]:
         say("  ".join(f"{key} {value:.4g}" for key, value in row.items()))
     if options.only_all_reduce:
@@ -236,7 +274,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     batches = [int(one) for one in options.concurrency.split(",")]
     began = time.perf_counter()
     loaded = build(config, parallel, device)
-    engine = made_engine(replace(loaded, mtp_layers=()), max(batches), options.input_len + options.output_len)
+    engine = made_engine(
+        replace(loaded, mtp_layers=()), max(batches), options.input_len + options.output_len
+    )
     say(f"weights and cache in {time.perf_counter() - began:.1f} s")
     report["rows"] = grid(engine, options, options.output_len)
     tell(say, "", report["rows"])
@@ -250,20 +290,37 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             say(f"  {ms:>8.3f} ms {count:>6} {name}")
     report["rows_mtp"] = []
     for num_drafts, users in [*((1, users) for users in batches), (3, 1)]:
-        drafting = made_engine(loaded, max(batches), options.input_len + options.output_len, num_drafts=num_drafts, kind=DraftingEngine)
-        (row,) = grid(drafting, argparse.Namespace(**{**vars(options), "concurrency": str(users)}), options.output_len) or [{}]
+        drafting = made_engine(
+            loaded,
+            max(batches),
+            options.input_len + options.output_len,
+            num_drafts=num_drafts,
+            kind=DraftingEngine,
+        )
+        (row,) = grid(
+            drafting,
+            argparse.Namespace(**{**vars(options), "concurrency": str(users)}),
+            options.output_len,
+        ) or [{}]
         assert drafting.speculation.drafter is not None, "made with drafts"
         row |= {"num_drafts": num_drafts, "acceptance": drafting.speculation.acceptance.rate}
-        row |= {"step_device": device_steps(drafting.runner.steps), "mtp_device": device_steps(drafting.speculation.drafter.steps)}
+        row |= {
+            "step_device": device_steps(drafting.runner.steps),
+            "mtp_device": device_steps(drafting.speculation.drafter.steps),
+        }
         report["rows_mtp"].append(row)
         for part in ("step_device", "mtp_device"):
             for size, one in row[part].items():
-                say(f"with MTP, {part}, {size} rows: {one['device_ms']:.3f} ms, {one['launches']} launches")
+                say(
+                    f"with MTP, {part}, {size} rows: {one['device_ms']:.3f} ms, {one['launches']} "
+                    "launches"
+                )
     tell(say, "with MTP: ", report["rows_mtp"])
     alone = {row["concurrency"]: row["tpot_ms"] for row in report["rows"]}
     for row in report["rows_mtp"] if rank == 0 else []:
         say(
-            f"concurrency {row['concurrency']}, {row['num_drafts']} guesses: {alone[row['concurrency']] / row['tpot_ms']:.2f} times as fast"
+            f"concurrency {row['concurrency']}, {row['num_drafts']} guesses: "
+            f"{alone[row['concurrency']] / row['tpot_ms']:.2f} times as fast"
         )
     if options.profile:
         profiler = cProfile.Profile()
@@ -280,22 +337,36 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def tell(say: Callable[[str], None], head: str, rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        say(head + "  ".join(f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, (int, float))))
+        say(
+            head
+            + "  ".join(
+                f"{key} {value:.4g}"
+                for key, value in row.items()
+                if isinstance(value, (int, float))
+            )
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=512)
     parser.add_argument("--layers", type=int, help="only so many of the 61: a test of the script")
     parser.add_argument("--only-all-reduce", action="store_true")
-    parser.add_argument("--profile", action="store_true", help="also print where rank 0's host spends its time")
+    parser.add_argument(
+        "--profile", action="store_true", help="also print where rank 0's host spends its time"
+    )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.tiny:
-        options.input_len, options.output_len = min(options.input_len, 32), min(options.output_len, 16)
+        options.input_len, options.output_len = (
+            min(options.input_len, 32),
+            min(options.output_len, 16),
+        )
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     report_of_ranks(run, options)
 

@@ -1,12 +1,16 @@
-"""Requests shared out over ranks beside tensor parallelism, on R1's shapes: decode steps, and TTFT of many prompts.
+"""Requests shared out over ranks beside tensor parallelism, on R1's shapes: decode steps, and TTFT
+of many prompts.
 
-    torchrun --nproc-per-node 2 benchmarks/r1_data_parallel.py [--layers 12] [--users 32,128,256] [--contexts 192,8192] [--out FILE.json]
+    torchrun --nproc-per-node 2 benchmarks/r1_data_parallel.py [--layers 12] [--users 32,128,256]
+    [--contexts 192,8192] [--out FILE.json]
     torchrun --nproc-per-node 2 benchmarks/r1_data_parallel.py --tiny      the same on a CPU (gloo) in seconds: a test of the script
 
-Weights are made up on the device (r1_synthetic.py); layers are R1's first, three of them dense. Users begin with a cache of so many tokens,
-filled with numbers of about one, so that no prompt is computed: what is timed are steps in which everybody decodes, through the engine with
-its scheduler, captured graphs, collectives and messages. `step_ms` is the median; prompts are timed apart, as many as users, from nothing.
-Sums over 61 layers are not measured: `--layers` twice gives the time of a layer.
+Weights are made up on the device (r1_synthetic.py); layers are R1's first, three of them dense.
+Users begin with a cache of so many tokens, filled with numbers of about one, so that no prompt is
+computed: what is timed are steps in which everybody decodes, through the engine with its scheduler,
+captured graphs, collectives and messages. `step_ms` is the median; prompts are timed apart, as many
+as users, from nothing. Sums over 61 layers are not measured: `--layers` twice gives the time of a
+layer.
 """
 
 import argparse
@@ -39,7 +43,9 @@ WARM, TIMED = 6, 24
 class ShareWeights(BoxWeights):
     """Everything whole but the routed experts, of which a rank has its share."""
 
-    def __init__(self, config: deepseek_v3.Config, parallel: Parallel, device: torch.device) -> None:
+    def __init__(
+        self, config: deepseek_v3.Config, parallel: Parallel, device: torch.device
+    ) -> None:
         super().__init__(config, SINGLE, device)
         self.expert_ranks, self.ranks = ExpertRanks(parallel, device), parallel
 
@@ -52,11 +58,23 @@ class ShareWeights(BoxWeights):
         """Apart: every rank has the shared expert, of its own rows."""
 
 
-def make_engine(config: deepseek_v3.Config, parallel: Parallel, device: torch.device, users: int, tokens: int, data: bool) -> Engine:
+def make_engine(
+    config: deepseek_v3.Config,
+    parallel: Parallel,
+    device: torch.device,
+    users: int,
+    tokens: int,
+    data: bool,
+) -> Engine:
     weights = (ShareWeights if data else BoxWeights)(config, parallel, device)
     with torch.inference_mode():
         model = deepseek_v3.Model(config, weights)
-    engine = made_engine(made_model(model, config, weights, device), users, tokens, homes=parallel.size if data else 1)
+    engine = made_engine(
+        made_model(model, config, weights, device),
+        users,
+        tokens,
+        homes=parallel.size if data else 1,
+    )
     fill_cache(engine.cache)
     return engine
 
@@ -81,9 +99,17 @@ def decode_steps(engine: Engine, users: int, context: int) -> dict[str, Any]:
         began = time.perf_counter()
         engine.step()
         times.append(time.perf_counter() - began)
-    assert all(one.finish_reason == "length" for one in sequences), "everybody got a token in every step"
+    assert all(one.finish_reason == "length" for one in sequences), (
+        "everybody got a token in every step"
+    )
     step = statistics.median(times[WARM:])
-    return {"users": users, "context": context, "step_ms": step * 1e3, "tokens_s": users / step, "worst_ms": max(times[WARM:]) * 1e3}
+    return {
+        "users": users,
+        "context": context,
+        "step_ms": step * 1e3,
+        "tokens_s": users / step,
+        "worst_ms": max(times[WARM:]) * 1e3,
+    }
 
 
 def prompts(engine: Engine, users: int, length: int) -> dict[str, Any]:
@@ -93,7 +119,12 @@ def prompts(engine: Engine, users: int, length: int) -> dict[str, Any]:
         texts = [torch.randint(0, 256, (length,)).tolist() for _ in range(users)]
         done = list(engine.generate(texts, params))
     first = sorted(one.timings.first_token_s for one in done)
-    return {"prompts": users, "length": length, "ttft_mean_s": statistics.mean(first), "ttft_last_s": first[-1]}
+    return {
+        "prompts": users,
+        "length": length,
+        "ttft_mean_s": statistics.mean(first),
+        "ttft_last_s": first[-1],
+    }
 
 
 def tell(name: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -125,19 +156,36 @@ def measure(engine: Engine, options: argparse.Namespace, name: str) -> list[dict
 def run(options: argparse.Namespace) -> dict[str, Any]:
     parallel, device = joined_ranks(on_cpu=options.tiny)
     rank, size = parallel.rank, parallel.size
-    config = replace(deepseek_v3.Config.from_dict(TINY if options.tiny else R1), num_hidden_layers=options.layers)
-    report: dict[str, Any] = {"hardware": describe_hardware(device.type), "ranks": size, "layers": options.layers}
+    config = replace(
+        deepseek_v3.Config.from_dict(TINY if options.tiny else R1), num_hidden_layers=options.layers
+    )
+    report: dict[str, Any] = {
+        "hardware": describe_hardware(device.type),
+        "ranks": size,
+        "layers": options.layers,
+    }
     if rank == 0:
         print(report, "peers" if parallel.peers is not None else "no peers", flush=True)
     for name, data in (("tp", False), ("dp", True)):
         torch.manual_seed(0)
         began = time.perf_counter()
-        engine = make_engine(config, parallel, device, max(options.users), max(options.contexts) + WARM + TIMED + 8, data)
+        engine = make_engine(
+            config,
+            parallel,
+            device,
+            max(options.users),
+            max(options.contexts) + WARM + TIMED + 8,
+            data,
+        )
         built = time.perf_counter() - began
         report[name] = measure(engine, options, name)
         gigabytes = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
         if rank == 0:
-            print(f"{name}: made in {built:.1f} s, {gigabytes:.1f} GB at most; steps {engine.runner.why_eager or 'captured'}", flush=True)
+            print(
+                f"{name}: made in {built:.1f} s, {gigabytes:.1f} GB at most; steps "
+                f"{engine.runner.why_eager or 'captured'}",
+                flush=True,
+            )
             if options.out:
                 options.out.write_text(json.dumps(report, indent=1))
         del engine
@@ -148,10 +196,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--users", type=lambda text: [int(one) for one in text.split(",")], default=[32, 128, 256])
-    parser.add_argument("--contexts", type=lambda text: [int(one) for one in text.split(",")], default=[192, 8192])
+    parser.add_argument(
+        "--users", type=lambda text: [int(one) for one in text.split(",")], default=[32, 128, 256]
+    )
+    parser.add_argument(
+        "--contexts", type=lambda text: [int(one) for one in text.split(",")], default=[192, 8192]
+    )
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path)

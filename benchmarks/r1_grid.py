@@ -1,21 +1,26 @@
-"""DeepSeek-R1's true shapes on all GPUs of a box, as a server runs them: the published grid, guesses, sums in 8 bits, prompts
-beside answers.
+"""DeepSeek-R1's true shapes on all GPUs of a box, as a server runs them: the published grid,
+guesses, sums in 8 bits, prompts beside answers.
 
-    torchrun --nproc-per-node 4 benchmarks/r1_grid.py --out FILE.json [--parts alone,many,beside,guesses,rest,sums] [--seconds 400]
+    torchrun --nproc-per-node 4 benchmarks/r1_grid.py --out FILE.json [--parts
+    alone,many,beside,guesses,rest,sums] [--seconds 400]
     torchrun --nproc-per-node 1 benchmarks/r1_grid.py --rank-of 4 [--cells 4096x16,8192x8]     one of four ranks on one card, without sums
     torchrun --nproc-per-node 2 benchmarks/r1_grid.py --tiny       the same on a CPU (gloo) in seconds: a test of the script
 
-Weights, cache and collectives are those of r1_box.py, in W4A16; the engine is made once and measures, as `quantkit serve` does, how much of
-a prompt it computes beside answers. Cells are input lengths and concurrencies of a published report (eval/reference/speed.yaml), K being
-1024, and one prompt of 16K: `alone` is one user with few tokens or a long prompt, `many` the most users of every longer prompt, `rest` all
-others, the longest prompts first. Every user sends one request, all at once, and its answer has 512 tokens; that of a single user behind a
-longer prompt has 128, for there a token takes as long as the next. Not in these figures: a server and a tokenizer. What the scheduler alone
+Weights, cache and collectives are those of r1_box.py, in W4A16; the engine is made once and
+measures, as `quantkit serve` does, how much of a prompt it computes beside answers. Cells are input
+lengths and concurrencies of a published report (eval/reference/speed.yaml), K being 1024, and one
+prompt of 16K: `alone` is one user with few tokens or a long prompt, `many` the most users of every
+longer prompt, `rest` all others, the longest prompts first. Every user sends one request, all at
+once, and its answer has 512 tokens; that of a single user behind a longer prompt has 128, for there
+a token takes as long as the next. Not in these figures: a server and a tokenizer. What the
+scheduler alone
 says of a cell: scheduled_prompts.py.
 
-Steps of every size are captured before, and prompts of up to 1024 tokens in all; a prompt of two steps comes once before. `captured`
-says how many passes with prompts were captured while a cell ran, each of which takes some tenths of a second, and `largest_gap_ms` how long
-an answer waited for a token at most. The file is written after every part and cell; a part that fails is told and the next
-one begins; `--seconds` after the start of the process no further cell begins.
+Steps of every size are captured before, and prompts of up to 1024 tokens in all; a prompt of two
+steps comes once before. `captured` says how many passes with prompts were captured while a cell
+ran, each of which takes some tenths of a second, and `largest_gap_ms` how long an answer waited for
+a token at most. The file is written after every part and cell; a part that fails is told and the
+next one begins; `--seconds` after the start of the process no further cell begins.
 """
 
 import argparse
@@ -57,7 +62,8 @@ from quantkit.models import deepseek_v3
 BEGAN = time.perf_counter()
 MOST_GUESSES = 3
 _WARM = 2
-"""Steps of a single prompt before the cells of a part are measured: those of a longer one are not others."""
+"""Steps of a single prompt before the cells of a part are measured: those of a longer one are not
+others."""
 PARTS = ("alone", "many", "beside", "guesses", "rest", "sums")
 
 
@@ -86,7 +92,10 @@ class Sizes:
 
     def only(self, cells: list[tuple[int, int]]) -> "Sizes":
         """Those input lengths and users."""
-        parts = {name: [one for one in vars(self)[name] if (one.input_len, one.users) in cells] for name in ("alone", "many", "rest")}
+        parts = {
+            name: [one for one in vars(self)[name] if (one.input_len, one.users) in cells]
+            for name in ("alone", "many", "rest")
+        }
         return replace(self, alone=parts["alone"], many=parts["many"], rest=parts["rest"])
 
     @property
@@ -109,7 +118,8 @@ def sizes_of_r1() -> Sizes:
     many = sorted((one for one in most.items() if one[0] > 128 and one[1] > 1), reverse=True)
     rest = sorted(asked - {*alone, *many}, key=lambda one: (-one[0], one[1]))
     first, second, third = (
-        [Cell(at, users, 128 if users == 1 and at > 128 else 512) for at, users in part] for part in (alone, many, rest)
+        [Cell(at, users, 128 if users == 1 and at > 128 else 512) for at, users in part]
+        for part in (alone, many, rest)
     )
     return Sizes(first, second, third)
 
@@ -148,7 +158,14 @@ class GridRun:
         """A row of a part, told and written; nothing on ranks above 0."""
         if self.parallel.rank == 0:
             self.report.setdefault(part, []).append(row)
-            self.say(f"{part}: " + "  ".join(f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, (int, float))))
+            self.say(
+                f"{part}: "
+                + "  ".join(
+                    f"{key} {value:.4g}"
+                    for key, value in row.items()
+                    if isinstance(value, (int, float))
+                )
+            )
             self.save()
 
     def save(self) -> None:
@@ -175,31 +192,61 @@ class GridRun:
 
 def cells_of(text: str) -> list[tuple[int, int]]:
     """Input lengths and users of 4096x16,8192x8, which the grid must have."""
-    cells = [(int(length), int(users)) for length, users in (one.split("x") for one in text.split(","))]
-    grid = {(one.input_len, one.users) for sizes in (sizes_of_r1(), TINY_SIZES) for one in sizes.cells}
+    cells = [
+        (int(length), int(users)) for length, users in (one.split("x") for one in text.split(","))
+    ]
+    grid = {
+        (one.input_len, one.users) for sizes in (sizes_of_r1(), TINY_SIZES) for one in sizes.cells
+    }
     if unknown := [f"{length}x{users}" for length, users in cells if (length, users) not in grid]:
-        known = ", ".join(f"{length}x{users}" for length, users in sorted(grid - {(one.input_len, one.users) for one in TINY_SIZES.cells}))
+        known = ", ".join(
+            f"{length}x{users}"
+            for length, users in sorted(
+                grid - {(one.input_len, one.users) for one in TINY_SIZES.cells}
+            )
+        )
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)} not in the grid: {known}")
     return cells
 
 
-def one_rank(config: deepseek_v3.Config, tp: int, device: torch.device, kind: type[SyntheticWeights] = SyntheticWeights) -> LoadedModel:
-    """As `r1_box.build`, of one rank of `tp` without the others: partial sums go straight into the residual."""
+def one_rank(
+    config: deepseek_v3.Config,
+    tp: int,
+    device: torch.device,
+    kind: type[SyntheticWeights] = SyntheticWeights,
+) -> LoadedModel:
+    """As `r1_box.build`, of one rank of `tp` without the others: partial sums go straight into the
+    residual."""
     weights = kind(config, tp, device)
     with torch.inference_mode():
-        return made_model(deepseek_v3.Model(config, weights), config, weights, device, (deepseek_v3.MtpLayer(config, weights),))
+        return made_model(
+            deepseek_v3.Model(config, weights),
+            config,
+            weights,
+            device,
+            (deepseek_v3.MtpLayer(config, weights),),
+        )
 
 
 def make_engine(box: GridRun, loaded: LoadedModel) -> None:
     """With room for the largest cell, and every size of a decode step of a cell captured."""
     answers, context, prompt = box.sizes.beside
-    blocks = max(*(cell.blocks for cell in box.sizes.cells), Cell(context, answers, 512).blocks + Cell(prompt, 1, 1).blocks)
+    blocks = max(
+        *(cell.blocks for cell in box.sizes.cells),
+        Cell(context, answers, 512).blocks + Cell(prompt, 1, 1).blocks,
+    )
     length = max(cell.input_len + cell.output_len for cell in box.sizes.cells)
     box.engine = served_engine(replace(loaded, mtp_layers=()), blocks, length, answers + 1)
     box.report["budget"] = vars(box.engine.scheduler.budget)
     box.report["cache_tokens"] = blocks * BLOCK_SIZE
-    box.say(f"prompts: {box.report['budget']}; cache of {blocks * BLOCK_SIZE} tokens, {box.engine.cache.nbytes / 1e9:.1f} GB")
-    wanted = {(power_of_two(-(-(cell.input_len + cell.output_len) // BLOCK_SIZE)), cell.users) for cell in box.sizes.cells}
+    box.say(
+        f"prompts: {box.report['budget']}; cache of {blocks * BLOCK_SIZE} tokens, "
+        f"{box.engine.cache.nbytes / 1e9:.1f} GB"
+    )
+    wanted = {
+        (power_of_two(-(-(cell.input_len + cell.output_len) // BLOCK_SIZE)), cell.users)
+        for cell in box.sizes.cells
+    }
     if box.engine.runner.why_eager:
         box.say(box.engine.runner.why_eager)
         return
@@ -217,7 +264,9 @@ def capture_prompts(engine: Engine, cell: Cell) -> None:
     """The one pass that computes the prompts of all users. All ranks at the same time."""
     each = -(-cell.input_len // BLOCK_SIZE)
     tables = [list(range(1 + user * each, 1 + (user + 1) * each)) for user in range(cell.users)]
-    engine.runner.prompts.capture(None, [PromptRows([user] * cell.input_len, 0, table) for user, table in enumerate(tables)])
+    engine.runner.prompts.capture(
+        None, [PromptRows([user] * cell.input_len, 0, table) for user, table in enumerate(tables)]
+    )
 
 
 def measure_cells(box: GridRun, cells: list[Cell], part: str) -> None:
@@ -225,7 +274,9 @@ def measure_cells(box: GridRun, cells: list[Cell], part: str) -> None:
         return
 
     def measured() -> None:
-        longest = min(max(cell.input_len for cell in cells), _WARM * box.engine.scheduler.budget.alone)
+        longest = min(
+            max(cell.input_len for cell in cells), _WARM * box.engine.scheduler.budget.alone
+        )
         if longest > MOST_TOKENS:
             list(EngineTarget(box.engine, "R1", 1).run(Workload(longest, 2, 1, 1, seed=-1)))
         for cell in cells:
@@ -237,14 +288,33 @@ def measure_cells(box: GridRun, cells: list[Cell], part: str) -> None:
 
 def measure_cell(box: GridRun, cell: Cell, part: str) -> None:
     """Rank 0: one request of every user."""
-    target, passes, began = EngineTarget(box.engine, "R1", cell.users), box.engine.runner.prompts, time.perf_counter()
-    work = Workload(cell.input_len, cell.output_len, cell.users, cell.users, seed=cell.input_len + cell.users)
+    target, passes, began = (
+        EngineTarget(box.engine, "R1", cell.users),
+        box.engine.runner.prompts,
+        time.perf_counter(),
+    )
+    work = Workload(
+        cell.input_len, cell.output_len, cell.users, cell.users, seed=cell.input_len + cell.users
+    )
     before = passes.num_captured
     times = list(target.run(work))
     row = summarize(times, cell.input_len, cell.users).to_json()
-    kept = ("input_len", "concurrency", "output_len", "ttft_s", "tpot_ms", "system_tps", "latency_s", "itl_ms", "itl_ms_p50")
+    kept = (
+        "input_len",
+        "concurrency",
+        "output_len",
+        "ttft_s",
+        "tpot_ms",
+        "system_tps",
+        "latency_s",
+        "itl_ms",
+        "itl_ms_p50",
+    )
     found = {key: row[key] for key in kept if row.get(key) is not None}
-    found |= {"largest_gap_ms": max(max(one.gaps) for one in times) * 1e3, "captured": passes.num_captured - before}
+    found |= {
+        "largest_gap_ms": max(max(one.gaps) for one in times) * 1e3,
+        "captured": passes.num_captured - before,
+    }
     if cell.users == 1 and cell.input_len <= MOST_TOKENS:
         alone = list(target.run(Workload(cell.input_len, 2, 7, 1, seed=-2)))
         found["ttft_alone_s"] = statistics.median(one.ttft_s for one in alone)
@@ -252,9 +322,18 @@ def measure_cell(box: GridRun, cell: Cell, part: str) -> None:
 
 
 def measure_guesses(box: GridRun, loaded: LoadedModel) -> None:
-    """As often right as published, chosen while running and fixed; less often and never, beside an engine without a layer that guesses."""
-    input_len, output_len = (128, 512) if box.parallel.peers is not None or loaded.device.type != "cpu" else (24, 16)
-    engine = made_engine(loaded, max(box.sizes.users), input_len + output_len, num_drafts=MOST_GUESSES, kind=DraftingEngine)
+    """As often right as published, chosen while running and fixed; less often and never, beside an
+    engine without a layer that guesses."""
+    input_len, output_len = (
+        (128, 512) if box.parallel.peers is not None or loaded.device.type != "cpu" else (24, 16)
+    )
+    engine = made_engine(
+        loaded,
+        max(box.sizes.users),
+        input_len + output_len,
+        num_drafts=MOST_GUESSES,
+        kind=DraftingEngine,
+    )
     assert isinstance(engine, DraftingEngine)
     for users in box.sizes.users:
         if not box.parallel.minimum(int(not box.is_late)):
@@ -286,21 +365,41 @@ def measure_beside(box: GridRun) -> None:
 def print_table(report: dict[str, Any]) -> None:
     """The grid beside the report's figures, then the guesses."""
     published = {(row["input_len"], row["concurrency"]): row for row in published_cells()}
-    names = (("in", 6), ("users", 5), ("out", 4), ("TTFT s", 8), ("report", 7), ("TPOT ms", 8), ("report", 7), ("median", 7), ("tok/s", 7))
+    names = (
+        ("in", 6),
+        ("users", 5),
+        ("out", 4),
+        ("TTFT s", 8),
+        ("report", 7),
+        ("TPOT ms", 8),
+        ("report", 7),
+        ("median", 7),
+        ("tok/s", 7),
+    )
     print("\n" + " ".join(name.rjust(width) for name, width in (*names, ("gap ms", 7))), "captured")
     for row in sorted(
-        (row for part in ("alone", "many", "rest") for row in report.get(part, [])), key=lambda row: (row["input_len"], row["concurrency"])
+        (row for part in ("alone", "many", "rest") for row in report.get(part, [])),
+        key=lambda row: (row["input_len"], row["concurrency"]),
     ):
         other = published.get((row["input_len"], row["concurrency"]), {})
         print(
-            f"{row['input_len']:>6} {row['concurrency']:>5} {row['output_len']:>4.0f} {row['ttft_s']:>8.3f} {other.get('ttft_s', '-'):>7} "
-            f"{row['tpot_ms']:>8.2f} {other.get('tpot_ms', '-'):>7} {row.get('itl_ms_p50', float('nan')):>7.2f} {row['system_tps']:>7.0f} "
+            f"{row['input_len']:>6} {row['concurrency']:>5} {row['output_len']:>4.0f} "
+            f"{row['ttft_s']:>8.3f} {other.get('ttft_s', '-'):>7} "
+            f"{row['tpot_ms']:>8.2f} {other.get('tpot_ms', '-'):>7} "
+            f"{row.get('itl_ms_p50', float('nan')):>7.2f} {row['system_tps']:>7.0f} "
             f"{row['largest_gap_ms']:>7.1f} {row['captured']}"
         )
     for row in report.get("guesses", []):
-        kept = f", kept {row['kept']:.3f}, {row['tokens_a_step']:.2f} a step, last {row['guessed_last']}" if "kept" in row else ""
+        kept = (
+            f", kept {row['kept']:.3f}, {row['tokens_a_step']:.2f} a step, last "
+            f"{row['guessed_last']}"
+            if "kept" in row
+            else ""
+        )
         right = f" right {row['right']}" if "right" in row else ""
-        print(f"{row['users']} users, guesses {row['guesses']}{right}: {row['tpot_ms']:.3f} ms{kept}")
+        print(
+            f"{row['users']} users, guesses {row['guesses']}{right}: {row['tpot_ms']:.3f} ms{kept}"
+        )
     print("failed:", ", ".join(report.get("failed", {})) or "nothing", flush=True)
 
 
@@ -326,7 +425,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         sizes = replace(sizes, users=tuple(options.users))
     box = GridRun(parallel, sizes, options.out, options.seconds, about)
     box.say(f"{about}, all-reduce by {'peers' if parallel.peers is not None else 'the library'}")
-    loaded = one_rank(config, options.rank_of, device) if options.rank_of else build(config, parallel, device)
+    loaded = (
+        one_rank(config, options.rank_of, device)
+        if options.rank_of
+        else build(config, parallel, device)
+    )
     box.say("weights are made")
     make_engine(box, loaded)
     measures: dict[str, Callable[[GridRun], None]] = {
@@ -350,7 +453,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--seconds", type=float, default=400.0)
     parser.add_argument("--rank-of", type=int, help="one rank of so many, alone")

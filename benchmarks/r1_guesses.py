@@ -1,8 +1,11 @@
-"""Guesses of an MTP layer on R1's shapes, of which some count as right: how many pay, and what guesses that are never right cost.
+"""Guesses of an MTP layer on R1's shapes, of which some count as right: how many pay, and what
+guesses that are never right cost.
 
-Made-up weights guess nothing right, so whether a guess is right is drawn when its successor was chosen: the layer has computed and sampled,
-the guess went through the whole model, cache and rows were kept for it, and then what the model chose in its place is made the guess, or
-another token. A right guess brings a token, behind a wrong one is computed again. Rows of one user choose experts as unlike each other as
+Made-up weights guess nothing right, so whether a guess is right is drawn when its successor was
+chosen: the layer has computed and sampled, the guess went through the whole model, cache and rows
+were kept for it, and then what the model chose in its place is made the guess, or another token. A
+right guess brings a token, behind a wrong one is computed again. Rows of one user choose experts as
+unlike each other as
 those of two: real text's successive tokens share some. r1_box.py and r1_grid.py measure with it.
 """
 
@@ -28,7 +31,8 @@ from quantkit.executor.speculation.speculation import Speculation
 from quantkit.executor.weights.load import LoadedModel
 
 PUBLISHED = 0.69
-"""Share of guesses that are right, of those behind right ones: three bring 2.49 tokens a step, as was published."""
+"""Share of guesses that are right, of those behind right ones: three bring 2.49 tokens a step, as
+was published."""
 
 
 class DraftingEngine(Engine):
@@ -40,16 +44,23 @@ class DraftingEngine(Engine):
         super().__init__(loaded, *given, **options)
         self.chooser = DrawnChooser(self)
 
-    def sequence(self, prompt: list[int], params: SamplingParams, index: int = 0, *, streams: bool = True) -> Sequence:
-        """Its seed follows from the prompt: the same on every rank, and for any number of guesses."""
-        return super().sequence(prompt, replace(params, seed=1000 * sum(prompt)), index, streams=False)
+    def sequence(
+        self, prompt: list[int], params: SamplingParams, index: int = 0, *, streams: bool = True
+    ) -> Sequence:
+        """Its seed follows from the prompt: the same on every rank, and for any number of
+        guesses."""
+        return super().sequence(
+            prompt, replace(params, seed=1000 * sum(prompt)), index, streams=False
+        )
 
 
 class DrawnChooser(Chooser):
     """Which guesses are right is drawn from their sequence's seed and their places."""
 
     def __init__(self, engine: DraftingEngine) -> None:
-        super().__init__(engine.loaded.config.vocab_size, engine.loaded.device, lambda: engine.tokenizer.eos_ids)
+        super().__init__(
+            engine.loaded.config.vocab_size, engine.loaded.device, lambda: engine.tokenizer.eos_ids
+        )
         self._engine = engine
 
     def choose(self, done: ForwardPass, draw: Draws) -> ChosenTokens:
@@ -72,9 +83,12 @@ def plain_row(engine: Engine, work: Workload) -> dict[str, Any]:
     return {"users": work.concurrency, "guesses": "none"} | _times(times) if times else {}
 
 
-def guesses_row(engine: DraftingEngine, work: Workload, most: int, fixed: int | None, acceptance: float) -> dict[str, Any]:
-    """Empty on ranks above 0. most: guesses of the engine's layer, at most. fixed: as many in every step; None: chosen while running from
-    what they bring and cost, by an engine that knows nothing yet."""
+def guesses_row(
+    engine: DraftingEngine, work: Workload, most: int, fixed: int | None, acceptance: float
+) -> dict[str, Any]:
+    """Empty on ranks above 0. most: guesses of the engine's layer, at most. fixed: as many in every
+    step; None: chosen while running from what they bring and cost, by an engine that knows nothing
+    yet."""
     engine.acceptance, drafter = acceptance, engine.speculation.drafter
     assert drafter is not None, "an engine with a layer that guesses"
     drafter.count = most
@@ -102,7 +116,8 @@ def guesses_row(engine: DraftingEngine, work: Workload, most: int, fixed: int | 
 
 
 def watched(speculation: Speculation) -> list[tuple[float, int, int, int, int]]:
-    """Of every step of answers alone: its milliseconds, the guesses that it makes, its rows and answers, and which step it is."""
+    """Of every step of answers alone: its milliseconds, the guesses that it makes, its rows and
+    answers, and which step it is."""
     steps: list[tuple[float, int, int, int, int]] = []
     guessing = speculation.guessing
     stepped = guessing.stepped
@@ -119,8 +134,13 @@ def warm(engine: DraftingEngine, input_len: int, users: int, most: int) -> None:
     """Every size of a step is captured: of each number of guesses, with fewer answers too."""
     for count in [1 << power for power in range(users.bit_length())]:
         for fixed in range(most, -1, -1):
-            guesses_row(engine, Workload(input_len, 4 + 2 * fixed, count, count, seed=-1), most, fixed, 1.0)
+            guesses_row(
+                engine, Workload(input_len, 4 + 2 * fixed, count, count, seed=-1), most, fixed, 1.0
+            )
 
 
 def _times(times: list[RequestTimes]) -> dict[str, float]:
-    return {"tpot_ms": statistics.mean(one.tpot_ms or 0.0 for one in times), "output_len": times[0].output_tokens}
+    return {
+        "tpot_ms": statistics.mean(one.tpot_ms or 0.0 for one in times),
+        "output_len": times[0].output_tokens,
+    }

@@ -1,18 +1,21 @@
-"""One tensor-parallel rank of DeepSeek-R1 on one device: time of a decode step against the bytes it must read, and time to first token.
+"""One tensor-parallel rank of DeepSeek-R1 on one device: time of a decode step against the bytes it
+must read, and time to first token.
 
-    python benchmarks/r1_rank.py [--tp 4] [--concurrency 1,8,32] [--context 640] [--long 30000] [--prefill 128,4096] [--chunk 8192]
+    python benchmarks/r1_rank.py [--tp 4] [--concurrency 1,8,32] [--context 640] [--long 30000]
+    [--prefill 128,4096] [--chunk 8192]
         [--cache int8] [--backend NAME] [--layers N] [--out FILE.json]
     python benchmarks/r1_rank.py --tiny                 the same on a CPU in seconds, with small sizes: a test of the script
     python benchmarks/r1_rank.py --prefill-profile      also where the host spends a prompt's time
 
-The weights are those of r1_synthetic.py, all 61 layers: a step streams what it needs of 88 GB at tp 4, far beyond any cache. The executor's
-own model, cache and captured decode step compute.
+The weights are those of r1_synthetic.py, all 61 layers: a step streams what it needs of 88 GB at tp
+4, far beyond any cache. The executor's own model, cache and captured decode step compute.
 
-What a whole box would add is left out and said so: the all-reduces (2 a layer; the partial sums go straight into the residual), the
-all-gather of the logits, tokenizer and server. TPOT is the wall clock from one step's tokens on the host to the next's.
+What a whole box would add is left out and said so: the all-reduces (2 a layer; the partial sums go
+straight into the residual), the all-gather of the logits, tokenizer and server. TPOT is the wall
+clock from one step's tokens on the host to the next's.
 
-Last, the step with one guess of the MTP layer: two rows a sequence, then the layer over both, one wait of the host. Time per token follows
-from an acceptance, which made-up weights do not have.
+Last, the step with one guess of the MTP layer: two rows a sequence, then the layer over both, one
+wait of the host. Time per token follows from an acceptance, which made-up weights do not have.
 """
 
 import argparse
@@ -49,7 +52,14 @@ STEPS = 32
 class Rank:
     """The model with a cache whose every slot holds something."""
 
-    def __init__(self, config: deepseek_v3.Config, tp: int, tokens: int, device: torch.device, codes: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        config: deepseek_v3.Config,
+        tp: int,
+        tokens: int,
+        device: torch.device,
+        codes: torch.dtype | None = None,
+    ) -> None:
         self.config, self.device = config, device
         self.token_bytes = config.cache.token_bytes(16 if codes is None else 8)
         self.weights = SyntheticWeights(config, tp, device)
@@ -62,25 +72,35 @@ class Rank:
             block_size=BLOCK_SIZE,
             dtype=torch.bfloat16,
             device=device,
-            parts=() if codes is None else (config.kv_lora_rank, config.cache_width - config.kv_lora_rank),
+            parts=()
+            if codes is None
+            else (config.kv_lora_rank, config.cache_width - config.kv_lora_rank),
             coding=None if codes is None else Coding(codes, 0),
         )
         fill_cache(self.cache)
-        self._capture = DeviceCapture(device) if device.type == "cuda" else lambda step, lengths: step
+        self._capture = (
+            DeviceCapture(device) if device.type == "cuda" else lambda step, lengths: step
+        )
         self.steps = DecodeSteps(self.model, self.cache, self._capture)
         self.prompts = PromptPasses(self.model, self.cache, self._capture)
 
     def draft_steps(self) -> DecodeSteps:
         """Of an MTP layer, made now."""
-        return DecodeSteps(deepseek_v3.MtpLayer(self.config, self.weights), self.cache, self._capture)
+        return DecodeSteps(
+            deepseek_v3.MtpLayer(self.config, self.weights), self.cache, self._capture
+        )
 
     def rows(self, token_ids: Sequence[int], position: int, room: int, each: int = 1) -> DecodeRows:
-        """`each` rows per sequence, at `position` and after it; each sequence has blocks of its own for `room` tokens."""
+        """`each` rows per sequence, at `position` and after it; each sequence has blocks of its own
+        for `room` tokens."""
         count, per_row = len(token_ids) // each, -(-room // BLOCK_SIZE)
         tables = (1 + np.arange(count * per_row).reshape(count, per_row)).repeat(each, axis=0)
         assert tables[-1, -1] < self.cache.num_blocks, (tables[-1, -1], self.cache.num_blocks)
         positions = position + np.tile(np.arange(each), count)
-        slots = tables[np.arange(count * each), positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        slots = (
+            tables[np.arange(count * each), positions // BLOCK_SIZE] * BLOCK_SIZE
+            + positions % BLOCK_SIZE
+        )
         return DecodeRows(np.array(token_ids), positions, slots, tables)
 
     def first_tokens(self, count: int) -> list[int]:
@@ -122,7 +142,9 @@ def decode_row(rank: Rank, concurrency: int, context: int, bandwidth: float) -> 
     }
 
 
-def drafted_row(rank: Rank, drafts: DecodeSteps, concurrency: int, context: int, plain_ms: float) -> dict[str, Any]:
+def drafted_row(
+    rank: Rank, drafts: DecodeSteps, concurrency: int, context: int, plain_ms: float
+) -> dict[str, Any]:
     """A step that verifies one guess a sequence and makes the next; plain_ms: the step without."""
     room = context + 2 * STEPS + 4
     token_ids, walls = rank.first_tokens(2 * concurrency), []
@@ -133,14 +155,21 @@ def drafted_row(rank: Rank, drafts: DecodeSteps, concurrency: int, context: int,
         guessed = drafts.run(rows, result.greedy, result.hidden)
         both = torch.cat((result.greedy, guessed.greedy)).tolist()
         walls.append(time.perf_counter() - began)
-        token_ids = [token for pair in zip(both[1 : 2 * concurrency : 2], both[2 * concurrency + 1 :: 2]) for token in pair]
+        token_ids = [
+            token
+            for pair in zip(both[1 : 2 * concurrency : 2], both[2 * concurrency + 1 :: 2])
+            for token in pair
+        ]
     wall = statistics.median(walls[4:]) * 1e3
     return {
         "concurrency": concurrency,
         "context": context,
         "step_ms": wall,
         "verify_device_ms": device_seconds(rank, rank.steps.filled(rows)[1]) * 1e3,
-        "guess_device_ms": device_seconds(rank, drafts.filled(rows, result.greedy, result.hidden)[1]) * 1e3,
+        "guess_device_ms": device_seconds(
+            rank, drafts.filled(rows, result.greedy, result.hidden)[1]
+        )
+        * 1e3,
         "distinct_experts": compare(rank, rows)[1],
         "tpot_ms": wall / (1 + ACCEPTANCE),
         "gain": plain_ms * (1 + ACCEPTANCE) / wall,
@@ -149,7 +178,8 @@ def drafted_row(rank: Rank, drafts: DecodeSteps, concurrency: int, context: int,
 
 
 def compare(rank: Rank, rows: DecodeRows) -> tuple[float, float]:
-    """How far the captured step's hidden states are from an eager one's (relative), and how many distinct experts a layer used."""
+    """How far the captured step's hidden states are from an eager one's (relative), and how many
+    distinct experts a layer used."""
     buffers, step = rank.steps.filled(rows)
     captured = step().hidden.clone()
     CountedExperts.distinct = []
@@ -176,7 +206,8 @@ def device_seconds(rank: Rank, step: Callable[[], object]) -> float:
 
 
 def part_row(rank: Rank, row: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of a step by part: each part of all layers in a graph of its own. The last is what they leave of the step."""
+    """Milliseconds of a step by part: each part of all layers in a graph of its own. The last is
+    what they leave of the step."""
     count, config = row["concurrency"], rank.config
     rows = rank.rows(rank.first_tokens(count), row["context"], row["context"] + STEPS + 1)
     buffers, _ = rank.steps.filled(rows)
@@ -198,16 +229,23 @@ def part_row(rank: Rank, row: dict[str, Any]) -> dict[str, float]:
     parts["router"] = milliseconds([partial(mlp.choose, x) for mlp in moe])
     # Each layer's own choice for other tokens: as many distinct experts as in a step.
     choices = [mlp.choose(random(count, config.hidden_size)) for mlp in moe]
-    parts["experts"] = milliseconds([partial(mlp.experts, x, *choice) for mlp, choice in zip(moe, choices)])
+    parts["experts"] = milliseconds(
+        [partial(mlp.experts, x, *choice) for mlp, choice in zip(moe, choices)]
+    )
     qkv_a = random(count, config.q_lora_rank + config.cache_width)
     q = random(count, layers[0].attention.kv_b.shape[0], config.qk_head_dim)
     attention = [layer.attention for layer in layers]
     store = [partial(context.store_mla, a.layer, qkv_a, a.norms, config.rope) for a in attention]
     parts["mla_prepare"] = milliseconds(store)
-    attend = [partial(context.attend_mla, a.layer, q, a.kv_b, config.rope, config.softmax_scale) for a in attention]
+    attend = [
+        partial(context.attend_mla, a.layer, q, a.kv_b, config.rope, config.softmax_scale)
+        for a in attention
+    ]
     parts["mla_decode"] = milliseconds(attend)
     gains = [gain for layer in layers for gain in (layer.input_norm, layer.mlp_norm)]
-    parts["add_rms_norm"] = milliseconds([partial(add_rms_norm, x, x, gain, config.rms_norm_eps) for gain in gains])
+    parts["add_rms_norm"] = milliseconds(
+        [partial(add_rms_norm, x, x, gain, config.rms_norm_eps) for gain in gains]
+    )
     step = row["tpot_ms"] if rank.device.type == "cpu" else row["device_ms"]
     parts["embedding, angles, argmax, the rest"] = step - sum(parts.values())
     parts["host"] = row["tpot_ms"] - step
@@ -216,12 +254,15 @@ def part_row(rank: Rank, row: dict[str, Any]) -> dict[str, float]:
 
 def kernel_table(rank: Rank, concurrency: int, context: int) -> list[tuple[str, int, float]]:
     """The launches of one replay: name, count, milliseconds together; the longest first."""
-    _, step = rank.steps.filled(rank.rows(rank.first_tokens(concurrency), context, context + STEPS + 1))
+    _, step = rank.steps.filled(
+        rank.rows(rank.first_tokens(concurrency), context, context + STEPS + 1)
+    )
     return launches_of(step)
 
 
 def time_to_first_token(rank: Rank, length: int, chunk: int) -> float:
-    """Seconds from a prompt's token ids on the host to its first answer token there: the median of five, after two to warm up."""
+    """Seconds from a prompt's token ids on the host to its first answer token there: the median of
+    five, after two to warm up."""
     times = []
     for _ in range(7):
         token_ids = rank.first_tokens(length)
@@ -235,7 +276,9 @@ def first_token(rank: Rank, token_ids: list[int], chunk: int) -> None:
     """A prompt in passes of `chunk` tokens, as an engine computes them: short ones captured."""
     blocks = list(range(1, -(-len(token_ids) // BLOCK_SIZE) + 1))
     for start in range(0, len(token_ids), chunk):
-        hidden = rank.prompts.run(None, [PromptRows(token_ids[start : start + chunk], start, blocks)])
+        hidden = rank.prompts.run(
+            None, [PromptRows(token_ids[start : start + chunk], start, blocks)]
+        )
     rank.model.logits(hidden[-1:]).argmax(dim=-1).tolist()
 
 
@@ -250,7 +293,10 @@ def print_prefill_profile(rank: Rank, length: int, chunk: int) -> None:
             first_token(rank, token_ids, chunk)
             torch.cuda.synchronize()
         found = sorted(profile.key_averages(), key=lambda one: -one.self_device_time_total)
-        print(f"{sum(one.count for one in found)} launches, {sum(one.self_device_time_total for one in found) / 1e3:.2f} ms in kernels")
+        print(
+            f"{sum(one.count for one in found)} launches, "
+            f"{sum(one.self_device_time_total for one in found) / 1e3:.2f} ms in kernels"
+        )
         for one in found[:20]:
             print(f"  {one.self_device_time_total / 1e3:>8.3f} ms {one.count:>6} {one.key[:90]}")
 
@@ -259,7 +305,9 @@ def print_prefill_profile(rank: Rank, length: int, chunk: int) -> None:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     device = torch.device("cpu" if options.tiny else "cuda")
-    fields = (TINY if options.tiny else R1) | ({"num_hidden_layers": options.layers} if options.layers else {})
+    fields = (TINY if options.tiny else R1) | (
+        {"num_hidden_layers": options.layers} if options.layers else {}
+    )
     config = deepseek_v3.Config.from_dict(fields)
     prefer(options.backend, device)
     bandwidth = read_bandwidth(device)
@@ -267,7 +315,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.empty_cache()
     began = time.perf_counter()
     tokens = max(
-        max(options.concurrency) * (options.context + 2 * STEPS + BLOCK_SIZE + 4), options.long + STEPS + BLOCK_SIZE + 1, *options.prefill
+        max(options.concurrency) * (options.context + 2 * STEPS + BLOCK_SIZE + 4),
+        options.long + STEPS + BLOCK_SIZE + 1,
+        *options.prefill,
     )
     rank = Rank(config, options.tp, tokens, device, codes_of(options.cache))
     report: dict[str, Any] = {
@@ -282,26 +332,54 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "device_gb": torch.cuda.memory_allocated() / 1e9 if device.type == "cuda" else float("nan"),
         "made_s": time.perf_counter() - began,
     }
-    backends = {part: ops[0].backend for part, ops in rank.weights.linears.items()} | {"experts": rank.weights.moe[0].backend}
-    print(", ".join(f"{key} {value if isinstance(value, (str, int)) else round(value, 2)}" for key, value in report.items()))
-    print("backends:", ", ".join(f"{part} {backend}" for part, backend in backends.items()), flush=True)
+    backends = {part: ops[0].backend for part, ops in rank.weights.linears.items()} | {
+        "experts": rank.weights.moe[0].backend
+    }
+    print(
+        ", ".join(
+            f"{key} {value if isinstance(value, (str, int)) else round(value, 2)}"
+            for key, value in report.items()
+        )
+    )
+    print(
+        "backends:",
+        ", ".join(f"{part} {backend}" for part, backend in backends.items()),
+        flush=True,
+    )
     report["rows"] = []
-    for concurrency, context in [*((batch, options.context) for batch in options.concurrency), (1, options.long)]:
+    for concurrency, context in [
+        *((batch, options.context) for batch in options.concurrency),
+        (1, options.long),
+    ]:
         row = decode_row(rank, concurrency, context, bandwidth)
         row["why_eager"] = rank.steps.failure
         report["rows"].append(row)
         print(
-            "  ".join(f"{key} {value:.4g}" for key, value in row.items() if isinstance(value, (int, float))), rank.steps.failure, flush=True
+            "  ".join(
+                f"{key} {value:.4g}"
+                for key, value in row.items()
+                if isinstance(value, (int, float))
+            ),
+            rank.steps.failure,
+            flush=True,
         )
-    report["ttft_ms"] = {length: time_to_first_token(rank, length, options.chunk) * 1e3 for length in options.prefill}
+    report["ttft_ms"] = {
+        length: time_to_first_token(rank, length, options.chunk) * 1e3 for length in options.prefill
+    }
     longer = report["rows"][-1]["tpot_ms"] / report["rows"][0]["tpot_ms"]
-    print("TTFT", ", ".join(f"of {length} tokens {ms:.1f} ms" for length, ms in report["ttft_ms"].items()))
+    print(
+        "TTFT",
+        ", ".join(f"of {length} tokens {ms:.1f} ms" for length, ms in report["ttft_ms"].items()),
+    )
     print(f"TPOT at {options.long} / at {options.context}: {longer:.2f}", flush=True)
     for row in report["rows"]:
         row["parts_ms"] = part_row(rank, row)
         print(f"\nconcurrency {row['concurrency']}, context {row['context']}: ms by part (floor)")
         for part, value in row["parts_ms"].items():
-            print(f"  {part:<38}{value:>8.3f}  {floor_of(part, row['read_gb'], bandwidth):>8}", flush=True)
+            print(
+                f"  {part:<38}{value:>8.3f}  {floor_of(part, row['read_gb'], bandwidth):>8}",
+                flush=True,
+            )
     if device.type == "cuda":
         for row in report["rows"]:
             _print_kernels(rank, row)
@@ -314,7 +392,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         report["drafted_rows"].append(drafted)
         print(
             "one guess: "
-            + "  ".join(f"{key} {value:.4g}" if isinstance(value, (int, float)) else str(value) for key, value in drafted.items())
+            + "  ".join(
+                f"{key} {value:.4g}" if isinstance(value, (int, float)) else str(value)
+                for key, value in drafted.items()
+            )
         )
     return report
 
@@ -324,14 +405,18 @@ def _print_kernels(rank: Rank, row: dict[str, Any]) -> None:
     launches = sum(count for _, count, _ in row["kernels"])
     row["launches_per_layer"] = launches / rank.config.num_hidden_layers
     busy = sum(ms for _, _, ms in row["kernels"])
-    head = f"concurrency {row['concurrency']}, context {row['context']}: {launches} launches, {row['launches_per_layer']:.1f} a layer"
+    head = (
+        f"concurrency {row['concurrency']}, context {row['context']}: {launches} launches, "
+        f"{row['launches_per_layer']:.1f} a layer"
+    )
     print(f"\n{head}, {busy:.2f} ms in kernels")
     for name, count, ms in row["kernels"][:14]:
         print(f"  {ms:>8.3f} ms {count:>6} {name}", flush=True)
 
 
 def floor_of(part: str, read_gb: dict[str, float], bandwidth: float) -> str:
-    """Milliseconds that reading the part's bytes takes; empty for parts that read next to nothing."""
+    """Milliseconds that reading the part's bytes takes; empty for parts that read next to
+    nothing."""
     gb = read_gb.get(part, 0.0)
     if part == "mla_decode":
         gb = read_gb["kv_b"] + read_gb["latents"]
@@ -348,7 +433,9 @@ def main() -> None:
     options.add_argument("--chunk", type=int, default=8192, help="tokens of a prompt in a pass")
     options.add_argument("--prefill-profile", action="store_true")
     options.add_argument("--cache", choices=CODES)
-    options.add_argument("--backend", default="auto", help="of kernels: serves every operator that it has")
+    options.add_argument(
+        "--backend", default="auto", help="of kernels: serves every operator that it has"
+    )
     options.add_argument("--layers", type=int, default=0, help="of the model's; all by default")
     options.add_argument("--tiny", action="store_true")
     measured(run, options)

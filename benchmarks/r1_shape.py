@@ -1,17 +1,23 @@
-"""Quantize layers with DeepSeek-R1's true dimensions, or those of models after it, and say how long one takes and how much memory.
+"""Quantize layers with DeepSeek-R1's true dimensions, or those of models after it, and say how long
+one takes and how much memory.
 
     python benchmarks/r1_shape.py write DIR [--shape r1|deepseek-v32|kimi-k2] [--experts 256] [--layers 2] [--dense 1] [--chosen 8]
-    python benchmarks/r1_shape.py run DIR [--recipe awq-w4a16] [--device cpu] [--samples 128] [--held-out 16] [--memory 16GiB] [--profile]
+    python benchmarks/r1_shape.py run DIR [--recipe awq-w4a16] [--device cpu] [--samples 128]
+    [--held-out 16] [--memory 16GiB] [--profile]
     torchrun --nproc-per-node 4 benchmarks/r1_shape.py run DIR --device cuda             on several cards; seconds are those of rank 0
 
-`write` makes a checkpoint in R1's FP8 layout: hidden 7168, 128 heads, experts of 2048, vocabulary 129280, cut to one dense layer and
---layers - 1 MoE layers (12.8 GB with all 256 experts), or with --layers 1 to one MoE layer. Weights are Gaussian, of R1's size, with scales
-that differ from block to block; norm gains have a few large channels, so activations have outliers as a trained model's do. One pool of
-random codes is cut at another place for every tensor: drawing 12 billion of them would take longer than quantizing. Fewer experts make the
-same layer with less of it; 32 of which a token chooses 1 have as many tokens each as R1's.
+`write` makes a checkpoint in R1's FP8 layout: hidden 7168, 128 heads, experts of 2048, vocabulary
+129280, cut to one dense layer and
+--layers - 1 MoE layers (12.8 GB with all 256 experts), or with --layers 1 to one MoE layer. Weights
+are Gaussian, of R1's size, with scales that differ from block to block; norm gains have a few large
+channels, so activations have outliers as a trained model's do. One pool of random codes is cut at
+another place for every tensor: drawing 12 billion of them would take longer than quantizing. Fewer
+experts make the same layer with less of it; 32 of which a token chooses 1 have as many tokens each
+as R1's.
 
-`run` quantizes it and prints one JSON object: seconds by phase, peak memory as the operating system counts it, and the plan's figure.
-Calibration text is random words, one token each, frequent ones more often (Zipf).
+`run` quantizes it and prints one JSON object: seconds by phase, peak memory as the operating system
+counts it, and the plan's figure. Calibration text is random words, one token each, frequent ones
+more often (Zipf).
 """
 
 import argparse
@@ -48,7 +54,12 @@ BLOCK = 128
 
 SHAPES: dict[str, dict[str, Any]] = {
     "r1": {},
-    "deepseek-v32": {"model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
+    "deepseek-v32": {
+        "model_type": "deepseek_v32",
+        "index_topk": 2048,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+    },
     "kimi-k2": {
         "model_type": "kimi_k2",
         "vocab_size": 163840,
@@ -63,17 +74,32 @@ SHAPES: dict[str, dict[str, Any]] = {
 """What differs from R1."""
 
 
-def shape_config(shape: str, experts: int, layers: int, dense: int = 1, chosen: int = 8) -> dict[str, Any]:
-    """A published config.json with fewer layers and, if wanted, fewer experts and fewer chosen. dense: layers without experts, but that one
-    layer has them."""
+def shape_config(
+    shape: str, experts: int, layers: int, dense: int = 1, chosen: int = 8
+) -> dict[str, Any]:
+    """A published config.json with fewer layers and, if wanted, fewer experts and fewer chosen.
+    dense: layers without experts, but that one layer has them."""
     made = r1_config(experts, layers) | SHAPES[shape]
     groups = {"n_group": 1, "topk_group": 1} if experts < 16 else {}
-    return made | groups | {"first_k_dense_replace": min(layers - 1, dense), "num_experts_per_tok": min(experts, chosen)}
+    return (
+        made
+        | groups
+        | {
+            "first_k_dense_replace": min(layers - 1, dense),
+            "num_experts_per_tok": min(experts, chosen),
+        }
+    )
 
 
 def r1_config(experts: int, layers: int) -> dict[str, Any]:
     """R1's."""
-    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+    yarn = {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    }
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -109,7 +135,12 @@ def r1_config(experts: int, layers: int) -> dict[str, Any]:
         "rope_scaling": {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0},
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
-        "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]},
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
     }
 
 
@@ -121,9 +152,15 @@ def specs(rows: list[Parameter]) -> Iterator[TensorSpec]:
     for row in rows:
         if is_fp8(row):
             yield TensorSpec(row.name, torch.float8_e4m3fn, row.shape)
-            yield TensorSpec(f"{row.name}_scale_inv", torch.float32, tuple(math.ceil(size / BLOCK) for size in row.shape))
+            yield TensorSpec(
+                f"{row.name}_scale_inv",
+                torch.float32,
+                tuple(math.ceil(size / BLOCK) for size in row.shape),
+            )
         else:
-            yield TensorSpec(row.name, torch.float32 if row.role == "router_bias" else torch.bfloat16, row.shape)
+            yield TensorSpec(
+                row.name, torch.float32 if row.role == "router_bias" else torch.bfloat16, row.shape
+            )
 
 
 class Values:
@@ -133,7 +170,9 @@ class Values:
         self.generator = torch.Generator().manual_seed(0)
         noise = torch.randn(POOL, generator=self.generator)
         self.plain = noise.bfloat16()
-        self.codes = (noise * (448 / 4.2)).clamp(-448, 448).to(torch.float8_e4m3fn)  # the largest of a block's 16384 is near 4.2 sigma
+        self.codes = (
+            (noise * (448 / 4.2)).clamp(-448, 448).to(torch.float8_e4m3fn)
+        )  # the largest of a block's 16384 is near 4.2 sigma
 
     def tensors(self, row: Parameter) -> dict[str, Tensor]:
         if row.role == "norm":
@@ -144,7 +183,10 @@ class Values:
             return {row.name: 0.01 * self.randn(row.shape)}
         spread = 1 / math.sqrt(row.shape[1])
         if not is_fp8(row):
-            return {row.name: self.cut(self.plain, row.shape) * (1.0 if row.role == "embedding" else spread)}
+            return {
+                row.name: self.cut(self.plain, row.shape)
+                * (1.0 if row.role == "embedding" else spread)
+            }
         blocks = [math.ceil(size / BLOCK) for size in row.shape]
         scale = (0.15 * self.randn(blocks)).exp() * spread * 4.2 / 448
         return {row.name: self.cut(self.codes, row.shape), f"{row.name}_scale_inv": scale}
@@ -156,7 +198,11 @@ class Values:
         count = math.prod(shape)
         start = int(torch.randint(POOL // 2, (1,), generator=self.generator))
         flat = pool[start:]
-        return (flat[:count] if count <= len(flat) else flat.repeat(math.ceil(count / len(flat)))[:count]).view(shape)
+        return (
+            flat[:count]
+            if count <= len(flat)
+            else flat.repeat(math.ceil(count / len(flat)))[:count]
+        ).view(shape)
 
 
 def write(path: Path, config: dict[str, Any]) -> None:
@@ -172,7 +218,14 @@ def write(path: Path, config: dict[str, Any]) -> None:
     _text(path / "calibration.jsonl", config["vocab_size"])
     seconds = time.perf_counter() - start
     print(
-        json.dumps({"path": str(path), "bytes": written, "seconds": round(seconds, 1), "gb_per_second": round(written / seconds / 1e9, 2)})
+        json.dumps(
+            {
+                "path": str(path),
+                "bytes": written,
+                "seconds": round(seconds, 1),
+                "gb_per_second": round(written / seconds / 1e9, 2),
+            }
+        )
     )
 
 
@@ -186,12 +239,20 @@ def _tokenizer(vocabulary: int) -> bytes:
 
 def _text(path: Path, vocabulary: int) -> None:
     weights = 1 / torch.arange(10, vocabulary + 10).double()
-    words = torch.multinomial(weights, 160 * 520, replacement=True, generator=torch.Generator().manual_seed(0)).view(160, 520)
-    path.write_text("".join(json.dumps({"text": " ".join(f"w{i}" for i in record)}) + "\n" for record in words.tolist()))
+    words = torch.multinomial(
+        weights, 160 * 520, replacement=True, generator=torch.Generator().manual_seed(0)
+    ).view(160, 520)
+    path.write_text(
+        "".join(
+            json.dumps({"text": " ".join(f"w{i}" for i in record)}) + "\n"
+            for record in words.tolist()
+        )
+    )
 
 
 class Phases:
-    """Seconds of every phase, and of the processors in it, by half or experts of each layer; each event begins one."""
+    """Seconds of every phase, and of the processors in it, by half or experts of each layer; each
+    event begins one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -205,13 +266,25 @@ class Phases:
             cpu = time.process_time()
             self.seconds[self._last] += now - self._since
             self.cpu[self._last] += cpu - self._cpu_since
-            unit = event.unit.split(".experts")[0] + (" experts" if ".experts" in event.unit else "")
+            unit = event.unit.split(".experts")[0] + (
+                " experts" if ".experts" in event.unit else ""
+            )
             phase = f"{unit}: {event.phase}" if event.unit.startswith("layers") else "tables"
             if phase != self._last and "experts" not in phase:
                 self._tell(f"{now_held_and_peak(event)}  {phase}", now, cpu)
-            if layer_of(phase) != layer_of(self._last) and layer_of(self._last).startswith("layers"):
-                own = {name: round(seconds, 2) for name, seconds in self.seconds.items() if layer_of(name) == layer_of(self._last)}
-                self._tell(f"{layer_of(self._last)} took {sum(own.values()):.2f} s: {json.dumps(own)}", now, cpu)
+            if layer_of(phase) != layer_of(self._last) and layer_of(self._last).startswith(
+                "layers"
+            ):
+                own = {
+                    name: round(seconds, 2)
+                    for name, seconds in self.seconds.items()
+                    if layer_of(name) == layer_of(self._last)
+                }
+                self._tell(
+                    f"{layer_of(self._last)} took {sum(own.values()):.2f} s: {json.dumps(own)}",
+                    now,
+                    cpu,
+                )
             self._last, self._since, self._cpu_since = phase, now, cpu
 
     def _tell(self, text: str, now: float, cpu: float) -> None:
@@ -227,13 +300,30 @@ def layer_of(phase: str) -> str:
     return ".".join(phase.split(":")[0].split(" ")[0].split(".")[:2])
 
 
-def run(path: Path, name: str, device: str, samples: int, held_out: int, seq_len: int, memory: str | None, profile: bool) -> None:
+def run(
+    path: Path,
+    name: str,
+    device: str,
+    samples: int,
+    held_out: int,
+    seq_len: int,
+    memory: str | None,
+    profile: bool,
+) -> None:
     """name: of a recipe."""
     out, leads = path.with_name(f"{path.name}-{name}"), os.environ.get("RANK", "0") == "0"
     if leads:
-        for left in (out, out.with_name(f"{out.name}.partial")):  # what a run that was ended left would be gone on with
+        for left in (
+            out,
+            out.with_name(f"{out.name}.partial"),
+        ):  # what a run that was ended left would be gone on with
             shutil.rmtree(left, ignore_errors=True)
-    settings = {"calibration": str(path / "calibration.jsonl"), "samples": samples, "held_out": held_out, "seq_len": seq_len}
+    settings = {
+        "calibration": str(path / "calibration.jsonl"),
+        "samples": samples,
+        "held_out": held_out,
+        "seq_len": seq_len,
+    }
     recipe = load_recipe(name).model_copy(update=settings)
     scheme = find_scheme(recipe.scheme)
     planned = plan(path, scheme, recipe=recipe, samples=samples, seq_len=seq_len)
@@ -241,7 +331,9 @@ def run(path: Path, name: str, device: str, samples: int, held_out: int, seq_len
     ceiling = parse_bytes(memory) if memory else None
     before = resource.getrusage(resource.RUSAGE_SELF)
     with _profiled(profile):
-        report = quantize(path, out, scheme, "auto", recipe, device=device, memory=ceiling, on_event=phases)
+        report = quantize(
+            path, out, scheme, "auto", recipe, device=device, memory=ceiling, on_event=phases
+        )
     after = resource.getrusage(resource.RUSAGE_SELF)
     if not leads:
         return
@@ -252,13 +344,17 @@ def run(path: Path, name: str, device: str, samples: int, held_out: int, seq_len
         json.dumps(
             {
                 "seconds": round(report.seconds, 1),
-                "cpu_seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
+                "cpu_seconds": round(
+                    after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1
+                ),
                 "threads": torch.get_num_threads(),
                 "cores": os.cpu_count(),
                 "peak_rss_gib": round(report.peak_memory / 2**30, 2),
                 "planned_gib": round(planned.host_peak_bytes / 2**30, 2),
                 "planned": asdict(planned.host_peak),
-                "device_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else None,
+                "device_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)
+                if torch.cuda.is_available()
+                else None,
                 "tokens": report.calibration_tokens,
                 "mean_error": report.findings.mean_error,
                 "by_layer": {name: round(seconds, 1) for name, seconds in layers.items()},
@@ -278,7 +374,9 @@ class _profiled:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self.profiler = torch.profiler.profile(activities=activities, acc_events=True) if wanted else None
+        self.profiler = (
+            torch.profiler.profile(activities=activities, acc_events=True) if wanted else None
+        )
 
     def __enter__(self) -> None:
         if self.profiler:
@@ -288,11 +386,17 @@ class _profiled:
         if self.profiler:
             self.profiler.__exit__(*raised)
             order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-            print(self.profiler.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60))
+            print(
+                self.profiler.key_averages().table(
+                    sort_by=order, row_limit=25, max_name_column_width=60
+                )
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("write", "run"))
     parser.add_argument("path", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="r1")
@@ -309,9 +413,21 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
     if given.what == "write":
-        write(given.path, shape_config(given.shape, given.experts, given.layers, given.dense, given.chosen))
+        write(
+            given.path,
+            shape_config(given.shape, given.experts, given.layers, given.dense, given.chosen),
+        )
     else:
-        run(given.path, given.recipe, given.device, given.samples, given.held_out, given.seq_len, given.memory, given.profile)
+        run(
+            given.path,
+            given.recipe,
+            given.device,
+            given.samples,
+            given.held_out,
+            given.seq_len,
+            given.memory,
+            given.profile,
+        )
 
 
 if __name__ == "__main__":

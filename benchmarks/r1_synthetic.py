@@ -1,9 +1,11 @@
-"""DeepSeek-R1's true shapes with weights made up on the device, as one tensor-parallel rank holds them.
+"""DeepSeek-R1's true shapes with weights made up on the device, as one tensor-parallel rank holds
+them.
 
-AWQ's grid: int4, groups of 128, zero points; router, norms, kv_b, eh_proj, embeddings and heads are not quantized. Codes and scales are
-random and are laid out by the kernels' own `prepare`. The shared expert is one more of the routed ones, as the executor has it where
-their formats agree. Each layer has memory of its own; the routed experts of the later layers are those of the first in another order, for
-packing 14848 experts would take longer than the benchmark.
+AWQ's grid: int4, groups of 128, zero points; router, norms, kv_b, eh_proj, embeddings and heads are
+not quantized. Codes and scales are random and are laid out by the kernels' own `prepare`. The
+shared expert is one more of the routed ones, as the executor has it where their formats agree. Each
+layer has memory of its own; the routed experts of the later layers are those of the first in
+another order, for packing 14848 experts would take longer than the benchmark.
 """
 
 import copy
@@ -81,13 +83,19 @@ class CountedExperts:
 
     def __init__(self, experts: kernels.Experts) -> None:
         self.experts = experts
-        self.num_experts, self.nbytes, self.backend = experts.num_experts, experts.nbytes, experts.backend
+        self.num_experts, self.nbytes, self.backend = (
+            experts.num_experts,
+            experts.nbytes,
+            experts.backend,
+        )
 
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         self._note(topk_ids)
         return self.experts(x, topk_ids, topk_weights)
 
-    def unsummed(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor | kernels.UnsummedPairs:
+    def unsummed(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor
+    ) -> Tensor | kernels.UnsummedPairs:
         self._note(topk_ids)
         return self.experts.unsummed(x, topk_ids, topk_weights)
 
@@ -97,17 +105,27 @@ class CountedExperts:
 
 
 class SyntheticWeights:
-    """`models.weights.Weights` made up on the device: this rank's shapes, random values of a size that keeps activations near 1.
+    """`models.weights.Weights` made up on the device: this rank's shapes, random values of a size
+    that keeps activations near 1.
 
-    linears by part of the layer, moe: what was handed out; other: bytes of what a step reads besides.
+    linears by part of the layer, moe: what was handed out; other: bytes of what a step reads
+    besides.
     """
 
     ranks = parallel = SINGLE
     expert_ranks = NO_RANKS
     backend = "auto"
 
-    def __init__(self, config: Any, tp: int, device: torch.device, rows: list[Parameter] | None = None, bits: int = 4) -> None:
-        """rows: the architecture's table, DeepSeek-V3's where none is given. bits: of linears and experts, 4 or 16."""
+    def __init__(
+        self,
+        config: Any,
+        tp: int,
+        device: torch.device,
+        rows: list[Parameter] | None = None,
+        bits: int = 4,
+    ) -> None:
+        """rows: the architecture's table, DeepSeek-V3's where none is given. bits: of linears and
+        experts, 4 or 16."""
         self.device, self.dtype, self.bits = device, torch.bfloat16, bits
         self._shapes, self._tp = {}, tp
         for row in deepseek_v3.parameters(config) if rows is None else rows:
@@ -127,7 +145,9 @@ class SyntheticWeights:
         if role == "router_bias":
             return torch.zeros(shape, dtype=torch.float32, device=self.device)
         router = role == "router"
-        value = torch.randn(shape, dtype=torch.float32 if router else self.dtype, device=self.device)
+        value = torch.randn(
+            shape, dtype=torch.float32 if router else self.dtype, device=self.device
+        )
         if router:
             self.other["router"] += value.nbytes
             value *= shape[1] ** -0.5
@@ -144,17 +164,23 @@ class SyntheticWeights:
     def linear(self, module: str) -> LinearOp:
         role, shape = self._shapes[f"{module}.weight"]
         if role == "mtp_proj" and self._tp > 1:
-            return Repeated(self._hand_out(_part(module), kernels.prepare_dense(self._normal(module))), self._tp)
+            return Repeated(
+                self._hand_out(_part(module), kernels.prepare_dense(self._normal(module))), self._tp
+            )
         if role == "head":
             return self._hand_out(_part(module), kernels.prepare_dense(self._normal(module)))
-        return self._hand_out(_part(module), kernels.prepare(self._weight(*shape), dtype=self.dtype))
+        return self._hand_out(
+            _part(module), kernels.prepare(self._weight(*shape), dtype=self.dtype)
+        )
 
     def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
         shapes = [self._shapes[f"{module}.weight"][1] for module in modules]
         fused = self._weight(sum(n for n, _ in shapes), shapes[0][1])
         return self._hand_out(_part(modules[0]), kernels.prepare(fused, dtype=self.dtype))
 
-    def experts(self, prefix: str, num_experts: int, gating: kernels.Gating = kernels.SILU) -> ExpertsOp:
+    def experts(
+        self, prefix: str, num_experts: int, gating: kernels.Gating = kernels.SILU
+    ) -> ExpertsOp:
         assert gating == kernels.SILU, gating
         return self._experts([f"{prefix}.{expert}" for expert in range(num_experts)])
 
@@ -165,7 +191,10 @@ class SyntheticWeights:
         if self._first_experts is None:
             builder = kernels.ExpertsBuilder(len(modules), dtype=self.dtype, device=self.device)
             for expert, module in enumerate(modules):
-                sides = [self._weight(*self._shapes[f"{module}.{side}_proj.weight"][1]) for side in ("gate", "up", "down")]
+                sides = [
+                    self._weight(*self._shapes[f"{module}.{side}_proj.weight"][1])
+                    for side in ("gate", "up", "down")
+                ]
                 builder.add(expert, *sides)
             self._first_experts = experts = builder.finish()
         else:
@@ -180,13 +209,20 @@ class SyntheticWeights:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def add_rms_norm(self, x: Tensor | kernels.UnsummedPairs, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor | kernels.UnsummedPairs, residual: Tensor, gain: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         return kernels.add_rms_norm(x if isinstance(x, Tensor) else x.summed(), residual, gain, eps)
 
     def read(self, distinct: float) -> dict[str, float]:
-        """Weight bytes that a step reads, by part, with so many distinct experts in an average layer."""
+        """Weight bytes that a step reads, by part, with so many distinct experts in an average
+        layer."""
         linears = {part: sum(op.nbytes for op in ops) for part, ops in self.linears.items()}
-        return {**linears, "experts": sum(op.nbytes * distinct / op.num_experts for op in self.moe), **self.other}
+        return {
+            **linears,
+            "experts": sum(op.nbytes * distinct / op.num_experts for op in self.moe),
+            **self.other,
+        }
 
     def _hand_out(self, part: str, op: kernels.Linear) -> kernels.Linear:
         self.linears[part].append(op)
@@ -198,14 +234,19 @@ class SyntheticWeights:
 
     def _weight(self, n: int, k: int) -> kernels.Weight:
         if self.bits == 16:
-            return kernels.Dense(torch.randn(n, k, dtype=self.dtype, device=self.device).mul_(k**-0.5))
+            return kernels.Dense(
+                torch.randn(n, k, dtype=self.dtype, device=self.device).mul_(k**-0.5)
+            )
         return self._int4(n, k)
 
     def _int4(self, n: int, k: int) -> kernels.Int4:
-        """Codes over the whole range; with zero points of -2 .. 1 a weight's standard deviation is 4.75 scales."""
+        """Codes over the whole range; with zero points of -2 .. 1 a weight's standard deviation is
+        4.75 scales."""
         codes = torch.randint(-8, 8, (n, k), dtype=torch.int8, device=self.device)
         scale = (torch.rand(n, k // GROUP, device=self.device) + 0.5) / (4.75 * k**0.5)
-        return kernels.Int4(codes, scale, torch.randint(-2, 2, scale.shape, dtype=torch.int8, device=self.device))
+        return kernels.Int4(
+            codes, scale, torch.randint(-2, 2, scale.shape, dtype=torch.int8, device=self.device)
+        )
 
 
 class Repeated:
@@ -226,7 +267,9 @@ def fill_cache(cache: PagedCache) -> None:
             if part.dtype == torch.int8:
                 part.random_(-127, 128)
             elif part.dtype == torch.float8_e4m3fn:
-                part.copy_(torch.randn(part.shape[1:], device=part.device).mul_(64).clamp_(-448, 448))
+                part.copy_(
+                    torch.randn(part.shape[1:], device=part.device).mul_(64).clamp_(-448, 448)
+                )
             elif coded and part.dtype == torch.float32:
                 part.fill_(1 / 64)
             else:
@@ -247,7 +290,11 @@ def _reordered(experts: kernels.Experts, count: int, turn: int) -> kernels.Exper
 
     def moved(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return torch.cat([value[:-1].roll(turn, 0), value[-1:]]) if value.shape[:1] == (count,) else value.clone()
+            return (
+                torch.cat([value[:-1].roll(turn, 0), value[-1:]])
+                if value.shape[:1] == (count,)
+                else value.clone()
+            )
         if isinstance(value, tuple) and hasattr(value, "_make"):
             return value._make(moved(part) for part in value)
         return value

@@ -1,14 +1,18 @@
-"""The published grid by the scheduler alone: what it computes in which step, over what passes of R1's shapes took on four H200.
+"""The published grid by the scheduler alone: what it computes in which step, over what passes of
+R1's shapes took on four H200.
 
-    python benchmarks/scheduled_prompts.py [--chunk 2560] [--doubles-at 23000] [--inputs 1024,4096 ...] [--floor 0.155]
+    python benchmarks/scheduled_prompts.py [--chunk 2560] [--doubles-at 23000] [--inputs 1024,4096
+    ...] [--floor 0.155]
 
-Nothing is computed and no time passes: a step of the scheduler's is charged what `PASSES` says, so that a rule can be tried on every cell
-in seconds, and a run on cards be predicted. Every user sends one request, all at once, 512 tokens out. Printed: mean seconds to the first
-token, mean milliseconds for each one after it, and the largest gap between two tokens of an answer.
+Nothing is computed and no time passes: a step of the scheduler's is charged what `PASSES` says, so
+that a rule can be tried on every cell in seconds, and a run on cards be predicted. Every user sends
+one request, all at once, 512 tokens out. Printed: mean seconds to the first token, mean
+milliseconds for each one after it, and the largest gap between two tokens of an answer.
 
-The times: passes with prompts and steps of R1's grid at commit 932a246, between which it goes in straight lines; 33 ms
-more for each 4096 tokens in front of which 4096 stand (one rank alone since 27 November; 44 on the box before), of which 4.8 are latents
-expanded again; and a pass with prompts that is no graph is launched in no less than `--floor`.
+The times: passes with prompts and steps of R1's grid at commit 932a246, between which it goes in
+straight lines; 33 ms more for each 4096 tokens in front of which 4096 stand (one rank alone since
+27 November; 44 on the box before), of which 4.8 are latents expanded again; and a pass with prompts
+that is no graph is launched in no less than `--floor`.
 """
 
 import argparse
@@ -28,14 +32,24 @@ from quantkit.executor.scheduler.scheduler import ScheduledStep, Scheduler, Step
 from quantkit.executor.scheduler.sequence import Sequence as Request
 from quantkit.tokenizer.chat import ChatTokenizer
 
-PASSES = ((16, 0.020), (128, 0.0355), (512, 0.075), (1024, 0.0985), (2048, 0.158), (4096, 0.263), (8192, 0.500))
+PASSES = (
+    (16, 0.020),
+    (128, 0.0355),
+    (512, 0.075),
+    (1024, 0.0985),
+    (2048, 0.158),
+    (4096, 0.263),
+    (8192, 0.500),
+)
 """Tokens of prompts at the beginning, and seconds without their attention."""
 STEPS = ((1, 5.0e-3), (2, 6.23e-3), (4, 7.35e-3), (8, 10.25e-3), (16, 15.1e-3), (32, 22.07e-3))
 """Answers, and seconds of a step at some hundred tokens of context."""
 PAIR, EXPANDED, CACHED = 1.67e-9, 1.16e-6, 3.3e-8
-"""Seconds of a new token of a prompt and one that it sees, of a token whose latents are expanded, of one that an answer sees."""
+"""Seconds of a new token of a prompt and one that it sees, of a token whose latents are expanded,
+of one that an answer sees."""
 BESIDE = 0.3
-"""Of a step of answers, what they cost in one pass with prompts, which reads the weights in any case."""
+"""Of a step of answers, what they cost in one pass with prompts, which reads the weights in any
+case."""
 CAPTURED = 1024
 """Tokens of prompts in a pass at the beginning of prompts that is a graph."""
 OUTPUT = 512
@@ -67,17 +81,28 @@ class Times:
 
     @staticmethod
     def _answers(decode: Sequence[Request]) -> float:
-        return between(STEPS, len(decode)) + CACHED * sum(one.num_cached for one in decode) if decode else 0.0
+        return (
+            between(STEPS, len(decode)) + CACHED * sum(one.num_cached for one in decode)
+            if decode
+            else 0.0
+        )
 
 
-def cell(budget: StepBudget, times: Times, tokenizer: ChatTokenizer, length: int, users: int) -> dict[str, Any]:
+def cell(
+    budget: StepBudget, times: Times, tokenizer: ChatTokenizer, length: int, users: int
+) -> dict[str, Any]:
     """One request of every user, all at once."""
     total, now = length + OUTPUT, 0.0
     scheduler = Scheduler(
-        CachePlan(users * (-(-total // BLOCK_SIZE) + 1) + 1, BLOCK_SIZE, total), max_batch=users, prefill_tokens=budget.alone
+        CachePlan(users * (-(-total // BLOCK_SIZE) + 1) + 1, BLOCK_SIZE, total),
+        max_batch=users,
+        prefill_tokens=budget.alone,
     )
     scheduler.budget = budget
-    requests = [Request(index, [1] * length, SamplingParams(), tokenizer, total, streams=False) for index in range(users)]
+    requests = [
+        Request(index, [1] * length, SamplingParams(), tokenizer, total, streams=False)
+        for index in range(users)
+    ]
     for one in requests:
         scheduler.add(one)
     first: dict[Request, float] = {}
@@ -100,7 +125,8 @@ def cell(budget: StepBudget, times: Times, tokenizer: ChatTokenizer, length: int
         "input_len": length,
         "users": users,
         "ttft_s": statistics.mean(first.values()),
-        "tpot_ms": statistics.mean((last[one] - first[one]) / (OUTPUT - 1) for one in requests) * 1e3,
+        "tpot_ms": statistics.mean((last[one] - first[one]) / (OUTPUT - 1) for one in requests)
+        * 1e3,
         "largest_gap_s": max(gaps),
     }
 
@@ -109,14 +135,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     tokenizer, times = ChatTokenizer(find_model("tiny-r1")), Times(options.floor)
     budget = StepBudget(options.alone, options.chunk, mixed=True, doubles_at=options.doubles_at)
     report: dict[str, Any] = {"budget": vars(budget), "rows": []}
-    print(f"{'in':>6} {'users':>5} {'TTFT s':>7} {'report':>7} {'TPOT ms':>8} {'report':>7} {'largest gap s':>14}")
+    print(
+        f"{'in':>6} {'users':>5} {'TTFT s':>7} {'report':>7} {'TPOT ms':>8} {'report':>7} "
+        f"{'largest gap s':>14}"
+    )
     for row in published_cells():
         if options.inputs and row["input_len"] not in options.inputs:
             continue
         found = cell(budget, times, tokenizer, row["input_len"], row["concurrency"])
         report["rows"].append(found)
         print(
-            f"{found['input_len']:>6} {found['users']:>5} {found['ttft_s']:>7.3f} {row['ttft_s']:>7.3f} {found['tpot_ms']:>8.2f} "
+            f"{found['input_len']:>6} {found['users']:>5} {found['ttft_s']:>7.3f} "
+            f"{row['ttft_s']:>7.3f} {found['tpot_ms']:>8.2f} "
             f"{row['tpot_ms']:>7} {found['largest_gap_s']:>14.3f}",
             flush=True,
         )
@@ -125,9 +155,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--alone", type=int, default=8192, help="tokens of prompts in a step where nobody answers")
+    options.add_argument(
+        "--alone", type=int, default=8192, help="tokens of prompts in a step where nobody answers"
+    )
     options.add_argument("--chunk", type=int, default=2560, help="and beside answers")
-    options.add_argument("--doubles-at", type=int, default=23000, help="0: chunks are as long behind any context")
+    options.add_argument(
+        "--doubles-at", type=int, default=23000, help="0: chunks are as long behind any context"
+    )
     options.add_argument("--floor", type=float, default=0.155)
     options.add_argument("--inputs", type=numbers, help="these input lengths alone")
     measured(run, options)

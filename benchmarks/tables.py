@@ -3,11 +3,13 @@
     python benchmarks/tables.py             write them
     python benchmarks/tables.py --check     name every page and picture that does not agree with the results, and exit 1
 
-A page shows a table where it has a marker, alone on a line; what follows it is written here, up to the end of the table:
+A page shows a table where it has a marker, alone on a line; what follows it is written here, up to
+the end of the table:
 
     <!-- table NAME -->                                                      every column and row
     <!-- table NAME; columns: scheme, KL -->                                 some columns in this order
-    <!-- table NAME; down: linear, weights; across: tokens; value: ratio --> a column's values, by those of another
+    <!-- table NAME; down: linear, weights; across: tokens; value: ratio --> a column's values, by
+    those of another
     <!-- table NAME; ...; bare -->                                           without the line that says machine, commit and command
     <!-- loader matrix -->                                                   what each engine loads, with its evidence
     <!-- refusals -->                                                        what each engine does not load, and why
@@ -29,7 +31,10 @@ if TYPE_CHECKING:
     from quantkit.engines.profiles import EngineProfile
 
 ROOT = Path(__file__).parent.parent
-MARKER = re.compile(r"(?m)^<!-- (table [^\n]*|loader matrix|refusals|layouts) -->\n(?:\*\*[^\n]*\n\n)?(?:(?:\||- )[^\n]*\n)*")
+MARKER = re.compile(
+    r"(?m)^<!-- (table [^\n]*|loader matrix|refusals|layouts) -->\n(?:\*\*[^\n]*\n\n)?(?:(?:\||- "
+    r")[^\n]*\n)*"
+)
 ENGINES = ("vllm", "sglang", "vllm-ascend", "omni-infer", "chitu", "transformers")
 
 
@@ -55,9 +60,16 @@ def block(marker: str) -> str:
     if marker == "layouts":
         return layouts()
     name, *options = (part.strip() for part in marker.removeprefix("table ").split(";"))
-    asked = {key.strip(): value.strip() for key, _, value in (option.partition(":") for option in options)}
+    asked = {
+        key.strip(): value.strip()
+        for key, _, value in (option.partition(":") for option in options)
+    }
     unknown = set(asked) - {"columns", "down", "across", "value", "bare"}
-    if unknown or ("across" in asked) != ("value" in asked) or ("across" in asked) != ("down" in asked):
+    if (
+        unknown
+        or ("across" in asked) != ("value" in asked)
+        or ("across" in asked) != ("down" in asked)
+    ):
         raise ValueError(f"marker {marker!r} cannot be read")
     measured = read(name)
     if "across" in asked:
@@ -66,7 +78,8 @@ def block(marker: str) -> str:
         columns = listed(asked["columns"]) if "columns" in asked else list(measured.columns)
         places = [measured.position(column) for column in columns]
         body = markdown(
-            [measured.heading(column) for column in columns], ([shown(row[place]) for place in places] for row in measured.rows)
+            [measured.heading(column) for column in columns],
+            ([shown(row[place]) for place in places] for row in measured.rows),
         )
     return body if "bare" in asked else f"{caption(measured)}\n\n{body}"
 
@@ -76,8 +89,13 @@ def listed(text: str) -> list[str]:
 
 
 def across(measured: Measured, down: list[str], by: str, value: str) -> str:
-    """A table with a row for each combination of `down`, and in it `value` for every value of the column `by`. An empty row is left out."""
-    keys, place, wanted = [measured.position(column) for column in down], measured.position(by), measured.position(value)
+    """A table with a row for each combination of `down`, and in it `value` for every value of the
+    column `by`. An empty row is left out."""
+    keys, place, wanted = (
+        [measured.position(column) for column in down],
+        measured.position(by),
+        measured.position(value),
+    )
     heads = list(dict.fromkeys(row[place] for row in measured.rows))
     found = {(tuple(row[key] for key in keys), row[place]): row[wanted] for row in measured.rows}
     lines = [
@@ -86,12 +104,17 @@ def across(measured: Measured, down: list[str], by: str, value: str) -> str:
         if any(found.get((key, head)) is not None for head in heads)
     ]
     first = f"{measured.heading(value)}, with {by} {shown(heads[0])}"
-    return markdown([*(measured.heading(column) for column in down), first, *map(shown, heads[1:])], lines)
+    return markdown(
+        [*(measured.heading(column) for column in down), first, *map(shown, heads[1:])], lines
+    )
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [heads, *rows]
-    return "".join(f"| {' | '.join(line)} |\n" + (f"|{'---|' * len(heads)}\n" if line is heads else "") for line in lines)
+    return "".join(
+        f"| {' | '.join(line)} |\n" + (f"|{'---|' * len(heads)}\n" if line is heads else "")
+        for line in lines
+    )
 
 
 def shown(cell: Cell) -> str:
@@ -128,20 +151,63 @@ def loader_matrix() -> str:
                 models = sorted({model for one in loads_of(profile, load) for model in one.models})
                 known += f": `make test-loaders` ({', '.join(models)})"
             else:
-                known += f": `{load.run}`" if load.run else ": " + "<br>".join(f"`{source}`" for source in load.sources)
-            parts = "-" if load.format == "dense" else spoken(load.may) + (f"; int4: {spoken(load.four_bits)}" if load.four_bits else "")
+                known += (
+                    f": `{load.run}`"
+                    if load.run
+                    else ": " + "<br>".join(f"`{source}`" for source in load.sources)
+                )
+            parts = (
+                "-"
+                if load.format == "dense"
+                else spoken(load.may)
+                + (f"; int4: {spoken(load.four_bits)}" if load.four_bits else "")
+            )
             rows.append(
-                [profile.engine, ", ".join(load.devices), f"{load.format} {load.variant}", ", ".join(load.grids), parts, load.mtp, known]
+                [
+                    profile.engine,
+                    ", ".join(load.devices),
+                    f"{load.format} {load.variant}",
+                    ", ".join(load.grids),
+                    parts,
+                    load.mtp,
+                    known,
+                ]
             )
         for rule in profile.mixtures:
             where = f" on {rule.run_on}" if rule.run_on else ""
-            known = f"run{where}: `{rule.run}`" if rule.run else "by source: " + "<br>".join(f"`{source}`" for source in rule.sources)
+            known = (
+                f"run{where}: `{rule.run}`"
+                if rule.run
+                else "by source: " + "<br>".join(f"`{source}`" for source in rule.sources)
+            )
             parts = "; ".join(f"{grid}: {spoken(parts)}" for grid, parts in rule.grids.items())
-            rows.append([profile.engine, ", ".join(rule.devices), f"{rule.format} {rule.variant}", "several", parts, rule.mtp, known])
+            rows.append(
+                [
+                    profile.engine,
+                    ", ".join(rule.devices),
+                    f"{rule.format} {rule.variant}",
+                    "several",
+                    parts,
+                    rule.mtp,
+                    known,
+                ]
+            )
         for codes, models in profile.caches.items():
             told = f"cache {codes}, by steps of the checkpoint, of {', '.join(models)}"
-            rows.append([profile.engine, "npu", "modelslim ascendV1", told, "-", "any", cache_evidence(profile, codes)])
-    return markdown(["engine", "device", "format", "weights", "may be quantized", "MTP", "evidence"], rows)
+            rows.append(
+                [
+                    profile.engine,
+                    "npu",
+                    "modelslim ascendV1",
+                    told,
+                    "-",
+                    "any",
+                    cache_evidence(profile, codes),
+                ]
+            )
+    return markdown(
+        ["engine", "device", "format", "weights", "may be quantized", "MTP", "evidence"], rows
+    )
 
 
 def refusals() -> str:
@@ -149,30 +215,62 @@ def refusals() -> str:
     for profile in profiles():
         for refusal in profile.refuses:
             where = f" on {' and '.join(refusal.devices)}" if refusal.devices else ""
-            lines.append(f"- {', '.join((profile.engine, *refusal.formats, *refusal.variants, *refusal.grids))}{where}: {refusal.reason}\n")
+            lines.append(
+                "- "
+                f"{', '.join((profile.engine, *refusal.formats, *refusal.variants, *refusal.grids))}{where}: "
+                ""
+                ""
+                f"{refusal.reason}\n"
+            )
     return "".join(lines)
 
 
 def layouts() -> str:
-    """A row for each model that a layout's commands were run with, on as many ranks, and one for a layout that was run with none."""
+    """A row for each model that a layout's commands were run with, on as many ranks, and one for a
+    layout that was run with none."""
     from quantkit.engines.evidence import layout_runs
     from quantkit.engines.layouts import recipes
 
     rows = []
     for recipe in recipes():
         for layout in recipe.layouts:
-            runs = [run for run in layout_runs() if (run.engine, run.device, run.layout) == (recipe.engine, recipe.device, layout.name)]
+            runs = [
+                run
+                for run in layout_runs()
+                if (run.engine, run.device, run.layout)
+                == (recipe.engine, recipe.device, layout.name)
+            ]
             found = dict[tuple[str, ...], list[str]]()
             for run in runs:
-                words = [word for word in run.options.split() if word in ("--enable-eplb", "2-of-each", "compiled")]
-                where = f"{run.ranks} rank{'s' if run.ranks > 1 else ''} on {run.machine}, {run.release}"
-                key = (recipe.engine, ", ".join([layout.name, *words]), "yes" if run.guesses else "", where, run.model)
+                words = [
+                    word
+                    for word in run.options.split()
+                    if word in ("--enable-eplb", "2-of-each", "compiled")
+                ]
+                where = (
+                    f"{run.ranks} rank{'s' if run.ranks > 1 else ''} on {run.machine}, "
+                    f"{run.release}"
+                )
+                key = (
+                    recipe.engine,
+                    ", ".join([layout.name, *words]),
+                    "yes" if run.guesses else "",
+                    where,
+                    run.model,
+                )
                 equal = f"{run.equal} of {run.compared}" if run.compared else run.said
-                found.setdefault(key, []).append(f"{run.format}: {equal}{'' if run.passed else ', **not enough**'}")
+                found.setdefault(key, []).append(
+                    f"{run.format}: {equal}{'' if run.passed else ', **not enough**'}"
+                )
             rows += [[*key, "; ".join(told)] for key, told in found.items()]
             if not found:
-                rows.append([recipe.engine, f"{layout.name} ({recipe.device})", "", "by source", "", ""])
-    return markdown(["engine", "layout", "MTP", "run on", "model", "equal tokens of those compared, by format"], rows)
+                rows.append(
+                    [recipe.engine, f"{layout.name} ({recipe.device})", "", "by source", "", ""]
+                )
+    return markdown(
+        ["engine", "layout", "MTP", "run on", "model", "equal tokens of those compared, by format"],
+        rows,
+    )
 
 
 def wanted() -> dict[Path, str]:
@@ -183,25 +281,38 @@ def wanted() -> dict[Path, str]:
 
 def unused() -> list[str]:
     """Results that no page shows and no picture is drawn from."""
-    shown_there = "".join(page.read_text() for page in pages()) + Path(__file__).with_name("pictures.py").read_text()
+    shown_there = (
+        "".join(page.read_text() for page in pages())
+        + Path(__file__).with_name("pictures.py").read_text()
+    )
     return [
-        path.stem for path in sorted(RESULTS.glob("*.json")) if not re.search(rf'(table |read\("){re.escape(path.stem)}[ ;"]', shown_there)
+        path.stem
+        for path in sorted(RESULTS.glob("*.json"))
+        if not re.search(rf'(table |read\("){re.escape(path.stem)}[ ;"]', shown_there)
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="write nothing")
     check: bool = parser.parse_args().check
     try:
-        made, faults = wanted(), [f"benchmarks/results/{name}.json is shown nowhere" for name in unused()]
+        made, faults = (
+            wanted(),
+            [f"benchmarks/results/{name}.json is shown nowhere" for name in unused()],
+        )
     except ValueError as error:
         sys.exit(str(error))
     for path, text in made.items():
         if path.exists() and path.read_text() == text:
             continue
         if check:
-            faults.append(f"{path.relative_to(ROOT)} does not agree with the results: run python benchmarks/tables.py")
+            faults.append(
+                f"{path.relative_to(ROOT)} does not agree with the results: run python "
+                "benchmarks/tables.py"
+            )
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)

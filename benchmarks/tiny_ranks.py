@@ -1,9 +1,11 @@
-"""tiny-r1 on one and several ranks in float32: greedy tokens compared, and its own MTP layer's acceptance and gain.
+"""tiny-r1 on one and several ranks in float32: greedy tokens compared, and its own MTP layer's
+acceptance and gain.
 
-    python benchmarks/tiny_ranks.py [--tp 1,4] [--device cuda] [--dtype float32] [--num-drafts 1,2] [--count 16]
+    python benchmarks/tiny_ranks.py [--tp 1,4] [--device cuda] [--dtype float32] [--num-drafts 1,2]
+    [--count 16]
 
-The trained model on questions of its own kind, greedy to the answers' ends for the tokens, 96 tokens each for the speed. Other ranks are
-started by the engine.
+The trained model on questions of its own kind, greedy to the answers' ends for the tokens, 96
+tokens each for the speed. Other ranks are started by the engine.
 """
 
 import argparse
@@ -28,7 +30,10 @@ def questions(engine: Engine, count: int) -> list[list[int]]:
 def measure(engine: Engine, prompts: list[list[int]]) -> dict[str, Any]:
     """Answers, and tokens a second at concurrency 1 and 8, the same tokens computed once before."""
     params = SamplingParams(max_new_tokens=256)
-    answers = [done.token_ids for done in sorted(engine.generate(prompts, params), key=lambda done: done.index)]
+    answers = [
+        done.token_ids
+        for done in sorted(engine.generate(prompts, params), key=lambda done: done.index)
+    ]
     accepted = engine.speculation.acceptance.rate
     found: dict[str, Any] = {"answers": answers, "acceptance": accepted}
     fixed = SamplingParams(max_new_tokens=96, ignore_eos=True)
@@ -43,7 +48,9 @@ def measure(engine: Engine, prompts: list[list[int]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tp", default="1,4")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="float32")
@@ -59,8 +66,15 @@ def main() -> None:
             answers = found.pop("answers")
             first = first or answers
             same = sum(ours == theirs for ours, theirs in zip(answers, first))
-            numbers = "  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value!r}" for key, value in found.items())
-            print(f"tp {tp}, {num_drafts} drafts: {same} of {len(first)} answers as the first's, {numbers}", flush=True)
+            numbers = "  ".join(
+                f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value!r}"
+                for key, value in found.items()
+            )
+            print(
+                f"tp {tp}, {num_drafts} drafts: {same} of {len(first)} answers as the first's, "
+                f"{numbers}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

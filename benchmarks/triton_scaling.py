@@ -1,5 +1,6 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""Scaling of int32 sums, which torch's product of int8 leaves to a kernel of its own (triton_products.py)."""
+"""Scaling of int32 sums, which torch's product of int8 leaves to a kernel of its own
+(triton_products.py)."""
 
 import triton
 import triton.language as tl

@@ -1,11 +1,13 @@
 """A whole decode step with Triton's kernels over the CUDA kernels', in turns in one process.
 
-    python benchmarks/triton_steps.py [--models r1,qwen3-8b] [--grids int4-asym-128,int8] [--users 1,8,32] [--context 640] [--layers 9]
+    python benchmarks/triton_steps.py [--models r1,qwen3-8b] [--grids int4-asym-128,int8] [--users
+    1,8,32] [--context 640] [--layers 9]
         [--seconds 120] [--out FILE.json]
 
-r1: so many layers of DeepSeek-R1 as one tensor-parallel rank of four holds them; qwen3-8b: all 36. Made-up weights; the executor's own
-model, cache and captured step, the same weights and tokens for all. device: milliseconds of a replay by the device's clock, the
-median of 31; wall: from one step's tokens on the host to the next's, the median of 21. After --seconds no further step is begun.
+r1: so many layers of DeepSeek-R1 as one tensor-parallel rank of four holds them; qwen3-8b: all 36.
+Made-up weights; the executor's own model, cache and captured step, the same weights and tokens for
+all. device: milliseconds of a replay by the device's clock, the median of 31; wall: from one step's
+tokens on the host to the next's, the median of 21. After --seconds no further step is begun.
 """
 
 import argparse
@@ -38,13 +40,20 @@ class GridWeights(SyntheticWeights):
     def _weight(self, n: int, k: int) -> Weight:
         if self.grid == "int4-asym-128":
             return self._int4(n, k)
-        return random_weight(self.grid, n, k, torch.Generator(self.device).manual_seed(int(torch.randint(1 << 30, (1,)))))
+        return random_weight(
+            self.grid,
+            n,
+            k,
+            torch.Generator(self.device).manual_seed(int(torch.randint(1 << 30, (1,)))),
+        )
 
 
 class Step:
     """A model of one backend and its captured step."""
 
-    def __init__(self, model: str, grid: str, layers: int, backend: str, device: torch.device, tokens: int) -> None:
+    def __init__(
+        self, model: str, grid: str, layers: int, backend: str, device: torch.device, tokens: int
+    ) -> None:
         self.backend, self.device = backend, device
         prefer(backend, device)
         torch.manual_seed(0)  # the same weights of every backend
@@ -60,7 +69,9 @@ class Step:
             parts = (self.config.cache_width // 2,) * 2
         width, blocks = self.config.cache_width, -(-tokens // BLOCK_SIZE) + 1
         count, dtype = self.config.num_hidden_layers + 1, torch.bfloat16
-        self.cache = PagedCache(count, blocks, width, block_size=BLOCK_SIZE, dtype=dtype, device=device, parts=parts)
+        self.cache = PagedCache(
+            count, blocks, width, block_size=BLOCK_SIZE, dtype=dtype, device=device, parts=parts
+        )
         fill_cache(self.cache)
         capture = DeviceCapture(device) if device.type == "cuda" else lambda step, lengths: step
         self.steps = DecodeSteps(self.model, self.cache, capture)
@@ -77,17 +88,24 @@ class Step:
         count, per_row = len(token_ids), -(-room // BLOCK_SIZE)
         tables = (1 + np.arange(count * per_row, dtype=np.int32)).reshape(count, per_row)
         positions = np.full(count, position)
-        slots = tables[np.arange(count), positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        slots = (
+            tables[np.arange(count), positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
+            + positions % BLOCK_SIZE
+        )
         return DecodeRows(np.array(token_ids), positions, slots, tables)
 
     def replay(self, users: int, context: int) -> Callable[[], object]:
         prefer(self.backend, self.device)  # norms, attention and routing are found at the call
-        _, step = self.steps.filled(self.rows(self.first_tokens(users), context, context + WALLS + 2))
+        _, step = self.steps.filled(
+            self.rows(self.first_tokens(users), context, context + WALLS + 2)
+        )
         return step
 
     def distinct_experts(self, users: int, context: int) -> float:
         """Of an average layer, in a step of random tokens."""
-        buffers, _ = self.steps.filled(self.rows(self.first_tokens(users), context, context + WALLS + 2))
+        buffers, _ = self.steps.filled(
+            self.rows(self.first_tokens(users), context, context + WALLS + 2)
+        )
         CountedExperts.distinct = []
         compute(self.model, buffers.inputs, buffers.context(self.cache))
         counts, CountedExperts.distinct = CountedExperts.distinct, None
@@ -95,14 +113,18 @@ class Step:
 
     def first_tokens(self, users: int) -> list[int]:
         """The same of every backend, so that the same experts are asked for."""
-        return torch.randint(0, self.config.vocab_size, (users,), generator=torch.Generator().manual_seed(users)).tolist()
+        return torch.randint(
+            0, self.config.vocab_size, (users,), generator=torch.Generator().manual_seed(users)
+        ).tolist()
 
     def wall_ms(self, users: int, context: int) -> float:
         prefer(self.backend, self.device)
         tokens, times = self.first_tokens(users), []
         for step in range(WALLS + 1):
             began = time.perf_counter()
-            tokens = self.steps.run(self.rows(tokens, context + step, context + WALLS + 2)).greedy.tolist()
+            tokens = self.steps.run(
+                self.rows(tokens, context + step, context + WALLS + 2)
+            ).greedy.tolist()
             times.append(time.perf_counter() - began)
         return statistics.median(times[1:]) * 1e3
 
@@ -131,21 +153,38 @@ def row(sides: dict[str, Step], users: int, context: int, device: torch.device) 
         turns.append({name: replay_ms(steps[name], device) for name in order})
     found = {name: statistics.median(one[name] for one in turns[2:]) for name in steps}
     why = [side.steps.failure for side in sides.values()]
-    return {"users": users, "context": context, "device_ms": found, "wall_ms": walls, "distinct_experts": distinct, "why_eager": why}
+    return {
+        "users": users,
+        "context": context,
+        "device_ms": found,
+        "wall_ms": walls,
+        "distinct_experts": distinct,
+        "why_eager": why,
+    }
 
 
 @torch.inference_mode()
 def run(options: argparse.Namespace) -> dict[str, Any]:
     began, device = time.monotonic(), torch.device(options.device)
-    report: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__}
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+    }
     report["rows"] = []
     tokens = max(options.users) * (options.context + WALLS + 2 + BLOCK_SIZE)
     for model in options.models:
         for grid in options.grids:
             if time.monotonic() - began > options.seconds:
                 break
-            sides = {name: Step(model, grid, options.layers, name, device, tokens) for name in options.backends}
-            print(f"{time.monotonic() - began:.0f} s: {model} {grid}", {name: side.backends for name, side in sides.items()}, flush=True)
+            sides = {
+                name: Step(model, grid, options.layers, name, device, tokens)
+                for name in options.backends
+            }
+            print(
+                f"{time.monotonic() - began:.0f} s: {model} {grid}",
+                {name: side.backends for name, side in sides.items()},
+                flush=True,
+            )
             for users in options.users:
                 found = {"model": model, "grid": grid, **row(sides, users, options.context, device)}
                 times = found["device_ms"]
@@ -153,7 +192,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 report["rows"].append(found)
                 walls = {name: round(ms, 3) for name, ms in found["wall_ms"].items()}
                 shown = {name: round(ms, 3) for name, ms in times.items()}
-                told = f"{model} {grid}, {users} users: {shown} ratio {found['ratio']:.3f}, wall {walls}"
+                told = (
+                    f"{model} {grid}, {users} users: {shown} ratio {found['ratio']:.3f}, wall "
+                    f"{walls}"
+                )
                 print(told, found["distinct_experts"], found["why_eager"], flush=True)
             del sides
             if device.type == "cuda":

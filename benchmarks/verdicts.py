@@ -3,8 +3,9 @@
     python benchmarks/verdicts.py --runs 2000        the tables of docs/evaluation.md, in benchmarks/results/verdict-*.json
     python benchmarks/verdicts.py --runs 200         a look
 
-Every run draws problems from a population, replies of both models to each, and asks `compare` for its verdict, as an evaluation does.
-A verdict is false if it says held where the population loses the margin (one point) or more, and lost where it loses nothing.
+Every run draws problems from a population, replies of both models to each, and asks `compare` for
+its verdict, as an evaluation does. A verdict is false if it says held where the population loses
+the margin (one point) or more, and lost where it loses nothing.
 """
 
 import argparse
@@ -20,7 +21,9 @@ from measured import RESULTS
 from quantkit.evaluation.statistics.comparison import Comparison, compare, corrected
 from quantkit.evaluation.statistics.estimates import interval
 
-Draw = Callable[[np.random.Generator, int], tuple[np.ndarray, np.ndarray]]  # (baseline's, candidate's) share right of n problems
+Draw = Callable[
+    [np.random.Generator, int], tuple[np.ndarray, np.ndarray]
+]  # (baseline's, candidate's) share right of n problems
 MARGIN = 0.01
 LOOKS = (4, 8, 16, 32, 64)
 
@@ -46,7 +49,8 @@ def spread(a: float, b: float, loss: float) -> Draw:
 
 
 def whole(share: float, accuracy: float = 1.0) -> Draw:
-    """A share of the problems is lost whole, the rest stays: the population loses share * accuracy."""
+    """A share of the problems is lost whole, the rest stays: the population loses share *
+    accuracy."""
 
     def draw(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
         p = np.full(n, accuracy)
@@ -71,10 +75,14 @@ class Line:
     repeats: int
     loss: float
 
-    def run(self, rng: np.random.Generator, repeats: int | None = None) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    def run(
+        self, rng: np.random.Generator, repeats: int | None = None
+    ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
         """Score tables of the candidate and of the baseline."""
         baseline, candidate = self.draw(rng, self.n)
-        return table(rng, candidate, repeats or self.repeats), table(rng, baseline, repeats or self.repeats)
+        return table(rng, candidate, repeats or self.repeats), table(
+            rng, baseline, repeats or self.repeats
+        )
 
 
 def table(rng: np.random.Generator, shares: np.ndarray, repeats: int) -> dict[str, list[float]]:
@@ -104,7 +112,12 @@ def verdicts(line: Line, runs: int, seed: int) -> list[Comparison]:
     return [_compared(*line.run(rng), seed=number) for number in range(runs)]
 
 
-def _compared(candidate: Mapping[str, list[float]], baseline: Mapping[str, list[float]], seed: int, look: int = 1) -> Comparison:
+def _compared(
+    candidate: Mapping[str, list[float]],
+    baseline: Mapping[str, list[float]],
+    seed: int,
+    look: int = 1,
+) -> Comparison:
     found = compare(candidate, baseline, margin=MARGIN, seed=seed, look=look)
     assert found is not None
     return found
@@ -129,7 +142,9 @@ def any_of_tasks(line: Line, tasks: int, verdict: str, runs: int, seed: int) -> 
     rng = np.random.default_rng(seed)
     said = 0
     for number in range(runs):
-        found = corrected({str(task): _compared(*line.run(rng), seed=number) for task in range(tasks)})
+        found = corrected(
+            {str(task): _compared(*line.run(rng), seed=number) for task in range(tasks)}
+        )
         said += any(one.verdict == verdict for one in found.values())
     return said / runs
 
@@ -151,14 +166,21 @@ def advised(line: Line, runs: int, seed: int) -> tuple[int, float]:
     asked = told = 0
     for number in range(runs):
         baseline, candidate = line.draw(rng, line.n)
-        first = _compared(table(rng, candidate, line.repeats), table(rng, baseline, line.repeats), seed=number)
+        first = _compared(
+            table(rng, candidate, line.repeats), table(rng, baseline, line.repeats), seed=number
+        )
         if first.verdict != "cannot tell":
             continue
         asked += 1
         repeats = first.repeats_needed or line.repeats
         if first.problems_needed:
             baseline, candidate = line.draw(rng, min(first.problems_needed, 100_000))
-        told += _compared(table(rng, candidate, repeats), table(rng, baseline, repeats), seed=number).verdict != "cannot tell"
+        told += (
+            _compared(
+                table(rng, candidate, repeats), table(rng, baseline, repeats), seed=number
+            ).verdict
+            != "cannot tell"
+        )
     return asked, told / asked if asked else float("nan")
 
 
@@ -185,10 +207,30 @@ def looks(runs: int) -> Written:
     rows: list[list[object]] = []
     for seed, line in enumerate((LINES[0], LINES[2], LINES[6], LINES[7])):
         verdict = "held" if line.loss else "lost"
-        rows.append([line.name, line.n, line.loss, verdict, round(100 * ever_said(line, verdict, runs, 200 + seed), 1)])
+        rows.append(
+            [
+                line.name,
+                line.n,
+                line.loss,
+                verdict,
+                round(100 * ever_said(line, verdict, runs, 200 + seed), 1),
+            ]
+        )
         print(rows[-1], flush=True)
-    columns: Columns = ["truth", "problems", ("population loses", "points"), "false verdict", ("said at any of five looks", "%")]
-    return "verdict-looks", f"Runs grown until they tell: 4, 8, 16, 32, 64 repeats; {runs} simulated runs a line", columns, rows, []
+    columns: Columns = [
+        "truth",
+        "problems",
+        ("population loses", "points"),
+        "false verdict",
+        ("said at any of five looks", "%"),
+    ]
+    return (
+        "verdict-looks",
+        f"Runs grown until they tell: 4, 8, 16, 32, 64 repeats; {runs} simulated runs a line",
+        columns,
+        rows,
+        [],
+    )
 
 
 def several_tasks(runs: int) -> Written:
@@ -202,12 +244,20 @@ def several_tasks(runs: int) -> Written:
         *("truth", "problems", "repeats", ("population loses", "points")),
         *("tasks", "false verdict", ("said of any task", "%")),
     ]
-    return "verdict-tasks", f"Several tasks in one run, Holm's correction; {runs} simulated runs a line", columns, rows, []
+    return (
+        "verdict-tasks",
+        f"Several tasks in one run, Holm's correction; {runs} simulated runs a line",
+        columns,
+        rows,
+        [],
+    )
 
 
 def advice(runs: int) -> Written:
     rows: list[list[object]] = []
-    for seed, line in enumerate((*LINES[:4], Line("every problem a little worse", spread(4, 1, 0.03), 200, 4, 3.0))):
+    for seed, line in enumerate(
+        (*LINES[:4], Line("every problem a little worse", spread(4, 1, 0.03), 200, 4, 3.0))
+    ):
         asked, told = advised(line, runs, 400 + seed)
         rows.append([line.name, line.n, line.repeats, line.loss, asked, round(100 * told)])
         print(rows[-1], flush=True)
@@ -225,7 +275,9 @@ def advice(runs: int) -> Written:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=2000)
     parser.add_argument("--commit", default=None)
     parser.add_argument("--date", default="")
@@ -237,12 +289,27 @@ def main() -> None:
         "command": f"python benchmarks/verdicts.py --runs {args.runs}",
     }
     few = max(args.runs // 4, 50)
-    for table_of, runs in ((errors, args.runs), (looks, few), (several_tasks, few), (advice, max(args.runs // 20, 30))):
+    for table_of, runs in (
+        (errors, args.runs),
+        (looks, few),
+        (several_tasks, few),
+        (advice, max(args.runs // 20, 30)),
+    ):
         write(*table_of(runs), about)
 
 
-def write(name: str, title: str, columns: Columns, rows: list[list[object]], notes: list[str], about: dict[str, object]) -> None:
-    heads = [{"name": one} if isinstance(one, str) else {"name": one[0], "unit": one[1]} for one in columns]
+def write(
+    name: str,
+    title: str,
+    columns: Columns,
+    rows: list[list[object]],
+    notes: list[str],
+    about: dict[str, object],
+) -> None:
+    heads = [
+        {"name": one} if isinstance(one, str) else {"name": one[0], "unit": one[1]}
+        for one in columns
+    ]
     value = {"title": title, **about, "columns": heads, "rows": rows, "notes": notes}
     lines = json.dumps(value | {"columns": [], "rows": []}, indent=1)
     for key, entries in (("columns", heads), ("rows", rows)):

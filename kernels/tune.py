@@ -1,8 +1,10 @@
-"""Measure which kernel and grid every product is fastest with, and print plans.json of the CUDA backend.
+"""Measure which kernel and grid every product is fastest with, and print plans.json of the CUDA
+backend.
 
     python kernels/tune.py > kernels/quantkit_kernels/cuda/plans.json        on an H200, about six minutes
 
-Linears and experts of DeepSeek-R1 (hidden 7168) and openPangu-Ultra-MoE (7680), whole and as a quarter of them. Times are as in
+Linears and experts of DeepSeek-R1 (hidden 7168) and openPangu-Ultra-MoE (7680), whole and as a
+quarter of them. Times are as in
 bench.py: graph replay over weights that rotate beyond the cache.
 """
 
@@ -45,9 +47,26 @@ WARM_UP_SECONDS = 0.3
 
 
 def linear_shapes(hidden: int) -> list[tuple[int, int]]:
-    """[N, K] of q_a + kv_a, q_b, o, the shared expert's and the dense layers' gate_up and down, then of a rank of four."""
-    whole = [(2112, hidden), (24576, 1536), (hidden, 16384), (4096, hidden), (hidden, 2048), (36864, hidden), (hidden, 18432)]
-    return [*whole, (6144, 1536), (hidden, 4096), (1024, hidden), (hidden, 512), (9216, hidden), (hidden, 4608)]
+    """[N, K] of q_a + kv_a, q_b, o, the shared expert's and the dense layers' gate_up and down,
+    then of a rank of four."""
+    whole = [
+        (2112, hidden),
+        (24576, 1536),
+        (hidden, 16384),
+        (4096, hidden),
+        (hidden, 2048),
+        (36864, hidden),
+        (hidden, 18432),
+    ]
+    return [
+        *whole,
+        (6144, 1536),
+        (hidden, 4096),
+        (1024, hidden),
+        (hidden, 512),
+        (9216, hidden),
+        (hidden, 4608),
+    ]
 
 
 def tokens_in_registers_plans(rows: int, k: int, tokens: int) -> Iterator[TokensInRegistersPlan]:
@@ -57,13 +76,21 @@ def tokens_in_registers_plans(rows: int, k: int, tokens: int) -> Iterator[Tokens
             for split in (1, 2, 4):
                 for bulk in (True,) if token_tiles > 1 else (False, True):
                     blocks = rows // (16 * row_tiles * wn)
-                    if rows % (16 * row_tiles * wn) == 0 and split <= k // 128 and (split == 1 or blocks * split <= BLOCKS):
+                    if (
+                        rows % (16 * row_tiles * wn) == 0
+                        and split <= k // 128
+                        and (split == 1 or blocks * split <= BLOCKS)
+                    ):
                         yield TokensInRegistersPlan(token_tiles, row_tiles, wn, split, bulk)
 
 
 def tile_and_share_plans(rows: int, k: int, tokens: int) -> Iterator[TileAndSharePlan]:
     """Where there are more tiles than multiprocessors, but not twice as many."""
-    if tokens in (32, 64) and MULTIPROCESSORS < -(-rows // SHARE_ROWS) < 2 * MULTIPROCESSORS and k >= 1024:
+    if (
+        tokens in (32, 64)
+        and MULTIPROCESSORS < -(-rows // SHARE_ROWS) < 2 * MULTIPROCESSORS
+        and k >= 1024
+    ):
         yield TileAndSharePlan(tokens, MULTIPROCESSORS)
 
 
@@ -77,7 +104,9 @@ def tile_per_block_plans(rows: int, k: int, tokens: int) -> Iterator[TilePerBloc
                 yield TilePerBlockPlan(tile, warpgroups, split)
 
 
-def fastest(calls: dict[AnyPlan, list[Callable[[], object]]], device: torch.device) -> tuple[AnyPlan, float]:
+def fastest(
+    calls: dict[AnyPlan, list[Callable[[], object]]], device: torch.device
+) -> tuple[AnyPlan, float]:
     times = {plan: seconds_per_call(variants, device) for plan, variants in calls.items()}
     best = min(times, key=lambda plan: times[plan])
     return best, times[best]
@@ -93,23 +122,35 @@ def warm_up(call: Callable[[], object]) -> None:
 
 
 def linear_rows(
-    grid: str, n: int, k: int, token_counts: Sequence[int], device: torch.device, rng: torch.Generator
+    grid: str,
+    n: int,
+    k: int,
+    token_counts: Sequence[int],
+    device: torch.device,
+    rng: torch.Generator,
 ) -> Iterator[list[object]]:
     weight = random_weight(grid, n, k, rng)
     first = CudaLinear(weight, torch.bfloat16, device)
-    copies = [first] + [CudaLinear(weight, torch.bfloat16, device) for _ in range(copies_beyond_cache(first.nbytes, device) - 1)]
+    copies = [first] + [
+        CudaLinear(weight, torch.bfloat16, device)
+        for _ in range(copies_beyond_cache(first.nbytes, device) - 1)
+    ]
     warm_up(partial(first, torch.randn(16, k, generator=rng, device=device).bfloat16()))
     for tokens in token_counts:
         x = torch.randn(tokens, k, generator=rng, device=device).bfloat16()
         calls: dict[AnyPlan, list[Callable[[], object]]] = {}
         if tokens <= 16:
-            streams: list[TokensInRegistersPlan | TokensInSharedPlan] = [*tokens_in_registers_plans(first.padded, k, tokens)]
+            streams: list[TokensInRegistersPlan | TokensInSharedPlan] = [
+                *tokens_in_registers_plans(first.padded, k, tokens)
+            ]
             if grid != "int8":
                 streams += tokens_in_shared_plans(first.padded, k, tokens)
             for stream in streams:
                 calls[stream] = [partial(one.few_tokens, x, stream) for one in copies]
         if tokens > 8:
-            tiles: list[TilePerBlockPlan | TileAndSharePlan] = [*tile_per_block_plans(first.padded, k, tokens)]
+            tiles: list[TilePerBlockPlan | TileAndSharePlan] = [
+                *tile_per_block_plans(first.padded, k, tokens)
+            ]
             if grid != "int8":
                 tiles += tile_and_share_plans(first.padded, k, tokens)
             for tile in tiles:
@@ -120,12 +161,19 @@ def linear_rows(
             elif tokens >= 256:
                 calls[ExpandPlan()] = [partial(one.expand, x) for one in copies]
         plan, seconds = fastest(calls, device)
-        print(f"{grid} {n} x {k} M={tokens} {seconds * 1e6:.1f} us {plan}", file=sys.stderr, flush=True)
+        print(
+            f"{grid} {n} x {k} M={tokens} {seconds * 1e6:.1f} us {plan}",
+            file=sys.stderr,
+            flush=True,
+        )
         yield [kind(weight), first.padded, k, tokens, [written(plan)]]
 
 
-def experts_rows(hidden: int, intermediate: int, device: torch.device, rng: torch.Generator) -> Iterator[list[object]]:
-    """Of INT8: gate_up's plan is chosen first, beside a usual plan for down; then down's, beside the one that was chosen."""
+def experts_rows(
+    hidden: int, intermediate: int, device: torch.device, rng: torch.Generator
+) -> Iterator[list[object]]:
+    """Of INT8: gate_up's plan is chosen first, beside a usual plan for down; then down's, beside
+    the one that was chosen."""
     shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
     few = [[random_weight("int8", n, k, rng) for n, k in shapes] for _ in range(2)]
     builder = ExpertsBuilder(EXPERTS, dtype=torch.bfloat16, device=device)
@@ -135,7 +183,10 @@ def experts_rows(hidden: int, intermediate: int, device: torch.device, rng: torc
     assert isinstance(experts, CudaExperts)
     for tokens in EXPERTS_TOKENS:
         x = torch.randn(tokens, hidden, generator=rng, device=device).bfloat16()
-        ids = [torch.rand(tokens, EXPERTS, generator=rng, device=device).topk(TOP_K, dim=-1).indices for _ in range(4)]
+        ids = [
+            torch.rand(tokens, EXPERTS, generator=rng, device=device).topk(TOP_K, dim=-1).indices
+            for _ in range(4)
+        ]
         weights = torch.rand(tokens, TOP_K, generator=rng, device=device)
         chosen = [TokensInRegistersPlan(1, 4, 1, 1, True), TokensInRegistersPlan(1, 4, 1, 1, True)]
         for place, (rows, k) in enumerate(((2 * intermediate, hidden), (hidden, intermediate))):
@@ -143,16 +194,27 @@ def experts_rows(hidden: int, intermediate: int, device: torch.device, rng: torc
             for plan in tokens_in_registers_plans(rows, k, 8):
                 if plan.split == 1:
                     plans = (plan, chosen[1]) if place == 0 else (chosen[0], plan)
-                    times[plan] = seconds_per_call([partial(experts.two_products, x, one, weights, plans) for one in ids], device)
+                    times[plan] = seconds_per_call(
+                        [partial(experts.two_products, x, one, weights, plans) for one in ids],
+                        device,
+                    )
             chosen[place] = min(times, key=lambda plan: times[plan])
-        print(f"int8 experts {hidden} x {intermediate} T={tokens} {min(times.values()) * 1e6:.1f} us", file=sys.stderr, flush=True)
+        print(
+            f"int8 experts {hidden} x {intermediate} T={tokens} {min(times.values()) * 1e6:.1f} us",
+            file=sys.stderr,
+            flush=True,
+        )
         yield ["int8", hidden, intermediate, tokens, [written(plan) for plan in chosen]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, nargs="+", default=[7168, 7680])
-    parser.add_argument("--tables", nargs="+", choices=("linear", "experts"), default=["linear", "experts"])
+    parser.add_argument(
+        "--tables", nargs="+", choices=("linear", "experts"), default=["linear", "experts"]
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of the linears")
     arguments = parser.parse_args()
     device = torch.device("cuda")
@@ -166,10 +228,14 @@ def main() -> None:
                 rows += experts_rows(hidden, intermediate, device, rng)
             continue
         for grid in GRIDS:
-            for n, k in sorted({shape for hidden in arguments.hidden for shape in linear_shapes(hidden)}):
+            for n, k in sorted(
+                {shape for hidden in arguments.hidden for shape in linear_shapes(hidden)}
+            ):
                 rows += linear_rows(grid, n, k, arguments.tokens, device, rng)
             torch.cuda.empty_cache()
-    lines = {name: ",\n".join(f"  {json.dumps(row)}" for row in rows) for name, rows in tables.items()}
+    lines = {
+        name: ",\n".join(f"  {json.dumps(row)}" for row in rows) for name, rows in tables.items()
+    }
     print("{\n" + ",\n".join(f'"{name}": [\n{text}\n]' for name, text in lines.items()) + "\n}")
 
 

@@ -1,13 +1,25 @@
 """quantkit: quantize DeepSeek-R1 class models, run them on one box, and show that accuracy held.
 
-The functions and classes below are imported when they are first asked for, so that `import quantkit` takes no time (docs/python.md).
+The functions and classes below are imported when they are first asked for, so that `import
+quantkit` takes no time (docs/python.md).
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 __version__ = "0.2.0"
-__all__ = ["Engine", "QuantkitError", "SamplingParams", "__version__", "convert", "evaluate", "inspect", "perplexity", "plan", "quantize"]
+__all__ = [
+    "Engine",
+    "QuantkitError",
+    "SamplingParams",
+    "__version__",
+    "convert",
+    "evaluate",
+    "inspect",
+    "perplexity",
+    "plan",
+    "quantize",
+]
 
 if TYPE_CHECKING:
     from quantkit.api import convert, evaluate, inspect, perplexity, plan, quantize

@@ -1,4 +1,5 @@
-"""What `quantkit` and `python -m quantkit` run; the latter for torchrun and machines without the script on PATH."""
+"""What `quantkit` and `python -m quantkit` run; the latter for torchrun and machines without the
+script on PATH."""
 
 import signal
 import sys
@@ -6,7 +7,8 @@ from types import FrameType
 
 
 def main() -> None:
-    """The command line. Stopped while it is imported, it ends as it does later: in one word, with 130 or 143."""
+    """The command line. Stopped while it is imported, it ends as it does later: in one word, with
+    130 or 143."""
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         from quantkit.cli import main as command_line

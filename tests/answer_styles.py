@@ -1,11 +1,13 @@
-"""The corpus of answer styles: how models end their replies, each with the verdict of a person who read it.
+"""The corpus of answer styles: how models end their replies, each with the verdict of a person who
+read it.
 
 A file of evaluation/grading/corpus holds one task. `= GOLD` begins a problem (mmlu_pro: `= LETTER | option | option ...`), and
-`? QUESTION` behind it says what is asked, where it matters; then every line is a reply, behind `+` where a reader calls it right and `-`
-where not. `⏎` stands for a new line; in programs `‹R›` and `‹W›` stand for a right and a wrong solution and `‹P›` for the prompt. Verdicts
-were written down before any grader saw them. What the reader goes by: the reply's own last answer counts, whole, as its writer would
-explain it; several answers, or one that is taken back, are no answer;
-typesetting, units and politeness change nothing; what stands in the reasoning is not said.
+`? QUESTION` behind it says what is asked, where it matters; then every line is a reply, behind `+`
+where a reader calls it right and `-` where not. `⏎` stands for a new line; in programs `‹R›` and
+`‹W›` stand for a right and a wrong solution and `‹P›` for the prompt. Verdicts were written down
+before any grader saw them. What the reader goes by: the reply's own last answer counts, whole, as
+its writer would explain it; several answers, or one that is taken back, are no answer; typesetting,
+units and politeness change nothing; what stands in the reasoning is not said.
 """
 
 import json
@@ -22,9 +24,13 @@ TASKS = ("aime24", "gsm8k", "math_500", "mmlu_pro", "humaneval", "live_code_benc
 
 TOTAL = 'from typing import List\n\n\ndef total(xs: List[int]) -> int:\n    """ Sum of xs. """\n'
 TOTAL_TEST = (
-    "def check(candidate):\n    assert candidate([1, 2]) == 3\n    assert candidate([]) == 0\n    assert candidate([5, -7, 4]) == 2\n"
+    "def check(candidate):\n    assert candidate([1, 2]) == 3\n    assert candidate([]) "
+    "== 0\n    assert candidate([5, -7, 4]) == 2\n"
 )
-RUNNING = "def running_total(xs: list) -> list:\n    ''' Running sums of xs.\n    >>> running_total([1, 2, 3])\n    [1, 3, 6]\n    '''\n"
+RUNNING = (
+    "def running_total(xs: list) -> list:\n    ''' Running sums of xs.\n    >>> "
+    "running_total([1, 2, 3])\n    [1, 3, 6]\n    '''\n"
+)
 RUNNING_RIGHT = """def running_total(xs: list) -> list:
     out, s = [], 0
     for x in xs:
@@ -32,7 +38,10 @@ RUNNING_RIGHT = """def running_total(xs: list) -> list:
         out.append(s)
     return out
 """
-RUNNING_TEST = "def check(candidate):\n    assert candidate([]) == []\n    assert candidate([5, -5, 2]) == [5, 0, 2]\n"
+RUNNING_TEST = (
+    "def check(candidate):\n    assert candidate([]) == []\n    assert candidate([5, "
+    "-5, 2]) == [5, 0, 2]\n"
+)
 VOWELS = """from typing import List
 
 
@@ -43,9 +52,19 @@ def _is_vowel(c: str) -> bool:
 def vowel_counts(words: List[str]) -> List[int]:
     ''' How many lower-case vowels every word has. '''
 """
-VOWELS_RIGHT = "def vowel_counts(words: List[str]) -> List[int]:\n    return [sum(_is_vowel(c) for c in w) for w in words]\n"
-VOWELS_TEST = "def check(candidate):\n    assert candidate([]) == []\n    assert candidate(['tree', 'sky', 'aeiou']) == [2, 0, 5]\n"
-FUNCTIONS = {"total": (TOTAL, TOTAL_TEST), "running": (RUNNING, RUNNING_TEST), "vowels": (VOWELS, VOWELS_TEST)}  # prompt, tests
+VOWELS_RIGHT = (
+    "def vowel_counts(words: List[str]) -> List[int]:\n    return [sum(_is_vowel(c) "
+    "for c in w) for w in words]\n"
+)
+VOWELS_TEST = (
+    "def check(candidate):\n    assert candidate([]) == []\n    assert "
+    "candidate(['tree', 'sky', 'aeiou']) == [2, 0, 5]\n"
+)
+FUNCTIONS = {
+    "total": (TOTAL, TOTAL_TEST),
+    "running": (RUNNING, RUNNING_TEST),
+    "vowels": (VOWELS, VOWELS_TEST),
+}  # prompt, tests
 PAIR = "class Solution:\n    def pair(self, nums: List[int], target: int) -> List[int]:\n        "
 PAIR_RIGHT = """class Solution:
     def pair(self, nums: List[int], target: int) -> List[int]:
@@ -55,14 +74,23 @@ PAIR_RIGHT = """class Solution:
                     return [j, i]
 """
 GAP = "class Solution:\n    def widestGap(self, nums: List[int]) -> int:\n        "
-GAP_RIGHT = GAP + "nums = sorted(nums)\n        return max((b - a for a, b in zip(nums, nums[1:])), default=0)\n"
+GAP_RIGHT = (
+    GAP + "nums = sorted(nums)\n        return max((b - a for a, b in zip(nums, nums[1:])), "
+    "default=0)\n"
+)
 CALLS = {  # starter code, method, tests
     "call": (PAIR, "pair", [("[2, 7, 11]\n9", "[0, 1]"), ("[3, 3]\n6", "[0, 1]")]),
     "gap": (GAP, "widestGap", [("[3, 6, 9, 1]", "3"), ("[10]", "0")]),
 }
 SOLUTIONS = {  # right, wrong
-    "running": (RUNNING_RIGHT, "def running_total(xs: list) -> list:\n    return [sum(xs)] * len(xs)\n"),
-    "vowels": (VOWELS_RIGHT, "def vowel_counts(words: List[str]) -> List[int]:\n    return [len(w) for w in words]\n"),
+    "running": (
+        RUNNING_RIGHT,
+        "def running_total(xs: list) -> list:\n    return [sum(xs)] * len(xs)\n",
+    ),
+    "vowels": (
+        VOWELS_RIGHT,
+        "def vowel_counts(words: List[str]) -> List[int]:\n    return [len(w) for w in words]\n",
+    ),
     "gap": (GAP_RIGHT, GAP + "return max(nums) - min(nums)\n"),
     "total": ("def total(xs):\n    return sum(xs)\n", "def total(xs):\n    return 0\n"),
     "stdin": (
@@ -92,7 +120,14 @@ def _gsm8k_row(gold: str, question: str) -> dict[str, Any]:
 
 
 def _math_row(gold: str, question: str) -> dict[str, Any]:
-    return {"unique_id": gold, "problem": question, "answer": gold, "solution": f"\\boxed{{{gold}}}", "subject": "Algebra", "level": 1}
+    return {
+        "unique_id": gold,
+        "problem": question,
+        "answer": gold,
+        "solution": f"\\boxed{{{gold}}}",
+        "subject": "Algebra",
+        "level": 1,
+    }
 
 
 def _choice_row(text: str, question: str) -> dict[str, Any]:
@@ -104,15 +139,28 @@ def _choice_row(text: str, question: str) -> dict[str, Any]:
 def _function_row(kind: str, question: str) -> dict[str, Any]:
     prompt, test = FUNCTIONS[kind]
     name, body = re.findall(r"(?m)^def (\w+)", prompt)[-1], SOLUTIONS[kind][0].partition("\n")[2]
-    return {"task_id": "own/0", "prompt": prompt, "entry_point": name, "canonical_solution": body, "test": test}
+    return {
+        "task_id": "own/0",
+        "prompt": prompt,
+        "entry_point": name,
+        "canonical_solution": body,
+        "test": test,
+    }
 
 
 def _contest_row(kind: str, question: str) -> dict[str, Any]:
-    starter, name, tests = CALLS.get(kind, ("", None, [("3\n1 2 3\n", "6\n"), ("2\n-5 5\n", "0\n")]))
-    made = [json.dumps([{"input": i, "output": o, "testtype": "functional" if name else "stdin"}]) for i, o in tests]
+    starter, name, tests = CALLS.get(
+        kind, ("", None, [("3\n1 2 3\n", "6\n"), ("2\n-5 5\n", "0\n")])
+    )
+    made = [
+        json.dumps([{"input": i, "output": o, "testtype": "functional" if name else "stdin"}])
+        for i, o in tests
+    ]
     return {
         "question_id": kind,
-        "question_content": f"Write {name}." if name else "Read n, then n integers; print their sum.",
+        "question_content": f"Write {name}."
+        if name
+        else "Read n, then n integers; print their sum.",
         "starter_code": starter,
         "contest_date": "2024-09-01T00:00:00",
         "public_test_cases": made[0],

@@ -1,4 +1,5 @@
-"""Blocks of GPTQ's columns, and how a kernel that rounds one is held against PyTorch's own operations."""
+"""Blocks of GPTQ's columns, and how a kernel that rounds one is held against PyTorch's own
+operations."""
 
 import torch
 from torch import Tensor
@@ -27,29 +28,43 @@ def random_step(rounder: Rounder, shape: tuple[int, ...], device: str) -> Roundi
 
 
 def random_reaction(lead: tuple[int, ...], columns: int, device: str) -> Tensor:
-    triangle = torch.randn(*lead, columns, columns, device=device).triu().mul_(0.03) + torch.eye(columns, device=device)
+    triangle = torch.randn(*lead, columns, columns, device=device).triu().mul_(0.03) + torch.eye(
+        columns, device=device
+    )
     inverse = torch.linalg.inv(triangle)
     return -(triangle.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * inverse).mT
 
 
-def assert_as_column_by_column(round_block: RoundBlock, rounder: Rounder, shape: tuple[int, ...], device: str) -> None:
+def assert_as_column_by_column(
+    round_block: RoundBlock, rounder: Rounder, shape: tuple[int, ...], device: str
+) -> None:
     """Steps of groups that come in any order; a batch of them, or one for all."""
     torch.manual_seed(1)
     *lead, columns, rows = shape
     groups = torch.randint(5, (*lead, columns), device=device)
     steps = ColumnSteps(random_step(rounder, (*lead, 5, rows), device), groups)
-    target, reaction = torch.randn(shape, device=device), random_reaction(tuple(lead), columns, device)
+    target, reaction = (
+        torch.randn(shape, device=device),
+        random_reaction(tuple(lead), columns, device),
+    )
     pivot = torch.rand(*lead, columns, 1, device=device) + 0.5
-    expected, found, apart, seen = (torch.full((*lead, 3 * columns, rows), torch.nan, device=device) for _ in range(4))
+    expected, found, apart, seen = (
+        torch.full((*lead, 3 * columns, rows), torch.nan, device=device) for _ in range(4)
+    )
     before = torch.randn((*lead, 3 * columns, rows), device=device)
     own = slice(columns, 2 * columns)
-    missed = gptq._round_block(target.clone(), reaction, rounder, steps.spread, expected[..., own, :])
-    parts = BlockParts(found[..., own, :], before[..., own, :], apart[..., own, :], seen[..., own, :], pivot)
+    missed = gptq._round_block(
+        target.clone(), reaction, rounder, steps.spread, expected[..., own, :]
+    )
+    parts = BlockParts(
+        found[..., own, :], before[..., own, :], apart[..., own, :], seen[..., own, :], pivot
+    )
     round_block(target.clone(), reaction, rounder, steps, parts)
     for written in (found, apart, seen):
         outside = torch.cat((written[..., :columns, :], written[..., 2 * columns :, :]), dim=-2)
         assert outside.isnan().all(), "written outside of its block"
-    # Sums in another order: a value between two levels may fall on the other, and the columns after it answer to that.
+    # Sums in another order: a value between two levels may fall on the other, and the columns after
+    # it answer to that.
     changed = (found[..., own, :] != expected[..., own, :]).any(-2)
     assert changed.float().mean() <= 0.02
     same = ~changed.unsqueeze(-2).expand(shape)
@@ -57,19 +72,33 @@ def assert_as_column_by_column(round_block: RoundBlock, rounder: Rounder, shape:
     torch.testing.assert_close(apart[..., own, :], (before - found)[..., own, :], rtol=0, atol=1e-6)
     # As descent asks: in place of what was there, whose change is told.
     again, change = before.clone(), torch.empty_like(target)
-    round_block(target.clone(), reaction, rounder, steps, BlockParts(again[..., own, :], again[..., own, :], change))
+    round_block(
+        target.clone(),
+        reaction,
+        rounder,
+        steps,
+        BlockParts(again[..., own, :], again[..., own, :], change),
+    )
     assert torch.equal(again[..., own, :], found[..., own, :])
     assert torch.equal(change, apart[..., own, :])
     assert torch.equal(again[..., :columns, :], before[..., :columns, :])
     assert torch.equal(again[..., 2 * columns :, :], before[..., 2 * columns :, :])
 
 
-def assert_ties_fall_to_even_and_ends_are_kept(round_block: RoundBlock, rounder: Rounder, device: str) -> None:
-    w = torch.tensor([0.5, 1.5, 2.5, -0.5, 100.0, -100.0, 5.0, 0.25], device=device).expand(1, -1).contiguous()
+def assert_ties_fall_to_even_and_ends_are_kept(
+    round_block: RoundBlock, rounder: Rounder, device: str
+) -> None:
+    w = (
+        torch.tensor([0.5, 1.5, 2.5, -0.5, 100.0, -100.0, 5.0, 0.25], device=device)
+        .expand(1, -1)
+        .contiguous()
+    )
     zero = isinstance(rounder, IntRounder) and not rounder.grid.symmetric
     step = RoundingStep(torch.ones_like(w), torch.zeros_like(w) if zero else None)
     values, apart = torch.empty_like(w), torch.empty_like(w)
     steps = ColumnSteps(step, torch.zeros(1, dtype=torch.int64, device=device))
-    round_block(w.clone(), torch.zeros(1, 1, device=device), rounder, steps, BlockParts(values, w, apart))
+    round_block(
+        w.clone(), torch.zeros(1, 1, device=device), rounder, steps, BlockParts(values, w, apart)
+    )
     assert torch.equal(values, rounder.snap(w, step))
     assert torch.equal(apart, w - values)

@@ -1,4 +1,5 @@
-"""Headless Chromium, driven over its debugging pipe (Chrome DevTools Protocol, JSON messages ended by NUL)."""
+"""Headless Chromium, driven over its debugging pipe (Chrome DevTools Protocol, JSON messages ended
+by NUL)."""
 
 import base64
 import itertools
@@ -12,7 +13,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-PROGRAM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
+PROGRAM = next(
+    (
+        found
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (found := shutil.which(name))
+    ),
+    None,
+)
 _FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -31,7 +39,8 @@ _SECONDS = 150
 
 
 class Page:
-    """One page of a browser of its own; close it. `said` are the console's messages and uncaught errors."""
+    """One page of a browser of its own; close it. `said` are the console's messages and uncaught
+    errors."""
 
     def __init__(self, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         assert PROGRAM is not None
@@ -39,19 +48,31 @@ class Page:
         to_browser, self._write = os.pipe()
         self._read, from_browser = os.pipe()
         flags = " ".join(_FLAGS)
-        command = f'exec "$0" {flags} --user-data-dir="$1" about:blank 3<&{to_browser} 4>&{from_browser}'
+        command = (
+            f'exec "$0" {flags} --user-data-dir="$1" about:blank 3<&{to_browser} 4>&{from_browser}'
+        )
         self._process = subprocess.Popen(
-            ["bash", "-c", command, PROGRAM, self._folder.name], pass_fds=(to_browser, from_browser), stderr=subprocess.DEVNULL
+            ["bash", "-c", command, PROGRAM, self._folder.name],
+            pass_fds=(to_browser, from_browser),
+            stderr=subprocess.DEVNULL,
         )
         os.close(to_browser)
         os.close(from_browser)
         self._numbers, self._held, self._session = itertools.count(1), b"", ""
         self.said: list[str] = []
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log"):
             self._call(f"{domain}.enable")
-        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self._call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
 
@@ -61,7 +82,9 @@ class Page:
 
     def value(self, expression: str) -> Any:
         """What an expression of JavaScript is, as JSON."""
-        found = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        found = self._call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
@@ -69,7 +92,10 @@ class Page:
         """Until the expression is true."""
         until = time.monotonic() + seconds
         while not self.value(f"Boolean({expression})"):
-            assert time.monotonic() < until, f"{expression} did not come true; the page says {self.value('document.body.innerText')!r}"
+            assert time.monotonic() < until, (
+                f"{expression} did not come true; the page says "
+                f"{self.value('document.body.innerText')!r}"
+            )
             time.sleep(0.05)
 
     def screenshot(self, file: Path) -> None:
@@ -89,7 +115,9 @@ class Page:
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
         number = next(self._numbers)
-        message = {"id": number, "method": method, "params": params} | ({"sessionId": self._session} if self._session else {})
+        message = {"id": number, "method": method, "params": params} | (
+            {"sessionId": self._session} if self._session else {}
+        )
         os.write(self._write, json.dumps(message).encode() + b"\0")
         until = time.monotonic() + _SECONDS
         while True:
@@ -98,7 +126,11 @@ class Page:
                 assert "error" not in answer, answer
                 result: dict[str, Any] = answer["result"]
                 return result
-            if answer.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled"):
+            if answer.get("method") in (
+                "Runtime.exceptionThrown",
+                "Log.entryAdded",
+                "Runtime.consoleAPICalled",
+            ):
                 self.said.append(json.dumps(answer["params"])[:1000])
 
     def _receive(self, until: float) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Commands as a user types them, run in this process: importing torch for each would take longer than the command."""
+"""Commands as a user types them, run in this process: importing torch for each would take longer
+than the command."""
 
 import contextlib
 import io

@@ -16,7 +16,8 @@ LONG_FIRST = (
     "test_kill.py",
     "test_ranks.py",
 )
-"""Modules of a minute and more. `make test` and `make test-long` begin with them, so that neither of two processes ends with one, alone."""
+"""Modules of a minute and more. `make test` and `make test-long` begin with them, so that neither
+of two processes ends with one, alone."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,7 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """torch.empty gives NaN, so an element that is never written shows. Operators without a deterministic form, which CUDA has, warn."""
+    """torch.empty gives NaN, so an element that is never written shows. Operators without a
+    deterministic form, which CUDA has, warn."""
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
@@ -34,13 +36,18 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random DeepSeek-V3 in R1's FP8 layout: three shards, tokenizer, chat template. Read-only: copy it to change it."""
+    """A small random DeepSeek-V3 in R1's FP8 layout: three shards, tokenizer, chat template.
+    Read-only: copy it to change it."""
     config = make_model.tiny_config()
-    return make_model.write_fp8(tmp_path_factory.mktemp("models") / "tiny-fp8", config, make_model.random_tensors(config))
+    return make_model.write_fp8(
+        tmp_path_factory.mktemp("models") / "tiny-fp8", config, make_model.random_tensors(config)
+    )
 
 
 @pytest.fixture(scope="session")
 def tiny_dense_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model of `tiny_checkpoint`, never quantized (BF16). Read-only."""
     config = make_model.tiny_config()
-    return make_model.write_dense(tmp_path_factory.mktemp("models") / "tiny-bf16", config, make_model.random_tensors(config))
+    return make_model.write_dense(
+        tmp_path_factory.mktemp("models") / "tiny-bf16", config, make_model.random_tensors(config)
+    )

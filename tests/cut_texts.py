@@ -1,5 +1,5 @@
-"""Texts over one cache, cut into chunks, steps, steps with wrong guesses and both in one pass at random: what a forward over a cache is
-held against the whole by."""
+"""Texts over one cache, cut into chunks, steps, steps with wrong guesses and both in one pass at
+random: what a forward over a cache is held against the whole by."""
 
 import random
 from typing import Any
@@ -38,12 +38,18 @@ class Texts:
     """Two texts over one cache, at any place of each."""
 
     def __init__(self, loaded: Any, texts: list[Tensor]) -> None:
-        self.loaded, self.texts, self.cache, self.at = loaded, texts, loaded.new_cache(9, 3, AHEAD), [0, 0]
+        self.loaded, self.texts, self.cache, self.at = (
+            loaded,
+            texts,
+            loaded.new_cache(9, 3, AHEAD),
+            [0, 0],
+        )
         self.blocks, self.places = [torch.tensor([2, 4, 7]), torch.tensor([5, 1, 8])], [2, 1]
         self.found: list[list[Tensor]] = [[], []]
 
     def go_on(self, generator: random.Random) -> None:
-        """Some steps, and then a step of one text beside a chunk of the other, or a chunk of both."""
+        """Some steps, and then a step of one text beside a chunk of the other, or a chunk of
+        both."""
         open_ones = [0, 1]
         for _ in range(generator.randint(1, 4)):
             open_ones = [one for one in open_ones if self.at[one] < len(self.texts[one])]
@@ -51,7 +57,12 @@ class Texts:
                 self.guess(open_ones, generator)
             elif open_ones:
                 self.step(open_ones)
-        if len(open_ones) == 2 and generator.random() < 0.5 and self.at[1] + 3 <= len(self.texts[1]) and self.at[0] < len(self.texts[0]):
+        if (
+            len(open_ones) == 2
+            and generator.random() < 0.5
+            and self.at[1] + 3 <= len(self.texts[1])
+            and self.at[0] < len(self.texts[0])
+        ):
             self.both(0, 1, 3)
         elif open_ones and all(self.at[one] < len(self.texts[one]) for one in open_ones):
             self.chunk(open_ones, generator.randint(1, 50))
@@ -63,28 +74,50 @@ class Texts:
     def step(self, which: list[int]) -> None:
         """With a row of padding."""
         context = self._step(which)
-        out = self.loaded.model(torch.stack([*(self.texts[one][self.at[one]] for one in which), torch.tensor(0)]), context)
+        out = self.loaded.model(
+            torch.stack([*(self.texts[one][self.at[one]] for one in which), torch.tensor(0)]),
+            context,
+        )
         self._take(which, out.split(1))
 
     def guess(self, which: list[int], generator: random.Random) -> None:
-        """A token of each text and guesses behind it, of which the first ones are right; and a row of padding."""
-        lengths = [1 + min(generator.randint(0, AHEAD), len(self.texts[one]) - self.at[one] - 1) for one in which]
+        """A token of each text and guesses behind it, of which the first ones are right; and a row
+        of padding."""
+        lengths = [
+            1 + min(generator.randint(0, AHEAD), len(self.texts[one]) - self.at[one] - 1)
+            for one in which
+        ]
         right = [generator.randint(1, length) for length in lengths]
         rows = [[one] * length for one, length in zip(which, lengths)]
-        token_ids = [self.texts[one][self.at[one] :][:length].clone() for one, length in zip(which, lengths)]
+        token_ids = [
+            self.texts[one][self.at[one] :][:length].clone() for one, length in zip(which, lengths)
+        ]
         for guessed, count in zip(token_ids, right):
             guessed[count:] += 1
-        context = self._step([one for own in rows for one in own], further=[i for own in rows for i in range(len(own))])
+        context = self._step(
+            [one for own in rows for one in own],
+            further=[i for own in rows for i in range(len(own))],
+        )
         out = self.loaded.model(torch.cat([*token_ids, torch.tensor([0])]), context)
         self._take(which, [part[:count] for part, count in zip(out.split([*lengths, 1]), right)])
 
     def both(self, stepping: int, other: int, length: int) -> None:
-        context = MixedContext(self._step([stepping], padded=False), PrefillContext(self.cache, [self._chunk(other, length)]))
-        token_ids = torch.cat((self.texts[stepping][self.at[stepping] :][:1], self.texts[other][self.at[other] :][:length]))
+        context = MixedContext(
+            self._step([stepping], padded=False),
+            PrefillContext(self.cache, [self._chunk(other, length)]),
+        )
+        token_ids = torch.cat(
+            (
+                self.texts[stepping][self.at[stepping] :][:1],
+                self.texts[other][self.at[other] :][:length],
+            )
+        )
         self._take([stepping, other], self.loaded.model(token_ids, context).split([1, length]))
 
     def _run(self, chunks: list[Chunk], which: list[int], lengths: list[int]) -> None:
-        token_ids = torch.cat([self.texts[one][self.at[one] :][:length] for one, length in zip(which, lengths)])
+        token_ids = torch.cat(
+            [self.texts[one][self.at[one] :][:length] for one, length in zip(which, lengths)]
+        )
         for _ in range(2):  # as an engine does after a failure: the second is as the first
             out = self.loaded.model(token_ids, PrefillContext(self.cache, chunks))
         self._take(which, out.split(lengths))
@@ -92,14 +125,26 @@ class Texts:
     def _chunk(self, one: int, length: int) -> Chunk:
         return Chunk(self.at[one], length, self.blocks[one], self.places[one])
 
-    def _step(self, which: list[int], padded: bool = True, further: list[int] | None = None) -> DecodeContext:
+    def _step(
+        self, which: list[int], padded: bool = True, further: list[int] | None = None
+    ) -> DecodeContext:
         """further: how far each row's token is behind those that its text has."""
-        rows = [(self.at[one] + far, self.blocks[one], self.places[one]) for one, far in zip(which, further or [0] * len(which))]
+        rows = [
+            (self.at[one] + far, self.blocks[one], self.places[one])
+            for one, far in zip(which, further or [0] * len(which))
+        ]
         rows += [(0, torch.zeros(3, dtype=torch.int64), 0)] if padded else []
         positions, tables, places = zip(*rows)
         size = self.cache.block_size
         slots = torch.tensor([int(blocks[at // size]) * size + at % size for at, blocks, _ in rows])
-        return DecodeContext(self.cache, torch.tensor(positions), torch.stack(tables).int(), slots, None, torch.tensor(places))
+        return DecodeContext(
+            self.cache,
+            torch.tensor(positions),
+            torch.stack(tables).int(),
+            slots,
+            None,
+            torch.tensor(places),
+        )
 
     def _take(self, which: list[int], parts: Any) -> None:
         for one, part in zip(which, parts):

@@ -1,6 +1,7 @@
 """Damaged checkpoints: rules that make of a good one many that anybody could hand to quantkit.
 
-`by_rule` goes through the fields and faults one would think of; random_damage.py knows nothing of what the files mean.
+`by_rule` goes through the fields and faults one would think of; random_damage.py knows nothing of
+what the files mean.
 """
 
 import copy
@@ -12,11 +13,55 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-JSON_FILES = ("config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+JSON_FILES = (
+    "config.json",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+)
 NAN, INFINITY = float("nan"), float("inf")
 VALUES: tuple[Any, ...] = (
-    *(None, True, False, -1, 0, 1, 2, 3, 7, 1_000_000, 2**31, 2**63, 10**400, 0.5, -0.5, 1e-320, 1e300, NAN, INFINITY, -INFINITY),
-    *("", "x", "3", "auto", "\ud800", "a\nb", "[/x]", "x" * 5000, [], [0], [1, "x"], ["x"], {}, {"x": 1}, [[]], [None]),
+    *(
+        None,
+        True,
+        False,
+        -1,
+        0,
+        1,
+        2,
+        3,
+        7,
+        1_000_000,
+        2**31,
+        2**63,
+        10**400,
+        0.5,
+        -0.5,
+        1e-320,
+        1e300,
+        NAN,
+        INFINITY,
+        -INFINITY,
+    ),
+    *(
+        "",
+        "x",
+        "3",
+        "auto",
+        "\ud800",
+        "a\nb",
+        "[/x]",
+        "x" * 5000,
+        [],
+        [0],
+        [1, "x"],
+        ["x"],
+        {},
+        {"x": 1},
+        [[]],
+        [None],
+    ),
 )
 DEEP = "[" * 100_000 + "]" * 100_000
 TEMPLATES = (
@@ -31,7 +76,8 @@ TEMPLATES = (
     "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxxxxxxxxxx{% endfor %}{% endfor %}",
     "{{ 'a' * 10**10 }}",
     "{% set x = 'a' * 10**8 %}{{ x }}{{ x }}",
-    "{% set ns = namespace(s='ab') %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s }}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor "
+    "%}{{ ns.s }}",
     "{{ 9 ** 9 ** 9 }}",
     "{{ '%1000000000d' % 1 }}",
     "{{ '{:>1000000000}'.format(1) }}",
@@ -80,7 +126,14 @@ class Damage:
 def by_rule(model: Path) -> list[Damage]:
     """Every rule on every field and file of a checkpoint."""
     shard = next(model.glob("*.safetensors")).name
-    found = [*_config_fields(model), *_settings(model), *_texts(model), *_headers(model, shard), *_indexes(model), *_kinds(model, shard)]
+    found = [
+        *_config_fields(model),
+        *_settings(model),
+        *_texts(model),
+        *_headers(model, shard),
+        *_indexes(model),
+        *_kinds(model, shard),
+    ]
     return [*found, *_templates(model)]
 
 
@@ -121,7 +174,14 @@ def _said(value: Any) -> str:
 
 def _config_fields(model: Path) -> Iterator[Damage]:
     config = json.loads((model / "config.json").read_text())
-    for key in (*config, "quantization_config", "head_dim", "attention_bias", "rope_interleave", "eos_token_id"):
+    for key in (
+        *config,
+        "quantization_config",
+        "head_dim",
+        "attention_bias",
+        "rope_interleave",
+        "eos_token_id",
+    ):
         for value in VALUES:
             yield _edited("config.json", f"{key} = {_said(value)}", _set(key, value))
         if key in config:
@@ -129,10 +189,23 @@ def _config_fields(model: Path) -> Iterator[Damage]:
     for key in ("quantization_config", "rope_scaling"):
         for inner in config.get(key) or ():
             for value in VALUES:
-                yield _edited("config.json", f"{key}.{inner} = {_said(value)}", _set_inner(key, inner, value))
-            yield _edited("config.json", f"{key} without {inner}", lambda c, k=key, i=inner: c[k].pop(i))
+                yield _edited(
+                    "config.json", f"{key}.{inner} = {_said(value)}", _set_inner(key, inner, value)
+                )
+            yield _edited(
+                "config.json", f"{key} without {inner}", lambda c, k=key, i=inner: c[k].pop(i)
+            )
     for method in ("awq", "compressed-tensors", "gptq", "modelopt"):
-        for key in ("ignore", "modules_to_not_convert", "exclude_modules", "config_groups", "bits", "group_size", "format", "quant_algo"):
+        for key in (
+            "ignore",
+            "modules_to_not_convert",
+            "exclude_modules",
+            "config_groups",
+            "bits",
+            "group_size",
+            "format",
+            "quant_algo",
+        ):
             for value in VALUES[::3]:
                 block = {
                     "quant_method": method,
@@ -142,7 +215,11 @@ def _config_fields(model: Path) -> Iterator[Damage]:
                     "group_size": 128,
                     key: value,
                 }
-                yield _edited("config.json", f"{method}.{key} = {_said(value)}", _set("quantization_config", block))
+                yield _edited(
+                    "config.json",
+                    f"{method}.{key} = {_said(value)}",
+                    _set("quantization_config", block),
+                )
     for kind in ("llama", "qwen2", "qwen3", "qwen3_moe", "pangu_ultra_moe", "gemma"):
         yield _edited("config.json", f"model_type = {kind}", _set("model_type", kind))
 
@@ -158,10 +235,19 @@ def _settings(model: Path) -> Iterator[Damage]:
         for inner in value if isinstance(value, dict) else ():
             for other in VALUES[::2]:
                 yield _edited(
-                    "tokenizer.json", f"{key}.{inner} = {_said(other)}", lambda c, k=key, i=inner, v=other: c[k].__setitem__(i, v)
+                    "tokenizer.json",
+                    f"{key}.{inner} = {_said(other)}",
+                    lambda c, k=key, i=inner, v=other: c[k].__setitem__(i, v),
                 )
     for strategy in ({"Fixed": 10**12}, "BatchLongest"):
-        padding = {"strategy": strategy, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
+        padding = {
+            "strategy": strategy,
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "x",
+        }
         yield _edited("tokenizer.json", f"padding = {strategy}", _set("padding", padding))
 
 
@@ -209,19 +295,43 @@ def _headers(model: Path, shard: str) -> Iterator[Damage]:
     for name in names[:: max(len(names) // 6, 1)]:
         for key in ("dtype", "shape", "data_offsets"):
             for value in VALUES:
-                yield rewritten(f"{name}.{key} = {_said(value)}", lambda h, n=name, k=key, v=value: h[n].__setitem__(k, v))
+                yield rewritten(
+                    f"{name}.{key} = {_said(value)}",
+                    lambda h, n=name, k=key, v=value: h[n].__setitem__(k, v),
+                )
         for dtype in ("F64", "F32", "F16", "F8_E4M3", "F4", "I8", "BOOL", "U8"):
-            yield rewritten(f"{name} is {dtype}", lambda h, n=name, d=dtype: h[n].__setitem__("dtype", d))
+            yield rewritten(
+                f"{name} is {dtype}", lambda h, n=name, d=dtype: h[n].__setitem__("dtype", d)
+            )
         for value in VALUES[::3]:
-            yield rewritten(f"{name} = {_said(value)}", lambda h, n=name, v=value: h.__setitem__(n, v))
-        yield rewritten(f"{name} flat", lambda h, n=name: h[n].__setitem__("shape", [_product(h[n]["shape"])]))
+            yield rewritten(
+                f"{name} = {_said(value)}", lambda h, n=name, v=value: h.__setitem__(n, v)
+            )
+        yield rewritten(
+            f"{name} flat", lambda h, n=name: h[n].__setitem__("shape", [_product(h[n]["shape"])])
+        )
         yield rewritten(f"{name} turned", lambda h, n=name: h[n]["shape"].reverse())
-        yield rewritten(f"{name} in 70 dimensions", lambda h, n=name: h[n].__setitem__("shape", [1] * 69 + h[n]["shape"]))
-        for other in ("", "x", "\ud800", "a\nb", "x" * 100_000, "[/x]", "model.layers.0.mlp.gate.weight"):
-            yield rewritten(f"{name} as {_said(other)}", lambda h, n=name, o=other: h.__setitem__(o, h.pop(n)))
+        yield rewritten(
+            f"{name} in 70 dimensions",
+            lambda h, n=name: h[n].__setitem__("shape", [1] * 69 + h[n]["shape"]),
+        )
+        for other in (
+            "",
+            "x",
+            "\ud800",
+            "a\nb",
+            "x" * 100_000,
+            "[/x]",
+            "model.layers.0.mlp.gate.weight",
+        ):
+            yield rewritten(
+                f"{name} as {_said(other)}", lambda h, n=name, o=other: h.__setitem__(o, h.pop(n))
+            )
         yield rewritten(f"without {name}", lambda h, n=name: h.pop(n))
     for value in VALUES[::2]:
-        yield rewritten(f"__metadata__ = {_said(value)}", lambda h, v=value: h.__setitem__("__metadata__", v))
+        yield rewritten(
+            f"__metadata__ = {_said(value)}", lambda h, v=value: h.__setitem__("__metadata__", v)
+        )
     for count in (0, 1, length - 1, length + 1, 2**20, 99_999_999, 100_000_001, 2**40, 2**64 - 1):
         yield written(shard, f"header of {count}", count.to_bytes(8, "little") + content[8:])
     for part in (0, 4, 8, 100, len(content) // 2, len(content) - 1):
@@ -235,7 +345,9 @@ def _headers(model: Path, shard: str) -> Iterator[Damage]:
     }.items():
         yield written(shard, f"header {name}", len(text).to_bytes(8, "little") + text + data)
     for size in (99_000_000, 10**10):
-        yield Damage(f"{shard}: sparse {size}", shard, lambda folder, s=size: _sparse(folder / shard, s))
+        yield Damage(
+            f"{shard}: sparse {size}", shard, lambda folder, s=size: _sparse(folder / shard, s)
+        )
 
 
 def _product(shape: list[int]) -> int:
@@ -265,19 +377,36 @@ def _indexes(model: Path) -> Iterator[Damage]:
         "x/../y.safetensors",
     )
     for shard in (*bad, "ghost.safetensors", "config.json", "a\nb.safetensors"):
-        yield _edited(file, f"names {_said(shard)}", lambda c, s=shard: c["weight_map"].__setitem__(first, s))
+        yield _edited(
+            file, f"names {_said(shard)}", lambda c, s=shard: c["weight_map"].__setitem__(first, s)
+        )
     for value in VALUES:
-        yield _edited(file, f"shard = {_said(value)}", lambda c, v=value: c["weight_map"].__setitem__(first, v))
+        yield _edited(
+            file,
+            f"shard = {_said(value)}",
+            lambda c, v=value: c["weight_map"].__setitem__(first, v),
+        )
         yield _edited(file, f"weight_map = {_said(value)}", _set("weight_map", value))
     for name in ("", "ghost.weight", "\ud800", "x" * 100_000, "a\nb"):
-        yield _edited(file, f"lists {_said(name)}", lambda c, n=name: c["weight_map"].__setitem__(n, c["weight_map"][first]))
+        yield _edited(
+            file,
+            f"lists {_said(name)}",
+            lambda c, n=name: c["weight_map"].__setitem__(n, c["weight_map"][first]),
+        )
     yield _edited(file, "leaves one out", lambda c: c["weight_map"].pop(first))
     yield _edited(file, "no weight_map", _removed("weight_map"))
 
 
 def _kinds(model: Path, shard: str) -> Iterator[Damage]:
     """Something else than a file, or a file elsewhere."""
-    for file in (*JSON_FILES, shard, "chat_template.jinja", "LICENSE", "hf_quant_config.json", "special_tokens_map.json"):
+    for file in (
+        *JSON_FILES,
+        shard,
+        "chat_template.jinja",
+        "LICENSE",
+        "hf_quant_config.json",
+        "special_tokens_map.json",
+    ):
         for name, make in {
             "pipe": os.mkfifo,
             "directory": os.mkdir,
@@ -285,10 +414,14 @@ def _kinds(model: Path, shard: str) -> Iterator[Damage]:
             "link to itself": lambda path: os.symlink(path.name, path),
             "link to a device": lambda path: os.symlink("/dev/zero", path),
             "link out": lambda path: _link_out(path, model),
-            "link up and back": lambda path: os.symlink(os.path.relpath("/etc/hostname", path.parent), path),
+            "link up and back": lambda path: os.symlink(
+                os.path.relpath("/etc/hostname", path.parent), path
+            ),
             "gone": lambda path: None,
         }.items():
-            yield Damage(f"{file}: {name}", file, lambda folder, f=file, m=make: _replaced(folder / f, m))
+            yield Damage(
+                f"{file}: {name}", file, lambda folder, f=file, m=make: _replaced(folder / f, m)
+            )
 
 
 def _link_out(path: Path, model: Path) -> None:
@@ -305,7 +438,9 @@ def _templates(model: Path) -> Iterator[Damage]:
     for template in TEMPLATES:
         content = template.encode(errors="surrogatepass")
         yield written("chat_template.jinja", _said(template), content)
-        yield _edited("tokenizer_config.json", f"template {_said(template)}", _set("chat_template", template))
+        yield _edited(
+            "tokenizer_config.json", f"template {_said(template)}", _set("chat_template", template)
+        )
     for content in (
         b"\xff\xfe{{ messages }}",
         b"\x80",
@@ -323,7 +458,9 @@ def _templates(model: Path) -> Iterator[Damage]:
         {"default": "x"},
         [{"name": "x", "template": "x"}],
     ):
-        yield _edited("tokenizer_config.json", f"templates {_said(said)}", _set("chat_template", said))
+        yield _edited(
+            "tokenizer_config.json", f"templates {_said(said)}", _set("chat_template", said)
+        )
 
 
 def copied(model: Path, folder: Path) -> Path:

@@ -1,4 +1,5 @@
-"""One decode step of attention on a device against float64: what the tests of several backends and of both kinds of cache ask."""
+"""One decode step of attention on a device against float64: what the tests of several backends and
+of both kinds of cache ask."""
 
 from collections.abc import Callable
 
@@ -19,7 +20,9 @@ def check_gqa_decode(
     codes: torch.dtype | None = None,
 ) -> None:
     """Right, zeros for rows without tokens, and the same to the bit when it is asked again."""
-    case = grouped_attention(lengths, [1] * len(lengths), heads, width, block_size, dtype, device, window, codes=codes)
+    case = grouped_attention(
+        lengths, [1] * len(lengths), heads, width, block_size, dtype, device, window, codes=codes
+    )
 
     def run() -> torch.Tensor:
         return gqa_decode(case.q, case.pages, scale=case.scale, window=window, backend=backend)
@@ -47,7 +50,9 @@ def check_mla_decode(
     _check(run, case.exact, lengths, dtype)
 
 
-def _check(run: Callable[[], torch.Tensor], exact: torch.Tensor, lengths: list[int], dtype: torch.dtype) -> None:
+def _check(
+    run: Callable[[], torch.Tensor], exact: torch.Tensor, lengths: list[int], dtype: torch.dtype
+) -> None:
     out = run()
     assert all(length or out[row].abs().max() == 0 for row, length in enumerate(lengths))
     if any(lengths):

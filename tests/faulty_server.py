@@ -19,7 +19,9 @@ STREAM = "text/event-stream"
 
 def chunk(text: str, **choice: Any) -> bytes:
     """One event with a piece of text."""
-    return event({"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None, **choice}]})
+    return event(
+        {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None, **choice}]}
+    )
 
 
 def event(value: Any) -> bytes:
@@ -59,7 +61,10 @@ class Wire:
     def chunked(self, *pieces: bytes, is_ended: bool = True) -> None:
         """In chunks of HTTP/1.1, the last one of which may be missing."""
         self.head(200, STREAM, Transfer_Encoding="chunked")
-        self.write(*(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces), b"0\r\n\r\n" if is_ended else b"")
+        self.write(
+            *(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces),
+            b"0\r\n\r\n" if is_ended else b"",
+        )
 
     def refuse(self, status: int, message: str) -> None:
         self.head(status, "application/json")
@@ -67,13 +72,16 @@ class Wire:
 
     def reset(self) -> None:
         """Close without a word, so that the client sees a reset."""
-        self._handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+        self._handler.connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0"
+        )
         self._handler.connection.close()
 
 
 Behaviour = Callable[[Wire, dict[str, Any]], None]
 
-# Replies that are whole, however oddly sent: all say 你好 \u2028 4, with what str.splitlines breaks lines at.
+# Replies that are whole, however oddly sent: all say 你好 \u2028 4, with what str.splitlines breaks
+# lines at.
 TEXT = "你好 \u2028\u2029\u0085\x0b\x0c 4"
 _PIECES = [chunk("你好 \u2028\u2029"), chunk("\u0085\x0b\x0c 4")]
 
@@ -85,62 +93,130 @@ def _in_bytes(data: bytes) -> list[bytes]:
 WHOLE: dict[str, Behaviour] = {
     "plain": lambda wire, body: wire.stream(*_PIECES, END),
     "separators inside text": lambda wire, body: wire.stream(chunk(TEXT), END),
-    "carriage returns": lambda wire, body: wire.stream(*(piece.replace(b"\n", b"\r\n") for piece in (*_PIECES, END))),
+    "carriage returns": lambda wire, body: wire.stream(
+        *(piece.replace(b"\n", b"\r\n") for piece in (*_PIECES, END))
+    ),
     "one byte at a time": lambda wire, body: wire.stream(*_in_bytes(b"".join(_PIECES) + END)),
-    "no empty lines": lambda wire, body: wire.stream(*(piece.replace(b"\n\n", b"\n") for piece in (*_PIECES, STOP, USAGE, DONE))),
-    "no end of the last line": lambda wire, body: wire.stream(*_PIECES, (STOP + USAGE).rstrip(b"\n")),
+    "no empty lines": lambda wire, body: wire.stream(
+        *(piece.replace(b"\n\n", b"\n") for piece in (*_PIECES, STOP, USAGE, DONE))
+    ),
+    "no end of the last line": lambda wire, body: wire.stream(
+        *_PIECES, (STOP + USAGE).rstrip(b"\n")
+    ),
     "several lines an event": lambda wire, body: wire.stream(
         *(
-            b"event: x\nid: 1\ndata: " + b"\ndata: ".join(json.dumps(json.loads(p[6:]), indent=0).encode().split(b"\n")) + b"\n\n"
+            b"event: x\nid: 1\ndata: "
+            + b"\ndata: ".join(json.dumps(json.loads(p[6:]), indent=0).encode().split(b"\n"))
+            + b"\n\n"
             for p in _PIECES
         ),
         END,
     ),
-    "comments and fields": lambda wire, body: wire.stream(b": ping\n\nretry: 5\n\n", *_PIECES, b": ping\n\n", END),
-    "a byte order mark": lambda wire, body: wire.stream(b"\xef\xbb\xbf" + _PIECES[0], _PIECES[1], END),
-    "error null": lambda wire, body: wire.stream(*(p.replace(b'{"choices"', b'{"error": null, "choices"') for p in (*_PIECES, STOP)), DONE),
+    "comments and fields": lambda wire, body: wire.stream(
+        b": ping\n\nretry: 5\n\n", *_PIECES, b": ping\n\n", END
+    ),
+    "a byte order mark": lambda wire, body: wire.stream(
+        b"\xef\xbb\xbf" + _PIECES[0], _PIECES[1], END
+    ),
+    "error null": lambda wire, body: wire.stream(
+        *(p.replace(b'{"choices"', b'{"error": null, "choices"') for p in (*_PIECES, STOP)), DONE
+    ),
     "fields that are null": lambda wire, body: wire.stream(
         event({"choices": None, "usage": None}),
         chunk(TEXT, logprobs=None),
         event({"choices": [{"delta": None, "finish_reason": "stop"}]}),
         DONE,
     ),
-    "empty choices between": lambda wire, body: wire.stream(_PIECES[0], event({"choices": []}), _PIECES[1], END),
-    "the word null as finish reason": lambda wire, body: wire.stream(chunk(TEXT, finish_reason="null"), END),
+    "empty choices between": lambda wire, body: wire.stream(
+        _PIECES[0], event({"choices": []}), _PIECES[1], END
+    ),
+    "the word null as finish reason": lambda wire, body: wire.stream(
+        chunk(TEXT, finish_reason="null"), END
+    ),
     "another choice besides": lambda wire, body: wire.stream(*_PIECES, chunk("no", index=1), END),
     "content in parts": lambda wire, body: wire.stream(
-        event({"choices": [{"delta": {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}]}}]}),
+        event(
+            {
+                "choices": [
+                    {
+                        "delta": {
+                            "content": [
+                                {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
+                            ]
+                        }
+                    }
+                ]
+            }
+        ),
         event({"choices": [{"delta": {"content": [{"type": "text", "text": TEXT}]}}]}),
         END,
     ),
-    "reasoning in other fields": lambda wire, body: wire.stream(event({"choices": [{"delta": {"thinking": "hm"}}]}), chunk(TEXT), END),
-    "the last event twice": lambda wire, body: wire.stream(*_PIECES, STOP, STOP, USAGE, USAGE, DONE),
-    "usage null": lambda wire, body: wire.stream(*_PIECES, STOP, event({"choices": [], "usage": None}), DONE),
-    "characters cut between chunks": lambda wire, body: wire.chunked(*_in_bytes(b"".join(_PIECES) + END)),
+    "reasoning in other fields": lambda wire, body: wire.stream(
+        event({"choices": [{"delta": {"thinking": "hm"}}]}), chunk(TEXT), END
+    ),
+    "the last event twice": lambda wire, body: wire.stream(
+        *_PIECES, STOP, STOP, USAGE, USAGE, DONE
+    ),
+    "usage null": lambda wire, body: wire.stream(
+        *_PIECES, STOP, event({"choices": [], "usage": None}), DONE
+    ),
+    "characters cut between chunks": lambda wire, body: wire.chunked(
+        *_in_bytes(b"".join(_PIECES) + END)
+    ),
     "chunks without an end": lambda wire, body: wire.chunked(*_PIECES, END, is_ended=False),
-    "gone behind the finish reason": lambda wire, body: wire.chunked(*_PIECES, STOP, is_ended=False),
+    "gone behind the finish reason": lambda wire, body: wire.chunked(
+        *_PIECES, STOP, is_ended=False
+    ),
     "gzip": lambda wire, body: (
         wire.head(200, STREAM, Content_Encoding="gzip"),
         wire.write(gzip.compress(b"".join(_PIECES) + END)),
     )[0],
     "held open after the end": lambda wire, body: (wire.stream(*_PIECES, END), time.sleep(1.3))[0],
-    "a stream as text/plain": lambda wire, body: (wire.head(200, "text/plain"), wire.write(*_PIECES, END))[0],
-    "a stream as JSON": lambda wire, body: (wire.head(200, "application/json"), wire.write(*_PIECES, END))[0],
+    "a stream as text/plain": lambda wire, body: (
+        wire.head(200, "text/plain"),
+        wire.write(*_PIECES, END),
+    )[0],
+    "a stream as JSON": lambda wire, body: (
+        wire.head(200, "application/json"),
+        wire.write(*_PIECES, END),
+    )[0],
     "usage in floats": lambda wire, body: wire.stream(
-        *_PIECES, STOP, event({"choices": [], "usage": {"prompt_tokens": 3.0, "completion_tokens": 2.0}}), DONE
+        *_PIECES,
+        STOP,
+        event({"choices": [], "usage": {"prompt_tokens": 3.0, "completion_tokens": 2.0}}),
+        DONE,
     ),
     "the choice's number as text": lambda wire, body: wire.stream(chunk(TEXT, index="0"), END),
-    "the finish reason in capitals": lambda wire, body: wire.stream(*_PIECES, chunk("", finish_reason="STOP"), DONE),
+    "the finish reason in capitals": lambda wire, body: wire.stream(
+        *_PIECES, chunk("", finish_reason="STOP"), DONE
+    ),
     "error false": lambda wire, body: wire.stream(
-        *(piece.replace(b'{"choices"', b'{"error": false, "choices"') for piece in (*_PIECES, STOP)), DONE
+        *(
+            piece.replace(b'{"choices"', b'{"error": false, "choices"')
+            for piece in (*_PIECES, STOP)
+        ),
+        DONE,
     ),
-    "more length promised than sent": lambda wire, body: (wire.head(200, STREAM, Content_Length="99999"), wire.write(*_PIECES, END))[0],
+    "more length promised than sent": lambda wire, body: (
+        wire.head(200, STREAM, Content_Length="99999"),
+        wire.write(*_PIECES, END),
+    )[0],
     "counts that are not known": lambda wire, body: wire.stream(
-        *_PIECES, STOP, event({"choices": [], "usage": {"prompt_tokens": -1, "completion_tokens": -1}}), DONE
+        *_PIECES,
+        STOP,
+        event({"choices": [], "usage": {"prompt_tokens": -1, "completion_tokens": -1}}),
+        DONE,
     ),
-    "the end in small letters": lambda wire, body: wire.stream(*_PIECES, STOP, USAGE, b"data: [done]\n\n"),
+    "the end in small letters": lambda wire, body: wire.stream(
+        *_PIECES, STOP, USAGE, b"data: [done]\n\n"
+    ),
     "words that say it still works": lambda wire, body: wire.stream(
-        b"data: ping\n\n", _PIECES[0], b"event: keepalive\ndata: keep-alive\n\n", _PIECES[1], b"data: HEARTBEAT\n\n", END
+        b"data: ping\n\n",
+        _PIECES[0],
+        b"event: keepalive\ndata: keep-alive\n\n",
+        _PIECES[1],
+        b"data: HEARTBEAT\n\n",
+        END,
     ),
     "JSON lines": lambda wire, body: (
         wire.head(200, "application/x-ndjson"),
@@ -149,7 +225,11 @@ WHOLE: dict[str, Behaviour] = {
     "junk behind the end": lambda wire, body: wire.stream(*_PIECES, END, b"data: {{{\n\n"),
     "not streamed": lambda wire, body: (
         wire.head(200, "application/json"),
-        wire.write(json.dumps({"choices": [{"index": 0, "message": {"content": TEXT}, "finish_reason": "stop"}]}).encode()),
+        wire.write(
+            json.dumps(
+                {"choices": [{"index": 0, "message": {"content": TEXT}, "finish_reason": "stop"}]}
+            ).encode()
+        ),
     )[0],
 }
 """A reply that is read whole."""
@@ -159,27 +239,50 @@ BROKEN: dict[str, Behaviour] = {
     "cut in a line": lambda wire, body: wire.stream(_PIECES[0], _PIECES[1][:30]),
     "cut between lines": lambda wire, body: wire.stream(*_PIECES),
     "no finish reason": lambda wire, body: wire.stream(*_PIECES, USAGE, DONE),
-    "half a line, then more": lambda wire, body: wire.stream(_PIECES[0][:30] + b"\n", _PIECES[1], END),
+    "half a line, then more": lambda wire, body: wire.stream(
+        _PIECES[0][:30] + b"\n", _PIECES[1], END
+    ),
     "bytes before the first event": lambda wire, body: wire.stream(b"\0\0", *_PIECES, END),
-    "an event without its field": lambda wire, body: wire.stream(_PIECES[0], _PIECES[1].removeprefix(b"data: "), END),
-    "ends of lines that are CR": lambda wire, body: wire.stream(*(piece.replace(b"\n", b"\r") for piece in (*_PIECES, END))),
+    "an event without its field": lambda wire, body: wire.stream(
+        _PIECES[0], _PIECES[1].removeprefix(b"data: "), END
+    ),
+    "ends of lines that are CR": lambda wire, body: wire.stream(
+        *(piece.replace(b"\n", b"\r") for piece in (*_PIECES, END))
+    ),
     "no body": lambda wire, body: wire.head(200, "application/json"),
-    "a word that says nothing known": lambda wire, body: wire.stream(*_PIECES, b"data: overloaded\n\n", END),
+    "a word that says nothing known": lambda wire, body: wire.stream(
+        *_PIECES, b"data: overloaded\n\n", END
+    ),
     "JSON lines cut": lambda wire, body: (
         wire.head(200, "application/x-ndjson"),
         wire.write(_PIECES[0].removeprefix(b"data: "), _PIECES[1].removeprefix(b"data: ")[:30]),
     )[0],
-    "content a number": lambda wire, body: wire.stream(event({"choices": [{"delta": {"content": 7}}]}), END),
+    "content a number": lambda wire, body: wire.stream(
+        event({"choices": [{"delta": {"content": 7}}]}), END
+    ),
     "data null": lambda wire, body: wire.stream(b"data: null\n\n", *_PIECES, END),
     "data a number": lambda wire, body: wire.stream(*_PIECES, b"data: 7\n\n", END),
-    "an error in the stream": lambda wire, body: wire.stream(_PIECES[0], event({"error": {"message": "out of memory"}})),
-    "HTML": lambda wire, body: (wire.head(200, "text/html"), wire.write(b"<html>Bad gateway</html>"))[0],
+    "an error in the stream": lambda wire, body: wire.stream(
+        _PIECES[0], event({"error": {"message": "out of memory"}})
+    ),
+    "HTML": lambda wire, body: (
+        wire.head(200, "text/html"),
+        wire.write(b"<html>Bad gateway</html>"),
+    )[0],
     "nothing": lambda wire, body: wire.stream(),
     "empty choices only": lambda wire, body: wire.stream(event({"choices": []}), DONE),
-    "bad gzip": lambda wire, body: (wire.head(200, STREAM, Content_Encoding="gzip"), wire.write(b"\x1f\x8b\x08 no gzip"))[0],
-    "cut gzip": lambda wire, body: (wire.head(200, STREAM, Content_Encoding="gzip"), wire.write(gzip.compress(_PIECES[0])[:-12]))[0],
+    "bad gzip": lambda wire, body: (
+        wire.head(200, STREAM, Content_Encoding="gzip"),
+        wire.write(b"\x1f\x8b\x08 no gzip"),
+    )[0],
+    "cut gzip": lambda wire, body: (
+        wire.head(200, STREAM, Content_Encoding="gzip"),
+        wire.write(gzip.compress(_PIECES[0])[:-12]),
+    )[0],
     "choices an object": lambda wire, body: wire.stream(event({"choices": {"0": 1}}), END),
-    "content a list": lambda wire, body: wire.stream(event({"choices": [{"delta": {"content": [1]}}]}), END),
+    "content a list": lambda wire, body: wire.stream(
+        event({"choices": [{"delta": {"content": [1]}}]}), END
+    ),
     "usage a list": lambda wire, body: wire.stream(*_PIECES, event({"usage": [1]}), END),
     "finish reason a number": lambda wire, body: wire.stream(chunk("4", finish_reason=1), END),
     "given up": lambda wire, body: wire.stream(chunk("4", finish_reason="abort"), DONE),
@@ -236,7 +339,9 @@ class FaultyServer:
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> "FaultyServer":
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         return self
 
     def __exit__(self, *args: object) -> None:

@@ -1,4 +1,5 @@
-"""Ranks as forks of the test's own process, which has imported everything: they meet over gloo through a file."""
+"""Ranks as forks of the test's own process, which has imported everything: they meet over gloo
+through a file."""
 
 import gc
 import os
@@ -26,12 +27,15 @@ def run_ranks(size: int, folder: Path, compute: Callable[[Parallel], object]) ->
 
 
 def _rank(rank: int, size: int, folder: Path, compute: Callable[[Parallel], object]) -> int:
-    # What an earlier test left, such as a group of gloo, is not taken apart here: it would wait for threads that no fork has.
+    # What an earlier test left, such as a group of gloo, is not taken apart here: it would wait for
+    # threads that no fork has.
     gc.freeze()
     try:
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size
+        )
         with torch.inference_mode():
             torch.save(compute(Parallel(rank, size)), folder / f"{rank}.pt")
         dist.destroy_process_group()

@@ -1,7 +1,9 @@
-"""An interpreter of Gluon kernels on the CPU, as far as both wgmma_kernel.py go: the same source over torch tensors, program after program.
+"""An interpreter of Gluon kernels on the CPU, as far as both wgmma_kernel.py go: the same source
+over torch tensors, program after program.
 
-Triton's own interpreter does not take Gluon. Layouts mean nothing here; what is refused is what a card would hang or err on: a barrier that
-is waited for while nothing is on its way, a place that is loaded before its products are done, an address outside a tensor.
+Triton's own interpreter does not take Gluon. Layouts mean nothing here; what is refused is what a
+card would hang or err on: a barrier that is waited for while nothing is on its way, a place that is
+loaded before its products are done, an address outside a tensor.
 """
 
 import itertools
@@ -39,13 +41,18 @@ class Pointer:
         return Pointer(self.flat, self.offset + more)
 
     def cells(self, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        offset, inside = torch.broadcast_tensors(torch.as_tensor(self.offset), torch.as_tensor(True if mask is None else mask))
-        assert not ((offset < 0) | (offset >= self.flat.numel()))[inside].any(), "outside the tensor"
+        offset, inside = torch.broadcast_tensors(
+            torch.as_tensor(self.offset), torch.as_tensor(True if mask is None else mask)
+        )
+        assert not ((offset < 0) | (offset >= self.flat.numel()))[inside].any(), (
+            "outside the tensor"
+        )
         return offset, inside
 
 
 class Place:
-    """A tile in shared memory: loaded once more when as many have read it as `readers`, and none reads."""
+    """A tile in shared memory: loaded once more when as many have read it as `readers`, and none
+    reads."""
 
     def __init__(self, readers: int, dtype: torch.dtype, *shape: int) -> None:
         self.value, self.readers, self.missing = torch.empty(shape, dtype=dtype), readers, shape[0]
@@ -138,8 +145,8 @@ class Barrier:
 
 
 class Machine:
-    """One program at a time, and of its partitions one until it has to wait. Products that were issued keep their places until they have
-    been waited for."""
+    """One program at a time, and of its partitions one until it has to wait. Products that were
+    issued keep their places until they have been waited for."""
 
     def __init__(self) -> None:
         self.program: tuple[int, ...] = (0,)
@@ -183,7 +190,12 @@ class Machine:
         self.turn.notify_all()
         self.turn.wait_for(lambda: self.running[0] == me)
 
-    def specialize(self, partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: list[int], registers: list[int]) -> None:
+    def specialize(
+        self,
+        partitions: list[tuple[Callable[..., None], tuple[Any, ...]]],
+        warps: list[int],
+        registers: list[int],
+    ) -> None:
         """The last partition loads, the others read."""
         faults: list[BaseException] = []
 
@@ -210,15 +222,28 @@ class Machine:
             raise faults[0]
 
     @staticmethod
-    def copy(source: Descriptor, at: list[int], barrier: Barrier, to: Place | Rows, pred: bool = True) -> None:
+    def copy(
+        source: Descriptor, at: list[int], barrier: Barrier, to: Place | Rows, pred: bool = True
+    ) -> None:
         if pred:
             tile = source.tile((int(at[0]), int(at[1])))
             to.fill(tile)
             barrier.arrive(0, tile.numel() * tile.element_size())
 
-    def product(self, a: Place | Tensor, b: Place | Turned, acc: Tensor, is_async: bool, use_acc: bool = True) -> Tensor:
+    def product(
+        self,
+        a: Place | Tensor,
+        b: Place | Turned,
+        acc: Tensor,
+        is_async: bool,
+        use_acc: bool = True,
+    ) -> Tensor:
         assert is_async
-        places = [one.place if isinstance(one, Turned) else one for one in (a, b) if not isinstance(one, Tensor)]
+        places = [
+            one.place if isinstance(one, Turned) else one
+            for one in (a, b)
+            if not isinstance(one, Tensor)
+        ]
         for place in places:
             place.begin()
         self.issued.setdefault(threading.get_ident(), []).append(tuple(places))
@@ -226,7 +251,9 @@ class Machine:
         product = left.to(acc.dtype) @ right.to(acc.dtype)
         return acc + product if use_acc else product
 
-    def products_done(self, num_outstanding: int, deps: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    def products_done(
+        self, num_outstanding: int, deps: tuple[Tensor, ...]
+    ) -> Tensor | tuple[Tensor, ...]:
         issued = self.issued.get(threading.get_ident(), [])
         while len(issued) > num_outstanding:
             for place in issued.pop(0):
@@ -242,7 +269,9 @@ class Machine:
         return Kept(dtype, *shape)
 
 
-def _load(pointer: Pointer, mask: Tensor | None = None, other: float = 0, cache_modifier: str = "") -> Tensor:
+def _load(
+    pointer: Pointer, mask: Tensor | None = None, other: float = 0, cache_modifier: str = ""
+) -> Tensor:
     offset, inside = pointer.cells(mask)
     found = torch.full(offset.shape, other, dtype=pointer.flat.dtype)
     found[inside] = pointer.flat[offset[inside]]
@@ -251,13 +280,21 @@ def _load(pointer: Pointer, mask: Tensor | None = None, other: float = 0, cache_
 
 def _store(pointer: Pointer, values: Any, mask: Tensor | None = None) -> None:
     offset, inside = pointer.cells(mask)
-    pointer.flat[offset[inside]] = torch.as_tensor(values).expand(offset.shape)[inside].to(pointer.flat.dtype)
+    pointer.flat[offset[inside]] = (
+        torch.as_tensor(values).expand(offset.shape)[inside].to(pointer.flat.dtype)
+    )
 
 
-def _atomic_add(pointer: Pointer, values: Any, mask: Tensor | None = None, sem: str = "", scope: str = "") -> Any:
+def _atomic_add(
+    pointer: Pointer, values: Any, mask: Tensor | None = None, sem: str = "", scope: str = ""
+) -> Any:
     offset, inside = pointer.cells(mask)
     before = pointer.flat[torch.where(inside, offset, 0)].clone()
-    pointer.flat.index_add_(0, offset[inside], torch.as_tensor(values, dtype=pointer.flat.dtype).expand(offset.shape)[inside])
+    pointer.flat.index_add_(
+        0,
+        offset[inside],
+        torch.as_tensor(values, dtype=pointer.flat.dtype).expand(offset.shape)[inside],
+    )
     return before if offset.dim() else int(before)
 
 
@@ -269,39 +306,65 @@ class _Memory(list[Any]):
 def _where(which: Any, one: Any, other: Any) -> Any:
     if isinstance(one, Tensor) and one.dim():
         return torch.where(which, one, other)
-    return torch.where(which, torch.as_tensor(one), other) if isinstance(which, Tensor) and which.dim() else one if which else other
+    return (
+        torch.where(which, torch.as_tensor(one), other)
+        if isinstance(which, Tensor) and which.dim()
+        else one
+        if which
+        else other
+    )
 
 
-def _of_tensors(whole: Callable[[Tensor, Tensor], Tensor], numbers: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda one, other: whole(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else numbers(one, other)
+def _of_tensors(
+    whole: Callable[[Tensor, Tensor], Tensor], numbers: Callable[[Any, Any], Any]
+) -> Callable[[Any, Any], Any]:
+    return lambda one, other: (
+        whole(one, other)
+        if isinstance(one, Tensor) and isinstance(other, Tensor)
+        else numbers(one, other)
+    )
 
 
 def _modules(machine: Machine) -> dict[str, ModuleType]:
     language, gluon, hopper = ModuleType("language"), ModuleType("gluon"), ModuleType("hopper")
     vars(language).update(
-        constexpr=lambda value: value, int8=torch.int8, int32=torch.int32, int64=torch.int64, float32=torch.float32,
-        static_range=range, minimum=_of_tensors(torch.minimum, min), maximum=_of_tensors(torch.maximum, max), where=_where,
-        program_id=lambda axis: machine.program[axis], num_programs=lambda axis: machine.programs[axis],
-        full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype), exp2=torch.exp2, log2=torch.log2, max=torch.amax,
+        constexpr=lambda value: value, int8=torch.int8, int32=torch.int32, int64=torch.int64,
+        float32=torch.float32,
+        static_range=range, minimum=_of_tensors(torch.minimum, min),
+        maximum=_of_tensors(torch.maximum, max), where=_where,
+        program_id=lambda axis: machine.program[axis],
+        num_programs=lambda axis: machine.programs[axis],
+        full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+        exp2=torch.exp2, log2=torch.log2, max=torch.amax,
         sum=torch.sum, NVMMASharedLayout=SimpleNamespace(get_default_for=_nothing),
-        zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), arange=lambda first, end, layout: torch.arange(first, end),
-        expand_dims=torch.unsqueeze, convert_layout=lambda values, layout: values, load=_load, store=_store, atomic_add=_atomic_add,
+        zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), arange=lambda first,
+        end, layout: torch.arange(first, end),
+        expand_dims=torch.unsqueeze, convert_layout=lambda values, layout: values, load=_load,
+        store=_store, atomic_add=_atomic_add,
         allocate_shared_memory=machine.allocate, warp_specialize=machine.specialize,
         **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout"), _nothing),
         **dict.fromkeys(("inline_asm_elementwise", "thread_barrier"), _nothing),
     )  # fmt: skip
-    vars(gluon).update(language=language, jit=lambda function=None, **named: function or (lambda one: one))
+    vars(gluon).update(
+        language=language, jit=lambda function=None, **named: function or (lambda one: one)
+    )
     vars(hopper).update(
         mbarrier=SimpleNamespace(
-            init=machine.init, MBarrierLayout=_nothing, expect=machine.expect, arrive=machine.arrive, wait=machine.wait
+            init=machine.init, MBarrierLayout=_nothing, expect=machine.expect,
+            arrive=machine.arrive, wait=machine.wait
         ),
         tma=SimpleNamespace(async_copy_global_to_shared=machine.copy),
-        warpgroup_mma=machine.product, warpgroup_mma_wait=machine.products_done, fence_async_shared=_nothing,
+        warpgroup_mma=machine.product, warpgroup_mma_wait=machine.products_done,
+        fence_async_shared=_nothing,
     )  # fmt: skip
     root = "triton.experimental"
     found = {name: ModuleType(name) for name in ("triton", root, f"{root}.gluon.language.nvidia")}
     vars(found[root]).update(gluon=gluon)
-    return found | {f"{root}.gluon": gluon, f"{root}.gluon.language": language, f"{root}.gluon.language.nvidia.hopper": hopper}
+    return found | {
+        f"{root}.gluon": gluon,
+        f"{root}.gluon.language": language,
+        f"{root}.gluon.language.nvidia.hopper": hopper,
+    }
 
 
 def _nothing(*args: object, **named: object) -> None:
@@ -323,8 +386,8 @@ def _instead(modules: dict[str, ModuleType]) -> Any:
 
 
 def interpreted(source: Path, kernel: str, readers: int = 1) -> Callable[..., None]:
-    """A kernel of a file, as a function of the number of programs, along one axis or several, and then its own arguments. readers: products
-    that read a place before it is loaded again."""
+    """A kernel of a file, as a function of the number of programs, along one axis or several, and
+    then its own arguments. readers: products that read a place before it is loaded again."""
     machine = Machine()
     machine.readers = readers
     names: dict[str, Any] = {"__name__": source.stem}

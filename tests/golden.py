@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 _DIRECTORY = Path(__file__).parent / "data" / "golden"
-_BITS = {"bits_u8": (torch.uint8, 2**8), "bits_u16": (torch.int16, 2**16), "bits_u32": (torch.int32, 2**32)}
+_BITS = {
+    "bits_u8": (torch.uint8, 2**8),
+    "bits_u16": (torch.int16, 2**16),
+    "bits_u32": (torch.int32, 2**32),
+}
 
 
 def load(name: str) -> dict[str, Any]:
@@ -22,10 +26,16 @@ def tensor(stored: dict[str, Any]) -> Tensor:
         return torch.tensor(stored["values"], dtype=dtype).reshape(stored["shape"])
     key = next(key for key in _BITS if key in stored)
     carrier, modulus = _BITS[key]
-    signed = [bits - modulus if carrier != torch.uint8 and bits >= modulus // 2 else bits for bits in stored[key]]
+    signed = [
+        bits - modulus if carrier != torch.uint8 and bits >= modulus // 2 else bits
+        for bits in stored[key]
+    ]
     return torch.tensor(signed, dtype=carrier).view(dtype).reshape(stored["shape"])
 
 
 def words(hexadecimal: list[str]) -> list[int]:
     """32-bit words written in hexadecimal, as the signed values of int32."""
-    return [value - 2**32 if value >= 2**31 else value for value in (int(word, 16) for word in hexadecimal)]
+    return [
+        value - 2**32 if value >= 2**31 else value
+        for value in (int(word, 16) for word in hexadecimal)
+    ]

@@ -13,7 +13,15 @@ import torch
 from packed_model import write_packed
 from torch import Tensor
 
-from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int4, compressed_int8, gptq, modelopt, modelslim
+from quantkit.checkpoint.formats import (
+    awq,
+    compressed_fp4,
+    compressed_int4,
+    compressed_int8,
+    gptq,
+    modelopt,
+    modelslim,
+)
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.assets import builtin_model
@@ -52,7 +60,11 @@ _QWEN: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-QWEN3 = _QWEN | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "intermediate_size": 512}
+QWEN3 = _QWEN | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "intermediate_size": 512,
+}
 QWEN3_MOE = _QWEN | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -83,29 +95,44 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
             tensors[row.name] = (noise * columns / math.sqrt(row.shape[1])).bfloat16()
     for row in rows:  # an MTP layer has copies of these
         if row.mtp and row.role in ("embedding", "head"):
-            tensors[row.name] = tensors[next(one.name for one in rows if one.role == row.role and not one.mtp)].clone()
+            tensors[row.name] = tensors[
+                next(one.name for one in rows if one.role == row.role and not one.mtp)
+            ].clone()
     return tensors
 
 
 def tiny_r1() -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The built-in model, decoded to BF16."""
     checkpoint = Checkpoint.open(builtin_model("tiny-r1"))
-    tensors = {f"{m}.weight": dequantize(checkpoint.weight(m), torch.bfloat16) for m in checkpoint.linears}
+    tensors = {
+        f"{m}.weight": dequantize(checkpoint.weight(m), torch.bfloat16) for m in checkpoint.linears
+    }
     parts = {name for linear in checkpoint.linears.values() for name in linear.tensors}
     tensors |= {name: checkpoint.read(name) for name in checkpoint.tensors if name not in parts}
-    return {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}, tensors
+    return {
+        key: value for key, value in checkpoint.config.items() if key != "quantization_config"
+    }, tensors
 
 
 def models() -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
     """config.json and BF16 tensors by name."""
-    return {"tiny-r1": tiny_r1(), "qwen3": (QWEN3, random_weights(QWEN3)), "qwen3-moe": (QWEN3_MOE, random_weights(QWEN3_MOE, 1))}
+    return {
+        "tiny-r1": tiny_r1(),
+        "qwen3": (QWEN3, random_weights(QWEN3)),
+        "qwen3-moe": (QWEN3_MOE, random_weights(QWEN3_MOE, 1)),
+    }
 
 
 def write_all(folder: Path, only: Collection[str] = ()) -> Iterator[tuple[str, Path, Path]]:
-    """(model and format, the checkpoint, its source in BF16). only: models and formats, such as "qwen3-moe awq"; all without."""
+    """(model and format, the checkpoint, its source in BF16). only: models and formats, such as
+    "qwen3-moe awq"; all without."""
     for model, (config, tensors) in models().items():
         chosen = {name: FORMATS[name] for name in FORMATS if not only or f"{model} {name}" in only}
         if chosen:
             source = make_model.write_dense(folder / f"{model}-source", config, tensors)
         for name, (format, grid) in chosen.items():
-            yield f"{model} {name}", write_packed(folder / f"{model}-{name}", config, tensors, format, grid), source
+            yield (
+                f"{model} {name}",
+                write_packed(folder / f"{model}-{name}", config, tensors, format, grid),
+                source,
+            )

@@ -1,4 +1,5 @@
-"""Generated requests for a server: right ones, and right ones spoilt in their values, fields, bytes, headers, paths and methods."""
+"""Generated requests for a server: right ones, and right ones spoilt in their values, fields,
+bytes, headers, paths and methods."""
 
 import json
 import random
@@ -10,7 +11,12 @@ from quantkit.executor.server.protocol import HARMLESS, NEUTRAL, ChatRequest, Co
 from quantkit.executor.server.responses import ResponsesRequest
 
 KEY = "secret"
-CHAT, COMPLETIONS, RESPONSES, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"
+CHAT, COMPLETIONS, RESPONSES, TOKENIZE = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/tokenize",
+)
 
 
 @dataclass(frozen=True)
@@ -20,34 +26,67 @@ class Sent:
     method: str
     path: str
     content: bytes
-    headers: dict[str, str] = field(default_factory=lambda: {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"})
+    headers: dict[str, str] = field(
+        default_factory=lambda: {
+            "Authorization": f"Bearer {KEY}",
+            "Content-Type": "application/json",
+        }
+    )
     leaves: bool = False
 
 
 def request(draw: random.Random) -> Sent:
-    kinds = [(CHAT, _chat), (COMPLETIONS, _completion)] * 4 + [(RESPONSES, _response), (TOKENIZE, _tokenized)]
+    kinds = [(CHAT, _chat), (COMPLETIONS, _completion)] * 4 + [
+        (RESPONSES, _response),
+        (TOKENIZE, _tokenized),
+    ]
     path, make = draw.choice(kinds)
     body = make(draw)
     return draw.choice(KINDS)(draw, path, body)
 
 
 def _chat(draw: random.Random) -> dict[str, Any]:
-    messages = [{"role": draw.choice(["system", "user", "assistant"]), "content": _text(draw)} for _ in range(draw.randint(1, 3))]
+    messages = [
+        {"role": draw.choice(["system", "user", "assistant"]), "content": _text(draw)}
+        for _ in range(draw.randint(1, 3))
+    ]
     return {"messages": [*messages, {"role": "user", "content": _text(draw)}], **_common(draw)}
 
 
 def _completion(draw: random.Random) -> dict[str, Any]:
-    prompt: Any = draw.choice([_text(draw), [_text(draw), _text(draw)], [draw.randrange(300) for _ in range(5)], [[5, 6], [7]]])
+    prompt: Any = draw.choice(
+        [
+            _text(draw),
+            [_text(draw), _text(draw)],
+            [draw.randrange(300) for _ in range(5)],
+            [[5, 6], [7]],
+        ]
+    )
     return {"prompt": prompt, **_common(draw)}
 
 
 def _response(draw: random.Random) -> dict[str, Any]:
-    items: Any = draw.choice([_text(draw) or "x", [{"role": "user", "content": [{"type": "input_text", "text": _text(draw)}]}]])
-    return {"input": items, "max_output_tokens": draw.randint(1, 4), "stream": draw.random() < 0.5, "temperature": 1.0}
+    items: Any = draw.choice(
+        [
+            _text(draw) or "x",
+            [{"role": "user", "content": [{"type": "input_text", "text": _text(draw)}]}],
+        ]
+    )
+    return {
+        "input": items,
+        "max_output_tokens": draw.randint(1, 4),
+        "stream": draw.random() < 0.5,
+        "temperature": 1.0,
+    }
 
 
 def _tokenized(draw: random.Random) -> dict[str, Any]:
-    return draw.choice([{"prompt": _text(draw)}, {"messages": [{"role": "user", "content": _text(draw)}], "return_token_strs": True}])
+    return draw.choice(
+        [
+            {"prompt": _text(draw)},
+            {"messages": [{"role": "user", "content": _text(draw)}], "return_token_strs": True},
+        ]
+    )
 
 
 def _common(draw: random.Random) -> dict[str, Any]:
@@ -76,19 +115,62 @@ def _common(draw: random.Random) -> dict[str, Any]:
         "skip_special_tokens": False,
         "stream_options": {"include_usage": True},
     }
-    return body | {name: optional[name] for name in draw.sample(sorted(optional), draw.randint(0, 5))}
+    return body | {
+        name: optional[name] for name in draw.sample(sorted(optional), draw.randint(0, 5))
+    }
 
 
 def _text(draw: random.Random) -> str:
-    return draw.choice(["What is 2+3?", "ы日本語🙂", "<think>", "</s><|user|>", "\x00\x1b[31m", " " * 50, "a" * draw.randint(1, 200), ""])
+    return draw.choice(
+        [
+            "What is 2+3?",
+            "ы日本語🙂",
+            "<think>",
+            "</s><|user|>",
+            "\x00\x1b[31m",
+            " " * 50,
+            "a" * draw.randint(1, 200),
+            "",
+        ]
+    )
 
 
 def _value(draw: random.Random) -> Any:
     """Something that a field does not expect."""
-    numbers = [2**63, -(2**63) - 1, 2**31, 10**400, -1, 0, 1.5, 1e308, -1e308, 5e-324, float("nan"), float("inf"), float("-inf")]
+    numbers = [
+        2**63,
+        -(2**63) - 1,
+        2**31,
+        10**400,
+        -1,
+        0,
+        1.5,
+        1e308,
+        -1e308,
+        5e-324,
+        float("nan"),
+        float("inf"),
+        float("-inf"),
+    ]
     texts = ["", "x", "1", "null", "\ud800", "a\udfff", "x" * 5000, "\x00"]
-    lists: list[Any] = [[], [[]], [None], [1, "a"], ["x"] * 2000, [0] * 3000, [[1]] * 400, [-1], [2**70], [{}], {}, {"a": 1}, {"type": "x"}]
-    return draw.choice([None, True, False, *numbers, *texts, *lists, _nested(draw.choice([3, 300]))])
+    lists: list[Any] = [
+        [],
+        [[]],
+        [None],
+        [1, "a"],
+        ["x"] * 2000,
+        [0] * 3000,
+        [[1]] * 400,
+        [-1],
+        [2**70],
+        [{}],
+        {},
+        {"a": 1},
+        {"type": "x"},
+    ]
+    return draw.choice(
+        [None, True, False, *numbers, *texts, *lists, _nested(draw.choice([3, 300]))]
+    )
 
 
 def _nested(depth: int) -> Any:
@@ -99,7 +181,14 @@ def _nested(depth: int) -> Any:
 
 
 FIELDS = sorted(
-    {*ChatRequest.model_fields, *CompletionRequest.model_fields, *ResponsesRequest.model_fields, *NEUTRAL, *HARMLESS, "nonsense"}
+    {
+        *ChatRequest.model_fields,
+        *CompletionRequest.model_fields,
+        *ResponsesRequest.model_fields,
+        *NEUTRAL,
+        *HARMLESS,
+        "nonsense",
+    }
 )
 
 
@@ -108,8 +197,13 @@ def _right(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
 
 
 def _left(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
-    longer = {"max_output_tokens" if path == RESPONSES else "max_tokens": 60, "stream": draw.random() < 0.7}
-    return replace(_right(draw, path, body if path == TOKENIZE else {**body, **longer}), leaves=True)
+    longer = {
+        "max_output_tokens" if path == RESPONSES else "max_tokens": 60,
+        "stream": draw.random() < 0.7,
+    }
+    return replace(
+        _right(draw, path, body if path == TOKENIZE else {**body, **longer}), leaves=True
+    )
 
 
 def _spoilt_value(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
@@ -123,10 +217,18 @@ def _spoilt_message(draw: random.Random, path: str, body: dict[str, Any]) -> Sen
         "role": draw.choice(["user", _value(draw)]),
         "content": draw.choice([_value(draw), [{"type": "text", "text": _value(draw)}]]),
     }
-    more = {draw.choice(["tool_calls", "name", "reasoning_content", "x"]): _value(draw)} if draw.random() < 0.5 else {}
+    more = (
+        {draw.choice(["tool_calls", "name", "reasoning_content", "x"]): _value(draw)}
+        if draw.random() < 0.5
+        else {}
+    )
     body = {**body, "messages": [{**message, **more}]}
     if draw.random() < 0.3:
-        body["chat_template_kwargs"] = {draw.choice(["messages", "eos_token", "self", "add_generation_prompt", "tools"]): _value(draw)}
+        body["chat_template_kwargs"] = {
+            draw.choice(
+                ["messages", "eos_token", "self", "add_generation_prompt", "tools"]
+            ): _value(draw)
+        }
     body.pop("prompt", None)
     return _right(draw, CHAT, body)
 
@@ -170,7 +272,9 @@ def _large(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
             {"prompt": [[5]] * 100, "n": 64},
             {"prompt": "a", "stop": ["x"] * 20_000},
             {"prompt": "a", "stop": "y" * 100_000},
-            {"prompt": "a", "padding": "x" * 9_000_000} if draw.random() < 0.1 else {"prompt": "a", "user": "x" * 100_000},
+            {"prompt": "a", "padding": "x" * 9_000_000}
+            if draw.random() < 0.1
+            else {"prompt": "a", "user": "x" * 100_000},
             {"prompt": "a", "metadata": {str(index): index for index in range(20_000)}},
         ]
     )
@@ -183,13 +287,28 @@ def _spoilt_headers(draw: random.Random, path: str, body: dict[str, Any]) -> Sen
         [
             {
                 "Content-Type": draw.choice(
-                    ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "x", "application/json2"]
+                    [
+                        "text/plain",
+                        "application/x-www-form-urlencoded",
+                        "multipart/form-data",
+                        "x",
+                        "application/json2",
+                    ]
                 )
             },
             {"Content-Type": "Application/JSON; charset=utf-8"},
-            {"Authorization": draw.choice(["", "Bearer", "Bearer wrong", "Basic c2VjcmV0", f"bearer {KEY}", "\xe9"])},
+            {
+                "Authorization": draw.choice(
+                    ["", "Bearer", "Bearer wrong", "Basic c2VjcmV0", f"bearer {KEY}", "\xe9"]
+                )
+            },
             {"Content-Encoding": draw.choice(["gzip", "br", "identity"])},
-            {"Accept": "image/png", "Range": "bytes=0-1", "Expect": "x", "X-Forwarded-For": "1" * 500},
+            {
+                "Accept": "image/png",
+                "Range": "bytes=0-1",
+                "Expect": "x",
+                "X-Forwarded-For": "1" * 500,
+            },
             {"Origin": "http://evil.example", "Host": "evil.example"},
         ]
     )
@@ -216,7 +335,11 @@ def _elsewhere(draw: random.Random, path: str, body: dict[str, Any]) -> Sent:
         "/v1/embeddings",
     ]
     method = draw.choice(["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "POST", "FROB"])
-    return replace(_right(draw, path, body), method=method, path=draw.choice([*paths, path, path + "/", path + "?a=b"]))
+    return replace(
+        _right(draw, path, body),
+        method=method,
+        path=draw.choice([*paths, path, path + "/", path + "?a=b"]),
+    )
 
 
 KINDS: tuple[Callable[[random.Random, str, dict[str, Any]], Sent], ...] = (

@@ -1,4 +1,5 @@
-"""A hub on loopback that serves one folder as the repository org/name, and counts the bytes it sends."""
+"""A hub on loopback that serves one folder as the repository org/name, and counts the bytes it
+sends."""
 
 import json
 import re
@@ -46,11 +47,18 @@ def serve(folder: Path, name: str = "org/model") -> Iterator[Hub]:
             self._file(body=True)
 
         def _listing(self) -> object:
-            files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+            files = {
+                path.relative_to(folder).as_posix(): path
+                for path in sorted(folder.rglob("*"))
+                if path.is_file()
+            }
             if "/tree/" in self.path:
                 below = "recursive=true" in self.path.lower()
                 there = {file: path for file, path in files.items() if below or "/" not in file}
-                return [{"type": "file", "path": file, "size": path.stat().st_size, "oid": COMMIT} for file, path in there.items()]
+                return [
+                    {"type": "file", "path": file, "size": path.stat().st_size, "oid": COMMIT}
+                    for file, path in there.items()
+                ]
             return {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]}
 
         def _file(self, *, body: bool) -> None:
@@ -59,9 +67,15 @@ def serve(folder: Path, name: str = "org/model") -> Iterator[Hub]:
             if path is None or not path.is_file():
                 return self._send(404, b"", self.path)
             size = path.stat().st_size
-            headers = {"ETag": f'"{path.name}-{size}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+            headers = {
+                "ETag": f'"{path.name}-{size}"',
+                "X-Repo-Commit": COMMIT,
+                "Accept-Ranges": "bytes",
+            }
             wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-            start, stop = (int(wanted[1]), min(int(wanted[2] or size), size - 1) + 1) if wanted else (0, size)
+            start, stop = (
+                (int(wanted[1]), min(int(wanted[2] or size), size - 1) + 1) if wanted else (0, size)
+            )
             if not body:
                 return self._send(200, b"", path.name, headers | {"Content-Length": str(size)})
             with path.open("rb") as file:
@@ -71,7 +85,9 @@ def serve(folder: Path, name: str = "org/model") -> Iterator[Hub]:
                 headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
             self._send(206 if wanted else 200, content, path.name, headers)
 
-        def _send(self, status: int, content: bytes, file: str, headers: dict[str, str] | None = None) -> None:
+        def _send(
+            self, status: int, content: bytes, file: str, headers: dict[str, str] | None = None
+        ) -> None:
             with lock:
                 hub.sent[file] = hub.sent.get(file, 0) + len(content)
             self.send_response(status)

@@ -6,7 +6,9 @@ from quantkit_kernels.samples import exact_expert, exact_linear, random_weight
 from torch import Tensor
 
 
-def random_experts(grid: str, count: int, hidden: int, intermediate: int, rng: torch.Generator) -> list[list[Weight]]:
+def random_experts(
+    grid: str, count: int, hidden: int, intermediate: int, rng: torch.Generator
+) -> list[list[Weight]]:
     """gate, up and down of `count` experts."""
     shapes = ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
     return [[random_weight(grid, n, k, rng) for _ in range(count)] for n, k in shapes]
@@ -17,7 +19,9 @@ def layer(weights: list[list[Weight]], backend: str, dtype: torch.dtype) -> Expe
     return prepare_experts(gate, up, down, backend=backend, dtype=dtype)
 
 
-def exact_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: list[list[Weight]]) -> Tensor:
+def exact_experts(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: list[list[Weight]]
+) -> Tensor:
     """Token by token in float64."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, (ids, token_weights) in enumerate(zip(topk_ids.tolist(), topk_weights.double())):
@@ -28,9 +32,15 @@ def exact_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: li
 
 
 def exact_gated_experts(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: list[list[Weight]], gating: Gating, biases: list[ExpertBiases | None]
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    weights: list[list[Weight]],
+    gating: Gating,
+    biases: list[ExpertBiases | None],
 ) -> Tensor:
-    """Token by token in float64, by the formula that `Gating` states; what enters `down` is rounded to x's dtype."""
+    """Token by token in float64, by the formula that `Gating` states; what enters `down` is rounded
+    to x's dtype."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token, (ids, token_weights) in enumerate(zip(topk_ids.tolist(), topk_weights.double())):
         row = x[token : token + 1]

@@ -7,5 +7,14 @@ import torch
 
 def write_letters(path: Path, count: int = 400) -> Path:
     """`count` of a to z; returns the path."""
-    path.write_text("".join(map(chr, torch.randint(97, 123, (count,), generator=torch.Generator().manual_seed(0)).tolist())))
+    path.write_text(
+        "".join(
+            map(
+                chr,
+                torch.randint(
+                    97, 123, (count,), generator=torch.Generator().manual_seed(0)
+                ).tolist(),
+            )
+        )
+    )
     return path

@@ -1,7 +1,8 @@
 """A small random DeepSeek-V3 checkpoint, written as DeepSeek-R1 is published.
 
-Names, shapes and layout are spelled out here by hand and written with safetensors alone, so that a test of quantkit's parameter table,
-reader or forward has something of its own to agree with. Weights are random: the model computes, but says nothing.
+Names, shapes and layout are spelled out here by hand and written with safetensors alone, so that a
+test of quantkit's parameter table, reader or forward has something of its own to agree with.
+Weights are random: the model computes, but says nothing.
 
     config = tiny_config()                      # config.json of R1 with small sizes, MTP layer included
     tensors = random_tensors(config, seed=0)    # float32 (router bias) and bfloat16, R1's names
@@ -19,7 +20,12 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-BOS, EOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
+BOS, EOS, USER, ASSISTANT = (
+    "<｜begin▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+)
 SPECIAL_TOKENS = (BOS, EOS, USER, ASSISTANT, "<think>", "</think>")
 FP8_BLOCK = 128
 FP8_MAX = 448.0
@@ -27,7 +33,8 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ '<｜User｜>' + message['content'] }}"
     "{% elif message['role'] == 'system' %}{{ message['content'] }}"
-    "{% else %}{{ '<｜Assistant｜>' + message['content'].split('</think>')[-1] + eos_token }}{% endif %}"
+    "{% else %}{{ '<｜Assistant｜>' + message['content'].split('</think>')[-1] + eos_token }}{% "
+    "endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}"
 )
 
@@ -98,15 +105,22 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for layer in range(layers + mtp):
         p = f"model.layers.{layer}"
         if layer >= layers:
-            shapes |= {f"{p}.embed_tokens.weight": (vocab, hidden), f"{p}.eh_proj.weight": (hidden, 2 * hidden)}
-            shapes |= {f"{p}.{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+            shapes |= {
+                f"{p}.embed_tokens.weight": (vocab, hidden),
+                f"{p}.eh_proj.weight": (hidden, 2 * hidden),
+            }
+            shapes |= {
+                f"{p}.{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")
+            }
             shapes[f"{p}.shared_head.head.weight"] = (vocab, hidden)
         shapes |= {f"{p}.{name}": shape for name, shape in _layer_shapes(config, layer).items()}
     return {**shapes, "model.norm.weight": (hidden,), "lm_head.weight": (vocab, hidden)}
 
 
 def _layer_shapes(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
-    hidden, heads, q_lora, kv_lora = (config[key] for key in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank"))
+    hidden, heads, q_lora, kv_lora = (
+        config[key] for key in ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank")
+    )
     nope, rope, v = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     shapes: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
@@ -122,7 +136,10 @@ def _layer_shapes(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ..
     mlps = {"mlp": config["intermediate_size"]}
     if layer >= config["first_k_dense_replace"]:
         experts, width = config["n_routed_experts"], config["moe_intermediate_size"]
-        shapes |= {"mlp.gate.weight": (experts, hidden), "mlp.gate.e_score_correction_bias": (experts,)}
+        shapes |= {
+            "mlp.gate.weight": (experts, hidden),
+            "mlp.gate.e_score_correction_bias": (experts,),
+        }
         mlps = {f"mlp.experts.{expert}": width for expert in range(experts)}
         mlps["mlp.shared_experts"] = width * config["n_shared_experts"]
     for prefix, width in mlps.items():
@@ -132,7 +149,8 @@ def _layer_shapes(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ..
 
 
 def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
-    """Random weights of a size that keeps activations near 1, gains away from 1, router biases that change the choice of experts."""
+    """Random weights of a size that keeps activations near 1, gains away from 1, router biases that
+    change the choice of experts."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in tensor_shapes(config).items():
@@ -149,12 +167,16 @@ def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
 
 
 def is_fp8(name: str) -> bool:
-    """Whether R1 keeps the tensor in FP8: the linears of the decoder layers, not the router, heads, embeddings or eh_proj."""
-    return (name.endswith("_proj.weight") and "eh_proj" not in name) or name.endswith("kv_a_proj_with_mqa.weight")
+    """Whether R1 keeps the tensor in FP8: the linears of the decoder layers, not the router, heads,
+    embeddings or eh_proj."""
+    return (name.endswith("_proj.weight") and "eh_proj" not in name) or name.endswith(
+        "kv_a_proj_with_mqa.weight"
+    )
 
 
 def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [N, K] -> float8_e4m3fn [N, K] and the float32 multiplier [ceil(N/128), ceil(K/128)] (block amax / 448)."""
+    """weight [N, K] -> float8_e4m3fn [N, K] and the float32 multiplier [ceil(N/128), ceil(K/128)]
+    (block amax / 448)."""
     n, k = weight.shape
     rows, columns = math.ceil(n / FP8_BLOCK), math.ceil(k / FP8_BLOCK)
     padded = torch.zeros(rows * FP8_BLOCK, columns * FP8_BLOCK)
@@ -166,19 +188,24 @@ def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fp8_values(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the FP8 checkpoint of `tensors` stands for: FP8 linears rounded and decoded to float32, the rest as it is."""
+    """What the FP8 checkpoint of `tensors` stands for: FP8 linears rounded and decoded to float32,
+    the rest as it is."""
     values = {}
     for name, tensor in tensors.items():
         if is_fp8(name):
             codes, scale = fp8_blocks(tensor)
-            full = scale.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)[: codes.shape[0], : codes.shape[1]]
+            full = scale.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)[
+                : codes.shape[0], : codes.shape[1]
+            ]
             values[name] = codes.float() * full
         else:
             values[name] = tensor
     return values
 
 
-def write_fp8(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], shards: int = 3) -> Path:
+def write_fp8(
+    path: Path, config: dict[str, Any], tensors: dict[str, Tensor], shards: int = 3
+) -> Path:
     """A checkpoint directory in R1's layout. Returns `path`."""
     stored = {}
     for name, tensor in tensors.items():
@@ -186,11 +213,18 @@ def write_fp8(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], sh
             stored[name], stored[f"{name}_scale_inv"] = fp8_blocks(tensor)
         else:
             stored[name] = tensor
-    block = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
+    block = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+    }
     return _write(path, {**config, "quantization_config": block}, stored, shards)
 
 
-def write_dense(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], shards: int = 1) -> Path:
+def write_dense(
+    path: Path, config: dict[str, Any], tensors: dict[str, Tensor], shards: int = 1
+) -> Path:
     """An unquantized checkpoint directory. Returns `path`."""
     return _write(path, config, tensors, shards)
 
@@ -202,7 +236,10 @@ def _write(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], shard
     weight_map = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05d}-of-{shards:06d}.safetensors"
-        part = {name: tensors[name].contiguous() for name in names[shard * per_shard : (shard + 1) * per_shard]}
+        part = {
+            name: tensors[name].contiguous()
+            for name in names[shard * per_shard : (shard + 1) * per_shard]
+        }
         save_file(part, path / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -214,14 +251,17 @@ def _write(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], shard
 
 
 def write_tokenizer(path: Path, vocab_size: int = 320) -> None:
-    """A byte-level tokenizer with R1's special tokens first, and a chat template that prefills <think> as R1's does."""
+    """A byte-level tokenizer with R1's special tokens first, and a chat template that prefills
+    <think> as R1's does."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = [*SPECIAL_TOKENS, *alphabet]
     names += [f"<unused{i}>" for i in range(vocab_size - len(names))]
     tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS[:4]])
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS[:4]]
+    )
     tokenizer.add_tokens([AddedToken(name, normalized=False) for name in SPECIAL_TOKENS[4:]])
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {
@@ -235,4 +275,6 @@ def write_tokenizer(path: Path, vocab_size: int = 320) -> None:
         "chat_template": CHAT_TEMPLATE,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False))
-    (path / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1, "temperature": 0.6, "top_p": 0.95}))
+    (path / "generation_config.json").write_text(
+        json.dumps({"bos_token_id": 0, "eos_token_id": 1, "temperature": 0.6, "top_p": 0.95})
+    )

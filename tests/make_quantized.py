@@ -1,6 +1,8 @@
-"""A small checkpoint in any quantized format, written with safetensors alone, for tests of what reads such checkpoints.
+"""A small checkpoint in any quantized format, written with safetensors alone, for tests of what
+reads such checkpoints.
 
-One decoder layer with a quantized MLP and attention, an unquantized kv_b_proj and router, and an MTP layer that is all BF16:
+One decoder layer with a quantized MLP and attention, an unquantized kv_b_proj and router, and an
+MTP layer that is all BF16:
 
     modules, tensors = quantized_tensors(format, grid)      # Weight by module; every stored tensor by name
     path = write(tmp_path / "model", format, grid)          # two shards, index, config.json, side files
@@ -51,16 +53,27 @@ def quantize(format: Format, grid: Grid | None, w: Tensor) -> Weight:
             return quantize_int(w, grid, scale_dtype=format.scale_dtype)
         case Fp4Grid(activation_bits=bits):
             weight = quantize_fp4(w)
-            return weight if bits == 16 else replace(weight, input_divisor=input_divisor(torch.tensor(3.7)))
+            return (
+                weight
+                if bits == 16
+                else replace(weight, input_divisor=input_divisor(torch.tensor(3.7)))
+            )
         case _:
             return quantize_fp8_block(w) if format.name == "fp8-block" else w.bfloat16()
 
 
-def quantized_tensors(format: Format, grid: Grid | None, seed: int = 0) -> tuple[dict[str, Weight], dict[str, Tensor]]:
+def quantized_tensors(
+    format: Format, grid: Grid | None, seed: int = 0
+) -> tuple[dict[str, Weight], dict[str, Tensor]]:
     """Weights by module, and all stored tensors by name."""
     generator = torch.Generator().manual_seed(seed)
-    modules = {name: quantize(format, grid, torch.randn(shape, generator=generator)) for name, shape in QUANTIZED.items()}
-    tensors = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in PLAIN.items()}
+    modules = {
+        name: quantize(format, grid, torch.randn(shape, generator=generator))
+        for name, shape in QUANTIZED.items()
+    }
+    tensors = {
+        name: torch.randn(shape, generator=generator).bfloat16() for name, shape in PLAIN.items()
+    }
     for name, weight in modules.items():
         tensors |= format.pack(name, weight)
     return modules, tensors
@@ -70,7 +83,10 @@ def description(format: Format, grid: Grid | None) -> tuple[dict[str, Any], dict
     """config.json and the files beside it."""
     plain = [TensorSpec(name, torch.bfloat16, shape) for name, shape in PLAIN.items()]
     quantized = dict.fromkeys(QUANTIZED, grid)
-    config = output_config({"model_type": "deepseek_v3", "num_hidden_layers": 4}, format.config_block(grid, quantized, plain))
+    config = output_config(
+        {"model_type": "deepseek_v3", "num_hidden_layers": 4},
+        format.config_block(grid, quantized, plain),
+    )
     return config, format.extra_files(grid, quantized, plain)
 
 
@@ -89,8 +105,17 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Two shards and their index."""
     path.mkdir(parents=True, exist_ok=True)
     names = sorted(tensors)
-    halves = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    halves = {
+        "model-00001-of-00002.safetensors": names[::2],
+        "model-00002-of-00002.safetensors": names[1::2],
+    }
     for shard, held in halves.items():
-        save_file({name: tensors[name].contiguous() for name in held}, path / shard, metadata={"format": "pt"})
+        save_file(
+            {name: tensors[name].contiguous() for name in held},
+            path / shard,
+            metadata={"format": "pt"},
+        )
     weight_map = {name: shard for shard, held in halves.items() for name in held}
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )

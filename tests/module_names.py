@@ -6,5 +6,9 @@ from quantkit.checkpoint.reader import Checkpoint
 def module_names(checkpoint: Checkpoint) -> list[str]:
     """Modules that hold a 2-D weight, quantized or not, in the order of `tensors`."""
     tensors = checkpoint.tensors.values()
-    plain = (t.name.removesuffix(".weight") for t in tensors if t.name.endswith(".weight") and len(t.shape) == 2)
+    plain = (
+        t.name.removesuffix(".weight")
+        for t in tensors
+        if t.name.endswith(".weight") and len(t.shape) == 2
+    )
     return list(dict.fromkeys([*checkpoint.linears, *plain]))

@@ -1,4 +1,5 @@
-"""Weights rounded to the nearest value of a grid, one linear at a time, plainly: what rounders, formats and kernels are held against."""
+"""Weights rounded to the nearest value of a grid, one linear at a time, plainly: what rounders,
+formats and kernels are held against."""
 
 import torch
 from torch import Tensor
@@ -17,14 +18,18 @@ def quantize_int(w: Tensor, grid: IntGrid, *, scale_dtype: torch.dtype) -> IntWe
     columns = w.shape[1]
     group_size = grid.group_size or columns
     if columns % group_size:
-        raise QuantkitError(f"group size {group_size} does not divide {columns} input channels", "choose a group size that does")
+        raise QuantkitError(
+            f"group size {group_size} does not divide {columns} input channels",
+            "choose a group size that does",
+        )
     w = w.float()
     scale, zero_point = int_params(w.unflatten(1, (-1, group_size)), grid, scale_dtype)
     return IntWeight(round_int(w, scale, zero_point, grid.bits), scale, zero_point, grid.bits)
 
 
 def fp4_scale(groups: Tensor, global_scale: Tensor) -> Tensor:
-    """e4m3 scales of groups float32 [..., 16] -> float8_e4m3fn [...]; a group of zeros gets 1 (ModelOpt's rule)."""
+    """e4m3 scales of groups float32 [..., 16] -> float8_e4m3fn [...]; a group of zeros gets 1
+    (ModelOpt's rule)."""
     amax = groups.abs().amax(dim=-1)
     scale = (amax / E2M1_MAX / global_scale).clamp(E4M3_MIN, E4M3_MAX)
     return torch.where(amax > 0, scale, torch.ones_like(scale)).to(torch.float8_e4m3fn)
@@ -37,10 +42,14 @@ def round_fp4(w: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
 
 
 def quantize_fp4(w: Tensor, *, global_scale: Tensor | None = None) -> Fp4Weight:
-    """Round W float32 [N, K] to the nearest NVFP4 values. `global_scale` is the one shared with fused siblings, if any."""
+    """Round W float32 [N, K] to the nearest NVFP4 values. `global_scale` is the one shared with
+    fused siblings, if any."""
     columns = w.shape[1]
     if columns % FP4_GROUP:
-        raise QuantkitError(f"FP4 groups of {FP4_GROUP} do not divide {columns} input channels", "leave this weight unquantized")
+        raise QuantkitError(
+            f"FP4 groups of {FP4_GROUP} do not divide {columns} input channels",
+            "leave this weight unquantized",
+        )
     w = w.float()
     multiplier = e2m1.global_scale(w.abs().amax()) if global_scale is None else global_scale
     scale = fp4_scale(w.unflatten(1, (-1, FP4_GROUP)), multiplier)
@@ -48,11 +57,14 @@ def quantize_fp4(w: Tensor, *, global_scale: Tensor | None = None) -> Fp4Weight:
 
 
 def quantize_fp8_block(w: Tensor) -> Fp8BlockWeight:
-    """Round W float32 [N, K] to the nearest e4m3 values, scale = amax / 448 of each block, 1 for a block of zeros."""
+    """Round W float32 [N, K] to the nearest e4m3 values, scale = amax / 448 of each block, 1 for a
+    block of zeros."""
     rows, columns = w.shape
     w = w.float()
     padded = functional.pad(w, (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
-    blocks = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))  # [row block, 128, column block, 128]
+    blocks = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(
+        0, (-1, FP8_BLOCK)
+    )  # [row block, 128, column block, 128]
     scale = blocks.abs().amax(dim=(1, 3)) / E4M3_MAX
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     codes = (blocks / scale[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

@@ -1,7 +1,9 @@
-"""An architecture of its own, with names that no published one has: what a new file of quantkit/models is, in one file.
+"""An architecture of its own, with names that no published one has: what a new file of
+quantkit/models is, in one file.
 
-Grouped-query attention whose rotary embedding turns half of a head, one dense layer, then experts w1, w2, w3 with a shared one and a bias
-that chooses. `register` does what its line in quantkit/models/__init__.py would.
+Grouped-query attention whose rotary embedding turns half of a head, one dense layer, then experts
+w1, w2, w3 with a shared one and a bias that chooses. `register` does what its line in
+quantkit/models/__init__.py would.
 """
 
 import sys
@@ -39,8 +41,18 @@ class Config(gqa.Config):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
         values = gqa.read_config(config)
-        values["rope"] = Rope.from_dict(config, check_count("rotary_dim", config.get("rotary_dim")), interleaved=False)
-        routing = Routing(check_count("experts", config.get("experts")), config["chosen"], True, "sigmoid", 1, 1, 2.0)
+        values["rope"] = Rope.from_dict(
+            config, check_count("rotary_dim", config.get("rotary_dim")), interleaved=False
+        )
+        routing = Routing(
+            check_count("experts", config.get("experts")),
+            config["chosen"],
+            True,
+            "sigmoid",
+            1,
+            1,
+            2.0,
+        )
         return cls(**values, routing=routing, dense_layers=frozenset({0}))
 
 
@@ -49,16 +61,31 @@ def parameters(config: Config) -> list[Parameter]:
     rows = [Parameter("tokens.weight", (vocab, h), "embedding")]
     for layer in range(config.num_hidden_layers):
         rows += _layer_parameters(config, layer)
-    return [*rows, Parameter("last_norm.weight", (h,), "norm"), Parameter("logits.weight", (vocab, h), "head", "gathered")]
+    return [
+        *rows,
+        Parameter("last_norm.weight", (h,), "norm"),
+        Parameter("logits.weight", (vocab, h), "head", "gathered"),
+    ]
 
 
 def _layer_parameters(config: Config, layer: int) -> list[Parameter]:
     h, d, p = config.hidden_size, config.head_dim, f"blocks.{layer}"
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
 
-    def attention(projection: Projection, name: str, shape: tuple[int, int], split: Split) -> Parameter:
+    def attention(
+        projection: Projection, name: str, shape: tuple[int, int], split: Split
+    ) -> Parameter:
         fused = None if projection == "o" else f"{p}.att.wqkv"
-        return Parameter(f"{p}.att.{name}.weight", shape, "linear", split, layer, fused=fused, block="attention", projection=projection)
+        return Parameter(
+            f"{p}.att.{name}.weight",
+            shape,
+            "linear",
+            split,
+            layer,
+            fused=fused,
+            block="attention",
+            projection=projection,
+        )
 
     rows = [
         Parameter(f"{p}.input_layernorm.weight", (h,), "norm", layer=layer),
@@ -71,7 +98,9 @@ def _layer_parameters(config: Config, layer: int) -> list[Parameter]:
     if config.routing is None or not config.is_moe(layer):
         return rows + mlp_parameters(f"{p}.ff", h, config.intermediate_size, layer, names=NAMES)
     count, width = config.routing.n_routed_experts, config.moe_intermediate_size
-    return rows + moe_parameters(f"{p}.moe", h, width, layer, count, shared_width=width, names=MIXTURE)
+    return rows + moe_parameters(
+        f"{p}.moe", h, width, layer, count, shared_width=width, names=MIXTURE
+    )
 
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
@@ -88,11 +117,16 @@ class Attention:
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         p = f"blocks.{layer}.att"
         self.config, self.layer = config, layer
-        self.qkv, self.o = weights.fused_linear((f"{p}.wq", f"{p}.wk", f"{p}.wv")), weights.linear(f"{p}.wo")
+        self.qkv, self.o = (
+            weights.fused_linear((f"{p}.wq", f"{p}.wk", f"{p}.wv")),
+            weights.linear(f"{p}.wo"),
+        )
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         c = self.config
-        q = context.store_gqa(self.layer, self.qkv(x), c.num_key_value_heads, c.head_dim, None, c.rope)
+        q = context.store_gqa(
+            self.layer, self.qkv(x), c.num_key_value_heads, c.head_dim, None, c.rope
+        )
         return self.o(context.attend_gqa(self.layer, q, c.softmax_scale).flatten(1))
 
 
@@ -104,7 +138,14 @@ class DecoderLayer(decoder.DecoderLayer):
             mlp = MoeMlp(routing, f"{p}.moe", weights, MIXTURE)
         else:
             mlp = Mlp(f"{p}.ff", weights, NAMES)
-        super().__init__(p, config.rms_norm_eps, weights, Attention(config, layer, weights), mlp, mlp_norm="middle_norm")
+        super().__init__(
+            p,
+            config.rms_norm_eps,
+            weights,
+            Attention(config, layer, weights),
+            mlp,
+            mlp_norm="middle_norm",
+        )
 
 
 class Model(decoder.Model):
@@ -150,7 +191,9 @@ def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
         elif row.role == "norm":
             tensors[row.name] = (1 + 0.2 * noise).bfloat16()
         else:
-            tensors[row.name] = (noise if row.role == "embedding" else noise * row.shape[1] ** -0.5).bfloat16()
+            tensors[row.name] = (
+                noise if row.role == "embedding" else noise * row.shape[1] ** -0.5
+            ).bfloat16()
     return tensors
 
 

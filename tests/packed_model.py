@@ -1,4 +1,5 @@
-"""The model of make_model, rounded to nearest and written in one of the formats: what engines, convert and judges are tested on.
+"""The model of make_model, rounded to nearest and written in one of the formats: what engines,
+convert and judges are tested on.
 
 write_packed(path, config, tensors, awq.FORMAT, grid)       # every linear the format takes, quantized
 write_packed(..., quantizes=lambda row: row.expert is not None)
@@ -33,7 +34,11 @@ def rounded(weight: Tensor, format: Format, grid: Grid, amax: Tensor) -> Weight:
     """`weight` [N, K] on the grid; `amax` is the largest magnitude of it and its fused siblings."""
     if isinstance(grid, Fp4Grid):
         packed = quantize_fp4(weight.float(), global_scale=global_scale(amax))
-        return packed if grid.activation_bits == 16 else replace(packed, input_divisor=input_divisor(torch.tensor(LARGEST_INPUT)))
+        return (
+            packed
+            if grid.activation_bits == 16
+            else replace(packed, input_divisor=input_divisor(torch.tensor(LARGEST_INPUT)))
+        )
     if isinstance(grid, Mxfp4Grid):
         rounder = Mxfp4Rounder()
         return rounder.weight(*round_to_nearest(weight.float(), rounder))
@@ -49,10 +54,15 @@ def write_packed(
     quantizes: Callable[[Parameter], bool] | None = None,
     share_scales: bool = True,
 ) -> Path:
-    """A checkpoint directory in `format`. Fused siblings share the FP4 global scale unless `share_scales` is false."""
+    """A checkpoint directory in `format`. Fused siblings share the FP4 global scale unless
+    `share_scales` is false."""
     architecture = find_architecture(config)
     rows = {row.name: row for row in architecture.parameters(architecture.Config.from_dict(config))}
-    taken = {name for name, row in rows.items() if name in tensors and format.quantizes(row.module, row.role, mtp=row.mtp)}
+    taken = {
+        name
+        for name, row in rows.items()
+        if name in tensors and format.quantizes(row.module, row.role, mtp=row.mtp)
+    }
     if quantizes is not None:
         taken = {name for name, row in rows.items() if name in tensors and quantizes(row)}
     stored: dict[str, Tensor] = {}
@@ -64,12 +74,20 @@ def write_packed(
             plain.append(TensorSpec(name, tensor.dtype, tuple(tensor.shape)))
             continue
         row = rows[name]
-        siblings = [tensors[other] for other in taken if rows[other].fused == row.fused] if row.fused and share_scales else [tensor]
+        siblings = (
+            [tensors[other] for other in taken if rows[other].fused == row.fused]
+            if row.fused and share_scales
+            else [tensor]
+        )
         amax = torch.stack([sibling.float().abs().max() for sibling in siblings]).max()
         stored |= format.pack(row.module, rounded(tensor, format, grid, amax))
         quantized[row.module] = grid
     path.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, path / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in stored.items()},
+        path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     block = format.config_block(grid, quantized, plain)
     described = {**config, **({"quantization_config": block} if block else {})}
     (path / "config.json").write_text(json.dumps(described, indent=2))
@@ -97,12 +115,24 @@ GROUPED = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-"""Qwen3 of two layers and grouped heads; other models of grouped heads differ from it by family and sizes."""
+"""Qwen3 of two layers and grouped heads; other models of grouped heads differ from it by family and
+sizes."""
 
 
 def write_random(path: Path, config: dict[str, Any], seed: int = 5) -> Path:
-    """Not packed: BF16 weights of every row of an architecture's table, which keep the size of hidden states."""
+    """Not packed: BF16 weights of every row of an architecture's table, which keep the size of
+    hidden states."""
     architecture, rng = find_architecture(config), torch.Generator().manual_seed(seed)
     rows = architecture.parameters(architecture.Config.from_dict(config))
-    scales = {row.name: 1.0 if row.role in ("embedding", "head") else row.shape[-1] ** -0.5 for row in rows}
-    return write_dense(path, config, {row.name: torch.randn(row.shape, generator=rng).mul_(scales[row.name]).bfloat16() for row in rows})
+    scales = {
+        row.name: 1.0 if row.role in ("embedding", "head") else row.shape[-1] ** -0.5
+        for row in rows
+    }
+    return write_dense(
+        path,
+        config,
+        {
+            row.name: torch.randn(row.shape, generator=rng).mul_(scales[row.name]).bfloat16()
+            for row in rows
+        },
+    )

@@ -1,4 +1,5 @@
-"""Model weights held as a plain dict of full-precision tensors: the simplest answer to what a forward asks."""
+"""Model weights held as a plain dict of full-precision tensors: the simplest answer to what a
+forward asks."""
 
 from collections.abc import Mapping
 
@@ -35,7 +36,12 @@ class PlainWeights:
         return lambda x: F.linear(x, weight)
 
     def mla_prolog(
-        self, modules: tuple[str, str, str], kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope
+        self,
+        modules: tuple[str, str, str],
+        kv_b: Tensor,
+        gains: tuple[Tensor, Tensor],
+        eps: float,
+        rope: Rope,
     ) -> PrologOp | None:
         return None
 
@@ -44,7 +50,10 @@ class PlainWeights:
             out = torch.zeros_like(x)
             for expert in range(num_experts):
                 modules = self.names.modules(f"{prefix}.{expert}")
-                gate, up, down = ((self.dequantized(module), self.tensors.get(f"{module}.bias")) for module in modules)
+                gate, up, down = (
+                    (self.dequantized(module), self.tensors.get(f"{module}.bias"))
+                    for module in modules
+                )
                 share = (topk_weights * (topk_ids == expert)).sum(-1, keepdim=True)
                 out += share * F.linear(gating(F.linear(x, *gate), F.linear(x, *up)), *down)
             return out
@@ -57,5 +66,7 @@ class PlainWeights:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, gain: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, gain, eps)

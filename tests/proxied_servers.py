@@ -1,4 +1,5 @@
-"""Servers of this process behind `quantkit proxy`, in place of vLLM's; tests/judges/vllm_topologies.py runs it before vLLM itself."""
+"""Servers of this process behind `quantkit proxy`, in place of vLLM's;
+tests/judges/vllm_topologies.py runs it before vLLM itself."""
 
 import json
 import threading
@@ -18,7 +19,8 @@ KEY = {"Authorization": "Bearer k"}
 
 
 class Answering(BaseHTTPRequestHandler):
-    """Keeps what it is asked. A prefill server says where the cache is; a decode server streams two events, or stops after the first."""
+    """Keeps what it is asked. A prefill server says where the cache is; a decode server streams two
+    events, or stops after the first."""
 
     def log_message(self, *_: Any) -> None:
         pass

@@ -1,8 +1,11 @@
-"""Quantizes a small checkpoint: the job that tests/quantization/test_kill.py kills and starts again.
+"""Quantizes a small checkpoint: the job that tests/quantization/test_kill.py kills and starts
+again.
 
     python quantize_job.py SOURCE TEXT OUT kill TIMES SECONDS   killed so many times at random moments of a run of about SECONDS, and
-                                                                as often in the middle of a write; then left alone
-    python quantize_job.py SOURCE TEXT OUT once [BYTES] [METHOD ...]  one run, also as a rank of torchrun; its --memory, 0 for none, and
+                                                                as often in the middle of a write;
+                                                                then left alone
+    python quantize_job.py SOURCE TEXT OUT once [BYTES] [METHOD ...]  one run, also as a rank of
+    torchrun; its --memory, 0 for none, and
                                                                 its recipe's methods
     python quantize_job.py SOURCE TEXT OUT full MIB             on a file system that is too small, then with room
 Prints one JSON object. It forks, so that torch is imported once and not for every run.
@@ -31,7 +34,9 @@ from quantkit.quantization import QuantizationReport, quantize
 SCHEME = "awq-w4a16"
 METHODS: tuple[Method, ...] | None = None
 """Of its recipe; None for the scheme's own."""
-expert_layer.expert_batch_values = lambda device_type, batches: min(2 * 3 * 128 * 256, batches.expert_values)  # two of make_model's experts
+expert_layer.expert_batch_values = lambda device_type, batches: min(
+    2 * 3 * 128 * 256, batches.expert_values
+)  # two of make_model's experts
 statistics.PANEL = 64  # so that make_model's Hessians have several, as real ones do
 
 
@@ -43,7 +48,8 @@ def run(
     memory: int | None = None,
     also: Callable[[Event], None] = lambda event: None,
 ) -> QuantizationReport:
-    """One run; the units that it finds finished are counted in `facts`. also: told every event, too."""
+    """One run; the units that it finds finished are counted in `facts`. also: told every event,
+    too."""
     found = 0
 
     def on_event(event: Event) -> None:
@@ -54,7 +60,16 @@ def run(
         also(event)
 
     recipe = Recipe(scheme=SCHEME, calibration=str(text), methods=METHODS, **SMALL)
-    return quantize(source, out, find_scheme(SCHEME), "auto", recipe, device="cpu", memory=memory, on_event=on_event)
+    return quantize(
+        source,
+        out,
+        find_scheme(SCHEME),
+        "auto",
+        recipe,
+        device="cpu",
+        memory=memory,
+        on_event=on_event,
+    )
 
 
 def tear(writes: int) -> None:
@@ -72,9 +87,11 @@ def tear(writes: int) -> None:
     os.pwrite = torn  # type: ignore[assignment]
 
 
-def kill_and_start_again(source: Path, text: Path, out: Path, times: int, seconds: float) -> dict[str, object]:
-    """Killed at random moments and in the middle of writes, `times` each, some run having gone on from an earlier one's units; then to
-    the end. A run that ends before its kill is thrown away."""
+def kill_and_start_again(
+    source: Path, text: Path, out: Path, times: int, seconds: float
+) -> dict[str, object]:
+    """Killed at random moments and in the middle of writes, `times` each, some run having gone on
+    from an earlier one's units; then to the end. A run that ends before its kill is thrown away."""
     facts = out.with_name("facts")
     deaths, found = {"moment": 0, "write": 0}, [0]
     for attempt in range(40):
@@ -92,7 +109,9 @@ def kill_and_start_again(source: Path, text: Path, out: Path, times: int, second
             time.sleep(random.uniform(0, seconds))
             os.kill(pid, signal.SIGKILL)
         deaths[plan] += os.WIFSIGNALED(os.waitpid(pid, 0)[1])
-        found.append(int(facts.read_text() or 0))  # a kill may fall between its clearing and its writing
+        found.append(
+            int(facts.read_text() or 0)
+        )  # a kill may fall between its clearing and its writing
         if out.exists():
             shutil.rmtree(out)
     facts.unlink()
@@ -120,9 +139,17 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # no threads, so that forking is safe
     source, text, out = (Path(argument) for argument in sys.argv[1:4])
     if sys.argv[4] == "kill":
-        print(json.dumps(kill_and_start_again(source, text, out, int(sys.argv[5]), float(sys.argv[6]))))
+        print(
+            json.dumps(
+                kill_and_start_again(source, text, out, int(sys.argv[5]), float(sys.argv[6]))
+            )
+        )
     elif sys.argv[4] == "once":
         METHODS = tuple(sys.argv[6:]) or None  # type: ignore[assignment]
-        print(run(source, text, out, memory=(int(sys.argv[5]) if len(sys.argv) > 5 else 0) or None).peak_memory)
+        print(
+            run(
+                source, text, out, memory=(int(sys.argv[5]) if len(sys.argv) > 5 else 0) or None
+            ).peak_memory
+        )
     else:
         print(json.dumps(fill_the_disk(source, text, out, int(sys.argv[5]))))

@@ -1,8 +1,10 @@
-"""A checkpoint with DeepSeek-R1's config.json and headers, and no weights: its shards are sparse files.
+"""A checkpoint with DeepSeek-R1's config.json and headers, and no weights: its shards are sparse
+files.
 
     write_headers(path, r1_config())
 
-Every tensor of R1 has its name, dtype and shape; reading one gives zeros, and the disk holds a few megabytes.
+Every tensor of R1 has its name, dtype and shape; reading one gives zeros, and the disk holds a few
+megabytes.
 """
 
 import json
@@ -37,7 +39,12 @@ def r1_config(**changes: Any) -> dict[str, Any]:
         "v_head_dim": 128,
         "max_position_embeddings": 163840,
     }
-    block = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+    block = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    }
     return {**make_model.tiny_config(**sizes), "quantization_config": block, **changes}
 
 
@@ -48,7 +55,9 @@ def write_headers(path: Path, config: dict[str, Any], shards: int = SHARDS) -> P
     for name, shape in make_model.tensor_shapes(config).items():
         fp8 = make_model.is_fp8(name)
         kind = "F8_E4M3" if fp8 else "F32" if name.endswith("correction_bias") else "BF16"
-        entries.append((name, kind, shape, math.prod(shape) * {"F8_E4M3": 1, "BF16": 2, "F32": 4}[kind]))
+        entries.append(
+            (name, kind, shape, math.prod(shape) * {"F8_E4M3": 1, "BF16": 2, "F32": 4}[kind])
+        )
         if fp8:
             blocks = tuple(math.ceil(size / make_model.FP8_BLOCK) for size in shape)
             entries.append((f"{name}_scale_inv", "F32", blocks, 4 * math.prod(blocks)))
@@ -58,13 +67,19 @@ def write_headers(path: Path, config: dict[str, Any], shards: int = SHARDS) -> P
         file = f"model-{shard + 1:05d}-of-{shards:06d}.safetensors"
         header, offset = dict[str, Any](), 0
         for name, kind, shape, size in entries[shard * per_shard : (shard + 1) * per_shard]:
-            header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, offset + size]}
+            header[name] = {
+                "dtype": kind,
+                "shape": list(shape),
+                "data_offsets": [offset, offset + size],
+            }
             offset, weight_map[name] = offset + size, file
         text = json.dumps(header).encode()
         with (path / file).open("wb") as out:
             out.write(len(text).to_bytes(8, "little") + text)
             out.truncate(8 + len(text) + offset)
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     (path / "config.json").write_text(json.dumps(config))
     make_model.write_tokenizer(path)
     return path

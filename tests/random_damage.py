@@ -1,5 +1,6 @@
-"""Damage of a checkpoint's files without a thought of what they mean: bytes are flipped, cut and repeated, and random values are put at
-random places of the JSON. Nothing in quantkit was written with its cases in mind.
+"""Damage of a checkpoint's files without a thought of what they mean: bytes are flipped, cut and
+repeated, and random values are put at random places of the JSON. Nothing in quantkit was written
+with its cases in mind.
 """
 
 import copy
@@ -23,7 +24,11 @@ def at_random(model: Path, seed: int, count: int) -> Iterator[Damage]:
             reach = 8 + int.from_bytes(content[:8], "little") if file == shard else len(content)
             yield written(file, f"bytes {seed}.{number}", _shaken(content, reach, draw))
         else:
-            yield written(file, f"values {seed}.{number}", json.dumps(_perturbed(json.loads(content), draw)).encode())
+            yield written(
+                file,
+                f"values {seed}.{number}",
+                json.dumps(_perturbed(json.loads(content), draw)).encode(),
+            )
 
 
 def _shaken(content: bytes, reach: int, draw: random.Random) -> bytes:
@@ -55,7 +60,9 @@ def _perturbed(value: Any, draw: random.Random) -> Any:
                 case 1:
                     holder[key] = copy.deepcopy(other[other_key])
                 case 2 if isinstance(holder[key], int | float):
-                    holder[key] = draw.choice((-1, 2, 0.5, 1000, 10**9)) * holder[key] + draw.choice((-1, 0, 1))
+                    holder[key] = draw.choice((-1, 2, 0.5, 1000, 10**9)) * holder[
+                        key
+                    ] + draw.choice((-1, 0, 1))
                 case 3:
                     holder[key] = _wrapped(holder[key], draw)
                 case _:
@@ -88,7 +95,10 @@ def _random_value(draw: random.Random, depth: int) -> Any:
         case 1:
             return draw.choice((-1, 1)) * 10 ** draw.uniform(-320, 308)
         case 2:
-            return "".join(chr(draw.choice((draw.randrange(128), draw.randrange(0xD800), 0xD800))) for _ in range(draw.randrange(20)))
+            return "".join(
+                chr(draw.choice((draw.randrange(128), draw.randrange(0xD800), 0xD800)))
+                for _ in range(draw.randrange(20))
+            )
         case 3:
             return draw.choice((True, False, None))
         case 4:
@@ -98,4 +108,7 @@ def _random_value(draw: random.Random, depth: int) -> Any:
         case 6:
             return [_random_value(draw, depth + 1) for _ in range(draw.randrange(5))]
         case _:
-            return {str(_random_value(draw, 3))[:9]: _random_value(draw, depth + 1) for _ in range(draw.randrange(5))}
+            return {
+                str(_random_value(draw, 3))[:9]: _random_value(draw, depth + 1)
+                for _ in range(draw.randrange(5))
+            }

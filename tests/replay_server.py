@@ -1,4 +1,5 @@
-"""A real HTTP server that speaks OpenAI's completion API and answers from a function, with faults on demand.
+"""A real HTTP server that speaks OpenAI's completion API and answers from a function, with faults
+on demand.
 
 with ReplayServer(lambda question, body: "so \\boxed{4}") as server:
     Endpoint(server.url)
@@ -15,7 +16,8 @@ from typing import Any
 
 @dataclass
 class Reply:
-    """What one request gets. status other than 200 sends `text` as the error message; `fault` breaks a stream: "cut", "error" or "hang"."""
+    """What one request gets. status other than 200 sends `text` as the error message; `fault`
+    breaks a stream: "cut", "error" or "hang"."""
 
     text: str
     finish_reason: str = "stop"
@@ -27,17 +29,25 @@ class Reply:
 
 class _Listener(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 128  # of a queue of 5, which is the rule, what comes at once is dropped, and sent again after a second
+    # of a queue of 5, which is the rule, what comes at once is dropped, and sent again after a
+    # second
+    request_queue_size = 128
 
 
 Answer = Callable[[str, dict[str, Any]], Reply | str]
 
 
 class ReplayServer:
-    """`requests` collects the bodies as they arrive; `most_at_once` is the highest number of requests that were open together."""
+    """`requests` collects the bodies as they arrive; `most_at_once` is the highest number of
+    requests that were open together."""
 
     def __init__(
-        self, answer: Answer, *, models: tuple[str, ...] = ("replayed",), delay_s: float = 0.0, api_key: str | None = None
+        self,
+        answer: Answer,
+        *,
+        models: tuple[str, ...] = ("replayed",),
+        delay_s: float = 0.0,
+        api_key: str | None = None,
     ) -> None:
         self.answer, self.models, self.delay_s, self.api_key = answer, models, delay_s, api_key
         self.requests: list[dict[str, Any]] = []
@@ -49,7 +59,10 @@ class ReplayServer:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                if outer.api_key is not None and self.headers.get("Authorization") != f"Bearer {outer.api_key}":
+                if (
+                    outer.api_key is not None
+                    and self.headers.get("Authorization") != f"Bearer {outer.api_key}"
+                ):
                     return outer._send(self, 401, {"error": {"message": "wrong key"}})
                 outer._send(self, 200, {"data": [{"id": name} for name in outer.models]})
 
@@ -63,7 +76,9 @@ class ReplayServer:
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> "ReplayServer":
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         return self
 
     def __exit__(self, *args: object) -> None:
@@ -78,13 +93,18 @@ class ReplayServer:
             self.most_at_once = max(self.most_at_once, self._open)
         try:
             time.sleep(self.delay_s)
-            if self.api_key is not None and handler.headers.get("Authorization") != f"Bearer {self.api_key}":
+            if (
+                self.api_key is not None
+                and handler.headers.get("Authorization") != f"Bearer {self.api_key}"
+            ):
                 return self._send(handler, 401, {"error": {"message": "wrong key"}})
             question = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
             made = self.answer(question, body)
             reply = Reply(made) if isinstance(made, str) else made
             if reply.status != 200:
-                return self._send(handler, reply.status, {"error": {"message": reply.text}}, reply.headers)
+                return self._send(
+                    handler, reply.status, {"error": {"message": reply.text}}, reply.headers
+                )
             self._stream(handler, reply, chat="messages" in body)
         except (BrokenPipeError, ConnectionResetError):
             pass
@@ -92,10 +112,20 @@ class ReplayServer:
             with self._lock:
                 self._open -= 1
 
-    def _send(self, handler: BaseHTTPRequestHandler, status: int, value: object, headers: dict[str, str] | None = None) -> None:
+    def _send(
+        self,
+        handler: BaseHTTPRequestHandler,
+        status: int,
+        value: object,
+        headers: dict[str, str] | None = None,
+    ) -> None:
         data = json.dumps(value).encode()
         handler.send_response(status)
-        for name, text in {"Content-Type": "application/json", "Content-Length": str(len(data)), **(headers or {})}.items():
+        for name, text in {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(data)),
+            **(headers or {}),
+        }.items():
             handler.send_header(name, text)
         handler.end_headers()
         handler.wfile.write(data)
@@ -111,7 +141,17 @@ class ReplayServer:
             handler.wfile.flush()
 
         def piece(part: dict[str, Any], finish: str | None = None) -> None:
-            event({"choices": [{"index": 0, "finish_reason": finish, **({"delta": part} if chat else {"text": part.get("content", "")})}]})
+            event(
+                {
+                    "choices": [
+                        {
+                            "index": 0,
+                            "finish_reason": finish,
+                            **({"delta": part} if chat else {"text": part.get("content", "")}),
+                        }
+                    ]
+                }
+            )
 
         if chat:
             piece({"role": "assistant", "content": ""})

@@ -1,4 +1,5 @@
-"""How far a checkpoint whose linears round what they read is from its source, and what of that is the rounding."""
+"""How far a checkpoint whose linears round what they read is from its source, and what of that is
+the rounding."""
 
 import json
 from pathlib import Path
@@ -9,7 +10,8 @@ from quantkit.quantization.conversion import convert
 
 
 class Distances(NamedTuple):
-    """KL in nats a token: to the source, and to the checkpoint's own weights over inputs as they are."""
+    """KL in nats a token: to the source, and to the checkpoint's own weights over inputs as they
+    are."""
 
     source: float
     rounding: float
@@ -20,7 +22,10 @@ def distances(written: Path, source: Path, directory: Path) -> Distances:
     text = directory / "text.jsonl"
     text.write_text(json.dumps({"text": "3 4 7 11 18 29 47 76 " * 8}) + "\n")
     convert(written, directory / "plain", dtype="fp32")
-    found = [measure(str(written), text, baseline=str(other)).kl for other in (source, directory / "plain")]
+    found = [
+        measure(str(written), text, baseline=str(other)).kl
+        for other in (source, directory / "plain")
+    ]
     assert found[0] is not None
     assert found[1] is not None
     return Distances(found[0], found[1])

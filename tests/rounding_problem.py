@@ -17,8 +17,13 @@ ROUNDERS: dict[str, Rounder] = {
 
 
 def problem(seed: int = 0, batch: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
-    """Weights [..., N, K], and the Hessian of inputs whose channels are correlated and of very different size."""
+    """Weights [..., N, K], and the Hessian of inputs whose channels are correlated and of very
+    different size."""
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(*batch, K, K, generator=generator) / K**0.5
-    x = torch.randn(*batch, 1024, K, generator=generator) @ mix * torch.randn(K, generator=generator).exp()
+    x = (
+        torch.randn(*batch, 1024, K, generator=generator)
+        @ mix
+        * torch.randn(K, generator=generator).exp()
+    )
     return torch.randn(*batch, N, K, generator=generator), x.mT @ x / 1024

@@ -25,7 +25,9 @@ class Running:
         self.engine = engine
         self.service = Service(engine, max_queue=max_queue)
         app = create_app(self.service, "tiny", **options)
-        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=5))
+        self.server = uvicorn.Server(
+            uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=5)
+        )
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
         wait_for(lambda: self.server.started)
@@ -48,10 +50,16 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
 
 
 def load(path: Path, **options: int) -> Engine:
-    return Engine.load(path, device="cpu", dtype="float32", **{"max_batch": 4, "max_model_len": 1024, **options})
+    return Engine.load(
+        path, device="cpu", dtype="float32", **{"max_batch": 4, "max_model_len": 1024, **options}
+    )
 
 
 def idle(running: Running) -> bool:
     """Whether nothing is asked of the server, and no block of its cache is held."""
     scheduler = running.engine.scheduler
-    return running.service.open == 0 and not scheduler.has_work and scheduler.allocator.num_free == scheduler.allocator.num_blocks
+    return (
+        running.service.open == 0
+        and not scheduler.has_work
+        and scheduler.allocator.num_free == scheduler.allocator.num_blocks
+    )

@@ -58,16 +58,21 @@ def answering(data: str) -> str:
 
 FORGERIES = {
     "exec-replaced": "import builtins\nbuiltins.exec = lambda *a, **k: None\n" + WRONG,
-    "compile-replaced": "import builtins\nbuiltins.compile = lambda *a, **k: (lambda: 0).__code__\n" + WRONG,
-    "main-exec": "import __main__\n__main__.exec = lambda *a, **k: None\n__main__.find = lambda *a: sum\n" + WRONG,
+    "compile-replaced": "import builtins\nbuiltins.compile = lambda *a, **k: (lambda: 0).__code__\n"
+    + WRONG,
+    "main-exec": "import __main__\n__main__.exec = lambda *a, **k: None\n__main__.find = lambda *a: sum\n"
+    + WRONG,
     "builtins-lie": "import builtins\nbuiltins.all = lambda x: True\nbuiltins.abs = lambda x: 0\nbuiltins.len = lambda x: 1\n"
     "builtins.sum = lambda x: 1\nbuiltins.str = lambda x: '70'\n" + WRONG,
     "assertion-is-a-warning": "import builtins\nbuiltins.AssertionError = Warning\n" + WRONG,
-    "check-defined-here": "def check(f): pass\ndef all(x): return True\ndef abs(x): return 0\n" + WRONG,
-    "json-replaced": 'import json, os\njson.dumps = lambda *a, **k: \'{"status": "passed"}\'\njson.loads = lambda *a: None\n' + WRONG,
+    "check-defined-here": "def check(f): pass\ndef all(x): return True\ndef abs(x): return 0\n"
+    + WRONG,
+    "json-replaced": 'import json, os\njson.dumps = lambda *a, **k: \'{"status": "passed"}\'\njson.loads = lambda *a: None\n'
+    + WRONG,
     "values-replaced": 'import sys\nv = sys.modules.get(\'values\')\nif v: v.dumps = lambda x: b\'{"status": "passed", "detail": ""}\'\n'
     + WRONG,
-    "messages-replaced": "import sys\nm = sys.modules.get('messages')\nif m: m.send = lambda *a: None\n" + WRONG,
+    "messages-replaced": "import sys\nm = sys.modules.get('messages')\nif m: m.send = lambda *a: None\n"
+    + WRONG,
     "equal-to-all": EQUAL.format(base="", more="pass", value=""),
     "int-equal-to-all": EQUAL.format(base="(int)", more="pass", value="5"),
     "float-equal-to-all": EQUAL.format(base="(float)", more="pass", value="5.0"),
@@ -75,7 +80,9 @@ FORGERIES = {
     "list-equal-to-all": EQUAL.format(base="(list)", more="pass", value="[1]"),
     "dict-equal-to-all": EQUAL.format(base="(dict)", more="pass", value="{1: 2}"),
     "class-lies": EQUAL.format(base="", more="__class__ = int", value=""),
-    "int-of-it-lies": EQUAL.format(base="(int)", more="__int__ = __index__ = lambda self: AnyOther()", value="5"),
+    "int-of-it-lies": EQUAL.format(
+        base="(int)", more="__int__ = __index__ = lambda self: AnyOther()", value="5"
+    ),
     "mock": "from unittest.mock import ANY\ndef total(xs): return ANY\n",
     "trace-jumps": "import sys\ndef jump(frame, event, arg):\n    if 'check' in frame.f_code.co_name: frame.f_lineno = frame.f_lineno + 1\n"
     "    return jump\nsys.settrace(jump)\n" + WRONG,
@@ -124,7 +131,8 @@ os._exit(0)
     "fault-on-every-descriptor": 'import os\nfor n in range(1, 128):\n    try: os.write(n, b\'{"fault": "OSError"}\\n\')\n'
     "    except OSError: pass\n" + WRONG,
     "verdict-printed": 'print(\'{"status": "passed", "detail": ""}\', flush=True)\n' + WRONG,
-    "verdict-at-exit": 'import atexit\natexit.register(lambda: print(\'{"status": "passed"}\'))\n' + WRONG,
+    "verdict-at-exit": 'import atexit\natexit.register(lambda: print(\'{"status": "passed"}\'))\n'
+    + WRONG,
     "exit-status": "import os\ndef total(xs): os._exit(0)\n",
     "exit-at-once": "import os\nos._exit(0)\n",
     "system-exit": "def total(xs): raise SystemExit(0)\n",
@@ -139,7 +147,8 @@ os._exit(0)
     "stop-iteration": "def total(xs): raise StopIteration(3)\n",
     "argument-changed": "def total(xs):\n    xs.clear()\n    return 0\n",
     "argument-filled": "def total(xs):\n    xs[:] = [1]\n    return 1\n",
-    "answers-in-advance": f"{REPLY}\nfor value in (b'3', b'0', b'7', b'8'): answer(b'v' + value)\n" + WRONG,
+    "answers-in-advance": f"{REPLY}\nfor value in (b'3', b'0', b'7', b'8'): answer(b'v' + value)\n"
+    + WRONG,
     "answers-twice": f"{REPLY}\ndef total(xs):\n    answer(b'v3')\n    return 3\n",
     "answers-for-ever": f"{REPLY}\nimport threading\ndef flood():\n    while True: answer(b'v1')\n"
     "threading.Thread(target=flood, daemon=True).start()\n" + WRONG,
@@ -166,7 +175,8 @@ os._exit(0)
     "    for name in ('judge.py', 'values.py', 'messages.py'):\n        try: open(f'{place}/{name}', 'w').write('')\n        except OSError: pass\n"
     + WRONG,
     "modules-in-the-directory": "for name in ('math', 'copy', 'random', 'json', 'sitecustomize', 'usercustomize'):\n"
-    "    for place in ('.', '/work', '/tmp'): open(f'{place}/{name}.py', 'w').write('import os; os._exit(0)')\n" + WRONG,
+    "    for place in ('.', '/work', '/tmp'): open(f'{place}/{name}.py', 'w').write('import os; os._exit(0)')\n"
+    + WRONG,
     "not-a-number": "def total(xs): return float('nan')\n",
     "half-precision": "import numpy\ndef total(xs): return numpy.float16(sum(xs) + 0.001)\n",
     "array-of-all": "import numpy\ndef total(xs): return numpy.array([0, 3, 7, 8, 9, 10, 11, 70])\n",
@@ -177,7 +187,8 @@ os._exit(0)
     "generator": "def total(xs): yield sum(xs)\n",
     "nothing": "def total(xs): pass\n",
     "not-implemented": "def total(xs): return NotImplemented\n",
-    "audit-hook": "import sys\nsys.addaudithook(lambda *a: None)\nsys.setprofile(lambda *a: None)\n" + WRONG,
+    "audit-hook": "import sys\nsys.addaudithook(lambda *a: None)\nsys.setprofile(lambda *a: None)\n"
+    + WRONG,
 }
 
 CRASHES = {

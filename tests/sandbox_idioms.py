@@ -96,7 +96,9 @@ FUNCTIONS = {
     "subclass of int": "class N(int): pass\ndef total(xs): return N(sum(xs))",
     "logging": "import logging\nlogging.basicConfig(level=logging.DEBUG)\ndef total(xs):\n    logging.info(xs)\n    return sum(xs)",
     "its own tests": "def total(xs): return sum(xs)\nassert total([1, 2]) == 3\ndef check(f): assert f([1]) == 1\ncheck(total)",
-    "name of a module": "import json, math, values as v if False else json\n".replace(", values as v if False else json", "")
+    "name of a module": "import json, math, values as v if False else json\n".replace(
+        ", values as v if False else json", ""
+    )
     + "def total(xs): return int(math.fsum(xs))",
     "dataclass": "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\ndef total(xs): return sum(P(x).x for x in xs)",
     "signal": "import signal\nsignal.signal(signal.SIGALRM, lambda *a: None)\nsignal.alarm(5)\ndef total(xs): return sum(xs)",

@@ -7,8 +7,11 @@ from torch import Tensor
 from quantkit.models.table import ScaleGroup
 
 
-def drawn_scale(group: ScaleGroup, rows: int, draw: Callable[[int], Tensor]) -> tuple[Tensor, Tensor]:
-    """By what the producer's `rows` rows are divided, and its readers' columns multiplied. draw: n -> n scales."""
+def drawn_scale(
+    group: ScaleGroup, rows: int, draw: Callable[[int], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """By what the producer's `rows` rows are divided, and its readers' columns multiplied. draw: n
+    -> n scales."""
     if group.heads is None:
         scale = draw(rows)
         return scale, scale

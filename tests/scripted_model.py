@@ -2,9 +2,11 @@
 
     write(path, [["<|call|>", "<tool_call>\\n", ...], ["<|answer|>", "It is ", "sunny."]], template)
 
-Residual branches are zero, so a hidden state is the embedding of its token, and each row of lm_head is the embedding of the token
-before its own. A chain begins with a mark that the chat template puts at a prompt's end, and ends the answer. All of it is computed by
-the engine as for any model; only the weights are simple. Tokens that are in no chain are followed by what is random and always the same.
+Residual branches are zero, so a hidden state is the embedding of its token, and each row of lm_head
+is the embedding of the token before its own. A chain begins with a mark that the chat template puts
+at a prompt's end, and ends the answer. All of it is computed by the engine as for any model; only
+the weights are simple. Tokens that are in no chain are followed by what is random and always the
+same.
 """
 
 import json
@@ -21,19 +23,25 @@ _EOS = 1
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}"
     "{% for message in messages %}<｜User｜>{{ message.role }}: {{ message.content }}"
-    "{% for call in message.tool_calls or [] %}\n<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|answer|>' if messages[-1].role == 'tool' or not tools else '<|call|>' }}{% endif %}"
+    "{% for call in message.tool_calls or [] %}\n<tool_call>\n{{ call.function | tojson "
+    "}}\n</tool_call>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|answer|>' if messages[-1].role == 'tool' or not tools "
+    "else '<|call|>' }}{% endif %}"
 )
-"""Writes calls as Hermes does; the answer calls a tool where there are some and none has answered yet."""
+"""Writes calls as Hermes does; the answer calls a tool where there are some and none has answered
+yet."""
 
 
 def write(path: Path, chains: list[list[str]], template: str = TEMPLATE) -> Path:
-    """A BF16 checkpoint of R1's shape. Each text of a chain is one token, and stands in one chain only.
+    """A BF16 checkpoint of R1's shape. Each text of a chain is one token, and stands in one chain
+    only.
 
     Checkpoints of the same texts have the same tokens.
     """
     said = [text for chain in chains for text in chain]
-    assert len(set(said)) == len(said) < VOCAB - _WRITTEN, "a text stands in two chains, or there are too many"
+    assert len(set(said)) == len(said) < VOCAB - _WRITTEN, (
+        "a text stands in two chains, or there are too many"
+    )
     config = make_model.tiny_config(vocab_size=VOCAB, num_hidden_layers=2)
     tensors = make_model.random_tensors(config)
     path.mkdir(parents=True, exist_ok=True)

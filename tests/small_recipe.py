@@ -1,4 +1,5 @@
-"""A recipe's settings for models of `make_model`: every method has something to do, and a run takes seconds."""
+"""A recipe's settings for models of `make_model`: every method has something to do, and a run takes
+seconds."""
 
 SMALL = {
     "samples": 6,

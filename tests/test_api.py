@@ -1,4 +1,5 @@
-"""The Python API: what `import quantkit` offers, and the page about it, whose code runs and prints what the page shows."""
+"""The Python API: what `import quantkit` offers, and the page about it, whose code runs and prints
+what the page shows."""
 
 import contextlib
 import inspect
@@ -30,10 +31,13 @@ def pieces() -> Iterator[tuple[str, str]]:
 
 
 def assert_same(printed: str, shown: str) -> None:
-    """Word for word; a decimal fraction, which rounding on another processor moves, to a quarter."""
+    """Word for word; a decimal fraction, which rounding on another processor moves, to a
+    quarter."""
     fraction = re.compile(r"\d+\.\d+")
     assert fraction.sub("#", printed) == fraction.sub("#", shown)
-    assert [float(n) for n in fraction.findall(printed)] == pytest.approx([float(n) for n in fraction.findall(shown)], rel=0.25)
+    assert [float(n) for n in fraction.findall(printed)] == pytest.approx(
+        [float(n) for n in fraction.findall(shown)], rel=0.25
+    )
 
 
 def test_the_page_prints_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +52,10 @@ def test_the_page_prints_what_it_shows(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_importing_quantkit_imports_nothing_of_it() -> None:
-    probe = "import sys, quantkit; print(sorted(name for name in sys.modules if name.split('.')[0] in ('quantkit', 'torch', 'numpy')))"
+    probe = (
+        "import sys, quantkit; print(sorted(name for name in sys.modules if "
+        "name.split('.')[0] in ('quantkit', 'torch', 'numpy')))"
+    )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout == "['quantkit']\n"
 
@@ -78,11 +85,19 @@ def test_a_scheme_and_a_model_are_values_too() -> None:
     assert by_value.output_bytes == by_name.output_bytes
 
 
-def test_the_scheme_may_be_the_recipes_or_a_mixtures(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scheme_may_be_the_recipes_or_a_mixtures(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert quantkit.quantize(tiny_checkpoint, recipe="rtn-w4a16").out == Path(f"{tiny_checkpoint.name}-rtn-w4a16")
-    assert quantkit.plan(tiny_checkpoint, mixture=Mixture(preset="experts-only")).scheme == "awq-w4a16"
-    whole, pruned = (quantkit.plan("tiny-r1", "rtn-w4a16", prune=share).output_bytes for share in (None, "25%"))
+    assert quantkit.quantize(tiny_checkpoint, recipe="rtn-w4a16").out == Path(
+        f"{tiny_checkpoint.name}-rtn-w4a16"
+    )
+    assert (
+        quantkit.plan(tiny_checkpoint, mixture=Mixture(preset="experts-only")).scheme == "awq-w4a16"
+    )
+    whole, pruned = (
+        quantkit.plan("tiny-r1", "rtn-w4a16", prune=share).output_bytes for share in (None, "25%")
+    )
     assert pruned < whole
     with pytest.raises(quantkit.QuantkitError, match="no scheme is named"):
         quantkit.plan(tiny_checkpoint)
@@ -90,14 +105,27 @@ def test_the_scheme_may_be_the_recipes_or_a_mixtures(tiny_checkpoint: Path, tmp_
 
 @pytest.mark.parametrize(
     "given",
-    [{"samples": 0}, {"samples": -3}, {"seq_len": 1}, {"group_size": 0}, {"prune": 1.5}, {"prune": "150%"}, {"samples": "many"}],
+    [
+        {"samples": 0},
+        {"samples": -3},
+        {"seq_len": 1},
+        {"group_size": 0},
+        {"prune": 1.5},
+        {"prune": "150%"},
+        {"samples": "many"},
+    ],
 )
-def test_values_that_no_recipe_can_have_are_named(tiny_checkpoint: Path, tmp_path: Path, given: dict[str, Any]) -> None:
+def test_values_that_no_recipe_can_have_are_named(
+    tiny_checkpoint: Path, tmp_path: Path, given: dict[str, Any]
+) -> None:
     for work in (
         lambda: quantkit.plan(tiny_checkpoint, "awq-w4a16", **given),
         lambda: quantkit.quantize(tiny_checkpoint, tmp_path / "out", "awq-w4a16", **given),
     ):
-        with pytest.raises(quantkit.QuantkitError, match=next(iter(given)) if given != {"prune": "150%"} else "150%"):
+        with pytest.raises(
+            quantkit.QuantkitError,
+            match=next(iter(given)) if given != {"prune": "150%"} else "150%",
+        ):
             work()
     assert not list(tmp_path.iterdir())
 

@@ -35,7 +35,10 @@ def sources() -> list[tuple[str, Path]]:
         parts = path.relative_to(ROOT / "quantkit").parts
         if parts[0] not in ("__init__.py", "__main__.py"):
             files.append((parts[0].removesuffix(".py"), path))
-    files += [("quantkit_kernels", path) for path in sorted((ROOT / "kernels" / "quantkit_kernels").rglob("*.py"))]
+    files += [
+        ("quantkit_kernels", path)
+        for path in sorted((ROOT / "kernels" / "quantkit_kernels").rglob("*.py"))
+    ]
     return files
 
 
@@ -51,7 +54,8 @@ def imported(path: Path) -> list[str]:
 
 
 def imports_when_run(tree: ast.AST) -> Iterator[str]:
-    """What code imports at its top or inside a function, `a.b` of `from a import b`; what only a type checker reads is left out."""
+    """What code imports at its top or inside a function, `a.b` of `from a import b`; what only a
+    type checker reads is left out."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -64,16 +68,20 @@ def imports_when_run(tree: ast.AST) -> Iterator[str]:
 
 
 def file_imports(files: dict[str, str]) -> dict[str, set[str]]:
-    """files: source by module name -> the modules among them that each imports; a name of a package is the package's own file."""
+    """files: source by module name -> the modules among them that each imports; a name of a package
+    is the package's own file."""
     found = {}
     for module, source in files.items():
         names = set(imports_when_run(ast.parse(source)))
-        found[module] = {name if name in files else name.rpartition(".")[0] for name in names} & set(files) - {module}
+        found[module] = {
+            name if name in files else name.rpartition(".")[0] for name in names
+        } & set(files) - {module}
     return found
 
 
 def circle(imports: dict[str, set[str]]) -> list[str]:
-    """Modules that import each other in a circle, the first one again at the end; empty where there is none."""
+    """Modules that import each other in a circle, the first one again at the end; empty where there
+    is none."""
     done: set[str] = set()
 
     def search(path: list[str]) -> list[str]:
@@ -85,7 +93,10 @@ def circle(imports: dict[str, set[str]]) -> list[str]:
         done.add(path[-1])
         return []
 
-    return next((found for module in sorted(imports) if module not in done and (found := search([module]))), [])
+    return next(
+        (found for module in sorted(imports) if module not in done and (found := search([module]))),
+        [],
+    )
 
 
 def room_of(name: str) -> str | None:
@@ -104,13 +115,17 @@ def test_imports_run_one_way(room: str, path: Path) -> None:
         target = room_of(name)
         if target is None or target == room:
             continue
-        assert LEVEL_OF[target] < LEVEL_OF[room], f"{path.relative_to(ROOT)} imports {name}: {room} may not depend on {target}"
+        assert LEVEL_OF[target] < LEVEL_OF[room], (
+            f"{path.relative_to(ROOT)} imports {name}: {room} may not depend on {target}"
+        )
 
 
 def test_files_do_not_import_in_a_circle() -> None:
     folders = {"quantkit": ROOT, "quantkit_kernels": ROOT / "kernels"}
     files = {
-        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path.read_text()
         for package, root in folders.items()
         for path in (root / package).rglob("*.py")
     }
@@ -121,9 +136,17 @@ def test_files_do_not_import_in_a_circle() -> None:
 def test_circles_are_found() -> None:
     late = "def f():\n    from p.a import x"
     typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.a import x"
-    assert circle(file_imports({"p": "", "p.a": "from p import b", "p.b": "import p.c", "p.c": late})) == ["p.a", "p.b", "p.c", "p.a"]
-    assert circle(file_imports({"p": "from p.a import x", "p.a": "from p import x"})) == ["p", "p.a", "p"]
-    assert not circle(file_imports({"p": "", "p.a": "from p import b", "p.b": "import p.c", "p.c": typed}))
+    assert circle(
+        file_imports({"p": "", "p.a": "from p import b", "p.b": "import p.c", "p.c": late})
+    ) == ["p.a", "p.b", "p.c", "p.a"]
+    assert circle(file_imports({"p": "from p.a import x", "p.a": "from p import x"})) == [
+        "p",
+        "p.a",
+        "p",
+    ]
+    assert not circle(
+        file_imports({"p": "", "p.a": "from p import b", "p.b": "import p.c", "p.c": typed})
+    )
 
 
 def test_kernels_stand_alone() -> None:
@@ -137,7 +160,8 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
         "import sys, runpy\n"
         "sys.argv = ['quantkit', '--help']\n"
         "try: runpy.run_module('quantkit', run_name='__main__')\n"
-        f"except SystemExit: print('HEAVY', sorted({HEAVY!r} & set(sys.modules)), file=sys.stderr)\n"
+        f"except SystemExit: print('HEAVY', sorted({HEAVY!r} & set(sys.modules)), "
+        "file=sys.stderr)\n"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert "HEAVY []" in done.stderr
@@ -157,14 +181,16 @@ OWN_NAMES = {"Config", "Model", "DecoderLayer", "Attention", "MtpLayer"}
 
 
 def class_names(files: dict[str, str]) -> dict[str, list[str]]:
-    """files: source by path -> where each class stands, less an architecture's own and what a backend calls by its operator."""
+    """files: source by path -> where each class stands, less an architecture's own and what a
+    backend calls by its operator."""
     found: dict[str, list[str]] = {}
     for path, source in files.items():
         architecture = "/models/" in path or path.endswith("/model.py")
         backend = "/quantkit_kernels/" in path and path.count("/") > 2
         for node in ast.walk(ast.parse(source)):
             by_rule = isinstance(node, ast.ClassDef) and (
-                (architecture and node.name in OWN_NAMES) or (backend and node.name.endswith(("Linear", "Experts")))
+                (architecture and node.name in OWN_NAMES)
+                or (backend and node.name.endswith(("Linear", "Experts")))
             )
             if isinstance(node, ast.ClassDef) and not by_rule:
                 found.setdefault(node.name, []).append(f"{path}:{node.lineno}")
@@ -172,7 +198,11 @@ def class_names(files: dict[str, str]) -> dict[str, list[str]]:
 
 
 def test_a_class_name_means_one_thing() -> None:
-    paths = [path for folder in ("quantkit", "kernels", "benchmarks", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
+    paths = [
+        path
+        for folder in ("quantkit", "kernels", "benchmarks", "tools")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
     names = class_names({str(path.relative_to(ROOT)): path.read_text() for path in paths})
     assert len(names) > 500
     assert {name: places for name, places in names.items() if len(places) > 1} == {}
@@ -180,5 +210,14 @@ def test_a_class_name_means_one_thing() -> None:
 
 def test_names_of_two_classes_are_found() -> None:
     own = "class Config:\n  pass\nclass Table:\n  pass"
-    names = class_names({"quantkit/models/a.py": own, "quantkit/models/b.py": own, "quantkit/c.py": "class Config:\n  pass"})
-    assert names == {"Table": ["quantkit/models/a.py:3", "quantkit/models/b.py:3"], "Config": ["quantkit/c.py:1"]}
+    names = class_names(
+        {
+            "quantkit/models/a.py": own,
+            "quantkit/models/b.py": own,
+            "quantkit/c.py": "class Config:\n  pass",
+        }
+    )
+    assert names == {
+        "Table": ["quantkit/models/a.py:3", "quantkit/models/b.py:3"],
+        "Config": ["quantkit/c.py:1"],
+    }

@@ -1,4 +1,5 @@
-"""Every architecture through the whole line, quantize with every scheme, run, tensor parallel; and one that nobody knows."""
+"""Every architecture through the whole line, quantize with every scheme, run, tensor parallel; and
+one that nobody knows."""
 
 import json
 import os
@@ -42,10 +43,17 @@ DENSE = {
     "max_position_embeddings": 1024,
     "hidden_act": "silu",
 }
-SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+SPARSE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+}
 PANGU = {
     key: value
-    for key, value in make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, num_experts_per_tok=2).items()
+    for key, value in make_model.tiny_config(
+        num_hidden_layers=2, n_routed_experts=4, num_experts_per_tok=2
+    ).items()
     if key not in ("rope_scaling", "n_group", "topk_group", "topk_method")
 }
 MIXTRAL = {**DENSE, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}
@@ -60,9 +68,25 @@ GLM = {
     "use_qk_norm": True,
     "num_nextn_predict_layers": 1,
 }
-HY_3 = {**DENSE, **SPARSE, "num_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
-SOLAR = {key: value for key, value in GLM.items() if key not in ("first_k_dense_replace", "use_qk_norm", "num_nextn_predict_layers")}
-GPT_OSS = {**DENSE, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128, "sliding_window": 16}
+HY_3 = {
+    **DENSE,
+    **SPARSE,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+}
+SOLAR = {
+    key: value
+    for key, value in GLM.items()
+    if key not in ("first_k_dense_replace", "use_qk_norm", "num_nextn_predict_layers")
+}
+GPT_OSS = {
+    **DENSE,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 128,
+    "sliding_window": 16,
+}
 QWEN_NEXT = {
     **DENSE,
     **SPARSE,
@@ -73,7 +97,9 @@ QWEN_NEXT = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 64,
 }
-INDEXED = make_model.tiny_config(num_hidden_layers=2, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1)
+INDEXED = make_model.tiny_config(
+    num_hidden_layers=2, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1
+)
 INDEXED |= {"index_topk": 12, "index_n_heads": 8, "index_head_dim": 128}
 COMPRESSED = {
     "vocab_size": 320,
@@ -113,11 +139,16 @@ PANGU_2 = {
     "index_n_heads": 8,
     "index_head_dim": 128,
 }
-KIMI = make_model.tiny_config(num_hidden_layers=2, n_group=1, topk_group=1, num_nextn_predict_layers=0)
+KIMI = make_model.tiny_config(
+    num_hidden_layers=2, n_group=1, topk_group=1, num_nextn_predict_layers=0
+)
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**DENSE, "attention_bias": True, "mlp_bias": True},
     "PanguEmbedded": {**DENSE, "bias": True},
-    "kimi_k25": {"text_config": KIMI, **{key: KIMI[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")}},
+    "kimi_k25": {
+        "text_config": KIMI,
+        **{key: KIMI[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")},
+    },
     "mistral": {**DENSE, "sliding_window": 16},
     "mixtral": MIXTRAL,
     "qwen2_moe": {**DENSE, **SPARSE, "shared_expert_intermediate_size": 256},
@@ -140,11 +171,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "pangu_ultra_moe": {**PANGU, "rope_theta": 25600000.0},
 }
 CONFIGS = {name: {**config, "model_type": name} for name, config in CONFIGS.items()}
-USUAL = tuple(scheme for scheme in SCHEMES if scheme not in ("mxfp4-w4a16", "nvfp4-w4a4", "int4-w4a8-groups", "int8-a8w8c8"))
+USUAL = tuple(
+    scheme
+    for scheme in SCHEMES
+    if scheme not in ("mxfp4-w4a16", "nvfp4-w4a4", "int4-w4a8-groups", "int8-a8w8c8")
+)
 CALIBRATED = ("nvfp4-w4a4", "int8-a8w8c8")
 """Schemes that are never rounded uncalibrated."""
-OTHER_CACHES = {"qwen3_next", "qwen3_5_moe", "qwen3_5", "deepseek_v32", "glm_moe_dsa", "deepseek_v4", "openpangu_v2"}
-"""Architectures that keep something else than latents that all are read, or keys and values in every layer."""
+OTHER_CACHES = {
+    "qwen3_next",
+    "qwen3_5_moe",
+    "qwen3_5",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "deepseek_v4",
+    "openpangu_v2",
+}
+"""Architectures that keep something else than latents that all are read, or keys and values in
+every layer."""
 CELLS = {
     "llama": tuple(SCHEMES),
     "qwen2": USUAL,
@@ -170,7 +214,8 @@ CELLS = {
     "deepseek_v4": ("awq-w4a16",),
     "openpangu_v2": ("awq-w4a16",),
 }
-"""Schemes that `make test` runs of an architecture that shares its code with others; `make test-families` runs every cell."""
+"""Schemes that `make test` runs of an architecture that shares its code with others; `make
+test-families` runs every cell."""
 SHARED = {
     "PanguEmbedded",
     "kimi_k25",
@@ -192,10 +237,21 @@ SHARED = {
     "openpangu_v2",
 }
 """Architectures that eval is not run on."""
-ONE_RANK = {"PanguEmbedded", "kimi_k25", "mistral", "mixtral", "kimi_k2", "glm_moe_dsa", "openpangu_v2", "solar_open"}
-"""Architectures whose split over ranks is another's, but for the heads' convolution of openpangu_v2: `make test-families` runs them."""
+ONE_RANK = {
+    "PanguEmbedded",
+    "kimi_k25",
+    "mistral",
+    "mixtral",
+    "kimi_k2",
+    "glm_moe_dsa",
+    "openpangu_v2",
+    "solar_open",
+}
+"""Architectures whose split over ranks is another's, but for the heads' convolution of
+openpangu_v2: `make test-families` runs them."""
 SHORT_NAMES = {"mixtral", "minimax_m2", "deepseek_v4"}
-"""Architectures whose experts have w1, w2 and w3, by which ModelSlim's format cannot tell how engines cut int4."""
+"""Architectures whose experts have w1, w2 and w3, by which ModelSlim's format cannot tell how
+engines cut int4."""
 BY_NAME = {"llama", "qwen3_moe", "pangu_ultra_moe"}
 EVERY_CELL = bool(os.environ.get("QUANTKIT_EVERY_CELL"))
 PROMPTS = [list(range(10 + i, 30 + 2 * i)) for i in range(3)]
@@ -208,7 +264,9 @@ def random_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
     for row in architecture.parameters(architecture.Config.from_dict(config)):
         noise = torch.randn(row.shape, generator=generator)
         if row.role == "router_table":
-            tensors[row.name] = (noise[:, :1].abs() * 97).long() % 3 + torch.arange(row.shape[1]) % 4
+            tensors[row.name] = (noise[:, :1].abs() * 97).long() % 3 + torch.arange(
+                row.shape[1]
+            ) % 4
             continue
         spread = 1.0 if row.role in ("embedding", "head") else row.shape[-1] ** -0.5
         value = 1 + 0.1 * noise if row.role == "norm" else noise * spread
@@ -219,7 +277,9 @@ def random_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
 @pytest.fixture(scope="module", params=CONFIGS)
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = CONFIGS[request.param]
-    return make_model.write_dense(tmp_path_factory.mktemp("models") / request.param, config, random_tensors(config))
+    return make_model.write_dense(
+        tmp_path_factory.mktemp("models") / request.param, config, random_tensors(config)
+    )
 
 
 def logprobs(path: Path, tp: int = 1) -> tuple[list[list[int]], list[list[float]]]:
@@ -228,7 +288,9 @@ def logprobs(path: Path, tp: int = 1) -> tuple[list[list[int]], list[list[float]
     params = SamplingParams(max_new_tokens=8, ignore_eos=True, logprobs=0)
     done = sorted(engine.generate(PROMPTS, params), key=lambda one: one.index)
     engine.close()
-    return [one.token_ids for one in done], [[token.logprob for token in one.logprobs or []] for one in done]
+    return [one.token_ids for one in done], [
+        [token.logprob for token in one.logprobs or []] for one in done
+    ]
 
 
 def _skip_unasked(source: Path, asked: bool) -> None:
@@ -237,18 +299,35 @@ def _skip_unasked(source: Path, asked: bool) -> None:
 
 
 def _skip_without_experts(source: Path, scheme: str) -> None:
-    if SCHEMES[scheme].outside is not None and not any(".experts." in name for name in Checkpoint.open(source).tensors):
+    if SCHEMES[scheme].outside is not None and not any(
+        ".experts." in name for name in Checkpoint.open(source).tensors
+    ):
         pytest.skip("the scheme is for routed experts, and refuses others: tests/test_int4_w4a8.py")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_quantized_model_stays_near_its_source(source: Path, tmp_path: Path, scheme: str) -> None:
-    """The first token's log-probability of the source's own choice moves little; the manifest accounts for every tensor."""
+    """The first token's log-probability of the source's own choice moves little; the manifest
+    accounts for every tensor."""
     _skip_without_experts(source, scheme)
     _skip_unasked(source, scheme in CELLS[source.name])
     text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": " ".join(str((i * j) % 97) for j in range(60))}) + "\n" for i in range(12)))
-    recipe = Recipe(scheme=scheme, calibration=str(text), samples=6, held_out=2, seq_len=48, search_rows=16, scale_points=3, sweeps=2)
+    text.write_text(
+        "".join(
+            json.dumps({"text": " ".join(str((i * j) % 97) for j in range(60))}) + "\n"
+            for i in range(12)
+        )
+    )
+    recipe = Recipe(
+        scheme=scheme,
+        calibration=str(text),
+        samples=6,
+        held_out=2,
+        seq_len=48,
+        search_rows=16,
+        scale_points=3,
+        sweeps=2,
+    )
     if source.name in SHORT_NAMES and SCHEMES[scheme].outside is not None:
         with pytest.raises(QuantkitError, match="this name says otherwise"):
             quantize(source, tmp_path / "out", SCHEMES[scheme], "auto", recipe, device="cpu")
@@ -273,7 +352,8 @@ def any_source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_eval_scores_it(any_source: Path, tmp_path: Path) -> None:
-    """A random model answers nothing right; what counts is that every reply is made, graded and given its reason."""
+    """A random model answers nothing right; what counts is that every reply is made, graded and
+    given its reason."""
     _skip_unasked(any_source, any_source.name not in SHARED)
     asked: Any = {"limit": 3, "repeats": 2, "protocol": "r1", "generation": {"max_tokens": 12}}
     results = run_evaluation(str(any_source), ["tiny-math"], out=tmp_path / "out", **asked)
@@ -282,13 +362,24 @@ def test_eval_scores_it(any_source: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "out/samples.jsonl").read_text().splitlines()]
     assert len(rows) == 6
     assert all(0 < row["completion_tokens"] <= 12 for row in rows)
-    assert {row["reason"] for row in rows} <= {"unfinished", "no-answer", "wrong", "wrong-loose", "right", "right-loose", "truncated"}
+    assert {row["reason"] for row in rows} <= {
+        "unfinished",
+        "no-answer",
+        "wrong",
+        "wrong-loose",
+        "right",
+        "right-loose",
+        "truncated",
+    }
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
-def test_captured_decode_steps_give_the_eager_tokens(any_source: Path, tmp_path: Path, scheme: str | None) -> None:
-    """On a CUDA device every step is a graph, with drafts too where the model has them, and the same steps launched one by one agree."""
+def test_captured_decode_steps_give_the_eager_tokens(
+    any_source: Path, tmp_path: Path, scheme: str | None
+) -> None:
+    """On a CUDA device every step is a graph, with drafts too where the model has them, and the
+    same steps launched one by one agree."""
     model = any_source
     if scheme is not None:
         _skip_without_experts(any_source, scheme)
@@ -296,28 +387,62 @@ def test_captured_decode_steps_give_the_eager_tokens(any_source: Path, tmp_path:
             pytest.skip("refused: test_quantized_model_stays_near_its_source")
         if any_source.name in OTHER_CACHES and SCHEMES[scheme].cache is not None:
             pytest.skip("refused: test_quantized_model_stays_near_its_source")
-        few = {"samples": 4, "held_out": 1, "seq_len": 24} if scheme in CALIBRATED else {"methods": ()}
-        quantize(any_source, model := tmp_path / "out", SCHEMES[scheme], "auto", Recipe(scheme=scheme, **few), device="cpu")
+        few = (
+            {"samples": 4, "held_out": 1, "seq_len": 24}
+            if scheme in CALIBRATED
+            else {"methods": ()}
+        )
+        quantize(
+            any_source,
+            model := tmp_path / "out",
+            SCHEMES[scheme],
+            "auto",
+            Recipe(scheme=scheme, **few),
+            device="cpu",
+        )
     drafts = json.loads((model / "config.json").read_text()).get("num_nextn_predict_layers", 0)
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     for num_drafts in {0, drafts}:
-        engine = Engine.load(model, device="cuda", dtype="bfloat16", max_batch=4, max_model_len=128, num_drafts=num_drafts)
+        engine = Engine.load(
+            model,
+            device="cuda",
+            dtype="bfloat16",
+            max_batch=4,
+            max_model_len=128,
+            num_drafts=num_drafts,
+        )
         captured = list(engine.generate(PROMPTS, params))
         assert engine.runner.why_eager == ""
         engine.runner = Runner(engine.loaded.model, engine.cache, lambda step, _: step)
         drafter = engine.speculation.drafter
         if drafter is not None:
             assert isinstance(drafter, MtpDrafter | MtpHeads)
-            assert {one.failure for one in (drafter.steps if isinstance(drafter, MtpHeads) else [drafter.steps])} == {""}
-            engine.speculation = Speculation(by_mtp_layers(engine.loaded.mtp_layers, engine.runner, num_drafts, engine.parallel), 0)
+            assert {
+                one.failure
+                for one in (drafter.steps if isinstance(drafter, MtpHeads) else [drafter.steps])
+            } == {""}
+            engine.speculation = Speculation(
+                by_mtp_layers(engine.loaded.mtp_layers, engine.runner, num_drafts, engine.parallel),
+                0,
+            )
         eager = engine.generate(PROMPTS, params)
-        assert {one.index: one.token_ids for one in captured} == {one.index: one.token_ids for one in eager}
+        assert {one.index: one.token_ids for one in captured} == {
+            one.index: one.token_ids for one in eager
+        }
 
 
 def test_a_quantized_model_computes_its_dequantized_weights(source: Path, tmp_path: Path) -> None:
-    """Whatever operators take int4 as it is: prompts and decode steps give the log-probabilities of the weights that it stands for."""
+    """Whatever operators take int4 as it is: prompts and decode steps give the log-probabilities of
+    the weights that it stands for."""
     _skip_unasked(source, source.name in SHARED)
-    quantize(source, tmp_path / "int4", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16"), device="cpu")
+    quantize(
+        source,
+        tmp_path / "int4",
+        SCHEMES["rtn-w4a16"],
+        "auto",
+        Recipe(scheme="rtn-w4a16"),
+        device="cpu",
+    )
     convert(tmp_path / "int4", tmp_path / "plain", dtype="float32")
     (tokens, found), (same, expected) = logprobs(tmp_path / "int4"), logprobs(tmp_path / "plain")
     assert tokens == same
@@ -332,18 +457,30 @@ def test_a_cache_in_8_bits_changes_little(source: Path) -> None:
         with pytest.raises(QuantkitError, match="its entries have 16 bits"):
             load_model(source, device="cpu", cache="int8")
         return
-    loaded, ids = load_model(source, device="cpu", dtype="float32", cache="int8"), torch.arange(10, 60)
+    loaded, ids = (
+        load_model(source, device="cpu", dtype="float32", cache="int8"),
+        torch.arange(10, 60),
+    )
     with torch.inference_mode():
-        plain, coded = (loaded.model(ids, CausalContext([len(ids)], codes=codes)) for codes in (None, loaded.codes))
+        plain, coded = (
+            loaded.model(ids, CausalContext([len(ids)], codes=codes))
+            for codes in (None, loaded.codes)
+        )
     assert 0 < (coded - plain).norm() < 0.1 * plain.norm()
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "glm_moe_dsa", "hy_v3", "deepseek_v4"])
 def test_drafts_of_the_mtp_layer_change_no_token(name: str, tmp_path: Path) -> None:
-    """DeepSeek's layer around other blocks, one that shares embedding and head, one behind streams; they guess at random."""
+    """DeepSeek's layer around other blocks, one that shares embedding and head, one behind streams;
+    they guess at random."""
     model = make_model.write_dense(tmp_path / "model", CONFIGS[name], random_tensors(CONFIGS[name]))
-    engine = Engine.load(model, device="cpu", dtype="float32", max_batch=4, max_model_len=128, num_drafts=1)
-    done = sorted(engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True)), key=lambda one: one.index)
+    engine = Engine.load(
+        model, device="cpu", dtype="float32", max_batch=4, max_model_len=128, num_drafts=1
+    )
+    done = sorted(
+        engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True)),
+        key=lambda one: one.index,
+    )
     engine.close()
     assert [one.token_ids for one in done] == logprobs(model)[0]
 
@@ -353,8 +490,15 @@ def test_two_ranks_are_one(source: Path) -> None:
     assert logprobs(source, tp=2)[0] == logprobs(source)[0]
 
 
-SHARED_HEADS = {"qwen3": (1, 2), "minimax_m2": (1, 2), "gpt_oss": (1, 2), "qwen3_next": (1, 2), "llama": (2, 4)}
-"""Key heads and ranks: norms of heads, norms over all heads, sinks, gated queries; biases, and heads that two ranks each hold."""
+SHARED_HEADS = {
+    "qwen3": (1, 2),
+    "minimax_m2": (1, 2),
+    "gpt_oss": (1, 2),
+    "qwen3_next": (1, 2),
+    "llama": (2, 4),
+}
+"""Key heads and ranks: norms of heads, norms over all heads, sinks, gated queries; biases, and
+heads that two ranks each hold."""
 
 
 @pytest.mark.parametrize("name", SHARED_HEADS)
@@ -364,12 +508,17 @@ def test_ranks_that_hold_the_same_key_head_are_one(name: str, tmp_path: Path) ->
     model = make_model.write_dense(tmp_path / "model", config, random_tensors(config))
     together, alone = logprobs(model, tp=tp), logprobs(model)
     assert together[0] == alone[0]
-    assert torch.tensor(together[1]).sub(torch.tensor(alone[1])).abs().max() < 0.02, "the cache is bfloat16"
+    assert torch.tensor(together[1]).sub(torch.tensor(alone[1])).abs().max() < 0.02, (
+        "the cache is bfloat16"
+    )
 
 
 @pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme not in CALIBRATED])
-def test_an_unknown_architecture_is_rounded_by_name(source: Path, tmp_path: Path, scheme: str) -> None:
-    """Told by name, the same linears are quantized to the same bytes as with the table, less what only a table knows."""
+def test_an_unknown_architecture_is_rounded_by_name(
+    source: Path, tmp_path: Path, scheme: str
+) -> None:
+    """Told by name, the same linears are quantized to the same bytes as with the table, less what
+    only a table knows."""
     _skip_without_experts(source, scheme)
     _skip_unasked(source, source.name in BY_NAME and scheme in USUAL)
     unknown = shutil.copytree(source, tmp_path / "unknown")
@@ -387,11 +536,22 @@ def test_an_unknown_architecture_is_rounded_by_name(source: Path, tmp_path: Path
     extra = set(by_name.linears) - set(known.linears)
     only_here = r"kv_b_proj|eh_proj|wo_a$|compressor\.|in_proj_(?:ba|b|a)$|indexer\.|mhc_module\.|layers\.[234]\.|^mtp\."
     assert all(re.search(only_here, module) for module in extra), extra
-    if scheme != "fp4-w4a16":  # siblings share their FP4 global scale where the table says who they are
+    if (
+        scheme != "fp4-w4a16"
+    ):  # siblings share their FP4 global scale where the table says who they are
         for module in known.linears:
             if SCHEMES[scheme].outside is not None and re.search(r"\.layers\.[234]\.", module):
-                continue  # an MTP layer, whose experts are on another grid where the table says that it is one
+                # an MTP layer, whose experts are on another grid where the table says that it is
+                # one
+                continue
             for name in known.parts(module):
                 assert torch.equal(known.read(name), by_name.read(name)), name
     with pytest.raises(QuantkitError, match="never_heard_of"):
-        quantize(unknown, tmp_path / "no", SCHEMES["awq-w4a16"], "auto", Recipe(scheme="awq-w4a16"), device="cpu")
+        quantize(
+            unknown,
+            tmp_path / "no",
+            SCHEMES["awq-w4a16"],
+            "auto",
+            Recipe(scheme="awq-w4a16"),
+            device="cpu",
+        )

@@ -1,4 +1,5 @@
-"""The main job as a user types it: every scheme and format through the command line, and what bad input gets."""
+"""The main job as a user types it: every scheme and format through the command line, and what bad
+input gets."""
 
 import json
 import shutil
@@ -38,11 +39,16 @@ def refusal(*arguments: str | Path) -> str:
 def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "calibration.txt"
     words = ["the", "one", "who", "asks", "is", "told", "what", "many", "have", "found"]
-    path.write_text("\n\n".join(" ".join(words[(i * 7 + j) % len(words)] for j in range(200)) for i in range(40)))
+    path.write_text(
+        "\n\n".join(
+            " ".join(words[(i * 7 + j) % len(words)] for j in range(200)) for i in range(40)
+        )
+    )
     return path
 
 
-# Independent decoding: from the formats' descriptions with NumPy, and by compressed-tensors' own code. W is [out, in].
+# Independent decoding: from the formats' descriptions with NumPy, and by compressed-tensors' own
+# code. W is [out, in].
 
 
 def decode_awq(tensors: dict[str, Tensor], module: str) -> np.ndarray:
@@ -80,13 +86,20 @@ def decode_compressed_int4(tensors: dict[str, Tensor], module: str) -> np.ndarra
     codes = unpack_from_int32(tensors[f"{module}.weight_packed"], 4, shape).double().numpy()
     scale = tensors[f"{module}.weight_scale"].double().numpy()
     rows = torch.Size((shape[0], scale.shape[1]))
-    zeros = unpack_from_int32(tensors[f"{module}.weight_zero_point"], 4, rows, packed_dim=0).double().numpy()
+    zeros = (
+        unpack_from_int32(tensors[f"{module}.weight_zero_point"], 4, rows, packed_dim=0)
+        .double()
+        .numpy()
+    )
     group = shape[1] // scale.shape[1]
     return (codes - zeros.repeat(group, 1)) * scale.repeat(group, 1)
 
 
 def decode_int8(tensors: dict[str, Tensor], module: str) -> np.ndarray:
-    return tensors[f"{module}.weight"].double().numpy() * tensors[f"{module}.weight_scale"].double().numpy()
+    return (
+        tensors[f"{module}.weight"].double().numpy()
+        * tensors[f"{module}.weight_scale"].double().numpy()
+    )
 
 
 CASES = [
@@ -103,16 +116,33 @@ CASES = [
 @pytest.fixture(scope="module")
 def few_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
-    return make_model.write_fp8(tmp_path_factory.mktemp("models") / "few-experts", config, make_model.random_tensors(config))
+    return make_model.write_fp8(
+        tmp_path_factory.mktemp("models") / "few-experts", config, make_model.random_tensors(config)
+    )
 
 
-@pytest.mark.parametrize(("scheme", "format_name", "decode"), CASES, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("scheme", "format_name", "decode"),
+    CASES,
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_quantize_writes_what_it_says(
     few_experts: Path, calibration: Path, tmp_path: Path, scheme: str, format_name: str, decode: Any
 ) -> None:
     out, recipe = tmp_path / "out", tmp_path / "recipe.yaml"
-    recipe.write_text("".join(f"{key}: {value}\n" for key, value in {"scheme": scheme, **SMALL}.items()))
-    asked = ("--scheme", scheme, "--format", format_name, "--recipe", recipe, "--calibration", calibration)
+    recipe.write_text(
+        "".join(f"{key}: {value}\n" for key, value in {"scheme": scheme, **SMALL}.items())
+    )
+    asked = (
+        "--scheme",
+        scheme,
+        "--format",
+        format_name,
+        "--recipe",
+        recipe,
+        "--calibration",
+        calibration,
+    )
     report = answer("quantize", few_experts, *asked, "--out", out)
     assert (report["scheme"], report["format"]) == (scheme, format_name)
     about = answer("inspect", out)
@@ -122,7 +152,9 @@ def test_quantize_writes_what_it_says(
     source = Checkpoint.open(few_experts)
     manifest = json.loads((out / "manifest.json").read_text())
     assert set(source.tensors) == set(manifest["tensors"])
-    assert {fate for entry in manifest["tensors"].values() for fate in entry["became"]} == set(Checkpoint.open(out).tensors)
+    assert {fate for entry in manifest["tensors"].values() for fate in entry["became"]} == set(
+        Checkpoint.open(out).tensors
+    )
 
     written: dict[str, Tensor] = {}
     for shard in out.glob("*.safetensors"):
@@ -140,7 +172,9 @@ def test_run_answers_as_json(tiny_checkpoint: Path) -> None:
     assert {"text", "prompt_tokens", "tokens_per_second"} <= reply.keys()
 
 
-def test_a_base_model_is_run_raw_and_scored_by_its_protocol(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_base_model_is_run_raw_and_scored_by_its_protocol(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     base = _copy(tiny_checkpoint, tmp_path / "base")
     settings = json.loads((base / "tokenizer_config.json").read_text())
     del settings["chat_template"]
@@ -161,8 +195,14 @@ def test_kernels_and_deploy_answer(tiny_checkpoint: Path) -> None:
     assert all(f"{row['operator']} " in table for row in rows)
     assert table.count("runs on CUDA, not on cpu") == 1  # said once, for all operators
     slow = command("kernels", "--device", "cpu", "--backend", "reference").err
-    assert [f"SLOW: linear_{kind} runs on the reference" in slow for kind in ("int4", "int8", "fp4", "dense")] == [True] * 3 + [False]
-    assert "triton runs nothing on cpu: runs on GPUs" in command("kernels", "--device", "cpu", "--backend", "triton").err
+    assert [
+        f"SLOW: linear_{kind} runs on the reference" in slow
+        for kind in ("int4", "int8", "fp4", "dense")
+    ] == [True] * 3 + [False]
+    assert (
+        "triton runs nothing on cpu: runs on GPUs"
+        in command("kernels", "--device", "cpu", "--backend", "triton").err
+    )
     assert "runs nothing" not in slow
     for more, said in (
         ("--tune", "it is a CPU"),
@@ -174,34 +214,64 @@ def test_kernels_and_deploy_answer(tiny_checkpoint: Path) -> None:
         assert said in command("kernels", "--device", "cpu", *more.split()).error
     launch = "deploy", tiny_checkpoint, "--engine", "vllm", "--devices", "2"
     assert answer(*launch, "--boxes", "1")["launches"]
-    close, apart = (answer(*launch, "--hosts", f"10.0.0.1,{space}10.0.0.2", "--boxes", "2") for space in ("", " "))
+    close, apart = (
+        answer(*launch, "--hosts", f"10.0.0.1,{space}10.0.0.2", "--boxes", "2")
+        for space in ("", " ")
+    )
     assert close == apart
 
 
 def test_deploy_takes_devices_as_plan_does(tiny_checkpoint: Path) -> None:
-    """A number alone is of the recipe's memory; a size, or a name, says how much a device has, and a name of which kind it is."""
+    """A number alone is of the recipe's memory; a size, or a name, says how much a device has, and
+    a name of which kind it is."""
 
     def told(engine: str, devices: str) -> tuple[str, str, float]:
-        made = command("deploy", str(tiny_checkpoint), "--engine", engine, "--devices", devices, "--json").json
+        made = command(
+            "deploy", str(tiny_checkpoint), "--engine", engine, "--devices", devices, "--json"
+        ).json
         ((_, words),) = made["launches"][0]["commands"]
-        size = words[words.index("--tensor-parallel-size" if "--tensor-parallel-size" in words else "--tp-size") + 1]
+        size = words[
+            words.index(
+                "--tensor-parallel-size" if "--tensor-parallel-size" in words else "--tp-size"
+            )
+            + 1
+        ]
         return made["device"], size, round(made["memory"]["server"]["usable_bytes"] / 2**30, 1)
 
     assert told("vllm", "2") == ("cuda", "2", 72.0)
     assert told("vllm", "2x20GiB") == ("cuda", "2", 18.0)
     assert told("vllm", "4xH100") == ("cuda", "4", 71.1)
-    assert [told("sglang", devices)[0] for devices in ("2", "2x910B1", "2xH100")] == ["npu", "npu", "cuda"]
-    for devices, said in (("2xH100", "no deployment recipe for vllm-ascend on cuda"), ("0", "devices '0' make no sense; write 8, 8x64GiB")):
-        assert said in command("deploy", str(tiny_checkpoint), "--engine", "vllm-ascend", "--devices", devices).error
+    assert [told("sglang", devices)[0] for devices in ("2", "2x910B1", "2xH100")] == [
+        "npu",
+        "npu",
+        "cuda",
+    ]
+    for devices, said in (
+        ("2xH100", "no deployment recipe for vllm-ascend on cuda"),
+        ("0", "devices '0' make no sense; write 8, 8x64GiB"),
+    ):
+        assert (
+            said
+            in command(
+                "deploy", str(tiny_checkpoint), "--engine", "vllm-ascend", "--devices", devices
+            ).error
+        )
 
 
 def test_deploy_fails_where_the_engine_does_not_load_the_checkpoint(tiny_checkpoint: Path) -> None:
     for more in ((), ("--json",)):
-        refused = command("deploy", str(tiny_checkpoint), "--engine", "vllm-ascend", "--boxes", "1", *more)
+        refused = command(
+            "deploy", str(tiny_checkpoint), "--engine", "vllm-ascend", "--boxes", "1", *more
+        )
         assert refused.code == 1
-        assert f"vllm-ascend cannot serve {tiny_checkpoint}: vllm-ascend does not load fp8-block" in refused.error
+        assert (
+            f"vllm-ascend cannot serve {tiny_checkpoint}: vllm-ascend does not load fp8-block"
+            in refused.error
+        )
         assert refused.err.count("error: ") == 1
-        assert "vllm serve" in refused.out or refused.json["launches"]  # the commands are printed all the same
+        assert (
+            "vllm serve" in refused.out or refused.json["launches"]
+        )  # the commands are printed all the same
 
 
 def test_usage_errors_exit_2() -> None:
@@ -256,7 +326,9 @@ def test_a_recipe_that_is_no_yaml_is_told_so(tiny_checkpoint: Path, tmp_path: Pa
     """It was said not to exist."""
     recipe = tmp_path / "recipe.txt"
     recipe.write_text("{")
-    assert f"{recipe} is not valid: line " in refusal("quantize", tiny_checkpoint, "--recipe", recipe)
+    assert f"{recipe} is not valid: line " in refusal(
+        "quantize", tiny_checkpoint, "--recipe", recipe
+    )
 
 
 def _copy(source: Path, target: Path) -> Path:
@@ -267,27 +339,41 @@ def _copy(source: Path, target: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--scheme", "awq-w4a16", "--format", "modelopt"), "no engine loads awq-w4a16 in format modelopt"),
+        (
+            ("--scheme", "awq-w4a16", "--format", "modelopt"),
+            "no engine loads awq-w4a16 in format modelopt",
+        ),
         (("--scheme", "awq-w4a16", "--calibration", "text.pdf"), "is not a file"),
     ],
 )
-def test_bad_requests(tiny_checkpoint: Path, tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_bad_requests(
+    tiny_checkpoint: Path, tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
     assert said in refusal("quantize", tiny_checkpoint, "--out", tmp_path / "out", *arguments)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_scheme_of_no_name_leaves_nothing_behind(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    ended = command("quantize", str(tiny_checkpoint), "--out", str(tmp_path / "out"), "--scheme", "w3")
+    ended = command(
+        "quantize", str(tiny_checkpoint), "--out", str(tmp_path / "out"), "--scheme", "w3"
+    )
     assert (ended.code, ended.errors) == (2, 1)
     assert "scheme 'w3' is not known" in ended.error
     assert not list(tmp_path.iterdir())
 
 
-def test_bench_says_that_its_folder_cannot_be_before_it_opens_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_says_that_its_folder_cannot_be_before_it_opens_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened: list[str] = []
-    monkeypatch.setattr("quantkit.evaluation.speed.targets.open_target", lambda model, **options: opened.append(model))
+    monkeypatch.setattr(
+        "quantkit.evaluation.speed.targets.open_target",
+        lambda model, **options: opened.append(model),
+    )
     (tmp_path / "file").touch()
-    assert str(tmp_path / "file") in refusal("bench", "tiny-r1", "--out", tmp_path / "file" / "results")
+    assert str(tmp_path / "file") in refusal(
+        "bench", "tiny-r1", "--out", tmp_path / "file" / "results"
+    )
     assert not opened
 
 
@@ -330,7 +416,9 @@ def test_bad_sources(tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert "there is no folder" in said(tmp_path / "nowhere")
     out.mkdir()
     (out / "config.json").write_text("{}")
-    assert "quantkit did not make it" in refusal("quantize", tiny_checkpoint, "--scheme", "rtn-w4a16", "--out", out)
+    assert "quantkit did not make it" in refusal(
+        "quantize", tiny_checkpoint, "--scheme", "rtn-w4a16", "--out", out
+    )
     assert (out / "config.json").read_text() == "{}"
 
 
@@ -343,18 +431,23 @@ def test_a_source_without_a_tokenizer_is_told(tiny_checkpoint: Path, tmp_path: P
 
 
 def test_damaged_weights(tmp_path: Path) -> None:
-    """A scale that is missing or of the wrong shape, NaN in a weight, a group size that does not divide."""
+    """A scale that is missing or of the wrong shape, NaN in a weight, a group size that does not
+    divide."""
     config = make_model.tiny_config()
     tensors = make_model.random_tensors(config)
     name = "model.layers.1.mlp.experts.2.down_proj.weight"
 
     def said(path: Path, *arguments: str | Path) -> str:
-        line = refusal("quantize", path, "--scheme", "rtn-w4a16", "--out", tmp_path / "out", *arguments)
+        line = refusal(
+            "quantize", path, "--scheme", "rtn-w4a16", "--out", tmp_path / "out", *arguments
+        )
         assert not (tmp_path / "out").exists()
         return line
 
     poisoned = {**tensors, name: torch.full_like(tensors[name], float("nan"))}
-    assert name.removesuffix(".weight") in said(make_model.write_dense(tmp_path / "nan", config, poisoned))
+    assert name.removesuffix(".weight") in said(
+        make_model.write_dense(tmp_path / "nan", config, poisoned)
+    )
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("scheme: rtn-w4a16\ngroup_size: 96\n")
     source = make_model.write_fp8(tmp_path / "fp8", config, tensors)
@@ -362,7 +455,9 @@ def test_damaged_weights(tmp_path: Path) -> None:
         assert "group size 96 does not divide the" in (line := said(source, *given))
         assert line.endswith("give --group-size 64")
 
-    shard = next(path for path in source.glob("*.safetensors") if f"{name}_scale_inv" in load_file(path))
+    shard = next(
+        path for path in source.glob("*.safetensors") if f"{name}_scale_inv" in load_file(path)
+    )
     whole = load_file(shard)
     from safetensors.torch import save_file
 
@@ -387,25 +482,51 @@ def test_damaged_weights(tmp_path: Path) -> None:
         ("chitu", "fp4-w4a16", "modelopt"),
     ],
 )
-def test_quantize_for_an_engine(tiny_checkpoint: Path, tmp_path: Path, engine: str, scheme: str, format_name: str) -> None:
+def test_quantize_for_an_engine(
+    tiny_checkpoint: Path, tmp_path: Path, engine: str, scheme: str, format_name: str
+) -> None:
     """What is written for an engine passes that engine's own checks."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"scheme: {scheme}\nmethods: []\n")
     out = tmp_path / "out"
-    report = answer("quantize", tiny_checkpoint, "--scheme", scheme, "--engine", engine, "--recipe", recipe, "--out", out)
+    report = answer(
+        "quantize",
+        tiny_checkpoint,
+        "--scheme",
+        scheme,
+        "--engine",
+        engine,
+        "--recipe",
+        recipe,
+        "--out",
+        out,
+    )
     assert report["format"] == format_name
     about = answer("inspect", out, "--engine", engine)
-    assert not [problem for problem in about["problems"] if problem["severity"] == "error"], about["problems"]
+    assert not [problem for problem in about["problems"] if problem["severity"] == "error"], about[
+        "problems"
+    ]
     assert about["quantized_linears"] > 20
 
 
 def test_an_engine_without_the_scheme_says_why(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    said = refusal("quantize", tiny_checkpoint, "--scheme", "fp4-w4a16", "--engine", "vllm-ascend", "--out", tmp_path / "out")
+    said = refusal(
+        "quantize",
+        tiny_checkpoint,
+        "--scheme",
+        "fp4-w4a16",
+        "--engine",
+        "vllm-ascend",
+        "--out",
+        tmp_path / "out",
+    )
     assert "vllm-ascend does not load fp4-w4a16" in said
 
 
 def test_a_server_whose_cache_holds_no_whole_request_is_refused() -> None:
-    told = refusal("serve", "tiny-r1", "--device", "cpu", "--cache-tokens", "64", "--max-model-len", "128")
+    told = refusal(
+        "serve", "tiny-r1", "--device", "cpu", "--cache-tokens", "64", "--max-model-len", "128"
+    )
     assert "the cache holds 64 tokens, fewer than the context of 128; raise --cache-tokens" in told
 
 

@@ -1,4 +1,5 @@
-"""Decoding on many boxes against bytes and products worked out by hand; the printed table is what the code says."""
+"""Decoding on many boxes against bytes and products worked out by hand; the printed table is what
+the code says."""
 
 import json
 from dataclasses import replace
@@ -25,10 +26,25 @@ def hardware() -> Hardware:
 
 
 def step(
-    hardware: Hardware, parallel: ParallelSizes = WIDE, level: int = 0, batch: int = 1024, context: int = 640, **options: Any
+    hardware: Hardware,
+    parallel: ParallelSizes = WIDE,
+    level: int = 0,
+    batch: int = 1024,
+    context: int = 640,
+    **options: Any,
 ) -> DecodeStep:
     scheme = options.pop("scheme", INT8)
-    return decode_step(R1_TABLE, R1, scheme, hardware, hardware.levels[level], parallel, batch=batch, context=context, **options)
+    return decode_step(
+        R1_TABLE,
+        R1,
+        scheme,
+        hardware,
+        hardware.levels[level],
+        parallel,
+        batch=batch,
+        context=context,
+        **options,
+    )
 
 
 def test_bytes_of_an_exchange_by_hand(hardware: Hardware) -> None:
@@ -37,7 +53,8 @@ def test_bytes_of_an_exchange_by_hand(hardware: Hardware) -> None:
     assert found.dispatch_bytes == rows * (7168 + 4)
     assert found.combine_bytes == rows * 7168 * 2
     assert step(hardware, scheme=find_scheme("awq-w4a16")).dispatch_bytes == rows * 7168 * 2
-    # At the floor an exchange starts at once: 24 of 32 parts leave the box at 25 GB/s, 7 stay at 392.
+    # At the floor an exchange starts at once: 24 of 32 parts leave the box at 25 GB/s, 7 stay at
+    # 392.
     assert found.parts["dispatch"] == pytest.approx(found.dispatch_bytes * 24 / 32 / 25e6)
     one_box = step(hardware, ParallelSizes(1, data=8, expert=True), batch=256)
     assert one_box.parts["combine"] == pytest.approx(one_box.combine_bytes * 7 / 8 / 392e6)
@@ -45,14 +62,23 @@ def test_bytes_of_an_exchange_by_hand(hardware: Hardware) -> None:
 
 def test_weights_and_cache_of_a_card_by_hand(hardware: Hardware) -> None:
     found = step(hardware)
-    experts = 58 * 8 * 3 * 7168 * 2048  # 8 of 256 experts of each layer; 8192 choices touch every one
-    attention = sum(row.shape[0] * row.shape[1] for row in R1_TABLE if row.role == "linear" and row.expert is None and not row.mtp)
+    experts = (
+        58 * 8 * 3 * 7168 * 2048
+    )  # 8 of 256 experts of each layer; 8192 choices touch every one
+    attention = sum(
+        row.shape[0] * row.shape[1]
+        for row in R1_TABLE
+        if row.role == "linear" and row.expert is None and not row.mtp
+    )
     head = 7168 * 129280 * 2
     kv_b = 61 * 512 * 128 * 256 * 2
     routers = 58 * 256 * 7168 * 4
-    assert found.parts["hbm"] == pytest.approx((experts + attention + head + kv_b + routers) / 1.6e9, rel=0.001)
+    assert found.parts["hbm"] == pytest.approx(
+        (experts + attention + head + kv_b + routers) / 1.6e9, rel=0.001
+    )
     assert found.parts["cache"] == pytest.approx(32 * 640 * 576 * 2 * 61 / 1.6e9)
-    # A group of four cards shares attention's weights and its tokens, and each card reads the group's whole latents.
+    # A group of four cards shares attention's weights and its tokens, and each card reads the
+    # group's whole latents.
     grouped = step(hardware, ParallelSizes(4, data=8, expert=True))
     assert grouped.parts["cache"] == pytest.approx(4 * found.parts["cache"])
     assert grouped.dispatch_bytes == found.dispatch_bytes
@@ -90,7 +116,10 @@ def test_a_published_rate_is_of_models_with_experts() -> None:
     dense = [row for row in R1_TABLE if row.expert is None]
     for rows, rates in ((R1_TABLE, [303.67]), (dense, [])):
         held = fit_rows([(row, 1) for row in rows], R1, role.parallel, 4096, 64, 0.9, 4)
-        assert [rate["tokens_per_second"] for rate in beside_published(topology, rows, R1, INT8, {role.name: held})] == rates
+        assert [
+            rate["tokens_per_second"]
+            for rate in beside_published(topology, rows, R1, INT8, {role.name: held})
+        ] == rates
 
 
 def test_what_cannot_be_predicted_is_refused(hardware: Hardware) -> None:

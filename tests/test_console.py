@@ -12,13 +12,20 @@ def test_a_table_that_is_not_a_terminals_is_printed_in_full_width() -> None:
     words = " ".join(["word"] * 60)
     code = f"from quantkit.cli.console import facts; facts('title', [('name', '{words}')])"
     environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
     assert words in done.stdout, done.stderr
 
 
 def _shell(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     python = f"{sys.executable} -m quantkit"
-    return subprocess.run(["bash", "-c", line.replace("quantkit", python, 1)], capture_output=True, text=True, cwd=folder)
+    return subprocess.run(
+        ["bash", "-c", line.replace("quantkit", python, 1)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+    )
 
 
 @pytest.mark.parametrize(
@@ -27,12 +34,22 @@ def _shell(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
         ("quantkit --version >&-", 0, ""),
         ("quantkit --version <&- >&- 2>&-", 0, ""),
         ("quantkit --version > /dev/full", 1, "error: the output: No space left on device"),
-        ("quantkit compare nowhere nothing --json > /dev/full", 1, "error: nowhere holds no results"),
-        ("mkdir gone; cd gone; rmdir ../gone; quantkit plan tiny-r1 --scheme rtn-w4a16", 1, "error: the working folder was removed"),
+        (
+            "quantkit compare nowhere nothing --json > /dev/full",
+            1,
+            "error: nowhere holds no results",
+        ),
+        (
+            "mkdir gone; cd gone; rmdir ../gone; quantkit plan tiny-r1 --scheme rtn-w4a16",
+            1,
+            "error: the working folder was removed",
+        ),
         ("quantkit serve tiny-r1 --port 99999", 2, "error: Invalid value for '--port'"),
     ],
 )
-def test_streams_and_folders_that_are_not_there(line: str, code: int, said: str, tmp_path: Path) -> None:
+def test_streams_and_folders_that_are_not_there(
+    line: str, code: int, said: str, tmp_path: Path
+) -> None:
     ended = _shell(line, tmp_path)
     assert ended.returncode == code, ended.stderr
     assert "Traceback" not in ended.stderr

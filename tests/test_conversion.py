@@ -1,4 +1,5 @@
-"""Between formats nothing is lost that both can hold, and what is lost is said; published layouts are valid sources."""
+"""Between formats nothing is lost that both can hold, and what is lost is said; published layouts
+are valid sources."""
 
 import json
 import shutil
@@ -14,7 +15,16 @@ from packed_model import write_packed
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int4, compressed_int8, compressed_mxfp4, gptq, modelopt, modelslim
+from quantkit.checkpoint.formats import (
+    awq,
+    compressed_fp4,
+    compressed_int4,
+    compressed_int8,
+    compressed_mxfp4,
+    gptq,
+    modelopt,
+    modelslim,
+)
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.common.progress import Event, Progress
@@ -38,7 +48,9 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     def write(format: Any, grid: Any) -> Path:
         if (format, grid) not in made:
-            made[format, grid] = write_packed(tmp_path_factory.mktemp("packed"), config, tensors, format, grid)
+            made[format, grid] = write_packed(
+                tmp_path_factory.mktemp("packed"), config, tensors, format, grid
+            )
         return made[format, grid]
 
     return write
@@ -60,7 +72,9 @@ def dense_weights(path: Path) -> dict[str, Tensor]:
         (awq.FORMAT, INT4, "compressed-tensors", "pack-quantized"),
     ],
 )
-def test_exact_where_both_formats_hold_the_value(packed: Any, tmp_path: Path, source: Any, grid: Any, target: str, variant: str) -> None:
+def test_exact_where_both_formats_hold_the_value(
+    packed: Any, tmp_path: Path, source: Any, grid: Any, target: str, variant: str
+) -> None:
     path = packed(source, grid)
     report = convert(path, tmp_path / "out", format=target)
     made = Checkpoint.open(tmp_path / "out")
@@ -73,7 +87,8 @@ def test_exact_where_both_formats_hold_the_value(packed: Any, tmp_path: Path, so
 
 
 def test_activations_stay_as_they_are_or_are_told(packed: Any, tmp_path: Path) -> None:
-    """int8 weights that read 16 bits do not become int8 weights that round what they read, and the other way about it is said."""
+    """int8 weights that read 16 bits do not become int8 weights that round what they read, and the
+    other way about it is said."""
     rounded = packed(compressed_int8.FORMAT, INT8)
     plain = convert(rounded, tmp_path / "gptq", format="gptq")
     assert ("activations", "16 bits, 8 in the source") in plain.facts()
@@ -84,7 +99,8 @@ def test_activations_stay_as_they_are_or_are_told(packed: Any, tmp_path: Path) -
 
 
 def test_awq_keeps_its_fp16_scales_in_compressed_tensors(packed: Any, tmp_path: Path) -> None:
-    """Which BF16, compressed-tensors' usual dtype of scales, could not hold; and comes back to the same bytes."""
+    """Which BF16, compressed-tensors' usual dtype of scales, could not hold; and comes back to the
+    same bytes."""
     path = packed(awq.FORMAT, INT4)
     convert(path, tmp_path / "ct", format="compressed-tensors")
     source, made = Checkpoint.open(path), Checkpoint.open(tmp_path / "ct")
@@ -97,7 +113,8 @@ def test_awq_keeps_its_fp16_scales_in_compressed_tensors(packed: Any, tmp_path: 
 
 
 def test_a_scale_that_must_be_rounded_is_told(packed: Any, tmp_path: Path) -> None:
-    """A scale so small that FP16 has few bits for it: AWQ stores FP16, compressed-tensors' BF16 has its full precision there."""
+    """A scale so small that FP16 has few bits for it: AWQ stores FP16, compressed-tensors' BF16 has
+    its full precision there."""
     path = shutil.copytree(packed(compressed_int4.FORMAT, INT4), tmp_path / "source")
     tensors = load_file(path / "model.safetensors")
     name = "model.layers.1.mlp.experts.0.up_proj.weight_scale"
@@ -120,7 +137,9 @@ def test_there_and_back_is_byte_identical(packed: Any, tmp_path: Path) -> None:
     source, back = Checkpoint.open(path), Checkpoint.open(tmp_path / "back")
     assert source.tensors.keys() == back.tensors.keys()
     for name in source.tensors:
-        assert torch.equal(source.read(name).view(-1).view(torch.uint8), back.read(name).view(-1).view(torch.uint8)), name
+        assert torch.equal(
+            source.read(name).view(-1).view(torch.uint8), back.read(name).view(-1).view(torch.uint8)
+        ), name
     said = json.loads((path / "quant_model_description.json").read_text())
     assert json.loads((tmp_path / "back/quant_model_description.json").read_text()) == said
 
@@ -137,10 +156,14 @@ def test_fp8_to_bf16(tiny_checkpoint: Path, tmp_path: Path) -> None:
         assert torch.equal(made.read(name), expected), name
     assert report.changes["fp8-block to bfloat16: experts"].max_relative_error <= 2**-8
     assert report.changes["copied"].max_relative_error == 0
-    assert (tmp_path / "out/tokenizer.json").read_bytes() == (tiny_checkpoint / "tokenizer.json").read_bytes()
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (
+        tiny_checkpoint / "tokenizer.json"
+    ).read_bytes()
 
 
-@pytest.mark.parametrize("format_and_grid", [(awq.FORMAT, INT4), (modelopt.FORMAT, Fp4Grid()), (modelslim.FORMAT, INT8)])
+@pytest.mark.parametrize(
+    "format_and_grid", [(awq.FORMAT, INT4), (modelopt.FORMAT, Fp4Grid()), (modelslim.FORMAT, INT8)]
+)
 def test_packed_to_plain(packed: Any, tmp_path: Path, format_and_grid: Any) -> None:
     path = packed(*format_and_grid)
     report = convert(path, tmp_path / "out", dtype="fp32")
@@ -152,10 +175,22 @@ def test_packed_to_plain(packed: Any, tmp_path: Path, format_and_grid: Any) -> N
 
 
 def test_public_autoawq_layout(tmp_path: Path) -> None:
-    """AutoAWQ quantizes kv_b_proj, lists nothing as plain, works in FP16 and leaves the MTP layer out."""
+    """AutoAWQ quantizes kv_b_proj, lists nothing as plain, works in FP16 and leaves the MTP layer
+    out."""
     config = tiny_config(torch_dtype="float16")
-    tensors = {name: t.half() if t.dtype == torch.bfloat16 else t for name, t in random_tensors(config).items() if ".layers.3." not in name}
-    path = write_packed(tmp_path / "awq", config, tensors, awq.FORMAT, INT4, lambda row: row.role in ("linear", "kv_b"))
+    tensors = {
+        name: t.half() if t.dtype == torch.bfloat16 else t
+        for name, t in random_tensors(config).items()
+        if ".layers.3." not in name
+    }
+    path = write_packed(
+        tmp_path / "awq",
+        config,
+        tensors,
+        awq.FORMAT,
+        INT4,
+        lambda row: row.role in ("linear", "kv_b"),
+    )
     said = json.loads((path / "config.json").read_text())
     said["quantization_config"]["modules_to_not_convert"] = None
     (path / "config.json").write_text(json.dumps(said))
@@ -169,18 +204,27 @@ def test_public_autoawq_layout(tmp_path: Path) -> None:
 
 
 def test_public_modelopt_layout(tmp_path: Path) -> None:
-    """ModelOpt's DeepSeek script keeps attention and the MTP layer plain, stores input_scale, and leaves scales out of the index."""
+    """ModelOpt's DeepSeek script keeps attention and the MTP layer plain, stores input_scale, and
+    leaves scales out of the index."""
     config = tiny_config()
-    quantizes: Any = lambda row: row.role == "linear" and not row.mtp and ".self_attn." not in row.name  # noqa: E731
-    path = write_packed(tmp_path / "fp4", config, random_tensors(config), modelopt.FORMAT, Fp4Grid(), quantizes)
+    quantizes: Any = lambda row: (
+        row.role == "linear" and not row.mtp and ".self_attn." not in row.name
+    )  # noqa: E731
+    path = write_packed(
+        tmp_path / "fp4", config, random_tensors(config), modelopt.FORMAT, Fp4Grid(), quantizes
+    )
     tensors = load_file(path / "model.safetensors")
     for name in [name for name in tensors if name.endswith("weight_scale_2")]:
         tensors[name.replace("weight_scale_2", "input_scale")] = torch.tensor(0.01)
         # A multiplier that no reciprocal gives back.
         tensors[name] = torch.nextafter(tensors[name] * 1.1, torch.tensor(1.0))
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    listed = {name: "model.safetensors" for name in tensors if not name.endswith(("_scale", "_scale_2"))}
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+    listed = {
+        name: "model.safetensors" for name in tensors if not name.endswith(("_scale", "_scale_2"))
+    }
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": listed})
+    )
     report = convert(path, tmp_path / "ct", format="compressed-tensors")
     assert max(change.max_relative_error for change in report.changes.values()) <= 2**-23
     made = Checkpoint.open(tmp_path / "ct")
@@ -197,7 +241,9 @@ def test_an_unknown_architecture_converts_all_the_same(packed: Any, tmp_path: Pa
     assert convert(path, tmp_path / "out", format="awq").exact
 
 
-def test_a_stopped_conversion_goes_on_to_the_same_bytes(packed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_conversion_goes_on_to_the_same_bytes(
+    packed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = packed(compressed_int8.FORMAT, INT8)
     monkeypatch.setattr(module, "UNIT_BYTES", 100_000)
     convert(path, tmp_path / "whole", format="modelslim")
@@ -214,7 +260,9 @@ def test_a_stopped_conversion_goes_on_to_the_same_bytes(packed: Any, tmp_path: P
     assert not (tmp_path / "stopped").exists()
     read: list[str] = []
     original = Checkpoint.weight
-    monkeypatch.setattr(Checkpoint, "weight", lambda self, name: (read.append(name), original(self, name))[1])
+    monkeypatch.setattr(
+        Checkpoint, "weight", lambda self, name: (read.append(name), original(self, name))[1]
+    )
     report = convert(path, tmp_path / "stopped", format="modelslim")
     assert 0 < len(read) < len(Checkpoint.open(path).linears), "what was done is not done again"
     files = {file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir()}
@@ -225,20 +273,52 @@ def test_a_stopped_conversion_goes_on_to_the_same_bytes(packed: Any, tmp_path: P
 @pytest.mark.parametrize(
     ("format", "grid", "options", "told"),
     [
-        (awq.FORMAT, INT4, {"format": "modelslim"}, "modelslim cannot hold .* formats that can: awq, gptq, compressed-tensors"),
+        (
+            awq.FORMAT,
+            INT4,
+            {"format": "modelslim"},
+            "modelslim cannot hold .* formats that can: awq, gptq, compressed-tensors",
+        ),
         (awq.FORMAT, INT4, {"format": "awq"}, "already awq gemm; there is nothing to convert"),
-        (compressed_int8.FORMAT, INT8, {"format": "compressed-tensors"}, "already compressed-tensors int-quantized"),
-        (compressed_mxfp4.FORMAT, Mxfp4Grid(), {"format": "compressed-tensors"}, "already compressed-tensors mxfp4-pack-quantized"),
-        (compressed_mxfp4.FORMAT, Mxfp4Grid(), {"format": "awq"}, r"\(mxfp4\); formats that can: compressed-tensors, modelopt"),
+        (
+            compressed_int8.FORMAT,
+            INT8,
+            {"format": "compressed-tensors"},
+            "already compressed-tensors int-quantized",
+        ),
+        (
+            compressed_mxfp4.FORMAT,
+            Mxfp4Grid(),
+            {"format": "compressed-tensors"},
+            "already compressed-tensors mxfp4-pack-quantized",
+        ),
+        (
+            compressed_mxfp4.FORMAT,
+            Mxfp4Grid(),
+            {"format": "awq"},
+            r"\(mxfp4\); formats that can: compressed-tensors, modelopt",
+        ),
         (awq.FORMAT, INT4, {"format": "gguf"}, "'gguf' is not known; choose one of dense"),
         (awq.FORMAT, INT4, {"dtype": "int3"}, "'int3' is not known"),
         (awq.FORMAT, INT4, {"format": "awq", "dtype": "bf16"}, "either a format or a dtype"),
         (awq.FORMAT, INT4, {}, "either a format or a dtype"),
-        (compressed_fp4.FORMAT, Fp4Grid(), {"format": "awq"}, "formats that can: compressed-tensors, modelopt"),
-        (gptq.FORMATS[2], INT4_SYMMETRIC, {"format": "awq"}, "is GPTQ with desc_act: .*--dtype bf16 makes it plain"),
+        (
+            compressed_fp4.FORMAT,
+            Fp4Grid(),
+            {"format": "awq"},
+            "formats that can: compressed-tensors, modelopt",
+        ),
+        (
+            gptq.FORMATS[2],
+            INT4_SYMMETRIC,
+            {"format": "awq"},
+            "is GPTQ with desc_act: .*--dtype bf16 makes it plain",
+        ),
     ],
 )
-def test_what_cannot_be_converted(packed: Any, tmp_path: Path, format: Any, grid: Any, options: dict[str, str], told: str) -> None:
+def test_what_cannot_be_converted(
+    packed: Any, tmp_path: Path, format: Any, grid: Any, options: dict[str, str], told: str
+) -> None:
     with pytest.raises(QuantkitError, match=told):
         convert(packed(format, grid), tmp_path / "out", **options)
     assert not list(tmp_path.iterdir())

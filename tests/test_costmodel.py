@@ -1,4 +1,5 @@
-"""The cost model against rooflines worked out by hand, and against what was published for eight 910B1."""
+"""The cost model against rooflines worked out by hand, and against what was published for eight
+910B1."""
 
 import json
 import re
@@ -17,7 +18,16 @@ from quantkit.evaluation.results.published import published_speeds
 from quantkit.grids.schemes import find_scheme
 from quantkit.models import deepseek_v3, llama
 from quantkit.models.rope import Rope
-from quantkit.planning.cost_model import PARTS, Prediction, beside, bytes_per_weight, device_loads, ladder, predict, steps
+from quantkit.planning.cost_model import (
+    PARTS,
+    Prediction,
+    beside,
+    bytes_per_weight,
+    device_loads,
+    ladder,
+    predict,
+    steps,
+)
 from quantkit.planning.hardware import Hardware, load_hardware
 
 R1 = deepseek_v3.Config(
@@ -46,7 +56,10 @@ R1 = deepseek_v3.Config(
     num_nextn_predict_layers=1,
 )
 R1_TABLE = deepseek_v3.parameters(R1)
-W4A16, FP4 = (next(table for table in published_speeds() if table["name"] == name) for name in ("r1-0528-w4a16-910b1", "r1-fp4-a2"))
+W4A16, FP4 = (
+    next(table for table in published_speeds() if table["name"] == name)
+    for name in ("r1-0528-w4a16-910b1", "r1-fp4-a2")
+)
 BATCHES = (1, 2, 4, 8, 16, 32)
 
 
@@ -55,8 +68,12 @@ def hardware() -> Hardware:
     return load_hardware("910B1")
 
 
-def levels(hardware: Hardware, scheme: str, batch: int, context: int = 384, devices: int = 8) -> dict[str, Prediction]:
-    predictions = ladder(R1_TABLE, R1, find_scheme(scheme), hardware, devices=devices, batch=batch, context=context)
+def levels(
+    hardware: Hardware, scheme: str, batch: int, context: int = 384, devices: int = 8
+) -> dict[str, Prediction]:
+    predictions = ladder(
+        R1_TABLE, R1, find_scheme(scheme), hardware, devices=devices, batch=batch, context=context
+    )
     return {prediction.level: prediction for prediction in predictions}
 
 
@@ -66,7 +83,8 @@ def rows(hardware: Hardware) -> list[dict[str, Any]]:
 
 
 def test_every_published_row_stands_beside_a_prediction(rows: list[dict[str, Any]]) -> None:
-    """Fused is below all 30 rows; captured lies from a quarter below (one and two sequences) to four fifths above (32)."""
+    """Fused is below all 30 rows; captured lies from a quarter below (one and two sequences) to
+    four fifths above (32)."""
     assert len(rows) == len(W4A16["rows"]) == 30
     for row, published in zip(rows, W4A16["rows"]):
         assert (row["input_len"], row["concurrency"], row["published_ms"]) == tuple(
@@ -74,7 +92,9 @@ def test_every_published_row_stands_beside_a_prediction(rows: list[dict[str, Any
         )
         at = {level: one["tpot_ms"] for level, one in row["predicted"].items()}
         assert at["floor"] < at["fused"] < row["published_ms"] < at["eager"]
-        assert row["predicted"]["captured"]["error"] == pytest.approx(at["captured"] / row["published_ms"] - 1)
+        assert row["predicted"]["captured"]["error"] == pytest.approx(
+            at["captured"] / row["published_ms"] - 1
+        )
         assert -0.27 < row["predicted"]["captured"]["error"] < 0.82
 
 
@@ -90,31 +110,64 @@ def test_the_page_has_every_row(rows: list[dict[str, Any]]) -> None:
 
 
 def test_a_row_of_throughput_has_a_time_per_token(hardware: Hardware) -> None:
-    """FP4's: batch over output tokens a second. Published times lie above captured, and up to two thirds above eager."""
+    """FP4's: batch over output tokens a second. Published times lie above captured, and up to two
+    thirds above eager."""
     found = beside(FP4, r1_config(), find_scheme("fp4-w4a16"), hardware, devices=8)
     assert [round(row["published_ms"], 1) for row in found] == [56.3, 74.2, 71.5, 92.0]
     for row in found:
-        assert row["predicted"]["captured"]["tpot_ms"] < row["published_ms"] < 1.67 * row["predicted"]["eager"]["tpot_ms"]
+        assert (
+            row["predicted"]["captured"]["tpot_ms"]
+            < row["published_ms"]
+            < 1.67 * row["predicted"]["eager"]["tpot_ms"]
+        )
 
 
 def test_linears_of_few_rows_are_not_decoded(hardware: Hardware) -> None:
-    """CANN's limits of the split product: groups of 64 or 128, an eighth of a group in rows, 13952 inputs, outputs in 64s on a device."""
+    """CANN's limits of the split product: groups of 64 or 128, an eighth of a group in rows, 13952
+    inputs, outputs in 64s on a device."""
     split = hardware.split_activations
     assert split is not None
     assert split.takes(2112, 7168, 128, 16)
     assert split.takes(64, 13952, 64, 8)
-    for refused in ((2112, 7168, 128, 17), (2112, 7168, 64, 9), (2112, 7168, 32, 1), (2112, 14080, 128, 1), (2100, 7168, 128, 1)):
+    for refused in (
+        (2112, 7168, 128, 17),
+        (2112, 7168, 64, 9),
+        (2112, 7168, 32, 1),
+        (2112, 14080, 128, 1),
+        (2100, 7168, 128, 1),
+    ):
         assert not split.takes(*refused), refused
     assert not split.takes(2112, 7104, 128, 1)  # half a group left
-    few, many = (device_loads(R1_TABLE, R1, find_scheme("awq-w4a16").weight, 8, batch, split) for batch in (16, 17))
+    few, many = (
+        device_loads(R1_TABLE, R1, find_scheme("awq-w4a16").weight, 8, batch, split)
+        for batch in (16, 17)
+    )
     assert few[1].undecoded
     assert few[1].weights > 0
     assert many[1].weights == 0
-    assert few[0].weights + few[1].weights < many[0].weights < 1.05 * (few[0].weights + few[1].weights)
+    assert (
+        few[0].weights + few[1].weights < many[0].weights < 1.05 * (few[0].weights + few[1].weights)
+    )
     # Experts and the shared one, which runs as one of them, stay with the grouped product.
-    shared = sum(row.shape[0] * row.shape[1] for row in R1_TABLE if row.block == "shared_expert" and not row.mtp) / 8
-    assert device_loads(R1_TABLE, R1, find_scheme("awq-w4a16").weight, 8, 1, split)[0].weights == pytest.approx(
-        shared + sum(row.shape[0] * row.shape[1] for row in R1_TABLE if row.expert is not None and not row.mtp) / 8 / 32
+    shared = (
+        sum(
+            row.shape[0] * row.shape[1]
+            for row in R1_TABLE
+            if row.block == "shared_expert" and not row.mtp
+        )
+        / 8
+    )
+    assert device_loads(R1_TABLE, R1, find_scheme("awq-w4a16").weight, 8, 1, split)[
+        0
+    ].weights == pytest.approx(
+        shared
+        + sum(
+            row.shape[0] * row.shape[1]
+            for row in R1_TABLE
+            if row.expert is not None and not row.mtp
+        )
+        / 8
+        / 32
     )
 
 
@@ -127,7 +180,8 @@ def test_decoded_weights_go_to_the_l2_and_back(hardware: Hardware) -> None:
 
 @pytest.mark.parametrize(("batch", "weights_gb"), [(1, 22.07), (8, 87.7), (32, 228.2)])
 def test_weights_read_are_those_counted_by_hand(batch: int, weights_gb: float) -> None:
-    """Every rank's weights, summed over the ranks, against a table made from the published config at 4.156 bits and a bf16 router."""
+    """Every rank's weights, summed over the ranks, against a table made from the published config
+    at 4.156 bits and a bf16 router."""
     loads = device_loads(R1_TABLE, R1, find_scheme("awq-w4a16").weight, 1, batch)
     assert bytes_per_weight(find_scheme("awq-w4a16").weight) == 4.25 / 8
     total = loads[0].weights * 4.156 / 8 + loads[2].bytes + loads[3].bytes / 2
@@ -135,7 +189,8 @@ def test_weights_read_are_those_counted_by_hand(batch: int, weights_gb: float) -
 
 
 def test_floor_is_bytes_over_bandwidth(hardware: Hardware) -> None:
-    """2.13 ms by hand; the Ascend form of the zero points (4.25 bits) and a float32 router add 7 %."""
+    """2.13 ms by hand; the Ascend form of the zero points (4.25 bits) and a float32 router add 7
+    %."""
     floor = levels(hardware, "awq-w4a16", 1)["floor"]
     assert floor.tpot_ms == pytest.approx(2.13, rel=0.1)
     assert floor.parts["cache"] == pytest.approx(384 * 70_272 / 1.6e9, rel=1e-6)
@@ -169,19 +224,30 @@ def test_steps_say_what_each_level_adds(hardware: Hardware) -> None:
     assert found[0][:2] == ("floor", "streaming")
     for (_, _, added), lower, upper in zip(found, predictions, predictions[1:]):
         assert set(added) <= set(PARTS)
-        assert sum(added.values()) == pytest.approx(upper.tpot_ms - lower.tpot_ms, abs=0.05 * len(PARTS))
+        assert sum(added.values()) == pytest.approx(
+            upper.tpot_ms - lower.tpot_ms, abs=0.05 * len(PARTS)
+        )
 
 
 @pytest.mark.parametrize("scheme", ["awq-w4a16", "rtn-w4a16", "fp4-w4a16", "int8-a8w8c16"])
-def test_what_is_printed_says_what_makes_the_difference(hardware: Hardware, scheme: str, capsys: pytest.CaptureFixture[str]) -> None:
-    predicted = predict(r1_config(), find_scheme(scheme), hardware, devices=8, batches=(1, 32), context=384)
+def test_what_is_printed_says_what_makes_the_difference(
+    hardware: Hardware, scheme: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    predicted = predict(
+        r1_config(), find_scheme(scheme), hardware, devices=8, batches=(1, 32), context=384
+    )
     console.show_prediction(predicted)
     shown = capsys.readouterr()
     assert scheme in shown.out
     said = " ".join(shown.err.split())
     for batch in (1, 32):
-        assert re.search(rf"concurrency {batch}, streaming to fused: launches \+4.0, collectives \+1.\d ms", said), said
-        assert re.search(rf"concurrency {batch}, captured to eager: launches \+1\d.\d, collectives \+1.2 ms", said), said
+        assert re.search(
+            rf"concurrency {batch}, streaming to fused: launches \+4.0, collectives \+1.\d ms", said
+        ), said
+        assert re.search(
+            rf"concurrency {batch}, captured to eager: launches \+1\d.\d, collectives \+1.2 ms",
+            said,
+        ), said
     assert "123 collectives" in said
     for assumption in hardware.assumptions:
         assert f"assumed: {assumption}" in said
@@ -195,7 +261,10 @@ def test_few_rows_go_to_the_vector_cores_and_many_to_the_cube(hardware: Hardware
 
 
 def test_context_costs_cache_and_one_device_no_collectives(hardware: Hardware) -> None:
-    short, long = levels(hardware, "awq-w4a16", 1, context=640), levels(hardware, "awq-w4a16", 1, context=61_440)
+    short, long = (
+        levels(hardware, "awq-w4a16", 1, context=640),
+        levels(hardware, "awq-w4a16", 1, context=61_440),
+    )
     assert long["fused"].parts["cache"] == pytest.approx(96 * short["fused"].parts["cache"])
     assert levels(hardware, "awq-w4a16", 1, devices=1)["eager"].num_collectives == 0
 
@@ -204,7 +273,9 @@ STEP_WAYS = module_at(Path(__file__).parents[1] / "benchmarks" / "step_ways.py")
 
 
 def ways(hardware: Hardware, scheme: str, batch: int) -> list[Prediction]:
-    return STEP_WAYS.ways(R1_TABLE, R1, find_scheme(scheme), hardware, devices=8, batch=batch, context=384)
+    return STEP_WAYS.ways(
+        R1_TABLE, R1, find_scheme(scheme), hardware, devices=8, batch=batch, context=384
+    )
 
 
 def test_what_fewer_launches_buy_is_what_the_page_says() -> None:
@@ -217,11 +288,15 @@ def test_what_fewer_launches_buy_is_what_the_page_says() -> None:
 def test_the_first_way_is_the_level_captured(scheme: str, batch: int, hardware: Hardware) -> None:
     first = ways(hardware, scheme, batch)[0]
     assert first.level == "torch_npu"
-    assert first.tpot_ms == pytest.approx(levels(hardware, scheme, batch)["captured"].tpot_ms, rel=2e-3)
+    assert first.tpot_ms == pytest.approx(
+        levels(hardware, scheme, batch)["captured"].tpot_ms, rel=2e-3
+    )
 
 
 @pytest.mark.parametrize("scheme", ["awq-w4a16", "fp4-w4a16"])
-def test_why_backend_ascend_takes_its_kernels_where_they_were_built(scheme: str, hardware: Hardware) -> None:
+def test_why_backend_ascend_takes_its_kernels_where_they_were_built(
+    scheme: str, hardware: Hardware
+) -> None:
     """At any number of sequences: quantkit_kernels.ascend asks for no number."""
     for batch in (*range(1, 9), 12, 16, 24, 32, 64):
         found = {one.level: one.tpot_ms for one in ways(hardware, scheme, batch)}
@@ -230,17 +305,32 @@ def test_why_backend_ascend_takes_its_kernels_where_they_were_built(scheme: str,
 
 
 def test_experts_on_the_vector_cores_go_not_through_the_l2(hardware: Hardware) -> None:
-    """By hand: nine operations a weight and row, of the routed and shared experts and of linears."""
+    """By hand: nine operations a weight and row, of the routed and shared experts and of
+    linears."""
     plain, mixed, few, both, *_ = ways(hardware, "awq-w4a16", 1)
     assert few.parts["l2"] == both.parts["l2"] == 0 < plain.parts["l2"]
-    moe = sum(row.shape[0] * row.shape[1] for row in R1_TABLE if row.expert is not None and not row.mtp) / 8 / 32
+    moe = (
+        sum(
+            row.shape[0] * row.shape[1]
+            for row in R1_TABLE
+            if row.expert is not None and not row.mtp
+        )
+        / 8
+        / 32
+    )
     rest = [row for row in R1_TABLE if row.role == "linear" and row.expert is None and not row.mtp]
-    others = sum(row.shape[0] * row.shape[1] / (1 if row.split == "replicate" else 8) for row in rest)
+    others = sum(
+        row.shape[0] * row.shape[1] / (1 if row.split == "replicate" else 8) for row in rest
+    )
     assert few.parts["vector"] == pytest.approx(9 * (moe + others) / 11e9)
     # What comes before attention costs a byte a weight, not four bits and a quarter.
     before = [row for row in rest if row.projection in ("q_a", "q_b", "kv_a")]
-    count = sum(row.shape[0] * row.shape[1] / (1 if row.split == "replicate" else 8) for row in before)
-    assert mixed.parts["hbm"] - plain.parts["hbm"] == pytest.approx(count * (1 - 4.25 / 8) / (1600 * 0.6 * 1e6))
+    count = sum(
+        row.shape[0] * row.shape[1] / (1 if row.split == "replicate" else 8) for row in before
+    )
+    assert mixed.parts["hbm"] - plain.parts["hbm"] == pytest.approx(
+        count * (1 - 4.25 / 8) / (1600 * 0.6 * 1e6)
+    )
 
 
 def test_a_dense_model_has_no_experts(hardware: Hardware) -> None:
@@ -257,7 +347,12 @@ def test_a_dense_model_has_no_experts(hardware: Hardware) -> None:
             "rope_theta": 10000.0,
         }
     )
-    one, two = (device_loads(llama.parameters(config), config, find_scheme("awq-w4a16").weight, devices, 1)[0] for devices in (1, 2))
+    one, two = (
+        device_loads(llama.parameters(config), config, find_scheme("awq-w4a16").weight, devices, 1)[
+            0
+        ]
+        for devices in (1, 2)
+    )
     linears = 2 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 256 * 512)
     assert one.weights == linears
     assert two.weights == linears / 2

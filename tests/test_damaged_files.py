@@ -1,7 +1,9 @@
-"""A thousand damaged checkpoints through the command line: each works, or is refused by one line that names the damaged file.
+"""A thousand damaged checkpoints through the command line: each works, or is refused by one line
+that names the damaged file.
 
-In one process, as starting Python and torch takes longer than all commands together; a few go through a process of their own. Nothing may
-be written where a command fails, and never anything in the source.
+In one process, as starting Python and torch takes longer than all commands together; a few go
+through a process of their own. Nothing may be written where a command fails, and never anything in
+the source.
 """
 
 import contextlib
@@ -31,14 +33,23 @@ CPU_S = 5.0
 """Of the processor, for a command that refuses."""
 BLOCKED_S = 120.0
 """By the clock: it waits for something that never comes."""
-SIZES = make_model.NARROW | {"num_hidden_layers": 2, "vocab_size": 272, "max_position_embeddings": 8192}
+SIZES = make_model.NARROW | {
+    "num_hidden_layers": 2,
+    "vocab_size": 272,
+    "max_position_embeddings": 8192,
+}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers and an MTP layer with four experts each, in FP8."""
     config = make_model.tiny_config(**SIZES)
-    return make_model.write_fp8(tmp_path_factory.mktemp("good") / "model", config, make_model.random_tensors(config), shards=2)
+    return make_model.write_fp8(
+        tmp_path_factory.mktemp("good") / "model",
+        config,
+        make_model.random_tensors(config),
+        shards=2,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +86,11 @@ class Outcome:
     def fault(self, file: str) -> str | None:
         """What is wrong with how a command ended, if anything."""
         # The progress of a run, which stands above what ended it.
-        lines = [line for line in self.errors.splitlines() if line.strip() and not line.startswith("checking ")]
+        lines = [
+            line
+            for line in self.errors.splitlines()
+            if line.strip() and not line.startswith("checking ")
+        ]
         if self.code == 0:
             return None
         if self.code != 1 or "Traceback" in self.errors:
@@ -116,11 +131,14 @@ def commands(folder: Path, out: Path, text: Path) -> dict[str, list[str | Path]]
 
 
 def contents(folder: Path) -> list[tuple[str, int, int]]:
-    return sorted((path.name, path.lstat().st_mtime_ns, path.lstat().st_size) for path in folder.iterdir())
+    return sorted(
+        (path.name, path.lstat().st_mtime_ns, path.lstat().st_size) for path in folder.iterdir()
+    )
 
 
 def faults(damages: list[Damage], model: Path, text: Path, tmp_path: Path) -> list[str]:
-    """All damages through all commands; one that works is not quantized each time, as that is no test of files."""
+    """All damages through all commands; one that works is not quantized each time, as that is no
+    test of files."""
     found = []
     for number, one in enumerate(damages):
         folder, out = damage.copied(model, tmp_path / "model"), tmp_path / "out" / "model"
@@ -128,7 +146,9 @@ def faults(damages: list[Damage], model: Path, text: Path, tmp_path: Path) -> li
         one.apply(folder)
         before, planned = contents(folder), True
         for verb, arguments in commands(folder, out, text).items():
-            if planned and ((verb == "round" and number % 10) or (verb == "calibrate" and number % 50)):
+            if planned and (
+                (verb == "round" and number % 10) or (verb == "calibrate" and number % 50)
+            ):
                 continue
             outcome = run(*arguments)
             fault = outcome.fault(one.file)
@@ -160,19 +180,37 @@ def test_the_good_checkpoint_passes(model: Path, text: Path, tmp_path: Path) -> 
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
 
 
-@pytest.mark.parametrize("name", ["config.json: pipe", "config.json: nested deep", "tokenizer.json: 5 tenths", "link up and back"])
-def test_a_few_in_a_process_of_their_own(name: str, rules: list[Damage], model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json: pipe",
+        "config.json: nested deep",
+        "tokenizer.json: 5 tenths",
+        "link up and back",
+    ],
+)
+def test_a_few_in_a_process_of_their_own(
+    name: str, rules: list[Damage], model: Path, tmp_path: Path
+) -> None:
     one = next(one for one in rules if name in one.name)
     folder = damage.copied(model, tmp_path / "model")
     one.apply(folder)
     command = [sys.executable, "-m", "quantkit", "run", str(folder), "--prompt", "hi"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=BLOCKED_S, env={**os.environ, "COLUMNS": "200"})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=BLOCKED_S,
+        env={**os.environ, "COLUMNS": "200"},
+    )
     assert done.returncode == 1
     assert Outcome(done.returncode, done.stderr).fault(one.file) is None, done.stderr
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_damage_by_rule_is_told(part: int, rules: list[Damage], model: Path, text: Path, tmp_path: Path) -> None:
+def test_damage_by_rule_is_told(
+    part: int, rules: list[Damage], model: Path, text: Path, tmp_path: Path
+) -> None:
     found = faults(rules[:700][part::4], model, text, tmp_path)
     assert not found, "\n".join(found)
 

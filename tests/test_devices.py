@@ -1,4 +1,5 @@
-"""Names of dtypes and devices: one table, whoever asks; and the device that kernels are launched on."""
+"""Names of dtypes and devices: one table, whoever asks; and the device that kernels are launched
+on."""
 
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from quantkit.executor import engine
 from quantkit.executor.sampling.params import SamplingParams
 
 
-@pytest.mark.parametrize(("short", "long"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
+@pytest.mark.parametrize(
+    ("short", "long"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")]
+)
 def test_a_dtype_has_a_short_name_and_torchs(short: str, long: str) -> None:
     assert dtype_named(short) == dtype_named(long) == getattr(torch, long)
     assert find_dtype(short, torch.device("cpu")) == getattr(torch, long)
@@ -21,7 +24,9 @@ def test_a_dtype_has_a_short_name_and_torchs(short: str, long: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "half", "int8", "BF16"])
 def test_another_name_is_refused(name: str) -> None:
-    with pytest.raises(QuantkitError, match=r"is not known; use float32, bfloat16, float16, or fp32, bf16, fp16"):
+    with pytest.raises(
+        QuantkitError, match=r"is not known; use float32, bfloat16, float16, or fp32, bf16, fp16"
+    ):
         dtype_named(name)
 
 
@@ -35,11 +40,19 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     return current
 
 
-@pytest.mark.parametrize(("name", "rank", "number"), [("cuda", None, 0), ("auto", "3", 3), ("cuda", "2", 2), ("cuda:1", "2", 1)])
+@pytest.mark.parametrize(
+    ("name", "rank", "number"),
+    [("cuda", None, 0), ("auto", "3", 3), ("cuda", "2", 2), ("cuda:1", "2", 1)],
+)
 def test_who_computes_on_a_gpu_makes_it_the_current_one(
-    name: str, rank: str | None, number: int, four_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    rank: str | None,
+    number: int,
+    four_gpus: list[torch.device],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Triton launches on the current device: ranks other than the first were refused their own tensors."""
+    """Triton launches on the current device: ranks other than the first were refused their own
+    tensors."""
     if rank is not None:
         monkeypatch.setenv("LOCAL_RANK", rank)
     assert find_device(name) == torch.device("cuda", number)
@@ -51,22 +64,36 @@ def test_who_computes_on_a_gpu_makes_it_the_current_one(
     assert len(four_gpus) == 1
 
 
-@pytest.mark.parametrize("name", ["cuda:4", "cuda:x", "cuda:", "cuda:-1", "cpu:1", "cuda:1:2", "cuda:²"])
+@pytest.mark.parametrize(
+    "name", ["cuda:4", "cuda:x", "cuda:", "cuda:-1", "cpu:1", "cuda:1:2", "cuda:²"]
+)
 def test_a_device_that_is_not_there_is_refused(name: str, four_gpus: list[torch.device]) -> None:
-    with pytest.raises(QuantkitError, match=f"there is no device {name} here; this machine has (cuda:0 to cuda:3|cpu:0)$"):
+    with pytest.raises(
+        QuantkitError,
+        match=f"there is no device {name} here; this machine has (cuda:0 to cuda:3|cpu:0)$",
+    ):
         take_device(name)
     assert not four_gpus
 
 
-def test_more_ranks_than_gpus_are_refused(four_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_are_refused(
+    four_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOCAL_RANK", "4")
-    with pytest.raises(QuantkitError, match="there is no device cuda:4 here; this machine has cuda:0 to cuda:3"):
+    with pytest.raises(
+        QuantkitError, match="there is no device cuda:4 here; this machine has cuda:0 to cuda:3"
+    ):
         take_device("auto")
 
 
-def test_an_engine_computes_on_its_own_device_in_any_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_computes_on_its_own_device_in_any_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Threads begin with the first device, so it is made current where a step begins."""
-    loaded, current = guessed_models.load(write_random(tmp_path / "model", guessed_models.LLAMA)), list[torch.device]()
+    loaded, current = (
+        guessed_models.load(write_random(tmp_path / "model", guessed_models.LLAMA)),
+        list[torch.device](),
+    )
     monkeypatch.setattr(engine, "make_current", current.append)
     guessed_models.tokens(loaded, SamplingParams(max_new_tokens=2, ignore_eos=True), [[7, 8, 9]])
     assert current

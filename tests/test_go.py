@@ -1,4 +1,5 @@
-"""quantkit go: what it proposes for which devices, what it refuses before work, and that every step is done once whatever stops it."""
+"""quantkit go: what it proposes for which devices, what it refuses before work, and that every step
+is done once whatever stops it."""
 
 import json
 import os
@@ -21,7 +22,14 @@ from quantkit.common.errors import QuantkitError
 from quantkit.deploy.launch import deploy
 from quantkit.grids.schemes import SCHEMES
 from quantkit.guide import job as job_module
-from quantkit.guide.proposal import ENGINES, QUANTKIT, Wanted, candidates, choose_candidate, expected_losses
+from quantkit.guide.proposal import (
+    ENGINES,
+    QUANTKIT,
+    Wanted,
+    candidates,
+    choose_candidate,
+    expected_losses,
+)
 from quantkit.guide.record import Record
 from quantkit.planning.boxes import DeviceBox, read_box
 
@@ -29,7 +37,8 @@ GIB = 2**30
 SMALL = ["--samples", "4", "--seq-len", "48"]
 
 
-# --- devices -----------------------------------------------------------------------------------------------------------------
+# --- devices
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -79,24 +88,33 @@ def test_bad_devices_are_one_line_with_a_remedy(text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-# --- proposals ---------------------------------------------------------------------------------------------------------------
+# --- proposals
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def proposed(path: Path, devices: str, **asked: Any) -> tuple[str, str, int]:
     """scheme, engine, devices"""
     box = read_box(devices)
-    chosen, _ = choose_candidate(candidates(Checkpoint.open(path), box, Wanted(load_recipe, **asked)), box)
+    chosen, _ = choose_candidate(
+        candidates(Checkpoint.open(path), box, Wanted(load_recipe, **asked)), box
+    )
     return chosen.scheme, chosen.engine, chosen.devices
 
 
 @pytest.fixture(scope="module")
 def r1(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    cut = r1_headers.r1_config(num_hidden_layers=3, first_k_dense_replace=1, n_routed_experts=64, num_nextn_predict_layers=0)
+    cut = r1_headers.r1_config(
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        n_routed_experts=64,
+        num_nextn_predict_layers=0,
+    )
     return r1_headers.write_headers(tmp_path_factory.mktemp("r1") / "r1", cut, shards=4)
 
 
 def test_a_box_of_each_kind(r1: Path) -> None:
-    """Three layers of R1 in FP8. Eight bits are no smaller, so an NVIDIA box gets four; an NPU reads no FP8."""
+    """Three layers of R1 in FP8. Eight bits are no smaller, so an NVIDIA box gets four; an NPU
+    reads no FP8."""
     assert proposed(r1, "8xH100") == ("fp4-w4a16", "vllm", 8)
     assert proposed(r1, "8x910B1") == ("int8-a8w8c16", "vllm-ascend", 8)
     assert proposed(r1, "8x16GiB", engine="sglang")[1] == "sglang"
@@ -106,11 +124,16 @@ def test_a_box_of_each_kind(r1: Path) -> None:
 def test_eight_bits_that_do_not_fit_are_passed_over(r1: Path) -> None:
     """On devices between what int8 and what the next scheme needs."""
     checkpoint, wanted = Checkpoint.open(r1), Wanted(load_recipe, context=128)
-    roomy = {one.scheme: one.plan for one in candidates(checkpoint, DeviceBox(8, 64 * GIB, "npu", "8 x 64 GiB"), wanted)}
+    roomy = {
+        one.scheme: one.plan
+        for one in candidates(checkpoint, DeviceBox(8, 64 * GIB, "npu", "8 x 64 GiB"), wanted)
+    }
     eight, four = roomy["int8-a8w8c16"], roomy["awq-w4a16"]
     assert eight is not None
     assert four is not None
-    needed = four.devices.reserve_bytes + (eight.devices.weight_bytes + four.devices.weight_bytes) / 2
+    needed = (
+        four.devices.reserve_bytes + (eight.devices.weight_bytes + four.devices.weight_bytes) / 2
+    )
     box = DeviceBox(8, round(needed / 0.9), "npu", "8 x little")
     chosen, why = choose_candidate(candidates(checkpoint, box, wanted), box)
     assert chosen.scheme == "awq-w4a16"
@@ -118,7 +141,9 @@ def test_eight_bits_that_do_not_fit_are_passed_over(r1: Path) -> None:
 
 
 def test_a_model_that_fits_nowhere_says_what_it_needs(r1: Path) -> None:
-    with pytest.raises(QuantkitError, match=r"no scheme fits 1 x 8 GiB.*needs \d+\.\d GB of each of 1 devices"):
+    with pytest.raises(
+        QuantkitError, match=r"no scheme fits 1 x 8 GiB.*needs \d+\.\d GB of each of 1 devices"
+    ):
         proposed(r1, "1x8GiB")
 
 
@@ -144,14 +169,18 @@ def test_engines_have_launches_and_schemes_have_expected_losses() -> None:
     assert expected_losses().keys() == SCHEMES.keys()
 
 
-# --- the job -----------------------------------------------------------------------------------------------------------------
+# --- the job
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def here(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     words = ["the", "one", "who", "asks", "is", "told", "what", "many", "have", "found"]
-    lines = (json.dumps({"text": " ".join(words[(i * 7 + j) % len(words)] for j in range(30))}) for i in range(60))
+    lines = (
+        json.dumps({"text": " ".join(words[(i * 7 + j) % len(words)] for j in range(30))})
+        for i in range(60)
+    )
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
     return tmp_path
 
@@ -164,7 +193,19 @@ def as_in_a_terminal() -> Iterator[None]:
 
 
 def go(model: Path, *more: str) -> Answer:
-    return command("go", str(model), "--calibration", "text.jsonl", "--out", "out", "--yes", "--devices", "2xH100", *SMALL, *more)
+    return command(
+        "go",
+        str(model),
+        "--calibration",
+        "text.jsonl",
+        "--out",
+        "out",
+        "--yes",
+        "--devices",
+        "2xH100",
+        *SMALL,
+        *more,
+    )
 
 
 def test_the_whole_job(tiny_checkpoint: Path, here: Path) -> None:
@@ -182,16 +223,26 @@ def test_the_whole_job(tiny_checkpoint: Path, here: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (here / "out").rglob("*.safetensors")}
     again = go(tiny_checkpoint, "--score", "--limit", "1", "--json")
     assert again.json == made
-    assert all(f"{step}: done" in again.err for step in ("quantizing", "measuring beside the source", "scoring", "launch")), again.err
-    assert {path: path.stat().st_mtime_ns for path in (here / "out").rglob("*.safetensors")} == before
+    assert all(
+        f"{step}: done" in again.err
+        for step in ("quantizing", "measuring beside the source", "scoring", "launch")
+    ), again.err
+    assert {
+        path: path.stat().st_mtime_ns for path in (here / "out").rglob("*.safetensors")
+    } == before
     other = go(tiny_checkpoint, "--scheme", "awq-w4a16")
     assert (other.code, other.errors) == (1, 1)
-    assert "was begun with scheme not given; give the same to go on, or another --out" in other.error
+    assert (
+        "was begun with scheme not given; give the same to go on, or another --out" in other.error
+    )
 
 
 @pytest.mark.parametrize("step", ["quantize", "measure", "launch", "a unit"])
-def test_stopped_anywhere_it_goes_on(tiny_checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """Just before a step is entered as done, and within quantizing. Nothing that was entered is done again."""
+def test_stopped_anywhere_it_goes_on(
+    tiny_checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Just before a step is entered as done, and within quantizing. Nothing that was entered is
+    done again."""
     with monkeypatch.context() as patch:
         if step == "a unit":
             stop_after_units(patch, 5)
@@ -213,7 +264,11 @@ def test_stopped_anywhere_it_goes_on(tiny_checkpoint: Path, here: Path, monkeypa
         assert "5 of" in said.err
     elif step != "quantize":
         assert "quantizing: done" in said.err
-    assert list(json.loads((here / "out" / "go.json").read_text())["steps"]) == ["quantize", "measure", "launch"]
+    assert list(json.loads((here / "out" / "go.json").read_text())["steps"]) == [
+        "quantize",
+        "measure",
+        "launch",
+    ]
 
 
 def stop_before_entering(patch: pytest.MonkeyPatch, step: str) -> None:
@@ -248,7 +303,9 @@ def counted(function: Any, begun: list[str], name: str) -> Any:
     return call
 
 
-def test_refused_before_work(tiny_checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_before_work(
+    tiny_checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One line each, and nothing is left behind."""
     model, faults = (
         str(tiny_checkpoint),
@@ -258,7 +315,13 @@ def test_refused_before_work(tiny_checkpoint: Path, here: Path, monkeypatch: pyt
             ("--devices", "cpu"): "no terminal to ask on; give --yes",
             ("--scheme", "w3", "--yes"): "scheme 'w3' is not known",
             ("--engine", "tgi", "--yes"): "engine 'tgi' is not known",
-            ("--devices", "cpu", "--engine", "vllm-ascend", "--yes"): "vllm-ascend is not launched on",
+            (
+                "--devices",
+                "cpu",
+                "--engine",
+                "vllm-ascend",
+                "--yes",
+            ): "vllm-ascend is not launched on",
             ("--score", "--tasks", "chess", "--yes"): "chess",
             ("--score", "--tasks", "humaneval", "--yes"): "humaneval",
         },
@@ -271,7 +334,9 @@ def test_refused_before_work(tiny_checkpoint: Path, here: Path, monkeypatch: pyt
         assert not (here / "out").exists(), arguments
 
 
-def test_a_disk_that_is_too_small(tiny_checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_small(
+    tiny_checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(here)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     said = go(tiny_checkpoint)
@@ -293,7 +358,17 @@ def test_a_damaged_record_is_named(tiny_checkpoint: Path, here: Path) -> None:
 def test_it_asks(tiny_checkpoint: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True, readline=lambda: "n\n"))
     monkeypatch.setattr("builtins.input", lambda: "n")
-    said = command("go", str(tiny_checkpoint), "--calibration", "text.jsonl", "--out", "out", "--devices", "cpu", *SMALL)
+    said = command(
+        "go",
+        str(tiny_checkpoint),
+        "--calibration",
+        "text.jsonl",
+        "--out",
+        "out",
+        "--devices",
+        "cpu",
+        *SMALL,
+    )
     assert said.code == 1
     assert "loss to expect" in said.err
     assert "error: not begun" in said.err

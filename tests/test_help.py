@@ -1,4 +1,5 @@
-"""What a newcomer asks the command line: examples that are commands, names that a shell completes."""
+"""What a newcomer asks the command line: examples that are commands, names that a shell
+completes."""
 
 import shlex
 
@@ -47,7 +48,9 @@ def test_help_ends_with_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         ("quantkit convert a b --format m", {"modelopt", "modelslim"}),
     ],
 )
-def test_a_shell_completes_names(typed: str, offered: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shell_completes_names(
+    typed: str, offered: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COMP_WORDS", typed)
     monkeypatch.setenv("COMP_CWORD", str(len(typed.split(" ")) - 1))
     monkeypatch.setenv("_QUANTKIT_COMPLETE", "complete_bash")
@@ -76,9 +79,18 @@ def test_an_answers_length_has_the_name_of_eval_too() -> None:
             "eval tiny-r1 --tasks tiny-math --accuracy 0.9",
             "Invalid value for --accuracy: it is expected for --plan alone",
         ),
-        ("ppl tiny-r1 --text a.txt --data-dir .", "Invalid value for --data-dir: it is for --sampled alone; see quantkit ppl --help"),
-        ("ppl tiny-r1 --text a.txt --max-tokens 9", "Invalid value for --max-tokens: it is for --sampled alone; see quantkit ppl --help"),
-        ("check tiny-r1 --text a.txt --depth headers", "Invalid value for --text: it is computed with --depth behaviour alone"),
+        (
+            "ppl tiny-r1 --text a.txt --data-dir .",
+            "Invalid value for --data-dir: it is for --sampled alone; see quantkit ppl --help",
+        ),
+        (
+            "ppl tiny-r1 --text a.txt --max-tokens 9",
+            "Invalid value for --max-tokens: it is for --sampled alone; see quantkit ppl --help",
+        ),
+        (
+            "check tiny-r1 --text a.txt --depth headers",
+            "Invalid value for --text: it is computed with --depth behaviour alone",
+        ),
         ("nope", "No such command 'nope'; see quantkit --help"),
     ],
 )
@@ -94,6 +106,11 @@ def test_the_short_name_of_help() -> None:
 
 
 def test_sampling_is_checked_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.executor.engine.Engine.open", lambda *_: pytest.fail("a model is loaded"))
+    monkeypatch.setattr(
+        "quantkit.executor.engine.Engine.open", lambda *_: pytest.fail("a model is loaded")
+    )
     answer = command("run", "tiny-r1", "--prompt", "1", "--top-p", "0")
-    assert (answer.code, answer.err) == (1, "error: top_p is 0.0; use a number above 0 and at most 1\n")
+    assert (answer.code, answer.err) == (
+        1,
+        "error: top_p is 0.0; use a number above 0 and at most 1\n",
+    )

@@ -1,4 +1,5 @@
-"""Hub models: headers by range requests, counted by a hub on loopback; whole models downloaded and found again."""
+"""Hub models: headers by range requests, counted by a hub on loopback; whole models downloaded and
+found again."""
 
 import re
 import shutil
@@ -42,7 +43,11 @@ def hub(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_
 
 def use(server: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", server.address)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        server.address + "/{repo_id}/resolve/{revision}/{filename}",
+    )
 
 
 def test_headers_are_those_of_the_files(hub: hub_server.Hub, tiny_checkpoint: Path) -> None:
@@ -55,14 +60,23 @@ def test_headers_are_those_of_the_files(hub: hub_server.Hub, tiny_checkpoint: Pa
     assert "tokenizer.json" not in hub.sent
 
 
-def test_another_copy_beside_the_only_shard_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_copy_beside_the_only_shard_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = make_model.tiny_config(num_hidden_layers=1, num_nextn_predict_layers=0)
     folder = make_model.write_dense(tmp_path / "dense", config, make_model.random_tensors(config))
-    tensors = {name: tensor for shard in folder.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    tensors = {
+        name: tensor
+        for shard in folder.glob("*.safetensors")
+        for name, tensor in load_file(shard).items()
+    }
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     save_file(tensors, folder / "model.safetensors")
-    save_file({"layers.0.attention.wq.weight": tensors["lm_head.weight"]}, folder / "consolidated.safetensors")
+    save_file(
+        {"layers.0.attention.wq.weight": tensors["lm_head.weight"]},
+        folder / "consolidated.safetensors",
+    )
     with hub_server.serve(folder, NAME) as server:
         use(server, monkeypatch)
         assert open_headers(NAME).tensors.keys() == tensors.keys()
@@ -73,14 +87,19 @@ def test_shards_in_a_folder_below_are_those_that_the_index_names(
 ) -> None:
     folder = output_files.shards_below(shutil.copytree(tiny_checkpoint, tmp_path / "model"))
     (folder / "original").mkdir()
-    save_file({"layers.0.attention.wq.weight": torch.zeros(2, 2)}, folder / "original" / "consolidated.safetensors")
+    save_file(
+        {"layers.0.attention.wq.weight": torch.zeros(2, 2)},
+        folder / "original" / "consolidated.safetensors",
+    )
     with hub_server.serve(folder, NAME) as server:
         use(server, monkeypatch)
         remote, local = open_headers(NAME), Checkpoint.open(folder)
         assert {name: (t.shape, t.shard) for name, t in remote.tensors.items()} == {
             name: (t.shape, t.shard) for name, t in local.tensors.items()
         }
-        assert {diagnose(one, depth="headers").findings.verdict for one in (NAME, str(folder))} == {"good"}
+        assert {diagnose(one, depth="headers").findings.verdict for one in (NAME, str(folder))} == {
+            "good"
+        }
         assert find_local(NAME) is None
         assert Checkpoint.open(find_model(NAME)).fingerprint == local.fingerprint
 
@@ -90,8 +109,12 @@ def test_a_weight_that_was_not_downloaded_is_named(hub: hub_server.Hub) -> None:
         open_headers(NAME).read("lm_head.weight")
 
 
-def test_planning_r1_takes_less_than_20_mb_and_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = r1_headers.write_headers(tmp_path / "r1", r1_headers.r1_config(num_nextn_predict_layers=1))
+def test_planning_r1_takes_less_than_20_mb_and_no_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = r1_headers.write_headers(
+        tmp_path / "r1", r1_headers.r1_config(num_nextn_predict_layers=1)
+    )
     with hub_server.serve(folder, NAME) as server:
         use(server, monkeypatch)
         planned = quantkit.plan(NAME, "awq-w4a16", engine="vllm")
@@ -99,14 +122,18 @@ def test_planning_r1_takes_less_than_20_mb_and_no_weight(tmp_path: Path, monkeyp
     assert round(planned.output_bytes_without_mtp / 1e9) == 353
     assert len([file for file in server.sent if file.endswith(".safetensors")]) == 163
     assert server.total < 20e6
-    assert {path.name for path in (tmp_path / "cache").rglob("*") if path.is_symlink()} == {"config.json"}, "nothing else was downloaded"
+    assert {path.name for path in (tmp_path / "cache").rglob("*") if path.is_symlink()} == {
+        "config.json"
+    }, "nothing else was downloaded"
 
 
 def test_inspecting_a_hub_model_says_what_headers_cannot_tell(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = Recipe(scheme="fp4-w4a16", methods=(), fit_points=1)
-    out = quantkit.quantize(tiny_checkpoint, tmp_path / "fp4", "fp4-w4a16", engine="sglang", recipe=recipe, device="cpu").out
+    out = quantkit.quantize(
+        tiny_checkpoint, tmp_path / "fp4", "fp4-w4a16", engine="sglang", recipe=recipe, device="cpu"
+    ).out
     with hub_server.serve(out, NAME) as server:
         use(server, monkeypatch)
         remote, local = (quantkit.inspect(model, engine="sglang") for model in (NAME, out))
@@ -117,7 +144,9 @@ def test_inspecting_a_hub_model_says_what_headers_cannot_tell(
     assert replace(remote, path=local.path, problems=()) == local
 
 
-def test_a_download_is_found_again(hub: hub_server.Hub, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_is_found_again(
+    hub: hub_server.Hub, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert find_local(NAME) is None
     path = find_model(NAME)
     assert Checkpoint.open(path).fingerprint == Checkpoint.open(tiny_checkpoint).fingerprint
@@ -143,28 +172,45 @@ def test_a_model_that_the_hub_does_not_have(hub: hub_server.Hub) -> None:
         open_headers("org/other")
 
 
-def test_a_path_that_leads_nowhere_is_no_hub_model_alone(hub: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_leads_nowhere_is_no_hub_model_alone(
+    hub: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """out/awq has the form of a hub id. Nobody is asked for it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
     for find in (find_model, find_local, open_headers):
-        for name in ("out/awq", "./awq", "../awq", "out/x/awq", "my models/awq", "out/größer", str(tmp_path / "out" / "awq")):
+        for name in (
+            "out/awq",
+            "./awq",
+            "../awq",
+            "out/x/awq",
+            "my models/awq",
+            "out/größer",
+            str(tmp_path / "out" / "awq"),
+        ):
             with pytest.raises(QuantkitError, match=f"^there is no folder {re.escape(name)}; "):
                 find(name)
     assert not hub.sent
     (tmp_path / "out" / "awq.partial").mkdir()
     for name in ("out/awq", str(tmp_path / "out" / "awq")):
-        with pytest.raises(QuantkitError, match="out/awq is not finished; give the command that makes it again"):
+        with pytest.raises(
+            QuantkitError, match="out/awq is not finished; give the command that makes it again"
+        ):
             find_model(name)
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1:8000", "localhost:8000/v1"])
 def test_an_address_without_its_scheme_is_told(name: str) -> None:
-    with pytest.raises(QuantkitError, match=f"model {name} does not exist; give a server's address as http://{name}"):
+    with pytest.raises(
+        QuantkitError,
+        match=f"model {name} does not exist; give a server's address as http://{name}",
+    ):
         find_model(name)
 
 
-def test_a_model_without_safetensors(tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_safetensors(
+    tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "pickles"
     folder.mkdir()
     shutil.copy(tiny_checkpoint / "config.json", folder)
@@ -177,14 +223,28 @@ def test_a_model_without_safetensors(tmp_path: Path, tiny_checkpoint: Path, monk
 @pytest.mark.parametrize(
     ("files", "told"),
     [
-        (["adapter_config.json", "adapter_model.safetensors"], r"holds a LoRA adapter \(adapter_config.json\), not a model; merge it"),
+        (
+            ["adapter_config.json", "adapter_model.safetensors"],
+            r"holds a LoRA adapter \(adapter_config.json\), not a model; merge it",
+        ),
         (["model_index.json", "unet/config.json"], "holds a pipeline of diffusers"),
-        (["small-Q4_K_M.gguf", "README.md"], r"holds weights in GGUF \(small-Q4_K_M.gguf\); give the safetensors checkpoint"),
-        (["refs/main", "snapshots/0a1b/config.json"], "holds no config.json; give the directory of the model, such as .*snapshots/0a1b"),
-        (["tiny/config.json"], "holds no config.json; give the directory of the model, such as .*/tiny"),
+        (
+            ["small-Q4_K_M.gguf", "README.md"],
+            r"holds weights in GGUF \(small-Q4_K_M.gguf\); give the safetensors checkpoint",
+        ),
+        (
+            ["refs/main", "snapshots/0a1b/config.json"],
+            "holds no config.json; give the directory of the model, such as .*snapshots/0a1b",
+        ),
+        (
+            ["tiny/config.json"],
+            "holds no config.json; give the directory of the model, such as .*/tiny",
+        ),
     ],
 )
-def test_a_directory_that_is_something_else_is_told(files: list[str], told: str, tmp_path: Path) -> None:
+def test_a_directory_that_is_something_else_is_told(
+    files: list[str], told: str, tmp_path: Path
+) -> None:
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("{}")

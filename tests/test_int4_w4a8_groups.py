@@ -1,4 +1,5 @@
-"""int4-w4a8-groups through the whole line: int4 in groups of 128, activations rounded to int8, a step a token."""
+"""int4-w4a8-groups through the whole line: int4 in groups of 128, activations rounded to int8, a
+step a token."""
 
 import json
 from pathlib import Path
@@ -40,23 +41,64 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("w4a8")
     text = directory / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": " ".join(str((i * j) % 97) for j in range(60))}) + "\n" for i in range(12)))
-    few = {"samples": 8, "held_out": 2, "seq_len": 48, "search_rows": 16, "scale_points": 3, "fit_points": 1, "sweeps": 2}
-    quantize(source, directory / "out", SCHEME, "auto", Recipe(scheme=SCHEME.name, calibration=str(text), **few), device="cpu")
+    text.write_text(
+        "".join(
+            json.dumps({"text": " ".join(str((i * j) % 97) for j in range(60))}) + "\n"
+            for i in range(12)
+        )
+    )
+    few = {
+        "samples": 8,
+        "held_out": 2,
+        "seq_len": 48,
+        "search_rows": 16,
+        "scale_points": 3,
+        "fit_points": 1,
+        "sweeps": 2,
+    }
+    quantize(
+        source,
+        directory / "out",
+        SCHEME,
+        "auto",
+        Recipe(scheme=SCHEME.name, calibration=str(text), **few),
+        device="cpu",
+    )
     return directory / "out"
 
 
 def test_it_is_described_as_engines_read_it(written: Path) -> None:
-    """pack-quantized with input_activations: without them an engine would leave inputs in 16 bits."""
+    """pack-quantized with input_activations: without them an engine would leave inputs in 16
+    bits."""
     checkpoint = Checkpoint.open(written)
     block = checkpoint.config["quantization_config"]
     (group,) = block["config_groups"].values()
     assert block["format"] == "pack-quantized"
-    assert group["weights"] == {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": False}
-    assert group["input_activations"] == {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    assert group["weights"] == {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": 128,
+        "dynamic": False,
+    }
+    assert group["input_activations"] == {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "token",
+        "dynamic": True,
+    }
     about = describe(checkpoint)
-    assert (about.scheme, about.format, about.missing, about.unknown) == (SCHEME.name, "compressed-tensors", [], [])
-    assert [found.problem for found in check_checkpoint("vllm", checkpoint)], "vLLM has no kernel for such experts on CUDA"
+    assert (about.scheme, about.format, about.missing, about.unknown) == (
+        SCHEME.name,
+        "compressed-tensors",
+        [],
+        [],
+    )
+    assert [found.problem for found in check_checkpoint("vllm", checkpoint)], (
+        "vLLM has no kernel for such experts on CUDA"
+    )
 
 
 def test_it_computes_rounded_activations(written: Path, source: Path, tmp_path: Path) -> None:
@@ -67,28 +109,45 @@ def test_it_computes_rounded_activations(written: Path, source: Path, tmp_path: 
     assert 0 < distance(two, one) < 0.3, "each of two ranks rounds its half of an input"
 
 
-def test_without_what_is_said_of_activations_they_have_16_bits(written: Path, tmp_path: Path) -> None:
+def test_without_what_is_said_of_activations_they_have_16_bits(
+    written: Path, tmp_path: Path
+) -> None:
     checkpoint = Checkpoint.open(written)
     config = json.loads(json.dumps(checkpoint.config))
     for group in config["quantization_config"]["config_groups"].values():
         group["input_activations"] = None
-    other = write_dense(tmp_path / "other", config, {name: checkpoint.read(name) for name in checkpoint.tensors})
-    assert Checkpoint.open(other).linears["model.layers.0.self_attn.o_proj"].grid == IntGrid(4, 128, symmetric=True)
+    other = write_dense(
+        tmp_path / "other", config, {name: checkpoint.read(name) for name in checkpoint.tensors}
+    )
+    assert Checkpoint.open(other).linears["model.layers.0.self_attn.o_proj"].grid == IntGrid(
+        4, 128, symmetric=True
+    )
     assert distance(top_logprobs(other), top_logprobs(written)) > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_product_is_that_of_rounded_inputs(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    weight = quantize_int(torch.randn(64, 256, generator=generator), IntGrid(4, 128, symmetric=True), scale_dtype=torch.float32)
+    weight = quantize_int(
+        torch.randn(64, 256, generator=generator),
+        IntGrid(4, 128, symmetric=True),
+        scale_dtype=torch.float32,
+    )
     run = operand(weight, dtype, 8, in_groups=True)
     assert isinstance(run, kernels.Int4Int8)
     assert type(operand(weight, dtype, 16)) is kernels.Int4
-    x = (torch.randn(5, 256, generator=generator) * torch.tensor([1e-3, 1.0, 30.0, 1e3, 0.0])[:, None]).to(dtype)
+    x = (
+        torch.randn(5, 256, generator=generator)
+        * torch.tensor([1e-3, 1.0, 30.0, 1e3, 0.0])[:, None]
+    ).to(dtype)
     exact, plain = exact_linear(x, run), x.double() @ dequantize(weight).double().T
     found = kernels.prepare(run, backend="reference", dtype=dtype)(x).double()
     size = exact.abs().amax(-1, keepdim=True).clamp(min=1e-9)
-    assert ((found - exact).abs() / size).max() < {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    assert ((found - exact).abs() / size).max() < {
+        torch.float32: 1e-5,
+        torch.float16: 2e-3,
+        torch.bfloat16: 1e-2,
+    }[dtype]
     assert ((plain - exact).abs() / size).max() > 1e-3
 
 

@@ -1,4 +1,5 @@
-"""int8-a8w8c8, from a source to tokens: steps of an int8 cache are found, written as ModelSlim has them, told, and used."""
+"""int8-a8w8c8, from a source to tokens: steps of an int8 cache are found, written as ModelSlim has
+them, told, and used."""
 
 import json
 import shutil
@@ -52,17 +53,32 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     tensors, generator = make_model.random_tensors(config), torch.Generator().manual_seed(1)
     for name, tensor in tensors.items():
         if tensor.dim() == 1 and "layernorm" in name:
-            tensors[name] = (tensor.float() * (1.5 * torch.randn(tensor.shape, generator=generator)).exp()).bfloat16()
-    return {"latents": make_model.write_fp8(folder / "latents", config, tensors), "keys": write_random(folder / "keys", GROUPED)}
+            tensors[name] = (
+                tensor.float() * (1.5 * torch.randn(tensor.shape, generator=generator)).exp()
+            ).bfloat16()
+    return {
+        "latents": make_model.write_fp8(folder / "latents", config, tensors),
+        "keys": write_random(folder / "keys", GROUPED),
+    }
 
 
-def run(source: Path, out: Path, text: Path, scheme: str = "int8-a8w8c8", on_event: Callable[[Event], None] = silent) -> Path:
+def run(
+    source: Path,
+    out: Path,
+    text: Path,
+    scheme: str = "int8-a8w8c8",
+    on_event: Callable[[Event], None] = silent,
+) -> Path:
     recipe = Recipe(scheme=scheme, calibration=str(text), output_curvature=False, **SMALL)
-    return quantize(source, out, find_scheme(scheme), "modelslim", recipe, device="cpu", on_event=on_event).out
+    return quantize(
+        source, out, find_scheme(scheme), "modelslim", recipe, device="cpu", on_event=on_event
+    ).out
 
 
 @pytest.fixture(scope="module")
-def outputs(sources: dict[str, Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def outputs(
+    sources: dict[str, Path], text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("outputs")
     return {kind: run(source, folder / kind, text) for kind, source in sources.items()}
 
@@ -76,13 +92,22 @@ def loaded(path: Path, cache: str | None = "int8") -> LoadedModel:
     return load_model(path, device="cpu", dtype="float32", cache=cache)
 
 
-def test_steps_are_stored_and_told_as_modelslim_has_them(outputs: dict[str, Path], kind: str) -> None:
+def test_steps_are_stored_and_told_as_modelslim_has_them(
+    outputs: dict[str, Path], kind: str
+) -> None:
     written = Checkpoint.open(outputs[kind])
     told = json.loads((outputs[kind] / "quant_model_description.json").read_text())
     names = {
-        "latents": {f"model.layers.{layer}.self_attn.fa_k.{part}" for layer in (0, 1, 2) for part in ("scale", "offset")},
+        "latents": {
+            f"model.layers.{layer}.self_attn.fa_k.{part}"
+            for layer in (0, 1, 2)
+            for part in ("scale", "offset")
+        },
         "keys": {
-            f"model.layers.{n}.self_attn.{side}_proj.kv_cache_{part}" for n in (0, 1) for side in "kv" for part in ("scale", "offset")
+            f"model.layers.{n}.self_attn.{side}_proj.kv_cache_{part}"
+            for n in (0, 1)
+            for side in "kv"
+            for part in ("scale", "offset")
         },
     }[kind]
     assert {name for name in written.tensors if "fa_" in name or "kv_cache" in name} == names
@@ -99,14 +124,18 @@ def test_steps_are_stored_and_told_as_modelslim_has_them(outputs: dict[str, Path
     assert not diagnose(outputs[kind]).findings.found
 
 
-def test_channels_of_latents_become_of_one_size_and_what_reads_them_is_the_same(sources: dict[str, Path], outputs: dict[str, Path]) -> None:
+def test_channels_of_latents_become_of_one_size_and_what_reads_them_is_the_same(
+    sources: dict[str, Path], outputs: dict[str, Path]
+) -> None:
     after = loaded(outputs["latents"])
     source = load_model(sources["latents"], device="cpu", dtype="float32")
     for old, new in zip(source.model.layers, after.model.layers):
         ratio = old.attention.norms.k / new.attention.norms.k
         assert torch.equal(ratio, ratio.log2().round().exp2())
         assert len(ratio.unique()) > 2
-        keys = source.config.qk_nope_head_dim  # rows of values are divided by scales of what o_proj reads
+        keys = (
+            source.config.qk_nope_head_dim
+        )  # rows of values are divided by scales of what o_proj reads
         made, was = new.attention.kv_b, old.attention.kv_b.bfloat16().float() * ratio
         assert torch.equal(was[:, :keys], made[:, :keys])
         assert torch.cosine_similarity(was[:, keys:], made[:, keys:], dim=-1).min() > 0.9999
@@ -114,18 +143,25 @@ def test_channels_of_latents_become_of_one_size_and_what_reads_them_is_the_same(
 
 
 @torch.inference_mode()
-def test_the_cache_holds_codes_of_known_steps_and_is_read_by_them(outputs: dict[str, Path], kind: str) -> None:
+def test_the_cache_holds_codes_of_known_steps_and_is_read_by_them(
+    outputs: dict[str, Path], kind: str
+) -> None:
     """Prompts in chunks, then a token a row, as one causal pass over what the cache holds."""
     model = loaded(outputs[kind])
     paged, prompts = model.new_cache(8), [torch.tensor(one) for one in PROMPTS]
     blocks, size = [torch.tensor(one) for one in ([5, 2], [7], [1])], paged.block_size
     first = [Chunk(0, min(40, len(ids) - 1), own) for ids, own in zip(prompts, blocks)]
-    model.model(torch.cat([ids[: one.length] for ids, one in zip(prompts, first)]), PrefillContext(paged, first))
+    model.model(
+        torch.cat([ids[: one.length] for ids, one in zip(prompts, first)]),
+        PrefillContext(paged, first),
+    )
     model.model(prompts[0][40:69], PrefillContext(paged, [Chunk(40, 29, blocks[0])]))
     positions = torch.tensor([len(ids) - 1 for ids in prompts])
     tables = torch.nn.utils.rnn.pad_sequence(blocks, batch_first=True)
     slots = tables[torch.arange(3), positions // size] * size + positions % size
-    found = model.model(torch.stack([ids[-1] for ids in prompts]), DecodeContext(paged, positions, tables, slots))
+    found = model.model(
+        torch.stack([ids[-1] for ids in prompts]), DecodeContext(paged, positions, tables, slots)
+    )
     lengths = [len(ids) for ids in prompts]
 
     def causal(codes: torch.dtype | None, **steps: object) -> Tensor:
@@ -145,31 +181,51 @@ def test_the_cache_holds_codes_of_known_steps_and_is_read_by_them(outputs: dict[
 
 
 def test_the_kl_that_is_told_is_that_of_the_int8_cache(
-    sources: dict[str, Path], outputs: dict[str, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sources: dict[str, Path],
+    outputs: dict[str, Path],
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Steps 64 times as wide leave next to nothing of a latent, and weights alone lose what they lost."""
+    """Steps 64 times as wide leave next to nothing of a latent, and weights alone lose what they
+    lost."""
     monkeypatch.setattr(coded_cache, "best_step", lambda x, counts: best_step(x, counts) * 64)
     coarse = run(sources["latents"], tmp_path / "coarse", text)
-    told = [json.loads((path / "report.json").read_text())["held_out"]["kl"] for path in (outputs["latents"], coarse)]
+    told = [
+        json.loads((path / "report.json").read_text())["held_out"]["kl"]
+        for path in (outputs["latents"], coarse)
+    ]
     assert told[1] > 1.5 * told[0]
 
 
 def test_plain_rounding_beside_it_has_an_int8_cache_too(
-    sources: dict[str, Path], outputs: dict[str, Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sources: dict[str, Path],
+    outputs: dict[str, Path],
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of one grid and one text, what plain rounding loses differs from what it loses with a 16-bit cache by that cache alone."""
+    """Of one grid and one text, what plain rounding loses differs from what it loses with a 16-bit
+    cache by that cache alone."""
 
     def plain(path: Path) -> float:
         return float(json.loads((path / "report.json").read_text())["held_out"]["plain_kl"])
 
-    beside = {kind: plain(run(source, tmp_path / f"{kind}-c16", text, "int8-a8w8c16")) for kind, source in sources.items()}
+    beside = {
+        kind: plain(run(source, tmp_path / f"{kind}-c16", text, "int8-a8w8c16"))
+        for kind, source in sources.items()
+    }
     assert all(abs(plain(outputs[kind]) - kl) > 1e-3 * kl for kind, kl in beside.items())
-    monkeypatch.setattr(CodedCache, "run_uncalibrated", lambda self, sublayer, block, states: sublayer.run)
+    monkeypatch.setattr(
+        CodedCache, "run_uncalibrated", lambda self, sublayer, block, states: sublayer.run
+    )
     for kind, source in sources.items():
         assert plain(run(source, tmp_path / kind, text)) == pytest.approx(beside[kind], rel=1e-5)
 
 
-def test_a_stopped_run_goes_on_to_the_same_bytes(sources: dict[str, Path], outputs: dict[str, Path], text: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_to_the_same_bytes(
+    sources: dict[str, Path], outputs: dict[str, Path], text: Path, tmp_path: Path
+) -> None:
     class Stopped(Exception):
         pass
 
@@ -187,7 +243,10 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(sources: dict[str, Path], outpu
     for count in (5, 11):
         with pytest.raises(Stopped):
             run(sources["latents"], tmp_path / "out", text, on_event=stop_after(count))
-    found, expected = files(run(sources["latents"], tmp_path / "out", text)), files(outputs["latents"])
+    found, expected = (
+        files(run(sources["latents"], tmp_path / "out", text)),
+        files(outputs["latents"]),
+    )
     assert found.keys() == expected.keys()
     assert [name for name, content in found.items() if content != expected[name]] == []
 
@@ -195,10 +254,23 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(sources: dict[str, Path], outpu
 def test_two_ranks_have_the_tokens_of_one(outputs: dict[str, Path]) -> None:
     found = []
     for ranks in (1, 2):
-        engine = Engine.load(outputs["keys"], device="cpu", dtype="float32", max_batch=4, max_model_len=128, cache="int8", tp=ranks)
+        engine = Engine.load(
+            outputs["keys"],
+            device="cpu",
+            dtype="float32",
+            max_batch=4,
+            max_model_len=128,
+            cache="int8",
+            tp=ranks,
+        )
         try:
             params = SamplingParams(max_new_tokens=8, ignore_eos=True)
-            found.append([one.token_ids for one in sorted(engine.generate(PROMPTS, params), key=lambda one: one.index)])
+            found.append(
+                [
+                    one.token_ids
+                    for one in sorted(engine.generate(PROMPTS, params), key=lambda one: one.index)
+                ]
+            )
         finally:
             engine.close()
     assert found[0] == found[1]
@@ -206,9 +278,20 @@ def test_two_ranks_have_the_tokens_of_one(outputs: dict[str, Path]) -> None:
 
 def test_drafts_change_no_token(outputs: dict[str, Path]) -> None:
     def tokens(**options: int) -> list[list[int]]:
-        engine = Engine.load(outputs["latents"], device="cpu", dtype="float32", max_batch=4, max_model_len=128, cache="int8", **options)
+        engine = Engine.load(
+            outputs["latents"],
+            device="cpu",
+            dtype="float32",
+            max_batch=4,
+            max_model_len=128,
+            cache="int8",
+            **options,
+        )
         params = SamplingParams(max_new_tokens=8, ignore_eos=True)
-        return [one.token_ids for one in sorted(engine.generate(PROMPTS, params), key=lambda one: one.index)]
+        return [
+            one.token_ids
+            for one in sorted(engine.generate(PROMPTS, params), key=lambda one: one.index)
+        ]
 
     assert tokens(num_drafts=1) == tokens()
 
@@ -225,27 +308,36 @@ def test_it_is_inspected_checked_and_converted_like_any_other(
     about = describe(Checkpoint.open(outputs[kind]))
     assert (about.scheme, about.missing, about.unknown) == ("int8-a8w8c8", [], [])
     found = diagnose(str(outputs[kind]), source=str(sources[kind]), depth="tensors").findings.found
-    assert not [one for one in found if one.severity == "error" and one.name == "error-large"], found
+    assert not [one for one in found if one.severity == "error" and one.name == "error-large"], (
+        found
+    )
     for options in ({"format": "compressed-tensors"}, {"dtype": "bf16"}):
         convert(outputs[kind], out := tmp_path / "-".join(options.values()), **options)
-        assert not [name for name in Checkpoint.open(out).tensors if "fa_k" in name or "kv_cache" in name]
+        assert not [
+            name for name in Checkpoint.open(out).tensors if "fa_k" in name or "kv_cache" in name
+        ]
         assert load_model(out, device="cpu", cache="int8").codes == torch.int8
 
 
-def test_a_cache_with_an_offset_is_refused_in_int8_alone(outputs: dict[str, Path], tmp_path: Path) -> None:
+def test_a_cache_with_an_offset_is_refused_in_int8_alone(
+    outputs: dict[str, Path], tmp_path: Path
+) -> None:
     """As some publish it; engines' decoding leaves the offset out."""
     shifted = shutil.copytree(outputs["keys"], tmp_path / "shifted")
     (shard,) = shifted.glob("*.safetensors")
     tensors = load_file(shard)
     tensors["model.layers.1.self_attn.v_proj.kv_cache_offset"][3] = 7
     save_file(tensors, shard, metadata={"format": "pt"})
-    with pytest.raises(QuantkitError, match=r"layers\.1\.self_attn\.v_proj\.kv_cache_offset of .* is not zero"):
+    with pytest.raises(
+        QuantkitError, match=r"layers\.1\.self_attn\.v_proj\.kv_cache_offset of .* is not zero"
+    ):
         loaded(shifted)
     assert loaded(shifted, "fp8").codes == torch.float8_e4m3fn
 
 
 def test_best_steps_cut_what_is_rare_and_far_away() -> None:
-    """Of 65,536 numbers of unit size and one of 10, where 0.8 of the step loses 21.6 + 4.0, and all of it 33.9."""
+    """Of 65,536 numbers of unit size and one of 10, where 0.8 of the step loses 21.6 + 4.0, and all
+    of it 33.9."""
     x = torch.randn(65536, 3, generator=torch.Generator().manual_seed(0))
     whole = best_steps(x)
     x[0, 1] = 10.0
@@ -257,23 +349,62 @@ def test_best_steps_cut_what_is_rare_and_far_away() -> None:
     assert powers(torch.tensor([0.0, 1.0, 2.9, 0.3])).equal(torch.tensor([1.0, 4.0, 8.0, 1.0]))
 
 
-def test_who_cannot_have_it_is_told_so(sources: dict[str, Path], outputs: dict[str, Path], tmp_path: Path) -> None:
+def test_who_cannot_have_it_is_told_so(
+    sources: dict[str, Path], outputs: dict[str, Path], tmp_path: Path
+) -> None:
     scheme = find_scheme("int8-a8w8c8")
     with pytest.raises(QuantkitError, match="steps of a cache, which calibration finds"):
-        quantize(sources["keys"], tmp_path / "a", scheme, "auto", Recipe(scheme=scheme.name, methods=()), device="cpu")
+        quantize(
+            sources["keys"],
+            tmp_path / "a",
+            scheme,
+            "auto",
+            Recipe(scheme=scheme.name, methods=()),
+            device="cpu",
+        )
     with pytest.raises(QuantkitError, match="sglang does not load int8-a8w8c8: it reads no steps"):
-        quantize(sources["keys"], tmp_path / "b", scheme, "auto", Recipe(scheme=scheme.name), engine="sglang", device="cpu")
-    llama = write_random(tmp_path / "llama", {**GROUPED, "model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+        quantize(
+            sources["keys"],
+            tmp_path / "b",
+            scheme,
+            "auto",
+            Recipe(scheme=scheme.name),
+            engine="sglang",
+            device="cpu",
+        )
+    llama = write_random(
+        tmp_path / "llama",
+        {**GROUPED, "model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+    )
     with pytest.raises(QuantkitError, match="vllm-ascend reads no steps of an int8 cache of llama"):
-        quantize(llama, tmp_path / "c", scheme, "auto", Recipe(scheme=scheme.name), engine="vllm-ascend", device="cpu")
+        quantize(
+            llama,
+            tmp_path / "c",
+            scheme,
+            "auto",
+            Recipe(scheme=scheme.name),
+            engine="vllm-ascend",
+            device="cpu",
+        )
     for kind in ("latents", "keys"):
-        assert not [one for one in check_checkpoint("vllm-ascend", Checkpoint.open(outputs[kind])) if one.severity == "error"]
-    assert any("int8 cache" in one.problem for one in check_checkpoint("sglang", Checkpoint.open(outputs["latents"])))
+        assert not [
+            one
+            for one in check_checkpoint("vllm-ascend", Checkpoint.open(outputs[kind]))
+            if one.severity == "error"
+        ]
+    assert any(
+        "int8 cache" in one.problem
+        for one in check_checkpoint("sglang", Checkpoint.open(outputs["latents"]))
+    )
 
 
-def test_plan_counts_the_tensors_and_the_cache(sources: dict[str, Path], outputs: dict[str, Path], kind: str) -> None:
+def test_plan_counts_the_tensors_and_the_cache(
+    sources: dict[str, Path], outputs: dict[str, Path], kind: str
+) -> None:
     scheme = find_scheme("int8-a8w8c8")
-    found, wide = (plan(sources[kind], one, devices="1x16GiB") for one in (scheme, find_scheme("int8-a8w8c16")))
+    found, wide = (
+        plan(sources[kind], one, devices="1x16GiB") for one in (scheme, find_scheme("int8-a8w8c16"))
+    )
     written = Checkpoint.open(outputs[kind])
     if kind == "keys":  # of the FP8 source both count what its MTP layer becomes
         assert found.output_bytes == sum(info.nbytes for info in written.tensors.values())

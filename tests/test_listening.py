@@ -14,10 +14,17 @@ from quantkit.common.errors import QuantkitError
 
 
 def test_an_ipv6_host_has_brackets() -> None:
-    assert (address("::1", 8000), address("127.0.0.1", 80), address("box", 1)) == ("[::1]:8000", "127.0.0.1:80", "box:1")
+    assert (address("::1", 8000), address("127.0.0.1", 80), address("box", 1)) == (
+        "[::1]:8000",
+        "127.0.0.1:80",
+        "box:1",
+    )
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as listening:
         port = listening.getsockname()[1]
-        with pytest.raises(QuantkitError, match=rf"cannot serve on \[::1\]:{port}"), bound("::1", port):
+        with (
+            pytest.raises(QuantkitError, match=rf"cannot serve on \[::1\]:{port}"),
+            bound("::1", port),
+        ):
             pass
 
 
@@ -38,23 +45,38 @@ def test_nobody_connects_before_somebody_listens() -> None:
         socket.create_connection(address, timeout=5)
 
 
-@pytest.mark.parametrize(("host", "said"), [("203.0.113.7", "Cannot assign requested address"), ("no host", "cannot serve on no host:1")])
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [("203.0.113.7", "Cannot assign requested address"), ("no host", "cannot serve on no host:1")],
+)
 def test_an_address_of_another_machine(host: str, said: str) -> None:
     with pytest.raises(QuantkitError, match=said), bound(host, 1):
         pass
 
 
 @pytest.mark.parametrize(
-    "arguments", [("serve", "tiny-r1"), ("playground", "tiny-r1"), ("proxy", "--prefill", "http://a", "--decode", "http://b")]
+    "arguments",
+    [
+        ("serve", "tiny-r1"),
+        ("playground", "tiny-r1"),
+        ("proxy", "--prefill", "http://a", "--decode", "http://b"),
+    ],
 )
 def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(
     arguments: tuple[str, ...], taken: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.executor.engine.Engine.open", lambda *_: pytest.fail("a model is loaded"))
-    monkeypatch.setattr("quantkit.playground.play.Playground.open", lambda *_, **__: pytest.fail("a model is loaded"))
+    monkeypatch.setattr(
+        "quantkit.executor.engine.Engine.open", lambda *_: pytest.fail("a model is loaded")
+    )
+    monkeypatch.setattr(
+        "quantkit.playground.play.Playground.open",
+        lambda *_, **__: pytest.fail("a model is loaded"),
+    )
     answer = command(*arguments, "--port", str(taken))
     assert answer.code == 1
-    assert answer.error.startswith(f"error: cannot serve on 127.0.0.1:{taken}: Address already in use; choose another --port")
+    assert answer.error.startswith(
+        f"error: cannot serve on 127.0.0.1:{taken}: Address already in use; choose another --port"
+    )
     assert answer.errors == 1
 
 
@@ -69,9 +91,15 @@ def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(
 def test_what_a_server_cannot_use_is_told_before_a_model_is_loaded(
     asked: tuple[str, ...], said: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.executor.engine.Engine.open", lambda *_: pytest.fail("a model is loaded"))
+    monkeypatch.setattr(
+        "quantkit.executor.engine.Engine.open", lambda *_: pytest.fail("a model is loaded")
+    )
     (tmp_path / "broken.jinja").write_text("{% for x in %}")
-    answer = command("serve", "tiny-r1", *(one.replace("BROKEN", str(tmp_path / "broken.jinja")) for one in asked))
+    answer = command(
+        "serve",
+        "tiny-r1",
+        *(one.replace("BROKEN", str(tmp_path / "broken.jinja")) for one in asked),
+    )
     assert answer.code == code
     assert said in answer.error
 
@@ -82,7 +110,9 @@ def test_a_server_without_a_chat_template_says_so_when_it_comes_up(
     """Whoever started it heard of it from a client's first chat."""
     monkeypatch.setattr("quantkit.executor.server.serve.serve", lambda *_: None)
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
-    told = "has no chat template: chats and responses are refused, and --chat-template FILE brings one"
+    told = (
+        "has no chat template: chats and responses are refused, and --chat-template FILE brings one"
+    )
     asked = ("serve", str(model), "--device", "cpu", "--max-batch", "1", "--port", "18437")
     assert told not in command(*asked).err
     settings = json.loads((model / "tokenizer_config.json").read_text())

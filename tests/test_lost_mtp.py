@@ -1,4 +1,5 @@
-"""Models as transformers saves them: config.json keeps the number of MTP layers, and their weights are dropped."""
+"""Models as transformers saves them: config.json keeps the number of MTP layers, and their weights
+are dropped."""
 
 import json
 import shutil
@@ -39,7 +40,13 @@ SIZES = {
     "eos_token_id": 1,
     "num_nextn_predict_layers": 1,
 }
-LATENT = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+LATENT = {
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": SIZES | LATENT | {"num_key_value_heads": 4},
     "glm4_moe": SIZES | {"num_key_value_heads": 2, "head_dim": 32},
@@ -52,7 +59,9 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     path = tmp_path_factory.mktemp("saved") / request.param
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(request.param, **MODELS[request.param])
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(
+        path
+    )
     make_model.write_tokenizer(path)
     assert json.loads((path / "config.json").read_text())["num_nextn_predict_layers"] == 1
     return path
@@ -66,9 +75,13 @@ def greedy(path: Path) -> list[int]:
 
 def test_it_runs_as_transformers_computes_it(saved: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
-    theirs = model.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[0, len(PROMPT) :].tolist()
+    theirs = model.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[
+        0, len(PROMPT) :
+    ].tolist()
     assert greedy(saved) == theirs
-    answer = command("run", str(saved), "--prompt", "1+1?", "--max-new-tokens", "4", "--device", "cpu")
+    answer = command(
+        "run", str(saved), "--prompt", "1+1?", "--max-new-tokens", "4", "--device", "cpu"
+    )
     assert answer.code == 0, answer.err
     assert answer.err.count(TOLD) == 1
     refused = command("run", str(saved), "--prompt", "1+1?", "--drafts", "1", "--device", "cpu")
@@ -76,18 +89,24 @@ def test_it_runs_as_transformers_computes_it(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["rtn-w4a16", "int8-a8w8c16"])
-def test_what_is_quantized_says_that_there_is_none(saved: Path, tmp_path: Path, scheme: str) -> None:
+def test_what_is_quantized_says_that_there_is_none(
+    saved: Path, tmp_path: Path, scheme: str
+) -> None:
     out, few = tmp_path / "out", ("--samples", "4", "--seq-len", "32")
     planned = command("plan", str(saved), "--scheme", scheme, "--json")
     assert TOLD in planned.json["told"]
-    made = command("quantize", str(saved), "--scheme", scheme, "--out", str(out), "--device", "cpu", *few)
+    made = command(
+        "quantize", str(saved), "--scheme", scheme, "--out", str(out), "--device", "cpu", *few
+    )
     assert made.code == 0, made.err
     assert made.err.count(TOLD) == 1
     assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0
     written = {name: tensor.nbytes for name, tensor in Checkpoint.open(out).tensors.items()}
     assert sum(written.values()) == planned.json["output_bytes"]
     assert len(greedy(out)) == 12
-    answer = command("run", str(out), "--prompt", "1+1?", "--max-new-tokens", "4", "--device", "cpu")
+    answer = command(
+        "run", str(out), "--prompt", "1+1?", "--max-new-tokens", "4", "--device", "cpu"
+    )
     assert answer.code == 0
     assert "MTP" not in answer.err
 
@@ -100,7 +119,9 @@ def test_convert_and_place_and_inspect_go_on_too(saved: Path, tmp_path: Path) ->
     assert greedy(tmp_path / "plain") == greedy(saved)
     found = command("inspect", str(saved), "--json").json
     assert (found["mtp_layers"], found["missing"], found["unknown"]) == (0, [], [])
-    assert diagnose(str(saved)).findings.has("mtp-missing")  # whose verdict is a warning: the source may have had one
+    assert diagnose(str(saved)).findings.has(
+        "mtp-missing"
+    )  # whose verdict is a warning: the source may have had one
     launched = command("deploy", str(saved), "--engine", "vllm", "--mtp", "1")
     assert "has no MTP layer to guess tokens with" in launched.error
 
@@ -109,7 +130,19 @@ def test_the_server_says_so_too(saved: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    arguments = [sys.executable, "-m", "quantkit", "serve", str(saved), "--port", str(port), "--device", "cpu", "--max-batch", "1"]
+    arguments = [
+        sys.executable,
+        "-m",
+        "quantkit",
+        "serve",
+        str(saved),
+        "--port",
+        str(port),
+        "--device",
+        "cpu",
+        "--max-batch",
+        "1",
+    ]
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     lines = []
@@ -124,13 +157,25 @@ def test_the_server_says_so_too(saved: Path) -> None:
 
 
 def test_a_layer_of_which_a_part_is_stored_is_refused(saved: Path, tmp_path: Path) -> None:
-    """A shard is missing, or its tensors are called otherwise: what is left out then would not be known."""
+    """A shard is missing, or its tensors are called otherwise: what is left out then would not be
+    known."""
     part, first = shutil.copytree(saved, tmp_path / "part"), "model.layers.2.enorm.weight"
-    save_file({first: torch.ones(128, dtype=torch.bfloat16)}, part / "more.safetensors", metadata={"format": "pt"})
+    save_file(
+        {first: torch.ones(128, dtype=torch.bfloat16)},
+        part / "more.safetensors",
+        metadata={"format": "pt"},
+    )
     with safe_open(part / "model.safetensors", framework="pt") as stored:
         places = dict.fromkeys(stored.keys(), "model.safetensors") | {first: "more.safetensors"}
-    (part / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (part / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": places})
+    )
     asked = (str(part), "--scheme", "rtn-w4a16")
-    for refused in (command("quantize", *asked, "--out", str(tmp_path / "out")), command("plan", *asked)):
+    for refused in (
+        command("quantize", *asked, "--out", str(tmp_path / "out")),
+        command("plan", *asked),
+    ):
         assert refused.code != 0
-        assert "lacks model.layers.2.embed_tokens.weight; download the missing shard" in refused.error
+        assert (
+            "lacks model.layers.2.embed_tokens.weight; download the missing shard" in refused.error
+        )

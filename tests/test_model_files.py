@@ -42,7 +42,9 @@ def test_links_out_of_the_hub_cache_are_refused(tmp_path: Path) -> None:
     (tmp_path / "models--org--other").mkdir()
     (tmp_path / "models--org--other" / "config.json").write_text("{}")
     (snapshot / "other.json").symlink_to("../../../models--org--other/config.json")
-    with pytest.raises(QuantkitError, match=r"other\.json is a link to .*models--org--other/config\.json, outside"):
+    with pytest.raises(
+        QuantkitError, match=r"other\.json is a link to .*models--org--other/config\.json, outside"
+    ):
         read_json(snapshot / "other.json")
 
 
@@ -58,10 +60,18 @@ def test_a_folder_called_snapshots_is_no_hub_cache(tmp_path: Path) -> None:
 def test_pointers_of_git_lfs_are_told(folder: Path) -> None:
     """A clone without Git LFS has them in place of shards and tokenizer.json."""
     for name in ("model.safetensors", "tokenizer.json"):
-        (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n")
-    for read in (lambda: read_header(folder, "model.safetensors"), lambda: read_json(folder / "tokenizer.json")):
+        (folder / name).write_text(
+            "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
+        )
+    for read in (
+        lambda: read_header(folder, "model.safetensors"),
+        lambda: read_json(folder / "tokenizer.json"),
+    ):
         before = len(os.listdir("/proc/self/fd"))
-        with pytest.raises(QuantkitError, match="is a pointer of Git LFS, not the file itself; run `git lfs pull` there"):
+        with pytest.raises(
+            QuantkitError,
+            match="is a pointer of Git LFS, not the file itself; run `git lfs pull` there",
+        ):
             read()
         assert len(os.listdir("/proc/self/fd")) == before
 
@@ -75,7 +85,10 @@ def test_links_inside_the_folder_are_followed(folder: Path) -> None:
 @pytest.mark.parametrize("target", ["../secret.json", "/etc/hostname", "../model/../secret.json"])
 def test_a_licence_that_leads_out_is_not_copied(target: str, folder: Path) -> None:
     (folder / "LICENSE").symlink_to(target)
-    with pytest.raises(QuantkitError, match=r"LICENSE is a link to .*, outside of the model's folder; put the file itself there"):
+    with pytest.raises(
+        QuantkitError,
+        match=r"LICENSE is a link to .*, outside of the model's folder; put the file itself there",
+    ):
         read_companions(folder)
 
 
@@ -87,11 +100,16 @@ def test_a_licence_that_leads_out_is_not_copied(target: str, folder: Path) -> No
         (os.mkdir, "is a directory, not a file"),
         (lambda path: path.symlink_to("/dev/zero"), "is a device, not a file"),
         (lambda path: path.symlink_to("nowhere"), "is a link to nowhere, which does not exist"),
-        (lambda path: path.symlink_to(path.name), "cannot read .*: Too many levels of symbolic links"),
+        (
+            lambda path: path.symlink_to(path.name),
+            "cannot read .*: Too many levels of symbolic links",
+        ),
         (lambda path: os.mknod(path, 0o600 | 0o140000), "is a socket, not a file"),
     ],
 )
-def test_what_is_no_file_is_told_without_waiting(make: Callable[[Path], object], fault: str, folder: Path) -> None:
+def test_what_is_no_file_is_told_without_waiting(
+    make: Callable[[Path], object], fault: str, folder: Path
+) -> None:
     make(folder / "config.json")
     with pytest.raises(QuantkitError, match=fault):
         open_file(folder / "config.json")
@@ -123,7 +141,9 @@ def test_names_that_no_file_has(name: str, folder: Path) -> None:
         (b'{"a": ' + b"9" * 5000 + b"}", "is not valid JSON"),
     ],
 )
-def test_json_that_readers_would_read_differently_or_not_at_all(content: bytes, fault: str, folder: Path) -> None:
+def test_json_that_readers_would_read_differently_or_not_at_all(
+    content: bytes, fault: str, folder: Path
+) -> None:
     (folder / "config.json").write_bytes(content)
     with pytest.raises(QuantkitError, match=fault):
         read_json(folder / "config.json")
@@ -137,5 +157,8 @@ def test_json_that_is_read(folder: Path) -> None:
 def test_size_is_known_before_a_byte_is_read(folder: Path) -> None:
     (folder / "config.json").touch()
     os.truncate(folder / "config.json", 10**13)
-    with pytest.raises(QuantkitError, match=rf"has 10000000000000 bytes, and such a file has {LARGEST_SETTINGS} at most"):
+    with pytest.raises(
+        QuantkitError,
+        match=rf"has 10000000000000 bytes, and such a file has {LARGEST_SETTINGS} at most",
+    ):
         read_text(folder / "config.json")

@@ -1,4 +1,5 @@
-"""The proof that the table owns structure: an architecture with other names is planned, quantized, inspected and placed."""
+"""The proof that the table owns structure: an architecture with other names is planned, quantized,
+inspected and placed."""
 
 import json
 from pathlib import Path
@@ -40,7 +41,9 @@ def test_it_is_rounded(model: Path, tmp_path: Path) -> None:
     before, after = Checkpoint.open(model), Checkpoint.open(report.out)
     for module in after.linears:
         weight = before.read(f"{module}.weight").float()
-        assert (dequantize(after.weight(module), torch.float32) - weight).norm() < 0.15 * weight.norm(), module
+        assert (
+            dequantize(after.weight(module), torch.float32) - weight
+        ).norm() < 0.15 * weight.norm(), module
 
 
 def test_it_is_calibrated(model: Path, tmp_path: Path) -> None:
@@ -51,46 +54,69 @@ def test_it_is_calibrated(model: Path, tmp_path: Path) -> None:
     assert {layer: len(counts) for layer, counts in found.expert_tokens.items()} == {"1": 4, "2": 4}
     blocks = {"blocks.0.att.qkv", "blocks.0.ff.gate_up", "blocks.0.ff.up_down"}
     assert found.scales.keys() == blocks | {
-        f"blocks.{layer}.{group}" for layer in (1, 2) for group in ("att.qkv", "moe.gate_up", "moe.common.up_down")
+        f"blocks.{layer}.{group}"
+        for layer in (1, 2)
+        for group in ("att.qkv", "moe.gate_up", "moe.common.up_down")
     }
     by_layer = json.loads((report.out / "report.json").read_text())["error_by_layer"]
-    assert by_layer.keys() == {f"{kind}w{side}" for kind in ("expert ", "shared ", "") for side in (1, 2, 3)} | {"wq", "wk", "wv", "wo"}
+    assert by_layer.keys() == {
+        f"{kind}w{side}" for kind in ("expert ", "shared ", "") for side in (1, 2, 3)
+    } | {"wq", "wk", "wv", "wo"}
     assert by_layer["w1"].keys() == {"0"}
     assert by_layer["expert w1"].keys() == {"1", "2"}
 
 
 def as_planned(model: Path, out: Path, format: str, settings: Recipe) -> QuantizationReport:
-    """The model quantized: as large as plan() says, every linear of the table packed, nothing missing or left over."""
+    """The model quantized: as large as plan() says, every linear of the table packed, nothing
+    missing or left over."""
     scheme = find_scheme(settings.scheme)
     told = plan(model, scheme, format, recipe=settings, devices="2x1GiB", context=256)
     report = quantize(model, out, scheme, format, settings, device="cpu")
     found = Checkpoint.open(report.out)
     linears = {row.module for row in read_model(found).rows if row.role == "linear"}
-    assert told.output_bytes == report.output_bytes == sum(tensor.nbytes for tensor in found.tensors.values())
-    assert told.devices.cache_bytes_per_token == 2 * 3 * 2 * 32, "bytes, layers, a key and a value, one of two heads"
+    assert (
+        told.output_bytes
+        == report.output_bytes
+        == sum(tensor.nbytes for tensor in found.tensors.values())
+    )
+    assert told.devices.cache_bytes_per_token == 2 * 3 * 2 * 32, (
+        "bytes, layers, a key and a value, one of two heads"
+    )
     assert set(found.linears) == linears == set(report.findings.errors)
     about = describe(found)
     assert (about.missing, about.misshapen, about.unknown) == ([], [], [])
-    assert set(about.bytes_by_part) == {"attention", "mlp", "routed experts", "norms", "embeddings and head"}
+    assert set(about.bytes_by_part) == {
+        "attention",
+        "mlp",
+        "routed experts",
+        "norms",
+        "embeddings and head",
+    }
     return report
 
 
 def test_engines_parts_and_memory_are_asked_of_its_table(model: Path) -> None:
     checkpoint = Checkpoint.open(model)
     rows = read_model(checkpoint).rows
-    assert {row.module.rpartition(".")[0].split(".", 2)[2]: part_of(row) for row in rows if part_of(row)} == {
+    assert {
+        row.module.rpartition(".")[0].split(".", 2)[2]: part_of(row) for row in rows if part_of(row)
+    } == {
         "att": "attention",
         "ff": "mlp",
         "moe.common": "shared_experts",
         **{f"moe.experts.{expert}": "experts" for expert in range(4)},
     }
     one, two, spread = (
-        fit(checkpoint, sizes, 64, 1, 1, 0) for sizes in (ParallelSizes(1), ParallelSizes(2), ParallelSizes(2, expert=True))
+        fit(checkpoint, sizes, 64, 1, 1, 0)
+        for sizes in (ParallelSizes(1), ParallelSizes(2), ParallelSizes(2, expert=True))
     )
     assert one.weight_bytes == sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     assert two.weight_bytes == spread.weight_bytes < one.weight_bytes
     assert check_split(checkpoint, ParallelSizes(2)) == []
-    assert "4 attention heads, which 3 ranks cannot share" in check_split(checkpoint, ParallelSizes(3))[0].problem
+    assert (
+        "4 attention heads, which 3 ranks cannot share"
+        in check_split(checkpoint, ParallelSizes(3))[0].problem
+    )
     undivided = find_split_problem(rows, lambda module: None, ParallelSizes(3))
     assert undivided is not None
     assert "blocks.0.att.wq has 128 outputs" in undivided.problem
@@ -98,8 +124,16 @@ def test_engines_parts_and_memory_are_asked_of_its_table(model: Path) -> None:
 
 @torch.inference_mode()
 def test_the_executor_runs_it(model: Path, tmp_path: Path) -> None:
-    """Rounded: every greedy token is the best of the full forward, and experts compute w2(SiLU(w1 x) * w3 x)."""
-    out = quantize(model, tmp_path / "out", find_scheme("rtn-w4a16"), "awq", Recipe(scheme="rtn-w4a16"), device="cpu").out
+    """Rounded: every greedy token is the best of the full forward, and experts compute w2(SiLU(w1
+    x) * w3 x)."""
+    out = quantize(
+        model,
+        tmp_path / "out",
+        find_scheme("rtn-w4a16"),
+        "awq",
+        Recipe(scheme="rtn-w4a16"),
+        device="cpu",
+    ).out
     engine = Engine.load(out, device="cpu", dtype="float32", max_batch=2, max_model_len=128)
     prompt = list(range(20, 40))
     (done,) = engine.generate([prompt], SamplingParams(max_new_tokens=12, ignore_eos=True))
@@ -107,15 +141,30 @@ def test_the_executor_runs_it(model: Path, tmp_path: Path) -> None:
     logits = stack.logits(stack(ids, CausalContext([len(ids)])))[len(prompt) - 1 : -1]
     assert (logits.amax(-1) - logits.gather(1, ids[len(prompt) :, None])[:, 0]).max() < 0.03
     found, x = Checkpoint.open(out), torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
-    w1, w2, w3 = (dequantize(found.weight(f"blocks.1.moe.experts.2.w{side}"), torch.float32) for side in (1, 2, 3))
+    w1, w2, w3 = (
+        dequantize(found.weight(f"blocks.1.moe.experts.2.w{side}"), torch.float32)
+        for side in (1, 2, 3)
+    )
     mlp = stack.layers[1].mlp
     assert isinstance(mlp, MoeMlp)
     chosen = mlp.experts(x, torch.tensor([[2]] * 3), torch.ones(3, 1))
-    torch.testing.assert_close(chosen, F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        chosen, F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2), rtol=1e-4, atol=1e-4
+    )
 
 
-def test_int4_of_ascend_is_refused_where_names_hide_what_is_cut(model: Path, tmp_path: Path) -> None:
-    """vllm-ascend's scale_bias has 16 slices for linears cut along their inputs: `w2` would be written as one that is not."""
+def test_int4_of_ascend_is_refused_where_names_hide_what_is_cut(
+    model: Path, tmp_path: Path
+) -> None:
+    """vllm-ascend's scale_bias has 16 slices for linears cut along their inputs: `w2` would be
+    written as one that is not."""
     with pytest.raises(QuantkitError, match=r"w2 for engines: .*this name says otherwise"):
-        quantize(model, tmp_path / "out", find_scheme("int4-w4a8"), "auto", Recipe(scheme="int4-w4a8"), device="cpu")
+        quantize(
+            model,
+            tmp_path / "out",
+            find_scheme("int4-w4a8"),
+            "auto",
+            Recipe(scheme="int4-w4a8"),
+            device="cpu",
+        )
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,5 @@
-"""What is shipped: dependencies say what is imported, and a wheel and an sdist hold all that a fresh environment needs to run."""
+"""What is shipped: dependencies say what is imported, and a wheel and an sdist hold all that a
+fresh environment needs to run."""
 
 import ast
 import importlib.metadata
@@ -18,10 +19,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PACKAGES = {"quantkit": ROOT / "quantkit", "quantkit_kernels": ROOT / "kernels" / "quantkit_kernels"}
+PACKAGES = {
+    "quantkit": ROOT / "quantkit",
+    "quantkit_kernels": ROOT / "kernels" / "quantkit_kernels",
+}
 DATA = {"quantkit/_assets/recipes": ROOT / "recipes", "quantkit/_assets/eval": ROOT / "eval"}
 MACHINE = {"torch_npu", "triton", "IPython"}
-"""They belong to a device, and come with the torch that is made for it; or to a notebook, which is asked only where one runs."""
+"""They belong to a device, and come with the torch that is made for it; or to a notebook, which is
+asked only where one runs."""
 
 
 def normal(distribution: str) -> str:
@@ -33,7 +38,8 @@ def declared(requirements: list[str]) -> set[str]:
 
 
 def imported() -> dict[str, set[str]]:
-    """Distributions that the packages import from, and the files that do. A file's neighbours in a sandbox are none."""
+    """Distributions that the packages import from, and the files that do. A file's neighbours in a
+    sandbox are none."""
     homes = importlib.metadata.packages_distributions()
     found: dict[str, set[str]] = {}
     for folder in PACKAGES.values():
@@ -42,14 +48,27 @@ def imported() -> dict[str, set[str]]:
             for node in ast.walk(ast.parse(path.read_text())):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-                for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - MACHINE - PACKAGES.keys() - neighbours:
-                    found.setdefault(normal(homes.get(top, [top])[0]), set()).add(str(path.relative_to(ROOT)))
+                for top in (
+                    {name.partition(".")[0] for name in names}
+                    - sys.stdlib_module_names
+                    - MACHINE
+                    - PACKAGES.keys()
+                    - neighbours
+                ):
+                    found.setdefault(normal(homes.get(top, [top])[0]), set()).add(
+                        str(path.relative_to(ROOT))
+                    )
     return found
 
 
 def test_what_is_imported_is_declared_and_nothing_else() -> None:
     needed = declared(PROJECT["dependencies"])
-    extra = {name for kind, names in PROJECT["optional-dependencies"].items() if kind != "test" for name in declared(names)}
+    extra = {
+        name
+        for kind, names in PROJECT["optional-dependencies"].items()
+        if kind != "test"
+        for name in declared(names)
+    }
     found = imported()
     assert {name: files for name, files in found.items() if name not in needed | extra} == {}
     assert needed - found.keys() == set()
@@ -59,14 +78,22 @@ def test_what_is_imported_is_declared_and_nothing_else() -> None:
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The sdist, and the wheel, by the end of their names."""
     folder = tmp_path_factory.mktemp("dist")
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-d", str(folder)], cwd=ROOT, capture_output=True, text=True, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-d", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return {path.suffix: path for path in folder.iterdir()}
 
 
 def test_the_wheel_holds_every_file_of_the_packages(built: dict[str, Path]) -> None:
     with zipfile.ZipFile(built[".whl"]) as wheel:
         held = {name for name in wheel.namelist() if ".dist-info/" not in name}
-        licensed = [name for name in wheel.namelist() if name.endswith(".dist-info/licenses/LICENSE")]
+        licensed = [
+            name for name in wheel.namelist() if name.endswith(".dist-info/licenses/LICENSE")
+        ]
     there = {
         f"{name}/{path.relative_to(folder)}"
         for name, folder in (PACKAGES | DATA).items()
@@ -82,17 +109,34 @@ class Fresh:
 
     def __init__(self, folder: Path, package: Path) -> None:
         self.folder = folder
-        self.environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self.environment = {
+            name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+        }
         venv.create(folder, with_pip=False)
-        self.site = Path(self.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-        (self.site / "beside.pth").write_text(sysconfig.get_path("purelib"))  # a plain path: .pth files in it are not read
-        install = "-m pip install --quiet --ignore-installed --no-deps --no-build-isolation --no-index"
+        self.site = Path(
+            self.run(
+                "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"
+            ).strip()
+        )
+        (self.site / "beside.pth").write_text(
+            sysconfig.get_path("purelib")
+        )  # a plain path: .pth files in it are not read
+        install = (
+            "-m pip install --quiet --ignore-installed --no-deps --no-build-isolation --no-index"
+        )
         self.run("python", *install.split(), str(package))
 
     def run(self, program: str, *arguments: str) -> str:
         """What a program of the environment prints."""
         command = [str(self.folder / "bin" / program), *arguments]
-        done = subprocess.run(command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -106,10 +150,21 @@ class Fresh:
 def test_it_installs_and_runs_anywhere(kind: str, built: dict[str, Path], tmp_path: Path) -> None:
     fresh = Fresh(tmp_path / "fresh", built[kind])
     for name in PACKAGES:
-        assert fresh.run("python", "-c", f"import {name}; print({name}.__file__)").startswith(str(fresh.site))
-    answer = fresh.quantkit("run", "tiny-r1", "--prompt", "Ada has 3 rows of 20 beets. How many beets?", "--max-new-tokens", "8")
+        assert fresh.run("python", "-c", f"import {name}; print({name}.__file__)").startswith(
+            str(fresh.site)
+        )
+    answer = fresh.quantkit(
+        "run",
+        "tiny-r1",
+        "--prompt",
+        "Ada has 3 rows of 20 beets. How many beets?",
+        "--max-new-tokens",
+        "8",
+    )
     assert answer["tokens"] == 8
     if kind == ".whl":  # the sdist is made into the same wheel
         assert fresh.quantkit("plan", "tiny-r1", "--scheme", "awq-w4a16")["format"] == "awq"
-        scored = fresh.quantkit("eval", "tiny-r1", "--tasks", "tiny-math", "--limit", "1", "--max-tokens", "8")
+        scored = fresh.quantkit(
+            "eval", "tiny-r1", "--tasks", "tiny-math", "--limit", "1", "--max-tokens", "8"
+        )
         assert scored["results"]["tiny-math"]["n"] == 1

@@ -1,4 +1,5 @@
-"""The pages: tables and pictures agree with the stored results, links lead somewhere, quoted commands are those of the command line."""
+"""The pages: tables and pictures agree with the stored results, links lead somewhere, quoted
+commands are those of the command line."""
 
 import re
 import shlex
@@ -16,7 +17,12 @@ from quantkit.cli import app
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
     page
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("kernels/**/*.md"), *ROOT.glob("tools/**/*.md"))
+    for page in (
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("kernels/**/*.md"),
+        *ROOT.glob("tools/**/*.md"),
+    )
     if not page.is_relative_to(ROOT / "docs/lab")
 )
 LAB = sorted(ROOT.glob("docs/lab/*.md"))
@@ -29,7 +35,12 @@ def named(page: Path) -> str:
 
 
 def tables(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "benchmarks/tables.py", *arguments], cwd=root, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "benchmarks/tables.py", *arguments],
+        cwd=root,
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_tables_and_pictures_agree_with_the_results() -> None:
@@ -39,7 +50,8 @@ def test_tables_and_pictures_agree_with_the_results() -> None:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The files that the tables are made from and written to; without the loader matrix, which needs the package."""
+    """The files that the tables are made from and written to; without the loader matrix, which
+    needs the package."""
     for path in (
         *ROOT.glob("benchmarks/*.py"),
         *ROOT.glob("benchmarks/results/*.json"),
@@ -87,7 +99,9 @@ def test_a_result_that_is_not_whole_is_refused(copy: Path, old: str, new: str, t
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("marker", ["table unheard-of", "table r1-box; columns: TPOD", "table r1-box; down: TPOT"])
+@pytest.mark.parametrize(
+    "marker", ["table unheard-of", "table r1-box; columns: TPOD", "table r1-box; down: TPOT"]
+)
 def test_a_marker_that_means_nothing_is_told(copy: Path, marker: str) -> None:
     with (copy / "docs/benchmarks.md").open("a") as page:
         page.write(f"\n<!-- {marker} -->\n")
@@ -98,7 +112,9 @@ def test_a_marker_that_means_nothing_is_told(copy: Path, marker: str) -> None:
 
 
 def test_a_result_that_no_page_shows_is_told(copy: Path) -> None:
-    (copy / "benchmarks/results/forgotten.json").write_text((copy / "benchmarks/results/r1-box.json").read_text())
+    (copy / "benchmarks/results/forgotten.json").write_text(
+        (copy / "benchmarks/results/r1-box.json").read_text()
+    )
     assert "benchmarks/results/forgotten.json is shown nowhere" in tables(copy, "--check").stderr
 
 
@@ -116,7 +132,9 @@ def headings(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", [*PAGES, *LAB], ids=named)
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"(?s)```.*?```", "", page.read_text())
-    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|srcset|href)="([^"]+)"', text)
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(
+        r'(?:src|srcset|href)="([^"]+)"', text
+    )
     for link in links:
         if re.match(r"https?://", link):
             continue
@@ -129,13 +147,17 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_files_that_a_page_names_are_there(page: Path) -> None:
-    for file in re.findall(r"(?<![\w/.])(?:tests|quantkit|kernels|benchmarks)/[\w./-]+\.\w+(?![\w{*])", page.read_text()):
+    for file in re.findall(
+        r"(?<![\w/.])(?:tests|quantkit|kernels|benchmarks)/[\w./-]+\.\w+(?![\w{*])",
+        page.read_text(),
+    ):
         assert (ROOT / file).exists(), file
 
 
 def quoted(text: str) -> Iterator[tuple[str, bool]]:
-    """Commands that begin with `quantkit`, without it, and whether each is whole: a line of a block is, words inside a sentence may be
-    a part. In a block three spaces after an argument begin a remark."""
+    """Commands that begin with `quantkit`, without it, and whether each is whole: a line of a block
+    is, words inside a sentence may be a part. In a block three spaces after an argument begin a
+    remark."""
     fenced = re.findall(r"(?ms)^```\w*\n(.*?)^```", text)
     rest = re.sub(r"(?ms)^```.*?^```", "", text)
     indented = re.findall(r"(?m)^    (.*)$", rest)
@@ -150,8 +172,12 @@ def quoted(text: str) -> Iterator[tuple[str, bool]]:
 
 def test_the_readme_lists_every_command() -> None:
     assert isinstance(COMMANDS, TyperGroup)
-    listed = re.findall(r"(?m)^quantkit (\w+)", (ROOT / "README.md").read_text().partition("## Commands")[2])
-    assert set(listed) == {name for name, command in COMMANDS.commands.items() if not command.hidden}
+    listed = re.findall(
+        r"(?m)^quantkit (\w+)", (ROOT / "README.md").read_text().partition("## Commands")[2]
+    )
+    assert set(listed) == {
+        name for name, command in COMMANDS.commands.items() if not command.hidden
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -162,14 +188,20 @@ def test_quoted_commands_are_those_of_the_command_line(page: Path) -> None:
         name, *arguments = shlex.split(line, comments=True)
         command = COMMANDS.commands.get(name)
         assert command is not None, line
-        options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)} | {
+        options = {
+            option
+            for parameter in command.params
+            for option in (*parameter.opts, *parameter.secondary_opts)
+        } | {
             "--help",
             "--debug",
         }
         asked = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
         assert asked <= options, line
         if whole:
-            command.make_context(name, [argument for argument in arguments if argument != "--debug"])
+            command.make_context(
+                name, [argument for argument in arguments if argument != "--debug"]
+            )
 
 
 def test_the_readme_quotes_commands() -> None:

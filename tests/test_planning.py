@@ -1,4 +1,5 @@
-"""plan(): the published sizes of R1 from headers alone, and the bytes that quantize() then writes."""
+"""plan(): the published sizes of R1 from headers alone, and the bytes that quantize() then
+writes."""
 
 from pathlib import Path
 
@@ -25,47 +26,76 @@ CUT = 4
 @pytest.fixture(scope="module")
 def r1_source(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """R1's headers, opened once."""
-    return Checkpoint.open(r1_headers.write_headers(tmp_path_factory.mktemp("r1") / "r1", r1_headers.r1_config()))
+    return Checkpoint.open(
+        r1_headers.write_headers(tmp_path_factory.mktemp("r1") / "r1", r1_headers.r1_config())
+    )
 
 
 @pytest.fixture(scope="module")
 def cut_source(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """Four layers of R1, where the size of the whole says nothing."""
-    cut = r1_headers.r1_config(num_hidden_layers=CUT, first_k_dense_replace=1, num_nextn_predict_layers=0)
-    return Checkpoint.open(r1_headers.write_headers(tmp_path_factory.mktemp("cut") / "r1", cut, shards=4))
+    cut = r1_headers.r1_config(
+        num_hidden_layers=CUT, first_k_dense_replace=1, num_nextn_predict_layers=0
+    )
+    return Checkpoint.open(
+        r1_headers.write_headers(tmp_path_factory.mktemp("cut") / "r1", cut, shards=4)
+    )
 
 
 @pytest.fixture(scope="module")
 def r1(r1_source: Checkpoint) -> dict[str, Plan]:
-    return {scheme: plan(r1_source, find_scheme(scheme), devices="8x64GiB") for scheme in ("awq-w4a16", "int8-a8w8c16")}
+    return {
+        scheme: plan(r1_source, find_scheme(scheme), devices="8x64GiB")
+        for scheme in ("awq-w4a16", "int8-a8w8c16")
+    }
 
 
 def test_r1_in_four_bits_fits_one_box(r1: dict[str, Plan]) -> None:
-    """The published footprint of W4A16, 353 GB, counts the main model; the MTP layer is written beside it."""
+    """The published footprint of W4A16, 353 GB, counts the main model; the MTP layer is written
+    beside it."""
     found = r1["awq-w4a16"]
     assert round(found.output_bytes_without_mtp / 1e9) == 353
-    assert found.output_bytes - found.output_bytes_without_mtp == found.output_bytes_by_part["mtp layer"]
+    assert (
+        found.output_bytes - found.output_bytes_without_mtp
+        == found.output_bytes_by_part["mtp layer"]
+    )
     assert found.fits
-    assert found.devices.weight_bytes / 1e9 == pytest.approx(353 / 8, rel=0.06), "a share, and what every device holds whole"
+    assert found.devices.weight_bytes / 1e9 == pytest.approx(353 / 8, rel=0.06), (
+        "a share, and what every device holds whole"
+    )
     assert 140_000 < found.devices.cache_tokens < 200_000
     assert found.devices.cache_bytes_per_token == 576 * 2 * 61
 
 
 def test_a_cache_in_8_bits_has_room_for_more(tiny_checkpoint: Path) -> None:
-    wide, narrow = (plan(tiny_checkpoint, find_scheme("awq-w4a16"), cache=cache).devices for cache in (None, "int8"))
+    wide, narrow = (
+        plan(tiny_checkpoint, find_scheme("awq-w4a16"), cache=cache).devices
+        for cache in (None, "int8")
+    )
     assert narrow.cache_bytes_per_token == 3 * (128 + 2 * 16 + 4)
     assert wide.cache_bytes_per_token == 3 * 2 * (128 + 16)
-    assert narrow.cache_tokens == narrow.cache_bytes // narrow.cache_bytes_per_token > wide.cache_tokens
+    assert (
+        narrow.cache_tokens
+        == narrow.cache_bytes // narrow.cache_bytes_per_token
+        > wide.cache_tokens
+    )
     assert "8-bit cache" in narrow.assumption
     with pytest.raises(QuantkitError, match="cache of 'int4' is not known"):
         plan(tiny_checkpoint, find_scheme("awq-w4a16"), cache="int4")
 
 
-def test_a_draft_model_is_whole_on_every_device(tiny_checkpoint: Path, tiny_dense_checkpoint: Path) -> None:
+def test_a_draft_model_is_whole_on_every_device(
+    tiny_checkpoint: Path, tiny_dense_checkpoint: Path
+) -> None:
     scheme = find_scheme("awq-w4a16")
-    alone, beside = (plan(tiny_checkpoint, scheme, devices="2x64GiB", draft=draft).devices for draft in (None, tiny_dense_checkpoint))
+    alone, beside = (
+        plan(tiny_checkpoint, scheme, devices="2x64GiB", draft=draft).devices
+        for draft in (None, tiny_dense_checkpoint)
+    )
     stored = Checkpoint.open(tiny_dense_checkpoint).tensors
-    without_mtp = sum(tensor.nbytes for name, tensor in stored.items() if not name.startswith("model.layers.3."))
+    without_mtp = sum(
+        tensor.nbytes for name, tensor in stored.items() if not name.startswith("model.layers.3.")
+    )
     assert beside.weight_bytes - alone.weight_bytes == without_mtp
     assert beside.cache_bytes_per_token == 2 * (alone.cache_bytes_per_token or 0)
     assert beside.cache_tokens == pytest.approx((alone.cache_tokens or 0) / 2, rel=0.01)
@@ -74,7 +104,8 @@ def test_a_draft_model_is_whole_on_every_device(tiny_checkpoint: Path, tiny_dens
 
 
 def test_r1_in_eight_bits_does_not(r1: dict[str, Plan]) -> None:
-    """Published: 673 GB. Ours keeps kv_b in 16 bits, one byte more for each of its 32768 x 512 weights in 61 layers."""
+    """Published: 673 GB. Ours keeps kv_b in 16 bits, one byte more for each of its 32768 x 512
+    weights in 61 layers."""
     found = r1["int8-a8w8c16"]
     kv_b = 32768 * 512 * 61
     assert (found.output_bytes_without_mtp - kv_b) / 1e9 == pytest.approx(673, abs=1)
@@ -84,8 +115,12 @@ def test_r1_in_eight_bits_does_not(r1: dict[str, Plan]) -> None:
 
 def test_memory_does_not_grow_with_the_model(r1: dict[str, Plan], tmp_path: Path) -> None:
     """Two layers need what sixty-one do."""
-    cut = r1_headers.r1_config(num_hidden_layers=2, first_k_dense_replace=1, num_nextn_predict_layers=0)
-    small = plan(r1_headers.write_headers(tmp_path / "cut", cut, shards=4), find_scheme("awq-w4a16"))
+    cut = r1_headers.r1_config(
+        num_hidden_layers=2, first_k_dense_replace=1, num_nextn_predict_layers=0
+    )
+    small = plan(
+        r1_headers.write_headers(tmp_path / "cut", cut, shards=4), find_scheme("awq-w4a16")
+    )
     assert small.host_peak_bytes == r1["awq-w4a16"].host_peak_bytes
     fewer = plan(tmp_path / "cut", find_scheme("awq-w4a16"), samples=16)
     assert fewer.host_peak_bytes < small.host_peak_bytes
@@ -101,15 +136,32 @@ def test_output_bytes_are_those_written(tmp_path: Path, scheme: str) -> None:
     source = make_model.write_fp8(tmp_path / "source", config, make_model.random_tensors(config))
     planned = plan(source, find_scheme(scheme))
     few = {"samples": 4, "held_out": 1, "seq_len": 24} if scheme in CALIBRATED else {"methods": ()}
-    report = quantize(source, tmp_path / "out", find_scheme(scheme), "auto", Recipe(scheme=scheme, **few), device="cpu")
+    report = quantize(
+        source,
+        tmp_path / "out",
+        find_scheme(scheme),
+        "auto",
+        Recipe(scheme=scheme, **few),
+        device="cpu",
+    )
     assert planned.output_bytes == report.output_bytes
     assert sum(planned.output_bytes_by_part.values()) == report.output_bytes
 
 
-def test_output_bytes_for_an_engine_are_those_written(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_output_bytes_for_an_engine_are_those_written(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     scheme, recipe = find_scheme("awq-w4a16"), Recipe(scheme="awq-w4a16", methods=(), fit_points=1)
     planned = plan(tiny_checkpoint, scheme, engine="vllm-ascend", recipe=recipe)
-    report = quantize(tiny_checkpoint, tmp_path / "out", scheme, "auto", recipe, engine="vllm-ascend", device="cpu")
+    report = quantize(
+        tiny_checkpoint,
+        tmp_path / "out",
+        scheme,
+        "auto",
+        recipe,
+        engine="vllm-ascend",
+        device="cpu",
+    )
     assert (planned.format, planned.output_bytes) == (report.format, report.output_bytes)
     assert planned.output_bytes != plan(tiny_checkpoint, scheme, recipe=recipe).output_bytes
 
@@ -117,13 +169,24 @@ def test_output_bytes_for_an_engine_are_those_written(tiny_checkpoint: Path, tmp
 def test_an_unknown_architecture_is_planned_without_a_cache(tmp_path: Path) -> None:
     config = make_model.tiny_config(model_type="mamba")
     source = make_model.write_dense(tmp_path / "source", config, make_model.random_tensors(config))
-    planned = command("plan", str(source), "--scheme", "rtn-w4a16", "--devices", "2x1GiB", "--json").json
+    planned = command(
+        "plan", str(source), "--scheme", "rtn-w4a16", "--devices", "2x1GiB", "--json"
+    ).json
     assert command("plan", str(source), "--scheme", "rtn-w4a16").code == 0
-    report = quantize(source, tmp_path / "out", find_scheme("rtn-w4a16"), "auto", load_recipe("rtn-w4a16"), device="cpu")
+    report = quantize(
+        source,
+        tmp_path / "out",
+        find_scheme("rtn-w4a16"),
+        "auto",
+        load_recipe("rtn-w4a16"),
+        device="cpu",
+    )
     assert planned["output_bytes"] == report.output_bytes
     assert not planned["fits"], "4 GiB are reserved"
     assert planned["devices"]["cache_tokens"] is None
-    assert planned["output_bytes"] / 2 < planned["devices"]["weight_bytes"] < planned["output_bytes"], "what is not quantized is on both"
+    assert (
+        planned["output_bytes"] / 2 < planned["devices"]["weight_bytes"] < planned["output_bytes"]
+    ), "what is not quantized is on both"
 
 
 def test_known_hardware_is_predicted_too() -> None:
@@ -131,21 +194,45 @@ def test_known_hardware_is_predicted_too() -> None:
     assert planned.devices.count == 8
     assert planned.cost_model is not None
     assert (planned.cost_model["hardware"], planned.cost_model["context"]) == ("910B1", 384)
-    assert planned.devices.memory_bytes == plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x64GiB").devices.memory_bytes
+    assert (
+        planned.devices.memory_bytes
+        == plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x64GiB").devices.memory_bytes
+    )
     assert plan("tiny-r1", find_scheme("awq-w4a16"), devices="4x141GB").cost_model is None
     assert sum(planned.devices.workspace_bytes.values()) <= planned.devices.reserve_bytes
-    assert plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x64GiB").devices.workspace_bytes == {}
+    assert (
+        plan("tiny-r1", find_scheme("awq-w4a16"), devices="8x64GiB").devices.workspace_bytes == {}
+    )
     named = plan("tiny-r1", find_scheme("awq-w4a16"), devices="8xh100")
     assert (named.devices.memory_bytes, named.cost_model) == (79 * 2**30, None)
     with pytest.raises(QuantkitError, match="hardware FOO is not known"):
         plan("tiny-r1", find_scheme("awq-w4a16"), devices="8xFOO")
 
 
-def test_roles_of_a_layout_keep_tokens_in_as_many_bits_as_the_engine_has(cut_source: Checkpoint, tmp_path: Path) -> None:
-    """vllm-ascend: latents in 8 bits only where they came from another role; keys and values wherever they are sent to none."""
-    grouped = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_attention_heads": 16, "num_key_value_heads": 8}
-    grouped |= {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 320}
-    grouped |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "hidden_act": "silu", "tie_word_embeddings": False}
+def test_roles_of_a_layout_keep_tokens_in_as_many_bits_as_the_engine_has(
+    cut_source: Checkpoint, tmp_path: Path
+) -> None:
+    """vllm-ascend: latents in 8 bits only where they came from another role; keys and values
+    wherever they are sent to none."""
+    grouped = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    }
+    grouped |= {
+        "hidden_size": 128,
+        "head_dim": 32,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "vocab_size": 320,
+    }
+    grouped |= {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40960,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
     keys = write_random(tmp_path / "qwen3", grouped)
 
     def token_bytes(source: Path | Checkpoint, scheme: str, layout: str) -> dict[str, int]:
@@ -155,27 +242,48 @@ def test_roles_of_a_layout_keep_tokens_in_as_many_bits_as_the_engine_has(cut_sou
 
     apart = token_bytes(cut_source, "int8-a8w8c16", "disaggregated-a2")
     assert apart == {"prefill": CUT * 2 * 576, "decode": CUT * 2 * 576}
-    assert token_bytes(cut_source, "int8-a8w8c8", "disaggregated-a2") == {"prefill": apart["prefill"], "decode": CUT * (512 + 4 + 2 * 64)}
-    assert token_bytes(cut_source, "int8-a8w8c8", "four-boxes") == token_bytes(cut_source, "int8-a8w8c16", "four-boxes")
-    assert token_bytes(keys, "int8-a8w8c8", "one-box")["server"] < 0.6 * token_bytes(keys, "int8-a8w8c16", "one-box")["server"]
-    apart, coded = (token_bytes(keys, scheme, "disaggregated-a2") for scheme in ("int8-a8w8c16", "int8-a8w8c8"))
+    assert token_bytes(cut_source, "int8-a8w8c8", "disaggregated-a2") == {
+        "prefill": apart["prefill"],
+        "decode": CUT * (512 + 4 + 2 * 64),
+    }
+    assert token_bytes(cut_source, "int8-a8w8c8", "four-boxes") == token_bytes(
+        cut_source, "int8-a8w8c16", "four-boxes"
+    )
+    assert (
+        token_bytes(keys, "int8-a8w8c8", "one-box")["server"]
+        < 0.6 * token_bytes(keys, "int8-a8w8c16", "one-box")["server"]
+    )
+    apart, coded = (
+        token_bytes(keys, scheme, "disaggregated-a2") for scheme in ("int8-a8w8c16", "int8-a8w8c8")
+    )
     assert coded["prefill"] == apart["prefill"]
     assert coded["decode"] < 0.6 * apart["decode"]
 
 
-def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(r1_source: Checkpoint, cut_source: Checkpoint) -> None:
-    """What `deploy` tells of the output, from the source's headers: memory, experts and the rate beside the published one."""
+def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(
+    r1_source: Checkpoint, cut_source: Checkpoint
+) -> None:
+    """What `deploy` tells of the output, from the source's headers: memory, experts and the rate
+    beside the published one."""
     scheme = find_scheme("int8-a8w8c16")
     planned = plan(r1_source, scheme, engine="vllm-ascend", layout="four-boxes")
     found = planned.layout
     assert found is not None
     assert planned.fits
-    assert not plan(r1_source, scheme, engine="vllm-ascend").fits  # on the 8x64GiB that are meant otherwise
+    assert not plan(
+        r1_source, scheme, engine="vllm-ascend"
+    ).fits  # on the 8x64GiB that are meant otherwise
     assert (found.devices, found.experts) == ({"server": 32}, {"server": 8})
-    assert round(found.memory["server"].weight_bytes / 1e9, 1) == 27.7, "as benchmarks/results/clusters.json has it"
+    assert round(found.memory["server"].weight_bytes / 1e9, 1) == 27.7, (
+        "as benchmarks/results/clusters.json has it"
+    )
     (rate,) = found.decoding
     predicted = {one["level"]: round(one["tokens_per_second"]) for one in rate["predicted"]}
-    assert (rate["tokens_per_second"], predicted["floor"], predicted["eager"]) == (303.67, 1070, 426)
+    assert (rate["tokens_per_second"], predicted["floor"], predicted["eager"]) == (
+        303.67,
+        1070,
+        426,
+    )
     copies = plan(r1_source, scheme, engine="vllm-ascend", layout="four-boxes", redundant=32).layout
     assert copies is not None
     assert copies.experts == {"server": 9}
@@ -193,12 +301,18 @@ def test_a_layout_is_planned_on_the_machines_that_are_given(cut_source: Checkpoi
     scheme = find_scheme("int8-a8w8c16")
 
     def laid_out(layout: str, devices: str | None) -> PlannedLayout:
-        found = plan(cut_source, scheme, engine="vllm-ascend", layout=layout, devices=devices).layout
+        found = plan(
+            cut_source, scheme, engine="vllm-ascend", layout=layout, devices=devices
+        ).layout
         assert found is not None
         return found
 
     own, wide, small = (laid_out("four-boxes", devices) for devices in (None, "16", "8x32GiB"))
-    assert (own.devices, wide.devices, small.devices) == ({"server": 32}, {"server": 64}, {"server": 32})
+    assert (own.devices, wide.devices, small.devices) == (
+        {"server": 32},
+        {"server": 64},
+        {"server": 32},
+    )
     assert (own.memory_gib, wide.memory_gib, small.memory_gib) == (64, 64, 32)
     assert wide.memory["server"].weight_bytes < own.memory["server"].weight_bytes
     assert small.memory["server"].usable_bytes < own.memory["server"].usable_bytes
@@ -206,7 +320,9 @@ def test_a_layout_is_planned_on_the_machines_that_are_given(cut_source: Checkpoi
     assert not wide.decoding, "a published rate is of its own size"
     with pytest.raises(QuantkitError, match="four-boxes is laid out for machines of 8 devices"):
         laid_out("four-boxes", "5")
-    with pytest.raises(QuantkitError, match="there is no deployment recipe for vllm-ascend on cuda"):
+    with pytest.raises(
+        QuantkitError, match="there is no deployment recipe for vllm-ascend on cuda"
+    ):
         laid_out("four-boxes", "8xH100")
 
 
@@ -216,12 +332,23 @@ def test_a_layout_that_cannot_be_split_so_does_not_fit() -> None:
     assert not planned.fits
     told = dict(planned.layout.facts())["  server cannot be split so"]
     assert "which 8 ranks cannot share in steps of" in told
-    on_two = plan("tiny-r1", find_scheme("int8-a8w8c16"), engine="vllm", layout="two-boxes", devices="2xH100")
+    on_two = plan(
+        "tiny-r1", find_scheme("int8-a8w8c16"), engine="vllm", layout="two-boxes", devices="2xH100"
+    )
     assert (on_two.fits, on_two.layout and on_two.layout.problems) == (True, {})
 
 
 def test_the_command_prints_a_layout_and_its_published_rate(r1_source: Checkpoint) -> None:
-    told = command("plan", str(r1_source.path), "--scheme", "int8-a8w8c16", "--engine", "vllm-ascend", "--layout", "disaggregated-384")
+    told = command(
+        "plan",
+        str(r1_source.path),
+        "--scheme",
+        "int8-a8w8c16",
+        "--engine",
+        "vllm-ascend",
+        "--layout",
+        "disaggregated-384",
+    )
     assert "published 1920 tokens/s a device" in told.err
     assert "fused: 2485 tokens/s (+29%)" in told.err
     assert "decode, 144 devices of 64 GiB" in told.out + told.err
@@ -230,8 +357,12 @@ def test_the_command_prints_a_layout_and_its_published_rate(r1_source: Checkpoin
 def test_samples_are_the_recipes_unless_given(tiny_checkpoint: Path) -> None:
     scheme, recipe = find_scheme("awq-w4a16"), Recipe(scheme="awq-w4a16", samples=16, seq_len=64)
     by_recipe = plan(tiny_checkpoint, scheme, recipe=recipe).host_peak.hidden_states
-    assert by_recipe == plan(tiny_checkpoint, scheme, samples=16, seq_len=64).host_peak.hidden_states
-    assert by_recipe < plan(tiny_checkpoint, scheme, recipe=recipe, samples=32).host_peak.hidden_states
+    assert (
+        by_recipe == plan(tiny_checkpoint, scheme, samples=16, seq_len=64).host_peak.hidden_states
+    )
+    assert (
+        by_recipe < plan(tiny_checkpoint, scheme, recipe=recipe, samples=32).host_peak.hidden_states
+    )
 
 
 def test_devices_are_read_and_faults_told() -> None:
@@ -242,7 +373,10 @@ def test_devices_are_read_and_faults_told() -> None:
     assert read_devices("8") == read_devices("8x64GiB")
     assert (read_number("8"), read_number("2xh100")) == (8, Devices(2, 79 * 2**30, device="cuda"))
     for text in ("8x", "0", "0x64GiB", "8x64", "8xGiB", "8x-1GiB", ""):
-        with pytest.raises(QuantkitError, match=r"devices '.*' make no sense; write 8, 8x64GiB, 8xH100, 8x910B1 or cpu|is no size"):
+        with pytest.raises(
+            QuantkitError,
+            match=r"devices '.*' make no sense; write 8, 8x64GiB, 8xH100, 8x910B1 or cpu|is no size",
+        ):
             read_devices(text)
 
 

@@ -1,4 +1,5 @@
-"""How far long work is and how long it will take: from the share that is done and a clock, in a terminal, a log and a notebook."""
+"""How far long work is and how long it will take: from the share that is done and a clock, in a
+terminal, a log and a notebook."""
 
 import io
 import sys

@@ -1,4 +1,5 @@
-"""Results show themselves: as text, as a table in a notebook, and never as markup or control characters of what they hold."""
+"""Results show themselves: as text, as a table in a notebook, and never as markup or control
+characters of what they hold."""
 
 from dataclasses import dataclass, replace
 

@@ -1,4 +1,5 @@
-"""YAML settings: a fault is one line with the file, the place in it and the remedy, whoever reads it."""
+"""YAML settings: a fault is one line with the file, the place in it and the remedy, whoever reads
+it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +62,9 @@ def test_parts_of_a_list_and_of_a_dict_are_told_by_their_place(tmp_path: Path) -
 
 
 def test_a_file_is_found_by_its_path_or_its_name(tmp_path: Path) -> None:
-    assert find_yaml("awq-w4a16", "recipes") == find_yaml(str(find_yaml("awq-w4a16", "recipes")), "recipes")
+    assert find_yaml("awq-w4a16", "recipes") == find_yaml(
+        str(find_yaml("awq-w4a16", "recipes")), "recipes"
+    )
     assert find_yaml("awq-w4", "recipes") is None
     assert find_yaml(str(tmp_path / "none.yaml"), "recipes") is None
     assert find_yaml(str(tmp_path), "recipes") is None

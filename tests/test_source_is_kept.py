@@ -1,6 +1,8 @@
-"""A source is never written to, whatever is asked, and --overwrite removes only what quantkit wrote: as command lines, in this process.
+"""A source is never written to, whatever is asked, and --overwrite removes only what quantkit
+wrote: as command lines, in this process.
 
-Before and after every command all files of the source are the same: content, times, inode, links, mode.
+Before and after every command all files of the source are the same: content, times, inode, links,
+mode.
 """
 
 import json
@@ -24,8 +26,21 @@ def state(folder: Path) -> dict[str, object]:
     for place, folders, files in os.walk(folder):
         for path in [Path(place), *(Path(place) / name for name in (*folders, *files))]:
             about = path.lstat()
-            content: object = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
-            found[str(path)] = (about.st_ino, about.st_mode, about.st_size, about.st_mtime_ns, about.st_nlink, content)
+            content: object = (
+                os.readlink(path)
+                if path.is_symlink()
+                else path.read_bytes()
+                if path.is_file()
+                else None
+            )
+            found[str(path)] = (
+                about.st_ino,
+                about.st_mode,
+                about.st_size,
+                about.st_mtime_ns,
+                about.st_nlink,
+                content,
+            )
     return found
 
 
@@ -88,29 +103,59 @@ CASES: dict[str, Callable[[Path], tuple[Path | str, Path | str]]] = {
     "the source as . below": lambda p: ("models/source", "models/source/."),
     "in the source": lambda p: ("models/source", "models/source/out"),
     "deep in the source": lambda p: ("models/source", "models/source/a/b/out"),
-    "in the source through a link": lambda p: ("models/source", linked(p, "link", p / "models/source") / "out"),
+    "in the source through a link": lambda p: (
+        "models/source",
+        linked(p, "link", p / "models/source") / "out",
+    ),
     "holds the source": lambda p: ("models/source", "models"),
     "holds the source, as .": lambda p: ("models/source", "."),
     "holds the source, as ..": lambda p: ("models/source", "models/source/.."),
     "holds the source, as the root": lambda p: ("models/source", "/"),
     "a link to the source": lambda p: ("models/source", linked(p, "out", p / "models/source")),
-    "a link to a link to the source": lambda p: ("models/source", linked(p, "out", linked(p, "link", p / "models/source"))),
+    "a link to a link to the source": lambda p: (
+        "models/source",
+        linked(p, "out", linked(p, "link", p / "models/source")),
+    ),
     "a link to what holds the source": lambda p: ("models/source", linked(p, "out", p / "models")),
-    "the source, which is a link": lambda p: (linked(p, "link", p / "models/source"), "models/source"),
-    "the source, both links": lambda p: (linked(p, "a", p / "models/source"), linked(p, "b", p / "models/source")),
+    "the source, which is a link": lambda p: (
+        linked(p, "link", p / "models/source"),
+        "models/source",
+    ),
+    "the source, both links": lambda p: (
+        linked(p, "a", p / "models/source"),
+        linked(p, "b", p / "models/source"),
+    ),
     "a link to nothing": lambda p: ("models/source", linked(p, "out", p / "nowhere")),
-    "shards of the source linked into it": lambda p: (with_shards_in(p, p / "out", _symlink), "out"),
+    "shards of the source linked into it": lambda p: (
+        with_shards_in(p, p / "out", _symlink),
+        "out",
+    ),
     "hard links of shards": lambda p: (with_shards_in(p, p / "out", os.link), "out"),
-    "hard links in what is unfinished": lambda p: (with_shards_in(p, p / "out.partial", os.link), "out"),
-    "links into what is unfinished": lambda p: (with_shards_in(p, p / "out.partial", _symlink), "out"),
+    "hard links in what is unfinished": lambda p: (
+        with_shards_in(p, p / "out.partial", os.link),
+        "out",
+    ),
+    "links into what is unfinished": lambda p: (
+        with_shards_in(p, p / "out.partial", _symlink),
+        "out",
+    ),
     "the blobs of a hub's cache": lambda p: (hub_cache(p), p / "models--org--name/blobs"),
     "the cache of a hub": lambda p: (hub_cache(p), p / "models--org--name"),
     "the snapshots of a hub's cache": lambda p: (hub_cache(p), p / "models--org--name/snapshots"),
     "the source is called OUT.partial": lambda p: (moved(p, "out.partial"), "out"),
     "the source is called OUT.replaced": lambda p: (moved(p, "out.replaced"), "out"),
-    "OUT.partial is a link to the source": lambda p: ("models/source", linked(p, "out.partial", p / "models/source").with_suffix("")),
-    "OUT.partial holds the source": lambda p: (moved(p, "models/source2").rename(_made(p, "out.partial") / "s"), "out"),
-    "OUT.replaced is a link to the source": lambda p: ("models/source", linked(p, "out.replaced", p / "models/source").with_suffix("")),
+    "OUT.partial is a link to the source": lambda p: (
+        "models/source",
+        linked(p, "out.partial", p / "models/source").with_suffix(""),
+    ),
+    "OUT.partial holds the source": lambda p: (
+        moved(p, "models/source2").rename(_made(p, "out.partial") / "s"),
+        "out",
+    ),
+    "OUT.replaced is a link to the source": lambda p: (
+        "models/source",
+        linked(p, "out.replaced", p / "models/source").with_suffix(""),
+    ),
 }
 
 
@@ -135,16 +180,30 @@ FOREIGN: dict[str, Callable[[Path], Path]] = {
     "a folder with a note": lambda p: _with(_made(p, "out"), "note.txt", "mine").parent,
     "somebody's model": lambda p: shutil.copytree(p / "models/source", p / "out"),
     "a file": lambda p: _with(p, "out", "mine"),
-    "an output without a list": lambda p: _with(shutil.copytree(p / "models/source", p / "out"), "manifest.json", '{"tensors": {}}').parent,
+    "an output without a list": lambda p: (
+        _with(
+            shutil.copytree(p / "models/source", p / "out"), "manifest.json", '{"tensors": {}}'
+        ).parent
+    ),
     "an output and a note": lambda p: _with(_output(p), "note.txt", "mine").parent,
     "an output and a hidden file": lambda p: _with(_output(p), ".note", "mine").parent,
     "an output and a folder": lambda p: _made(_output(p), "runs").parent,
     "an output with an edited config": lambda p: _with(_output(p), "config.json", "{}").parent,
-    "an output with another shard": lambda p: _with(_output(p), "model-00001-of-00001.safetensors", "mine").parent,
-    "an output with a shard more": lambda p: _with(_output(p), "model-00002-of-00002.safetensors", "mine").parent,
-    "an output with a link": lambda p: linked(_output(p), "tokenizer.model", p / "models/source/tokenizer.json").parent,
-    "a note in what is unfinished": lambda p: _with(_made(p, "out.partial"), "note.txt", "mine").parent.with_suffix(""),
-    "something called OUT.replaced": lambda p: _with(_made(p, "out.replaced"), "note.txt", "mine").parent.with_suffix(""),
+    "an output with another shard": lambda p: (
+        _with(_output(p), "model-00001-of-00001.safetensors", "mine").parent
+    ),
+    "an output with a shard more": lambda p: (
+        _with(_output(p), "model-00002-of-00002.safetensors", "mine").parent
+    ),
+    "an output with a link": lambda p: (
+        linked(_output(p), "tokenizer.model", p / "models/source/tokenizer.json").parent
+    ),
+    "a note in what is unfinished": lambda p: _with(
+        _made(p, "out.partial"), "note.txt", "mine"
+    ).parent.with_suffix(""),
+    "something called OUT.replaced": lambda p: _with(
+        _made(p, "out.replaced"), "note.txt", "mine"
+    ).parent.with_suffix(""),
 }
 
 
@@ -187,22 +246,38 @@ def test_the_calibration_text_is_kept_too(place: Path) -> None:
     """In the folder to be replaced, even under a name that quantkit wrote, and as the folder."""
     out = _output(place)
     text = out / "tokenizer_config.json"
-    for calibration in (text, linked(place, "text", text), _with(_made(place, "new.partial"), "text.txt", "a b c")):
+    for calibration in (
+        text,
+        linked(place, "text", text),
+        _with(_made(place, "new.partial"), "text.txt", "a b c"),
+    ):
         before = state(place)
         target = "new" if calibration.name == "text.txt" else "out"
-        where = ["--scheme", "awq-w4a16", "--out", target, "--calibration", str(calibration), "--overwrite"]
+        where = [
+            "--scheme",
+            "awq-w4a16",
+            "--out",
+            target,
+            "--calibration",
+            str(calibration),
+            "--overwrite",
+        ]
         said = command("quantize", "models/source", *where)
         assert (said.code, said.errors) == (1, 1), said
         assert "which is to be written" in said.error
         assert state(place) == before
 
 
-@pytest.mark.parametrize("out", ["models/source", "models/source/results", "link", "link/results", "other"])
+@pytest.mark.parametrize(
+    "out", ["models/source", "models/source/results", "link", "link/results", "other"]
+)
 @pytest.mark.parametrize("name", ["eval", "bench"])
 def test_results_do_not_go_into_a_model(place: Path, name: str, out: str) -> None:
     linked(place, "link", place / "models/source")
     shutil.copytree(place / "models/source", place / "other")
     before = state(place)
-    said = command(name, "models/source", "--out", out, *(["--tasks", "tiny-math"] if name == "eval" else []))
+    said = command(
+        name, "models/source", "--out", out, *(["--tasks", "tiny-math"] if name == "eval" else [])
+    )
     assert (said.code, said.errors) == (1, 1), said
     assert state(place) == before

@@ -1,6 +1,8 @@
-"""What a tensor is stands in the model's table: code outside quantkit/models neither reads it out of a name nor asks a config for fields.
+"""What a tensor is stands in the model's table: code outside quantkit/models neither reads it out
+of a name nor asks a config for fields.
 
-`SPELLED` lists the texts that hold a piece of a name all the same, with the reason. A text that is gone must leave the list.
+`SPELLED` lists the texts that hold a piece of a name all the same, with the reason. A text that is
+gone must leave the list.
 """
 
 import ast
@@ -28,28 +30,39 @@ PIECES = (
 )
 OF_THE_TABLE = {*get_args(Role), *get_args(Block), *get_args(Projection)}
 UNIT = "the name of a unit of work, which quantkit makes itself"
-OTHERS = "spellings of other writers, or of an architecture without a table, which a diagnosis is about"
+OTHERS = (
+    "spellings of other writers, or of an architecture without a table, which a diagnosis is about"
+)
 SPELLED: dict[str, dict[str, str]] = {
     "calibrate/units.py": {"layers.": UNIT, ".experts.": UNIT},
     "calibrate/choices.py": {"layers.": UNIT, ".experts": UNIT},
     "quantization/memory.py": {"layers.": UNIT, ".experts": UNIT},
     "quantization/run.py": {"layers.": UNIT},
-    "quantization/checks.py": {"lm_head\\.weight": "a head beside a tied embedding, for which the table has no row"},
+    "quantization/checks.py": {
+        "lm_head\\.weight": "a head beside a tied embedding, for which the table has no row"
+    },
     "checkpoint/formats/base.py": {
         "lm_head": "what engines call the head, stored or tied",
         "embed_tokens": "a 2-D weight that no engine takes for a linear",
-        r"(.*?\.layers\.\d+)\.": "entries of ignore lists cover a layer by its prefix: a spelling of the format",
+        r"(.*?\.layers\.\d+)\.": "entries of ignore lists cover a layer by its prefix: a spelling "
+        "of the format",
     },
     "checkpoint/formats/compressed_mixed.py": {
-        r"(.*?\blayers\.)(\d+)\.(.+)": "a group's targets cover what is alike in every layer by one pattern: a spelling of the format",
+        r"(.*?\blayers\.)(\d+)\.(.+)": "a group's targets cover what is alike in every layer by "
+        "one pattern: a spelling of the format",
     },
-    "checkpoint/tensor_aliases.py": {r"^model\.embed_tokens\.": "what transformers writes for a name of DeepSeek-V4's release"},
+    "checkpoint/tensor_aliases.py": {
+        r"^model\.embed_tokens\.": "what transformers writes for a name of DeepSeek-V4's release"
+    },
     "checkpoint/stacked_experts.py": {
-        r"(.*experts)\.(0|[1-9]\d{0,5})\.\w+_proj\.(weight|bias)": "an expert's tensor, as `unstacked` names it",
+        r"(.*experts)\.(0|[1-9]\d{0,5})\.\w+_proj\.(weight|bias)": "an expert's tensor, as "
+        "`unstacked` names it",
         "_proj.": "the same",
         "_proj": "how publishers name experts that they stack in one tensor",
     },
-    "checkpoint/stacked_layouts.py": {"_proj": "how publishers name experts that they stack in one tensor"},
+    "checkpoint/stacked_layouts.py": {
+        "_proj": "how publishers name experts that they stack in one tensor"
+    },
     "checkpoint/formats/modelslim_kinds.py": dict.fromkeys(
         ("o_proj", "down_proj"), "the format slices scale_bias of these two, for vllm-ascend"
     ),
@@ -83,17 +96,29 @@ def texts(tree: ast.Module) -> Iterator[str]:
     """Literal texts, those inside f-strings too, that are no docstrings."""
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in documentation
+        ):
             yield node.value
 
 
 def pieces_of_names(tree: ast.Module) -> set[str]:
-    return {text for text in texts(tree) if text not in OF_THE_TABLE and any(piece in text for piece in PIECES)}
+    return {
+        text
+        for text in texts(tree)
+        if text not in OF_THE_TABLE and any(piece in text for piece in PIECES)
+    }
 
 
 def questions_to_configs(tree: ast.Module) -> list[str]:
     """Calls such as getattr(config, "num_key_value_heads", None)."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr")]
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr")
+    ]
     return [ast.unparse(call) for call in calls if "config" in ast.unparse(call.args[0]).lower()]
 
 
@@ -105,14 +130,20 @@ def outside_models() -> list[str]:
 @pytest.mark.parametrize("file", outside_models())
 def test_names_and_configs_are_not_looked_into(file: str) -> None:
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-    assert pieces_of_names(tree) == set(SPELLED.get(file, {})), "ask the row of models/table.py: block, projection, role, expert, layer"
+    assert pieces_of_names(tree) == set(SPELLED.get(file, {})), (
+        "ask the row of models/table.py: block, projection, role, expert, layer"
+    )
     assert not questions_to_configs(tree), "ask what models.architecture.ModelConfig promises"
 
 
 def test_such_code_is_found() -> None:
     tree = ast.parse(
-        '"""self_attn"""\ndef f(name, config):\n    """.mlp."""\n    return ".experts." in name, getattr(config, "kv_heads", 0)\n'
+        '"""self_attn"""\ndef f(name, config):\n    """.mlp."""\n    return ".experts." in name, '
+        'getattr(config, "kv_heads", 0)\n'
     )
     assert pieces_of_names(tree) == {".experts."}
     assert questions_to_configs(tree) == ["getattr(config, 'kv_heads', 0)"]
-    assert pieces_of_names(ast.parse('f"{p}.self_attn.{side}_proj"; x = f"{p}_proj"')) == {".self_attn.", "_proj"}
+    assert pieces_of_names(ast.parse('f"{p}.self_attn.{side}_proj"; x = f"{p}_proj"')) == {
+        ".self_attn.",
+        "_proj",
+    }

@@ -1,4 +1,5 @@
-"""Models whose head is their embedding: what quantize and convert write of them loads in transformers and computes what was stored."""
+"""Models whose head is their embedding: what quantize and convert write of them loads in
+transformers and computes what was stored."""
 
 import json
 from pathlib import Path
@@ -31,7 +32,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.inference_mode()
 def difference(path: Path, dtype: torch.dtype) -> float:
-    """Relative difference of transformers' logits, in `dtype`, from those of the dequantized weights in float32."""
+    """Relative difference of transformers' logits, in `dtype`, from those of the dequantized
+    weights in float32."""
     from transformers import AutoModelForCausalLM
 
     loaded = load_model(path, device="cpu", dtype="float32", backend="reference")
@@ -42,16 +44,31 @@ def difference(path: Path, dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize(
     ("scheme", "dtype", "tolerance"),
-    # compressed-tensors divides int8 activations by amax / 127.5 and quantkit by amax / 127; NVFP4 is decoded to BF16.
-    [("rtn-w4a16", torch.float32, 1e-5), ("int8-a8w8c16", torch.float32, 0.1), ("fp4-w4a16", torch.bfloat16, 0.05)],
+    # compressed-tensors divides int8 activations by amax / 127.5 and quantkit by amax / 127; NVFP4
+    # is decoded to BF16.
+    [
+        ("rtn-w4a16", torch.float32, 1e-5),
+        ("int8-a8w8c16", torch.float32, 0.1),
+        ("fp4-w4a16", torch.bfloat16, 0.05),
+    ],
 )
 def test_what_quantize_writes_computes_in_transformers(
     source: Path, tmp_path: Path, scheme: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     out = tmp_path / "out"
     recipe = Recipe(scheme=scheme, methods=[])
-    quantize(source, out, find_scheme(scheme), "compressed-tensors", recipe, engine="transformers", device="cpu")
-    assert json.loads((out / "config.json").read_text())["quantization_config"]["ignore"] == ["lm_head"]
+    quantize(
+        source,
+        out,
+        find_scheme(scheme),
+        "compressed-tensors",
+        recipe,
+        engine="transformers",
+        device="cpu",
+    )
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["ignore"] == [
+        "lm_head"
+    ]
     assert check_checkpoint("transformers", Checkpoint.open(out)) == []
     assert difference(out, dtype) < tolerance
 
@@ -76,24 +93,52 @@ def test_a_stored_head_that_is_not_the_embedding_is_refused(tmp_path: Path) -> N
     head = tied_tensors()["model.embed_tokens.weight"].clone()
     head[17, 3] += 1
     path = with_head(tmp_path / "model", head)
-    with pytest.raises(QuantkitError, match=r"lm_head\.weight .* differs from model\.embed_tokens\.weight"):
+    with pytest.raises(
+        QuantkitError, match=r"lm_head\.weight .* differs from model\.embed_tokens\.weight"
+    ):
         load_model(path, device="cpu")
     scheme = find_scheme("rtn-w4a16")
     with pytest.raises(QuantkitError, match=r"set \"tie_word_embeddings\": false"):
-        quantize(path, tmp_path / "out", scheme, "awq", Recipe(scheme=scheme.name, methods=[]), device="cpu")
+        quantize(
+            path,
+            tmp_path / "out",
+            scheme,
+            "awq",
+            Recipe(scheme=scheme.name, methods=[]),
+            device="cpu",
+        )
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [
-        ("llama", {"head_dim": 80, "rope_scaling": {"type": "yarn", "factor": 8.0, "attention_factor": 1.3, "truncate": False}}),
+        (
+            "llama",
+            {
+                "head_dim": 80,
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 8.0,
+                    "attention_factor": 1.3,
+                    "truncate": False,
+                },
+            },
+        ),
         ("qwen2", {"hidden_size": 384, "head_dim": None}),
-        ("qwen3", {"head_dim": 112, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}}),
+        (
+            "qwen3",
+            {
+                "head_dim": 112,
+                "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+            },
+        ),
     ],
 )
 @torch.inference_mode()
-def test_the_engine_runs_one_kv_head_and_odd_head_sizes(tmp_path: Path, model_type: str, changes: dict[str, Any]) -> None:
+def test_the_engine_runs_one_kv_head_and_odd_head_sizes(
+    tmp_path: Path, model_type: str, changes: dict[str, Any]
+) -> None:
     """Cached steps choose what the whole forward chooses, but for what a bfloat16 cache costs."""
     config = {**TIED, "model_type": model_type, **changes}
     path = make_model.write_dense(tmp_path / "model", config, tied_tensors(config))
@@ -110,11 +155,21 @@ def test_the_engine_runs_one_kv_head_and_odd_head_sizes(tmp_path: Path, model_ty
 
 
 def test_convert_lists_the_head_of_a_source_that_does_not(source: Path, tmp_path: Path) -> None:
-    """ModelOpt's list names no tied head where the producer left it out; compressed-tensors must have it."""
-    quantize(source, tmp_path / "modelopt", find_scheme("fp4-w4a16"), "modelopt", Recipe(scheme="fp4-w4a16", methods=[]), device="cpu")
+    """ModelOpt's list names no tied head where the producer left it out; compressed-tensors must
+    have it."""
+    quantize(
+        source,
+        tmp_path / "modelopt",
+        find_scheme("fp4-w4a16"),
+        "modelopt",
+        Recipe(scheme="fp4-w4a16", methods=[]),
+        device="cpu",
+    )
     for name in ("config.json", "hf_quant_config.json"):
         path = tmp_path / "modelopt" / name
         path.write_text(path.read_text().replace('"lm_head"', ""))
     convert(tmp_path / "modelopt", tmp_path / "out", format="compressed-tensors")
-    assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["ignore"] == ["lm_head"]
+    assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"][
+        "ignore"
+    ] == ["lm_head"]
     assert difference(tmp_path / "out", torch.bfloat16) < 0.05

@@ -1,4 +1,5 @@
-"""Files that appear whole or not at all, and commands that say before their work that theirs could not be written."""
+"""Files that appear whole or not at all, and commands that say before their work that theirs could
+not be written."""
 
 import resource
 from collections.abc import Iterator
@@ -29,7 +30,12 @@ def _room_for(size: int) -> Iterator[None]:
 def test_what_stood_there_stays_and_nothing_is_left_behind(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     write_whole(path, "before")
-    with _room_for(100), pytest.raises(QuantkitError, match=r"cannot write .*results\.json: File too large; mend that"):
+    with (
+        _room_for(100),
+        pytest.raises(
+            QuantkitError, match=r"cannot write .*results\.json: File too large; mend that"
+        ),
+    ):
         write_whole(path, "after" * 1000)
     assert path.read_text() == "before"
     assert [one.name for one in tmp_path.iterdir()] == ["results.json"]
@@ -54,12 +60,23 @@ def test_a_file_that_could_not_be_written_is_told_before(tmp_path: Path) -> None
     ("work", "arguments"),
     [
         ("quantkit.checkpoint.hub.builtin_model", ("check", "tiny-r1", "--report")),
-        ("quantkit.checkpoint.hub.builtin_model", ("run", "tiny-r1", "--prompt", "1 + 1", "--count-experts")),
-        ("quantkit.checkpoint.hub.builtin_model", ("ppl", "tiny-r1", "--text", "TEXT", "--count-experts")),
-        ("quantkit.evaluation.tasks.needle.needle_rows", ("needle", "tiny-r1", "--lengths", "512", "--out")),
+        (
+            "quantkit.checkpoint.hub.builtin_model",
+            ("run", "tiny-r1", "--prompt", "1 + 1", "--count-experts"),
+        ),
+        (
+            "quantkit.checkpoint.hub.builtin_model",
+            ("ppl", "tiny-r1", "--text", "TEXT", "--count-experts"),
+        ),
+        (
+            "quantkit.evaluation.tasks.needle.needle_rows",
+            ("needle", "tiny-r1", "--lengths", "512", "--out"),
+        ),
     ],
 )
-def test_commands_refuse_first(tmp_path: Path, work: str, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_refuse_first(
+    tmp_path: Path, work: str, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(work, lambda *_: pytest.fail("work began"))
     answer = command(*arguments, str(tmp_path / TOO_LONG))
     assert (answer.code, answer.out) == (1, "")

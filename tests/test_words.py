@@ -1,4 +1,5 @@
-"""What commands say: values as they are, errors as one line or one object, and what is kept when they are stopped."""
+"""What commands say: values as they are, errors as one line or one object, and what is kept when
+they are stopped."""
 
 import json
 import os
@@ -46,7 +47,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def as_seen(name: str) -> str:
-    return name.replace("\x1b", r"\x1b").replace("\x07", r"\x07").replace("\u202e", r"\u202e").replace("\x9b", r"\x9b")
+    return (
+        name.replace("\x1b", r"\x1b")
+        .replace("\x07", r"\x07")
+        .replace("\u202e", r"\u202e")
+        .replace("\x9b", r"\x9b")
+    )
 
 
 COMMANDS = {
@@ -56,9 +62,44 @@ COMMANDS = {
     "convert": ["convert", "MODEL", "c[v1][/b]", "--dtype", "fp32"],
     "run": ["run", "MODEL", "--prompt", "[/INST] \x1b[31m", "--max-new-tokens", "3"],
     "ppl": ["ppl", "MODEL", "--text", "text.txt", "--limit", "2"],
-    "eval": ["eval", "MODEL", "--tasks", "tiny-math", "--limit", "1", "--max-tokens", "2", "--out", "e[v1][/b]"],
-    "bench": ["bench", "MODEL", "--input-len", "4", "--concurrency", "1", "--output-len", "2", "--warmup", "0", "--requests", "1"],
-    "deploy": ["deploy", "MODEL", "--engine", "vllm", "--hosts", "a", "--nic", "a[b]", "--devices", "2"],
+    "eval": [
+        "eval",
+        "MODEL",
+        "--tasks",
+        "tiny-math",
+        "--limit",
+        "1",
+        "--max-tokens",
+        "2",
+        "--out",
+        "e[v1][/b]",
+    ],
+    "bench": [
+        "bench",
+        "MODEL",
+        "--input-len",
+        "4",
+        "--concurrency",
+        "1",
+        "--output-len",
+        "2",
+        "--warmup",
+        "0",
+        "--requests",
+        "1",
+    ],
+    "deploy": [
+        "deploy",
+        "MODEL",
+        "--engine",
+        "vllm",
+        "--hosts",
+        "a",
+        "--nic",
+        "a[b]",
+        "--devices",
+        "2",
+    ],
     "kernels": ["kernels", "--device", "cpu"],
 }
 
@@ -68,14 +109,23 @@ def test_values_are_printed_as_they_are(hostile: Path, here: Path, name: str) ->
     said = command(*(str(hostile) if part == "MODEL" else part for part in COMMANDS[name]))
     assert said.code == 0, said
     assert not UNSEEN.search(said.out + said.err)
-    shown = {"quantize": "o[v1][/b]", "convert": "c[v1][/b]", "eval": "e[v1][/b]", "run": "", "kernels": "", "deploy": ""}
+    shown = {
+        "quantize": "o[v1][/b]",
+        "convert": "c[v1][/b]",
+        "eval": "e[v1][/b]",
+        "run": "",
+        "kernels": "",
+        "deploy": "",
+    }
     assert shown.get(name, as_seen(hostile.name)) in (said.out + said.err).replace("\n", "")
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, "serve"])
 def test_errors_name_things_as_they_are(here: Path, name: str) -> None:
     """One line; with --json one object, too, and the same exit code."""
-    arguments = [HOSTILE if part == "MODEL" else part for part in COMMANDS.get(name, ["serve", "MODEL"])]
+    arguments = [
+        HOSTILE if part == "MODEL" else part for part in COMMANDS.get(name, ["serve", "MODEL"])
+    ]
     if name == "kernels":
         arguments = ["kernels", "--device", HOSTILE]
     said = command(*arguments)
@@ -92,7 +142,13 @@ def test_errors_name_things_as_they_are(here: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["inspect"], ["inspect", "tiny-r1", f"--{MARKUP}"], ["bench", "tiny-r1", "--input-len", HOSTILE], [HOSTILE]]
+    "arguments",
+    [
+        ["inspect"],
+        ["inspect", "tiny-r1", f"--{MARKUP}"],
+        ["bench", "tiny-r1", "--input-len", HOSTILE],
+        [HOSTILE],
+    ],
 )
 def test_bad_usage(arguments: list[str]) -> None:
     said = command(*arguments)
@@ -112,12 +168,16 @@ def test_a_servers_texts(here: Path, task: str) -> None:
     assert MARKUP in said.out or task == "bench"
     assert not UNSEEN.search(said.out + said.err)
     shutil.rmtree(here / "e[v1][", ignore_errors=True)
-    with ReplayServer(lambda question, body: Reply(HOSTILE, status=400), models=(HOSTILE,)) as server:
+    with ReplayServer(
+        lambda question, body: Reply(HOSTILE, status=400), models=(HOSTILE,)
+    ) as server:
         said = command(task, server.url, *arguments)
     assert not UNSEEN.search(said.out + said.err)
 
 
-def test_every_value_that_json_has_not_is_null(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_value_that_json_has_not_is_null(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from quantkit.cli.console import print_json
 
     print_json({"a": [float("nan"), 1.5], "b": {"c": float("-inf")}})
@@ -136,15 +196,23 @@ def test_tables_are_whole_where_nobody_looks(tmp_path: Path) -> None:
     quantkit = [sys.executable, "-m", "quantkit"]
     environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
     convert = [*quantkit, "convert", str(name), str(name.with_suffix(".new")), "--dtype", "fp32"]
-    assert str(name) in subprocess.run(convert, env=environment, capture_output=True, text=True, check=True).stdout
-    with subprocess.Popen([*quantkit, "inspect", str(name)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    assert (
+        str(name)
+        in subprocess.run(
+            convert, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+    )
+    with subprocess.Popen(
+        [*quantkit, "inspect", str(name)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
 
 
-# --- being stopped -----------------------------------------------------------------------------------------------------------
+# --- being stopped
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -172,7 +240,9 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convert_module, "UNIT_BYTES", 200_000)
 
 
-def stop_after(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, calls: int, number: int) -> None:
+def stop_after(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, calls: int, number: int
+) -> None:
     """Send this process a signal when `method` was called so many times."""
     original, seen = getattr(owner, method), 0
 
@@ -189,13 +259,19 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, calls:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("name", JOBS)
-def test_a_stopped_run_says_how_to_go_on(source: Path, here: Path, small_units: None, name: str, number: int) -> None:
+def test_a_stopped_run_says_how_to_go_on(
+    source: Path, here: Path, small_units: None, name: str, number: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         stop_after(patch, CheckpointWriter, "write", 3, number)
         said = command(*JOBS[name])
     assert said.code == 128 + number
     again = "quantkit " + " ".join(f"'{part}'" if " " in part else part for part in JOBS[name])
-    found = re.search(r"(interrupted|terminated): 3 of (\d+) units are done, kept in .*/an out\.partial; this goes on: (.*)", said.err)
+    found = re.search(
+        r"(interrupted|terminated): 3 of (\d+) units are done, kept in .*/an out\.partial; this "
+        r"goes on: (.*)",
+        said.err,
+    )
     assert found, said.err
     assert found[3] == again
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -208,24 +284,46 @@ def test_a_stopped_run_says_how_to_go_on(source: Path, here: Path, small_units: 
     assert "done already: an out" in said.err
 
 
-def test_a_stopped_evaluation_says_how_to_go_on(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_evaluation_says_how_to_go_on(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def ask(url: str, *more: str) -> Answer:
-        return command("eval", url, "--tasks", "tiny-math", "--limit", "8", "--concurrency", "1", "--api-key", "secret", *more)
+        return command(
+            "eval",
+            url,
+            "--tasks",
+            "tiny-math",
+            "--limit",
+            "8",
+            "--concurrency",
+            "1",
+            "--api-key",
+            "secret",
+            *more,
+        )
 
     with ReplayServer(lambda question, body: "no") as server:
         with monkeypatch.context() as patch:
             stop_after(patch, store.ReplyJournal, "add", 3, signal.SIGINT)
             said = ask(server.url, "--out", "e")
         assert said.code == 130
-        kept = re.search(r"([23]) of 8 replies of replayed to tiny-math are there, kept in e; this goes on: quantkit eval http", said.err)
+        kept = re.search(
+            r"([23]) of 8 replies of replayed to tiny-math are there, kept in e; this goes on: "
+            r"quantkit eval http",
+            said.err,
+        )
         assert kept, said.err
         assert "secret" not in said.err
         before = len(server.requests)
         assert ask(server.url, "--out", "e").code == 0
-        assert len(server.requests) - before <= 8 - int(kept[1]) + 1  # one asks whether it is still the same model
+        assert (
+            len(server.requests) - before <= 8 - int(kept[1]) + 1
+        )  # one asks whether it is still the same model
 
 
-def test_stopped_before_anything_is_there(source: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_before_anything_is_there(
+    source: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stop_after(monkeypatch, CheckpointWriter, "check_source", 1, signal.SIGINT)
     said = command(*JOBS["quantize"], "--json")
     assert said.code == 130
@@ -242,18 +340,27 @@ def test_stopped_before_anything_is_there(source: Path, here: Path, monkeypatch:
         ("bench", "tiny-r1"),
     ],
 )
-def test_stopped_while_a_model_loads(typed: tuple[str, ...], number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_while_a_model_loads(
+    typed: tuple[str, ...], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stop_after(monkeypatch, Checkpoint, "open", 1, number)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     said = command(*(port if one == "PORT" else one for one in typed))
     assert said.code == 128 + number
-    assert said.err.splitlines()[-1] == {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[signal.Signals(number)]
+    assert (
+        said.err.splitlines()[-1]
+        == {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[signal.Signals(number)]
+    )
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 @pytest.mark.parametrize(
-    ("sent", "code", "told"), [("raise KeyboardInterrupt", 130, "interrupted"), ("os.kill(os.getpid(), 15)", 143, "terminated")]
+    ("sent", "code", "told"),
+    [
+        ("raise KeyboardInterrupt", 130, "interrupted"),
+        ("os.kill(os.getpid(), 15)", 143, "terminated"),
+    ],
 )
 def test_stopped_while_it_is_imported(sent: str, code: int, told: str) -> None:
     stopped = (
@@ -265,11 +372,14 @@ def test_stopped_while_it_is_imported(sent: str, code: int, told: str) -> None:
         "from quantkit.__main__ import main\n"
         "main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", stopped], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", stopped], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (code, "", f"{told}\n")
 
 
-# --- two at one output -------------------------------------------------------------------------------------------------------
+# --- two at one output
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -277,17 +387,27 @@ def test_the_second_process_stops_at_once(source: Path, here: Path, name: str) -
     """With the same settings, with others and with --overwrite."""
     out = here / "an out"
     with CheckpointWriter(out, [], fingerprint={}, overwrite=False):
-        for more in ([], ["--overwrite"], ["--format", "compressed-tensors"] if name == "quantize" else []):
+        for more in (
+            [],
+            ["--overwrite"],
+            ["--format", "compressed-tensors"] if name == "quantize" else [],
+        ):
             said = command(*JOBS[name], *more)
             assert (said.code, said.errors) == (1, 1)
-            assert re.search(rf"process {os.getpid()} on \S+ is writing .*an out; wait for it, or stop it", said.error)
+            assert re.search(
+                rf"process {os.getpid()} on \S+ is writing .*an out; wait for it, or stop it",
+                said.error,
+            )
     shutil.rmtree(partial_of(out))
     assert command(*JOBS[name]).code == 0
 
 
 def test_the_second_evaluation_stops_at_once(here: Path) -> None:
     (here / "e").mkdir()
-    with Lock(here / "e" / ".lock", here / "e"), ReplayServer(lambda question, body: "no") as server:
+    with (
+        Lock(here / "e" / ".lock", here / "e"),
+        ReplayServer(lambda question, body: "no") as server,
+    ):
         said = command("eval", server.url, "--tasks", "tiny-math", "--limit", "1", "--out", "e")
         assert not server.requests
     assert (said.code, said.errors) == (1, 1)
@@ -295,14 +415,25 @@ def test_the_second_evaluation_stops_at_once(here: Path) -> None:
     assert not list((here / "e").iterdir())
 
 
-# --- advice ------------------------------------------------------------------------------------------------------------------
+# --- advice
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def test_advice_works_for_the_command_that_gives_it(source: Path, here: Path) -> None:
-    """An unknown architecture can be rounded to nearest, and that can be planned, and nothing else."""
+    """An unknown architecture can be rounded to nearest, and that can be planned, and nothing
+    else."""
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
-    quantize = ["quantize", "model", "--scheme", "awq-w4a16", "--out", "o", "--calibration", "text.txt"]
+    quantize = [
+        "quantize",
+        "model",
+        "--scheme",
+        "awq-w4a16",
+        "--out",
+        "o",
+        "--calibration",
+        "text.txt",
+    ]
     plan = ["plan", "model", "--scheme", "awq-w4a16"]
     assert "use --scheme rtn-w4a16" in command(*quantize).error == command(*plan).error
     assert command(*plan[:-1], "rtn-w4a16").code == 0

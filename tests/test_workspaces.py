@@ -1,4 +1,5 @@
-"""What a step of DeepSeek-R1 takes of an Ascend card beside weights and cache, by hand; and that the documented command leaves it."""
+"""What a step of DeepSeek-R1 takes of an Ascend card beside weights and cache, by hand; and that
+the documented command leaves it."""
 
 import re
 
@@ -17,34 +18,64 @@ CARD = 64 * 2**30
 
 
 def of(scheme: str, **changes: int) -> dict[str, int]:
-    return reserved(TABLE, R1, find_scheme(scheme).weight, **{"devices": 8, "context": 32768} | changes)
+    return reserved(
+        TABLE, R1, find_scheme(scheme).weight, **{"devices": 8, "context": 32768} | changes
+    )
 
 
 def test_of_r1_on_eight_cards() -> None:
-    """257 experts, gate and up of 512 rows a card; nine rows of every token; keys and values of 16 heads."""
+    """257 experts, gate and up of 512 rows a card; nine rows of every token; keys and values of 16
+    heads."""
     found = of("awq-w4a16")
     assert found["decoded experts"] == 257 * 512 * 7168 * 2
     assert found["rows of experts"] == 2048 * 9 * (2 * 7168 + 512 + 256) * 2
     assert found["prompt"] == 2048 * 7168 * 8 + 32768 * 16 * 256 * 2
-    assert found["attention"] == 16 * 2**20 + 24 * 2 * 256 * (512 * 6 + 512 * 8 + 8) + 24 * 2 * 256 * (512 + 2 * 8) * 4
+    assert (
+        found["attention"]
+        == 16 * 2**20 + 24 * 2 * 256 * (512 * 6 + 512 * 8 + 8) + 24 * 2 * 256 * (512 + 2 * 8) * 4
+    )
     assert found["collectives"] == COLLECTIVE_BYTES
     assert sum(found.values()) < RESERVE_GIB * 2**30
 
 
 def test_what_changes_it() -> None:
-    assert not any(of(scheme)["decoded experts"] for scheme in ("int8-a8w8c16", "fp4-w4a16", "int4-w4a8"))
+    assert not any(
+        of(scheme)["decoded experts"] for scheme in ("int8-a8w8c16", "fp4-w4a16", "int4-w4a8")
+    )
     assert of("awq-w4a16", devices=1)["collectives"] == 0
     assert of("awq-w4a16", devices=16)["decoded experts"] == of("awq-w4a16")["decoded experts"] // 2
-    assert of("awq-w4a16", tokens=1024)["rows of experts"] == of("awq-w4a16")["rows of experts"] // 2
-    dense = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}
-    dense |= {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "max_position_embeddings": 512, "rope_theta": 10000.0}
+    assert (
+        of("awq-w4a16", tokens=1024)["rows of experts"] == of("awq-w4a16")["rows of experts"] // 2
+    )
+    dense = {
+        "vocab_size": 1000,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+    }
+    dense |= {
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 512,
+        "rope_theta": 10000.0,
+    }
     config = llama.Config.from_dict(dense)
-    found = reserved(llama.parameters(config), config, find_scheme("awq-w4a16").weight, devices=1, context=512)
-    assert found == {"decoded experts": 0, "rows of experts": 0, "prompt": 2048 * 256 * 8, "attention": 0, "collectives": 0}
+    found = reserved(
+        llama.parameters(config), config, find_scheme("awq-w4a16").weight, devices=1, context=512
+    )
+    assert found == {
+        "decoded experts": 0,
+        "rows of experts": 0,
+        "prompt": 2048 * 256 * 8,
+        "attention": 0,
+        "collectives": 0,
+    }
 
 
 def test_the_documented_command_leaves_room() -> None:
-    """Weights as the page says, the cache that its command asks for, and all of the above, in nine tenths of a card."""
+    """Weights as the page says, the cache that its command asks for, and all of the above, in nine
+    tenths of a card."""
     page = asset("docs", "ascend.md").read_text()
     command = re.search(r"quantkit serve R1-awq .*--max-batch (\d+) --max-model-len (\d+)", page)
     weights = re.search(r"AWQ ([\d.]+) GB of weights", page)
@@ -55,5 +86,12 @@ def test_the_documented_command_leaves_room() -> None:
     used = float(weights[1]) * 1e9 + cache + sum(of("awq-w4a16").values())
     assert used < 0.9 * CARD
     assert int(command[2]) >= 1536  # 1024 tokens in and 512 out
-    with pytest.raises(AssertionError):  # what it was before: as much cache as nine tenths of what is free
-        assert float(weights[1]) * 1e9 + 0.9 * (CARD - float(weights[1]) * 1e9) + sum(of("awq-w4a16").values()) < CARD
+    with pytest.raises(
+        AssertionError
+    ):  # what it was before: as much cache as nine tenths of what is free
+        assert (
+            float(weights[1]) * 1e9
+            + 0.9 * (CARD - float(weights[1]) * 1e9)
+            + sum(of("awq-w4a16").values())
+            < CARD
+        )

@@ -34,5 +34,7 @@ def tied_tensors(config: dict[str, Any] = TIED, seed: int = 0) -> dict[str, Tens
     tensors = {}
     for row in architecture.parameters(architecture.Config.from_dict(config)):
         noise = torch.randn(row.shape, generator=generator)
-        tensors[row.name] = (1 + 0.2 * noise if row.role == "norm" else noise * 2 / math.sqrt(row.shape[-1])).bfloat16()
+        tensors[row.name] = (
+            1 + 0.2 * noise if row.role == "norm" else noise * 2 / math.sqrt(row.shape[-1])
+        ).bfloat16()
     return tensors

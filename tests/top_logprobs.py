@@ -1,4 +1,5 @@
-"""How far two models' next tokens are from each other, where greedy tokens would hang on a near tie."""
+"""How far two models' next tokens are from each other, where greedy tokens would hang on a near
+tie."""
 
 import math
 import statistics
@@ -22,5 +23,9 @@ def top_logprobs(path: Path, tp: int = 1) -> list[dict[int, float]]:
 
 def distance(ours: Iterable[dict[int, float]], theirs: Iterable[dict[int, float]]) -> float:
     """Root mean square over the tokens that both report."""
-    squares = [(one[token] - other[token]) ** 2 for one, other in zip(ours, theirs) for token in one.keys() & other.keys()]
+    squares = [
+        (one[token] - other[token]) ** 2
+        for one, other in zip(ours, theirs)
+        for token in one.keys() & other.keys()
+    ]
     return math.sqrt(statistics.mean(squares))

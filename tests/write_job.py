@@ -1,9 +1,11 @@
-"""Writes a small checkpoint with CheckpointWriter: the job that test_writer.py runs, kills and starts again.
+"""Writes a small checkpoint with CheckpointWriter: the job that test_writer.py runs, kills and
+starts again.
 
     python write_job.py OUT kill TIMES      write it, killed so many times on the way; prints what each run found done
     python write_job.py OUT ranks NUMBER    write it with so many processes at once
     python write_job.py OUT full BYTES      write it, with so many bytes of the disk left when all but the last files are written,
-                                            then with room again; prints what was told and the files' sha256
+                                            then with room again; prints what was told and the
+                                            files' sha256
 
 It forks, so that torch is imported once and not for every run.
 """
@@ -39,7 +41,9 @@ def unit(number: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(number)
     prefix = f"model.layers.{number}.mlp"
     return {
-        f"{prefix}.weight": torch.randint(0, 255, (128, 384), dtype=torch.uint8, generator=generator),
+        f"{prefix}.weight": torch.randint(
+            0, 255, (128, 384), dtype=torch.uint8, generator=generator
+        ),
         f"{prefix}.weight_scale": torch.randn(128, 24, generator=generator).to(torch.float8_e4m3fn),
         f"{prefix}.weight_scale_2": torch.randn((), generator=generator),
         f"{prefix}.norm.weight": torch.randn(384, generator=generator).bfloat16(),
@@ -48,12 +52,26 @@ def unit(number: int) -> dict[str, Tensor]:
 
 @cache
 def specs() -> list[TensorSpec]:
-    return [TensorSpec(name, t.dtype, tuple(t.shape)) for number in range(UNITS) for name, t in unit(number).items()]
+    return [
+        TensorSpec(name, t.dtype, tuple(t.shape))
+        for number in range(UNITS)
+        for name, t in unit(number).items()
+    ]
 
 
-def write(out: Path, rank: int = 0, ranks: int = 1, overwrite: bool = False, pause: float = 0.0) -> CheckpointWriter:
-    """Write this rank's units, in an order of its own, and return the writer. pause: seconds before each."""
-    writer = CheckpointWriter(out, specs(), fingerprint=FINGERPRINT, overwrite=overwrite, shard_bytes=SHARD_BYTES, rank=rank)
+def write(
+    out: Path, rank: int = 0, ranks: int = 1, overwrite: bool = False, pause: float = 0.0
+) -> CheckpointWriter:
+    """Write this rank's units, in an order of its own, and return the writer. pause: seconds before
+    each."""
+    writer = CheckpointWriter(
+        out,
+        specs(),
+        fingerprint=FINGERPRINT,
+        overwrite=overwrite,
+        shard_bytes=SHARD_BYTES,
+        rank=rank,
+    )
     mine = list(range(rank, UNITS, ranks))
     random.shuffle(mine)
     for number in mine:
@@ -74,9 +92,11 @@ def _forked(job: Callable[[], object]) -> int:
 
 
 def kill_and_start_again(out: Path, kills: int) -> list[int]:
-    """Write `out`, killed `kills` times on the way; returns how many units each run found in the journal.
+    """Write `out`, killed `kills` times on the way; returns how many units each run found in the
+    journal.
 
-    Every third kill comes at once or while the run sets up, the others within moments of a unit entering the journal.
+    Every third kill comes at once or while the run sets up, the others within moments of a unit
+    entering the journal.
     """
     journal = out.with_name(f"{out.name}.partial") / ".quantkit" / "journal-00000.jsonl"
 
@@ -86,7 +106,8 @@ def kill_and_start_again(out: Path, kills: int) -> list[int]:
     found: list[int] = []
     while not out.exists():
         found.append(units())
-        # Without a pause a run may be done before this process, which waits for a processor, looks again.
+        # Without a pause a run may be done before this process, which waits for a processor, looks
+        # again.
         pid = _forked(lambda: write(out, pause=0.005).finish(CONFIG, EXTRA))
         if len(found) <= kills:
             while len(found) % 3 and units() == found[-1] and not out.exists():
@@ -112,7 +133,11 @@ def fill_the_disk(out: Path, left: int) -> dict[str, object]:
         writer.close()
     filler.unlink()
     write(out).finish(CONFIG, EXTRA)
-    return {"told": told, "left": partial, "files": {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in out.iterdir()}}
+    return {
+        "told": told,
+        "left": partial,
+        "files": {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in out.iterdir()},
+    }
 
 
 if __name__ == "__main__":
@@ -124,7 +149,9 @@ if __name__ == "__main__":
     elif what == "full":
         print(json.dumps(fill_the_disk(out, number)))
     else:
-        children = [_forked(lambda rank=rank: write(out, rank, number).close()) for rank in range(number)]
+        children = [
+            _forked(lambda rank=rank: write(out, rank, number).close()) for rank in range(number)
+        ]
         statuses = [os.waitpid(pid, 0)[1] for pid in children]
         assert statuses == [0] * number, statuses
         write(out).finish(CONFIG, EXTRA)

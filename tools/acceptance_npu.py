@@ -1,10 +1,12 @@
-"""A day with a 910B in half an hour: one folder that says what runs there, how right and how fast, to be sent back.
+"""A day with a 910B in half an hour: one folder that says what runs there, how right and how fast,
+to be sent back.
 
     make acceptance-npu                                    # the built-in model
     python tools/acceptance_npu.py --model R1-awq --tp 8   # and the speeds of a checkpoint, beside what was published
 
-Every step is a process with a time limit of its own, and the next one runs whatever became of it: its reply lies in NAME.json, what it told
-in NAME.log, and summary.json and summary.md say how each ended. The time limits add up to 30 minutes.
+Every step is a process with a time limit of its own, and the next one runs whatever became of it:
+its reply lies in NAME.json, what it told in NAME.log, and summary.json and summary.md say how each
+ended. The time limits add up to 30 minutes.
 """
 
 import argparse
@@ -21,15 +23,18 @@ from typing import Any
 QUANTKIT = (sys.executable, "-m", "quantkit")
 PROMPT = "What is 12 + 7?"
 GUIDE = (
-    "What a step printed lies in its name with .json or .txt, what it told besides in .log: `machine` has versions and free memory",
-    "before and after a prompt, `operators` the error and the microseconds of every operator, `tokens` the built-in model's answer,",
+    "What a step printed lies in its name with .json or .txt, what it told besides in .log: "
+    "`machine` has versions and free memory",
+    "before and after a prompt, `operators` the error and the microseconds of every operator, "
+    "`tokens` the built-in model's answer,",
     "`speeds` what was measured, beside the published grid.",
 )
 
 
 @dataclass(frozen=True)
 class AcceptanceStep:
-    """A command and its longest time in seconds. is_json: whether what it prints is one JSON object."""
+    """A command and its longest time in seconds. is_json: whether what it prints is one JSON
+    object."""
 
     name: str
     command: tuple[str, ...]
@@ -47,9 +52,14 @@ class Ended:
 
 
 def steps(
-    device: str, model: str | None, tp: int, program: Sequence[str] = QUANTKIT, python: Sequence[str] = (sys.executable,)
+    device: str,
+    model: str | None,
+    tp: int,
+    program: Sequence[str] = QUANTKIT,
+    python: Sequence[str] = (sys.executable,),
 ) -> list[AcceptanceStep]:
-    """In the order of how much is lost without them. program: quantkit; python: what runs this file."""
+    """In the order of how much is lost without them. program: quantkit; python: what runs this
+    file."""
     on = ("--device", device)
     greedy = ("run", "tiny-r1", "--prompt", PROMPT, "--max-new-tokens", "32", "--json")
     speeds = ("--output-len", "64", "--requests", "1", "--json")
@@ -58,18 +68,49 @@ def steps(
         AcceptanceStep("npu-smi", ("npu-smi", "info"), 20, is_json=False),
         AcceptanceStep("packages", (sys.executable, "-m", "pip", "freeze"), 20, is_json=False),
         AcceptanceStep(
-            "ascendc", ("make", "-C", str(Path(__file__).parents[1]), "ascendc", f"PYTHON={sys.executable}"), 120, is_json=False
+            "ascendc",
+            ("make", "-C", str(Path(__file__).parents[1]), "ascendc", f"PYTHON={sys.executable}"),
+            120,
+            is_json=False,
         ),
         AcceptanceStep("operators", (*program, "kernels", "--check", *on, "--json"), 590),
         AcceptanceStep("tokens", (*program, *greedy, *on), 120),
-        AcceptanceStep("tokens-on-cpu", (*program, *greedy, "--device", "cpu", "--backend", "reference"), 60),
         AcceptanceStep(
-            "speeds-of-tiny-r1", (*program, "bench", "tiny-r1", *on, "--input-len", "128", "--concurrency", "1,8", *speeds), 120
+            "tokens-on-cpu", (*program, *greedy, "--device", "cpu", "--backend", "reference"), 60
+        ),
+        AcceptanceStep(
+            "speeds-of-tiny-r1",
+            (
+                *program,
+                "bench",
+                "tiny-r1",
+                *on,
+                "--input-len",
+                "128",
+                "--concurrency",
+                "1,8",
+                *speeds,
+            ),
+            120,
         ),
     ]
     if model is not None:
-        grid = ("--input-len", "128,1024", "--concurrency", "1,8,32", "--output-len", "128", "--requests", "1", "--warmup", "1", "--json")
-        found.append(AcceptanceStep("speeds", (*program, "bench", model, *on, "--tp", str(tp), *grid), 660))
+        grid = (
+            "--input-len",
+            "128,1024",
+            "--concurrency",
+            "1,8,32",
+            "--output-len",
+            "128",
+            "--requests",
+            "1",
+            "--warmup",
+            "1",
+            "--json",
+        )
+        found.append(
+            AcceptanceStep("speeds", (*program, "bench", model, *on, "--tp", str(tp), *grid), 660)
+        )
     return found
 
 
@@ -79,7 +120,9 @@ def run(step: AcceptanceStep, folder: Path) -> Ended:
     began = time.monotonic()
     try:
         with out.open("w") as printed, (folder / f"{step.name}.log").open("w") as told:
-            code = subprocess.run(step.command, stdout=printed, stderr=told, timeout=step.seconds, check=False).returncode
+            code = subprocess.run(
+                step.command, stdout=printed, stderr=told, timeout=step.seconds, check=False
+            ).returncode
         how = "ok" if code == 0 else f"ended with {code}"
         if code == 0 and step.is_json:
             json.loads(out.read_text())
@@ -93,7 +136,8 @@ def run(step: AcceptanceStep, folder: Path) -> Ended:
 
 
 def facts(device: str) -> dict[str, Any]:
-    """What no command says: versions, whether a decode step is captured, whether the cube's layout is kept, memory around a prompt."""
+    """What no command says: versions, whether a decode step is captured, whether the cube's layout
+    is kept, memory around a prompt."""
     import torch
     from quantkit_kernels.torch_npu import calls, machine
 
@@ -104,7 +148,11 @@ def facts(device: str) -> dict[str, Any]:
     from quantkit.executor.sampling.params import SamplingParams
 
     target = find_device(device)
-    about: dict[str, Any] = {"versions": machine.describe(target) if target.type == "npu" else {"torch": torch.__version__}}
+    about: dict[str, Any] = {
+        "versions": machine.describe(target)
+        if target.type == "npu"
+        else {"torch": torch.__version__}
+    }
     if target.type == "npu":
         import torch_npu
 
@@ -121,24 +169,34 @@ def facts(device: str) -> dict[str, Any]:
 
 
 def summary(folder: Path, ended: list[Ended]) -> dict[str, Any]:
-    """How the steps ended, what the operators' errors are worth, whether two machines wrote the same, what the machine is."""
+    """How the steps ended, what the operators' errors are worth, whether two machines wrote the
+    same, what the machine is."""
     rows = _read(folder / "operators.json").get("rows", [])
     texts = [_read(folder / f"{name}.json").get("text") for name in ("tokens", "tokens-on-cpu")]
     machine = _read(folder / "machine.json")
     return {
         "versions": machine.get("versions", {}),
         "why_decode_steps_are_not_captured": machine.get("why_decode_steps_are_not_captured"),
-        "steps": [{**asdict(one), "told": "" if one.how == "ok" else _last_words(folder / f"{one.name}.log")} for one in ended],
+        "steps": [
+            {
+                **asdict(one),
+                "told": "" if one.how == "ok" else _last_words(folder / f"{one.name}.log"),
+            }
+            for one in ended
+        ],
         "operators": len(rows),
         "operators_out_of_tolerance": [
-            f"{row['operator']} of {row['backend']}, {row['case']}" for row in rows if row["error"] > row["tolerance"]
+            f"{row['operator']} of {row['backend']}, {row['case']}"
+            for row in rows
+            if row["error"] > row["tolerance"]
         ],
         "same_text_as_on_cpu": texts[0] == texts[1] if None not in texts else None,
     }
 
 
 def _last_words(path: Path) -> str:
-    """Of what a step told, three lines at most; a command that says why it ended says so last, and make only that it did."""
+    """Of what a step told, three lines at most; a command that says why it ended says so last, and
+    make only that it did."""
     lines = path.read_text(errors="replace").split("\n") if path.exists() else []
     told = [line.strip() for line in lines if line.strip() and not line.startswith("make")]
     return " ".join(told[-3:])[-200:]
@@ -170,22 +228,47 @@ def accept(folder: Path, chosen: list[AcceptanceStep]) -> dict[str, Any]:
 
 
 def _page(told: dict[str, Any]) -> str:
-    lines = ["# Acceptance on an NPU", "", "| step | ended | seconds | its last words, where it failed |", "|---|---|---|---|"]
-    lines += [f"| {one['name']} | {one['how']} | {one['seconds']} | {one['told'].replace('|', '/')} |" for one in told["steps"]]
+    lines = [
+        "# Acceptance on an NPU",
+        "",
+        "| step | ended | seconds | its last words, where it failed |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {one['name']} | {one['how']} | {one['seconds']} | {one['told'].replace('|', '/')} |"
+        for one in told["steps"]
+    ]
     lines += ["", *GUIDE]
-    lines += ["", f"Versions: {', '.join(f'{name} {version}' for name, version in told['versions'].items()) or 'not known'}."]
+    lines += [
+        "",
+        "Versions: "
+        f"{', '.join(f'{name} {version}' for name, version in told['versions'].items()) or 'not known'}.",
+    ]
     why = told["why_decode_steps_are_not_captured"]
     captured = {None: "not known whether captured", "": "captured"}.get(why, f"not captured: {why}")
     lines += ["", f"Decode steps: {captured}."]
     bad = told["operators_out_of_tolerance"]
-    lines += ["", f"{told['operators']} operators measured, {len(bad)} out of tolerance{': ' if bad else ''}{'; '.join(bad)}."]
-    same = {True: "the same as", False: "not the same as", None: "not known beside"}[told["same_text_as_on_cpu"]]
-    lines += ["", f"The built-in model's answer: {same} the reference's on the CPU.", "", "Send back this whole folder."]
+    lines += [
+        "",
+        f"{told['operators']} operators measured, {len(bad)} out of "
+        f"tolerance{': ' if bad else ''}{'; '.join(bad)}.",
+    ]
+    same = {True: "the same as", False: "not the same as", None: "not known beside"}[
+        told["same_text_as_on_cpu"]
+    ]
+    lines += [
+        "",
+        f"The built-in model's answer: {same} the reference's on the CPU.",
+        "",
+        "Send back this whole folder.",
+    ]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("acceptance-npu"))
     parser.add_argument("--model", help="a checkpoint whose speeds are measured too")
     parser.add_argument("--tp", type=int, default=1)

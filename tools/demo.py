@@ -1,8 +1,10 @@
-"""The main job, end to end, as a user types it: quantize tiny-r1, run and score every result, print one table.
+"""The main job, end to end, as a user types it: quantize tiny-r1, run and score every result, print
+one table.
 
     python tools/demo.py --out out/demo
 
-Every figure comes from `quantkit` commands run as subprocesses. The table is also written to OUT/table.md and OUT/table.json.
+Every figure comes from `quantkit` commands run as subprocesses. The table is also written to
+OUT/table.md and OUT/table.json.
 """
 
 import argparse
@@ -21,7 +23,17 @@ from rich.table import Table
 SOURCE = "tiny-r1"
 SCHEMES = ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16", "rtn-w4a16")
 HELDOUT = "tiny-heldout.jsonl"
-COLUMNS = ("scheme", "format", "size MB", "quantize s", "KL x1e-3", "perplexity", "experts same", "tiny-math", "tokens/s")
+COLUMNS = (
+    "scheme",
+    "format",
+    "size MB",
+    "quantize s",
+    "KL x1e-3",
+    "perplexity",
+    "experts same",
+    "tiny-math",
+    "tokens/s",
+)
 
 
 def quantkit(*arguments: str | Path) -> dict[str, Any]:
@@ -37,7 +49,9 @@ def quantkit(*arguments: str | Path) -> dict[str, Any]:
 def measure(model: str | Path, heldout: Path, evaluation: Path) -> dict[str, Any]:
     """Size, distance from the source and accuracy of one checkpoint."""
     about = quantkit("inspect", model)
-    quality = quantkit("ppl", model, "--text", heldout, *(() if model == SOURCE else ("--baseline", SOURCE)))
+    quality = quantkit(
+        "ppl", model, "--text", heldout, *(() if model == SOURCE else ("--baseline", SOURCE))
+    )
     score = quantkit("eval", model, "--tasks", "tiny-math", "--out", evaluation)
     result = score["results"]["tiny-math"]
     return {
@@ -59,7 +73,13 @@ def rows(out: Path, heldout: Path) -> list[dict[str, Any]]:
         start = time.perf_counter()
         quantkit("quantize", SOURCE, "--scheme", scheme, "--out", out / scheme, "--overwrite")
         seconds = time.perf_counter() - start
-        table.append({**measure(out / scheme, heldout, out / "eval" / scheme), "quantize s": seconds, "scheme": scheme})
+        table.append(
+            {
+                **measure(out / scheme, heldout, out / "eval" / scheme),
+                "quantize s": seconds,
+                "scheme": scheme,
+            }
+        )
     return table
 
 
@@ -81,7 +101,9 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
     out: Path = parser.parse_args().out
     shutil.rmtree(out / "eval", ignore_errors=True)
@@ -91,7 +113,10 @@ def main() -> None:
 
     start = time.perf_counter()
     table = rows(out, asset("eval", "data", HELDOUT))
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {time.perf_counter() - start:.0f} s in all"
+    machine = (
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
+        f"{time.perf_counter() - start:.0f} s in all"
+    )
     shown = Table(*COLUMNS, title=f"tiny-r1, {machine}")
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     for row in table:
@@ -99,7 +124,9 @@ def main() -> None:
         lines.append(f"| {' | '.join(cells(row))} |")
     terminal.print(shown)
     (out / "table.md").write_text("\n".join(lines) + f"\n\n{machine}\n")
-    (out / "table.json").write_text(json.dumps({"machine": machine, "rows": table}, indent=1) + "\n")
+    (out / "table.json").write_text(
+        json.dumps({"machine": machine, "rows": table}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Puts compiled CUDA kernels into the wheel: those in the folder QUANTKIT_LIBRARIES (`make wheel`). Without it it is for any machine."""
+"""Puts compiled CUDA kernels into the wheel: those in the folder QUANTKIT_LIBRARIES (`make wheel`).
+Without it it is for any machine."""
 
 import os
 import re
@@ -17,12 +18,18 @@ class Libraries(BuildHookInterface):
             return
         found = sorted(Path(folder).glob("kernels-*.so"))
         if not found:
-            raise FileNotFoundError(f"QUANTKIT_LIBRARIES: no kernels-*.so in {folder}; tools/compile_kernels.py makes one")
-        build_data["force_include"] |= {str(path.resolve()): f"{PLACE}/{path.name}" for path in found}
+            raise FileNotFoundError(
+                f"QUANTKIT_LIBRARIES: no kernels-*.so in {folder}; tools/compile_kernels.py makes "
+                "one"
+            )
+        build_data["force_include"] |= {
+            str(path.resolve()): f"{PLACE}/{path.name}" for path in found
+        }
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-manylinux_2_{max(map(glibc_of, found))}_x86_64"
 
 
 def glibc_of(path: Path) -> int:
-    """The minor version of the glibc 2.x that a library asks for, at least the first that wheels have a name for."""
+    """The minor version of the glibc 2.x that a library asks for, at least the first that wheels
+    have a name for."""
     return max(17, 0, *(int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", path.read_bytes())))

@@ -1,11 +1,22 @@
-"""Quantized GEMMs and the fused operators of a DeepSeek-style decode step: one API, several backends.
+"""Quantized GEMMs and the fused operators of a DeepSeek-style decode step: one API, several
+backends.
 
-Plain tensors in, plain tensors out; nothing is imported from quantkit. A weight (`Int4`, `Int8`, `Fp4`, `Dense`) is laid out for a backend
-once, by `prepare` or an `ExpertsBuilder`, and then called. `table()` says which operator runs where, and why not where it does not.
-Arguments that do not fit raise ValueError naming the argument.
+Plain tensors in, plain tensors out; nothing is imported from quantkit. A weight (`Int4`, `Int8`,
+`Fp4`, `Dense`) is laid out for a backend once, by `prepare` or an `ExpertsBuilder`, and then
+called. `table()` says which operator runs where, and why not where it does not. Arguments that do
+not fit raise ValueError naming the argument.
 """
 
-from quantkit_kernels.backends import BACKENDS, OPERATORS, OperatorRow, asked, by_own_backend, check_runs, prefer, table
+from quantkit_kernels.backends import (
+    BACKENDS,
+    OPERATORS,
+    OperatorRow,
+    asked,
+    by_own_backend,
+    check_runs,
+    prefer,
+    table,
+)
 from quantkit_kernels.codes import CODES, CodedKeys, CodedLatents, CodeSteps, KeySteps, KeyValues
 from quantkit_kernels.experts import NO_EXPERT, Experts, ExpertsBuilder, prepare_experts
 from quantkit_kernels.functional import (
@@ -21,7 +32,14 @@ from quantkit_kernels.functional import (
 )
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.grouped import gqa_decode, gqa_prepare
-from quantkit_kernels.latents import CacheLayout, Latents, cache_layout, doubled_angles, pairs_apart, why_no_codes
+from quantkit_kernels.latents import (
+    CacheLayout,
+    Latents,
+    cache_layout,
+    doubled_angles,
+    pairs_apart,
+    why_no_codes,
+)
 from quantkit_kernels.linear import (
     Linear,
     prepare,
@@ -35,11 +53,34 @@ from quantkit_kernels.linear import (
 )
 from quantkit_kernels.paged import Norms, PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.pairs import UnsummedPairs
-from quantkit_kernels.prolog import MlaProlog, MlaSizes, MlaWeights, prepare_mla_prolog, why_no_prolog
-from quantkit_kernels.prompts import PaddedPrompts, PromptPart, Prompts, SpansNow, gqa_prefill, mla_prefill
+from quantkit_kernels.prolog import (
+    MlaProlog,
+    MlaSizes,
+    MlaWeights,
+    prepare_mla_prolog,
+    why_no_prolog,
+)
+from quantkit_kernels.prompts import (
+    PaddedPrompts,
+    PromptPart,
+    Prompts,
+    SpansNow,
+    gqa_prefill,
+    mla_prefill,
+)
 from quantkit_kernels.routing import Routing, moe_gate, route
 from quantkit_kernels.self_check import Measurement, check
-from quantkit_kernels.weights import Dense, Fp4, Int4, Int4Int8, Int8, NarrowInt8, Weight, dequantize, stack
+from quantkit_kernels.weights import (
+    Dense,
+    Fp4,
+    Int4,
+    Int4Int8,
+    Int8,
+    NarrowInt8,
+    Weight,
+    dequantize,
+    stack,
+)
 
 __all__ = [
     "BACKENDS",

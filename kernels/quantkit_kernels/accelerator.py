@@ -21,7 +21,8 @@ def module(device: torch.device) -> ModuleType | None:
 
 
 def capture(driver: ModuleType, graph: Any, **options: Any) -> AbstractContextManager[Any]:
-    """`driver.graph(...)`. An NPU's graph remembers the operators that take lengths from the host, for `replay`."""
+    """`driver.graph(...)`. An NPU's graph remembers the operators that take lengths from the host,
+    for `replay`."""
     if is_npu(graph):
         options["auto_dispatch_capture"] = True
     context: AbstractContextManager[Any] = driver.graph(graph, **options)
@@ -29,10 +30,12 @@ def capture(driver: ModuleType, graph: Any, **options: Any) -> AbstractContextMa
 
 
 def replay(driver: ModuleType, graph: Any, lengths: list[int]) -> None:
-    """Launch a captured graph. lengths: of the rows' sequences now. A CUDA graph finds them on the device; an NPU's waits at every
-    attention until it was told, which overlaps with what is computed before."""
+    """Launch a captured graph. lengths: of the rows' sequences now. A CUDA graph finds them on the
+    device; an NPU's waits at every attention until it was told, which overlaps with what is
+    computed before."""
     if is_npu(graph):
-        driver.current_stream().synchronize()  # what the graph was told for its last replay must have been read
+        # what the graph was told for its last replay must have been read
+        driver.current_stream().synchronize()
     graph.replay()
     if is_npu(graph):
         graph.update(cpu_update_input=[{"actual_seq_lengths_kv": list(lengths)}])
@@ -51,7 +54,8 @@ def new_graph(driver: ModuleType) -> Any:
 
 
 def let_go_of_graphs() -> None:
-    """No graph of this process can be replayed any more. A communicator whose collectives graphs hold does not end before they do."""
+    """No graph of this process can be replayed any more. A communicator whose collectives graphs
+    hold does not end before they do."""
     for graph in list(_MADE):
         graph.reset()
     _MADE.clear()

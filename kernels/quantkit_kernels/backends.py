@@ -1,8 +1,9 @@
 """Which backend runs which operator here, and why one cannot.
 
-Every backend is a sub-package with `unusable(operator, device, dtype, shapes) -> reason or None`, and for what it can run
-`linear(weight, dtype, device)`, `experts_layout(num_experts, gate, down, dtype, device)` or the function of functional.py's name. They are
-imported when first asked for, so a missing Triton or torch_npu costs nothing.
+Every backend is a sub-package with `unusable(operator, device, dtype, shapes) -> reason or None`,
+and for what it can run `linear(weight, dtype, device)`, `experts_layout(num_experts, gate, down,
+dtype, device)` or the function of functional.py's name. They are imported when first asked for, so
+a missing Triton or torch_npu costs nothing.
 """
 
 import functools
@@ -38,13 +39,15 @@ OPERATORS = (
 )
 BACKENDS = ("reference", "expanded", "scaled_mm", "cpu", "triton", "cuda", "ascend", "torch_npu")
 ASKED_ONLY = ("scaled_mm",)
-"""Backends that "auto" never takes, for they compute something else than the weight's scheme says."""
+"""Backends that "auto" never takes, for they compute something else than the weight's scheme
+says."""
 Shape = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class OperatorRow:
-    """One line of the table: an operator, a backend, whether it runs on the device, the reason where it does not, and its limits where it
+    """One line of the table: an operator, a backend, whether it runs on the device, the reason
+    where it does not, and its limits where it
     does not run everything. taken: whether it is the one that serves the operator there."""
 
     operator: str
@@ -59,11 +62,16 @@ def module(backend: str) -> ModuleType:
 
 
 def why_unusable(
-    operator: str, backend: str, device: torch.device, dtype: torch.dtype | None = None, shapes: tuple[Shape, ...] = ()
+    operator: str,
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    shapes: tuple[Shape, ...] = (),
 ) -> str | None:
     """None where `backend` runs `operator` on `device`, else the reason in a few words.
 
-    With a compute dtype and weights' shapes [N, K] the answer is for those; without, it is whether some can be run.
+    With a compute dtype and weights' shapes [N, K] the answer is for those; without, it is whether
+    some can be run.
     """
     reason: str | None = module(backend).unusable(operator, device, dtype, shapes)
     return reason
@@ -85,7 +93,8 @@ def check_runs(backend: str, device: torch.device) -> None:
 
 
 def prefer(backend: str, device: torch.device) -> None:
-    """From now on "auto" takes `backend` on devices of this type, for every operator that it has; with "auto" the best one again.
+    """From now on "auto" takes `backend` on devices of this type, for every operator that it has;
+    with "auto" the best one again.
 
     For a whole process; of a part of it see `asked`. ValueError as `check_runs` has it.
     """
@@ -95,7 +104,8 @@ def prefer(backend: str, device: torch.device) -> None:
 
 @contextmanager
 def asked(backend: str) -> Iterator[None]:
-    """Inside, in this thread, "auto" takes `backend` for every operator that it has, whatever the process prefers; "auto" changes nothing.
+    """Inside, in this thread, "auto" takes `backend` for every operator that it has, whatever the
+    process prefers; "auto" changes nothing.
 
     A model that was loaded for a backend computes so, and another beside it by its own.
     """
@@ -120,7 +130,9 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def by_own_backend(method: Callable[Concatenate[Own, Arguments], Result]) -> Callable[Concatenate[Own, Arguments], Result]:
+def by_own_backend(
+    method: Callable[Concatenate[Own, Arguments], Result],
+) -> Callable[Concatenate[Own, Arguments], Result]:
     """A method whose operators are run by its object's backend."""
 
     @functools.wraps(method)
@@ -140,11 +152,13 @@ def _first(backend: str, device: torch.device) -> str:
 
 
 SINKS = ("gqa_decode", "gqa_prefill")
-"""Operators that take attention sinks; of the backends those that name them in a SINKS of their own."""
+"""Operators that take attention sinks; of the backends those that name them in a SINKS of their
+own."""
 
 
 def find_with_sinks(operator: str, backend: str, device: torch.device) -> ModuleType:
-    """As `find`, of the backends that take attention sinks. With "auto" the best of these where the one taken does not."""
+    """As `find`, of the backends that take attention sinks. With "auto" the best of these where the
+    one taken does not."""
     return _found_with_sinks(operator, backend == "auto", _first(backend, device), device)
 
 
@@ -156,7 +170,14 @@ def _found_with_sinks(operator: str, auto: bool, backend: str, device: torch.dev
     if not auto:
         raise ValueError(f"backend: {backend} runs {operator} without attention sinks")
     able = (name for name in reversed(BACKENDS) if operator in getattr(module(name), "SINKS", ()))
-    return module(next(name for name in able if why_unusable(operator, name, device) is None and (name, device.type) != ("triton", "cpu")))
+    return module(
+        next(
+            name
+            for name in able
+            if why_unusable(operator, name, device) is None
+            and (name, device.type) != ("triton", "cpu")
+        )
+    )
 
 
 def find(operator: str, backend: str, device: torch.device) -> ModuleType:
@@ -175,11 +196,18 @@ def forget() -> None:
     _found_with_sinks.cache_clear()
 
 
-def choose(operator: str, backend: str, device: torch.device, dtype: torch.dtype | None = None, shapes: tuple[Shape, ...] = ()) -> str:
-    """The backend to run `operator` with: the one asked for, or with "auto" the one of `asked`, the preferred one, else the best usable.
-    ValueError with the reason otherwise.
+def choose(
+    operator: str,
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    shapes: tuple[Shape, ...] = (),
+) -> str:
+    """The backend to run `operator` with: the one asked for, or with "auto" the one of `asked`, the
+    preferred one, else the best usable. ValueError with the reason otherwise.
 
-    "auto" never expands a quantized weight: it takes backend "expanded" for unquantized weights only.
+    "auto" never expands a quantized weight: it takes backend "expanded" for unquantized weights
+    only.
     """
     assert operator in OPERATORS, operator
     if backend == "auto":
@@ -191,31 +219,65 @@ def choose(operator: str, backend: str, device: torch.device, dtype: torch.dtype
     return backend
 
 
-def serving(operator: str, backend: str, device: torch.device, dtype: torch.dtype | None = None, shapes: tuple[Shape, ...] = ()) -> str:
+def serving(
+    operator: str,
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    shapes: tuple[Shape, ...] = (),
+) -> str:
     """The backend asked for where it runs `operator`, else the best usable one."""
     candidates = _candidates(operator, device)
     if backend != "auto":
         candidates.insert(0, backend)
-    return next(name for name in candidates if why_unusable(operator, name, device, dtype, shapes) is None)
+    return next(
+        name for name in candidates if why_unusable(operator, name, device, dtype, shapes) is None
+    )
 
 
 def _candidates(operator: str, device: torch.device) -> list[str]:
     """Backends that "auto" may take, the best first."""
-    found = [name for name in reversed(BACKENDS) if name not in ASKED_ONLY and (name != "expanded" or operator.endswith("_dense"))]
+    found = [
+        name
+        for name in reversed(BACKENDS)
+        if name not in ASKED_ONLY and (name != "expanded" or operator.endswith("_dense"))
+    ]
     if device.type == "cpu":
         found.remove("triton")  # its interpreter, for tests
     return found
 
 
-def serving_gates(kind: str, backend: str, device: torch.device, dtype: torch.dtype | None = None, shapes: tuple[Shape, ...] = ()) -> str:
-    """The backend of experts with biases or a `Gating` of their own, of weights of a kind: the one that serves linears, which a loop runs,
-    but on a GPU the best of those whose kernels compute a whole layer of them, where that one's do not."""
+def serving_gates(
+    kind: str,
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    shapes: tuple[Shape, ...] = (),
+) -> str:
+    """The backend of experts with biases or a `Gating` of their own, of weights of a kind: the one
+    that serves linears, which a loop runs, but on a GPU the best of those whose kernels compute a
+    whole layer of them, where that one's do not."""
     first = _first(backend, device)
     chosen = serving(f"linear_{kind}", first, device, dtype, shapes)
-    if device.type != "cuda" or hasattr(module(chosen), "gated_experts_layout") or first == "reference":
+    if (
+        device.type != "cuda"
+        or hasattr(module(chosen), "gated_experts_layout")
+        or first == "reference"
+    ):
         return chosen
-    able = (name for name in _candidates(f"experts_{kind}", device) if hasattr(module(name), "gated_experts_layout"))
-    return next((name for name in able if why_unusable(f"experts_{kind}", name, device, dtype, shapes) is None), chosen)
+    able = (
+        name
+        for name in _candidates(f"experts_{kind}", device)
+        if hasattr(module(name), "gated_experts_layout")
+    )
+    return next(
+        (
+            name
+            for name in able
+            if why_unusable(f"experts_{kind}", name, device, dtype, shapes) is None
+        ),
+        chosen,
+    )
 
 
 def _check_name(backend: str) -> None:
@@ -226,12 +288,15 @@ def _check_name(backend: str) -> None:
 
 
 def table(device: str | torch.device = "cpu", backend: str = "auto") -> list[OperatorRow]:
-    """Every operator x backend on `device`, and which of them serve it where `backend` is asked for."""
+    """Every operator x backend on `device`, and which of them serve it where `backend` is asked
+    for."""
     target = torch.device(device)
     if backend != "auto":
         _check_name(backend)
     return [
-        OperatorRow(operator, name, reason is None, reason or _limits(module(name), operator), name == taken)
+        OperatorRow(
+            operator, name, reason is None, reason or _limits(module(name), operator), name == taken
+        )
         for operator in OPERATORS
         for taken in [serving(operator, backend, target)]
         for name in BACKENDS

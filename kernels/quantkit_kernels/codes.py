@@ -1,11 +1,14 @@
-"""Keys, values and latents in 8 bits: codes of int8 or FP8 (E4M3), and a float32 scale for each token, of keys and values for each head.
+"""Keys, values and latents in 8 bits: codes of int8 or FP8 (E4M3), and a float32 scale for each
+token, of keys and values for each head.
 
 A value is scale * code. The scale is max|x| / 127 or / 448, so that no code overflows; codes are rounded to nearest, halves to even. A
-latent's rotary key stays in 16 bits, divided by the scale: one factor then holds for all that a token keeps, and operators multiply by it
-once, after the product. A product's operands are codes, which 16 bits hold exactly.
+latent's rotary key stays in 16 bits, divided by the scale: one factor then holds for all that a
+token keeps, and operators multiply by it once, after the product. A product's operands are codes,
+which 16 bits hold exactly.
 
-Engines for NPUs know steps beforehand instead, which calibration found: one for a layer's latents, whose scale is then that step for every
-token; one for each channel of keys and of values, which are divided by it, and have scales of 1. What lies beyond 127 steps is cut off.
+Engines for NPUs know steps beforehand instead, which calibration found: one for a layer's latents,
+whose scale is then that step for every token; one for each channel of keys and of values, which are
+divided by it, and have scales of 1. What lies beyond 127 steps is cut off.
 """
 
 from typing import NamedTuple
@@ -21,8 +24,8 @@ _LEAST_SCALE = 1e-10
 
 
 class CodedLatents(NamedTuple):
-    """codes [num_blocks, block_size, kv_lora]; keys of 16 bits [num_blocks, block_size, R], the turned rotary keys divided by their token's
-    scale; scales float32 [num_blocks, block_size]."""
+    """codes [num_blocks, block_size, kv_lora]; keys of 16 bits [num_blocks, block_size, R], the
+    turned rotary keys divided by their token's scale; scales float32 [num_blocks, block_size]."""
 
     codes: Tensor
     keys: Tensor
@@ -30,7 +33,8 @@ class CodedLatents(NamedTuple):
 
 
 class CodedKeys(NamedTuple):
-    """keys and values: codes [num_blocks, block_size, kv_heads, D]; their scales float32 [num_blocks, block_size, kv_heads]."""
+    """keys and values: codes [num_blocks, block_size, kv_heads, D]; their scales float32
+    [num_blocks, block_size, kv_heads]."""
 
     keys: Tensor
     values: Tensor
@@ -43,7 +47,8 @@ class CodedKeys(NamedTuple):
 
 
 class KeySteps(NamedTuple):
-    """What a code is worth in each channel of keys and of values, alike for all tokens: float32 [kv_heads, D] each."""
+    """What a code is worth in each channel of keys and of values, alike for all tokens: float32
+    [kv_heads, D] each."""
 
     keys: Tensor
     values: Tensor
@@ -52,25 +57,39 @@ class KeySteps(NamedTuple):
 CodeSteps = Tensor | KeySteps
 """What is known beforehand of a layer: of latents float32 [], or of keys and values."""
 KeyValues = tuple[Tensor, Tensor] | CodedKeys
-"""A layer's keys and values, each [num_blocks, block_size, kv_heads, D]: floats, or codes with their scales."""
+"""A layer's keys and values, each [num_blocks, block_size, kv_heads, D]: floats, or codes with
+their scales."""
 
 
 def empty_latents(
-    blocks: tuple[int, int], kv_lora: int, rope_dim: int, codes: torch.dtype, dtype: torch.dtype, device: torch.device
+    blocks: tuple[int, int],
+    kv_lora: int,
+    rope_dim: int,
+    codes: torch.dtype,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> CodedLatents:
     """Room for num_blocks of block_size tokens. dtype: of rotary keys."""
-    found, keys = (torch.empty(*blocks, size, dtype=kind, device=device) for size, kind in ((kv_lora, codes), (rope_dim, dtype)))
+    found, keys = (
+        torch.empty(*blocks, size, dtype=kind, device=device)
+        for size, kind in ((kv_lora, codes), (rope_dim, dtype))
+    )
     return CodedLatents(found, keys, torch.empty(blocks, dtype=torch.float32, device=device))
 
 
 def empty_keys(shape: tuple[int, ...], codes: torch.dtype, device: torch.device) -> CodedKeys:
     """Room for keys and values of shape [num_blocks, block_size, kv_heads, D] each."""
     keys, values = torch.empty(2, *shape, dtype=codes, device=device).unbind()
-    return CodedKeys(keys, values, *torch.empty(2, *shape[:3], dtype=torch.float32, device=device).unbind())
+    return CodedKeys(
+        keys, values, *torch.empty(2, *shape[:3], dtype=torch.float32, device=device).unbind()
+    )
 
 
-def encode(x: Tensor, dtype: torch.dtype, least: Tensor | float = _LEAST_SCALE) -> tuple[Tensor, Tensor]:
-    """x [..., D] -> codes of `dtype` [..., D], scales float32 [...]. least: of the scales, [...] or one for all."""
+def encode(
+    x: Tensor, dtype: torch.dtype, least: Tensor | float = _LEAST_SCALE
+) -> tuple[Tensor, Tensor]:
+    """x [..., D] -> codes of `dtype` [..., D], scales float32 [...]. least: of the scales, [...] or
+    one for all."""
     wide = x.float()
     scales = (wide.abs().amax(dim=-1) / LARGEST[dtype]).clamp_min(_LEAST_SCALE)
     scales = torch.maximum(scales, torch.as_tensor(least, device=x.device))
@@ -89,10 +108,14 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
     return codes.float() * scales.unsqueeze(-1)
 
 
-def store_latents(cache: CodedLatents, slots: Tensor, latents: Tensor, keys: Tensor, step: Tensor | None = None) -> None:
-    """Keep latents [T, kv_lora] and turned rotary keys [T, R] of the tokens at slots [T]. step float32 []: of codes, where it is known."""
+def store_latents(
+    cache: CodedLatents, slots: Tensor, latents: Tensor, keys: Tensor, step: Tensor | None = None
+) -> None:
+    """Keep latents [T, kv_lora] and turned rotary keys [T, R] of the tokens at slots [T]. step
+    float32 []: of codes, where it is known."""
     if step is None:
-        # A key over its scale must be a number of its dtype, which of float16 only unusual ones would not be.
+        # A key over its scale must be a number of its dtype, which of float16 only unusual ones
+        # would not be.
         least = keys.float().abs().amax(dim=-1) / torch.finfo(cache.keys.dtype).max
         codes, scales = encode(latents, cache.codes.dtype, least)
     else:
@@ -102,8 +125,11 @@ def store_latents(cache: CodedLatents, slots: Tensor, latents: Tensor, keys: Ten
     _put(cache.scales, slots, scales)
 
 
-def store_keys(cache: CodedKeys, slots: Tensor, keys: Tensor, values: Tensor, steps: KeySteps | None = None) -> None:
-    """Keep keys and values [T, kv_heads, D] of the tokens at slots [T], or what they are over known steps."""
+def store_keys(
+    cache: CodedKeys, slots: Tensor, keys: Tensor, values: Tensor, steps: KeySteps | None = None
+) -> None:
+    """Keep keys and values [T, kv_heads, D] of the tokens at slots [T], or what they are over known
+    steps."""
     sides = ((cache.keys, cache.key_scales, keys), (cache.values, cache.value_scales, values))
     for (codes, scales, side), step in zip(sides, steps or (None, None)):
         if step is None:
@@ -115,12 +141,14 @@ def store_keys(cache: CodedKeys, slots: Tensor, keys: Tensor, values: Tensor, st
 
 
 def decoded(cache: CodedLatents) -> Tensor:
-    """Latents and rotary keys side by side, float32 [..., kv_lora + R], of a cache or of entries picked from it."""
+    """Latents and rotary keys side by side, float32 [..., kv_lora + R], of a cache or of entries
+    picked from it."""
     return torch.cat([decode(cache.codes, cache.scales), decode(cache.keys, cache.scales)], dim=-1)
 
 
 def _put(stored: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Rows [T, ...] to the slots of [num_blocks, block_size, ...]. FP8 goes as bytes: torch copies no rows of it."""
+    """Rows [T, ...] to the slots of [num_blocks, block_size, ...]. FP8 goes as bytes: torch copies
+    no rows of it."""
     flat, rows = stored.view(-1, *stored.shape[2:]), rows.to(stored.dtype)
     if stored.dtype == torch.float8_e4m3fn:
         flat, rows = flat.view(torch.uint8), rows.view(torch.uint8)

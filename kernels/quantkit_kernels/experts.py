@@ -1,7 +1,8 @@
-"""The routed experts of one layer: for every token, sum over its experts of weight * down(silu(gate(x)) * up(x)).
+"""The routed experts of one layer: for every token, sum over its experts of weight *
+down(silu(gate(x)) * up(x)).
 
-`ExpertsBuilder` takes the experts one at a time and lays each out at once, so the unpacked codes of a whole layer (11 GB for an R1 layer)
-never exist together.
+`ExpertsBuilder` takes the experts one at a time and lays each out at once, so the unpacked codes of
+a whole layer (11 GB for an R1 layer) never exist together.
 """
 
 from abc import ABC, abstractmethod
@@ -12,7 +13,13 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels import backends
-from quantkit_kernels.arguments import FLOAT_DTYPES, INDEX_DTYPES, check_compute_dtype, check_tensor, require
+from quantkit_kernels.arguments import (
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    check_compute_dtype,
+    check_tensor,
+    require,
+)
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.linear import laid_out, rounds_inputs
 from quantkit_kernels.pairs import UnsummedPairs
@@ -23,18 +30,29 @@ NO_EXPERT = -1
 
 
 class Experts(ABC):
-    """The prepared experts of one layer. Call it with x[T, H] of `dtype`, topk_ids[T, k], topk_weights[T, k] float32; it returns [T, H].
+    """The prepared experts of one layer. Call it with x[T, H] of `dtype`, topk_ids[T, k],
+    topk_weights[T, k] float32; it returns [T, H].
 
-    topk_ids are int32 or int64 in 0..num_experts-1 (checked on the CPU; on a device an id outside is undefined), or NO_EXPERT. A
-    token may name an expert twice; its contributions add up. The products are summed in float32.
+    topk_ids are int32 or int64 in 0..num_experts-1 (checked on the CPU; on a device an id outside
+    is undefined), or NO_EXPERT. A token may name an expert twice; its contributions add up. The
+    products are summed in float32.
     """
 
     takes_none = False
     """Whether ids may be NO_EXPERT, where `asked` is below 1."""
     asked = 1.0
-    """The share of a call's ids that name an expert, which kernels are chosen by; below 1 ids may be NO_EXPERT."""
+    """The share of a call's ids that name an expert, which kernels are chosen by; below 1 ids may
+    be NO_EXPERT."""
 
-    def __init__(self, num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device, backend: str) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: str,
+    ) -> None:
         self.num_experts = num_experts
         self.hidden = hidden
         self.intermediate = intermediate
@@ -81,15 +99,22 @@ class BiasedExpertsLayout(ExpertsLayout):
     """One that takes experts with biases too."""
 
     @abstractmethod
-    def place(self, index: int, gate: Weight, up: Weight, down: Weight, biases: ExpertBiases | None = None) -> None: ...
+    def place(
+        self, index: int, gate: Weight, up: Weight, down: Weight, biases: ExpertBiases | None = None
+    ) -> None: ...
 
 
 class StackedLayout(ExpertsLayout):
-    """Decodes each expert, as it comes, into its place in the layer's two tensors: gate_up [E, 2I, H] and down [E, H, I] in `dtype`."""
+    """Decodes each expert, as it comes, into its place in the layer's two tensors: gate_up [E, 2I,
+    H] and down [E, H, I] in `dtype`."""
 
-    def __init__(self, num_experts: int, gate: Weight, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, num_experts: int, gate: Weight, dtype: torch.dtype, device: torch.device
+    ) -> None:
         intermediate, hidden = shape(gate)
-        self._gate_up = torch.empty(num_experts, 2 * intermediate, hidden, dtype=dtype, device=device)
+        self._gate_up = torch.empty(
+            num_experts, 2 * intermediate, hidden, dtype=dtype, device=device
+        )
         self._down = torch.empty(num_experts, hidden, intermediate, dtype=dtype, device=device)
 
     def place(self, index: int, gate: Weight, up: Weight, down: Weight) -> None:
@@ -105,10 +130,11 @@ class ExpertsBuilder:
     ...     builder.add(index, gate, up, down)      # Int4, Int8, Fp4 or Dense: gate and up [I, H], down [H, I]
     >>> experts = builder.finish()
 
-    All experts of a layer have the same shapes and grids. gating: what is between gate, up and down, where it is not silu(gate) * up.
-    Another one, and biases, are part of Triton's kernels and of torch's grouped product; of other backends such experts are a loop over
-    their linears, and "auto" takes Triton's on a GPU. Raises ValueError naming what does not fit, an expert that is added twice, or, in
-    `finish`, those that are missing.
+    All experts of a layer have the same shapes and grids. gating: what is between gate, up and
+    down, where it is not silu(gate) * up. Another one, and biases, are part of Triton's kernels and
+    of torch's grouped product; of other backends such experts are a loop over their linears, and
+    "auto" takes Triton's on a GPU. Raises ValueError naming what does not fit, an expert that is
+    added twice, or, in `finish`, those that are missing.
     """
 
     def __init__(
@@ -131,9 +157,20 @@ class ExpertsBuilder:
         self._signature: tuple[object, ...] = ()
         self._placed: set[int] = set()
 
-    def add(self, index: int, gate: Weight, up: Weight, down: Weight, *, biases: ExpertBiases | None = None) -> None:
-        """Lay out expert `index`. gate and up are [I, H] on one grid, down is [H, I]. biases: float, of all experts or of none."""
-        require(0 <= index < self.num_experts, f"index: {index}, expected 0..{self.num_experts - 1}")
+    def add(
+        self,
+        index: int,
+        gate: Weight,
+        up: Weight,
+        down: Weight,
+        *,
+        biases: ExpertBiases | None = None,
+    ) -> None:
+        """Lay out expert `index`. gate and up are [I, H] on one grid, down is [H, I]. biases:
+        float, of all experts or of none."""
+        require(
+            0 <= index < self.num_experts, f"index: {index}, expected 0..{self.num_experts - 1}"
+        )
         require(index not in self._placed, f"index: expert {index} was already added")
         for weight in (gate, up, down):
             check_weight(weight)
@@ -142,7 +179,10 @@ class ExpertsBuilder:
         if self._layout is None:
             self._layout = self._begin(gate, down, biases is not None)
             self._signature = signature
-        require(signature == self._signature, f"expert {index} differs from the first one: {signature} against {self._signature}")
+        require(
+            signature == self._signature,
+            f"expert {index} differs from the first one: {signature} against {self._signature}",
+        )
         if biases is None:
             self._layout.place(index, gate, up, down)
         else:
@@ -151,7 +191,10 @@ class ExpertsBuilder:
         self._placed.add(index)
 
     def _begin(self, gate: Weight, down: Weight, biased: bool) -> ExpertsLayout:
-        target, plain = gate[0].device if self._device is None else self._device, not biased and self._gating == SILU
+        target, plain = (
+            gate[0].device if self._device is None else self._device,
+            not biased and self._gating == SILU,
+        )
         rounds, shapes = rounds_inputs(gate), (_stacked(gate), shape(down))
         asked = self._backend
         if asked == "auto" and not plain and not rounds and self._gating.is_formula:
@@ -160,13 +203,19 @@ class ExpertsBuilder:
         name = backends.choose(f"{operator}_{kind(gate)}", asked, target, self._dtype, shapes)
         found = backends.module(name)
         layout: ExpertsLayout
-        if rounds:  # what is between the products is rounded, too, which no kernel of a whole layer does
+        if (
+            rounds
+        ):  # what is between the products is rounded, too, which no kernel of a whole layer does
             loop = backends.module("reference").LoopLayout
-            layout = loop(self.num_experts, partial(laid_out, name), self._dtype, target, name, self._gating)
+            layout = loop(
+                self.num_experts, partial(laid_out, name), self._dtype, target, name, self._gating
+            )
         elif plain:
             layout = found.experts_layout(self.num_experts, gate, down, self._dtype, target)
         elif hasattr(found, "gated_experts_layout"):
-            layout = found.gated_experts_layout(self.num_experts, gate, down, self._dtype, target, self._gating)
+            layout = found.gated_experts_layout(
+                self.num_experts, gate, down, self._dtype, target, self._gating
+            )
         else:
             loop = backends.module("reference").LoopLayout
             layout = loop(self.num_experts, found.linear, self._dtype, target, name, self._gating)
@@ -175,7 +224,11 @@ class ExpertsBuilder:
     def finish(self) -> Experts:
         """The prepared layer, once every expert was added."""
         missing = sorted(set(range(self.num_experts)) - self._placed)
-        require(not missing, f"{len(missing)} of {self.num_experts} experts were never added, the first is {missing[:1]}")
+        require(
+            not missing,
+            f"{len(missing)} of {self.num_experts} experts were never added, the first is "
+            f"{missing[:1]}",
+        )
         assert self._layout is not None, "no expert was placed"
         experts = self._layout.finish()
         self._layout = None
@@ -191,8 +244,12 @@ def prepare_experts(
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device | None = None,
 ) -> Experts:
-    """`ExpertsBuilder` over weights that are all at hand: gate[e] and up[e] [I, H], down[e] [H, I]."""
-    require(len(gate) == len(up) == len(down), f"gate, up, down: {len(gate)}, {len(up)}, {len(down)} experts, expected as many of each")
+    """`ExpertsBuilder` over weights that are all at hand: gate[e] and up[e] [I, H], down[e] [H,
+    I]."""
+    require(
+        len(gate) == len(up) == len(down),
+        f"gate, up, down: {len(gate)}, {len(up)}, {len(down)} experts, expected as many of each",
+    )
     builder = ExpertsBuilder(len(gate), backend=backend, dtype=dtype, device=device)
     for index, (one_gate, one_up, one_down) in enumerate(zip(gate, up, down)):
         builder.add(index, one_gate, one_up, one_down)
@@ -211,9 +268,20 @@ def _form(weight: Weight) -> tuple[object, ...]:
 
 def _check_expert(gate: Weight, up: Weight, down: Weight, biases: ExpertBiases | None) -> None:
     kinds = {kind(gate), kind(up), kind(down)}
-    require(len(kinds) == 1, f"gate is {kind(gate)}, up is {kind(up)}, down is {kind(down)}, expected one grid for all")
+    require(
+        len(kinds) == 1,
+        f"gate is {kind(gate)}, up is {kind(up)}, down is {kind(down)}, expected one grid for all",
+    )
     intermediate, hidden = shape(gate)
-    require(shape(up) == (intermediate, hidden), f"up: shape {list(shape(up))}, expected [{intermediate}, {hidden}] as gate")
-    require(shape(down) == (hidden, intermediate), f"down: shape {list(shape(down))}, expected [{hidden}, {intermediate}]")
-    for name, bias, size in zip(ExpertBiases._fields, biases or (), (intermediate, intermediate, hidden)):
+    require(
+        shape(up) == (intermediate, hidden),
+        f"up: shape {list(shape(up))}, expected [{intermediate}, {hidden}] as gate",
+    )
+    require(
+        shape(down) == (hidden, intermediate),
+        f"down: shape {list(shape(down))}, expected [{hidden}, {intermediate}]",
+    )
+    for name, bias, size in zip(
+        ExpertBiases._fields, biases or (), (intermediate, intermediate, hidden)
+    ):
         check_tensor(f"biases.{name}", bias, (size,), FLOAT_DTYPES)

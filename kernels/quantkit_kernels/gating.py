@@ -1,4 +1,5 @@
-"""How gate and up of an MLP become what its down projection reads, where that is not SiLU(gate) * up alone."""
+"""How gate and up of an MLP become what its down projection reads, where that is not SiLU(gate) *
+up alone."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,9 +9,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Gating:
-    """g * sigmoid(alpha * g) * (u + shift) of a gate g of at most `limit` and an up u within -limit .. limit.
+    """g * sigmoid(alpha * g) * (u + shift) of a gate g of at most `limit` and an up u within -limit
+    .. limit.
 
-    limit None: as they are. Without arguments this is SiLU(g) * u; gpt-oss has alpha 1.702, limit 7 and shift 1.
+    limit None: as they are. Without arguments this is SiLU(g) * u; gpt-oss has alpha 1.702, limit 7
+    and shift 1.
     """
 
     alpha: float = 1.0
@@ -19,7 +22,8 @@ class Gating:
 
     @property
     def is_formula(self) -> bool:
-        """Whether alpha, limit and shift say all, so that a kernel can compute it; a subclass calls what it likes."""
+        """Whether alpha, limit and shift say all, so that a kernel can compute it; a subclass calls
+        what it likes."""
         return type(self) is Gating
 
     @property

@@ -1,9 +1,11 @@
 """How latents are cached: as the backend that reads them wants.
 
-One tensor [num_blocks, block_size, kv_lora + R] holds of each token the normed latent, then the turned rotary key. Operators that read the
-two apart get two tensors, [num_blocks, block_size, kv_lora] and [num_blocks, block_size, R]; in these the first channel of every rotary
-pair comes before the second of every pair, as torch_npu's fused operators write them, and angles are given as `doubled_angles` makes them.
-In 8 bits a token's latent is codes (codes.py), its rotary key as it is in one tensor.
+One tensor [num_blocks, block_size, kv_lora + R] holds of each token the normed latent, then the
+turned rotary key. Operators that read the two apart get two tensors, [num_blocks, block_size,
+kv_lora] and [num_blocks, block_size, R]; in these the first channel of every rotary pair comes
+before the second of every pair, as torch_npu's fused operators write them, and angles are given as
+`doubled_angles` makes them. In 8 bits a token's latent is codes (codes.py), its rotary key as it is
+in one tensor.
 """
 
 from typing import NamedTuple
@@ -23,15 +25,21 @@ def parts_of(cache: Latents) -> tuple[Tensor, ...]:
 
 
 def entries(cache: Latents, index: Tensor) -> Tensor:
-    """What the index picks of a cache's first dimension, a token's latent and rotary key side by side [..., kv_lora + R]."""
+    """What the index picks of a cache's first dimension, a token's latent and rotary key side by
+    side [..., kv_lora + R]."""
     if isinstance(cache, Tensor):
         return cache[index]
     picked = [part[index] for part in cache]
-    return decoded(CodedLatents(*picked)) if isinstance(cache, CodedLatents) else torch.cat(picked, dim=-1)
+    return (
+        decoded(CodedLatents(*picked))
+        if isinstance(cache, CodedLatents)
+        else torch.cat(picked, dim=-1)
+    )
 
 
 def by_slot(cache: Latents) -> Latents:
-    """The cache with its blocks one after the other: of every part the first two dimensions as one."""
+    """The cache with its blocks one after the other: of every part the first two dimensions as
+    one."""
     if isinstance(cache, Tensor):
         return cache.flatten(0, 1)
     flat = [part.flatten(0, 1) for part in cache]
@@ -45,19 +53,26 @@ class CacheLayout(NamedTuple):
     block_size: int
 
 
-def cache_layout(kv_lora: int, rope_dim: int, dtype: torch.dtype, device: torch.device, *, backend: str = "auto") -> CacheLayout:
-    """What the backend of `mla_decode` reads fastest. dtype: of activations, and of the cache where they have 16 bits."""
-    layout: CacheLayout = backends.find("mla_decode", backend, device).cache_layout(kv_lora, rope_dim, dtype)
+def cache_layout(
+    kv_lora: int, rope_dim: int, dtype: torch.dtype, device: torch.device, *, backend: str = "auto"
+) -> CacheLayout:
+    """What the backend of `mla_decode` reads fastest. dtype: of activations, and of the cache where
+    they have 16 bits."""
+    layout: CacheLayout = backends.find("mla_decode", backend, device).cache_layout(
+        kv_lora, rope_dim, dtype
+    )
     return layout
 
 
 def why_no_codes(device: torch.device, *, backend: str = "auto") -> str | None:
-    """None where attention on `device` reads a cache in 8 bits (codes.py), else the reason in a few words."""
+    """None where attention on `device` reads a cache in 8 bits (codes.py), else the reason in a few
+    words."""
     return getattr(backends.find("mla_decode", backend, device), "NO_CODES", None)
 
 
 def pairs_apart(x: Tensor) -> Tensor:
-    """x [.., R] of neighbouring pairs -> the first channel of every pair, then the second of every pair."""
+    """x [.., R] of neighbouring pairs -> the first channel of every pair, then the second of every
+    pair."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
@@ -67,7 +82,8 @@ def pairs_together(x: Tensor) -> Tensor:
 
 
 def doubled_angles(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos, sin float32 [T, R/2] -> [T, R] of `dtype`: of the first channels of all pairs, then of the second."""
+    """cos, sin float32 [T, R/2] -> [T, R] of `dtype`: of the first channels of all pairs, then of
+    the second."""
     return cos.repeat(1, 2).to(dtype), sin.repeat(1, 2).to(dtype)
 
 

@@ -1,6 +1,7 @@
 """Linear operators: y = x @ W.T for a prepared weight.
 
-`prepare` (or `prepare_int4`, `prepare_int8`, `prepare_fp4`, `prepare_dense`) picks a backend and lays the weight out for it, once.
+`prepare` (or `prepare_int4`, `prepare_int8`, `prepare_fp4`, `prepare_dense`) picks a backend and
+lays the weight out for it, once.
 """
 
 from abc import ABC, abstractmethod
@@ -10,17 +11,37 @@ from torch import Tensor
 
 from quantkit_kernels import backends
 from quantkit_kernels.arguments import check_compute_dtype, require
-from quantkit_kernels.weights import FP4_GROUP_SIZE, Dense, Fp4, Int4, Int4Int8, Int8, Weight, check_weight, kind, shape
+from quantkit_kernels.weights import (
+    FP4_GROUP_SIZE,
+    Dense,
+    Fp4,
+    Int4,
+    Int4Int8,
+    Int8,
+    Weight,
+    check_weight,
+    kind,
+    shape,
+)
 
 
 class Linear(ABC):
-    """One prepared weight. Call it with x[..., K] of `dtype`; it returns [..., N] of the same dtype.
+    """One prepared weight. Call it with x[..., K] of `dtype`; it returns [..., N] of the same
+    dtype.
 
-    Int8 and Int4Int8 weights quantize each row of x to int8 inside the call (see `quantize_rows`), and FP4 weights with an input_divisor
-    round x to NVFP4 (see `round_to_nvfp4`). `nbytes` counts every byte the layout holds.
+    Int8 and Int4Int8 weights quantize each row of x to int8 inside the call (see `quantize_rows`),
+    and FP4 weights with an input_divisor round x to NVFP4 (see `round_to_nvfp4`). `nbytes` counts
+    every byte the layout holds.
     """
 
-    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype, device: torch.device, backend: str) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: str,
+    ) -> None:
         self.in_features = in_features
         self.out_features = out_features
         self.dtype = dtype
@@ -29,7 +50,9 @@ class Linear(ABC):
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[-1] != self.in_features or x.dtype != self.dtype:
-            raise ValueError(f"x: {list(x.shape)} {x.dtype}, expected [..., {self.in_features}] {self.dtype}")
+            raise ValueError(
+                f"x: {list(x.shape)} {x.dtype}, expected [..., {self.in_features}] {self.dtype}"
+            )
         if x.numel() == 0:
             return x.new_empty(*x.shape[:-1], self.out_features)
         return self.rows(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
@@ -48,13 +71,18 @@ class Linear(ABC):
 
 
 def prepare(
-    weight: Weight, *, backend: str = "auto", dtype: torch.dtype = torch.bfloat16, device: str | torch.device | None = None
+    weight: Weight,
+    *,
+    backend: str = "auto",
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device | None = None,
 ) -> Linear:
     """Lay `weight` out for a backend.
 
-    backend: a name from `BACKENDS`, or "auto" for the best one usable on the device. dtype: of activations and outputs (float32, bfloat16
-    or float16). device: where the prepared weight lives; the weight's own by default. The weight's tensors are never modified.
-    Raises ValueError for tensors that do not fit each other, and for a backend that is not usable, with the reason.
+    backend: a name from `BACKENDS`, or "auto" for the best one usable on the device. dtype: of
+    activations and outputs (float32, bfloat16 or float16). device: where the prepared weight lives;
+    the weight's own by default. The weight's tensors are never modified. Raises ValueError for
+    tensors that do not fit each other, and for a backend that is not usable, with the reason.
     """
     check_weight(weight)
     check_compute_dtype(dtype)
@@ -66,7 +94,8 @@ def prepare(
 
 
 def laid_out(backend: str, weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
-    """`prepare` for a backend that was chosen. ValueError where it has no product of inputs rounded to NVFP4 and they are to be."""
+    """`prepare` for a backend that was chosen. ValueError where it has no product of inputs rounded
+    to NVFP4 and they are to be."""
     make = backends.module(backend).linear
     if isinstance(weight, Int4Int8):
         return Int8InputsLinear(make(Int4(*weight), dtype, device))
@@ -75,28 +104,41 @@ def laid_out(backend: str, weight: Weight, dtype: torch.dtype, device: torch.dev
         return linear
     refused = why_no_rounded_inputs(backend, device)
     require(refused is None, f"backend: {backend} cannot round inputs to NVFP4: {refused}")
-    # Rounded inputs are exact in 16 bits as long as they are not divided; the weight's global scale takes that over.
+    # Rounded inputs are exact in 16 bits as long as they are not divided; the weight's global scale
+    # takes that over.
     plain = Fp4(weight.codes, weight.scale, weight.global_scale / weight.input_divisor)
     return RoundedInputsLinear(make(plain, dtype, device), weight.input_divisor.to(device))
 
 
 def rounds_inputs(weight: Weight) -> bool:
     """Whether the linear is a product by weights alone over inputs that are rounded before it."""
-    return isinstance(weight, Int4Int8) or (isinstance(weight, Fp4) and weight.input_divisor is not None)
+    return isinstance(weight, Int4Int8) or (
+        isinstance(weight, Fp4) and weight.input_divisor is not None
+    )
 
 
 def why_no_rounded_inputs(backend: str, device: torch.device) -> str | None:
-    """None where linears of this backend, or of the best one of a device ("auto"), run on inputs rounded to NVFP4; else the reason."""
+    """None where linears of this backend, or of the best one of a device ("auto"), run on inputs
+    rounded to NVFP4; else the reason."""
     if device.type == "npu" or backend in ("torch_npu", "ascend"):
         return "an NPU has no FP4 and no e4m3 to round with"
-    return "its own rounding finds the divisor anew at every call" if backend == "scaled_mm" else None
+    return (
+        "its own rounding finds the divisor anew at every call" if backend == "scaled_mm" else None
+    )
 
 
 class Int8InputsLinear(Linear):
-    """W4A8 in groups: x rounded to int8, then the product of any backend by an int4 weight. Products of int8 by int4 are not used."""
+    """W4A8 in groups: x rounded to int8, then the product of any backend by an int4 weight.
+    Products of int8 by int4 are not used."""
 
     def __init__(self, product: Linear) -> None:
-        super().__init__(product.in_features, product.out_features, product.dtype, product.device, product.backend)
+        super().__init__(
+            product.in_features,
+            product.out_features,
+            product.dtype,
+            product.device,
+            product.backend,
+        )
         self.product = product
 
     def held(self) -> list[Tensor]:
@@ -104,15 +146,25 @@ class Int8InputsLinear(Linear):
 
     def rows(self, x: Tensor) -> Tensor:
         codes, scale = quantize_rows(x)
-        # Codes over 128 are exact in 16 bits, and products no larger than those of inputs whose largest is 1.
-        return (self.product.rows((codes.float() / 128).to(self.dtype)).float() * (scale * 128)).to(self.dtype)
+        # Codes over 128 are exact in 16 bits, and products no larger than those of inputs whose
+        # largest is 1.
+        return (self.product.rows((codes.float() / 128).to(self.dtype)).float() * (scale * 128)).to(
+            self.dtype
+        )
 
 
 class RoundedInputsLinear(Linear):
-    """W4A4: x rounded to NVFP4, then the product of any backend by an FP4 weight. Where a card has FP4 units they are not used."""
+    """W4A4: x rounded to NVFP4, then the product of any backend by an FP4 weight. Where a card has
+    FP4 units they are not used."""
 
     def __init__(self, product: Linear, divisor: Tensor) -> None:
-        super().__init__(product.in_features, product.out_features, product.dtype, product.device, product.backend)
+        super().__init__(
+            product.in_features,
+            product.out_features,
+            product.dtype,
+            product.device,
+            product.backend,
+        )
         self.product, self.divisor = product, divisor
 
     def held(self) -> list[Tensor]:
@@ -132,12 +184,18 @@ def prepare_int4(
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device | None = None,
 ) -> Linear:
-    """W4A16. codes int8 [N, K] signed; scale float32 [N, K/g]; zero_point int8 [N, K/g] or None. See `Int4` and `prepare`."""
+    """W4A16. codes int8 [N, K] signed; scale float32 [N, K/g]; zero_point int8 [N, K/g] or None.
+    See `Int4` and `prepare`."""
     return prepare(Int4(codes, scale, zero_point), backend=backend, dtype=dtype, device=device)
 
 
 def prepare_int8(
-    codes: Tensor, scale: Tensor, *, backend: str = "auto", dtype: torch.dtype = torch.bfloat16, device: str | torch.device | None = None
+    codes: Tensor,
+    scale: Tensor,
+    *,
+    backend: str = "auto",
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device | None = None,
 ) -> Linear:
     """W8A8. codes int8 [N, K]; scale float32 [N, 1]. See `Int8` and `prepare`."""
     return prepare(Int8(codes, scale), backend=backend, dtype=dtype, device=device)
@@ -152,12 +210,17 @@ def prepare_fp4(
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device | None = None,
 ) -> Linear:
-    """FP4 W4A16. codes uint8 [N, K]; scale float8_e4m3fn [N, K/16]; global_scale float32 scalar. See `Fp4` and `prepare`."""
+    """FP4 W4A16. codes uint8 [N, K]; scale float8_e4m3fn [N, K/16]; global_scale float32 scalar.
+    See `Fp4` and `prepare`."""
     return prepare(Fp4(codes, scale, global_scale), backend=backend, dtype=dtype, device=device)
 
 
 def prepare_dense(
-    weight: Tensor, *, backend: str = "auto", dtype: torch.dtype = torch.bfloat16, device: str | torch.device | None = None
+    weight: Tensor,
+    *,
+    backend: str = "auto",
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device | None = None,
 ) -> Linear:
     """An unquantized linear. weight float [N, K]. See `prepare`."""
     require(weight.dim() == 2, f"weight: shape {list(weight.shape)}, expected [N, K]")
@@ -180,17 +243,26 @@ _SCALE_OF_ZEROS = 0.125
 
 
 def round_to_nvfp4(x: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs of W4A4 linears as compressed-tensors rounds them: x ~ level * scale / divisor, nearest, halves to the even code.
+    """Inputs of W4A4 linears as compressed-tensors rounds them: x ~ level * scale / divisor,
+    nearest, halves to the even code.
 
-    x float [..., K]; divisor float32, 2688 / the largest magnitude expected (what is larger saturates), [] or with as many dimensions as x.
-    Returns levels float32 [..., K/16, 16], of E2M1's values, and scales float32 [..., K/16], of e4m3's: largest of the group / 6 * divisor,
-    0.125 where that is zero. The arithmetic is float32, as in engines' kernels; compressed-tensors divides by 6 in x's dtype.
+    x float [..., K]; divisor float32, 2688 / the largest magnitude expected (what is larger
+    saturates), [] or with as many dimensions as x. Returns levels float32 [..., K/16, 16], of
+    E2M1's values, and scales float32 [..., K/16], of e4m3's: largest of the group / 6 * divisor,
+    0.125 where that is zero. The arithmetic is float32, as in engines' kernels; compressed-tensors
+    divides by 6 in x's dtype.
     """
     groups = x.float().unflatten(-1, (-1, FP4_GROUP_SIZE))
-    scales = (groups.abs().amax(dim=-1) / E2M1_MAX * divisor).clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn).float()
+    scales = (
+        (groups.abs().amax(dim=-1) / E2M1_MAX * divisor)
+        .clamp_(max=E4M3_MAX)
+        .to(torch.float8_e4m3fn)
+        .float()
+    )
     scales = torch.where(scales == 0, _SCALE_OF_ZEROS, scales)
     levels = (groups / (scales / divisor).unsqueeze(-1)).clamp_(-E2M1_MAX, E2M1_MAX)
-    # Spacing of E2M1: 1/2 up to 2, 1 up to 4, 2 up to 6. Rounding to even in it is rounding to the even code.
+    # Spacing of E2M1: 1/2 up to 2, 1 up to 4, 2 up to 6. Rounding to even in it is rounding to the
+    # even code.
     sizes = levels.abs()
     spacing = torch.where(sizes < 2, 0.5, torch.where(sizes < 4, 1.0, 2.0))
     return levels.div_(spacing).round_().mul_(spacing), scales

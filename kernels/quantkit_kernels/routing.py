@@ -13,15 +13,17 @@ SCORINGS = ("sigmoid", "softmax")
 
 @dataclass(frozen=True)
 class Routing:
-    """How a token chooses its experts. The names are those of DeepSeek's config.json; Mixtral's and Qwen3-MoE's routers fit as well.
+    """How a token chooses its experts. The names are those of DeepSeek's config.json; Mixtral's and
+    Qwen3-MoE's routers fit as well.
 
-    The score of an expert is the sigmoid of its logit, or the softmax over all experts. Experts come in n_group groups of
-    n_routed_experts / n_group. A group's score is the sum of its best two experts' scores; only the best topk_group groups stay, and among
-    their experts the best num_experts_per_tok are chosen. An expert's weight is its score, divided by the sum of the chosen ones' scores
-    (+ 1e-20) with norm_topk_prob, times routed_scaling_factor.
+    The score of an expert is the sigmoid of its logit, or the softmax over all experts. Experts
+    come in n_group groups of n_routed_experts / n_group. A group's score is the sum of its best two
+    experts' scores; only the best topk_group groups stay, and among their experts the best
+    num_experts_per_tok are chosen. An expert's weight is its score, divided by the sum of the
+    chosen ones' scores (+ 1e-20) with norm_topk_prob, times routed_scaling_factor.
 
-    num_joined_experts: shared experts that are held behind the routed ones, as numbers n_routed_experts, n_routed_experts + 1, ... Every
-    token goes to them too, with weight 1.
+    num_joined_experts: shared experts that are held behind the routed ones, as numbers
+    n_routed_experts, n_routed_experts + 1, ... Every token goes to them too, with weight 1.
     """
 
     n_routed_experts: int
@@ -39,12 +41,15 @@ class Routing:
         return self.num_experts_per_tok + self.num_joined_experts
 
 
-def route(logits: Tensor, bias: Tensor | None, routing: Routing, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, bias: Tensor | None, routing: Routing, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
     """Choose by the router's logits.
 
-    logits float [T, E], E = n_routed_experts; bias float32 [E] or None (e_score_correction_bias): it is added to the scores for the choice,
-    and is no part of the weights. Returns topk_ids int32 or int64 [T, columns], as the backend finds them, and topk_weights float32
-    [T, columns], the best choice first, joined experts last.
+    logits float [T, E], E = n_routed_experts; bias float32 [E] or None (e_score_correction_bias):
+    it is added to the scores for the choice, and is no part of the weights. Returns topk_ids int32
+    or int64 [T, columns], as the backend finds them, and topk_weights float32 [T, columns], the
+    best choice first, joined experts last.
     """
     check_tensor("logits", logits, (None, routing.n_routed_experts), FLOAT_DTYPES)
     _check(routing, bias)
@@ -52,8 +57,11 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing, *, backend: str
     return ids, weights
 
 
-def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """`route` by the logits x @ router.T. x float [T, H]; router float32 [E, H]; the product is float32."""
+def moe_gate(
+    x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """`route` by the logits x @ router.T. x float [T, H]; router float32 [E, H]; the product is
+    float32."""
     check_tensor("x", x, (None, None), FLOAT_DTYPES)
     check_tensor("router", router, (routing.n_routed_experts, x.shape[1]), (torch.float32,))
     _check(routing, bias)
@@ -65,10 +73,26 @@ def _check(r: Routing, bias: Tensor | None) -> None:
     experts = r.n_routed_experts
     if bias is not None:
         check_tensor("bias", bias, (experts,), (torch.float32,))
-    require(r.scoring_func in SCORINGS, f"scoring_func: {r.scoring_func!r}, expected {' or '.join(SCORINGS)}")
-    require(r.n_group >= 1 and experts % r.n_group == 0, f"n_group: {experts} experts do not split into {r.n_group} groups")
+    require(
+        r.scoring_func in SCORINGS,
+        f"scoring_func: {r.scoring_func!r}, expected {' or '.join(SCORINGS)}",
+    )
+    require(
+        r.n_group >= 1 and experts % r.n_group == 0,
+        f"n_group: {experts} experts do not split into {r.n_group} groups",
+    )
     require(1 <= r.topk_group <= r.n_group, f"topk_group: {r.topk_group}, expected 1..{r.n_group}")
-    require(r.n_group == 1 or experts // r.n_group >= 2, f"n_group: groups of {experts // r.n_group} expert, expected at least 2")
+    require(
+        r.n_group == 1 or experts // r.n_group >= 2,
+        f"n_group: groups of {experts // r.n_group} expert, expected at least 2",
+    )
     kept, k = experts // r.n_group * r.topk_group, r.num_experts_per_tok
-    require(1 <= k <= kept, f"num_experts_per_tok: {k}, expected 1..{kept} (the experts of {r.topk_group} of {r.n_group} groups)")
-    require(r.num_joined_experts >= 0, f"num_joined_experts: {r.num_joined_experts}, expected at least 0")
+    require(
+        1 <= k <= kept,
+        f"num_experts_per_tok: {k}, expected 1..{kept} (the experts of {r.topk_group} of "
+        f"{r.n_group} groups)",
+    )
+    require(
+        r.num_joined_experts >= 0,
+        f"num_joined_experts: {r.num_joined_experts}, expected at least 0",
+    )

@@ -1,6 +1,8 @@
-"""Sizes of the products that plans are measured for and kernels are timed with: N and K of linears by what they are in the model.
+"""Sizes of the products that plans are measured for and kernels are timed with: N and K of linears
+by what they are in the model.
 
-shared_gu, dense_gu: gate and up side by side of DeepSeek-R1's shared expert and of its first layers; shared_dn, dense_dn: down.
+shared_gu, dense_gu: gate and up side by side of DeepSeek-R1's shared expert and of its first
+layers; shared_dn, dense_dn: down.
 """
 
 from typing import NamedTuple
@@ -14,9 +16,20 @@ R1_LINEARS = {
     "dense_gu": (36864, 7168),
     "dense_dn": (7168, 18432),
 }
-R1_RANK_LINEARS = {"q_b": (6144, 1536), "o": (7168, 4096), "dense_gu": (9216, 7168), "dense_dn": (7168, 4608)}
-"""Those of which one tensor-parallel rank of four has a part; its shared expert is one of the routed ones."""
-QWEN3_8B_LINEARS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
+R1_RANK_LINEARS = {
+    "q_b": (6144, 1536),
+    "o": (7168, 4096),
+    "dense_gu": (9216, 7168),
+    "dense_dn": (7168, 4608),
+}
+"""Those of which one tensor-parallel rank of four has a part; its shared expert is one of the
+routed ones."""
+QWEN3_8B_LINEARS = {
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "gate_up": (24576, 4096),
+    "down": (4096, 12288),
+}
 
 
 class LinearSize(NamedTuple):
@@ -28,7 +41,8 @@ class LinearSize(NamedTuple):
 
 
 class ExpertsSize(NamedTuple):
-    """A layer of routed experts of a kind: gate and up [intermediate, hidden], of which a token asks for top_k."""
+    """A layer of routed experts of a kind: gate and up [intermediate, hidden], of which a token
+    asks for top_k."""
 
     kind: str
     hidden: int
@@ -50,4 +64,5 @@ MEASURED = Products(
     tuple(LinearSize(kind, *size) for kind in _KINDS for size in _SIZES),
     tuple(ExpertsSize(kind, 7168, intermediate) for kind in _KINDS for intermediate in (2048, 512)),
 )
-"""Those whose plans come with the package: of DeepSeek-R1, of one rank of four of it, and of Qwen3-8B's linears."""
+"""Those whose plans come with the package: of DeepSeek-R1, of one rank of four of it, and of
+Qwen3-8B's linears."""

@@ -1,6 +1,8 @@
-"""The weights that the operators take: plain tensors, one value per code, independent of any file format.
+"""The weights that the operators take: plain tensors, one value per code, independent of any file
+format.
 
-A weight is W[N, K]: N output features, K input features. `prepare` turns one into the layout of a backend, once, at load.
+A weight is W[N, K]: N output features, K input features. `prepare` turns one into the layout of a
+backend, once, at load.
 """
 
 from typing import NamedTuple
@@ -15,9 +17,11 @@ FP4_GROUP_SIZE = 16
 
 
 class Int4(NamedTuple):
-    """w = (codes - zero_point) * scale, one scale and zero point per group of K/scale.shape[1] input features.
+    """w = (codes - zero_point) * scale, one scale and zero point per group of K/scale.shape[1]
+    input features.
 
-    codes int8 [N, K] in -8..7; scale float32 [N, K/g], g of 32, 64 or 128; zero_point int8 [N, K/g] in -8..7, or None.
+    codes int8 [N, K] in -8..7; scale float32 [N, K/g], g of 32, 64 or 128; zero_point int8 [N, K/g]
+    in -8..7, or None.
     """
 
     codes: Tensor
@@ -26,11 +30,13 @@ class Int4(NamedTuple):
 
 
 class Int4Int8(Int4):
-    """W4A8 in groups: operators round their inputs to int8, a step a token (`quantize_rows`), before the product. Symmetric."""
+    """W4A8 in groups: operators round their inputs to int8, a step a token (`quantize_rows`),
+    before the product. Symmetric."""
 
 
 class Int8(NamedTuple):
-    """w = codes * scale, one scale per output feature; activations are quantized to int8 per token inside the operator.
+    """w = codes * scale, one scale per output feature; activations are quantized to int8 per token
+    inside the operator.
 
     codes int8 [N, K] in -127..127; scale float32 [N, 1].
     """
@@ -40,15 +46,17 @@ class Int8(NamedTuple):
 
 
 class NarrowInt8(Int8):
-    """Codes are of four bits, -8..7, as W4A8 has them: a backend may hold them so, and every one may hold a byte a code."""
+    """Codes are of four bits, -8..7, as W4A8 has them: a backend may hold them so, and every one
+    may hold a byte a code."""
 
 
 class Fp4(NamedTuple):
     """w = e2m1[codes] * scale * global_scale (NVFP4), one scale per 16 input features.
 
-    codes uint8 [N, K] in 0..15, bit 3 the sign; scale float8_e4m3fn [N, K/16]; global_scale float32, a multiplier: a scalar,
-    or [N] where tensors with different global scales were stacked. input_divisor float32 []: operators round their inputs to NVFP4 under
-    it before the product (W4A4, `round_to_nvfp4`); None: they do not.
+    codes uint8 [N, K] in 0..15, bit 3 the sign; scale float8_e4m3fn [N, K/16]; global_scale
+    float32, a multiplier: a scalar, or [N] where tensors with different global scales were stacked.
+    input_divisor float32 []: operators round their inputs to NVFP4 under it before the product
+    (W4A4, `round_to_nvfp4`); None: they do not.
     """
 
     codes: Tensor
@@ -68,7 +76,13 @@ Weight = Int4 | Int8 | Fp4 | Dense
 
 def kind(weight: Weight) -> str:
     """The name of a weight's grid in operator names: int4, int8, fp4 or dense."""
-    return "int8" if isinstance(weight, Int8) else "int4" if isinstance(weight, Int4) else type(weight).__name__.lower()
+    return (
+        "int8"
+        if isinstance(weight, Int8)
+        else "int4"
+        if isinstance(weight, Int4)
+        else type(weight).__name__.lower()
+    )
 
 
 def shape(weight: Weight) -> tuple[int, int]:
@@ -81,8 +95,12 @@ def group_size(weight: Int4) -> int:
 
 
 def check_weight(weight: Weight) -> None:
-    """Refuse a weight whose tensors do not fit each other. Values are not read: a device is not made to wait."""
-    require(weight[0].dim() == 2, f"{kind(weight)} weight: shape {list(weight[0].shape)}, expected [N, K]")
+    """Refuse a weight whose tensors do not fit each other. Values are not read: a device is not
+    made to wait."""
+    require(
+        weight[0].dim() == 2,
+        f"{kind(weight)} weight: shape {list(weight[0].shape)}, expected [N, K]",
+    )
     n, k = shape(weight)
     if isinstance(weight, Dense):
         check_tensor("weight", weight.weight, (n, k), FLOAT_DTYPES)
@@ -94,22 +112,35 @@ def check_weight(weight: Weight) -> None:
         check_tensor("scale", weight.scale, (n, None), (torch.float32,))
         groups = weight.scale.shape[1]
         fits = groups > 0 and k % groups == 0 and k // groups in INT4_GROUP_SIZES
-        require(fits, f"scale: {groups} groups for {k} input features, expected groups of {', '.join(map(str, INT4_GROUP_SIZES))}")
+        require(
+            fits,
+            f"scale: {groups} groups for {k} input features, expected groups of "
+            f"{', '.join(map(str, INT4_GROUP_SIZES))}",
+        )
         if weight.zero_point is not None:
             check_tensor("zero_point", weight.zero_point, (n, groups), (torch.int8,))
     else:
         check_tensor("codes", weight.codes, (n, k), (torch.uint8,))
-        require(k % FP4_GROUP_SIZE == 0, f"codes: {k} input features are not a multiple of {FP4_GROUP_SIZE}")
+        require(
+            k % FP4_GROUP_SIZE == 0,
+            f"codes: {k} input features are not a multiple of {FP4_GROUP_SIZE}",
+        )
         check_tensor("scale", weight.scale, (n, k // FP4_GROUP_SIZE), (torch.float8_e4m3fn,))
-        require(weight.global_scale.dtype == torch.float32, f"global_scale: dtype {weight.global_scale.dtype}, expected torch.float32")
+        require(
+            weight.global_scale.dtype == torch.float32,
+            f"global_scale: dtype {weight.global_scale.dtype}, expected torch.float32",
+        )
         fits = tuple(weight.global_scale.shape) in ((), (n,))
-        require(fits, f"global_scale: shape {list(weight.global_scale.shape)}, expected [] or [{n}]")
+        require(
+            fits, f"global_scale: shape {list(weight.global_scale.shape)}, expected [] or [{n}]"
+        )
         if weight.input_divisor is not None:
             check_tensor("input_divisor", weight.input_divisor, (), (torch.float32,))
 
 
 def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """W[N, K] as numbers. The arithmetic is in `dtype`, so float64 gives the exact values the codes stand for."""
+    """W[N, K] as numbers. The arithmetic is in `dtype`, so float64 gives the exact values the codes
+    stand for."""
     if isinstance(weight, Dense):
         return weight.weight.to(dtype)
     if isinstance(weight, Int8):
@@ -126,10 +157,12 @@ def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:
-    """E2M1 codes (uint8, 0..15: sign, two exponent bits, one mantissa bit) as float16: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
+    """E2M1 codes (uint8, 0..15: sign, two exponent bits, one mantissa bit) as float16: 0, 0.5, 1,
+    1.5, 2, 3, 4, 6 and their negatives.
 
-    The bits are put where float16 has its sign, low exponent bits and first mantissa bit, which gives the value times 2^-14, subnormal
-    included, and one multiplication corrects the exponent. Several times faster than looking each code up.
+    The bits are put where float16 has its sign, low exponent bits and first mantissa bit, which
+    gives the value times 2^-14, subnormal included, and one multiplication corrects the exponent.
+    Several times faster than looking each code up.
     """
     wide = codes.to(torch.int16)
     bits = ((wide & 7) << 9) | ((wide & 8) << 12)
@@ -145,30 +178,53 @@ def rows(weight: Weight, start: int, stop: int) -> Weight:
     if isinstance(weight, Int4):
         zero_point = None if weight.zero_point is None else weight.zero_point[start:stop]
         return type(weight)(weight.codes[start:stop], weight.scale[start:stop], zero_point)
-    global_scale = weight.global_scale if weight.global_scale.dim() == 0 else weight.global_scale[start:stop]
-    return Fp4(weight.codes[start:stop], weight.scale[start:stop], global_scale, weight.input_divisor)
+    global_scale = (
+        weight.global_scale if weight.global_scale.dim() == 0 else weight.global_scale[start:stop]
+    )
+    return Fp4(
+        weight.codes[start:stop], weight.scale[start:stop], global_scale, weight.input_divisor
+    )
 
 
 def stack(first: Weight, second: Weight) -> Weight:
-    """[first; second] along the output features, as gate and up are run by one operator. Both must be on one grid."""
+    """[first; second] along the output features, as gate and up are run by one operator. Both must
+    be on one grid."""
     alike = kind(first) == kind(second) and shape(first)[1] == shape(second)[1]
     require(alike, f"cannot stack {kind(second)} {shape(second)} on {kind(first)} {shape(first)}")
     if isinstance(first, Int4) and isinstance(second, Int4):
-        same = group_size(first) == group_size(second) and (first.zero_point is None) == (second.zero_point is None)
+        same = group_size(first) == group_size(second) and (first.zero_point is None) == (
+            second.zero_point is None
+        )
         require(same, "cannot stack int4 weights that differ in group size or symmetry")
-        require(type(first) is type(second), "cannot stack int4 weights whose inputs are rounded differently")
+        require(
+            type(first) is type(second),
+            "cannot stack int4 weights whose inputs are rounded differently",
+        )
         zero_point = None
         if first.zero_point is not None and second.zero_point is not None:
             zero_point = torch.cat([first.zero_point, second.zero_point])
-        return type(first)(torch.cat([first.codes, second.codes]), torch.cat([first.scale, second.scale]), zero_point)
+        return type(first)(
+            torch.cat([first.codes, second.codes]),
+            torch.cat([first.scale, second.scale]),
+            zero_point,
+        )
     if isinstance(first, Int8) and isinstance(second, Int8):
         joined = type(first) if type(first) is type(second) else Int8
-        return joined(torch.cat([first.codes, second.codes]), torch.cat([first.scale, second.scale]))
+        return joined(
+            torch.cat([first.codes, second.codes]), torch.cat([first.scale, second.scale])
+        )
     if isinstance(first, Fp4) and isinstance(second, Fp4):
-        scale = torch.cat([first.scale.view(torch.uint8), second.scale.view(torch.uint8)]).view(torch.float8_e4m3fn)
+        scale = torch.cat([first.scale.view(torch.uint8), second.scale.view(torch.uint8)]).view(
+            torch.float8_e4m3fn
+        )
         parts = [part.global_scale.expand(shape(part)[0]) for part in (first, second)]
-        require(same_inputs(first, second), "cannot stack FP4 weights whose inputs are rounded differently")
-        return Fp4(torch.cat([first.codes, second.codes]), scale, torch.cat(parts), first.input_divisor)
+        require(
+            same_inputs(first, second),
+            "cannot stack FP4 weights whose inputs are rounded differently",
+        )
+        return Fp4(
+            torch.cat([first.codes, second.codes]), scale, torch.cat(parts), first.input_divisor
+        )
     return Dense(torch.cat([first[0], second[0]]))
 
 

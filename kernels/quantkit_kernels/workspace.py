@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class Workspace:
-    """Float32 partial sums, int32 counters that every launch leaves at zero, and room for sums that blocks hand over to one another, all of
-    it -0 between launches.
+    """Float32 partial sums, int32 counters that every launch leaves at zero, and room for sums that
+    blocks hand over to one another, all of it -0 between launches.
 
     Launches that use it must be on one stream at a time.
     """
@@ -28,10 +28,13 @@ class Workspace:
         return self._partial, self._counters
 
     def room_for_sums(self, floats: int) -> Tensor:
-        """At least `floats` times -0, which every launch leaves as they were (cuda/csrc/common/signals.cuh)."""
+        """At least `floats` times -0, which every launch leaves as they were
+        (cuda/csrc/common/signals.cuh)."""
         if self._handed_over.numel() < floats:
             self._outgrown.append(self._handed_over)
-            self._handed_over = torch.full((floats,), -0.0, dtype=torch.float32, device=self._handed_over.device)
+            self._handed_over = torch.full(
+                (floats,), -0.0, dtype=torch.float32, device=self._handed_over.device
+            )
         return self._handed_over
 
 

@@ -1,4 +1,5 @@
-"""Linears that must be on one grid, because engines make one operator of them: fused siblings, and all routed experts of a layer."""
+"""Linears that must be on one grid, because engines make one operator of them: fused siblings, and
+all routed experts of a layer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

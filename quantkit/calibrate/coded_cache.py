@@ -1,9 +1,11 @@
-"""Steps of an int8 cache: found on what calibration tokens leave in it behind rounded weights, and used by everything after that.
+"""Steps of an int8 cache: found on what calibration tokens leave in it behind rounded weights, and
+used by everything after that.
 
-A layer of latent attention has one step for all channels, so channels are brought to one size first: the norm's gain is divided by powers
-of two and the columns of kv_b, which has 16 bits, are multiplied by them, which rounds nothing. Keys and values have a step for each
-channel. Steps are tried from the one that cuts nothing off to half of it, and the one with the least squared error is taken; latents'
-errors count as kv_b's columns make them.
+A layer of latent attention has one step for all channels, so channels are brought to one size
+first: the norm's gain is divided by powers of two and the columns of kv_b, which has 16 bits, are
+multiplied by them, which rounds nothing. Keys and values have a step for each channel. Steps are
+tried from the one that cuts nothing off to half of it, and the one with the least squared error is
+taken; latents' errors count as kv_b's columns make them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -42,59 +44,98 @@ class CodedCache:
         return bool(step_specs(self.cache, sublayer.rows))
 
     def find(
-        self, sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStates, readings: Mapping[str, Reading]
+        self,
+        sublayer: Sublayer,
+        tensors: Mapping[str, Tensor],
+        states: HiddenStates,
+        readings: Mapping[str, Reading],
     ) -> dict[str, Tensor]:
-        """Tensors to be stored, by name: the steps, and what changes so that latents have channels of one size. tensors: of the sublayer
-        rounded, float32; states: before it."""
+        """Tensors to be stored, by name: the steps, and what changes so that latents have channels
+        of one size. tensors: of the sublayer rounded, float32; states: before it."""
         block = sublayer.build(LayerWeights(tensors, no_experts, readings=readings))
-        seen = self._seen(block, states, (batch for batch in states.batches() if not batch.held_out))
+        seen = self._seen(
+            block, states, (batch for batch in states.batches() if not batch.held_out)
+        )
         if isinstance(self.cache, LatentCache):
             return self._latents(sublayer, tensors, seen[0][:, : self.cache.kv_lora_rank])
-        steps = KeySteps(*(best_steps(side.flatten(1)).unflatten(0, side.shape[1:]) for side in seen))
+        steps = KeySteps(
+            *(best_steps(side.flatten(1)).unflatten(0, side.shape[1:]) for side in seen)
+        )
         return stored_steps(step_specs(self.cache, sublayer.rows), sublayer.rows, steps)
 
-    def _latents(self, sublayer: Sublayer, tensors: Mapping[str, Tensor], latents: Tensor) -> dict[str, Tensor]:
+    def _latents(
+        self, sublayer: Sublayer, tensors: Mapping[str, Tensor], latents: Tensor
+    ) -> dict[str, Tensor]:
         norm, kv_b = latent_norm(sublayer)
         divisors = powers(latents.abs().amax(0))
         stored = {row.name: tensors[row.name].to(sublayer.stored[row.name]) for row in (norm, kv_b)}
-        changed = {norm.name: divided(stored[norm.name], divisors), kv_b.name: stored[kv_b.name] * divisors.to(stored[kv_b.name].dtype)}
+        changed = {
+            norm.name: divided(stored[norm.name], divisors),
+            kv_b.name: stored[kv_b.name] * divisors.to(stored[kv_b.name].dtype),
+        }
         counts = changed[kv_b.name].float().square().sum(0)
         step = best_step(latents / divisors, counts)
         specs = step_specs(self.cache, sublayer.rows)
-        return {name: one.cpu() for name, one in changed.items()} | stored_steps(specs, sublayer.rows, step)
+        return {name: one.cpu() for name, one in changed.items()} | stored_steps(
+            specs, sublayer.rows, step
+        )
 
     def run(self, sublayer: Sublayer, plain: Mapping[str, Tensor]) -> Run:
         """The sublayer over a cache by the steps among its stored tensors."""
         rows = sublayer.rows
         return self._by(steps_of(self.cache, step_specs(self.cache, rows), rows, plain), sublayer)
 
-    def run_uncalibrated(self, sublayer: Sublayer, block: DecoderLayer, states: HiddenStates) -> Run:
-        """The sublayer over a cache by steps that cut off nothing of what these states, before it, leave there. block: of the sublayer."""
+    def run_uncalibrated(
+        self, sublayer: Sublayer, block: DecoderLayer, states: HiddenStates
+    ) -> Run:
+        """The sublayer over a cache by steps that cut off nothing of what these states, before it,
+        leave there. block: of the sublayer."""
         seen = self._seen(block, states, states.batches())
         if isinstance(self.cache, LatentCache):
-            return self._by(_stored(seen[0][:, : self.cache.kv_lora_rank].abs().amax().clamp(min=1e-30) / LARGEST[torch.int8]), sublayer)
+            return self._by(
+                _stored(
+                    seen[0][:, : self.cache.kv_lora_rank].abs().amax().clamp(min=1e-30)
+                    / LARGEST[torch.int8]
+                ),
+                sublayer,
+            )
         largest = (side.abs().amax(0).clamp(min=1e-30) for side in seen)
-        return self._by(KeySteps(*(_stored(side / LARGEST[torch.int8]) for side in largest)), sublayer)
+        return self._by(
+            KeySteps(*(_stored(side / LARGEST[torch.int8]) for side in largest)), sublayer
+        )
 
-    def _seen(self, block: DecoderLayer, states: HiddenStates, batches: Iterable[TokenBatch]) -> list[Tensor]:
-        """Latents [n, K], or keys and values [n, heads, K], that the tokens of some batches leave in a 16-bit cache."""
+    def _seen(
+        self, block: DecoderLayer, states: HiddenStates, batches: Iterable[TokenBatch]
+    ) -> list[Tensor]:
+        """Latents [n, K], or keys and values [n, heads, K], that the tokens of some batches leave
+        in a 16-bit cache."""
         kept = list[tuple[Tensor, ...]]()
         for batch in batches:
             if sum(len(part[0]) for part in kept) >= TOKENS:
                 break
             context = CausalContext(batch.lengths, states.hidden.device)
             block.attend(states.hidden[batch.part], context)
-            kept.append((context.stored[:, 0],) if isinstance(self.cache, LatentCache) else (context.keys[0], context.values[0]))
+            kept.append(
+                (context.stored[:, 0],)
+                if isinstance(self.cache, LatentCache)
+                else (context.keys[0], context.values[0])
+            )
         return [torch.cat(parts) for parts in zip(*kept)]
 
     def _by(self, steps: CodeSteps, sublayer: Sublayer) -> Run:
         """The sublayer over a cache by these steps."""
         on = self.device
-        placed: CodeSteps = steps.to(on) if isinstance(steps, Tensor) else KeySteps(*(side.to(on) for side in steps))
+        placed: CodeSteps = (
+            steps.to(on)
+            if isinstance(steps, Tensor)
+            else KeySteps(*(side.to(on) for side in steps))
+        )
         layer = next(row.layer for row in sublayer.rows if row.layer is not None)
 
         def attend(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:
-            return block.attend(hidden, CausalContext(lengths, hidden.device, torch.int8, {layer: placed}))
+            return block.attend(
+                hidden, CausalContext(lengths, hidden.device, torch.int8, {layer: placed})
+            )
 
         return attend
 
@@ -126,7 +167,9 @@ def best_steps(x: Tensor) -> Tensor:
 def _stored(step: Tensor) -> Tensor:
     """The next number that is stored, from `step` on upwards."""
     near = step.to(STORED)
-    return torch.where(near.float() < step, torch.nextafter(near, torch.full_like(near, torch.inf)), near).float()
+    return torch.where(
+        near.float() < step, torch.nextafter(near, torch.full_like(near, torch.inf)), near
+    ).float()
 
 
 def _errors(x: Tensor, step: Tensor) -> Tensor:

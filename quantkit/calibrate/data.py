@@ -1,8 +1,8 @@
 """Calibration sequences: from quantkit's own text, a file, or a data set of the `datasets` library.
 
-A document is one sequence, cut to seq_len: a model that never saw two documents in one context is not shown two. A .txt is one
-document, cut into sequences of seq_len. Which documents are taken depends on the seed alone. Documents that hold no two tokens are left
-out and others taken for them.
+A document is one sequence, cut to seq_len: a model that never saw two documents in one context is
+not shown two. A .txt is one document, cut into sequences of seq_len. Which documents are taken
+depends on the seed alone. Documents that hold no two tokens are left out and others taken for them.
 """
 
 import random
@@ -24,16 +24,20 @@ from quantkit.common.errors import QuantkitError
 OWN_TEXT = "quantkit's own text"
 SHIPPED_TEXT = "calibration.jsonl"
 """What a model may have in its folder to be calibrated on."""
-_OWN_FORMS = ("English, Chinese, code, mathematics, tables, tools, reasoning; --calibration takes yours",)
+_OWN_FORMS = (
+    "English, Chinese, code, mathematics, tables, tools, reasoning; --calibration takes yours",
+)
 _LOOKED_AT = 1000
 """Characters of a document that tell how well the tokenizer knows its script."""
 _FOREIGN = 1.7
-"""Tokens a byte, by the median of all documents. With vocabularies of large models Chinese has about 0.8; one without it has 1.8 to 2.2."""
+"""Tokens a byte, by the median of all documents. With vocabularies of large models Chinese has
+about 0.8; one without it has 1.8 to 2.2."""
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Token ids, int64 [length] each: `calibration` to fit on, `held_out` to judge on. taken: what they are."""
+    """Token ids, int64 [length] each: `calibration` to fit on, `held_out` to judge on. taken: what
+    they are."""
 
     calibration: list[Tensor]
     held_out: list[Tensor]
@@ -60,11 +64,14 @@ class _Drawn:
             self.samples.append(shortened(text, min(len(ids), seq_len)))
 
 
-def load_sequences(source: str | None, encoder: Encoder, *, samples: int, held_out: int, seq_len: int, seed: int) -> Sequences:
-    """`samples` + `held_out` sequences of at most seq_len tokens, or all there are, split in that proportion.
+def load_sequences(
+    source: str | None, encoder: Encoder, *, samples: int, held_out: int, seq_len: int, seed: int
+) -> Sequences:
+    """`samples` + `held_out` sequences of at most seq_len tokens, or all there are, split in that
+    proportion.
 
-    source: a file or the id of a data set; None is quantkit's own text. Raises QuantkitError where the source does not exist, has a record
-    in no known form, or is too small to hold any out.
+    source: a file or the id of a data set; None is quantkit's own text. Raises QuantkitError where
+    the source does not exist, has a record in no known form, or is too small to hold any out.
     """
     wanted = samples + held_out
     templating = Templating(encoder)
@@ -79,23 +86,43 @@ def load_sequences(source: str | None, encoder: Encoder, *, samples: int, held_o
         if own:
             documents = _foreign_last(_kinds_in_turn(documents), encoder)
         drawn = _draw(documents, templating, wanted, seq_len)
-        counted = {form: sum(one.form == form for _, one in documents) for form in {one.form for _, one in documents}}
+        counted = {
+            form: sum(one.form == form for _, one in documents)
+            for form in {one.form for _, one in documents}
+        }
         forms = tuple(sorted(counted, key=lambda form: (-counted[form], form)))
     found = drawn.sequences
     if len(found) < 2:
-        empty = f": {drawn.empty} of its {drawn.records} records hold no two tokens" if drawn.empty else ""
+        empty = (
+            f": {drawn.empty} of its {drawn.records} records hold no two tokens"
+            if drawn.empty
+            else ""
+        )
         raise QuantkitError(
-            f"calibration data {place} gives {len(found) or 'no'} sequence{empty}", "give at least two, better some hundred"
+            f"calibration data {place} gives {len(found) or 'no'} sequence{empty}",
+            "give at least two, better some hundred",
         )
     kept = len(found)
-    judged = max(1, min(held_out, kept * held_out // wanted if kept < wanted else held_out)) if held_out else 0
+    judged = (
+        max(1, min(held_out, kept * held_out // wanted if kept < wanted else held_out))
+        if held_out
+        else 0
+    )
     fitted, judges = found[: kept - judged], found[kept - judged :]
     left = drawn.records - drawn.empty - kept
-    warnings = oddities(found, wanted=wanted, seq_len=seq_len, unknown=getattr(encoder, "unknown_id", None), left=left)
+    warnings = oddities(
+        found,
+        wanted=wanted,
+        seq_len=seq_len,
+        unknown=getattr(encoder, "unknown_id", None),
+        left=left,
+    )
     if is_shipped(Path(place)):
         warnings = []  # who made the model chose how much of which text it takes
     if templating.simplified and not own:
-        warnings.append(f"{templating.simplified} documents were simplified, since {templating.refusal}")
+        warnings.append(
+            f"{templating.simplified} documents were simplified, since {templating.refusal}"
+        )
     taken = Taken(
         source=OWN_TEXT if own else place,
         forms=_OWN_FORMS if own else forms,
@@ -130,18 +157,22 @@ def _pieces(path: Path, encoder: Encoder, wanted: int, seq_len: int, seed: int) 
 
 
 def _documents(source: str) -> list[tuple[str, Document]]:
-    """Every document with its place. Raises QuantkitError for the first record that is in no known form."""
+    """Every document with its place. Raises QuantkitError for the first record that is in no known
+    form."""
     found = []
     for place, value in read_records(source):
         try:
             found.append((place, read_document(value)))
         except (UnknownForm, RecursionError) as error:
-            raise QuantkitError(f"{place} is no document: {error}", f"give {ACCEPTED}, or remove it") from error
+            raise QuantkitError(
+                f"{place} is no document: {error}", f"give {ACCEPTED}, or remove it"
+            ) from error
     return found
 
 
 def _kinds_in_turn(documents: list[tuple[str, Document]]) -> list[tuple[str, Document]]:
-    """One of each kind, then the next of each: a few documents hold something of everything, whatever there is most of."""
+    """One of each kind, then the next of each: a few documents hold something of everything,
+    whatever there is most of."""
     met: Counter[str] = Counter()
     rounds = []
     for _, document in documents:
@@ -150,15 +181,22 @@ def _kinds_in_turn(documents: list[tuple[str, Document]]) -> list[tuple[str, Doc
     return [one for _, one in sorted(zip(rounds, documents), key=lambda pair: pair[0])]
 
 
-def _foreign_last(documents: list[tuple[str, Document]], encoder: Encoder) -> list[tuple[str, Document]]:
-    """Those last whose script the tokenizer writes nearly byte by byte: the model hardly learned it, and nobody will use it there."""
+def _foreign_last(
+    documents: list[tuple[str, Document]], encoder: Encoder
+) -> list[tuple[str, Document]]:
+    """Those last whose script the tokenizer writes nearly byte by byte: the model hardly learned
+    it, and nobody will use it there."""
     beginnings = [(document.text or plain(document))[:_LOOKED_AT] for _, document in documents]
     dense = [len(encoder.encode(text)) / len(text.encode()) for text in beginnings]
     foreign = [one > _FOREIGN * statistics.median(dense) for one in dense]
-    return [one for wanted in (False, True) for one, last in zip(documents, foreign) if last == wanted]
+    return [
+        one for wanted in (False, True) for one, last in zip(documents, foreign) if last == wanted
+    ]
 
 
-def _draw(documents: list[tuple[str, Document]], templating: Templating, wanted: int, seq_len: int) -> _Drawn:
+def _draw(
+    documents: list[tuple[str, Document]], templating: Templating, wanted: int, seq_len: int
+) -> _Drawn:
     drawn = _Drawn([], [], records=len(documents))
     for place, document in documents:
         if len(drawn.sequences) == wanted:

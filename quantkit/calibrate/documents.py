@@ -1,6 +1,8 @@
-"""One record of people's data as a document: which of the known forms it has, and what of it is text.
+"""One record of people's data as a document: which of the known forms it has, and what of it is
+text.
 
-A record is a text or an object. Names of fields are compared without case. Recognised, in this order:
+A record is a text or an object. Names of fields are compared without case. Recognised, in this
+order:
 
     messages, conversations, conversation   a list of {role, content} (OpenAI) or {from, value} (ShareGPT), with `tools` and `system` beside
     instruction, output or response         alpaca, with `input` where there is one
@@ -14,7 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-ACCEPTED = "text, messages, conversations (ShareGPT), instruction and output (alpaca), or prompt and response"
+ACCEPTED = (
+    "text, messages, conversations (ShareGPT), instruction and output (alpaca), or prompt "
+    "and response"
+)
 Message = dict[str, Any]
 
 _ROLES = {
@@ -43,8 +48,8 @@ class UnknownForm(ValueError):
 
 @dataclass(frozen=True)
 class Document:
-    """form: its name for people. Either `text`, or `messages` in OpenAI's form with the tools they may call. kind: what it is about, where
-    the record says so."""
+    """form: its name for people. Either `text`, or `messages` in OpenAI's form with the tools they
+    may call. kind: what it is about, where the record says so."""
 
     form: str
     text: str = ""
@@ -54,7 +59,9 @@ class Document:
 
     @property
     def is_empty(self) -> bool:
-        return not self.text.strip() and not any(one["content"].strip() or one.get("tool_calls") for one in self.messages)
+        return not self.text.strip() and not any(
+            one["content"].strip() or one.get("tool_calls") for one in self.messages
+        )
 
 
 def read_document(value: Any) -> Document:
@@ -91,12 +98,19 @@ def _conversation(name: str, fields: dict[str, Any]) -> Document:
     system = _text(fields.get("system"), "system")
     if system and not any(one["role"] == "system" for one in messages):
         messages.insert(0, {"role": "system", "content": system})
-    return Document("ShareGPT" if shared else "messages", messages=tuple(messages), tools=tuple(_list(fields.get("tools"), "tools")))
+    return Document(
+        "ShareGPT" if shared else "messages",
+        messages=tuple(messages),
+        tools=tuple(_list(fields.get("tools"), "tools")),
+    )
 
 
 def _alpaca(fields: dict[str, Any], reply: str) -> Document:
     asked = [_text(fields.get(name), name) for name in ("instruction", "input")]
-    turns = [("system", _text(fields.get("system"), "system")), ("user", "\n\n".join(filter(None, asked)))]
+    turns = [
+        ("system", _text(fields.get("system"), "system")),
+        ("user", "\n\n".join(filter(None, asked))),
+    ]
     turns.append(("assistant", _text(fields[reply], reply)))
     return Document("alpaca", messages=_turns(turns))
 
@@ -108,8 +122,12 @@ def _exchange(fields: dict[str, Any], asked: str, reply: str) -> Document:
         else list(_turns([(role, _text(fields[name], name))]))
         for name, role in ((asked, "user"), (reply, "assistant"))
     ]
-    whole = isinstance(fields[reply], list) and parts[1][:1] and parts[1][0]["role"] != "assistant"  # `chosen` with its prompt
-    return Document(f"{asked} and {reply}", messages=tuple(parts[1] if whole else parts[0] + parts[1]))
+    whole = (
+        isinstance(fields[reply], list) and parts[1][:1] and parts[1][0]["role"] != "assistant"
+    )  # `chosen` with its prompt
+    return Document(
+        f"{asked} and {reply}", messages=tuple(parts[1] if whole else parts[0] + parts[1])
+    )
 
 
 def _turns(turns: list[tuple[str, str]]) -> tuple[Message, ...]:
@@ -122,10 +140,17 @@ def _message(value: Any, place: str) -> Message:
     said = value.get("role", value.get("from"))
     role = _ROLES.get(said.casefold()) if isinstance(said, str) else None
     if role is None:
-        raise UnknownForm(f"{place} has role {said!r:.40}" if said is not None else f"{place} has neither role nor from")
+        raise UnknownForm(
+            f"{place} has role {said!r:.40}"
+            if said is not None
+            else f"{place} has neither role nor from"
+        )
     if not {"content", "value", "tool_calls"} & set(value):
         raise UnknownForm(f"{place} has no content")
-    message: Message = {"role": role, "content": _text(value.get("content", value.get("value")), place)}
+    message: Message = {
+        "role": role,
+        "content": _text(value.get("content", value.get("value")), place),
+    }
     for name in _KEPT:
         if value.get(name) not in (None, "", []):
             message[name] = _calls(value[name], place) if name == "tool_calls" else value[name]
@@ -133,7 +158,8 @@ def _message(value: Any, place: str) -> Message:
 
 
 def _calls(value: Any, place: str) -> list[Any]:
-    """Tool calls with their arguments as an object, as transformers asks for; OpenAI writes them as a text of JSON."""
+    """Tool calls with their arguments as an object, as transformers asks for; OpenAI writes them as
+    a text of JSON."""
     made = []
     for call in _list(value, f"{place}.tool_calls"):
         function = call.get("function") if isinstance(call, dict) else None
@@ -143,7 +169,13 @@ def _calls(value: Any, place: str) -> list[Any]:
         if isinstance(arguments, str):
             with suppress(ValueError):  # some models write anything
                 arguments = json.loads(arguments)
-        made.append({**call, "type": "function", "function": {**function, "arguments": {} if arguments is None else arguments}})
+        made.append(
+            {
+                **call,
+                "type": "function",
+                "function": {**function, "arguments": {} if arguments is None else arguments},
+            }
+        )
     return made
 
 
@@ -166,7 +198,12 @@ def _text(value: Any, name: str) -> str:
     if value is None:
         return ""
     if isinstance(value, list):
-        parts = [part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part for part in value]
+        parts = [
+            part.get("text")
+            if isinstance(part, dict) and part.get("type", "text") == "text"
+            else part
+            for part in value
+        ]
         texts = [part for part in parts if isinstance(part, str)]
         if len(texts) < len(parts):
             raise UnknownForm(f"{name} has a part that is no text")

@@ -1,8 +1,9 @@
 """By how much the quantized path has left the original one, as weights can make up for it.
 
-A linear W reads x on the quantized path where it reads o on the original one, and what it should answer is W o. Of all weights the one
-that comes nearest over the calibration tokens is W + W M, M = mean((o - x) x^T) H^-1, H the damped Hessian of x (as in GPTAQ, arXiv
-2504.02692). Few tokens for many channels find an M that holds for them alone, so held-out rows say how much of it is taken.
+A linear W reads x on the quantized path where it reads o on the original one, and what it should
+answer is W o. Of all weights the one that comes nearest over the calibration tokens is W + W M, M =
+mean((o - x) x^T) H^-1, H the damped Hessian of x (as in GPTAQ, arXiv 2504.02692). Few tokens for
+many channels find an M that holds for them alone, so held-out rows say how much of it is taken.
 """
 
 from collections import deque
@@ -18,8 +19,8 @@ from quantkit.quant.tensor_cores import tensor_core_products
 
 @dataclass(frozen=True)
 class Drift:
-    """Of one input. inputs float32 [K, K]: the mean of (o - x) x^T over calibration tokens; sample [S, K]: o of the held-out rows whose x
-    are in `InputStatistics.sample`."""
+    """Of one input. inputs float32 [K, K]: the mean of (o - x) x^T over calibration tokens; sample
+    [S, K]: o of the held-out rows whose x are in `InputStatistics.sample`."""
 
     inputs: Tensor
     sample: Tensor
@@ -30,8 +31,9 @@ class Drift:
 
 
 class DriftSum:
-    """What `Drift`s are made from, batch by batch: the quantized path is heard first, then the original one; a linear that is asked several
-    times for a batch, with the sequences one by one, in the same order on both."""
+    """What `Drift`s are made from, batch by batch: the quantized path is heard first, then the
+    original one; a linear that is asked several times for a batch, with the sequences one by one,
+    in the same order on both."""
 
     def __init__(self, sample_rows: int, ranks: Ranks) -> None:
         self._sample_rows, self._ranks = sample_rows, ranks
@@ -60,29 +62,41 @@ class DriftSum:
 
     def keep(self, module: str, o: Tensor) -> None:
         """o: what it reads on the original path, of held-out tokens."""
-        self._kept.setdefault(module, HeldOutRows(self._sample_rows)).keep(o.reshape(-1, o.shape[-1]))
+        self._kept.setdefault(module, HeldOutRows(self._sample_rows)).keep(
+            o.reshape(-1, o.shape[-1])
+        )
 
     def means(self) -> dict[str, Drift]:
         """Nothing more is to be heard."""
         sums, self._sums = self._sums, {}
         for own in sums.values():
             send_panels(own, self._ranks)
-        kept = {module: self._kept.get(module, HeldOutRows(0)).rows(own) for module, own in sums.items()}
-        return {module: Drift(own.div_(self._tokens[module]), kept[module]) for module, own in sums.items()}
+        kept = {
+            module: self._kept.get(module, HeldOutRows(0)).rows(own) for module, own in sums.items()
+        }
+        return {
+            module: Drift(own.div_(self._tokens[module]), kept[module])
+            for module, own in sums.items()
+        }
 
 
 def taken(lost: Tensor, change: Tensor) -> Tensor:
-    """How much of a change [..., S, N] of outputs is best on held-out rows, where `lost` is what the outputs lack: [] or the leading
-    dimensions, from nothing to all of it. Nothing where there are no rows: nobody can tell what holds for calibration tokens alone."""
+    """How much of a change [..., S, N] of outputs is best on held-out rows, where `lost` is what
+    the outputs lack: [] or the leading dimensions, from nothing to all of it. Nothing where there
+    are no rows: nobody can tell what holds for calibration tokens alone."""
     if not lost.numel():
         return torch.zeros((), device=lost.device)
-    return ((lost * change).sum((-1, -2)) / change.square().sum((-1, -2)).clamp(min=1e-30)).clamp(0, 1)
+    return ((lost * change).sum((-1, -2)) / change.square().sum((-1, -2)).clamp(min=1e-30)).clamp(
+        0, 1
+    )
 
 
-def expert_drift(original: Tensor, hidden: Tensor, w: Tensor, layer: tuple[Tensor, Tensor], blend: int) -> Tensor:
-    """As `Drift.inputs`, [I, I], of what an expert's down projection reads. original, hidden [n, I]: on the original and on the quantized
-    path, of the expert's tokens, whose routing weights are w [n]; layer: both [R, I] of rows of the layer, which count as in its
-    Hessian."""
+def expert_drift(
+    original: Tensor, hidden: Tensor, w: Tensor, layer: tuple[Tensor, Tensor], blend: int
+) -> Tensor:
+    """As `Drift.inputs`, [I, I], of what an expert's down projection reads. original, hidden [n,
+    I]: on the original and on the quantized path, of the expert's tokens, whose routing weights are
+    w [n]; layer: both [R, I] of rows of the layer, which count as in its Hessian."""
     total = ((original - hidden) * w.square()[:, None]).t() @ hidden
     o, x = layer
     share = blend / len(x) * (w.square().mean() if len(w) else torch.ones((), device=w.device))

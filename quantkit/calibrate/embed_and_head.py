@@ -1,4 +1,5 @@
-"""What is around the decoder layers: what the first one reads, and what the last one's output says of the next token."""
+"""What is around the decoder layers: what the first one reads, and what the last one's output says
+of the next token."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -23,22 +24,26 @@ class Ends(Protocol):
         """Whether the last norm takes the mean off, as LayerNorm does."""
 
     def embedded(self, sequences: Sequence[Tensor]) -> Tensor:
-        """Token ids of sequences -> what the first layer reads, float32 [T, H], one sequence after the other; of several streams
-        `hyper.packed`."""
+        """Token ids of sequences -> what the first layer reads, float32 [T, H], one sequence after
+        the other; of several streams `hyper.packed`."""
 
     def normed(self, hidden: Tensor) -> Tensor:
         """hidden [T, H] after the last layer -> what the head multiplies, [T, H]."""
 
     def logits(self, products: Tensor, first: int) -> Tensor:
-        """Products [T, R] with rows first .. first + R of the head -> the logits of these tokens, [T, R]."""
+        """Products [T, R] with rows first .. first + R of the head -> the logits of these tokens,
+        [T, R]."""
 
 
 class TableEnds:
-    """Of an architecture with a table: an embedding, an RMSNorm, a head, and what makes one stream of several."""
+    """Of an architecture with a table: an embedding, an RMSNorm, a head, and what makes one stream
+    of several."""
 
     centred = False
 
-    def __init__(self, source: ParameterReader, rows: Sequence[Parameter], config: ModelConfig) -> None:
+    def __init__(
+        self, source: ParameterReader, rows: Sequence[Parameter], config: ModelConfig
+    ) -> None:
         self.source, self.eps, self.streams = source, config.rms_norm_eps, config.streams
         self._end = [row for row in rows if row.role == "streams" and row.layer is None]
         self.embedding = next(row for row in rows if row.role == "embedding" and row.layer is None)
@@ -48,7 +53,9 @@ class TableEnds:
         table, ids = self.source.checkpoint.read(self.embedding.name), torch.cat([*sequences])
         check_vocabulary(ids, len(table))
         embedded = table[ids].float()
-        return embedded if self.streams is None else packed(begun(embedded, self.streams.count), ids)
+        return (
+            embedded if self.streams is None else packed(begun(embedded, self.streams.count), ids)
+        )
 
     def normed(self, hidden: Tensor) -> Tensor:
         return rms_norm(self.merged(hidden), self.source.gain(self.norm), self.eps)
@@ -67,4 +74,7 @@ class TableEnds:
 def check_vocabulary(ids: Tensor, rows: int) -> None:
     """Raise QuantkitError where a token has no row in the embedding."""
     if int(ids.max()) >= rows:
-        raise QuantkitError(f"the tokenizer gives token {int(ids.max())}, the model has {rows}", "use the model's own tokenizer")
+        raise QuantkitError(
+            f"the tokenizer gives token {int(ids.max())}, the model has {rows}",
+            "use the model's own tokenizer",
+        )

@@ -1,4 +1,5 @@
-"""The routed experts of one layer on their way through a run: read a batch at a time, solved or found finished, written, and run."""
+"""The routed experts of one layer on their way through a run: read a batch at a time, solved or
+found finished, written, and run."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -30,20 +31,26 @@ SCALE_EXPERTS = 8
 
 
 def expert_batch_values(device_type: str, batches: Batches) -> int:
-    """Experts are solved together up to this many weights, at least one: on a CPU as `Batches` says, elsewhere 16 of R1's 256."""
+    """Experts are solved together up to this many weights, at least one: on a CPU as `Batches`
+    says, elsewhere 16 of R1's 256."""
     return batches.expert_values if device_type == "cpu" else 2**30
 
 
-def expert_weights(model: SourceModel, rows: GatedMlp, values: Mapping[str, Tensor]) -> ExpertWeights:
+def expert_weights(
+    model: SourceModel, rows: GatedMlp, values: Mapping[str, Tensor]
+) -> ExpertWeights:
     """An expert with these linears, by module, and the source's biases."""
     gate, up, down = (values[module] for module in rows.modules)
     biases = [model.weights.dequantized(model.by_name[name]) for name in rows.biases]
-    return ExpertWeights(gate, up, down, model.config.gating, ExpertBiases(*biases) if biases else None)
+    return ExpertWeights(
+        gate, up, down, model.config.gating, ExpertBiases(*biases) if biases else None
+    )
 
 
 @dataclass(frozen=True)
 class _Expert:
-    """On the rank that has read it. hidden: as `ExpertSolver.solve` returned it, where the expert was solved now."""
+    """On the rank that has read it. hidden: as `ExpertSolver.solve` returned it, where the expert
+    was solved now."""
 
     original: ExpertWeights
     rounded: ExpertWeights
@@ -52,7 +59,8 @@ class _Expert:
 
 @dataclass(frozen=True)
 class _Path:
-    """Hidden states that an expert adds to: w [n] times `outputs` [n, H] of it, in its tokens [n]."""
+    """Hidden states that an expert adds to: w [n] times `outputs` [n, H] of it, in its tokens
+    [n]."""
 
     states: HiddenStates
     tokens: Tensor
@@ -63,8 +71,22 @@ class _Path:
 class ExpertLayer:
     """All experts of a layer are rounded on one grid, or none is rounded."""
 
-    def __init__(self, model: SourceModel, layer: int, solvers: Solvers, log: UnitLog, ranks: Ranks, batches: Batches) -> None:
-        self.model, self.layer, self.recipe, self.log, self.ranks = model, layer, solvers.recipe, log, ranks
+    def __init__(
+        self,
+        model: SourceModel,
+        layer: int,
+        solvers: Solvers,
+        log: UnitLog,
+        ranks: Ranks,
+        batches: Batches,
+    ) -> None:
+        self.model, self.layer, self.recipe, self.log, self.ranks = (
+            model,
+            layer,
+            solvers.recipe,
+            log,
+            ranks,
+        )
         self.experts = model.experts(layer)
         first = next(iter(self.experts.values())).modules
         self.solver = None if model.quantized.isdisjoint(first) else solvers.of(first[0])
@@ -78,7 +100,8 @@ class ExpertLayer:
         self._will_read(self.own[0] if self.own else [])
 
     def consumers(self, routed: Routed) -> list[Consumer]:
-        """Rows of some experts, for the group that reaches them; an expert counts by the tokens that choose it."""
+        """Rows of some experts, for the group that reaches them; an expert counts by the tokens
+        that choose it."""
         if self.solver is None:
             return []
         counts = routed.counts(len(self.experts))
@@ -88,7 +111,10 @@ class ExpertLayer:
         for expert in chosen:
             weights = self._weights(expert)
             share = float(counts[expert] / max(routed.fitted, 1)) * len(self.experts) / len(chosen)
-            consumers += [Consumer(sample_rows(w, count), share, self.solver) for w in (weights.gate, weights.up)]
+            consumers += [
+                Consumer(sample_rows(w, count), share, self.solver)
+                for w in (weights.gate, weights.up)
+            ]
         return consumers
 
     def run(
@@ -100,13 +126,19 @@ class ExpertLayer:
         plain: PlainPath | None,
         path: OriginalPath | None,
     ) -> None:
-        """Solve and write all experts, and add their outputs to the hidden states of both paths, of plain rounding's, and of the
-        calibration tokens on the original one."""
+        """Solve and write all experts, and add their outputs to the hidden states of both paths, of
+        plain rounding's, and of the calibration tokens on the original one."""
         self._report_routing(routed)
         solver, original = None, None if path is None else path.routed
         if self.solver is not None:
-            counts = token_counts(states.quantized.hidden[:, : sublayer.width]) if self.solver.activation_bits == 8 else None
-            solver = ExpertSolver(self.solver, routed, read, sublayer.importance, sublayer.outputs, original, counts)
+            counts = (
+                token_counts(states.quantized.hidden[:, : sublayer.width])
+                if self.solver.activation_bits == 8
+                else None
+            )
+            solver = ExpertSolver(
+                self.solver, routed, read, sublayer.importance, sublayer.outputs, original, counts
+            )
         rank, size = self.ranks.rank, self.ranks.size
         reading = self._read()
         for start in range(0, len(self.batches), size):
@@ -115,58 +147,112 @@ class ExpertLayer:
             if rank < len(together):
                 originals = next(reading)
                 rounded, hidden = self._written(solver, originals, read.scale)
-                own = {expert: _Expert(weights, rounded[expert], hidden.get(expert)) for expert, weights in originals.items()}
+                own = {
+                    expert: _Expert(weights, rounded[expert], hidden.get(expert))
+                    for expert, weights in originals.items()
+                }
                 del originals, rounded, hidden
-            paths = {expert: list(self._paths(expert, routed, read.scale, states, plain, path)) for batch in together for expert in batch}
+            paths = {
+                expert: list(self._paths(expert, routed, read.scale, states, plain, path))
+                for batch in together
+                for expert in batch
+            }
             held: dict[int, list[Tensor]] = {}
             if size > 1:  # every rank computes its own before it waits for another's
-                held = {expert: list(self._outputs(expert, own.pop(expert), paths[expert])) for expert in list(own)}
+                held = {
+                    expert: list(self._outputs(expert, own.pop(expert), paths[expert]))
+                    for expert in list(own)
+                }
             for source, batch in enumerate(together):
                 self.log.tell("propagating", self._unit(batch[0]))
                 for expert in batch:
-                    outputs = held.pop(expert) if expert in held else self._outputs(expert, own.get(expert), paths[expert])
+                    outputs = (
+                        held.pop(expert)
+                        if expert in held
+                        else self._outputs(expert, own.get(expert), paths[expert])
+                    )
                     for one, added in zip(paths[expert], outputs):
                         add_weighted(one.states, one.tokens, self.ranks.send(added, source), one.w)
                     self.log.finished(self._unit(expert))
         if size > 1:
             self.ranks.share(self.log.store)
-            for expert in (expert for number, batch in enumerate(self.batches) if not self.ranks.mine(number) for expert in batch):
+            for expert in (
+                expert
+                for number, batch in enumerate(self.batches)
+                if not self.ranks.mine(number)
+                for expert in batch
+            ):
                 self.log.take(self._unit(expert))
 
     def _paths(
-        self, expert: int, routed: Routed, scale: Tensor, states: HiddenStatePair, plain: PlainPath | None, path: OriginalPath | None
+        self,
+        expert: int,
+        routed: Routed,
+        scale: Tensor,
+        states: HiddenStatePair,
+        plain: PlainPath | None,
+        path: OriginalPath | None,
     ) -> "Iterator[_Path]":
-        """Of those that run through an expert: the rounded one, the original, plain rounding's, and the original of calibration tokens."""
+        """Of those that run through an expert: the rounded one, the original, plain rounding's, and
+        the original of calibration tokens."""
         tokens, w = routed.of(expert)
         count = len(routed.quantized_of(expert)[0])
         yield _Path(
-            states.quantized, tokens[:count], w[:count], lambda one: quantized_outputs(routed, expert, one.rounded, scale, one.hidden)
+            states.quantized,
+            tokens[:count],
+            w[:count],
+            lambda one: quantized_outputs(routed, expert, one.rounded, scale, one.hidden),
         )
         held_out = tokens[count:]
-        yield _Path(states.original, held_out - routed.quantized, w[count:], lambda one: one.original(routed.x[held_out]))
+        yield _Path(
+            states.original,
+            held_out - routed.quantized,
+            w[count:],
+            lambda one: one.original(routed.x[held_out]),
+        )
         if plain is not None and plain.routed is not None:
             asked, own = plain.asked(expert)
-            yield _Path(plain.states, asked, own, lambda one: plain.expert_outputs(expert, self.experts[expert], one.original, self.solver))
+            yield _Path(
+                plain.states,
+                asked,
+                own,
+                lambda one: plain.expert_outputs(
+                    expert, self.experts[expert], one.original, self.solver
+                ),
+            )
         if path is not None and path.routed is not None:
-            yield _Path(path.states, *path.asked(expert), lambda one: path.expert_outputs(expert, one.original))
+            yield _Path(
+                path.states,
+                *path.asked(expert),
+                lambda one: path.expert_outputs(expert, one.original),
+            )
 
-    def _outputs(self, expert: int, own: "_Expert | None", paths: "list[_Path]") -> Iterator[Tensor]:
-        """An expert's outputs on each of its paths, one by one; room for them where another rank has it."""
+    def _outputs(
+        self, expert: int, own: "_Expert | None", paths: "list[_Path]"
+    ) -> Iterator[Tensor]:
+        """An expert's outputs on each of its paths, one by one; room for them where another rank
+        has it."""
         for path in paths:
             if own is not None and len(path.tokens):
                 yield path.outputs(own)
             else:
-                yield path.states.hidden.new_empty(len(path.tokens), self.experts[expert].down.shape[0])
+                yield path.states.hidden.new_empty(
+                    len(path.tokens), self.experts[expert].down.shape[0]
+                )
 
     def _unit(self, expert: int) -> str:
         return expert_unit(self.layer, expert)
 
     def _weights(self, expert: int) -> ExpertWeights:
         """As the source has them."""
-        return self._of({row.module: self.model.weights.dequantized(row) for row in self.experts[expert].rows}, expert)
+        return self._of(
+            {row.module: self.model.weights.dequantized(row) for row in self.experts[expert].rows},
+            expert,
+        )
 
     def _read(self) -> Iterator[dict[int, ExpertWeights]]:
-        """The original weights of each batch of this rank; those of the next are on their way from the disk meanwhile."""
+        """The original weights of each batch of this rank; those of the next are on their way from
+        the disk meanwhile."""
         for batch, following in zip(self.own, [*self.own[1:], []]):
             self.log.tell("reading", self._unit(batch[0]))
             originals = {expert: self._weights(expert) for expert in batch}
@@ -180,46 +266,73 @@ class ExpertLayer:
         self, solver: ExpertSolver | None, originals: Mapping[int, ExpertWeights], scale: Tensor
     ) -> tuple[dict[int, ExpertWeights], dict[int, Tensor]]:
         """The weights of a batch of experts as the output has them."""
-        return (self._kept(originals, scale), {}) if solver is None else self._rounded(solver, originals)
+        return (
+            (self._kept(originals, scale), {})
+            if solver is None
+            else self._rounded(solver, originals)
+        )
 
-    def _kept(self, originals: Mapping[int, ExpertWeights], scale: Tensor) -> dict[int, ExpertWeights]:
+    def _kept(
+        self, originals: Mapping[int, ExpertWeights], scale: Tensor
+    ) -> dict[int, ExpertWeights]:
         """Experts that are not rounded: the source's, but for the scale [H] of what they read."""
         kept = {}
         for expert, own in originals.items():
             rows = self.experts[expert]
             plain = {}
             if not bool((scale == 1).all()):
-                plain = {row.name: (w * scale).to(self.model.weights.dtype(row)) for row, w in ((rows.gate, own.gate), (rows.up, own.up))}
-            gate, up = (plain[row.name].float() if row.name in plain else w for row, w in ((rows.gate, own.gate), (rows.up, own.up)))
+                plain = {
+                    row.name: (w * scale).to(self.model.weights.dtype(row))
+                    for row, w in ((rows.gate, own.gate), (rows.up, own.up))
+                }
+            gate, up = (
+                plain[row.name].float() if row.name in plain else w
+                for row, w in ((rows.gate, own.gate), (rows.up, own.up))
+            )
             kept[expert] = replace(own, gate=gate, up=up)
             if not self.log.store.done(self._unit(expert)):
                 self.log.write(self._unit(expert), {}, plain, {}, mine=True)
         return kept
 
-    def _rounded(self, solver: ExpertSolver, originals: Mapping[int, ExpertWeights]) -> tuple[dict[int, ExpertWeights], dict[int, Tensor]]:
-        """The rounded weights of a batch of experts: solved now, or read back where an earlier run wrote them. With what
+    def _rounded(
+        self, solver: ExpertSolver, originals: Mapping[int, ExpertWeights]
+    ) -> tuple[dict[int, ExpertWeights], dict[int, Tensor]]:
+        """The rounded weights of a batch of experts: solved now, or read back where an earlier run
+        wrote them. With what
         `ExpertSolver.solve` found their down projections to read, where it was asked."""
-        # A batch is solved whole or not at all, so that its arithmetic does not depend on where an earlier run stopped.
+        # A batch is solved whole or not at all, so that its arithmetic does not depend on where an
+        # earlier run stopped.
         if not all(self.log.store.done(self._unit(expert)) for expert in originals):
             return self._solve(solver, originals)
         rounded = {}
         for expert in originals:
             weights, _ = self.log.load(self._unit(expert))
-            rounded[expert] = self._read_as(weights, {module: dequantize(weight) for module, weight in weights.items()}, expert)
+            rounded[expert] = self._read_as(
+                weights, {module: dequantize(weight) for module, weight in weights.items()}, expert
+            )
         return rounded, {}
 
-    def _solve(self, solver: ExpertSolver, originals: Mapping[int, ExpertWeights]) -> tuple[dict[int, ExpertWeights], dict[int, Tensor]]:
+    def _solve(
+        self, solver: ExpertSolver, originals: Mapping[int, ExpertWeights]
+    ) -> tuple[dict[int, ExpertWeights], dict[int, Tensor]]:
         first = self._unit(next(iter(originals)))
         self.log.tell("solving", first)
         solved, hidden = solver.solve(self.experts, originals)
         self.log.tell("writing", first)
         for expert in originals:
             own = {module: solved[module].rounded for module in self.experts[expert].modules}
-            self.log.write(self._unit(expert), own, {}, {}, mine=not self.log.store.done(self._unit(expert)))
-        weights, values = ({module: getattr(one, part) for module, one in solved.items()} for part in ("weight", "values"))
+            self.log.write(
+                self._unit(expert), own, {}, {}, mine=not self.log.store.done(self._unit(expert))
+            )
+        weights, values = (
+            {module: getattr(one, part) for module, one in solved.items()}
+            for part in ("weight", "values")
+        )
         return {expert: self._read_as(weights, values, expert) for expert in originals}, hidden
 
-    def _read_as(self, weights: Mapping[str, Weight], values: Mapping[str, Tensor], expert: int) -> ExpertWeights:
+    def _read_as(
+        self, weights: Mapping[str, Weight], values: Mapping[str, Tensor], expert: int
+    ) -> ExpertWeights:
         """A rounded expert, as it reads its inputs. values: what the weights decode to."""
         assert self.solver is not None, "experts that are rounded"
         rows = self.experts[expert]
@@ -235,15 +348,17 @@ class ExpertLayer:
         findings.expert_tokens[str(self.layer)] = counts.tolist()
         starved = int((counts < least).sum())
         if starved:
-            self.log.note(f"layer {self.layer}: {starved} of {count} experts saw fewer than {least} tokens")
+            self.log.note(
+                f"layer {self.layer}: {starved} of {count} experts saw fewer than {least} tokens"
+            )
         agreement = routed.agreement()
         if agreement is not None:
             findings.expert_agreement[str(self.layer)] = agreement
 
 
 def expert_batches(experts: Mapping[int, GatedMlp], values: int) -> Iterator[list[int]]:
-    """Experts in batches of at most `values` weights, at least one; the same whatever machine runs them. Where it can be, they are as many
-    as a power of two, so that ranks have as many each."""
+    """Experts in batches of at most `values` weights, at least one; the same whatever machine runs
+    them. Where it can be, they are as many as a power of two, so that ranks have as many each."""
     first = next(iter(experts.values()))
     most = max(1, values // sum(row.shape[0] * row.shape[1] for row in first.rows))
     count = 1 << (math.ceil(len(experts) / most) - 1).bit_length()

@@ -1,8 +1,10 @@
-"""The routed experts of one layer, streamed a few at a time: solved, and run on the tokens that chose them.
+"""The routed experts of one layer, streamed a few at a time: solved, and run on the tokens that
+chose them.
 
-Gate and up of all experts read the same input, so one curvature serves them all. Each down projection has its own Hessian, of the
-tokens routed to its expert weighted by the square of the routing weight (that is what its error counts in the layer's output),
-blended with that of tokens of the whole layer: a starved expert leans on what it would see if it were asked.
+Gate and up of all experts read the same input, so one curvature serves them all. Each down
+projection has its own Hessian, of the tokens routed to its expert weighted by the square of the
+routing weight (that is what its error counts in the layer's output), blended with that of tokens of
+the whole layer: a starved expert leans on what it would see if it were asked.
 """
 
 from collections.abc import Mapping
@@ -34,7 +36,8 @@ LAYER_ROWS = 512
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """float32 [I, H], [I, H], [H, I]. readings: how gate and up read, and how down does; `hidden` and `output` are given what is read."""
+    """float32 [I, H], [I, H], [H, I]. readings: how gate and up read, and how down does; `hidden`
+    and `output` are given what is read."""
 
     gate: Tensor
     up: Tensor
@@ -55,7 +58,11 @@ class ExpertWeights:
     def gated(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, I], what up(x) is multiplied by, where a scale can move from up to down."""
         gate = x @ self.gate.t()
-        return F.silu(gate, inplace=True) if self.gating == SILU else self.gating(gate, torch.ones_like(gate))
+        return (
+            F.silu(gate, inplace=True)
+            if self.gating == SILU
+            else self.gating(gate, torch.ones_like(gate))
+        )
 
     def output(self, hidden: Tensor) -> Tensor:
         """[T, I] -> [T, H]."""
@@ -73,9 +80,11 @@ class ExpertWeights:
 
 
 class ExpertSolver:
-    """Solves experts of one layer. read: their input, whose scale is folded into the layer's norm; importance [H] and outputs: see
-    `Sublayer`; original: what experts are asked by the calibration tokens on the original path, where these run through it; counts [T, 1]:
-    what an error of each token counts beside its routing weight where the scales inside experts are chosen; None: alike."""
+    """Solves experts of one layer. read: their input, whose scale is folded into the layer's norm;
+    importance [H] and outputs: see `Sublayer`; original: what experts are asked by the calibration
+    tokens on the original path, where these run through it; counts [T, 1]: what an error of each
+    token counts beside its routing weight where the scales inside experts are chosen; None:
+    alike."""
 
     def __init__(
         self,
@@ -88,29 +97,53 @@ class ExpertSolver:
         counts: Tensor | None = None,
     ) -> None:
         self.original, self.counts = original, counts
-        self.solver, self.routed, self.read, self.importance, self.outputs = solver, routed, read, importance, outputs
-        self.exact = isinstance(solver.grid, Fp4Grid | Mxfp4Grid)  # steps too coarse for any divisor but a power of two
+        self.solver, self.routed, self.read, self.importance, self.outputs = (
+            solver,
+            routed,
+            read,
+            importance,
+            outputs,
+        )
+        self.exact = isinstance(
+            solver.grid, Fp4Grid | Mxfp4Grid
+        )  # steps too coarse for any divisor but a power of two
         fitted = routed.x[: routed.fitted]
         self.reading = Reading(solver.activation_bits, input_divisor(read.largest))
         self.layer_rows = self.reading(_of_layer(fitted) / read.scale)
 
     @tensor_core_products()
-    def solve(self, rows: Mapping[int, GatedMlp], experts: Mapping[int, ExpertWeights]) -> tuple[dict[str, Solved], dict[int, Tensor]]:
-        """rows, experts: by number of the expert. Returns module -> solved, of three linears each, and
-        expert -> what its down projection then reads [n, I], for the tokens of `Routed.quantized_of`.
+    def solve(
+        self, rows: Mapping[int, GatedMlp], experts: Mapping[int, ExpertWeights]
+    ) -> tuple[dict[str, Solved], dict[int, Tensor]]:
+        """rows, experts: by number of the expert. Returns module -> solved, of three linears each,
+        and expert -> what its down projection then reads [n, I], for the tokens of
+        `Routed.quantized_of`.
 
-        The scale between up and down is chosen when both readers of the layer's input are rounded: dividing up's rows by it changes
-        their steps and not one code.
+        The scale between up and down is chosen when both readers of the layer's input are rounded:
+        dividing up's rows by it changes their steps and not one code.
         """
         solved = self._solve_readers(rows, experts)
         asked = [
-            self._ask(number, replace(weights, gate=solved[rows[number].gate.module].values, up=solved[rows[number].up.module].values))
+            self._ask(
+                number,
+                replace(
+                    weights,
+                    gate=solved[rows[number].gate.module].values,
+                    up=solved[rows[number].up.module].values,
+                ),
+            )
             for number, weights in experts.items()
         ]
         hessian = torch.stack([one.hessian for one in asked])
         curvature, shown = self.solver.curvature(hessian), [one.shown for one in asked]
         aimed = self._aimed_downs(experts, asked, curvature)
-        inner = self._inner_scales([solved[rows[number].up.module] for number in experts], experts, curvature, hessian, shown)
+        inner = self._inner_scales(
+            [solved[rows[number].up.module] for number in experts],
+            experts,
+            curvature,
+            hessian,
+            shown,
+        )
         hidden, downs, samples, largest = {}, {}, [], dict[str, Tensor]()
         for (number, weights), s in zip(experts.items(), inner):
             up = rows[number].up.module
@@ -118,15 +151,24 @@ class ExpertSolver:
             solved[up] = replace(solved[up], weight=weight, values=dequantize(weight))
             one = asked.pop(0)
             of_layer, count = one.of_layer, one.fitted
-            hidden[number] = self._divided(one, solved[up].values, s) if weights.scales_inside else one.hidden
+            hidden[number] = (
+                self._divided(one, solved[up].values, s) if weights.scales_inside else one.hidden
+            )
             down = rows[number].down.module
             downs[down] = aimed[number] * s
             largest[down] = torch.cat([hidden[number][:count], of_layer / s]).abs().amax()
             samples.append(hidden[number][count:] if len(hidden[number]) > count else of_layer / s)
-        solved_downs = self.solver.solve_batch(downs, curvature.scaled(inner), samples, self.outputs)
-        return solved | {module: self.solver.reading_under(one, largest[module]) for module, one in solved_downs.items()}, hidden
+        solved_downs = self.solver.solve_batch(
+            downs, curvature.scaled(inner), samples, self.outputs
+        )
+        return solved | {
+            module: self.solver.reading_under(one, largest[module])
+            for module, one in solved_downs.items()
+        }, hidden
 
-    def _solve_readers(self, rows: Mapping[int, GatedMlp], experts: Mapping[int, ExpertWeights]) -> dict[str, Solved]:
+    def _solve_readers(
+        self, rows: Mapping[int, GatedMlp], experts: Mapping[int, ExpertWeights]
+    ) -> dict[str, Solved]:
         """gate and up of every expert, which read the layer's input."""
         stack: dict[str, Tensor] = {}
         fused: dict[str, str] = {}
@@ -135,7 +177,10 @@ class ExpertSolver:
                 stack[row.module] = self.read.aimed(w * self.read.scale)
                 fused[row.module] = row.fused or row.module
         solved = self.solver.solve_stack(stack, fused, self.read.curvature, self.read.sample)
-        return {module: self.solver.reading_under(one, self.read.largest) for module, one in solved.items()}
+        return {
+            module: self.solver.reading_under(one, self.read.largest)
+            for module, one in solved.items()
+        }
 
     def _ask(self, expert: int, weights: ExpertWeights) -> "_Asked":
         """Run gate and up, rounded, for the expert's tokens."""
@@ -148,14 +193,22 @@ class ExpertSolver:
         else:
             gated = hidden = weights.hidden(x)
         own = hidden[:fitted], w[:fitted], of_layer
-        shown = self._shown(*own) if self.counts is None else self._shown(*self._counted(self.counts, tokens[:fitted], *own))
+        shown = (
+            self._shown(*own)
+            if self.counts is None
+            else self._shown(*self._counted(self.counts, tokens[:fitted], *own))
+        )
         return _Asked(x, gated, hidden, of_layer, self._down_hessian(*own), shown, fitted)
 
-    def _counted(self, counts: Tensor, tokens: Tensor, hidden: Tensor, w: Tensor, of_layer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _counted(
+        self, counts: Tensor, tokens: Tensor, hidden: Tensor, w: Tensor, of_layer: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """What `_shown` is given, each token as it counts."""
         return hidden, w * counts[tokens, 0], of_layer * _of_layer(counts[: self.routed.fitted])
 
-    def _aimed_downs(self, experts: Mapping[int, ExpertWeights], asked: "list[_Asked]", curvature: Curvature) -> dict[int, Tensor]:
+    def _aimed_downs(
+        self, experts: Mapping[int, ExpertWeights], asked: "list[_Asked]", curvature: Curvature
+    ) -> dict[int, Tensor]:
         """What is rounded in place of the down projections, by expert: see drift.py."""
         if self.original is None:
             return {number: weights.down for number, weights in experts.items()}
@@ -164,33 +217,52 @@ class ExpertSolver:
             tokens, w, fitted = self.routed.quantized_of(number)
             own = weights.hidden(self.original.x[tokens[:fitted]]), one.hidden[:fitted], w[:fitted]
             layer = weights.hidden(_of_layer(self.original.x)), one.of_layer
-            changes.append(weights.down @ expert_drift(*own, layer, self.solver.recipe.min_expert_tokens))
+            changes.append(
+                weights.down @ expert_drift(*own, layer, self.solver.recipe.min_expert_tokens)
+            )
         change = curvature.solved(torch.stack(changes))
         for (number, weights), one, own_change in zip(experts.items(), asked, change):
             tokens, w, fitted = self.routed.quantized_of(number)
-            o = weights.hidden(self.routed.x[tokens[fitted:] - self.routed.fitted + self.routed.quantized])
+            o = weights.hidden(
+                self.routed.x[tokens[fitted:] - self.routed.fitted + self.routed.quantized]
+            )
             lost.append((o - one.hidden[fitted:]) * w[fitted:, None] @ weights.down.t())
             gained.append(one.hidden[fitted:] * w[fitted:, None] @ own_change.t())
         share = taken(torch.cat(lost), torch.cat(gained))
-        return {number: torch.addcmul(weights.down, own, share) for (number, weights), own in zip(experts.items(), change)}
+        return {
+            number: torch.addcmul(weights.down, own, share)
+            for (number, weights), own in zip(experts.items(), change)
+        }
 
     def _divided(self, asked: "_Asked", up: Tensor, scale: Tensor) -> Tensor:
-        """What the down projection reads when up's rows are divided by `scale`, in the memory of what it read before."""
+        """What the down projection reads when up's rows are divided by `scale`, in the memory of
+        what it read before."""
         if self.exact:
             return asked.hidden.div_(scale)
-        # Steps were rounded to what is stored: what is read back later must give the same to the last bit.
+        # Steps were rounded to what is stored: what is read back later must give the same to the
+        # last bit.
         return torch.mul(asked.gated, asked.x @ up.t(), out=asked.hidden)
 
     def _inner_scales(
-        self, ups: list[Solved], experts: Mapping[int, ExpertWeights], curvature: Curvature, hessian: Tensor, shown: list[Tensor]
+        self,
+        ups: list[Solved],
+        experts: Mapping[int, ExpertWeights],
+        curvature: Curvature,
+        hessian: Tensor,
+        shown: list[Tensor],
     ) -> Tensor:
-        """Scales between up and down of every expert, [B, I]. curvature, hessian and shown: of what down reads, unscaled."""
-        scaled = {"awq", "smooth"} & set(self.solver.methods) and all(weights.scales_inside for weights in experts.values())
+        """Scales between up and down of every expert, [B, I]. curvature, hessian and shown: of what
+        down reads, unscaled."""
+        scaled = {"awq", "smooth"} & set(self.solver.methods) and all(
+            weights.scales_inside for weights in experts.values()
+        )
         if not scaled:
             return torch.ones(hessian.shape[:-1], device=hessian.device)
         count = self.solver.recipe.search_rows
         rows = torch.stack([sample_rows(weights.down, count) for weights in experts.values()])
-        importance = None if self.importance is None else sample_rows(self.importance[:, None], count)[:, 0]
+        importance = (
+            None if self.importance is None else sample_rows(self.importance[:, None], count)[:, 0]
+        )
         sample = torch.stack(shown)
         consumers = [Consumer(rows, 1.0, self.solver, importance)]
         inputs = InputStatistics(hessian, sample.abs().amax(-2), sample, sample)
@@ -198,23 +270,34 @@ class ExpertSolver:
         return torch.stack([self._within_reach(s, up) for s, up in zip(scale, ups)])
 
     def _within_reach(self, scale: Tensor, up: Solved) -> Tensor:
-        """The scale [I], times one power of two where that is needed, and then limited to what up's stored steps can take."""
+        """The scale [I], times one power of two where that is needed, and then limited to what up's
+        stored steps can take."""
         least, largest = dividing_powers(up.weight, self.solver.scale_dtype)
         raised = scale * (least / scale).amax().clamp(min=1).log2().ceil().exp2()
         return torch.minimum(torch.maximum(raised, least), largest)
 
     def _down_hessian(self, hidden: Tensor, w: Tensor, of_layer: Tensor) -> Tensor:
-        """Mean over tokens of w^2 h h^T, [I, I]: of the expert's own [n, I], blended with those of the layer [R, I]."""
+        """Mean over tokens of w^2 h h^T, [I, I]: of the expert's own [n, I], blended with those of
+        the layer [R, I]."""
         blend = self.solver.recipe.min_expert_tokens
-        own, shared = hidden * w[:, None], of_layer * (blend / len(of_layer) * _mean_square(w)).sqrt()
+        own, shared = (
+            hidden * w[:, None],
+            of_layer * (blend / len(of_layer) * _mean_square(w)).sqrt(),
+        )
         return (own.t() @ own).addmm_(shared.t(), shared).div_(max(len(own) + blend, 1))
 
     def _shown(self, hidden: Tensor, w: Tensor, of_layer: Tensor) -> Tensor:
-        """Rows [R, I] of what down reads, the expert's own and the layer's in the Hessian's proportion, each times what it counts there."""
+        """Rows [R, I] of what down reads, the expert's own and the layer's in the Hessian's
+        proportion, each times what it counts there."""
         count = len(of_layer)
-        own = min(len(hidden), round(count * len(hidden) / max(len(hidden) + self.solver.recipe.min_expert_tokens, 1)))
+        own = min(
+            len(hidden),
+            round(count * len(hidden) / max(len(hidden) + self.solver.recipe.min_expert_tokens, 1)),
+        )
         picked, others = _evenly(len(hidden), own, w.device), _evenly(count, count - own, w.device)
-        return torch.cat([hidden[picked] * w[picked, None], of_layer[others] * _mean_square(w).sqrt()])
+        return torch.cat(
+            [hidden[picked] * w[picked, None], of_layer[others] * _mean_square(w).sqrt()]
+        )
 
 
 def _of_layer(x: Tensor) -> Tensor:
@@ -234,10 +317,12 @@ def _evenly(length: int, count: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class _Asked:
-    """One expert on its n tokens, of which the first `fitted` are calibration, and on R rows of the layer.
+    """One expert on its n tokens, of which the first `fitted` are calibration, and on R rows of the
+    layer.
 
-    x [n, H]: its input, scaled. gated [n, I]: f(gate(x)), where a scale can move inside; hidden [n, I]: what down reads. of_layer
-    [R, I]: that of the rows. hessian [I, I]: of what down reads. shown [R, I]: rows that stand for it.
+    x [n, H]: its input, scaled. gated [n, I]: f(gate(x)), where a scale can move inside; hidden [n,
+    I]: what down reads. of_layer [R, I]: that of the rows. hessian [I, I]: of what down reads.
+    shown [R, I]: rows that stand for it.
     """
 
     x: Tensor
@@ -250,7 +335,9 @@ class _Asked:
 
 
 @tensor_core_products()
-def quantized_outputs(routed: Routed, expert: int, rounded: ExpertWeights, scale: Tensor, hidden: Tensor | None) -> Tensor:
+def quantized_outputs(
+    routed: Routed, expert: int, rounded: ExpertWeights, scale: Tensor, hidden: Tensor | None
+) -> Tensor:
     """One rounded expert's outputs [n, H], unweighted, for the tokens of `Routed.quantized_of`.
 
     hidden: what `ExpertSolver.solve` returned, for an expert that was solved in this run.
@@ -263,5 +350,6 @@ def quantized_outputs(routed: Routed, expert: int, rounded: ExpertWeights, scale
 
 
 def add_weighted(states: HiddenStates, tokens: Tensor, outputs: Tensor, w: Tensor) -> None:
-    """Add an expert's outputs [n, H], which are used up, times w [n] to the hidden states of tokens [n], in their first H channels."""
+    """Add an expert's outputs [n, H], which are used up, times w [n] to the hidden states of tokens
+    [n], in their first H channels."""
     states.hidden[:, : outputs.shape[1]].index_add_(0, tokens, outputs.mul_(w[:, None]))

@@ -1,4 +1,5 @@
-"""Hidden states of many sequences, lying one after the other, and walked in batches that fit in memory."""
+"""Hidden states of many sequences, lying one after the other, and walked in batches that fit in
+memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from quantkit.calibrate.batches import BATCH_TOKENS
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Whole sequences run together: their place in the hidden states, their lengths, and whether they are held out."""
+    """Whole sequences run together: their place in the hidden states, their lengths, and whether
+    they are held out."""
 
     part: slice
     lengths: list[int]
@@ -41,7 +43,8 @@ class HiddenStates:
 
 @dataclass
 class HiddenStatePair:
-    """quantized: all sequences, through what has been rounded so far. original: the held-out ones, through the source's weights."""
+    """quantized: all sequences, through what has been rounded so far. original: the held-out ones,
+    through the source's weights."""
 
     quantized: HiddenStates
     original: HiddenStates

@@ -1,6 +1,8 @@
-"""One decoder layer's weights in float32, each linear's input shown to an observer: calibration's answer to a forward's questions.
+"""One decoder layer's weights in float32, each linear's input shown to an observer: calibration's
+answer to a forward's questions.
 
-The routed experts are not here: `experts` is whatever operator the caller puts in, which may record what the experts are asked.
+The routed experts are not here: `experts` is whatever operator the caller puts in, which may record
+what the experts are asked.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,16 +17,19 @@ from quantkit.models.rope import Rope
 from quantkit.models.weights import ExpertsOp, LinearOp, PrologOp
 
 Observer = Callable[[str, Tensor], None]
-"""(module, its input [T, K]). Linears that share an input are observed once, under the first one's name."""
+"""(module, its input [T, K]). Linears that share an input are observed once, under the first one's
+name."""
 
 
 NO_READINGS: Mapping[str, Reading] = {}
 
 
 class LayerWeights:
-    """tensors: by full name, float32, on one device. Looked up at every call, so a caller may exchange a weight between calls.
+    """tensors: by full name, float32, on one device. Looked up at every call, so a caller may
+    exchange a weight between calls.
 
-    unread: linears whose outputs nobody looks at in this run; they answer zeros. readings: of linears that round what they read.
+    unread: linears whose outputs nobody looks at in this run; they answer zeros. readings: of
+    linears that round what they read.
     """
 
     def __init__(
@@ -55,7 +60,8 @@ class LayerWeights:
         return self.fused_linear((module,))
 
     def linear_of(self, module: str, site: tuple[str, ...]) -> LinearOp:
-        """The linear `module`, one of those of `site`, which read the same tensor: it is observed under the first one's name, once."""
+        """The linear `module`, one of those of `site`, which read the same tensor: it is observed
+        under the first one's name, once."""
         self.sites[site[0]] = site
 
         def apply(x: Tensor) -> Tensor:
@@ -71,18 +77,31 @@ class LayerWeights:
         def apply(x: Tensor) -> Tensor:
             if self.observer is not None:
                 self.observer(modules[0], x)
-            rounded = next((self.readings[module](x) for module in modules if module in self.readings), x)  # siblings read alike
-            outputs = [self._apply(rounded if module in self.readings else x, module) for module in modules]
+            rounded = next(
+                (self.readings[module](x) for module in modules if module in self.readings), x
+            )  # siblings read alike
+            outputs = [
+                self._apply(rounded if module in self.readings else x, module) for module in modules
+            ]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
         return apply
 
     def _apply(self, x: Tensor, module: str) -> Tensor:
         weight = self.tensors[f"{module}.weight"]
-        return x.new_zeros(*x.shape[:-1], len(weight)) if module in self.unread else F.linear(x, weight)
+        return (
+            x.new_zeros(*x.shape[:-1], len(weight))
+            if module in self.unread
+            else F.linear(x, weight)
+        )
 
     def mla_prolog(
-        self, modules: tuple[str, str, str], kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope
+        self,
+        modules: tuple[str, str, str],
+        kv_b: Tensor,
+        gains: tuple[Tensor, Tensor],
+        eps: float,
+        rope: Rope,
     ) -> PrologOp | None:
         return None  # what its linears read is observed
 
@@ -96,6 +115,8 @@ class LayerWeights:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def add_rms_norm(self, x: Tensor | UnsummedPairs, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor | UnsummedPairs, residual: Tensor, gain: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         assert isinstance(x, Tensor), "no operator here leaves pairs unsummed"
         return add_rms_norm(x, residual, gain, eps)

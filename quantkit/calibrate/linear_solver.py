@@ -1,8 +1,9 @@
 """From a linear and the statistics of its input to a stored weight, by the methods of a scheme.
 
-Linears that read the same input are solved as one stack of rows: their curvature is factored once, however many experts there
-are. Linears with inputs of their own (the experts' down projections) are solved as one batch.
-Where it is known what an error in each output costs, rows make up for rows too, and plain rounding is judged by that cost.
+Linears that read the same input are solved as one stack of rows: their curvature is factored once,
+however many experts there are. Linears with inputs of their own (the experts' down projections) are
+solved as one batch. Where it is known what an error in each output costs, rows make up for rows
+too, and plain rounding is judged by that cost.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,15 @@ from quantkit.calibrate.batches import PIECE_VALUES
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.recipe import Recipe
 from quantkit.grids.e2m1 import global_scale, input_divisor
-from quantkit.grids.rounding import Fp4Rounder, IntRounder, Mxfp4Rounder, Rounder, RoundingStep, fit_steps, round_to_nearest
+from quantkit.grids.rounding import (
+    Fp4Rounder,
+    IntRounder,
+    Mxfp4Rounder,
+    Rounder,
+    RoundingStep,
+    fit_steps,
+    round_to_nearest,
+)
 from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid, Method, Mxfp4Grid
 from quantkit.grids.weights import Fp4Weight, RoundedWeight, Weight
 from quantkit.models.activation_quant import Reading
@@ -38,7 +47,8 @@ MXFP4_RAISED = (0, 1)
 
 @dataclass(frozen=True)
 class Rounded:
-    """What is kept of one linear. error: squared output error over squared output, on held-out inputs (NaN where there were none).
+    """What is kept of one linear. error: squared output error over squared output, on held-out
+    inputs (NaN where there were none).
     method: what made it."""
 
     weight: RoundedWeight
@@ -48,7 +58,8 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Solved:
-    """One linear, rounded. values float32 [N, K]: what `weight` decodes to. error, method: see `Rounded`."""
+    """One linear, rounded. values float32 [N, K]: what `weight` decodes to. error, method: see
+    `Rounded`."""
 
     weight: RoundedWeight
     values: Tensor
@@ -62,8 +73,8 @@ class Solved:
 
 
 class Solver:
-    """Applies one recipe. `methods` decides whether weights are compensated or rounded to nearest. activation_bits: what the inputs of
-    rounded linears will have in the quantized model."""
+    """Applies one recipe. `methods` decides whether weights are compensated or rounded to nearest.
+    activation_bits: what the inputs of rounded linears will have in the quantized model."""
 
     def __init__(
         self,
@@ -74,7 +85,13 @@ class Solver:
         activation_bits: int,
         piece_values: int = PIECE_VALUES,
     ) -> None:
-        self.grid, self.scale_dtype, self.recipe, self.methods, self.piece_values = grid, scale_dtype, recipe, methods, piece_values
+        self.grid, self.scale_dtype, self.recipe, self.methods, self.piece_values = (
+            grid,
+            scale_dtype,
+            recipe,
+            methods,
+            piece_values,
+        )
         self.activation_bits = activation_bits
 
     @property
@@ -87,12 +104,19 @@ class Solver:
 
     @property
     def descent(self) -> Descent | None:
-        return Descent(self.recipe.sweeps, "steps" in self.methods) if "descent" in self.methods else None
+        return (
+            Descent(self.recipe.sweeps, "steps" in self.methods)
+            if "descent" in self.methods
+            else None
+        )
 
     def rounder(self, amax: Tensor, fit: bool = True) -> Rounder:
-        """amax float32 [] or [..., N]: the largest weight of the tensor, fused siblings included. `fit` off: plain extremes."""
+        """amax float32 [] or [..., N]: the largest weight of the tensor, fused siblings included.
+        `fit` off: plain extremes."""
         if isinstance(self.grid, Fp4Grid):
-            return Fp4Rounder(global_scale(amax), FP4_NEIGHBOURS[: self.recipe.fit_points] if fit else (0,))
+            return Fp4Rounder(
+                global_scale(amax), FP4_NEIGHBOURS[: self.recipe.fit_points] if fit else (0,)
+            )
         if isinstance(self.grid, Mxfp4Grid):
             return Mxfp4Rounder(MXFP4_RAISED if fit else (0,))
         assert isinstance(self.grid, IntGrid), f"nothing is rounded to {self.grid}"
@@ -100,12 +124,16 @@ class Solver:
         shrink = tuple(1 - finer * i for i in range(self.recipe.fit_points)) if fit else (1.0,)
         return IntRounder(self.grid, self.scale_dtype, shrink)
 
-    def readings(self, inside: Weight | None = None, after: Weight | None = None) -> "tuple[Reading, Reading]":
-        """How an expert reads the layer's input, and its down projection what is between. The rounded linears tell divisors."""
+    def readings(
+        self, inside: Weight | None = None, after: Weight | None = None
+    ) -> "tuple[Reading, Reading]":
+        """How an expert reads the layer's input, and its down projection what is between. The
+        rounded linears tell divisors."""
         return Reading.of(inside, self.activation_bits), Reading.of(after, self.activation_bits)
 
     def reading_under(self, solved: Solved, largest: Tensor) -> Solved:
-        """With the divisor of its inputs, where they are rounded to NVFP4. largest: their largest magnitude, float32 []."""
+        """With the divisor of its inputs, where they are rounded to NVFP4. largest: their largest
+        magnitude, float32 []."""
         if self.activation_bits != 4:
             return solved
         assert isinstance(solved.weight, Fp4Weight), type(solved.weight)
@@ -116,15 +144,20 @@ class Solver:
         return input_curvature(mean_hessian, self.recipe)
 
     def losses(self, w: Tensor, scale: Tensor, amax: Tensor, curvature: Curvature) -> Tensor:
-        """Loss of every row [C, ..., N] if W s were rounded by this recipe, with plain steps, for inputs divided by s: what a scale search
-        compares. W [..., N, K], scale [C, ..., K], amax [C, ..., N] as for `rounder`."""
+        """Loss of every row [C, ..., N] if W s were rounded by this recipe, with plain steps, for
+        inputs divided by s: what a scale search compares. W [..., N, K], scale [C, ..., K], amax
+        [C, ..., N] as for `rounder`."""
         rounder = self.rounder(amax, fit=False)
         if self.compensates:
             return scaled_losses(w, scale, curvature, rounder)
         scale = scale.unsqueeze(-2)
         values, _ = round_to_nearest(w * scale, rounder)
         error = w - values / scale
-        return (error.gather(-1, curvature.order.unsqueeze(-2).expand_as(error)) @ curvature.factor).square().sum(-1)
+        return (
+            (error.gather(-1, curvature.order.unsqueeze(-2).expand_as(error)) @ curvature.factor)
+            .square()
+            .sum(-1)
+        )
 
     @tensor_core_products()
     def solve_stack(
@@ -136,8 +169,10 @@ class Solver:
         outputs: Mapping[str, Curvature] = NO_COSTS,
         ranks: Ranks | None = None,
     ) -> dict[str, Solved]:
-        """Linears [N_i, K] that read one input. fused: module -> name shared by siblings with one FP4 global scale; sample [S, K];
-        outputs: what an error in the outputs of a linear costs, see `compensate_both`, where it is known and the recipe compensates;
+        """Linears [N_i, K] that read one input. fused: module -> name shared by siblings with one
+        FP4 global scale; sample [S, K];
+        outputs: what an error in the outputs of a linear costs, see `compensate_both`, where it is
+        known and the recipe compensates;
         ranks: who share these linears out, and all get the same."""
         amax = self._amax(weights, fused)
         told = {module: w for module, w in weights.items() if module in outputs}
@@ -145,24 +180,37 @@ class Solver:
         both = self._rounded_both(told, amax, curvature, outputs, ranks or Ranks())
         solved: dict[str, Solved] = {}
         for module, w in told.items():
-            solved |= self._solve_rows({module: w}, amax, curvature, sample, outputs[module], {module: both.pop(module)})
+            solved |= self._solve_rows(
+                {module: w}, amax, curvature, sample, outputs[module], {module: both.pop(module)}
+            )
         return solved | (self._solve_rows(others, amax, curvature, sample) if others else {})
 
     def _rounded_both(
-        self, told: dict[str, Tensor], amax: dict[str, Tensor], curvature: Curvature, outputs: Mapping[str, Curvature], ranks: Ranks
+        self,
+        told: dict[str, Tensor],
+        amax: dict[str, Tensor],
+        curvature: Curvature,
+        outputs: Mapping[str, Curvature],
+        ranks: Ranks,
     ) -> dict[str, tuple[Tensor, RoundingStep]]:
-        """Values and steps of linears whose errors are weighed on both sides, each solved by one rank."""
+        """Values and steps of linears whose errors are weighed on both sides, each solved by one
+        rank."""
         found: dict[str, tuple[Tensor, RoundingStep]] = {}
         for number, (module, w) in enumerate(told.items()):
             rounder = self.rounder(amax[module])
             if ranks.mine(number):
                 most = _most_rows(w, self.piece_values)
-                found[module] = compensate_both(w, curvature, outputs[module], rounder, most, self.descent)
+                found[module] = compensate_both(
+                    w, curvature, outputs[module], rounder, most, self.descent
+                )
             else:  # room for what comes
                 found[module] = w.new_empty(w.shape), fit_steps(w, rounder, curvature.conditional)
         for number, (module, (values, step)) in enumerate(found.items()):
             send = partial(ranks.send, source=ranks.of(number))
-            found[module] = send(values), RoundingStep(send(step.step), None if step.zero is None else send(step.zero))
+            found[module] = (
+                send(values),
+                RoundingStep(send(step.step), None if step.zero is None else send(step.zero)),
+            )
         return found
 
     def _solve_rows(
@@ -174,12 +222,15 @@ class Solver:
         outputs: Curvature | None = None,
         both: Mapping[str, tuple[Tensor, RoundingStep]] = NOTHING_SOLVED,
     ) -> dict[str, Solved]:
-        """Some linears of a stack, whose largest weights are known. both: values and steps where `outputs` is given."""
+        """Some linears of a stack, whose largest weights are known. both: values and steps where
+        `outputs` is given."""
         judge = None if outputs is None else judged_outputs(outputs, JUDGED_OUTPUTS)
         parts: dict[str, list[_Part]] = {module: [] for module in weights}
         for piece in _pieces(weights, self.piece_values):
             stacked = [weights[module][rows] for module, rows in piece]
-            per_row = torch.cat([amax[module].expand(len(w)) for (module, _), w in zip(piece, stacked)])
+            per_row = torch.cat(
+                [amax[module].expand(len(w)) for (module, _), w in zip(piece, stacked)]
+            )
             every = torch.cat(stacked)
             if both:
                 values = _cat([both[module][0][rows] for module, rows in piece])
@@ -191,15 +242,25 @@ class Solver:
             for (module, rows), w in zip(piece, stacked):
                 own = slice(start, start + len(w))
                 start += len(w)
-                told = _told(w, (values[own], nearest[own]), sample, None if judge is None else judge[rows])
+                told = _told(
+                    w, (values[own], nearest[own]), sample, None if judge is None else judge[rows]
+                )
                 parts[module].append(_Part(values[own], _rows(step, own), *told))
-        return {module: self._finish(w, parts.pop(module), amax[module]) for module, w in weights.items()}
+        return {
+            module: self._finish(w, parts.pop(module), amax[module])
+            for module, w in weights.items()
+        }
 
     @tensor_core_products()
     def solve_batch(
-        self, weights: dict[str, Tensor], curvature: Curvature, samples: list[Tensor], outputs: Curvature | None = None
+        self,
+        weights: dict[str, Tensor],
+        curvature: Curvature,
+        samples: list[Tensor],
+        outputs: Curvature | None = None,
     ) -> dict[str, Solved]:
-        """Linears [N, K] of one shape, each with its own curvature (a leading dimension) and sample [S_i, K]; outputs: as for a stack."""
+        """Linears [N, K] of one shape, each with its own curvature (a leading dimension) and sample
+        [S_i, K]; outputs: as for a stack."""
         batch = torch.stack(list(weights.values()))
         amax = batch.abs().amax((-1, -2))
         per_row, judge = amax[:, None].expand(batch.shape[:2]), None
@@ -207,15 +268,28 @@ class Solver:
             values, step = self._round(batch, per_row, curvature)
         else:
             judge = judged_outputs(outputs, JUDGED_OUTPUTS)
-            values, step = compensate_both(batch, curvature, outputs, self.rounder(amax[:, None]), descent=self.descent)
+            values, step = compensate_both(
+                batch, curvature, outputs, self.rounder(amax[:, None]), descent=self.descent
+            )
         nearest, _ = round_to_nearest(batch, self.rounder(per_row, fit=False))
         return {
-            module: self._finish(w, [_Part(values[i], _rows(step, i), *_told(w, (values[i], nearest[i]), samples[i], judge))], amax[i])
+            module: self._finish(
+                w,
+                [
+                    _Part(
+                        values[i],
+                        _rows(step, i),
+                        *_told(w, (values[i], nearest[i]), samples[i], judge),
+                    )
+                ],
+                amax[i],
+            )
             for i, (module, w) in enumerate(weights.items())
         }
 
     def nearest(self, weights: dict[str, Tensor], fused: dict[str, str]) -> dict[str, Solved]:
-        """Linears rounded one by one without any statistics; their errors are those of the weights themselves."""
+        """Linears rounded one by one without any statistics; their errors are those of the weights
+        themselves."""
         amax = self._amax(weights, fused)
         solved = {}
         for module, w in weights.items():
@@ -225,10 +299,15 @@ class Solver:
             solved[module] = Solved(rounder.weight(values, step), values, error, "nearest")
         return solved
 
-    def nearest_values(self, weights: dict[str, Tensor], fused: dict[str, str]) -> dict[str, Tensor]:
+    def nearest_values(
+        self, weights: dict[str, Tensor], fused: dict[str, str]
+    ) -> dict[str, Tensor]:
         """Linears rounded to steps from their plain extremes, as values alone."""
         amax = self._amax(weights, fused)
-        return {module: round_to_nearest(w, self.rounder(amax[module], fit=False))[0] for module, w in weights.items()}
+        return {
+            module: round_to_nearest(w, self.rounder(amax[module], fit=False))[0]
+            for module, w in weights.items()
+        }
 
     def _amax(self, weights: dict[str, Tensor], fused: dict[str, str]) -> dict[str, Tensor]:
         own = {module: w.abs().amax() for module, w in weights.items()}
@@ -246,7 +325,8 @@ class Solver:
         return round_to_nearest(w, self.rounder(amax), curvature.diagonal)
 
     def _finish(self, w: Tensor, parts: "list[_Part]", amax: Tensor) -> Solved:
-        """One linear from its rows. Plain rounding is kept where the method clearly loses to it on held-out inputs."""
+        """One linear from its rows. Plain rounding is kept where the method clearly loses to it on
+        held-out inputs."""
         method = "+".join(self.methods) or "nearest"
         whole, own, plain = torch.stack([part.squares for part in parts]).sum(0)
         costs = [part.judged for part in parts if part.judged is not None]
@@ -255,13 +335,17 @@ class Solver:
             values, step = round_to_nearest(w, self.rounder(amax, fit=False))
             kept, method = plain, "nearest"
         else:
-            values, step = _cat([part.values for part in parts]), _cat_steps([part.step for part in parts])
+            values, step = (
+                _cat([part.values for part in parts]),
+                _cat_steps([part.step for part in parts]),
+            )
         error = float(kept.sum() / whole.sum().clamp(min=1e-30)) if len(whole) else float("nan")
         return Solved(self.rounder(amax).weight(values, step), values, error, method)
 
 
 def input_curvature(mean_hessian: Tensor, recipe: Recipe) -> Curvature:
-    """mean_hessian float32 [..., K, K], per token; with a leading dimension, of the few tokens of routed experts."""
+    """mean_hessian float32 [..., K, K], per token; with a leading dimension, of the few tokens of
+    routed experts."""
     if mean_hessian.dim() == 2:
         return Curvature.of(mean_hessian, recipe.damping)
     return Curvature.of(mean_hessian, recipe.expert_damping, recipe.expert_shrinkage)
@@ -277,22 +361,27 @@ class _Part:
     judged: Tensor | None
 
 
-def _told(w: Tensor, candidates: tuple[Tensor, ...], sample: Tensor, judge: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _told(
+    w: Tensor, candidates: tuple[Tensor, ...], sample: Tensor, judge: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """What some rows of W tell of candidates Q. For each row x of `sample` [S, K]: ||W x||^2, then ||(W - Q) x||^2 of every candidate,
-    float32 [1 + n, S]; and these rows' share in J^T (W - Q) x, [n, C, S], J the same rows of a whole `judged_outputs`."""
+    float32 [1 + n, S]; and these rows' share in J^T (W - Q) x, [n, C, S], J the same rows of a
+    whole `judged_outputs`."""
     outputs = [x @ sample.t() for x in (w, *(w - values for values in candidates))]
     judged = None if judge is None else torch.stack([judge.t() @ output for output in outputs[1:]])
     return torch.stack([output.square_().sum(0) for output in outputs]), judged
 
 
 def _exceeds(a: Tensor, b: Tensor) -> bool:
-    """Whether a [S] is larger than b on average, by more than chance makes it: two standard errors of the mean difference."""
+    """Whether a [S] is larger than b on average, by more than chance makes it: two standard errors
+    of the mean difference."""
     difference = a - b
     return len(a) > 1 and float(difference.mean()) > 2 * float(difference.std()) / len(a) ** 0.5
 
 
 def _most_rows(w: Tensor, values: int) -> int:
-    """Rows of W to be solved together: all; on a CPU, where memory is short and nothing is gained, a few."""
+    """Rows of W to be solved together: all; on a CPU, where memory is short and nothing is gained,
+    a few."""
     return max(1, values // w.shape[1]) if w.device.type == "cpu" else len(w)
 
 

@@ -1,4 +1,5 @@
-"""What an MTP layer reads: the hidden state of a token and the embedding of the next; a sequence's last token has none."""
+"""What an MTP layer reads: the hidden state of a token and the embedding of the next; a sequence's
+last token has none."""
 
 import torch
 from torch import Tensor
@@ -13,17 +14,28 @@ from quantkit.models.architecture import MtpModel
 from quantkit.models.hyper_connections import repacked
 
 
-def mtp_states(model: SourceModel, layer: int, states: HiddenStatePair, sequences: Sequences) -> HiddenStatePair:
-    """The inputs of MTP layer `layer` from the outputs of the last layer; of several streams `hyper.packed`, as those are."""
+def mtp_states(
+    model: SourceModel, layer: int, states: HiddenStatePair, sequences: Sequences
+) -> HiddenStatePair:
+    """The inputs of MTP layer `layer` from the outputs of the last layer; of several streams
+    `hyper.packed`, as those are."""
     weights, config, rows = model.weights, model.config, model.layer_rows(layer)
     ends = TableEnds(weights, model.rows, config)
-    tensors = weights.dequantized_all(row for row in rows if row.expert is None and row.role not in ("embedding", "head", "linear"))
+    tensors = weights.dequantized_all(
+        row
+        for row in rows
+        if row.expert is None and row.role not in ("embedding", "head", "linear")
+    )
     table = next((row for row in rows if row.role == "embedding"), ends.embedding)
     following = [s[1:] for s in (*sequences.calibration, *sequences.held_out)]
     unique, compact = torch.cat(following).unique(return_inverse=True)
     tensors[table.name] = weights.checkpoint.read(table.name)[unique].float().to(weights.device)
-    assert model.architecture.MtpLayer is not None, "rows of an MTP layer, and nothing that computes one"
-    block = model.architecture.MtpLayer(config, LayerWeights(tensors, no_experts), layer - config.num_hidden_layers)
+    assert model.architecture.MtpLayer is not None, (
+        "rows of an MTP layer, and nothing that computes one"
+    )
+    block = model.architecture.MtpLayer(
+        config, LayerWeights(tensors, no_experts), layer - config.num_hidden_layers
+    )
     block.embedding = tensors[table.name]
 
     def inputs(of: HiddenStates, compact: Tensor) -> HiddenStates:
@@ -34,11 +46,16 @@ def mtp_states(model: SourceModel, layer: int, states: HiddenStatePair, sequence
         fitted = sum(lengths[: len(sequences.calibration)]) if of.fitted else 0
         out = HiddenStates(hidden, fitted, lengths, of.batch_tokens)
         for batch in out.batches():
-            hidden[batch.part] = _block_inputs(block, compact[batch.part].to(hidden.device), hidden[batch.part])
+            hidden[batch.part] = _block_inputs(
+                block, compact[batch.part].to(hidden.device), hidden[batch.part]
+            )
         return out
 
     held_out = sum(len(s) - 1 for s in sequences.held_out)
-    return HiddenStatePair(inputs(states.quantized, compact), inputs(states.original, compact[len(compact) - held_out :]))
+    return HiddenStatePair(
+        inputs(states.quantized, compact),
+        inputs(states.original, compact[len(compact) - held_out :]),
+    )
 
 
 def _read(block: MtpModel, ends: TableEnds, hidden: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""What quantization does to the next token: both paths' last hidden states through the head, a block of the vocabulary at a time.
+"""What quantization does to the next token: both paths' last hidden states through the head, a
+block of the vocabulary at a time.
 
-The head of R1 is 129,280 rows of 7168, so neither it nor the logits of all tokens are held whole. One pass over the blocks keeps, for
-every token, the largest logit so far and the sums under it, rescaled when a larger one comes (arXiv 1805.02867).
+The head of R1 is 129,280 rows of 7168, so neither it nor the logits of all tokens are held whole.
+One pass over the blocks keeps, for every token, the largest logit so far and the sums under it,
+rescaled when a larger one comes (arXiv 1805.02867).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,16 +36,25 @@ class NextToken:
     top1_agree: float
 
 
-def compare_next_tokens(original: Tensor, quantized: Tensor, head: Iterable[Tensor], logits: Logits = products) -> NextToken:
-    """original, quantized float32 [T, H]: of the same tokens, after the final norm. head: its rows, in blocks float32 [R, H]. logits: what
-    the model makes of products with them."""
+def compare_next_tokens(
+    original: Tensor, quantized: Tensor, head: Iterable[Tensor], logits: Logits = products
+) -> NextToken:
+    """original, quantized float32 [T, H]: of the same tokens, after the final norm. head: its rows,
+    in blocks float32 [R, H]. logits: what the model makes of products with them."""
     return compare_paths(original, [quantized], head, logits)[0]
 
 
-def compare_paths(original: Tensor, others: Sequence[Tensor], head: Iterable[Tensor], logits: Logits = products) -> list[NextToken]:
+def compare_paths(
+    original: Tensor, others: Sequence[Tensor], head: Iterable[Tensor], logits: Logits = products
+) -> list[NextToken]:
     """The same for several paths, each against the original, in one pass over the head."""
-    p, paths = Softmax(len(original), original.device), [Softmax(len(original), original.device) for _ in others]
-    differences = [torch.zeros_like(p.total) for _ in others]  # sums of exp(logit of p - p.largest) * (logit of p - logit of q)
+    p, paths = (
+        Softmax(len(original), original.device),
+        [Softmax(len(original), original.device) for _ in others],
+    )
+    differences = [
+        torch.zeros_like(p.total) for _ in others
+    ]  # sums of exp(logit of p - p.largest) * (logit of p - logit of q)
     for rows in head:
         first = p.seen
         p_logits = logits(original @ rows.t(), first)
@@ -57,12 +68,17 @@ def compare_paths(original: Tensor, others: Sequence[Tensor], head: Iterable[Ten
     found = []
     for q, difference in zip(paths, differences):
         kl = difference / p.total - p.log_sum() + q.log_sum()
-        found.append(NextToken(len(original), float(kl.mean()), float((p.likeliest == q.likeliest).double().mean())))
+        found.append(
+            NextToken(
+                len(original), float(kl.mean()), float((p.likeliest == q.likeliest).double().mean())
+            )
+        )
     return found
 
 
 class Softmax:
-    """Of T tokens, over the `seen` first logits: largest [T], its place [T], and total [T], the sum of exp(logit - largest)."""
+    """Of T tokens, over the `seen` first logits: largest [T], its place [T], and total [T], the sum
+    of exp(logit - largest)."""
 
     def __init__(self, tokens: int, device: torch.device) -> None:
         self.largest = torch.full((tokens,), -torch.inf, device=device)
@@ -71,12 +87,15 @@ class Softmax:
         self.seen = 0
 
     def take(self, logits: Tensor) -> Tensor:
-        """The next logits [T, R]. Returns what sums under the old largest are to be multiplied by, float64 [T]."""
+        """The next logits [T, R]. Returns what sums under the old largest are to be multiplied by,
+        float64 [T]."""
         largest, place = logits.max(-1)
         self.likeliest = torch.where(largest > self.largest, place + self.seen, self.likeliest)
         largest = torch.maximum(largest, self.largest)
         factor = (self.largest.double() - largest.double()).exp_()
-        self.total = self.total * factor + (logits - largest[:, None]).exp_().sum(-1, dtype=torch.float64)
+        self.total = self.total * factor + (logits - largest[:, None]).exp_().sum(
+            -1, dtype=torch.float64
+        )
         self.largest, self.seen = largest, self.seen + logits.shape[1]
         return factor
 

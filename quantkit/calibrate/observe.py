@@ -1,5 +1,5 @@
-"""A sublayer's first value: what its linears read on the calibration tokens, with its original weights, and what they read on the original
-path."""
+"""A sublayer's first value: what its linears read on the calibration tokens, with its original
+weights, and what they read on the original path."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +25,8 @@ PROBED_TOKENS = 64
 
 @dataclass(frozen=True)
 class Probe:
-    """What a sublayer adds to the first tokens' hidden states, [t, H], and what it asks of the routed experts, if there are any."""
+    """What a sublayer adds to the first tokens' hidden states, [t, H], and what it asks of the
+    routed experts, if there are any."""
 
     output: Tensor
     routed: Routed | None
@@ -35,10 +36,11 @@ class Probe:
 class Observed:
     """A sublayer as it was before anything of it changed.
 
-    sites: the linears that read one input, by the module it is observed under. inputs: the statistics of these inputs, and of the routed
-    experts' input. routed: what the experts are asked, on both paths. probe: against which folding is checked. drifts: of the inputs,
-    where calibration tokens run through the original path too. stream: what the residual stream holds before the sublayer of the tokens
-    whose rows are kept, [R, H].
+    sites: the linears that read one input, by the module it is observed under. inputs: the
+    statistics of these inputs, and of the routed experts' input. routed: what the experts are
+    asked, on both paths. probe: against which folding is checked. drifts: of the inputs, where
+    calibration tokens run through the original path too. stream: what the residual stream holds
+    before the sublayer of the tokens whose rows are kept, [R, H].
     """
 
     sublayer: Sublayer
@@ -51,10 +53,14 @@ class Observed:
 
 
 def observe(
-    sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStatePair, ranks: Ranks, original: HiddenStates | None = None
+    sublayer: Sublayer,
+    tensors: Mapping[str, Tensor],
+    states: HiddenStatePair,
+    ranks: Ranks,
+    original: HiddenStates | None = None,
 ) -> Observed:
-    """Run the original weights `tensors` over `states`, and over `original`, the calibration tokens on the original path, if given. All are
-    left as they are."""
+    """Run the original weights `tensors` over `states`, and over `original`, the calibration tokens
+    on the original path, if given. All are left as they are."""
     every = max(1, states.quantized.fitted // SCALE_ROWS)
     observer = Observer(HELD_OUT_ROWS, ranks, every)
     recorder = Recorder(len(states.quantized.hidden) + len(states.original.hidden))
@@ -69,7 +75,9 @@ def observe(
 
     weights = LayerWeights(tensors, ask, runs.heard_by(see), unread=sublayer.ends)
     block = sublayer.build(weights)
-    beside = LayerWeights(tensors, runs.asked_of(asked), runs.heard_by(total.compare), unread=sublayer.ends)
+    beside = LayerWeights(
+        tensors, runs.asked_of(asked), runs.heard_by(total.compare), unread=sublayer.ends
+    )
     source = None if original is None else sublayer.build(beside)
 
     def begin(batch: TokenBatch) -> None:
@@ -81,25 +89,50 @@ def observe(
             sublayer.run(source, original.hidden[batch.part], batch.lengths)
 
     runs.over(states.quantized.batches(), run, begin)
-    if recorder.asked or original is not None:  # which experts the original path chooses, and what its linears read
+    if (
+        recorder.asked or original is not None
+    ):  # which experts the original path chooses, and what its linears read
         keep = None if original is None else runs.heard_by(total.keep)
         last = sublayer.build(LayerWeights(tensors, ask, keep, unread=sublayer.ends))
-        runs.over(states.original.batches(), lambda batch: sublayer.run(last, states.original.hidden[batch.part], batch.lengths), begin)
+        runs.over(
+            states.original.batches(),
+            lambda batch: sublayer.run(last, states.original.hidden[batch.part], batch.lengths),
+            begin,
+        )
     routed = recorder.routed(states.quantized.fitted, len(states.quantized.hidden))
     if routed is not None:
-        _observe_experts_input(sublayer, routed, states, observer, None if original is None else (total, asked))
+        _observe_experts_input(
+            sublayer, routed, states, observer, None if original is None else (total, asked)
+        )
     own = {row.module for row in sublayer.rows}
     sites = {first: modules for first, modules in weights.sites.items() if first in own}
-    fitted = (states.quantized.hidden[batch.part] for batch in states.quantized.batches() if not batch.held_out)
+    fitted = (
+        states.quantized.hidden[batch.part]
+        for batch in states.quantized.batches()
+        if not batch.held_out
+    )
     stream = torch.cat([hidden[::every, : sublayer.width] for hidden in fitted])
-    return Observed(sublayer, sites, observer.means(), routed, probe(sublayer, tensors, states), total.means(), stream)
+    return Observed(
+        sublayer,
+        sites,
+        observer.means(),
+        routed,
+        probe(sublayer, tensors, states),
+        total.means(),
+        stream,
+    )
 
 
 def _observe_experts_input(
-    sublayer: Sublayer, routed: Routed, states: HiddenStatePair, observer: Observer, drift: tuple[DriftSum, Recorder] | None
+    sublayer: Sublayer,
+    routed: Routed,
+    states: HiddenStatePair,
+    observer: Observer,
+    drift: tuple[DriftSum, Recorder] | None,
 ) -> None:
-    """Where no linear but a router reads the experts' input, it was not observed: a router is no linear. drift: what is summed up, and what
-    the experts are asked by calibration tokens on the original path."""
+    """Where no linear but a router reads the experts' input, it was not observed: a router is no
+    linear. drift: what is summed up, and what the experts are asked by calibration tokens on the
+    original path."""
     site = sublayer.experts_site
     if site is None or site in observer:
         return

@@ -1,7 +1,10 @@
-"""What those who write to the residual stream read once the linears before them in the sublayer are rounded.
+"""What those who write to the residual stream read once the linears before them in the sublayer are
+rounded.
 
-While a sublayer is observed its weights are the original ones. Where a linear is to make up for what was rounded before it, it has to be
-seen after that: o_proj behind rounded q, k and v, down_proj behind rounded gate and up. Scales are folded by now.
+While a sublayer is observed its weights are the original ones. Where a linear is to make up for
+what was rounded before it, it has to be
+seen after that: o_proj behind rounded q, k and v, down_proj behind rounded gate and up. Scales are
+folded by now.
 """
 
 from collections.abc import Mapping
@@ -29,8 +32,10 @@ def observe_ends(
     ranks: Ranks,
     original: HiddenStates,
 ) -> dict[str, ScaledInput]:
-    """By the module that each input is observed under. folded: the sublayer's tensors; rounded: those linears that are solved, by module;
-    states, original: before this sublayer, the latter of the calibration tokens on the original path."""
+    """By the module that each input is observed under. folded: the sublayer's tensors; rounded:
+    those linears that are solved, by module;
+    states, original: before this sublayer, the latter of the calibration tokens on the original
+    path."""
     sublayer = scaled.sublayer
     sites = {first for first, modules in scaled.sites.items() if sublayer.ends.issuperset(modules)}
     observer, total = Observer(HELD_OUT_ROWS, ranks), DriftSum(HELD_OUT_ROWS, ranks)
@@ -53,8 +58,18 @@ def observe_ends(
     tensors = {row.name: folded[row.name] for row in sublayer.needed}
     written = {f"{module}.weight": dequantize(weight) for module, weight in rounded.items()}
     readings = sublayer.solvers.readings(rounded, rounded)
-    block = sublayer.build(LayerWeights({**tensors, **written}, no_experts, at_ends(hear), unread=sublayer.ends, readings=readings))
-    source = sublayer.build(LayerWeights(tensors, no_experts, at_ends(compare), unread=sublayer.ends))
+    block = sublayer.build(
+        LayerWeights(
+            {**tensors, **written},
+            no_experts,
+            at_ends(hear),
+            unread=sublayer.ends,
+            readings=readings,
+        )
+    )
+    source = sublayer.build(
+        LayerWeights(tensors, no_experts, at_ends(compare), unread=sublayer.ends)
+    )
 
     def begin(batch: TokenBatch) -> None:
         observer.held_out = batch.held_out
@@ -66,6 +81,13 @@ def observe_ends(
 
     runs.over(states.quantized.batches(), run, begin)
     observer.held_out = True
-    runs.over(states.original.batches(), lambda batch: sublayer.run(source, states.original.hidden[batch.part], batch.lengths), begin)
+    runs.over(
+        states.original.batches(),
+        lambda batch: sublayer.run(source, states.original.hidden[batch.part], batch.lengths),
+        begin,
+    )
     drifts = total.means()
-    return {site: scaled_input(own, sublayer.solvers, None, drift=drifts[site]) for site, own in observer.means().items()}
+    return {
+        site: scaled_input(own, sublayer.solvers, None, drift=drifts[site])
+        for site, own in observer.means().items()
+    }

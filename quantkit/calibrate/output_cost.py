@@ -1,10 +1,13 @@
-"""What an error in the residual stream costs, in closed form: M [H, H], of which `quantkit.quant.two_sided` makes use.
+"""What an error in the residual stream costs, in closed form: M [H, H], of which
+`quantkit.quant.two_sided` makes use.
 
-Half of it is the cost to those who read the stream next: for a reader W behind a norm of gain g, D = diag(g), an error e gives an output
+Half of it is the cost to those who read the stream next: for a reader W behind a norm of gain g, D
+= diag(g), an error e gives an output
 error W D e, as a share of what W D gives for random inputs; so each adds D W^T W D / ||W D||^2, and all count alike, the router too.
-The other half is the Fisher information of the next token, as the stream would predict it if no layer followed: the mean of g g^T,
-g the gradient of log p(y) by the stream through the last norm and the head, y drawn from p (arXiv 2505.22988 takes it by
-backpropagation through all of the model, which a model that is streamed layer by layer does not have).
+The other half is the Fisher information of the next token, as the stream would predict it if no
+layer followed: the mean of g g^T, g the gradient of log p(y) by the stream through the last norm
+and the head, y drawn from p (arXiv 2505.22988 takes it by backpropagation through all of the model,
+which a model that is streamed layer by layer does not have).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,12 +40,17 @@ def cost_to_readers(readers: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
     return None if total is None else total.div_(count)
 
 
-def cost_to_next_token(hidden: Tensor, gain: Tensor, eps: float, head: Iterable[Tensor], ends: Ends | None = None) -> Tensor:
-    """Fisher information [H, H] of the next token at the residual stream `hidden` float32 [T, H], scaled to trace 1.
+def cost_to_next_token(
+    hidden: Tensor, gain: Tensor, eps: float, head: Iterable[Tensor], ends: Ends | None = None
+) -> Tensor:
+    """Fisher information [H, H] of the next token at the residual stream `hidden` float32 [T, H],
+    scaled to trace 1.
 
-    gain [H], eps: of the last norm; head: its rows, in blocks float32 [R, H]. One pass over them keeps the mean row under p and the drawn
-    rows: the largest of logit + Gumbel noise is a draw from the softmax. ends: of a model whose last norm is no RMSNorm, or whose logits
-    are not the products themselves; that these are bent, as by a cap, is left out of the gradient.
+    gain [H], eps: of the last norm; head: its rows, in blocks float32 [R, H]. One pass over them
+    keeps the mean row under p and the drawn
+    rows: the largest of logit + Gumbel noise is a draw from the softmax. ends: of a model whose
+    last norm is no RMSNorm, or whose logits are not the products themselves; that these are bent,
+    as by a cap, is left out of the gradient.
     """
     x = rms_norm(hidden, gain, eps) if ends is None else ends.normed(hidden)
     centred = ends is not None and ends.centred
@@ -75,49 +83,89 @@ def cost_to_next_token(hidden: Tensor, gain: Tensor, eps: float, head: Iterable[
 
 
 class ResidualStream:
-    """Who reads the residual stream of one model. groups: those of its decoder layers, in the order of the forward pass. norm: the last
-    one; None where the model's last operation is none, and nothing is known of the cost then."""
+    """Who reads the residual stream of one model. groups: those of its decoder layers, in the order
+    of the forward pass. norm: the last one; None where the model's last operation is none, and
+    nothing is known of the cost then."""
 
-    def __init__(self, source: ParameterReader, rows: Sequence[Parameter], groups: Sequence[ScaleGroup], ends: Ends | None = None) -> None:
+    def __init__(
+        self,
+        source: ParameterReader,
+        rows: Sequence[Parameter],
+        groups: Sequence[ScaleGroup],
+        ends: Ends | None = None,
+    ) -> None:
         self.source, self.ends = source, ends
         self.by_module = {row.module: row for row in rows}
         self.norm = next((row for row in rows if row.layer is None and row.role == "norm"), None)
         own = (row for row in rows if row.layer is None)
-        self.head = min((row for row in own if row.role in ("head", "embedding")), key=lambda row: row.role != "head")  # or tied
+        self.head = min(
+            (row for row in own if row.role in ("head", "embedding")),
+            key=lambda row: row.role != "head",
+        )  # or tied
         shape = None if self.norm is None else self.norm.shape
-        self.reading = [g for g in groups if g.producer_is_norm and self.by_module[g.producer].shape == shape]
+        self.reading = [
+            g for g in groups if g.producer_is_norm and self.by_module[g.producer].shape == shape
+        ]
 
     def squared_gain(self, layer: int) -> Tensor | None:
-        """Of the norm that reads the stream after a decoder layer, [H]. A channel it all but ignores may hold the largest values of all,
-        and an error there costs next to nothing."""
-        following = (row for row in self.by_module.values() if row.role == "norm" and row.layer == layer + 1 and not row.mtp)
-        norm = next((row for row in following if self.norm is not None and row.shape == self.norm.shape), self.norm)
+        """Of the norm that reads the stream after a decoder layer, [H]. A channel it all but
+        ignores may hold the largest values of all, and an error there costs next to nothing."""
+        following = (
+            row
+            for row in self.by_module.values()
+            if row.role == "norm" and row.layer == layer + 1 and not row.mtp
+        )
+        norm = next(
+            (row for row in following if self.norm is not None and row.shape == self.norm.shape),
+            self.norm,
+        )
         return None if norm is None else self.source.gain(norm).square()
 
     @tensor_core_products()
     def cost(self, sublayer: Sequence[Parameter], hidden: Tensor, eps: float) -> Tensor:
-        """Of an error in what the sublayer with these parameters writes, [H, H]. hidden float32 [T, H]: the stream before it. Where none of
-        its norms is known to read the stream, the next token alone counts."""
+        """Of an error in what the sublayer with these parameters writes, [H, H]. hidden float32 [T,
+        H]: the stream before it. Where none of its norms is known to read the stream, the next
+        token alone counts."""
         assert self.norm is not None, "no norm at the end of the stack"
         some = hidden[:: max(1, len(hidden) // HEAD_TOKENS)][:HEAD_TOKENS]
-        cost = cost_to_next_token(some, self.source.gain(self.norm), eps, self.source.blocks(self.head, BLOCK_ROWS), self.ends)
+        cost = cost_to_next_token(
+            some,
+            self.source.gain(self.norm),
+            eps,
+            self.source.blocks(self.head, BLOCK_ROWS),
+            self.ends,
+        )
         own = {row.module for row in sublayer}
-        here = max((place for place, group in enumerate(self.reading) if group.producer in own), default=None)
-        read = None if here is None else cost_to_readers(self._weights(self.reading[here + 1 :][:READ_NORMS]))
+        here = max(
+            (place for place, group in enumerate(self.reading) if group.producer in own),
+            default=None,
+        )
+        read = (
+            None
+            if here is None
+            else cost_to_readers(self._weights(self.reading[here + 1 :][:READ_NORMS]))
+        )
         if read is not None:
             cost += read
         producers = {group.producer for group in self.reading}
         for row in sublayer:
             if row.role == "norm" and row.shape == self.norm.shape and row.module not in producers:
-                gain = self.source.gain(row)  # of a norm between what the sublayer writes and the stream
+                gain = self.source.gain(
+                    row
+                )  # of a norm between what the sublayer writes and the stream
                 cost.mul_(gain).mul_(gain[:, None])
         return cost
 
     def _weights(self, groups: Sequence[ScaleGroup]) -> Iterator[tuple[Tensor, Tensor]]:
-        """(gain, weight) of the readers behind these norms. The first routed expert stands for all where none is shared."""
+        """(gain, weight) of the readers behind these norms. The first routed expert stands for all
+        where none is shared."""
         for group in groups:
             gain = self.source.gain(self.by_module[group.producer])
             rows = [self.by_module[module] for module in group.consumers]
             shared = [row for row in rows if row.expert is None]
-            for row in shared if any(row.role == "linear" for row in shared) else [row for row in rows if not row.expert]:
+            for row in (
+                shared
+                if any(row.role == "linear" for row in shared)
+                else [row for row in rows if not row.expert]
+            ):
                 yield gain, self.source.dequantized(row)

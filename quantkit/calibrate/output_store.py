@@ -13,9 +13,15 @@ class UnitStore(Protocol):
     def done(self, unit: str) -> bool:
         """Whether the unit was written before, by this run or the one it resumes."""
 
-    def write(self, unit: str, quantized: dict[str, Weight], plain: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Write a unit, now or behind the caller's back. quantized: by module. plain: by tensor name; those of the unit that are absent
-        are copied from the source."""
+    def write(
+        self,
+        unit: str,
+        quantized: dict[str, Weight],
+        plain: dict[str, Tensor],
+        facts: dict[str, Any],
+    ) -> None:
+        """Write a unit, now or behind the caller's back. quantized: by module. plain: by tensor
+        name; those of the unit that are absent are copied from the source."""
 
     def settle(self) -> None:
         """Returns when all units are written that were to be: other ranks may read them."""
@@ -30,7 +36,8 @@ class UnitStore(Protocol):
         """Those of a finished unit alone."""
 
     def save_state(self, layer: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        """Keep the hidden states at the input of a layer, and what was found out so far, for a restart, in place of those kept before."""
+        """Keep the hidden states at the input of a layer, and what was found out so far, for a
+        restart, in place of those kept before."""
 
     def load_state(self) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
         """The layer whose input was saved last, with what was saved."""

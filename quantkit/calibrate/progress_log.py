@@ -1,4 +1,5 @@
-"""Units as they are finished: written to the store with what was found out, found there after a restart, and told to the listener."""
+"""Units as they are finished: written to the store with what was found out, found there after a
+restart, and told to the listener."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,8 +17,8 @@ from quantkit.models.table import Parameter
 
 
 class UnitLog:
-    """Of one run. units: all there are; source: tells what they weigh; shares: of the run's expected time, by unit. findings: of the units
-    finished so far."""
+    """Of one run. units: all there are; source: tells what they weigh; shares: of the run's
+    expected time, by unit. findings: of the units finished so far."""
 
     def __init__(
         self,
@@ -29,21 +30,34 @@ class UnitLog:
     ) -> None:
         self.store, self.on_event, self._shares, self._share = store, on_event, shares, 0.0
         self.findings = Findings()
-        self._bytes = {unit: sum(source.stored_bytes(row) for row in rows) for unit, rows in units.items()}
+        self._bytes = {
+            unit: sum(source.stored_bytes(row) for row in rows) for unit, rows in units.items()
+        }
         self._total, self._done = sum(self._bytes.values()), 0
         self._found: set[str] = set()
         self._process = psutil.Process()
 
     def write(
-        self, unit: str, linears: Mapping[str, Rounded], plain: dict[str, Tensor], scales: Mapping[str, Tensor], *, mine: bool
+        self,
+        unit: str,
+        linears: Mapping[str, Rounded],
+        plain: dict[str, Tensor],
+        scales: Mapping[str, Tensor],
+        *,
+        mine: bool,
     ) -> None:
-        """Take up what was found out, and write the unit where that is for this rank to do. scales: by group."""
+        """Take up what was found out, and write the unit where that is for this rank to do. scales:
+        by group."""
         for module, one in linears.items():
             if one.method == "nearest":
                 self.note(f"{module}: plain rounding is better on held-out inputs, and kept")
-        facts = self.findings.facts(linears, scales)  # also of what is written already: a report tells of all units
+        facts = self.findings.facts(
+            linears, scales
+        )  # also of what is written already: a report tells of all units
         if mine:
-            self.store.write(unit, {module: one.weight for module, one in linears.items()}, plain, facts)
+            self.store.write(
+                unit, {module: one.weight for module, one in linears.items()}, plain, facts
+            )
 
     def load(self, unit: str) -> tuple[dict[str, Weight], dict[str, Tensor]]:
         """A finished unit's weights by module, and its unquantized tensors by name."""
@@ -57,13 +71,25 @@ class UnitLog:
         self.findings.take(self.store.facts(unit))
 
     def enter(self, phase: str, unit: str) -> None:
-        """A phase of a sublayer begins, with other sizes than the last. An expert's phases find the blocks of the expert before."""
+        """A phase of a sublayer begins, with other sizes than the last. An expert's phases find the
+        blocks of the expert before."""
         give_back()
         self.tell(phase, unit)
 
     def tell(self, phase: str, unit: str, *, found: bool = False) -> None:
         memory = self._process.memory_info().rss
-        self.on_event(Progress(phase, unit, self._done, self._total, self.findings.mean_error, memory, min(self._share, 1.0), found))
+        self.on_event(
+            Progress(
+                phase,
+                unit,
+                self._done,
+                self._total,
+                self.findings.mean_error,
+                memory,
+                min(self._share, 1.0),
+                found,
+            )
+        )
 
     def finished(self, unit: str) -> None:
         """Nothing more is to be done with the unit."""

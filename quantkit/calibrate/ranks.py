@@ -1,10 +1,12 @@
 """Several processes at one output: `torchrun --nproc-per-node N -m quantkit quantize ...`.
 
-Every rank walks the whole model, so all hold the same hidden states. The routed experts, nearly all of the work, are divided: each rank
-reads, solves and writes its batches, and runs their experts for everybody. What they add to the hidden states goes to all ranks, over the
-devices' own library, and is added in the order of the experts. So are panels of Hessians (statistics.py), batches of tokens that run
-through a sublayer (shared_runs.py), and linears of one input whose errors are weighed on both sides (solver.py). A batch,
-a panel or a linear is the same whoever computes it, so the files are those of one process.
+Every rank walks the whole model, so all hold the same hidden states. The routed experts, nearly all
+of the work, are divided: each rank reads, solves and writes its batches, and runs their experts for
+everybody. What they add to the hidden states goes to all ranks, over the devices' own library, and
+is added in the order of the experts. So are panels of Hessians (statistics.py), batches of tokens
+that run through a sublayer (shared_runs.py), and linears of one input whose errors are weighed on
+both sides (solver.py). A batch, a panel or a linear is the same whoever computes it, so the files
+are those of one process.
 """
 
 import os
@@ -26,7 +28,8 @@ class Ranks:
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
         self._group: dist.ProcessGroup | None = None
-        """Of the devices' library, where the ranks compute on devices; made when it is first used."""
+        """Of the devices' library, where the ranks compute on devices; made when it is first
+        used."""
 
     @classmethod
     def meet(cls) -> "Ranks":
@@ -63,18 +66,25 @@ class Ranks:
     def send(self, values: Tensor, source: int) -> Tensor:
         """Those of rank `source`, on every rank; the others' are written over."""
         if self.size > 1 and values.numel():
-            sent = values.contiguous()  # NCCL sends nothing else, and what lies transposed is not a copy of itself on every rank
-            dist.broadcast(sent.view(-1).view(torch.uint8), source, group=self._group_of(values.device.type))  # no library knows all dtypes
+            # NCCL sends nothing else, and what lies transposed is not a copy of itself on every
+            # rank
+            sent = values.contiguous()
+            dist.broadcast(
+                sent.view(-1).view(torch.uint8), source, group=self._group_of(values.device.type)
+            )  # no library knows all dtypes
             if sent is not values:
                 values.copy_(sent)
         return values
 
     def _group_of(self, device_type: str) -> dist.ProcessGroup | None:
-        """None is the processor's. Every rank comes here in the same turn, as making a group asks."""
+        """None is the processor's. Every rank comes here in the same turn, as making a group
+        asks."""
         if device_type == "cpu":
             return None
         if self._group is None:
-            self._group = dist.new_group(backend={"cuda": "nccl", "npu": "hccl"}[device_type], timeout=_PATIENCE)
+            self._group = dist.new_group(
+                backend={"cuda": "nccl", "npu": "hccl"}[device_type], timeout=_PATIENCE
+            )
         return self._group
 
     def tell(self, text: str, source: int) -> str:

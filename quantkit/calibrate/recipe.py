@@ -16,35 +16,84 @@ class Recipe(Strict):
     methods: tuple[Method, ...] | None = None
     calibration: str | None = None
     samples: int = Field(128, ge=1, description="calibration sequences")
-    held_out: int = Field(16, ge=0, description="further sequences that methods are judged on and nothing is fitted to")
+    held_out: int = Field(
+        16,
+        ge=0,
+        description="further sequences that methods are judged on and nothing is fitted to",
+    )
     seq_len: int = Field(512, ge=8)
     seed: int = 0
     group_size: int | None = Field(None, ge=1, description="overrides the scheme's group_size")
-    scale_points: int = Field(11, ge=2, description="points of the scale search, for each of its two families")
-    weight_points: int = Field(0, ge=0, description="exponents of the weights' sizes that it tries with each of the activations'")
-    search_rows: int = Field(64, ge=16, description="output rows of a linear that the scale search looks at")
-    exact_router: bool = Field(False, description="scales that reach a 16-bit reader are powers of two, so folding changes no bit of it")
-    damping: float = Field(0.003, gt=0, description="added to the Hessian's diagonal, as a share of its mean")
-    expert_damping: float = Field(0.05, gt=0, description="the same for a routed expert's own Hessian, which few tokens make up")
-    expert_shrinkage: float = Field(0.2, ge=0, description="added to such a Hessian's diagonal, as a share of each entry")
-    output_curvature: bool = Field(True, description="GPTQ weighs errors in the residual stream by what they cost those who read it")
-    output_damping: float = Field(0.05, gt=0, description="added to the diagonal of that cost, as a share of its mean")
+    scale_points: int = Field(
+        11, ge=2, description="points of the scale search, for each of its two families"
+    )
+    weight_points: int = Field(
+        0,
+        ge=0,
+        description="exponents of the weights' sizes that it tries with each of the activations'",
+    )
+    search_rows: int = Field(
+        64, ge=16, description="output rows of a linear that the scale search looks at"
+    )
+    exact_router: bool = Field(
+        False,
+        description="scales that reach a 16-bit reader are powers of two, so folding changes no "
+        "bit of it",
+    )
+    damping: float = Field(
+        0.003, gt=0, description="added to the Hessian's diagonal, as a share of its mean"
+    )
+    expert_damping: float = Field(
+        0.05,
+        gt=0,
+        description="the same for a routed expert's own Hessian, which few tokens make up",
+    )
+    expert_shrinkage: float = Field(
+        0.2, ge=0, description="added to such a Hessian's diagonal, as a share of each entry"
+    )
+    output_curvature: bool = Field(
+        True,
+        description="GPTQ weighs errors in the residual stream by what they cost those who read it",
+    )
+    output_damping: float = Field(
+        0.05, gt=0, description="added to the diagonal of that cost, as a share of its mean"
+    )
     fit_points: int = Field(3, ge=1, description="steps tried for each group when it is rounded")
-    sweeps: int = Field(4, ge=1, description="of descent over a linear's columns, where it is among the methods")
-    min_expert_tokens: int = Field(256, ge=0, description="experts with fewer routed tokens lean on the layer's shared statistics")
+    sweeps: int = Field(
+        4, ge=1, description="of descent over a linear's columns, where it is among the methods"
+    )
+    min_expert_tokens: int = Field(
+        256,
+        ge=0,
+        description="experts with fewer routed tokens lean on the layer's shared statistics",
+    )
 
-    prune: float = Field(0.0, ge=0, lt=1, description="share of every layer's routed experts that is left out, those that add least")
-    least_quantized: float = Field(0.5, ge=0, le=1, description="share of the weights of an unknown architecture that must be quantized")
+    prune: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of every layer's routed experts that is left out, those that add least",
+    )
+    least_quantized: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="share of the weights of an unknown architecture that must be quantized",
+    )
 
     def with_given(self, **values: object) -> "Recipe":
-        """The recipe with those of the values that are not None. Raises QuantkitError for one that no recipe can have."""
+        """The recipe with those of the values that are not None. Raises QuantkitError for one that
+        no recipe can have."""
         given = {key: value for key, value in values.items() if value is not None}
         try:
             return Recipe.model_validate(self.model_dump() | given)
         except ValidationError as error:
             fault = error.errors()[0]
             name = ".".join(map(str, fault["loc"]))
-            raise QuantkitError(f"{name} = {fault['input']!r}: {fault['msg']}", "see docs/quantize.md for what it may be") from error
+            raise QuantkitError(
+                f"{name} = {fault['input']!r}: {fault['msg']}",
+                "see docs/quantize.md for what it may be",
+            ) from error
 
     @property
     def fingerprint(self) -> str:
@@ -56,5 +105,8 @@ def load_recipe(name_or_path: str) -> Recipe:
     """A recipe that ships with quantkit, by name, or a YAML file."""
     path = find_yaml(name_or_path, "recipes")
     if path is None:
-        raise QuantkitError(f"recipe {name_or_path} does not exist", "give a YAML file or the name of a recipe in recipes/")
+        raise QuantkitError(
+            f"recipe {name_or_path} does not exist",
+            "give a YAML file or the name of a recipe in recipes/",
+        )
     return read_yaml(path, Recipe, "see docs/quantize.md for its keys")

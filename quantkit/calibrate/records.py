@@ -1,8 +1,10 @@
-"""Records of a file or a data set, as they are stored: each with the place that a message about it names.
+"""Records of a file or a data set, as they are stored: each with the place that a message about it
+names.
 
-.txt and .md are one text. .jsonl, .ndjson and .json hold a record a line, or a list of records, whatever the name says; .csv and .tsv have
-a header; .parquet is read through pyarrow. What is no file may be the id of a data set: from the cache of the `datasets` library where
-it lies there, else streamed from the hub.
+.txt and .md are one text. .jsonl, .ndjson and .json hold a record a line, or a list of records,
+whatever the name says; .csv and .tsv have a header; .parquet is read through pyarrow. What is no
+file may be the id of a data set: from the cache of the `datasets` library where it lies there, else
+streamed from the hub.
 """
 
 import csv
@@ -28,14 +30,17 @@ _GIVE = f"give a {', '.join(FILES[:-1])} or {FILES[-1]} file, or the id of a dat
 
 
 def read_records(source: str) -> Iterator[Record]:
-    """All records of a file, or the first 20,000 rows of a table or a data set. Raises QuantkitError."""
+    """All records of a file, or the first 20,000 rows of a table or a data set. Raises
+    QuantkitError."""
     path = Path(source)
     ending = path.suffix.casefold()
     if ending in FILES or path.exists():
         if path.is_dir():
             raise QuantkitError(f"calibration data {source} is a folder", _GIVE)
         if ending not in FILES:
-            raise QuantkitError(f"calibration data {source} is none of the files that are read", _GIVE)
+            raise QuantkitError(
+                f"calibration data {source} is none of the files that are read", _GIVE
+            )
         return _file(path, ending)
     if not _DATA_SET.fullmatch(source) or source.startswith("."):
         raise QuantkitError(f"calibration data {source} does not exist", _GIVE)
@@ -47,9 +52,13 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise QuantkitError(f"cannot read calibration data {path}: {error.strerror}", _GIVE) from error
+        raise QuantkitError(
+            f"cannot read calibration data {path}: {error.strerror}", _GIVE
+        ) from error
     except UnicodeDecodeError as error:
-        raise QuantkitError(f"calibration data {path} is not UTF-8 text (byte {error.start})", "save it as UTF-8") from error
+        raise QuantkitError(
+            f"calibration data {path} is not UTF-8 text (byte {error.start})", "save it as UTF-8"
+        ) from error
 
 
 def _file(path: Path, ending: str) -> Iterator[Record]:
@@ -75,8 +84,18 @@ def _json(path: Path) -> Iterator[Record]:
     if value is None:
         yield from _lines(path, text)
         return
-    inner = [(name, one) for name, one in value.items() if isinstance(one, list) and one and all(isinstance(row, dict) for row in one)]
-    is_record = {name.casefold() for name in value} & {"messages", "conversations", "conversation", "text", "prompt"}
+    inner = [
+        (name, one)
+        for name, one in value.items()
+        if isinstance(one, list) and one and all(isinstance(row, dict) for row in one)
+    ]
+    is_record = {name.casefold() for name in value} & {
+        "messages",
+        "conversations",
+        "conversation",
+        "text",
+        "prompt",
+    }
     if len(inner) == 1 and not is_record:  # {"data": [...]}
         name, rows = inner[0]
         yield from ((f"{path} {name}[{number}]", row) for number, row in enumerate(rows))
@@ -94,7 +113,10 @@ def _parsed(place: str, line: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise QuantkitError(f"{place} is not JSON ({error})", f"correct or remove it; a line is a record of {ACCEPTED}") from error
+        raise QuantkitError(
+            f"{place} is not JSON ({error})",
+            f"correct or remove it; a line is a record of {ACCEPTED}",
+        ) from error
 
 
 def _listed(path: Path, text: str, at: int) -> Iterator[Record]:
@@ -109,7 +131,9 @@ def _listed(path: Path, text: str, at: int) -> Iterator[Record]:
         try:
             value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
-            raise QuantkitError(f"{path} line {line} is not JSON ({error})", "correct it, or give a record a line") from error
+            raise QuantkitError(
+                f"{path} line {line} is not JSON ({error})", "correct it, or give a record a line"
+            ) from error
         yield f"{path} line {line}", value
 
 
@@ -124,10 +148,16 @@ def _table(path: Path, delimiter: str) -> Iterator[Record]:
             if number == _MOST_ROWS:
                 return
             if None in row:
-                raise QuantkitError(f"{path} line {rows.line_num} has more fields than the header", "put texts with commas in quotes")
+                raise QuantkitError(
+                    f"{path} line {rows.line_num} has more fields than the header",
+                    "put texts with commas in quotes",
+                )
             yield f"{path} line {rows.line_num}", row
     except csv.Error as error:
-        raise QuantkitError(f"{path} line {rows.line_num} is no CSV: {error}", "save it as CSV with a header and quoted texts") from error
+        raise QuantkitError(
+            f"{path} line {rows.line_num} is no CSV: {error}",
+            "save it as CSV with a header and quoted texts",
+        ) from error
 
 
 def _parquet(path: Path) -> Iterator[Record]:
@@ -138,7 +168,8 @@ def _parquet(path: Path) -> Iterator[Record]:
         import pyarrow.parquet
     except ImportError as error:
         raise QuantkitError(
-            f"calibration data {path} needs pyarrow, which is not installed", "pip install quantkit[datasets], or save it as .jsonl"
+            f"calibration data {path} needs pyarrow, which is not installed",
+            "pip install quantkit[datasets], or save it as .jsonl",
         ) from error
     number = 0
     try:
@@ -150,7 +181,9 @@ def _parquet(path: Path) -> Iterator[Record]:
                     number += 1
                     yield f"{path} row {number}", row
     except (pyarrow.ArrowException, OSError) as error:
-        raise QuantkitError(f"{path} is no Parquet file that can be read: {error}", "save it again, or as .jsonl") from error
+        raise QuantkitError(
+            f"{path} is no Parquet file that can be read: {error}", "save it again, or as .jsonl"
+        ) from error
 
 
 def _data_set(name: str) -> Iterator[Record]:
@@ -169,18 +202,27 @@ def _data_set(name: str) -> Iterator[Record]:
     for library in ("datasets", "huggingface_hub"):
         logging.getLogger(library).setLevel(logging.ERROR)  # retries would be told line by line
     try:
-        rows = _cached(datasets, options) or datasets.load_dataset(**options, streaming=True).take(_MOST_ROWS)
+        rows = _cached(datasets, options) or datasets.load_dataset(**options, streaming=True).take(
+            _MOST_ROWS
+        )
         for number, row in zip(range(_MOST_ROWS), rows):
             yield f"data set {name} row {number + 1}", row
-    except Exception as error:  # the library raises its own errors, and those of several network clients
+    except (
+        Exception
+    ) as error:  # the library raises its own errors, and those of several network clients
         told = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         lost = datasets.config.HF_HUB_OFFLINE and not _in_cache(datasets, identifier)
-        problem = f"data set {name} is not in the cache, and this is offline" if lost else f"data set {name} cannot be had: {told}"
+        problem = (
+            f"data set {name} is not in the cache, and this is offline"
+            if lost
+            else f"data set {name} cannot be had: {told}"
+        )
         raise QuantkitError(problem, "check its id and split, or give a file") from error
 
 
 def _cached(datasets: Any, options: dict[str, Any]) -> Any:
-    """The data set as an earlier download left it in the cache, without asking the hub; None where it is not there."""
+    """The data set as an earlier download left it in the cache, without asking the hub; None where
+    it is not there."""
     if not _in_cache(datasets, str(options["path"])):
         return None
     before, datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE, True
@@ -192,7 +234,9 @@ def _cached(datasets: Any, options: dict[str, Any]) -> Any:
 
 def _in_cache(datasets: Any, identifier: str) -> bool:
     wanted, cache = _same(identifier.replace("/", "___")), Path(datasets.config.HF_DATASETS_CACHE)
-    folders = [one for one in cache.iterdir() if _same(one.name) == wanted] if cache.is_dir() else []
+    folders = (
+        [one for one in cache.iterdir() if _same(one.name) == wanted] if cache.is_dir() else []
+    )
     return any(any(one.rglob("*.arrow")) for one in folders)
 
 

@@ -1,4 +1,5 @@
-"""The calibration tokens through the source's weights, beside the quantized path: what linears should have read."""
+"""The calibration tokens through the source's weights, beside the quantized path: what linears
+should have read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,16 +17,25 @@ from quantkit.quant.tensor_cores import tensor_core_products
 
 @dataclass
 class OriginalPath:
-    """states: of the calibration tokens, at the input of the next sublayer, in the order of the quantized path's. routed: what the routed
-    experts of the last sublayer are asked; None without experts."""
+    """states: of the calibration tokens, at the input of the next sublayer, in the order of the
+    quantized path's. routed: what the routed experts of the last sublayer are asked; None without
+    experts."""
 
     states: HiddenStates
     routed: Routed | None = None
 
     def advance(self, sublayer: Sublayer, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-        """Through this sublayer with the source's tensors. Routed experts add their outputs afterwards."""
+        """Through this sublayer with the source's tensors. Routed experts add their outputs
+        afterwards."""
         recorder = Recorder(len(self.states.hidden))
-        advance(sublayer, tensors, self.states, NO_READINGS, ranks, no_experts if sublayer.experts is None else recorder)
+        advance(
+            sublayer,
+            tensors,
+            self.states,
+            NO_READINGS,
+            ranks,
+            no_experts if sublayer.experts is None else recorder,
+        )
         self.routed = recorder.routed(len(self.states.hidden), len(self.states.hidden))
 
     def asked(self, number: int) -> tuple[Tensor, Tensor]:

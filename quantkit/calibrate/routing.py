@@ -1,4 +1,5 @@
-"""What the routed experts of a layer are asked: which tokens chose which expert, and with what weight."""
+"""What the routed experts of a layer are asked: which tokens chose which expert, and with what
+weight."""
 
 from dataclasses import dataclass
 
@@ -12,7 +13,8 @@ def no_experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
 
 
 class Recorder:
-    """An experts operator that writes down what it is asked, for up to `capacity` tokens, and answers zeros."""
+    """An experts operator that writes down what it is asked, for up to `capacity` tokens, and
+    answers zeros."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -22,7 +24,8 @@ class Recorder:
     def __call__(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         if not self._kept:
             self._kept = tuple(
-                torch.empty(self.capacity, *t.shape[1:], dtype=t.dtype, device=t.device) for t in (x, topk_ids, topk_weights)
+                torch.empty(self.capacity, *t.shape[1:], dtype=t.dtype, device=t.device)
+                for t in (x, topk_ids, topk_weights)
             )
         for kept, new in zip(self._kept, (x, topk_ids, topk_weights)):
             kept[self.asked : self.asked + len(x)] = new
@@ -39,10 +42,12 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Routed:
-    """What one layer's experts were asked, all tokens in one order: fitted on, held out, held out on the original path.
+    """What one layer's experts were asked, all tokens in one order: fitted on, held out, held out
+    on the original path.
 
-    x float32 [T, H]; topk_ids [T, k]; topk_weights float32 [T, k]; fitted and quantized: the first tokens that are calibration,
-    and that run through quantized experts; the rest runs through the original ones.
+    x float32 [T, H]; topk_ids [T, k]; topk_weights float32 [T, k]; fitted and quantized: the first
+    tokens that are calibration, and that run through quantized experts; the rest runs through the
+    original ones.
     """
 
     x: Tensor
@@ -57,7 +62,8 @@ class Routed:
         return tokens, self.topk_weights[tokens, slots]
 
     def quantized_of(self, expert: int) -> tuple[Tensor, Tensor, int]:
-        """As `of`, without the original path; and how many of the tokens are calibration, which come first."""
+        """As `of`, without the original path; and how many of the tokens are calibration, which
+        come first."""
         tokens, w = self.of(expert)
         fitted, quantized = (int((tokens < end).sum()) for end in (self.fitted, self.quantized))
         return tokens[:quantized], w[:quantized], fitted
@@ -72,16 +78,20 @@ class Routed:
         return torch.bincount(self.topk_ids[: self.fitted].flatten(), minlength=num_experts)
 
     def agreement(self) -> float | None:
-        """Share of (held-out token, slot) choices that the quantized and the original path have in common; None without held-out ones."""
-        held_out, original = self.topk_ids[self.fitted : self.quantized], self.topk_ids[self.quantized :]
+        """Share of (held-out token, slot) choices that the quantized and the original path have in
+        common; None without held-out ones."""
+        held_out, original = (
+            self.topk_ids[self.fitted : self.quantized],
+            self.topk_ids[self.quantized :],
+        )
         if not len(original):
             return None
         return float((held_out[:, :, None] == original[:, None, :]).any(-1).float().mean())
 
 
 class AskedAgain:
-    """An experts operator that writes what it is asked over the first tokens of `routed`, and answers zeros. scale [H]: what it reads is
-    divided by it, unlike `routed`."""
+    """An experts operator that writes what it is asked over the first tokens of `routed`, and
+    answers zeros. scale [H]: what it reads is divided by it, unlike `routed`."""
 
     def __init__(self, routed: Routed, scale: Tensor) -> None:
         self.routed, self.scale, self.asked = routed, scale, 0

@@ -1,7 +1,9 @@
-"""Plain rounding beside the calibrated path: the held-out tokens through weights that were rounded to nearest, and nothing else.
+"""Plain rounding beside the calibrated path: the held-out tokens through weights that were rounded
+to nearest, and nothing else.
 
-It says what calibration was worth: the same tokens, grid and layers, steps from the plain extremes of each group. Inputs that are
-rounded to NVFP4 have the divisor of their own largest value, a cache in 8 bits steps that cut nothing off.
+It says what calibration was worth: the same tokens, grid and layers, steps from the plain extremes
+of each group. Inputs that are rounded to NVFP4 have the divisor of their own largest value, a cache
+in 8 bits steps that cut nothing off.
 """
 
 from dataclasses import dataclass, replace
@@ -23,8 +25,10 @@ from quantkit.models.table import GatedMlp, Parameter
 
 @dataclass
 class PlainPath:
-    """states: of the held-out tokens, at the input of the next sublayer. solvers: of their recipe only the grids count. cache: of a scheme
-    whose cache has 8 bits. routed: what the routed experts of the last sublayer are asked; None without experts."""
+    """states: of the held-out tokens, at the input of the next sublayer. solvers: of their recipe
+    only the grids count. cache: of a scheme
+    whose cache has 8 bits. routed: what the routed experts of the last sublayer are asked; None
+    without experts."""
 
     states: HiddenStates
     source: ParameterReader
@@ -36,11 +40,22 @@ class PlainPath:
         """Through this sublayer. Routed experts add their outputs afterwards."""
         recorder = Recorder(len(self.states.hidden))
         tensors = self._rounded(sublayer)
-        readings = self.solvers.readings([row.module for row in sublayer.rows if row.module in sublayer.quantized])
+        readings = self.solvers.readings(
+            [row.module for row in sublayer.rows if row.module in sublayer.quantized]
+        )
         if self.cache is not None and self.cache.covers(sublayer):
             block = sublayer.build(LayerWeights(tensors, no_experts, readings=readings))
-            sublayer = replace(sublayer, run=self.cache.run_uncalibrated(sublayer, block, self.states))
-        advance(sublayer, tensors, self.states, readings, ranks, no_experts if sublayer.experts is None else recorder)
+            sublayer = replace(
+                sublayer, run=self.cache.run_uncalibrated(sublayer, block, self.states)
+            )
+        advance(
+            sublayer,
+            tensors,
+            self.states,
+            readings,
+            ranks,
+            no_experts if sublayer.experts is None else recorder,
+        )
         self.routed = recorder.routed(0, 0)
 
     def asked(self, number: int) -> tuple[Tensor, Tensor]:
@@ -48,9 +63,11 @@ class PlainPath:
         assert self.routed is not None, "a sublayer with routed experts"
         return self.routed.of(number)
 
-    def expert_outputs(self, number: int, rows: GatedMlp, original: ExpertWeights, solver: Solver | None) -> Tensor:
-        """One expert's outputs [n, H], unweighted, for the tokens that choose it. solver: on the experts' grid; None where the output does
-        not quantize them."""
+    def expert_outputs(
+        self, number: int, rows: GatedMlp, original: ExpertWeights, solver: Solver | None
+    ) -> Tensor:
+        """One expert's outputs [n, H], unweighted, for the tokens that choose it. solver: on the
+        experts' grid; None where the output does not quantize them."""
         assert self.routed is not None, "a sublayer with routed experts"
         rounded, (tokens, _) = original, self.routed.of(number)
         if solver is not None:
@@ -65,12 +82,16 @@ class PlainPath:
         for row in sublayer.needed:
             tensor = self.source.dequantized(row)
             if row.module in sublayer.quantized:
-                (tensor,) = _nearest({row.module: tensor}, (row,), self.solvers.of(row.module)).values()
+                (tensor,) = _nearest(
+                    {row.module: tensor}, (row,), self.solvers.of(row.module)
+                ).values()
             tensors[row.name] = tensor
         return tensors
 
 
-def _nearest(weights: dict[str, Tensor], rows: tuple[Parameter, ...], solver: Solver) -> dict[str, Tensor]:
+def _nearest(
+    weights: dict[str, Tensor], rows: tuple[Parameter, ...], solver: Solver
+) -> dict[str, Tensor]:
     """Values of the rounded weights by module, in their order."""
     fused = {row.module: row.fused for row in rows if row.fused}
     return solver.nearest_values(weights, fused)

@@ -1,8 +1,9 @@
 """How much each routed expert adds, on the source as it is: what decides which are pruned.
 
-REAP (arXiv 2510.13999, equation 9): the mean over the tokens that chose an expert of its router weight times the norm of its output. An
-expert that nobody chose adds nothing. The source is walked sublayer by sublayer, experts a batch at a time, as in a calibrated run; the
-hidden states after each layer are kept, so that a stopped walk goes on.
+REAP (arXiv 2510.13999, equation 9): the mean over the tokens that chose an expert of its router
+weight times the norm of its output. An expert that nobody chose adds nothing. The source is walked
+sublayer by sublayer, experts a batch at a time, as in a calibrated run; the hidden states after
+each layer are kept, so that a stopped walk goes on.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,8 +31,8 @@ from quantkit.calibrate.units import attend_unit, feed_forward_unit
 
 @dataclass
 class Saliency:
-    """layers: float64 of every expert, by layer, MTP layers included. held_out: float32 [T, H], hidden states of the held-out tokens after
-    the last decoder layer; None before that."""
+    """layers: float64 of every expert, by layer, MTP layers included. held_out: float32 [T, H],
+    hidden states of the held-out tokens after the last decoder layer; None before that."""
 
     layers: dict[int, list[float]] = field(default_factory=dict)
     held_out: Tensor | None = None
@@ -41,7 +42,8 @@ class SaliencyStore(Protocol):
     """What a walk keeps for a restart."""
 
     def save(self, layer: int, hidden: Tensor, found: Saliency) -> None:
-        """Keep the hidden states at the input of decoder layer `layer`, and what was found before it."""
+        """Keep the hidden states at the input of decoder layer `layer`, and what was found before
+        it."""
 
     def load(self) -> tuple[int, Tensor, Saliency] | None: ...
 
@@ -53,7 +55,9 @@ Tell = Callable[[int], None]
 class SaliencyWalk:
     """One walk over a source. batches: how much is in work at a time."""
 
-    def __init__(self, model: SourceModel, batches: Batches, store: SaliencyStore, tell: Tell) -> None:
+    def __init__(
+        self, model: SourceModel, batches: Batches, store: SaliencyStore, tell: Tell
+    ) -> None:
         self.model, self.batches, self.store, self.tell = model, batches, store, tell
 
     @torch.inference_mode()
@@ -61,7 +65,11 @@ class SaliencyWalk:
         keep_freed_blocks()
         begun = self.store.load()
         if begun is None:
-            first, states, found = self.model.layers[0], self._states(self._embedded(sequences), sequences), Saliency()
+            first, states, found = (
+                self.model.layers[0],
+                self._states(self._embedded(sequences), sequences),
+                Saliency(),
+            )
         else:
             first, hidden, found = begun
             states = self._states(hidden, sequences)
@@ -82,7 +90,9 @@ class SaliencyWalk:
     def _states(self, hidden: Tensor, sequences: Sequences) -> HiddenStates:
         lengths = [len(s) for s in (*sequences.calibration, *sequences.held_out)]
         fitted = sum(len(s) for s in sequences.calibration)
-        return HiddenStates(hidden.to(self.model.weights.device), fitted, lengths, self.batches.tokens)
+        return HiddenStates(
+            hidden.to(self.model.weights.device), fitted, lengths, self.batches.tokens
+        )
 
     def _mtp_states(self, layer: int, states: HiddenStates, sequences: Sequences) -> HiddenStates:
         fitted = Sequences([*sequences.calibration, *sequences.held_out], [])
@@ -91,7 +101,8 @@ class SaliencyWalk:
         found.fitted = sum(len(s) - 1 for s in sequences.calibration)
         return found
 
-    # --- one layer -------------------------------------------------------------------------------------------------------
+    # --- one layer
+    # -------------------------------------------------------------------------------------------------------
 
     def _layer(self, layer: int, states: HiddenStates, found: Saliency) -> None:
         self.tell(layer)
@@ -102,11 +113,14 @@ class SaliencyWalk:
                 found.layers[layer] = self._experts(layer, states, routed)
 
     def _advance(self, unit: str, layer: int, states: HiddenStates, run: Run) -> Routed | None:
-        """Replace the hidden states by those after the sublayer; routed experts add their outputs afterwards."""
+        """Replace the hidden states by those after the sublayer; routed experts add their outputs
+        afterwards."""
         model = self.model
         _, needed = model.sublayer_rows(unit, layer)
         recorder = Recorder(len(states.hidden))
-        block = model.architecture.DecoderLayer(model.config, layer, LayerWeights(model.weights.dequantized_all(needed), recorder))
+        block = model.architecture.DecoderLayer(
+            model.config, layer, LayerWeights(model.weights.dequantized_all(needed), recorder)
+        )
         for batch in states.batches():
             states.hidden[batch.part] = run(block, states.hidden[batch.part], batch.lengths)
         return recorder.routed(states.fitted, 0)
@@ -115,7 +129,9 @@ class SaliencyWalk:
         """Add the outputs of the layer's experts; what each adds to calibration tokens."""
         experts, weights = self.model.experts(layer), self.model.weights
         found: list[float] = []
-        batches = list(expert_batches(experts, expert_batch_values(weights.device.type, self.batches)))
+        batches = list(
+            expert_batches(experts, expert_batch_values(weights.device.type, self.batches))
+        )
         for batch, following in zip(batches, [*batches[1:], []]):
             originals = {}
             for expert in batch:
@@ -136,8 +152,11 @@ def mean_contribution(outputs: Tensor, w: Tensor) -> float:
     return float((w * outputs.norm(dim=1)).double().mean()) if len(w) else 0.0
 
 
-def choose_kept(saliency: Mapping[int, list[float]], groups: int, share: int) -> dict[int, list[int]]:
-    """The `share` experts of each group that add most, rising, by layer. Groups are equal parts of the experts in their order."""
+def choose_kept(
+    saliency: Mapping[int, list[float]], groups: int, share: int
+) -> dict[int, list[int]]:
+    """The `share` experts of each group that add most, rising, by layer. Groups are equal parts of
+    the experts in their order."""
     kept = {}
     for layer, values in saliency.items():
         parts = torch.tensor(values, dtype=torch.float64).view(groups, -1)

@@ -1,4 +1,5 @@
-"""A sublayer's second value: the scale of every group, and the proof that folding them changes nothing."""
+"""A sublayer's second value: the scale of every group, and the proof that folding them changes
+nothing."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,8 +29,8 @@ TOLERANCE = 1e-7
 
 @dataclass(frozen=True)
 class Folding:
-    """What becomes of a sublayer's tensors, by name. columns: multiplied by [K]; then rows, and biases: divided by [N]; gains:
-    replaced, as stored."""
+    """What becomes of a sublayer's tensors, by name. columns: multiplied by [K]; then rows, and
+    biases: divided by [N]; gains: replaced, as stored."""
 
     columns: dict[str, Tensor] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
@@ -48,19 +49,24 @@ class Folding:
             tensor.div_(self.rows[name].view(-1, *[1] * (tensor.dim() - 1)))
         return tensor
 
-    def and_group(self, group: ScaleGroup, inside: Sequence[str], scale: Tensor, gain: Tensor | None) -> "Folding":
-        """With one more group's scale; inside: its consumers in this sublayer; gain: a norm's new one, where that is the producer."""
+    def and_group(
+        self, group: ScaleGroup, inside: Sequence[str], scale: Tensor, gain: Tensor | None
+    ) -> "Folding":
+        """With one more group's scale; inside: its consumers in this sublayer; gain: a norm's new
+        one, where that is the producer."""
         producer = f"{group.producer}.weight"
         divided = [producer] * (gain is None) + [f"{group.producer}.bias"] * group.biased
         return Folding(
             self.columns | {f"{module}.weight": scale for module in inside},
-            self.rows | dict.fromkeys(divided, scale if group.heads is None else group.heads.of_rows(scale)),
+            self.rows
+            | dict.fromkeys(divided, scale if group.heads is None else group.heads.of_rows(scale)),
             self.gains if gain is None else self.gains | {producer: gain},
         )
 
 
 class FoldedTensors(Mapping[str, Tensor]):
-    """A sublayer's tensors with scales folded, float32, each read from the source when it is asked for: none is held here."""
+    """A sublayer's tensors with scales folded, float32, each read from the source when it is asked
+    for: none is held here."""
 
     def __init__(self, sublayer: Sublayer, source: ParameterReader, folding: Folding) -> None:
         self.rows = {row.name: row for row in sublayer.needed}
@@ -81,8 +87,10 @@ class FoldedTensors(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class ScaledInput:
-    """What is known of an input after it was divided by scale [K], for whoever rounds its readers. sample: held-out rows [S, K].
-    largest: the largest magnitude of calibration tokens, float32 []. drift: None where readers are to answer what they read."""
+    """What is known of an input after it was divided by scale [K], for whoever rounds its readers.
+    sample: held-out rows [S, K].
+    largest: the largest magnitude of calibration tokens, float32 []. drift: None where readers are
+    to answer what they read."""
 
     curvature: Curvature
     sample: Tensor
@@ -108,7 +116,8 @@ class ScaledInput:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A sublayer with its scales chosen and proven. inputs: by module, of what is to be rounded. scales: by group."""
+    """A sublayer with its scales chosen and proven. inputs: by module, of what is to be rounded.
+    scales: by group."""
 
     sublayer: Sublayer
     sites: dict[str, tuple[str, ...]]
@@ -124,18 +133,43 @@ class Scaled:
 
 
 def scaled_input(
-    statistics: InputStatistics, solvers: Solvers, scale: Tensor | None, curvature: Curvature | None = None, drift: Drift | None = None
+    statistics: InputStatistics,
+    solvers: Solvers,
+    scale: Tensor | None,
+    curvature: Curvature | None = None,
+    drift: Drift | None = None,
 ) -> ScaledInput:
-    """curvature: of the input as it was observed, where it was made already; its memory is used. drift: of the input as it was observed."""
-    curvature = input_curvature(statistics.mean_hessian, solvers.recipe) if curvature is None else curvature
+    """curvature: of the input as it was observed, where it was made already; its memory is used.
+    drift: of the input as it was observed."""
+    curvature = (
+        input_curvature(statistics.mean_hessian, solvers.recipe) if curvature is None else curvature
+    )
     if scale is None:
-        return ScaledInput(curvature, statistics.sample, torch.ones_like(statistics.absmax), statistics.absmax.amax(), drift)
+        return ScaledInput(
+            curvature,
+            statistics.sample,
+            torch.ones_like(statistics.absmax),
+            statistics.absmax.amax(),
+            drift,
+        )
     drift = None if drift is None else drift.scaled(scale)
-    return ScaledInput(curvature.into_scaled(scale), statistics.sample / scale, scale, (statistics.absmax / scale).amax(), drift)
+    return ScaledInput(
+        curvature.into_scaled(scale),
+        statistics.sample / scale,
+        scale,
+        (statistics.absmax / scale).amax(),
+        drift,
+    )
 
 
-def scale_sublayer(observed: Observed, source: ParameterReader, states: HiddenStatePair, experts: Sequence[Consumer] = ()) -> Scaled:
-    """Choose the scale of every group. experts: rows of some routed experts, which count where a group reaches them.
+def scale_sublayer(
+    observed: Observed,
+    source: ParameterReader,
+    states: HiddenStatePair,
+    experts: Sequence[Consumer] = (),
+) -> Scaled:
+    """Choose the scale of every group. experts: rows of some routed experts, which count where a
+    group reaches them.
 
     Raises QuantkitError where folding changes what the sublayer computes.
     """
@@ -145,40 +179,58 @@ def scale_sublayer(observed: Observed, source: ParameterReader, states: HiddenSt
     for group in sublayer.groups:
         consumers = [*_consumers(sublayer, group, FoldedTensors(sublayer, source, folding))]
         consumers += experts if group.reaches_experts else ()
-        if not consumers or not {"awq", "smooth"} & set(sublayer.solvers.methods) or sublayer.is_frozen(group):
+        if (
+            not consumers
+            or not {"awq", "smooth"} & set(sublayer.solvers.methods)
+            or sublayer.is_frozen(group)
+        ):
             continue
         solver = consumers[0].solver
         if group.heads is not None and solver.activation_bits != 8:
             continue  # nobody measured what it does to other schemes
         statistics = observed.inputs[group.observe]
         if solver.activation_bits == 8:
-            statistics = replace(statistics, rows=_counted_rows(observed, group, FoldedTensors(sublayer, source, folding)))
+            statistics = replace(
+                statistics,
+                rows=_counted_rows(observed, group, FoldedTensors(sublayer, source, folding)),
+            )
         curvature = input_curvature(statistics.mean_hessian, sublayer.solvers.recipe)
-        exact = sublayer.solvers.recipe.exact_router and not sublayer.quantized.issuperset(_inside(sublayer, group))
+        exact = sublayer.solvers.recipe.exact_router and not sublayer.quantized.issuperset(
+            _inside(sublayer, group)
+        )
         scale = choose_scale(solver, consumers, curvature, statistics, exact, group.heads)
         folding, scale = _fold(sublayer, group, scale, source, folding)
         scales[group.name] = scale
-        inputs[group.observe] = scaled_input(statistics, sublayer.solvers, scale, curvature, observed.drifts.get(group.observe))
+        inputs[group.observe] = scaled_input(
+            statistics, sublayer.solvers, scale, curvature, observed.drifts.get(group.observe)
+        )
     _check_same(observed, probe(sublayer, FoldedTensors(sublayer, source, folding), states))
     for first in _to_round(observed):
         if first not in inputs:
-            inputs[first] = scaled_input(observed.inputs[first], sublayer.solvers, None, drift=observed.drifts.get(first))
+            inputs[first] = scaled_input(
+                observed.inputs[first], sublayer.solvers, None, drift=observed.drifts.get(first)
+            )
     return Scaled(sublayer, observed.sites, inputs, scales, folding)
 
 
 def _counted_rows(observed: Observed, group: ScaleGroup, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The rows of a group's input, of one that is read by who writes to the residual stream each times what an error there counts: by the
-    stream with what that reader adds, as the largest streams are made so."""
+    """The rows of a group's input, of one that is read by who writes to the residual stream each
+    times what an error there counts: by the stream with what that reader adds, as the largest
+    streams are made so."""
     rows = observed.inputs[group.observe].rows
     writers = sorted(observed.sublayer.ends.intersection(group.consumers))
     if not writers:
         return rows
-    assert len(rows) == len(observed.stream), f"{group.observe} reads other tokens than the sublayer"
+    assert len(rows) == len(observed.stream), (
+        f"{group.observe} reads other tokens than the sublayer"
+    )
     added = (rows @ tensors[f"{module}.weight"].t() for module in writers)
     return rows * token_counts(sum(added, observed.stream))
 
 
-def scale_in_effect(sublayer: Sublayer, group: ScaleGroup, source: ParameterReader, plain: Mapping[str, Tensor]) -> Tensor:
+def scale_in_effect(
+    sublayer: Sublayer, group: ScaleGroup, source: ParameterReader, plain: Mapping[str, Tensor]
+) -> Tensor:
     """The scale that was folded into the norm of `group`, from its gain as it is written, [K]."""
     name = f"{group.producer}.weight"
     row = next(row for row in sublayer.rows if row.name == name)
@@ -193,23 +245,34 @@ def _inside(sublayer: Sublayer, group: ScaleGroup) -> list[str]:
     return [module for module in group.consumers if f"{module}.weight" in needed]
 
 
-def _consumers(sublayer: Sublayer, group: ScaleGroup, tensors: Mapping[str, Tensor]) -> Iterator[Consumer]:
+def _consumers(
+    sublayer: Sublayer, group: ScaleGroup, tensors: Mapping[str, Tensor]
+) -> Iterator[Consumer]:
     """Some rows of every linear of the group that is to be rounded."""
     count = sublayer.solvers.recipe.search_rows
     for module in _inside(sublayer, group):
         if module in sublayer.quantized:
             importance = sublayer.importance if module in sublayer.ends else None
             counted = None if importance is None else sample_rows(importance[:, None], count)[:, 0]
-            yield Consumer(sample_rows(tensors[f"{module}.weight"], count), 1.0, sublayer.solvers.of(module), counted)
+            yield Consumer(
+                sample_rows(tensors[f"{module}.weight"], count),
+                1.0,
+                sublayer.solvers.of(module),
+                counted,
+            )
 
 
-def _fold(sublayer: Sublayer, group: ScaleGroup, scale: Tensor, source: ParameterReader, folding: Folding) -> tuple[Folding, Tensor]:
+def _fold(
+    sublayer: Sublayer, group: ScaleGroup, scale: Tensor, source: ParameterReader, folding: Folding
+) -> tuple[Folding, Tensor]:
     """With the scale folded, and the scale as a stored gain lets it be."""
     inside, gain = _inside(sublayer, group), None
     if group.producer_is_norm:
         name = f"{group.producer}.weight"
         row = next(row for row in sublayer.rows if row.name == name)
-        gain, scale = effective_scale(source.dequantized(row).to(sublayer.stored[name]), scale, row.gain_offset)
+        gain, scale = effective_scale(
+            source.dequantized(row).to(sublayer.stored[name]), scale, row.gain_offset
+        )
     return folding.and_group(group, inside, scale, gain), scale
 
 
@@ -228,10 +291,14 @@ def _check_same(observed: Observed, after: Probe) -> None:
     differences = {"output": relative_distance(after.output, before.output)}
     if before.routed is not None and after.routed is not None:
         experts = 1 + max(int(one.topk_ids.max()) for one in (before.routed, after.routed))
-        differences["routing"] = relative_distance(after.routed.matrix(experts), before.routed.matrix(experts))
+        differences["routing"] = relative_distance(
+            after.routed.matrix(experts), before.routed.matrix(experts)
+        )
     for what, difference in differences.items():
         if not difference <= TOLERANCE:
             raise QuantkitError(
-                f"scaling changes the {what} of {observed.sublayer.name} by {difference:.1e} before anything is rounded",
-                "the scale groups of this architecture are wrong: report it, or use a recipe without awq and smooth",
+                f"scaling changes the {what} of {observed.sublayer.name} by {difference:.1e} "
+                "before anything is rounded",
+                "the scale groups of this architecture are wrong: report it, or use a recipe "
+                "without awq and smooth",
             )

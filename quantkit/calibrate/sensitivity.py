@@ -1,14 +1,19 @@
-"""What rounding each linear costs in the next token, told before anything is quantized by one pass over the original weights.
+"""What rounding each linear costs in the next token, told before anything is quantized by one pass
+over the original weights.
 
-Within a sublayer, every choice (choices.py) is rounded to nearest on each grid it may have, the sublayer is run, and the error in the
-residual stream is weighed by what it costs those who read it (output_cost.py). That cost has no unit from layer to layer, so each sublayer
-is also measured: a second path leaves the original one with all of the sublayer rounded, runs through the original weights to the head, and
-its KL there says what a unit of the sublayer's cost is worth. Costs of choices add up: errors are small, and of no common sign.
+Within a sublayer, every choice (choices.py) is rounded to nearest on each grid it may have, the
+sublayer is run, and the error in the residual stream is weighed by what it costs those who read it
+(output_cost.py). That cost has no unit from layer to layer, so each sublayer
+is also measured: a second path leaves the original one with all of the sublayer rounded, runs
+through the original weights to the head, and its KL there says what a unit of the sublayer's cost
+is worth. Costs of choices add up: errors are small, and of no common sign.
 
-Of a layer's routed experts a few are rounded, and their cost is scaled by the squared routing weights of all.
+Of a layer's routed experts a few are rounded, and their cost is scaled by the squared routing
+weights of all.
 
-Memory: the hidden states of all paths, no more tokens together than a calibrated run holds; of one sublayer its weights; one expert.
-Nothing depends on the number of experts. The paths are saved after each layer, so a stopped pass goes on from there.
+Memory: the hidden states of all paths, no more tokens together than a calibrated run holds; of one
+sublayer its weights; one expert. Nothing depends on the number of experts. The paths are saved
+after each layer, so a stopped pass goes on from there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +54,8 @@ JUDGED_PATHS = 16
 
 @dataclass(frozen=True)
 class Sensitivities:
-    """kl: by choice and label of the grid, nats a token. asked: by layer, the tokens that chose each routed expert. tokens: of a path."""
+    """kl: by choice and label of the grid, nats a token. asked: by layer, the tokens that chose
+    each routed expert. tokens: of a path."""
 
     kl: dict[str, dict[str, float]]
     asked: dict[str, list[int]]
@@ -60,7 +66,8 @@ class PassStore(Protocol):
     """Where a pass keeps what it has, for a restart."""
 
     def save(self, layer: int, hidden: Tensor, facts: dict[str, object]) -> None:
-        """hidden float32 [paths, T, H] at the input of `layer`, and what was found so far, in place of those saved before."""
+        """hidden float32 [paths, T, H] at the input of `layer`, and what was found so far, in place
+        of those saved before."""
 
     def load(self) -> tuple[int, Tensor, dict[str, object]] | None: ...
 
@@ -70,7 +77,8 @@ class PassStore(Protocol):
 
 @dataclass
 class _Found:
-    """costs: by choice and label of the grid; probed: by unit, the cost of what its path carries; units: of each choice."""
+    """costs: by choice and label of the grid; probed: by unit, the cost of what its path carries;
+    units: of each choice."""
 
     costs: dict[str, dict[str, float]]
     probed: dict[str, float]
@@ -79,7 +87,8 @@ class _Found:
 
 
 def pieces(sequences: Sequence[Tensor], layers: int, most: int) -> list[Tensor]:
-    """The beginning of the calibration text that one path takes, in whole sequences or the beginning of one. most: tokens of all paths."""
+    """The beginning of the calibration text that one path takes, in whole sequences or the
+    beginning of one. most: tokens of all paths."""
     least, largest = PATH_TOKENS
     left = max(least, min(min(MOST_TOKENS, most) // (2 * layers + 1), largest))
     taken = []
@@ -92,15 +101,23 @@ def pieces(sequences: Sequence[Tensor], layers: int, most: int) -> list[Tensor]:
 
 
 class SensitivityPass:
-    """solvers: on the grid that the paths round to, and of others. choices: those of decoder layers, with the grids that each may have.
+    """solvers: on the grid that the paths round to, and of others. choices: those of decoder
+    layers, with the grids that each may have.
     ends: what is around the layers, where the table does not say it."""
 
     def __init__(
-        self, model: SourceModel, solvers: Solvers, choices: Mapping[Choice, Sequence[Grid]], store: PassStore, ends: Ends | None = None
+        self,
+        model: SourceModel,
+        solvers: Solvers,
+        choices: Mapping[Choice, Sequence[Grid]],
+        store: PassStore,
+        ends: Ends | None = None,
     ) -> None:
         self.ends = ends or TableEnds(model.weights, model.rows, model.config)
         self.model, self.solvers, self.store = model, solvers, store
-        self.by_module = {choice.rows[0].module: (choice, tuple(grids)) for choice, grids in choices.items()}
+        self.by_module = {
+            choice.rows[0].module: (choice, tuple(grids)) for choice, grids in choices.items()
+        }
         groups = [group for layer in model.layers for group in model.groups[layer]]
         self.residual = ResidualStream(model.weights, model.rows, groups, ends)
 
@@ -110,31 +127,51 @@ class SensitivityPass:
         lengths, layers = [len(one) for one in sequences], self.model.layers
         saved = self.store.load()
         if saved is None:
-            first, hidden, found = layers[0], self.ends.embedded(sequences).to(self.model.weights.device)[None], _Found({}, {}, {}, {})
+            first, hidden, found = (
+                layers[0],
+                self.ends.embedded(sequences).to(self.model.weights.device)[None],
+                _Found({}, {}, {}, {}),
+            )
         else:
             first, hidden, facts = saved[0], saved[1].to(self.model.weights.device), saved[2]
             found = _Found(**facts)  # type: ignore[arg-type]
         for layer in layers:
             if layer < first:
                 continue
-            for unit, run in ((attend_unit(layer), run_attention), (feed_forward_unit(layer), run_feed_forward)):
+            for unit, run in (
+                (attend_unit(layer), run_attention),
+                (feed_forward_unit(layer), run_feed_forward),
+            ):
                 if unit not in self.model.units:  # of a layer that is run whole
                     continue
                 self.store.tell(unit, layers.index(layer) / len(layers))
-                hidden = self._sublayer(sublayer_of(self.model, self.solvers, unit, layer, run), layer, hidden, lengths, found)
+                hidden = self._sublayer(
+                    sublayer_of(self.model, self.solvers, unit, layer, run),
+                    layer,
+                    hidden,
+                    lengths,
+                    found,
+                )
             if layer + 1 in layers:
                 self.store.save(layer + 1, hidden, dict(vars(found)))
         return self._judged(hidden, found)
 
-    def _sublayer(self, sublayer: Sublayer, layer: int, hidden: Tensor, lengths: list[int], found: _Found) -> Tensor:
-        """All paths [P, T, H] through the original sublayer, and after them the one that leaves the original path here."""
+    def _sublayer(
+        self, sublayer: Sublayer, layer: int, hidden: Tensor, lengths: list[int], found: _Found
+    ) -> Tensor:
+        """All paths [P, T, H] through the original sublayer, and after them the one that leaves the
+        original path here."""
         weights = self.model.weights
         tensors, base = weights.dequantized_all(sublayer.needed), hidden[0]
-        cost = self.residual.cost(self.model.units[sublayer.name], base, self.model.config.rms_norm_eps)
+        cost = self.residual.cost(
+            self.model.units[sublayer.name], base, self.model.config.rms_norm_eps
+        )
         recorder = Recorder(len(hidden) * len(base))
         after = _run(sublayer, tensors, hidden.flatten(0, 1), lengths * len(hidden), recorder)
         routed = recorder.routed(len(base), len(base))
-        carried = self._linears(sublayer, tensors, base, lengths, after[: len(base)].clone(), cost, found)
+        carried = self._linears(
+            sublayer, tensors, base, lengths, after[: len(base)].clone(), cost, found
+        )
         if routed is not None:
             carried += self._experts(layer, routed, after, cost, found)
         found.probed[sublayer.name] = _cost_of(carried, cost)
@@ -142,9 +179,17 @@ class SensitivityPass:
         return torch.cat((after, (after[0] + carried)[None]))
 
     def _linears(
-        self, sublayer: Sublayer, tensors: dict[str, Tensor], base: Tensor, lengths: list[int], exact: Tensor, cost: Tensor, found: _Found
+        self,
+        sublayer: Sublayer,
+        tensors: dict[str, Tensor],
+        base: Tensor,
+        lengths: list[int],
+        exact: Tensor,
+        cost: Tensor,
+        found: _Found,
     ) -> Tensor:
-        """The cost of every choice but the routed experts; returns the error of all of them rounded together, [T, H]."""
+        """The cost of every choice but the routed experts; returns the error of all of them rounded
+        together, [T, H]."""
         together: dict[str, Tensor] = {}
         rounding: dict[str, Reading] = {}
         for row in sublayer.rows:
@@ -154,7 +199,9 @@ class SensitivityPass:
             for grid in grids:
                 solver, modules = self.solvers.on(grid), frozenset(choice.modules)
                 fused = {one.module: one.fused for one in choice.rows if one.fused}
-                solved = solver.nearest({one.module: tensors[one.name] for one in choice.rows}, fused)
+                solved = solver.nearest(
+                    {one.module: tensors[one.name] for one in choice.rows}, fused
+                )
                 values = {f"{module}.weight": one.values for module, one in solved.items()}
                 reads = dict.fromkeys(modules, Reading(solver.activation_bits))
                 error = _run(sublayer, tensors | values, base, lengths, no_experts, reads) - exact
@@ -167,8 +214,11 @@ class SensitivityPass:
             return torch.zeros_like(base)
         return _run(sublayer, tensors | together, base, lengths, no_experts, rounding) - exact
 
-    def _experts(self, layer: int, routed: Routed, after: Tensor, cost: Tensor, found: _Found) -> Tensor:
-        """Adds the outputs of the original routed experts to all paths `after` [P * T, H]; returns the error of those that are rounded."""
+    def _experts(
+        self, layer: int, routed: Routed, after: Tensor, cost: Tensor, found: _Found
+    ) -> Tensor:
+        """Adds the outputs of the original routed experts to all paths `after` [P * T, H]; returns
+        the error of those that are rounded."""
         experts, count = self.model.experts(layer), routed.fitted
         choice, grids = self.by_module.get(next(iter(experts.values())).gate.module, (None, ()))
         found.asked[str(layer)] = routed.counts(len(experts)).tolist()
@@ -176,7 +226,11 @@ class SensitivityPass:
         errors = {grid: torch.zeros_like(after[:count]) for grid in grids}
         asked = {True: 0.0, False: 0.0}
         for number, rows in experts.items():
-            own = expert_weights(self.model, rows, {row.module: self.model.weights.dequantized(row) for row in rows.rows})
+            own = expert_weights(
+                self.model,
+                rows,
+                {row.module: self.model.weights.dequantized(row) for row in rows.rows},
+            )
             tokens, w = routed.of(number)
             exact = own(routed.x[tokens]).mul_(w[:, None])
             after.index_add_(0, tokens, exact)
@@ -184,11 +238,18 @@ class SensitivityPass:
             tokens, w = tokens[:base], w[:base]
             asked[number in sensed] += float(w.square().sum())
             for grid in grids if number in sensed and base else ():
-                errors[grid].index_add_(0, tokens, self._rounded(rows, own, grid, routed.x[tokens]).mul_(w[:, None]) - exact[:base])
+                errors[grid].index_add_(
+                    0,
+                    tokens,
+                    self._rounded(rows, own, grid, routed.x[tokens]).mul_(w[:, None])
+                    - exact[:base],
+                )
         if choice is None:
             return torch.zeros_like(after[:count])
         of_all = sum(asked.values()) / asked[True] if asked[True] else 0.0
-        found.costs[choice.name] = {grid_label(grid): of_all * _cost_of(error, cost) for grid, error in errors.items()}
+        found.costs[choice.name] = {
+            grid_label(grid): of_all * _cost_of(error, cost) for grid, error in errors.items()
+        }
         found.units[choice.name] = feed_forward_unit(layer)
         return errors.get(self.solvers.grid_of(choice.modules[0]), torch.zeros_like(after[:count]))
 
@@ -201,15 +262,27 @@ class SensitivityPass:
         return replace(own, gate=gate, up=up, down=down, readings=solver.readings())(x)
 
     def _judged(self, hidden: Tensor, found: _Found) -> Sensitivities:
-        """KL of every path at the head, shared out among the choices of the sublayer that it left."""
+        """KL of every path at the head, shared out among the choices of the sublayer that it
+        left."""
         head = self.residual.head
         self.store.tell(head.module, 1.0)
         original, kls = self.ends.normed(hidden[0]), list[float]()
         for start in range(1, len(hidden), JUDGED_PATHS):
             paths = [self.ends.normed(one) for one in hidden[start : start + JUDGED_PATHS]]
-            kls += [one.kl for one in compare_paths(original, paths, self.model.weights.blocks(head, BLOCK_ROWS), self.ends.logits)]
-        worth = {unit: max(kl, 0.0) / probed if probed else 0.0 for (unit, probed), kl in zip(found.probed.items(), kls, strict=True)}
-        kl = {name: {label: cost * worth[found.units[name]] for label, cost in costs.items()} for name, costs in found.costs.items()}
+            kls += [
+                one.kl
+                for one in compare_paths(
+                    original, paths, self.model.weights.blocks(head, BLOCK_ROWS), self.ends.logits
+                )
+            ]
+        worth = {
+            unit: max(kl, 0.0) / probed if probed else 0.0
+            for (unit, probed), kl in zip(found.probed.items(), kls, strict=True)
+        }
+        kl = {
+            name: {label: cost * worth[found.units[name]] for label, cost in costs.items()}
+            for name, costs in found.costs.items()
+        }
         return Sensitivities(kl, found.asked, len(original))
 
 
@@ -222,7 +295,10 @@ def _run(
     readings: Mapping[str, Reading] = NO_READINGS,
 ) -> Tensor:
     """hidden [T, H] after a sublayer with these tensors."""
-    block, after = sublayer.build(LayerWeights(tensors, experts, readings=readings)), torch.empty_like(hidden)
+    block, after = (
+        sublayer.build(LayerWeights(tensors, experts, readings=readings)),
+        torch.empty_like(hidden),
+    )
     for batch in HiddenStates(hidden, 0, lengths, BATCH_TOKENS).batches():
         after[batch.part] = sublayer.run(block, hidden[batch.part], batch.lengths)
     return after

@@ -19,7 +19,8 @@ from quantkit.quant.gptq import Curvature
 
 @dataclass(frozen=True)
 class SolvedSublayer:
-    """linears: rounded, by module. plain: unquantized tensors that folding changed, in their stored dtype."""
+    """linears: rounded, by module. plain: unquantized tensors that folding changed, in their stored
+    dtype."""
 
     linears: dict[str, Rounded]
     plain: dict[str, Tensor]
@@ -30,12 +31,18 @@ class SolvedSublayer:
 
 
 def solve_sublayer(
-    scaled: Scaled, source: ParameterReader, states: HiddenStatePair, ranks: Ranks, original: HiddenStates | None = None
+    scaled: Scaled,
+    source: ParameterReader,
+    states: HiddenStatePair,
+    ranks: Ranks,
+    original: HiddenStates | None = None,
 ) -> SolvedSublayer:
-    """Every linear that the output holds quantized. The linears of one input at a time are held in float32, the widest input's first.
+    """Every linear that the output holds quantized. The linears of one input at a time are held in
+    float32, the widest input's first.
 
-    states, original: before this sublayer; where `original` has the calibration tokens on the original path, those who write to the
-    residual stream come last, and make up for what was rounded before them.
+    states, original: before this sublayer; where `original` has the calibration tokens on the
+    original path, those who write to the residual stream come last, and make up for what was
+    rounded before them.
     """
     sublayer, folded = scaled.sublayer, FoldedTensors(scaled.sublayer, source, scaled.folding)
     rows = {row.module: row for row in sublayer.rows}
@@ -43,18 +50,35 @@ def solve_sublayer(
     sites = sorted(scaled.sites.items(), key=lambda site: -rows[site[0]].shape[1])
     if original is not None:
         sites.sort(key=lambda site: sublayer.ends.issuperset(site[1]))
-    costs = attention_costs(scaled, folded) | ({} if sublayer.outputs is None else dict.fromkeys(sublayer.ends, sublayer.outputs))
+    costs = attention_costs(scaled, folded) | (
+        {} if sublayer.outputs is None else dict.fromkeys(sublayer.ends, sublayer.outputs)
+    )
     seen = original is None
     for first, modules in sites:
         if not seen and sublayer.ends.issuperset(modules):
             assert original is not None
             weights = {module: one.weight for module, one in linears.items()}
-            scaled, seen = replace(scaled, inputs=scaled.inputs | observe_ends(scaled, folded, weights, states, ranks, original)), True
+            scaled, seen = (
+                replace(
+                    scaled,
+                    inputs=scaled.inputs
+                    | observe_ends(scaled, folded, weights, states, ranks, original),
+                ),
+                True,
+            )
         own = [rows[module] for module in modules if module in sublayer.quantized]
         for solver, alike in sublayer.solvers.alike([row.module for row in own]).items():
-            linears |= _solve_site(scaled, first, [rows[module] for module in alike], folded, solver, costs, ranks)
-    changed = [row for row in sublayer.rows if row.module not in sublayer.quantized and scaled.folding.changes(row.name)]
-    return SolvedSublayer(linears, {row.name: folded[row.name].to(sublayer.stored[row.name]) for row in changed})
+            linears |= _solve_site(
+                scaled, first, [rows[module] for module in alike], folded, solver, costs, ranks
+            )
+    changed = [
+        row
+        for row in sublayer.rows
+        if row.module not in sublayer.quantized and scaled.folding.changes(row.name)
+    ]
+    return SolvedSublayer(
+        linears, {row.name: folded[row.name].to(sublayer.stored[row.name]) for row in changed}
+    )
 
 
 def _solve_site(
@@ -71,4 +95,6 @@ def _solve_site(
     weights = {row.module: read.aimed(folded[row.name]) for row in rows}
     fused = {row.module: row.fused for row in rows if row.fused}
     solved = solver.solve_stack(weights, fused, read.curvature, read.sample, costs, ranks)
-    return {module: solver.reading_under(one, read.largest).rounded for module, one in solved.items()}
+    return {
+        module: solver.reading_under(one, read.largest).rounded for module, one in solved.items()
+    }

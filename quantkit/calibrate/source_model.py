@@ -12,7 +12,8 @@ from quantkit.models.table import GatedMlp, Parameter, ScaleGroup, routed_expert
 
 @dataclass(frozen=True)
 class SourceModel:
-    """rows: the architecture's table, resolved. quantized: modules that are rounded; frozen: those that the output holds packed as the
+    """rows: the architecture's table, resolved. quantized: modules that are rounded; frozen: those
+    that the output holds packed as the
     source does. weights: where tensors are read."""
 
     weights: ParameterReader
@@ -35,7 +36,10 @@ class SourceModel:
     @cached_property
     def groups(self) -> dict[int, list[ScaleGroup]]:
         """Scale groups of every layer."""
-        return {layer: self.architecture.scale_groups(self.config, layer) for layer in [*self.layers, *self.mtp_layers]}
+        return {
+            layer: self.architecture.scale_groups(self.config, layer)
+            for layer in [*self.layers, *self.mtp_layers]
+        }
 
     @cached_property
     def units(self) -> dict[str, list[Parameter]]:
@@ -47,10 +51,15 @@ class SourceModel:
         return {row.name: row for row in self.rows}
 
     def sublayer_rows(self, unit: str, layer: int) -> tuple[list[Parameter], list[Parameter]]:
-        """Of a sublayer: its own parameters but the routed experts', and those that it runs with: a decoder layer is built whole."""
+        """Of a sublayer: its own parameters but the routed experts', and those that it runs with: a
+        decoder layer is built whole."""
         rows = [row for row in self.units[unit] if row.role != "mtp_proj"]
         own = {row.name for row in rows}
-        inner = [row for row in self.layer_rows(layer) if row.expert is None and row.role not in ("embedding", "head", "mtp_proj")]
+        inner = [
+            row
+            for row in self.layer_rows(layer)
+            if row.expert is None and row.role not in ("embedding", "head", "mtp_proj")
+        ]
         return rows, [row for row in inner if row.name in own or row.role != "linear"]
 
     def layer_rows(self, layer: int) -> list[Parameter]:

@@ -10,17 +10,20 @@ from quantkit.calibrate.ranks import Ranks
 from quantkit.quant.tensor_cores import tensor_core_products
 
 PANEL = 1024
-"""Rows of a square that are summed together. A Hessian is symmetric, and what lies right of a panel's last row is not computed. Ranks share
-the panels out, and each sums its own over all tokens, so the sums are those of one process."""
+"""Rows of a square that are summed together. A Hessian is symmetric, and what lies right of a
+panel's last row is not computed. Ranks share the panels out, and each sums its own over all tokens,
+so the sums are those of one process."""
 
 
 @dataclass(frozen=True)
 class InputStatistics:
     """Of one input of K channels.
 
-    mean_hessian: mean of x x^T per token, so that losses of inputs with different counts compare, float32 [K, K]. absmax: the largest
-    magnitudes, float32 [K]. sample: held-out rows for judging, float32 [S, K]. rows: some of the calibration tokens', on which scales of
-    rounded activations are judged, float32 [R, K], each times what an error of its token counts.
+    mean_hessian: mean of x x^T per token, so that losses of inputs with different counts compare,
+    float32 [K, K]. absmax: the largest
+    magnitudes, float32 [K]. sample: held-out rows for judging, float32 [S, K]. rows: some of the
+    calibration tokens', on which scales of rounded activations are judged, float32 [R, K], each
+    times what an error of its token counts.
     """
 
     mean_hessian: Tensor
@@ -30,8 +33,9 @@ class InputStatistics:
 
 
 def token_counts(stream: Tensor) -> Tensor:
-    """What an error counts that is added to rows of the residual stream [T, H], float32 [T, 1], mean square 1: the norm that reads a row
-    divides by its size. A few tokens have a stream hundreds of times as large as the others, and the largest steps of int8 with it."""
+    """What an error counts that is added to rows of the residual stream [T, H], float32 [T, 1],
+    mean square 1: the norm that reads a row divides by its size. A few tokens have a stream
+    hundreds of times as large as the others, and the largest steps of int8 with it."""
     counts = stream.square().mean(-1, keepdim=True).clamp(min=1e-30).rsqrt()
     return counts / counts.square().mean().sqrt()
 
@@ -75,9 +79,13 @@ class StatisticsSum:
     A Hessian of R1's widest input is 1.4 GB, so there is one: `mean` turns the sum into it.
     """
 
-    def __init__(self, channels: int, device: torch.device, sample_rows: int, ranks: Ranks, every: int = 0) -> None:
+    def __init__(
+        self, channels: int, device: torch.device, sample_rows: int, ranks: Ranks, every: int = 0
+    ) -> None:
         """every: how many calibration rows there are for one that is kept; 0 where none is."""
-        self._hessian = torch.zeros(channels, channels, dtype=torch.float32, device=device)  # its panels up to the diagonal
+        self._hessian = torch.zeros(
+            channels, channels, dtype=torch.float32, device=device
+        )  # its panels up to the diagonal
         self._absmax = torch.zeros(channels, dtype=torch.float32, device=device)
         self._tokens = 0
         self._sample, self._ranks, self._every = HeldOutRows(sample_rows), ranks, every
@@ -103,11 +111,14 @@ class StatisticsSum:
         send_panels(hessian, self._ranks)
         for rows in panels(len(hessian)):
             hessian[rows, rows.stop :] = hessian[rows.stop :, rows].t()
-        return InputStatistics(hessian, self._absmax, self._sample.rows(hessian), torch.cat(self._rows))
+        return InputStatistics(
+            hessian, self._absmax, self._sample.rows(hessian), torch.cat(self._rows)
+        )
 
 
 class Observer:
-    """Sums up every input that it is shown, by module. `held_out` switches what an observation is for. Every rank is shown the same.
+    """Sums up every input that it is shown, by module. `held_out` switches what an observation is
+    for. Every rank is shown the same.
     every: as of `StatisticsSum`."""
 
     def __init__(self, sample_rows: int, ranks: Ranks, every: int = 0) -> None:
@@ -122,7 +133,9 @@ class Observer:
         """x float32 [..., K]: what `module` reads."""
         x = x.reshape(-1, x.shape[-1])
         if module not in self._sums:
-            self._sums[module] = StatisticsSum(x.shape[-1], x.device, self._sample_rows, self._ranks, self._every)
+            self._sums[module] = StatisticsSum(
+                x.shape[-1], x.device, self._sample_rows, self._ranks, self._every
+            )
         if self.held_out:
             self._sums[module].keep(x)
         else:

@@ -1,4 +1,5 @@
-"""One sublayer of a decoder layer, attention or feed-forward with its residual sum: what it is made of, and running it.
+"""One sublayer of a decoder layer, attention or feed-forward with its residual sum: what it is made
+of, and running it.
 
 It is run by the model's own forward, over whatever tensors the caller gives it.
 """
@@ -46,13 +47,17 @@ def run_feed_forward(block: DecoderLayer, hidden: Tensor, lengths: list[int]) ->
 class Sublayer:
     """What a sublayer is made of.
 
-    rows: its parameters but the routed experts'. needed: the rows that the layer is built from and this sublayer reads; a decoder layer is
-    built whole, but the other sublayer's linears are asked for only when they run. groups: the scale groups inside it, those inside one
-    routed expert left out. stored: dtype on disk of what stays unquantized, by tensor name. quantized: modules that are rounded;
+    rows: its parameters but the routed experts'. needed: the rows that the layer is built from and
+    this sublayer reads; a decoder layer is built whole, but the other sublayer's linears are asked
+    for only when they run. groups: the scale groups inside it, those inside one
+    routed expert left out. stored: dtype on disk of what stays unquantized, by tensor name.
+    quantized: modules that are rounded;
     frozen: those that the output holds packed as the source does. solvers: of what is rounded.
     experts: the first linear of its routed experts, None where it has none.
-    importance: what a squared error in each channel of the residual stream counts after this sublayer, float32 [H]; None: alike.
-    outputs: what an error there costs, [H, H], where GPTQ is to heed it. heads: that query, if it is attention; 0 where nobody
+    importance: what a squared error in each channel of the residual stream counts after this
+    sublayer, float32 [H]; None: alike.
+    outputs: what an error there costs, [H, H], where GPTQ is to heed it. heads: that query, if it
+    is attention; 0 where nobody
     looked for them. width: channels of the residual stream.
     """
 
@@ -74,7 +79,8 @@ class Sublayer:
 
     @property
     def ends(self) -> frozenset[str]:
-        """Modules that write to the residual stream: nobody in this sublayer looks at their outputs."""
+        """Modules that write to the residual stream: nobody in this sublayer looks at their
+        outputs."""
         return frozenset(row.module for row in self.rows if row.split == "row")
 
     def is_frozen(self, group: ScaleGroup) -> bool:
@@ -83,7 +89,8 @@ class Sublayer:
 
     @property
     def reaching_experts(self) -> ScaleGroup | None:
-        """The group whose scale the routed experts read; None without experts, and where none was proven."""
+        """The group whose scale the routed experts read; None without experts, and where none was
+        proven."""
         return next((group for group in self.groups if group.reaches_experts), None)
 
     @property
@@ -105,15 +112,27 @@ def sublayer_of(
     """One half of a decoder layer by its unit, from the model's table."""
     rows, needed = model.sublayer_rows(unit, layer)
     own = {row.name for row in rows}
-    experts = next(iter(model.experts(layer).values()), None) if unit == feed_forward_unit(layer) else None
+    experts = (
+        next(iter(model.experts(layer).values()), None)
+        if unit == feed_forward_unit(layer)
+        else None
+    )
     return Sublayer(
         name=unit,
         build=lambda weights: model.architecture.DecoderLayer(model.config, layer, weights),
         run=run,
         rows=rows,
         needed=needed,
-        groups=[group for group in model.groups[layer] if group.expert is None and f"{group.producer}.weight" in own],
-        stored={row.name: model.weights.dtype(row) for row in needed if row.module not in model.quantized},
+        groups=[
+            group
+            for group in model.groups[layer]
+            if group.expert is None and f"{group.producer}.weight" in own
+        ],
+        stored={
+            row.name: model.weights.dtype(row)
+            for row in needed
+            if row.module not in model.quantized
+        },
         quantized=model.quantized,
         frozen=model.frozen,
         solvers=solvers,
@@ -133,26 +152,38 @@ def advance(
     ranks: Ranks,
     experts: ExpertsOp = no_experts,
 ) -> None:
-    """Replace the hidden states by those after this sublayer with these tensors; the ranks share its batches out. Routed experts add
-    their outputs afterwards.
+    """Replace the hidden states by those after this sublayer with these tensors; the ranks share
+    its batches out. Routed experts add their outputs afterwards.
 
-    readings: of modules that round what they read. experts: told on every rank what the routed experts are asked, and answers zeros.
+    readings: of modules that round what they read. experts: told on every rank what the routed
+    experts are asked, and answers zeros.
     """
     runs, heard = SharedRuns(ranks, states.hidden.device), list[TokenBatch]()
-    block = sublayer.build(LayerWeights(tensors, experts if experts is no_experts else runs.asked_of(experts), readings=readings))
+    block = sublayer.build(
+        LayerWeights(
+            tensors, experts if experts is no_experts else runs.asked_of(experts), readings=readings
+        )
+    )
 
     def take(_: str, after: Tensor) -> None:
         states.hidden[heard[-1].part] = after
 
     give = runs.heard_by(take)
-    runs.over(states.batches(), lambda batch: give("", sublayer.run(block, states.hidden[batch.part], batch.lengths)), heard.append)
+    runs.over(
+        states.batches(),
+        lambda batch: give("", sublayer.run(block, states.hidden[batch.part], batch.lengths)),
+        heard.append,
+    )
 
 
 def written_tensors(
-    sublayer: Sublayer, source: ParameterReader, weights: Mapping[str, Weight], plain: Mapping[str, Tensor]
+    sublayer: Sublayer,
+    source: ParameterReader,
+    weights: Mapping[str, Weight],
+    plain: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """What the output's tensors stand for, float32 on the source's device. weights: by module; plain: tensors in their stored dtype, of
-    which those that are absent are the source's."""
+    """What the output's tensors stand for, float32 on the source's device. weights: by module;
+    plain: tensors in their stored dtype, of which those that are absent are the source's."""
     tensors = {}
     for row in sublayer.needed:
         if row.module in weights:

@@ -1,8 +1,11 @@
-"""Documents to tokens, as the model would see them: conversations through its own chat template, thoughts included.
+"""Documents to tokens, as the model would see them: conversations through its own chat template,
+thoughts included.
 
-Templates of reasoning models drop the thought of a reply, because the next question is to be answered without it. What such a model writes
-is mostly thought, so the last reply is put behind the prompt with it, as the model itself would have written it. A template that refuses a
-conversation (tools, a system message, who speaks when) gets it in simpler forms; a model without a template gets plain text.
+Templates of reasoning models drop the thought of a reply, because the next question is to be
+answered without it. What such a model writes is mostly thought, so the last reply is put behind the
+prompt with it, as the model itself would have written it. A template that refuses a conversation
+(tools, a system message, who speaks when) gets it in simpler forms; a model without a template gets
+plain text.
 """
 
 import json
@@ -34,13 +37,16 @@ class Encoder(Protocol):
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of a template's text."""
 
-    def render(self, messages: list[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render(
+        self, messages: list[Message], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         """A conversation's text. Raises QuantkitError where the template refuses it."""
 
 
 @dataclass
 class Templating:
-    """simplified: documents that the template took in a simpler form only, and why it refused the first of them."""
+    """simplified: documents that the template took in a simpler form only, and why it refused the
+    first of them."""
 
     encoder: Encoder
     simplified: int = 0
@@ -54,7 +60,11 @@ class Templating:
 
     def encode(self, document: Document, text: str) -> list[int]:
         """Token ids of `text`, which `text` made of the document."""
-        return self.encoder.encode_rendered(text) if document.messages and self.encoder.templates else self.encoder.encode(text)
+        return (
+            self.encoder.encode_rendered(text)
+            if document.messages and self.encoder.templates
+            else self.encoder.encode(text)
+        )
 
     def _rendered(self, document: Document) -> str:
         refusal: QuantkitError | None = None
@@ -75,7 +85,11 @@ class Templating:
         thought, reply = _parts(messages[-1])
         if not thought or thought in text:
             return text
-        prompt = self.encoder.render(messages[:-1], tools=tools, add_generation_prompt=True) if len(messages) > 1 else ""
+        prompt = (
+            self.encoder.render(messages[:-1], tools=tools, add_generation_prompt=True)
+            if len(messages) > 1
+            else ""
+        )
         opening = "" if prompt.rstrip().endswith(THINK) else f"{THINK}\n"
         return f"{prompt}{opening}{thought}\n{END_THINK}\n\n{reply}{self.encoder.eos or ''}"
 
@@ -90,7 +104,8 @@ def plain(document: Document) -> str:
 
 
 def _forms(document: Document) -> Iterator[tuple[list[Message], list[Any] | None]]:
-    """As it is; with arguments of calls as text, which some templates expect; without tools; the system's words with the user's."""
+    """As it is; with arguments of calls as text, which some templates expect; without tools; the
+    system's words with the user's."""
     messages = list(document.messages)
     tools = list(document.tools) or None
     yield messages, tools
@@ -104,8 +119,13 @@ def _with_text_arguments(message: Message) -> Message:
     calls = message.get("tool_calls")
     if not calls:
         return message
-    functions = [{**call["function"], "arguments": _json(call["function"]["arguments"])} for call in calls]
-    return {**message, "tool_calls": [{**call, "function": function} for call, function in zip(calls, functions)]}
+    functions = [
+        {**call["function"], "arguments": _json(call["function"]["arguments"])} for call in calls
+    ]
+    return {
+        **message,
+        "tool_calls": [{**call, "function": function} for call, function in zip(calls, functions)],
+    }
 
 
 def _as_text(messages: list[Message]) -> list[Message]:
@@ -115,7 +135,13 @@ def _as_text(messages: list[Message]) -> list[Message]:
         calls = [_json(call["function"]) for call in message.get("tool_calls", [])]
         role = "user" if message["role"] == "tool" else message["role"]
         thought = {"reasoning_content": _parts(message)[0]} if _parts(message)[0] else {}
-        spoken.append({"role": role, **thought, "content": "\n".join(part for part in (_parts(message)[1], *calls) if part)})
+        spoken.append(
+            {
+                "role": role,
+                **thought,
+                "content": "\n".join(part for part in (_parts(message)[1], *calls) if part),
+            }
+        )
     return spoken
 
 
@@ -125,14 +151,20 @@ def _alternating(messages: list[Message]) -> list[Message]:
     for message in messages:
         role = "user" if message["role"] == "system" else message["role"]
         if turns and turns[-1]["role"] == role:
-            turns[-1] = {**turns[-1], **message, "role": role, "content": f"{turns[-1]['content']}\n\n{message['content']}"}
+            turns[-1] = {
+                **turns[-1],
+                **message,
+                "role": role,
+                "content": f"{turns[-1]['content']}\n\n{message['content']}",
+            }
         elif turns or role == "user":
             turns.append({**message, "role": role})
     return turns
 
 
 def _parts(message: Message) -> tuple[str, str]:
-    """Thought and reply of a message, whose thought stands in a field of its own, or in tags within the content."""
+    """Thought and reply of a message, whose thought stands in a field of its own, or in tags within
+    the content."""
     content = message["content"]
     for name in _REASONING:
         if isinstance(message.get(name), str):

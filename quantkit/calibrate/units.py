@@ -1,6 +1,8 @@
-"""The units of work: what is read, decided and written together, and can be found finished after a restart.
+"""The units of work: what is read, decided and written together, and can be found finished after a
+restart.
 
-One expert is a unit, and so are each sublayer of a decoder layer without its experts, and each large table.
+One expert is a unit, and so are each sublayer of a decoder layer without its experts, and each
+large table.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +23,8 @@ def expert_unit(layer: int, expert: int) -> str:
 
 
 def units_of(rows: Sequence[Parameter], groups: Iterable[ScaleGroup]) -> dict[str, list[Parameter]]:
-    """Every parameter in exactly one unit, in the order of the table. `groups` are those of all layers.
+    """Every parameter in exactly one unit, in the order of the table. `groups` are those of all
+    layers.
 
     A norm goes with the sublayer that reads it, because folding changes both together.
     """

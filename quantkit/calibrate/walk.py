@@ -1,12 +1,14 @@
-"""The straight line of a calibrated run: embed, then for every layer attend and feed forward, then the MTP layer.
+"""The straight line of a calibrated run: embed, then for every layer attend and feed forward, then
+the MTP layer.
 
-Each sublayer becomes three values, one made from the other (observe.py, scale.py, solve.py), and then runs again with the rounded weights,
-so that later layers are fitted to the inputs they will really get. A mixture of experts has its experts streamed after that
-(expert_layer.py).
+Each sublayer becomes three values, one made from the other (observe.py, scale.py, solve.py), and
+then runs again with the rounded weights, so that later layers are fitted to the inputs they will
+really get. A mixture of experts has its experts streamed after that (expert_layer.py).
 
-Memory: the hidden states of all calibration tokens, and of one sublayer its weights while it is observed, its Hessians and their factors
-while its scales are searched, its factors and the linears of one input while these are solved; or a few experts. Nothing grows with the
-number of layers or experts. Hidden states at the input of each layer are saved, so a stopped run goes on from there.
+Memory: the hidden states of all calibration tokens, and of one sublayer its weights while it is
+observed, its Hessians and their factors while its scales are searched, its factors and the linears
+of one input while these are solved; or a few experts. Nothing grows with the number of layers or
+experts. Hidden states at the input of each layer are saved, so a stopped run goes on from there.
 """
 
 from collections.abc import Mapping
@@ -38,7 +40,14 @@ from quantkit.calibrate.scale import ScaledInput, scale_in_effect, scale_sublaye
 from quantkit.calibrate.solve import solve_sublayer
 from quantkit.calibrate.solver_table import Solvers
 from quantkit.calibrate.source_model import SourceModel
-from quantkit.calibrate.sublayer import Run, Sublayer, advance, run_attention, sublayer_of, written_tensors
+from quantkit.calibrate.sublayer import (
+    Run,
+    Sublayer,
+    advance,
+    run_attention,
+    sublayer_of,
+    written_tensors,
+)
 from quantkit.calibrate.units import attend_unit, feed_forward_unit
 from quantkit.grids.weights import Weight
 from quantkit.quant.gptq import Curvature
@@ -46,7 +55,8 @@ from quantkit.quant.gptq import Curvature
 
 @dataclass(frozen=True)
 class Written:
-    """What became of a sublayer. weights: by module; plain: of its other tensors those that changed, or all, in their stored dtype.
+    """What became of a sublayer. weights: by module; plain: of its other tensors those that
+    changed, or all, in their stored dtype.
     routed, read: what its routed experts are asked, and their input; None without experts."""
 
     weights: Mapping[str, Weight]
@@ -56,8 +66,8 @@ class Written:
 
 
 class Walk:
-    """One calibrated run over one model. ends: what is around the layers, where the table does not say it. cache: of a scheme whose cache
-    has 8 bits."""
+    """One calibrated run over one model. ends: what is around the layers, where the table does not
+    say it. cache: of a scheme whose cache has 8 bits."""
 
     def __init__(
         self,
@@ -70,7 +80,13 @@ class Walk:
         cache: CodedCache | None = None,
     ) -> None:
         self.ends = ends or TableEnds(model.weights, model.rows, model.config)
-        self.model, self.solvers, self.log, self.ranks, self.batches = model, solvers, log, ranks, batches
+        self.model, self.solvers, self.log, self.ranks, self.batches = (
+            model,
+            solvers,
+            log,
+            ranks,
+            batches,
+        )
         self.cache = cache
         groups = [group for layer in model.layers for group in model.groups[layer]]
         self.residual = ResidualStream(model.weights, model.rows, groups, ends)
@@ -78,11 +94,13 @@ class Walk:
         self.path: OriginalPath | None = None
         """Of the calibration tokens, where the recipe has drift."""
         self.unpruned: Tensor | None = None
-        """Hidden states of the held-out tokens after the last layer of the model that experts were pruned of, [T, H]."""
+        """Hidden states of the held-out tokens after the last layer of the model that experts were
+        pruned of, [T, H]."""
 
     @torch.inference_mode()
     def run(self, sequences: Sequences) -> Findings:
-        """Quantize every decoder layer, MTP layers included. Tables outside the layers are left to the caller."""
+        """Quantize every decoder layer, MTP layers included. Tables outside the layers are left to
+        the caller."""
         keep_freed_blocks()
         saved = self.log.store.load_state()
         self.ranks.wait()  # all begin from the same state
@@ -90,7 +108,11 @@ class Walk:
         if saved is None:
             states = self._embedded(sequences)
             begun = states.original.hidden.clone() if len(states.original.hidden) else None
-            fitted = states.quantized.hidden[: states.quantized.fitted].clone() if "drift" in self.solvers.methods else None
+            fitted = (
+                states.quantized.hidden[: states.quantized.fitted].clone()
+                if "drift" in self.solvers.methods
+                else None
+            )
         else:
             first, tensors, facts = saved
             self.log.findings = Findings(**facts)
@@ -99,10 +121,17 @@ class Walk:
             fitted = tensors["fitted"] if "drift" in self.solvers.methods else None
         if begun is not None:  # on every rank: each computes what its experts add to it
             hidden = begun.to(states.original.hidden.device)
-            self.plain = PlainPath(replace(states.original, hidden=hidden), self.model.weights, self.solvers, self.cache)
+            self.plain = PlainPath(
+                replace(states.original, hidden=hidden),
+                self.model.weights,
+                self.solvers,
+                self.cache,
+            )
         if fitted is not None:
             lengths = [len(s) for s in sequences.calibration]
-            path = HiddenStates(fitted.to(states.quantized.hidden.device), len(fitted), lengths, self.batches.tokens)
+            path = HiddenStates(
+                fitted.to(states.quantized.hidden.device), len(fitted), lengths, self.batches.tokens
+            )
             self.path = OriginalPath(path)
         for layer in self.model.layers:
             if layer >= first:
@@ -113,7 +142,10 @@ class Walk:
             self._judge(states)
         self.plain = self.path = None
         for layer in self.model.mtp_layers:
-            if any(row.mtp and row.module in self.model.quantized for row in self.model.layer_rows(layer)):
+            if any(
+                row.mtp and row.module in self.model.quantized
+                for row in self.model.layer_rows(layer)
+            ):
                 self._layer(layer, mtp_states(self.model, layer, states, sequences))
         return self.log.findings
 
@@ -125,13 +157,16 @@ class Walk:
 
     def _states(self, quantized: Tensor, original: Tensor, sequences: Sequences) -> HiddenStatePair:
         device, at_once = self.model.weights.device, self.batches.tokens
-        fitted, held_out = ([len(s) for s in part] for part in (sequences.calibration, sequences.held_out))
+        fitted, held_out = (
+            [len(s) for s in part] for part in (sequences.calibration, sequences.held_out)
+        )
         return HiddenStatePair(
             HiddenStates(quantized.to(device), sum(fitted), [*fitted, *held_out], at_once),
             HiddenStates(original.to(device), 0, held_out, at_once),
         )
 
-    # --- layers ----------------------------------------------------------------------------------------------------------
+    # --- layers
+    # ----------------------------------------------------------------------------------------------------------
 
     def _decoder_layer(self, layer: int, states: HiddenStatePair) -> None:
         """One layer, and the hidden states after it saved for a restart."""
@@ -146,23 +181,37 @@ class Walk:
 
     def _layer(self, layer: int, states: HiddenStatePair) -> None:
         if attend_unit(layer) in self.model.units:  # all but layers that are run whole
-            self._walk(self._sublayer(attend_unit(layer), layer, states, run_attention), states, None)
+            self._walk(
+                self._sublayer(attend_unit(layer), layer, states, run_attention), states, None
+            )
         experts = None
         if self.model.experts(layer):
-            experts = ExpertLayer(self.model, layer, self.solvers, self.log, self.ranks, self.batches)
+            experts = ExpertLayer(
+                self.model, layer, self.solvers, self.log, self.ranks, self.batches
+            )
             experts.will_run()
-        paths = [states.quantized, states.original, *(one.states for one in (self.plain, self.path) if one is not None)]
+        paths = [
+            states.quantized,
+            states.original,
+            *(one.states for one in (self.plain, self.path) if one is not None),
+        ]
         with feed_forward(self.model, layer, paths) as run:
-            self._walk(self._sublayer(feed_forward_unit(layer), layer, states, run), states, experts)
+            self._walk(
+                self._sublayer(feed_forward_unit(layer), layer, states, run), states, experts
+            )
         fitted = states.quantized.fitted
-        self.log.findings.hidden_error[str(layer)] = relative_distance(states.quantized.hidden[fitted:], states.original.hidden)
+        self.log.findings.hidden_error[str(layer)] = relative_distance(
+            states.quantized.hidden[fitted:], states.original.hidden
+        )
 
     def _skip(self, layer: int) -> None:
         """A layer that an earlier run finished."""
         rows = {row.name for row in self.model.layer_rows(layer)}
         for unit, own in self.model.units.items():
             if own[0].name in rows:
-                assert self.log.store.done(unit), f"{unit} is not written, but a later layer was begun"
+                assert self.log.store.done(unit), (
+                    f"{unit} is not written, but a later layer was begun"
+                )
                 self.log.skip(unit)
 
     def _sublayer(self, unit: str, layer: int, states: HiddenStatePair, run: Run) -> Sublayer:
@@ -173,27 +222,42 @@ class Walk:
         return sublayer_of(self.model, self.solvers, unit, layer, run, importance, outputs)
 
     def _output_cost(self, unit: str, layer: int, states: HiddenStates) -> Curvature | None:
-        """What an error costs in the residual stream after this sublayer, judged by the stream before it. None in an MTP layer, where an
-        earlier run solved all that asks for it, and where there are several streams, which mix."""
+        """What an error costs in the residual stream after this sublayer, judged by the stream
+        before it. None in an MTP layer, where an earlier run solved all that asks for it, and where
+        there are several streams, which mix."""
         solved = unit == attend_unit(layer) and self.log.store.done(unit)
-        asked = self.solvers.compensates and self.solvers.recipe.output_curvature and self.residual.norm is not None
+        asked = (
+            self.solvers.compensates
+            and self.solvers.recipe.output_curvature
+            and self.residual.norm is not None
+        )
         asked = asked and self.model.config.streams is None
         if solved or layer not in self.model.layers or not asked:
             return None
-        stream = states.hidden[: states.fitted, : self.model.config.hidden_size]  # there may be more, beside experts
+        stream = states.hidden[
+            : states.fitted, : self.model.config.hidden_size
+        ]  # there may be more, beside experts
         cost = self.residual.cost(self.model.units[unit], stream, self.model.config.rms_norm_eps)
         return Curvature.of(cost, self.solvers.recipe.output_damping)
 
-    # --- one sublayer ----------------------------------------------------------------------------------------------------
+    # --- one sublayer
+    # ----------------------------------------------------------------------------------------------------
 
-    def _walk(self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None) -> None:
-        """Solve a sublayer, or take what an earlier run wrote, and replace the hidden states by those after it."""
+    def _walk(
+        self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None
+    ) -> None:
+        """Solve a sublayer, or take what an earlier run wrote, and replace the hidden states by
+        those after it."""
         unit = sublayer.name
         self.model.weights.keep(sublayer.needed)
         if self.plain is not None:
             self.plain.advance(sublayer, self.ranks)
         done = self.log.store.done(unit)
-        written = self._found(sublayer, states, experts) if done else self._solved(sublayer, states, experts)
+        written = (
+            self._found(sublayer, states, experts)
+            if done
+            else self._solved(sublayer, states, experts)
+        )
         if self.path is not None:
             source = self.model.weights.dequantized_all(sublayer.needed)
             self._advance_original(sublayer, source, states)
@@ -205,7 +269,8 @@ class Walk:
         if self.cache is not None and self.cache.covers(sublayer):
             sublayer = replace(sublayer, run=self.cache.run(sublayer, written.plain))
         if experts is not None and written.routed is not None and written.read is not None:
-            # Attention may stand before them in this sublayer, and a router that took a scale is stored rounded: both count now.
+            # Attention may stand before them in this sublayer, and a router that took a scale is
+            # stored rounded: both count now.
             again = AskedAgain(written.routed, written.read.scale)
             advance(sublayer, tensors, states.quantized, readings, self.ranks, again)
             experts.run(sublayer, written.routed, written.read, states, self.plain, self.path)
@@ -213,7 +278,9 @@ class Walk:
             advance(sublayer, tensors, states.quantized, readings, self.ranks)
         self.log.finished(unit)
 
-    def _solved(self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None) -> Written:
+    def _solved(
+        self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None
+    ) -> Written:
         """Each value is let go of when the next is made from it."""
         unit, weights = sublayer.name, self.model.weights
         observed = self._observed(sublayer, states)
@@ -223,7 +290,9 @@ class Walk:
         scaled = scale_sublayer(observed, weights, states, consumers)
         del observed, consumers
         self.log.enter("solving", unit)
-        solved = solve_sublayer(scaled, weights, states, self.ranks, None if self.path is None else self.path.states)
+        solved = solve_sublayer(
+            scaled, weights, states, self.ranks, None if self.path is None else self.path.states
+        )
         plain = solved.plain
         if self.cache is not None and self.cache.covers(sublayer):
             tensors = written_tensors(sublayer, weights, solved.weights, plain)
@@ -232,19 +301,30 @@ class Walk:
         self.log.write(unit, solved.linears, plain, scaled.scales, mine=self.ranks.leads)
         return Written(solved.weights, plain, routed, scaled.experts_input)
 
-    def _found(self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None) -> Written:
+    def _found(
+        self, sublayer: Sublayer, states: HiddenStatePair, experts: ExpertLayer | None
+    ) -> Written:
         """Finished before; its experts may not be."""
         if experts is None:
             if self.path is None:
-                self._advance_original(sublayer, self.model.weights.dequantized_all(sublayer.needed), states)
+                self._advance_original(
+                    sublayer, self.model.weights.dequantized_all(sublayer.needed), states
+                )
             return Written(*self._loaded(sublayer.name))
         observed = self._observed(sublayer, states)
         weights, plain = self._loaded(sublayer.name)
         group, site = sublayer.reaching_experts, sublayer.experts_site
         assert site is not None, f"{sublayer.name} has experts"
-        scale = None if group is None else scale_in_effect(sublayer, group, self.model.weights, plain)
+        scale = (
+            None if group is None else scale_in_effect(sublayer, group, self.model.weights, plain)
+        )
         return Written(
-            weights, plain, observed.routed, scaled_input(observed.inputs[site], self.solvers, scale, drift=observed.drifts.get(site))
+            weights,
+            plain,
+            observed.routed,
+            scaled_input(
+                observed.inputs[site], self.solvers, scale, drift=observed.drifts.get(site)
+            ),
         )
 
     def _loaded(self, unit: str) -> tuple[Mapping[str, Weight], Mapping[str, Tensor]]:
@@ -253,35 +333,49 @@ class Walk:
         return weights, plain
 
     def _observed(self, sublayer: Sublayer, states: HiddenStatePair) -> Observed:
-        """Observed on the quantized path. Where nobody compares the paths once more, the original one goes on, and nobody asks for the
-        original matrices again."""
+        """Observed on the quantized path. Where nobody compares the paths once more, the original
+        one goes on, and nobody asks for the original matrices again."""
         self.log.enter("observing", sublayer.name)
         tensors = self.model.weights.dequantized_all(sublayer.needed)
-        observed = observe(sublayer, tensors, states, self.ranks, None if self.path is None else self.path.states)
+        observed = observe(
+            sublayer, tensors, states, self.ranks, None if self.path is None else self.path.states
+        )
         if self.path is None:
             self._advance_original(sublayer, tensors, states)
         return observed
 
-    def _advance_original(self, sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStatePair) -> None:
+    def _advance_original(
+        self, sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStatePair
+    ) -> None:
         """The held-out tokens on the original path. Routed experts add their outputs afterwards."""
         advance(sublayer, tensors, states.original, NO_READINGS, self.ranks)
 
-    # --- the end of the stack ----------------------------------------------------------------------------------------------
+    # --- the end of the stack
+    # ----------------------------------------------------------------------------------------------
 
     def _judge(self, states: HiddenStatePair) -> None:
-        """What the paths say comes next, on held-out tokens. Nothing of it is kept for a restart: it follows from the last layer."""
+        """What the paths say comes next, on held-out tokens. Nothing of it is kept for a restart:
+        it follows from the last layer."""
         head, logits = self.residual.head, self.ends.logits
         self.log.tell("judging", head.module)
         step = max(1, len(states.original.hidden) // JUDGED_TOKENS)
         original, quantized, *plain = (
             self.ends.normed(hidden[::step][:JUDGED_TOKENS])
             for hidden in (
-                states.original.hidden if self.unpruned is None else self.unpruned.to(states.original.hidden.device),
+                states.original.hidden
+                if self.unpruned is None
+                else self.unpruned.to(states.original.hidden.device),
                 states.quantized.hidden[states.quantized.fitted :],
                 *(() if self.plain is None else (self.plain.states.hidden,)),
             )
         )
-        found = asdict(compare_next_tokens(original, quantized, self.model.weights.blocks(head, BLOCK_ROWS), logits))
+        found = asdict(
+            compare_next_tokens(
+                original, quantized, self.model.weights.blocks(head, BLOCK_ROWS), logits
+            )
+        )
         for hidden in plain:
-            found["plain_kl"] = compare_next_tokens(original, hidden, self.model.weights.blocks(head, BLOCK_ROWS), logits).kl
+            found["plain_kl"] = compare_next_tokens(
+                original, hidden, self.model.weights.blocks(head, BLOCK_ROWS), logits
+            ).kl
         self.log.findings.next_token = found

@@ -1,4 +1,5 @@
-"""The files beside the weights that go with a model: tokenizer, chat template, generation settings, licence.
+"""The files beside the weights that go with a model: tokenizer, chat template, generation settings,
+licence.
 
 Everything else in a checkpoint's directory stays behind: it may be anything.
 """
@@ -33,9 +34,15 @@ def has_tokenizer(path: Path) -> bool:
 
 
 def read_companions(path: Path) -> dict[str, bytes]:
-    """Contents of those COMPANIONS that the directory has, by name. Raises QuantkitError for one that is a link out of it.
+    """Contents of those COMPANIONS that the directory has, by name. Raises QuantkitError for one
+    that is a link out of it.
 
-    The code of a tokenizer in tiktoken's form goes with it: its split pattern is read there. It is never run.
+    The code of a tokenizer in tiktoken's form goes with it: its split pattern is read there. It is
+    never run.
     """
-    code = sorted(one.name for one in path.glob("tokenization_*.py")) if is_there(path / "tiktoken.model") else []
+    code = (
+        sorted(one.name for one in path.glob("tokenization_*.py"))
+        if is_there(path / "tiktoken.model")
+        else []
+    )
     return {name: read_file(path / name) for name in (*COMPANIONS, *code) if is_there(path / name)}

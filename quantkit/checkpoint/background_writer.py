@@ -5,7 +5,8 @@ from threading import Condition, Thread
 
 
 class BackgroundWriter:
-    """Runs jobs on a thread of its own. `capacity`: bytes that may wait; a job of more waits until it is alone.
+    """Runs jobs on a thread of its own. `capacity`: bytes that may wait; a job of more waits until
+    it is alone.
 
     What a job raises is raised by the next call, and no job is run after it.
     """
@@ -21,9 +22,14 @@ class BackgroundWriter:
         self._thread.start()
 
     def hand_over(self, job: Callable[[], None], nbytes: int) -> None:
-        """Returns when there is room for the job; of more bytes than `capacity`, when it has been run."""
+        """Returns when there is room for the job; of more bytes than `capacity`, when it has been
+        run."""
         with self._changed:
-            self._wait(lambda: not self._jobs or sum(size for _, size in self._jobs) + nbytes <= self._capacity)
+            self._wait(
+                lambda: (
+                    not self._jobs or sum(size for _, size in self._jobs) + nbytes <= self._capacity
+                )
+            )
             self._jobs.append((job, nbytes))
             self._changed.notify_all()
         if nbytes > self._capacity:

@@ -1,4 +1,5 @@
-"""What a checkpoint says of its own quantization, checked for type before a format reads it. The files may say anything."""
+"""What a checkpoint says of its own quantization, checked for type before a format reads it. The
+files may say anything."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,12 +14,18 @@ _OBJECTS = ("config_groups", "quantization")
 _TEXTS = ("quant_method", "quant_algo", "format", "model_quant_type")
 
 
-def check_description(path: Path, config: Mapping[str, Any], side: Mapping[str, Mapping[str, Any]]) -> Path:
-    """The file that describes the quantization. Raises QuantkitError naming the file and the key with a value of a type that none reads."""
+def check_description(
+    path: Path, config: Mapping[str, Any], side: Mapping[str, Mapping[str, Any]]
+) -> Path:
+    """The file that describes the quantization. Raises QuantkitError naming the file and the key
+    with a value of a type that none reads."""
     block = config.get("quantization_config")
     if block is not None and not isinstance(block, dict):
         raise _fault(path / "config.json", "quantization_config", block, "an object")
-    described = [("config.json", "quantization_config.", block or {}), *((name, "", value) for name, value in side.items())]
+    described = [
+        ("config.json", "quantization_config.", block or {}),
+        *((name, "", value) for name, value in side.items()),
+    ]
     for name, prefix, values in described:
         _check(path / name, prefix, values)
         if isinstance(values.get("quantization"), dict):
@@ -49,8 +56,13 @@ def _check_pattern(file: Path, key: str, entry: str, pattern: str) -> None:
     try:
         regex.compile(pattern)
     except (regex.error, RecursionError) as error:
-        raise QuantkitError(f"{file} has {entry!r} in {key}, which is no regular expression ({error})", "correct that file") from error
+        raise QuantkitError(
+            f"{file} has {entry!r} in {key}, which is no regular expression ({error})",
+            "correct that file",
+        ) from error
 
 
 def _fault(file: Path, key: str, value: Any, wanted: str) -> QuantkitError:
-    return QuantkitError(f"{file} has {key} = {value!r:.60}, expected {wanted}", "download or copy that file again")
+    return QuantkitError(
+        f"{file} has {key} = {value!r:.60}, expected {wanted}", "download or copy that file again"
+    )

@@ -1,8 +1,9 @@
-"""The safetensors header: 8 bytes of little-endian length, a JSON object, then the tensors' bytes with no gap.
+"""The safetensors header: 8 bytes of little-endian length, a JSON object, then the tensors' bytes
+with no gap.
 
-Parsed here rather than by the safetensors package for two reasons: a damaged file must be named in one line before any
-long work, and tensors are read with pread into fresh memory, because mapped pages count as resident and would make the
-stated memory bound meaningless.
+Parsed here rather than by the safetensors package for two reasons: a damaged file must be named in
+one line before any long work, and tensors are read with pread into fresh memory, because mapped
+pages count as resident and would make the stated memory bound meaningless.
 """
 
 import json
@@ -69,7 +70,8 @@ class TensorInfo(TensorSpec):
 
 @dataclass(frozen=True)
 class TensorPart(TensorInfo):
-    """Part of a stored tensor, or of its transpose: `shape[0]` rows, every `step`th from `first` on."""
+    """Part of a stored tensor, or of its transpose: `shape[0]` rows, every `step`th from `first`
+    on."""
 
     whole: TensorInfo
     first: int
@@ -77,8 +79,17 @@ class TensorPart(TensorInfo):
     turned: bool
 
     @classmethod
-    def of(cls, name: str, whole: TensorInfo, first: int, step: int, turned: bool, count: int | None = None) -> TensorInfo:
-        """count: of rows; None: as many as there are. Rows that lie together are a tensor like any other."""
+    def of(
+        cls,
+        name: str,
+        whole: TensorInfo,
+        first: int,
+        step: int,
+        turned: bool,
+        count: int | None = None,
+    ) -> TensorInfo:
+        """count: of rows; None: as many as there are. Rows that lie together are a tensor like any
+        other."""
         rows, *others = whole.shape[::-1] if turned else whole.shape
         shape = (len(range(first, rows, step)) if count is None else count, *others)
         if step == 1 and not turned:
@@ -97,14 +108,17 @@ class TensorPart(TensorInfo):
 
 
 def read_header(folder: Path, shard: str) -> list[TensorInfo]:
-    """Tensors of one safetensors file of a model's folder, in the order of their bytes. Raises QuantkitError for a damaged file."""
+    """Tensors of one safetensors file of a model's folder, in the order of their bytes. Raises
+    QuantkitError for a damaged file."""
     path = folder / shard
     with os.fdopen(open_file(path, folder), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > LARGEST or 8 + length > size:
-            raise _damaged(path, f"is truncated or not safetensors: {size} bytes do not hold its header")
+            raise _damaged(
+                path, f"is truncated or not safetensors: {size} bytes do not hold its header"
+            )
         text = file.read(length)
     try:
         entries = parse_json(text.decode("utf-8"), unique=True)
@@ -128,7 +142,9 @@ def _tensor(path: Path, shard: str, name: str, entry: Any, data_start: int) -> T
     if math.prod(size for size in shape if size) > _MOST_VALUES:
         raise _senseless(path, name)
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
-        raise QuantkitError(f"{name} in {path} has dtype {entry['dtype']}", f"quantkit reads {', '.join(DTYPES)}")
+        raise QuantkitError(
+            f"{name} in {path} has dtype {entry['dtype']}", f"quantkit reads {', '.join(DTYPES)}"
+        )
     tensor = TensorInfo(name, DTYPES[entry["dtype"]], tuple(shape), shard, data_start + offsets[0])
     if offsets[1] - offsets[0] != tensor.nbytes:
         raise _senseless(path, name)
@@ -136,7 +152,9 @@ def _tensor(path: Path, shard: str, name: str, entry: Any, data_start: int) -> T
 
 
 def _are_sizes(numbers: Any) -> bool:
-    return isinstance(numbers, list) and all(type(number) is int and number >= 0 for number in numbers)
+    return isinstance(numbers, list) and all(
+        type(number) is int and number >= 0 for number in numbers
+    )
 
 
 def _check_extent(path: Path, tensors: Sequence[TensorInfo], data_start: int, size: int) -> None:
@@ -159,15 +177,25 @@ def _damaged(path: Path, what: str) -> QuantkitError:
     return QuantkitError(f"{path} {what}", "download or copy that file again")
 
 
-def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] = NOTHING_ELSE) -> tuple[bytes, list[TensorInfo]]:
-    """Header bytes for tensors stored in the given order, and where each will lie (`shard` left empty). metadata: more of it.
+def encode_header(
+    specs: Sequence[TensorSpec], metadata: Mapping[str, str] = NOTHING_ELSE
+) -> tuple[bytes, list[TensorInfo]]:
+    """Header bytes for tensors stored in the given order, and where each will lie (`shard` left
+    empty). metadata: more of it.
 
-    The header is padded to a multiple of 8, so that tensors sorted by falling item size are all aligned.
+    The header is padded to a multiple of 8, so that tensors sorted by falling item size are all
+    aligned.
     """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}  # transformers refuses a file without it
+    entries: dict[str, Any] = {
+        "__metadata__": {"format": "pt", **metadata}
+    }  # transformers refuses a file without it
     offset = 0
     for spec in specs:
-        entries[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, offset + spec.nbytes]}
+        entries[spec.name] = {
+            "dtype": _NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.nbytes],
+        }
         offset += spec.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -181,7 +209,8 @@ def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] = NOT
 
 
 def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Fill `buffer` from `offset` of an open file; fewer bytes than asked for only at the end of the file."""
+    """Fill `buffer` from `offset` of an open file; fewer bytes than asked for only at the end of
+    the file."""
     done = 0
     while done < len(buffer):
         count = os.preadv(descriptor, [buffer[done:]], offset + done)

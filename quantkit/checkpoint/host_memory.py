@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialized. Beside a GPU it is page-locked: to and from what is not, CUDA copies a tenth as fast, by a buffer of its own. What was
-    let go of is used again."""
+    """Uninitialized. Beside a GPU it is page-locked: to and from what is not, CUDA copies a tenth
+    as fast, by a buffer of its own. What was let go of is used again."""
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type == "cuda")

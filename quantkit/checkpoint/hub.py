@@ -1,8 +1,10 @@
 """Models by name: a directory, the built-in one, or a repository of the Hugging Face hub.
 
-`find_model` gives a directory, and downloads a hub model whole. `read_headers` gives what `plan` and `inspect` need of a hub
-model: config files, and the headers of its shards by HTTP range requests. It downloads no weight: 16 MB for DeepSeek-R1's 163
-shards of 688 GB. The index is not read, 9 MB that say what the headers say, but where shards lie in folders below, which it names.
+`find_model` gives a directory, and downloads a hub model whole. `read_headers` gives what `plan`
+and `inspect` need of a hub
+model: config files, and the headers of its shards by HTTP range requests. It downloads no weight:
+16 MB for DeepSeek-R1's 163 shards of 688 GB. The index is not read, 9 MB that say what the headers
+say, but where shards lie in folders below, which it names.
 """
 
 import os
@@ -25,7 +27,10 @@ _CONNECTIONS = 8
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
 """What else has a slash is a path."""
 _OTHER_KINDS = {
-    "adapter_config.json": ("a LoRA adapter", "merge it into its base model, save that, and give its directory"),
+    "adapter_config.json": (
+        "a LoRA adapter",
+        "merge it into its base model, save that, and give its directory",
+    ),
     "model_index.json": ("a pipeline of diffusers", "quantkit takes language models"),
 }
 """What a directory is that has such a file and no config.json, and what to do."""
@@ -33,7 +38,8 @@ _OTHER_KINDS = {
 
 @dataclass(frozen=True)
 class RemoteTensor:
-    """One entry of a safetensors header: dtype as the header spells it, [begin, end) in bytes behind the header."""
+    """One entry of a safetensors header: dtype as the header spells it, [begin, end) in bytes
+    behind the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,7 +48,8 @@ class RemoteTensor:
 
 @dataclass(frozen=True)
 class RemoteHeaders:
-    """What was read of a hub model. names: of all its files. files: parsed JSON files by name. shards: shard -> tensor name -> entry."""
+    """What was read of a hub model. names: of all its files. files: parsed JSON files by name.
+    shards: shard -> tensor name -> entry."""
 
     name: str
     names: frozenset[str]
@@ -51,9 +58,11 @@ class RemoteHeaders:
 
 
 def find_model(name: str) -> Path:
-    """Directory of a model: itself a directory, a built-in name, or a hub id, of which what is not in the hub's cache is downloaded.
+    """Directory of a model: itself a directory, a built-in name, or a hub id, of which what is not
+    in the hub's cache is downloaded.
 
-    Raises QuantkitError for a name that can be none of these, and where the hub does not give the model.
+    Raises QuantkitError for a name that can be none of these, and where the hub does not give the
+    model.
     """
     local = _find_directory(name)
     if local is not None:
@@ -71,7 +80,8 @@ def plain_name(model: str) -> str:
 
 
 def find_local(name: str) -> Path | None:
-    """Directory of a model as `find_model` gives it, where its weights are on this machine; None for a hub model whose weights are not.
+    """Directory of a model as `find_model` gives it, where its weights are on this machine; None
+    for a hub model whose weights are not.
 
     Raises QuantkitError for a name that can be no model.
     """
@@ -79,27 +89,41 @@ def find_local(name: str) -> Path | None:
 
 
 def read_headers(name: str, wanted: tuple[str, ...]) -> RemoteHeaders:
-    """Headers of all shards of the hub model `name`, and those of the JSON files `wanted` that it has. Raises QuantkitError."""
+    """Headers of all shards of the hub model `name`, and those of the JSON files `wanted` that it
+    has. Raises QuantkitError."""
     from huggingface_hub import HfApi, hf_hub_download
 
     api = HfApi()
     with _told(name, "check the name and the network, or give a directory"):
         listed = [file.rfilename for file in api.model_info(name).siblings or []]
         shards = _shards(name, listed)
-        files = {file: read_json(Path(hf_hub_download(name, file)), LARGEST) for file in wanted if file in listed}
+        files = {
+            file: read_json(Path(hf_hub_download(name, file)), LARGEST)
+            for file in wanted
+            if file in listed
+        }
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
-            headers = list(pool.map(lambda shard: api.parse_safetensors_file_metadata(name, shard), shards))
+            headers = list(
+                pool.map(lambda shard: api.parse_safetensors_file_metadata(name, shard), shards)
+            )
     if not shards:
-        raise QuantkitError(f"hub model {name} has no safetensors file", "give a model that is published as safetensors")
+        raise QuantkitError(
+            f"hub model {name} has no safetensors file",
+            "give a model that is published as safetensors",
+        )
     entries = {
-        shard: {key: RemoteTensor(one.dtype, tuple(one.shape), one.data_offsets) for key, one in header.tensors.items()}
+        shard: {
+            key: RemoteTensor(one.dtype, tuple(one.shape), one.data_offsets)
+            for key, one in header.tensors.items()
+        }
         for shard, header in zip(shards, headers)
     }
     return RemoteHeaders(name, frozenset(listed), files, entries)
 
 
 def fetch_small(name: str, wanted: tuple[str, ...]) -> tuple[Path, dict[str, int]]:
-    """Those of the files `wanted` that the hub model has, in a folder of the hub's cache; and sizes of all its files, by name.
+    """Those of the files `wanted` that the hub model has, in a folder of the hub's cache; and sizes
+    of all its files, by name.
 
     What the files hold is not looked at. Raises QuantkitError where the hub does not give them.
     """
@@ -107,37 +131,63 @@ def fetch_small(name: str, wanted: tuple[str, ...]) -> tuple[Path, dict[str, int
     from huggingface_hub.hf_api import RepoFile
 
     with _told(name, "check the name and the network, or give a directory"):
-        sizes = {entry.path: entry.size for entry in HfApi().list_repo_tree(name, recursive=True) if isinstance(entry, RepoFile)}
+        sizes = {
+            entry.path: entry.size
+            for entry in HfApi().list_repo_tree(name, recursive=True)
+            if isinstance(entry, RepoFile)
+        }
         folders = [Path(hf_hub_download(name, file)).parent for file in wanted if file in sizes]
     if not folders:
-        raise QuantkitError(f"hub model {name} has none of the files of a model", "give a model in the layout of transformers")
+        raise QuantkitError(
+            f"hub model {name} has none of the files of a model",
+            "give a model in the layout of transformers",
+        )
     return folders[0], sizes
 
 
 def read_header_of(name: str, shard: str, size: int) -> dict[str, RemoteTensor]:
-    """The header of one shard of `size` bytes, by range requests. Raises QuantkitError for one that cannot be read, or that promises more
-    bytes than there are."""
+    """The header of one shard of `size` bytes, by range requests. Raises QuantkitError for one that
+    cannot be read, or that promises more bytes than there are."""
     from huggingface_hub import HfApi, get_session, hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 
     with _told(name, "give another revision"):
         header = HfApi().parse_safetensors_file_metadata(name, shard)
-        begin = get_session().get(hf_hub_url(name, shard), headers={**build_hf_headers(), "range": "bytes=0-7"}, follow_redirects=True)
+        begin = get_session().get(
+            hf_hub_url(name, shard),
+            headers={**build_hf_headers(), "range": "bytes=0-7"},
+            follow_redirects=True,
+        )
         begin.raise_for_status()
-    end = 8 + int.from_bytes(begin.content[:8], "little") + max((one.data_offsets[1] for one in header.tensors.values()), default=0)
+    end = (
+        8
+        + int.from_bytes(begin.content[:8], "little")
+        + max((one.data_offsets[1] for one in header.tensors.values()), default=0)
+    )
     if end > size:
-        raise QuantkitError(f"{shard} of hub model {name} is truncated: its header tells of {end} bytes, it has {size}", "upload it again")
-    return {key: RemoteTensor(one.dtype, tuple(one.shape), one.data_offsets) for key, one in header.tensors.items()}
+        raise QuantkitError(
+            f"{shard} of hub model {name} is truncated: its header tells of {end} bytes, it has "
+            f"{size}",
+            "upload it again",
+        )
+    return {
+        key: RemoteTensor(one.dtype, tuple(one.shape), one.data_offsets)
+        for key, one in header.tensors.items()
+    }
 
 
 def _shards(name: str, listed: list[str]) -> list[str]:
-    """`model-*.safetensors` where there is an index, else `model.safetensors` where that is there. Others are another copy, unless they lie
-    in folders below and the index names them."""
+    """`model-*.safetensors` where there is an index, else `model.safetensors` where that is there.
+    Others are another copy, unless they lie in folders below and the index names them."""
     from huggingface_hub import hf_hub_download
 
     files = [file for file in listed if file.endswith(".safetensors")]
     if _INDEX not in listed:
-        return ["model.safetensors"] if "model.safetensors" in files else sorted(file for file in files if "/" not in file)
+        return (
+            ["model.safetensors"]
+            if "model.safetensors" in files
+            else sorted(file for file in files if "/" not in file)
+        )
     if any("/" in file for file in files):
         named = read_json(Path(hf_hub_download(name, _INDEX)), LARGEST).get("weight_map")
         return sorted({*files} & {*map(str, named.values())}) if isinstance(named, dict) else []
@@ -149,29 +199,50 @@ def _find_directory(name: str) -> Path | None:
     try:
         path = Path(name).expanduser()
         is_directory = path.is_dir()
-    except (OSError, RuntimeError, ValueError) as error:  # no such home, or a name that no file can have
-        raise QuantkitError(f"model {name} does not exist ({error})", "give a directory, or a hub id such as org/name") from error
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # no such home, or a name that no file can have
+        raise QuantkitError(
+            f"model {name} does not exist ({error})",
+            "give a directory, or a hub id such as org/name",
+        ) from error
     if is_directory:
         _refuse_other_kinds(path)
         return path
     if name in BUILTIN_MODELS:
         return builtin_model(name)
     if path.exists():
-        raise QuantkitError(f"{name} is a file", "give the directory that holds config.json and the safetensors shards")
+        raise QuantkitError(
+            f"{name} is a file",
+            "give the directory that holds config.json and the safetensors shards",
+        )
     if path.with_name(f"{path.name}.partial").is_dir():
-        raise QuantkitError(f"{name} is not finished", "give the command that makes it again: it goes on")
+        raise QuantkitError(
+            f"{name} is not finished", "give the command that makes it again: it goes on"
+        )
     if re.fullmatch(r"[\w.\-]+:\d+(/.*)?", name):
-        raise QuantkitError(f"model {name} does not exist", f"give a server's address as http://{name}, where a command takes one")
+        raise QuantkitError(
+            f"model {name} does not exist",
+            f"give a server's address as http://{name}, where a command takes one",
+        )
     if not _HUB_ID.fullmatch(name):
         told = f"there is no folder {name}" if "/" in name else f"model {name} does not exist"
-        raise QuantkitError(told, f"give a directory, {', '.join(BUILTIN_MODELS)}, or a hub id such as org/name")
+        raise QuantkitError(
+            told, f"give a directory, {', '.join(BUILTIN_MODELS)}, or a hub id such as org/name"
+        )
     if path.parent.is_dir() and not _is_known(name):
-        raise QuantkitError(f"there is no folder {name}", f"correct the path; if it is a model of the hub, `hf download {name}` first")
+        raise QuantkitError(
+            f"there is no folder {name}",
+            f"correct the path; if it is a model of the hub, `hf download {name}` first",
+        )
     return None
 
 
 def _refuse_other_kinds(path: Path) -> None:
-    """Raise QuantkitError where a directory has no config.json, and what it holds instead can be told."""
+    """Raise QuantkitError where a directory has no config.json, and what it holds instead can be
+    told."""
     if is_there(path / "config.json"):
         return
     for file, (told, remedy) in _OTHER_KINDS.items():
@@ -180,9 +251,18 @@ def _refuse_other_kinds(path: Path) -> None:
     if any(path.glob("*.safetensors")):
         return  # what lost its config.json
     if ggufs := sorted(file.name for file in path.glob("*.gguf")):
-        raise QuantkitError(f"{path} holds weights in GGUF ({ggufs[0]})", "give the safetensors checkpoint that they were made of")
-    if below := sorted(file.parent for pattern in ("*/config.json", "snapshots/*/config.json") for file in path.glob(pattern)):
-        raise QuantkitError(f"{path} holds no config.json", f"give the directory of the model, such as {below[0]}")
+        raise QuantkitError(
+            f"{path} holds weights in GGUF ({ggufs[0]})",
+            "give the safetensors checkpoint that they were made of",
+        )
+    if below := sorted(
+        file.parent
+        for pattern in ("*/config.json", "snapshots/*/config.json")
+        for file in path.glob(pattern)
+    ):
+        raise QuantkitError(
+            f"{path} holds no config.json", f"give the directory of the model, such as {below[0]}"
+        )
 
 
 def _is_known(name: str) -> bool:
@@ -193,7 +273,8 @@ def _is_known(name: str) -> bool:
 
 
 def _cached(name: str) -> Path | None:
-    """The snapshot of a hub model, where every shard that its index names is there, or its only file."""
+    """The snapshot of a hub model, where every shard that its index names is there, or its only
+    file."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(name, "config.json")
@@ -204,7 +285,12 @@ def _cached(name: str) -> Path | None:
     if not index.exists():
         return folder if (folder / "model.safetensors").exists() else None
     shards = read_json(index, LARGEST).get("weight_map")
-    return folder if isinstance(shards, dict) and all((folder / str(shard)).exists() for shard in shards.values()) else None
+    return (
+        folder
+        if isinstance(shards, dict)
+        and all((folder / str(shard)).exists() for shard in shards.values())
+        else None
+    )
 
 
 @contextmanager

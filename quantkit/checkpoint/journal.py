@@ -1,10 +1,12 @@
 """The journal of an unfinished output: which units are written, and with which bytes.
 
-One file of JSON lines per process, so that ranks never wait for each other. The first line is the fingerprint of the run;
-every other line is one unit: {"unit", "tensors": its names, "sha256": over their bytes in order of name, "facts", "source": what
-it was made from}. A line is appended after its unit's bytes, and a unit counts only if its bytes still hash to what its line says;
-so nothing need reach the disk in any order, and what a power failure tears is simply written again. From a torn line on, a journal
-is dropped.
+One file of JSON lines per process, so that ranks never wait for each other. The first line is the
+fingerprint of the run;
+every other line is one unit: {"unit", "tensors": its names, "sha256": over their bytes in order of
+name, "facts", "source": what it was made from}. A line is appended after its unit's bytes, and a
+unit counts only if its bytes still hash to what its line says; so nothing need reach the disk in
+any order, and what a power failure tears is simply written again. From a torn line on, a journal is
+dropped.
 """
 
 import json
@@ -31,7 +33,8 @@ class JournalEntry:
 
 
 class Journal:
-    """This process's journal file in `directory`, open for appending. It is this rank's alone until `close` or death."""
+    """This process's journal file in `directory`, open for appending. It is this rank's alone until
+    `close` or death."""
 
     def __init__(self, directory: Path, rank: int, fingerprint: Mapping[str, str]) -> None:
         self.path = directory / f"journal-{rank:05d}.jsonl"
@@ -41,7 +44,9 @@ class Journal:
             fresh = self.path.with_suffix(".new")
             fresh.write_text(_line({"fingerprint": dict(fingerprint)}))
             fresh.rename(self.path)
-        self._file = self.path.open("r+b", buffering=0)  # a line that could not be written is not tried again by `close`
+        self._file = self.path.open(
+            "r+b", buffering=0
+        )  # a line that could not be written is not tried again by `close`
         whole = sum(len(line) for line in _whole_lines(self.path))
         self._file.truncate(whole)
         self._file.seek(whole)
@@ -75,7 +80,8 @@ def read_fingerprint(path: Path) -> dict[str, str]:
 
 
 class Journals:
-    """What is in the journals of all processes in `directory`, read as they grow: after fifty layers they are long."""
+    """What is in the journals of all processes in `directory`, read as they grow: after fifty
+    layers they are long."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -83,7 +89,8 @@ class Journals:
         """Bytes of whole lines that were read, by journal."""
 
     def more(self) -> dict[str, JournalEntry]:
-        """Units that were entered since the last call; of one written twice, the last line of its journal."""
+        """Units that were entered since the last call; of one written twice, the last line of its
+        journal."""
         entries: dict[str, JournalEntry] = {}
         for path in journals(self._directory):
             start = self._read.get(path, 0)
@@ -91,7 +98,11 @@ class Journals:
             for line in lines if start else lines[1:]:
                 fields = json.loads(line)
                 entries[fields["unit"]] = JournalEntry(
-                    fields["unit"], tuple(fields["tensors"]), fields["sha256"], fields["facts"], fields["source"]
+                    fields["unit"],
+                    tuple(fields["tensors"]),
+                    fields["sha256"],
+                    fields["facts"],
+                    fields["source"],
                 )
             self._read[path] = start + sum(map(len, lines))
         return entries

@@ -1,6 +1,8 @@
-"""Where every tensor of an output lies: shard, offset, header, all decided from names, dtypes and shapes before a byte exists.
+"""Where every tensor of an output lies: shard, offset, header, all decided from names, dtypes and
+shapes before a byte exists.
 
-That is what makes a run resumable and its output independent of the order of work: a tensor has one place, whoever writes it.
+That is what makes a run resumable and its output independent of the order of work: a tensor has one
+place, whoever writes it.
 """
 
 import hashlib
@@ -35,15 +37,19 @@ class Layout:
 
 
 def plan_layout(specs: Sequence[TensorSpec], shard_bytes: int) -> Layout:
-    """Shards of at most `shard_bytes` of tensors, filled in the order of `specs`; one module's tensors stay together."""
+    """Shards of at most `shard_bytes` of tensors, filled in the order of `specs`; one module's
+    tensors stay together."""
     names = [spec.name for spec in specs]
-    assert len(set(names)) == len(names), f"planned twice: {sorted({name for name in names if names.count(name) > 1})}"
+    assert len(set(names)) == len(names), (
+        f"planned twice: {sorted({name for name in names if names.count(name) > 1})}"
+    )
     fillings = _fill(specs, shard_bytes)
     shards: list[Shard] = []
     tensors: dict[str, TensorInfo] = {}
     for number, filling in enumerate(fillings, start=1):
         name = f"model-{number:05d}-of-{len(fillings):05d}.safetensors"
-        # Falling item size keeps every tensor aligned without gaps, which safetensors does not allow.
+        # Falling item size keeps every tensor aligned without gaps, which safetensors does not
+        # allow.
         header, placed = encode_header(sorted(filling, key=lambda spec: -spec.dtype.itemsize))
         shards.append(Shard(name, header, placed[-1].offset + placed[-1].nbytes))
         tensors.update((tensor.name, replace(tensor, shard=name)) for tensor in placed)

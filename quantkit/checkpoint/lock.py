@@ -1,7 +1,8 @@
 """One process at a time: a lock on a file, which goes with the process however that ends.
 
-The file says which process holds the lock, so that whoever is refused can be told. On NFS the server must keep locks (NFSv4, or lockd):
-without one the system refuses the lock, and that is told too.
+The file says which process holds the lock, so that whoever is refused can be told. On NFS the
+server must keep locks (NFSv4, or lockd): without one the system refuses the lock, and that is told
+too.
 """
 
 import fcntl
@@ -15,7 +16,8 @@ from quantkit.common.errors import QuantkitError
 
 
 class Lock:
-    """Holds `path` until `close`, which removes it. Raises QuantkitError that names the process at work on `what`, where there is one."""
+    """Holds `path` until `close`, which removes it. Raises QuantkitError that names the process at
+    work on `what`, where there is one."""
 
     def __init__(self, path: Path, what: Path) -> None:
         self._path = path
@@ -38,7 +40,12 @@ class Lock:
     def __enter__(self) -> "Lock":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -53,7 +60,11 @@ def check_free(path: Path, what: Path) -> None:
 
 
 def _open(path: Path) -> IO[bytes]:
-    return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "r+b", buffering=0)
+    return open(
+        os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666),
+        "r+b",
+        buffering=0,
+    )
 
 
 def _take(file: IO[bytes], what: Path, kind: int) -> None:
@@ -65,7 +76,10 @@ def _take(file: IO[bytes], what: Path, kind: int) -> None:
         raise QuantkitError(f"{holder} is writing {what}", "wait for it, or stop it") from None
     except OSError as error:
         file.close()
-        raise QuantkitError(f"{what} cannot be locked: {error.strerror}", "choose an --out on a file system that has locks") from error
+        raise QuantkitError(
+            f"{what} cannot be locked: {error.strerror}",
+            "choose an --out on a file system that has locks",
+        ) from error
 
 
 def _is(file: IO[bytes], path: Path) -> bool:

@@ -1,7 +1,7 @@
 """Where an output may go: apart from everything that is read for it.
 
-Paths are compared by what they lead to (device and inode of every folder on the way), so that links, mounts and other spellings of a
-path do not count.
+Paths are compared by what they lead to (device and inode of every folder on the way), so that
+links, mounts and other spellings of a path do not count.
 """
 
 import os
@@ -14,8 +14,13 @@ _Id = tuple[int, int]
 
 
 def absolute(out: Path) -> Path:
-    """The path with the links of its parents resolved, its own not. Raises QuantkitError for the root, which nothing can replace."""
-    path = Path(os.path.realpath(out)) if out.name in ("", "..") else Path(os.path.realpath(out.parent)) / out.name
+    """The path with the links of its parents resolved, its own not. Raises QuantkitError for the
+    root, which nothing can replace."""
+    path = (
+        Path(os.path.realpath(out))
+        if out.name in ("", "..")
+        else Path(os.path.realpath(out.parent)) / out.name
+    )
     _refuse(not path.name, f"{path} cannot be an output")
     return path
 
@@ -26,13 +31,14 @@ def partial_of(out: Path) -> Path:
 
 
 def replaced_of(out: Path) -> Path:
-    """Where what stood under `out` is for a moment, on file systems that cannot exchange two names."""
+    """Where what stood under `out` is for a moment, on file systems that cannot exchange two
+    names."""
     return out.with_name(f"{out.name}.replaced")
 
 
 def check_apart(out: Path, inputs: Iterable[Path]) -> None:
-    """Raise QuantkitError where writing `out` would touch one of `inputs`, files or directories: one is, holds or shares files with
-    the other."""
+    """Raise QuantkitError where writing `out` would touch one of `inputs`, files or directories:
+    one is, holds or shares files with the other."""
     out = absolute(out)
     for given in inputs:
         for target in (out, partial_of(out), replaced_of(out)):
@@ -40,9 +46,12 @@ def check_apart(out: Path, inputs: Iterable[Path]) -> None:
 
 
 def check_folder(out: Path, inputs: Iterable[Path]) -> None:
-    """Raise QuantkitError where a folder of results would be written into one of `inputs`, or among the weights of any model."""
+    """Raise QuantkitError where a folder of results would be written into one of `inputs`, or among
+    the weights of any model."""
     for given in inputs:
-        _refuse(bool(_way_to(out) & _folders(given)), f"{out} is or lies in {given}, which is only read")
+        _refuse(
+            bool(_way_to(out) & _folders(given)), f"{out} is or lies in {given}, which is only read"
+        )
     holds_model = (out / "config.json").exists() and any(out.glob("*.safetensors"))
     _refuse(holds_model, f"{out} holds a model, and results would be written among its files")
 
@@ -50,11 +59,15 @@ def check_folder(out: Path, inputs: Iterable[Path]) -> None:
 def _check_pair(target: Path, given: Path) -> None:
     place = _ids([target])
     _refuse(bool(place & _ids([given])), f"{target} is the same as {given}, which is only read")
-    _refuse(bool(_way_to(target) & _folders(given)), f"{target} lies in {given}, which is only read")
+    _refuse(
+        bool(_way_to(target) & _folders(given)), f"{target} lies in {given}, which is only read"
+    )
     _refuse(bool(_way_to(given) & place), f"{given} lies in {target}, which is to be written")
     ours = {one: path for path in _entries(target) for one in _ids([path])}
     for file in _entries(given):
-        _refuse(bool(_way_to(file) & place), f"{file} is a link into {target}, which is to be written")
+        _refuse(
+            bool(_way_to(file) & place), f"{file} is a link into {target}, which is to be written"
+        )
         for one in _ids([file]) & ours.keys():
             _refuse(True, f"{file} and {ours[one]} are one file")
 

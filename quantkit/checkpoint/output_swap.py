@@ -1,10 +1,12 @@
-"""Putting a finished directory in the place of its name, and of what stood there, so that a kill leaves one of the two whole.
+"""Putting a finished directory in the place of its name, and of what stood there, so that a kill
+leaves one of the two whole.
 
-On Linux the new and the old directory are exchanged in one step. A file system that cannot (NFS) gets two renames, between
-which a kill leaves the old one under OUT.replaced.
+On Linux the new and the old directory are exchanged in one step. A file system that cannot (NFS)
+gets two renames, between which a kill leaves the old one under OUT.replaced.
 
-The state directory (journals, locks) goes with the new one and is removed last: seen inside OUT, it says that what remains to do is
-only to clear up. Of what was replaced, only what its manifest lists is removed.
+The state directory (journals, locks) goes with the new one and is removed last: seen inside OUT, it
+says that what remains to do is only to clear up. Of what was replaced, only what its manifest lists
+is removed.
 """
 
 import ctypes
@@ -18,12 +20,14 @@ from quantkit.checkpoint.output_dir import replaced_of
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_EXCHANGING = "exchanging"  # in the state directory: the old directory is, or will be, under the name of the partial one
+# in the state directory: the old directory is, or will be, under the name of the partial one
+_EXCHANGING = "exchanging"
 
 
 def replace_directory(partial: Path, out: Path, state: str) -> None:
-    """Turn `partial` into `out`, deleting what `out` was; `state` is the name of the directory within that is not kept. Raises
-    QuantkitError, and changes nothing, where `out` holds anything that quantkit did not write."""
+    """Turn `partial` into `out`, deleting what `out` was; `state` is the name of the directory
+    within that is not kept. Raises QuantkitError, and changes nothing, where `out` holds anything
+    that quantkit did not write."""
     _sync(partial)
     if not os.path.lexists(out):
         partial.rename(out)
@@ -40,7 +44,8 @@ def replace_directory(partial: Path, out: Path, state: str) -> None:
 
 
 def remove_leftovers(partial: Path, out: Path, state: str) -> None:
-    """Clear up behind a directory that is in its place: the one it replaced, then its state directory."""
+    """Clear up behind a directory that is in its place: the one it replaced, then its state
+    directory."""
     if not read_manifest(out) or not (out / state).is_dir() or (out / state).is_symlink():
         return
     if (out / state / _EXCHANGING).exists() and partial.is_dir() and not partial.is_symlink():
@@ -53,7 +58,12 @@ def _exchange(first: Path, second: Path) -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
-    if libc.renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+    if (
+        libc.renameat2(
+            _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE
+        )
+        == 0
+    ):
         return True
     number = ctypes.get_errno()
     if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):

@@ -1,4 +1,5 @@
-"""A checkpoint seen as one with fewer routed experts: fewer tensors, under the smaller model's names, and routers with fewer rows."""
+"""A checkpoint seen as one with fewer routed experts: fewer tensors, under the smaller model's
+names, and routers with fewer rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,15 +15,16 @@ from quantkit.checkpoint.shards import CPU
 
 @dataclass(frozen=True)
 class Kept:
-    """What is seen of a checkpoint. names: name seen -> name stored, of every tensor that is kept. rows: of tensors that are cut along
-    their first dimension, by name, the rows that are kept."""
+    """What is seen of a checkpoint. names: name seen -> name stored, of every tensor that is kept.
+    rows: of tensors that are cut along their first dimension, by name, the rows that are kept."""
 
     names: Mapping[str, str]
     rows: Mapping[str, Sequence[int]]
 
 
 class PrunedCheckpoint(Checkpoint):
-    """`base` with `config`, as `kept` says; `keep` exchanges that for another of the same names and shapes.
+    """`base` with `config`, as `kept` says; `keep` exchanges that for another of the same names and
+    shapes.
 
     Its fingerprint is that of `base`: what is kept follows from what a run is given.
     """
@@ -35,7 +37,9 @@ class PrunedCheckpoint(Checkpoint):
     def keep(self, kept: Kept) -> None:
         found = _seen(self.base, kept)
         for name, info in self.tensors.items():
-            assert (found[name].dtype, found[name].shape) == (info.dtype, info.shape), f"{name} is not as planned"
+            assert (found[name].dtype, found[name].shape) == (info.dtype, info.shape), (
+                f"{name} is not as planned"
+            )
         self._kept = kept
         self.tensors.update(found)
 

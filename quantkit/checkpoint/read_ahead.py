@@ -1,6 +1,8 @@
-"""Stored tensors that a device will be given next, read into memory of the host by a thread while the device computes.
+"""Stored tensors that a device will be given next, read into memory of the host by a thread while
+the device computes.
 
-Advice to the system brings a file into its cache; the copy from there alone was a ninth of the time of a layer of R1's shapes on a GPU.
+Advice to the system brings a file into its cache; the copy from there alone was a ninth of the time
+of a layer of R1's shapes on a GPU.
 """
 
 from collections.abc import Callable
@@ -22,7 +24,8 @@ class ReadAhead:
         self._held: dict[TensorInfo, Future[Tensor]] = {}
 
     def begin(self, info: TensorInfo, read: Callable[[], Tensor]) -> None:
-        """Have `read` give the bytes of a tensor on the thread, if there is room. What it raises is raised by whoever takes them."""
+        """Have `read` give the bytes of a tensor on the thread, if there is room. What it raises is
+        raised by whoever takes them."""
         if info in self._held or info.nbytes + sum(one.nbytes for one in self._held) > CAPACITY:
             return
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="read-ahead")

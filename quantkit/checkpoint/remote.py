@@ -1,4 +1,5 @@
-"""A checkpoint's headers without its weights: of a directory, or of a hub model that is not on this machine."""
+"""A checkpoint's headers without its weights: of a directory, or of a hub model that is not on this
+machine."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from quantkit.common.errors import QuantkitError
 
 
 def open_headers(model: str) -> Checkpoint:
-    """The checkpoint of a directory, a built-in name or a hub id. Of a hub model that is not here only headers are read.
+    """The checkpoint of a directory, a built-in name or a hub id. Of a hub model that is not here
+    only headers are read.
 
     Raises QuantkitError as `Checkpoint.open` does, and where the hub cannot be reached.
     """
@@ -24,12 +26,17 @@ def open_headers(model: str) -> Checkpoint:
         return Checkpoint.open(local)
     remote = read_headers(model, ("config.json", *SIDE_FILES))
     if "config.json" not in remote.files:
-        raise QuantkitError(f"hub model {model} has no config.json", "give a model in the layout of transformers")
+        raise QuantkitError(
+            f"hub model {model} has no config.json", "give a model in the layout of transformers"
+        )
     tensors: dict[str, TensorInfo] = {}
     for shard, entries in remote.shards.items():
         for name, entry in entries.items():
             if name in tensors:
-                raise QuantkitError(f"{name} is in both {tensors[name].shard} and {shard} of hub model {model}", "give another revision")
+                raise QuantkitError(
+                    f"{name} is in both {tensors[name].shard} and {shard} of hub model {model}",
+                    "give another revision",
+                )
             tensors[name] = remote_tensor(model, shard, name, entry)
     side = {name: remote.files[name] for name in SIDE_FILES if name in remote.files}
     return HeadersOnly(Path(model), remote.files["config.json"], side, tensors)
@@ -40,23 +47,39 @@ class HeadersOnly(Checkpoint):
 
     has_weights = False
 
-    def __init__(self, path: Path, config: dict[str, Any], side: dict[str, Any], tensors: dict[str, TensorInfo]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: dict[str, Any],
+        side: dict[str, Any],
+        tensors: dict[str, TensorInfo],
+    ) -> None:
         super().__init__(path, config, side, tensors)
         self._shards = _NoShards(path)
 
 
 class _NoShards(Shards):
-    def read(self, info: TensorInfo, block: Block | None = None, device: torch.device = CPU) -> Tensor:
+    def read(
+        self, info: TensorInfo, block: Block | None = None, device: torch.device = CPU
+    ) -> Tensor:
         raise QuantkitError(
-            f"{info.name} of {self.path} was not downloaded: only its header was", "download the model and give its directory"
+            f"{info.name} of {self.path} was not downloaded: only its header was",
+            "download the model and give its directory",
         )
 
 
 def remote_tensor(model: str, shard: str, name: str, entry: RemoteTensor) -> TensorInfo:
-    """The tensor `name` of a hub model as a header describes it. Raises QuantkitError for a header that makes no sense."""
+    """The tensor `name` of a hub model as a header describes it. Raises QuantkitError for a header
+    that makes no sense."""
     if entry.dtype not in DTYPES:
-        raise QuantkitError(f"{name} of hub model {model} has dtype {entry.dtype}", f"quantkit reads {', '.join(DTYPES)}")
+        raise QuantkitError(
+            f"{name} of hub model {model} has dtype {entry.dtype}",
+            f"quantkit reads {', '.join(DTYPES)}",
+        )
     tensor = TensorInfo(name, DTYPES[entry.dtype], entry.shape, shard, entry.offsets[0])
     if entry.offsets[1] - entry.offsets[0] != tensor.nbytes:
-        raise QuantkitError(f"{shard} of hub model {model} has a header that makes no sense for {name}", "give another revision")
+        raise QuantkitError(
+            f"{shard} of hub model {model} has a header that makes no sense for {name}",
+            "give another revision",
+        )
     return tensor

@@ -1,8 +1,10 @@
 """Whether a source is still what it was while it is read, and when a run goes on.
 
-Samples of the contents tell one source from another (`Checkpoint.fingerprint`), and miss a small change. So every unit of an output is
-entered in the journal with the hash of the bytes that it was made from. Where the time, the size or the inode of a shard is another one,
-the units that were made from it are held against it: a shard that was downloaded again is the same, one that was edited is named.
+Samples of the contents tell one source from another (`Checkpoint.fingerprint`), and miss a small
+change. So every unit of an output is entered in the journal with the hash of the bytes that it was
+made from. Where the time, the size or the inode of a shard is another one, the units that were made
+from it are held against it: a shard that was downloaded again is the same, one that was edited is
+named.
 """
 
 import hashlib
@@ -26,44 +28,64 @@ _CHUNK = 2**20
 class Watch:
     """Watches the shards of a checkpoint from now on.
 
-    units: the tensors that each unit of an output is made from, by the unit's name. ahead: units on which others depend before they are
-    written, such as the embedding.
+    units: the tensors that each unit of an output is made from, by the unit's name. ahead: units on
+    which others depend before they are written, such as the embedding.
     """
 
-    def __init__(self, checkpoint: Checkpoint, units: Mapping[str, Iterable[str]], ahead: Iterable[str] = ()) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, units: Mapping[str, Iterable[str]], ahead: Iterable[str] = ()
+    ) -> None:
         self.path = checkpoint.path
         self._ahead = tuple(ahead)
-        self._parts = {unit: _by_shard(checkpoint.stored(name) for name in names) for unit, names in units.items()}
+        self._parts = {
+            unit: _by_shard(checkpoint.stored(name) for name in names)
+            for unit, names in units.items()
+        }
         self._stamps = self._stamped({info.shard for info in checkpoint.tensors.values()})
 
     def follow(self, checkpoint: Checkpoint, units: Mapping[str, Iterable[str]]) -> None:
         """The units are made from other tensors of the same shards."""
-        self._parts = {unit: _by_shard(checkpoint.stored(name) for name in names) for unit, names in units.items()}
+        self._parts = {
+            unit: _by_shard(checkpoint.stored(name) for name in names)
+            for unit, names in units.items()
+        }
 
     def digests(self, unit: str) -> Digests:
-        """sha256 of the bytes that the unit is made from. Raises QuantkitError where their shard changed since the watch began."""
+        """sha256 of the bytes that the unit is made from. Raises QuantkitError where their shard
+        changed since the watch began."""
         parts = self._parts[unit]
         digests = {shard: self._hash(shard, infos) for shard, infos in parts.items()}
         for shard, now in self._stamped(parts).items():
             before = self._stamps[shard]
             if before[:3] != now[:3]:
                 how = "became shorter" if now[0] < before[0] else "changed"
-                raise QuantkitError(f"{self.path / shard} {how} while it was read", "restore that file and run again")
+                raise QuantkitError(
+                    f"{self.path / shard} {how} while it was read",
+                    "restore that file and run again",
+                )
         return digests
 
     def check(self, record: Path, made: Mapping[str, Digests]) -> None:
-        """`compare` the shards that changed since the last check, which `record` tells of, and tell of this one there."""
+        """`compare` the shards that changed since the last check, which `record` tells of, and tell
+        of this one there."""
         before = json.loads(record.read_text()) if record.exists() else {"stamps": {}, "ahead": {}}
         stamps = self._stamped(self._stamps)
-        self.compare({shard for shard, stamp in stamps.items() if before["stamps"].get(shard) != stamp}, {**before["ahead"], **made})
-        now = {"stamps": stamps, "ahead": before["ahead"] or {unit: self.digests(unit) for unit in self._ahead}}
+        self.compare(
+            {shard for shard, stamp in stamps.items() if before["stamps"].get(shard) != stamp},
+            {**before["ahead"], **made},
+        )
+        now = {
+            "stamps": stamps,
+            "ahead": before["ahead"] or {unit: self.digests(unit) for unit in self._ahead},
+        }
         if before != now:
             fresh = record.with_suffix(".new")
             fresh.write_text(json.dumps(now))
             fresh.rename(record)
 
     def compare(self, shards: Collection[str], made: Mapping[str, Digests]) -> None:
-        """Raise QuantkitError naming one of `shards` that is not what the units in `made` were made from. Reads those shards."""
+        """Raise QuantkitError naming one of `shards` that is not what the units in `made` were made
+        from. Reads those shards."""
         for unit, digests in made.items():
             for shard in sorted(digests.keys() & shards):
                 if self._hash(shard, self._parts[unit][shard]) != digests[shard]:
@@ -73,9 +95,14 @@ class Watch:
                     )
 
     def compare_with(self, out: Path, manifest: Mapping[str, Any]) -> None:
-        """`compare` the shards about which anything changed since the complete output `out` was written."""
+        """`compare` the shards about which anything changed since the complete output `out` was
+        written."""
         written = (out / MANIFEST).stat().st_mtime_ns
-        changed = {shard for shard, stamp in self._stamped(self._stamps).items() if max(stamp[2:]) >= written}
+        changed = {
+            shard
+            for shard, stamp in self._stamped(self._stamps).items()
+            if max(stamp[2:]) >= written
+        }
         self.compare(changed, manifest["sources"])
 
     def _stamped(self, shards: Iterable[str]) -> dict[str, Stamp]:
@@ -92,13 +119,16 @@ class Watch:
 
 
 def stamped(path: Path, shards: Iterable[str]) -> dict[str, Stamp]:
-    """What tells that a shard of the folder `path` was written to. Raises QuantkitError where one is missing."""
+    """What tells that a shard of the folder `path` was written to. Raises QuantkitError where one
+    is missing."""
     stamps = {}
     for shard in sorted(shards):
         try:
             found = (path / shard).stat()
         except OSError as error:
-            raise QuantkitError(f"shard {shard} is missing from {path}", "restore that file and run again") from error
+            raise QuantkitError(
+                f"shard {shard} is missing from {path}", "restore that file and run again"
+            ) from error
         stamps[shard] = [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
     return stamps
 

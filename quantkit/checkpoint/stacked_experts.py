@@ -1,4 +1,5 @@
-"""Experts that a checkpoint holds stacked in one tensor, as tensors of their own: an expert's bytes lie together."""
+"""Experts that a checkpoint holds stacked in one tensor, as tensors of their own: an expert's bytes
+lie together."""
 
 import copy
 import re
@@ -13,7 +14,8 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.stacked_layouts import SIDES, STACKINGS
 
 _EXPERT = re.compile(r"(.*experts)\.(0|[1-9]\d{0,5})\.\w+_proj\.(weight|bias)")
-"""Name of an expert's tensor, as `unstacked` has it: the module of experts, the expert's number and the kind."""
+"""Name of an expert's tensor, as `unstacked` has it: the module of experts, the expert's number and
+the kind."""
 
 
 def is_of_expert(name: str) -> bool:
@@ -23,10 +25,13 @@ def is_of_expert(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Stack:
-    """A stored tensor [E, R, C], and the names of what it is cut into: of every expert's rows equal parts, in their order.
+    """A stored tensor [E, R, C], and the names of what it is cut into: of every expert's rows equal
+    parts, in their order.
 
-    shape: of a part, as linears have it; of a bias (R,), stored [E, R]. turned: stored are matrices [C, R]. either: or the other way round,
-    which the shape tells. in_turn: an expert's rows are the first of every part, then the second of every part, and so on.
+    shape: of a part, as linears have it; of a bias (R,), stored [E, R]. turned: stored are matrices
+    [C, R]. either: or the other way round,
+    which the shape tells. in_turn: an expert's rows are the first of every part, then the second of
+    every part, and so on.
     """
 
     name: str
@@ -58,16 +63,23 @@ class Stack:
         """The parts as stored tensors."""
         size = info.nbytes // len(self.parts)
         for expert, names in enumerate(self.parts):
-            whole = TensorInfo(self.name, info.dtype, info.shape[1:], info.shard, info.offset + expert * size)
+            whole = TensorInfo(
+                self.name, info.dtype, info.shape[1:], info.shard, info.offset + expert * size
+            )
             for place, name in enumerate(names):
                 first, step = (place, len(names)) if self.in_turn else (place * self.shape[0], 1)
                 yield TensorPart.of(name, whole, first, step, turned, self.shape[0])
 
     def rooms(self, whole: Tensor) -> dict[str, Tensor]:
-        """whole [E, R, C], of `whole_shape` -> the view of it that holds a part, by the part's name."""
+        """whole [E, R, C], of `whole_shape` -> the view of it that holds a part, by the part's
+        name."""
         found: dict[str, Tensor] = {}
         for expert, names in zip(whole.mT if self.turned else whole, self.parts):
-            rooms = [expert[place :: len(names)] for place in range(len(names))] if self.in_turn else expert.split(self.shape[0])
+            rooms = (
+                [expert[place :: len(names)] for place in range(len(names))]
+                if self.in_turn
+                else expert.split(self.shape[0])
+            )
             found |= dict(zip(names, rooms))
         return found
 
@@ -86,8 +98,11 @@ def cut_up(checkpoint: Checkpoint, stacks: Iterable[Stack]) -> Checkpoint:
     return view
 
 
-def table_stacks(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Stack]:
-    """What `unstacked` cuts up of a config.json's architecture, from tensors that have every expert by itself: complete stacks only.
+def table_stacks(
+    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[Stack]:
+    """What `unstacked` cuts up of a config.json's architecture, from tensors that have every expert
+    by itself: complete stacks only.
 
     shapes: of tensors, by name.
     """
@@ -98,8 +113,17 @@ def table_stacks(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
             experts.setdefault((found[1], found[3]), set()).add(int(found[2]))
     for (module, kind), numbers in experts.items():
         for side, linears in SIDES.items():
-            parts = tuple(tuple(f"{module}.{number}.{one}_proj.{kind}" for one in linears) for number in range(len(numbers)))
+            parts = tuple(
+                tuple(f"{module}.{number}.{one}_proj.{kind}" for one in linears)
+                for number in range(len(numbers))
+            )
             held = {shapes.get(name, ()) for names in parts for name in names}
             if stacking is not None and len(held) == 1 and (shape := held.pop()):
                 name = f"{module}.{side}_proj" + ("" if kind == "weight" else "_bias")
-                yield Stack(name, parts, shape, stacking.turned and kind == "weight", in_turn=stacking.in_turn and len(linears) > 1)
+                yield Stack(
+                    name,
+                    parts,
+                    shape,
+                    stacking.turned and kind == "weight",
+                    in_turn=stacking.in_turn and len(linears) > 1,
+                )

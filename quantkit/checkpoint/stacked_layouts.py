@@ -1,4 +1,5 @@
-"""Experts that are published stacked in one tensor, seen as tensors of their own: what the model's table and engines' formats know.
+"""Experts that are published stacked in one tensor, seen as tensors of their own: what the model's
+table and engines' formats know.
 
     P.experts.gate_up_proj [E, 2I, H]    gate's rows, then up's: transformers' own layout
     P.experts.gate_up_proj [E, H, 2I]    gpt-oss: transposed, gate and up in turn
@@ -21,7 +22,8 @@ _KINDS = {"": ".weight", "_bias": ".bias", "_blocks": ".blocks", "_scales": ".sc
 
 @dataclass(frozen=True)
 class Stacking:
-    """turned: unquantized weights are [inputs, outputs]. in_turn: gate's and up's outputs alternate."""
+    """turned: unquantized weights are [inputs, outputs]. in_turn: gate's and up's outputs
+    alternate."""
 
     turned: bool = False
     in_turn: bool = False
@@ -34,8 +36,11 @@ STACKINGS: dict[str, Stacking] = {
 """By model_type of config.json."""
 
 
-def unstacked(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The tensors with every expert by itself: `P.experts.0.gate_proj.weight` and so on. What is not stacked stays as it is."""
+def unstacked(
+    config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
+) -> dict[str, TensorInfo]:
+    """The tensors with every expert by itself: `P.experts.0.gate_proj.weight` and so on. What is
+    not stacked stays as it is."""
     stacking = STACKINGS.get(str(config.get("model_type")))
     if stacking is None:
         return dict(tensors)
@@ -52,17 +57,35 @@ def _experts(tensor: TensorInfo, stacking: Stacking) -> Iterator[TensorInfo]:
     side, found, kind = last.partition(_LINEAR)
     if not found or side not in SIDES or kind not in _KINDS or not prefix.endswith("experts"):
         return
-    if len(tensor.shape) != {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}[kind] or 0 in tensor.shape:
+    if (
+        len(tensor.shape) != {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}[kind]
+        or 0 in tensor.shape
+    ):
         return
-    shape = tensor.shape[1:3] if kind != "_blocks" else (tensor.shape[1], tensor.shape[2] * tensor.shape[3])
+    shape = (
+        tensor.shape[1:3]
+        if kind != "_blocks"
+        else (tensor.shape[1], tensor.shape[2] * tensor.shape[3])
+    )
     one = tensor.nbytes // tensor.shape[0]
     for expert in range(tensor.shape[0]):
-        whole = TensorInfo(tensor.name, tensor.dtype, shape, tensor.shard, tensor.offset + expert * one)
+        whole = TensorInfo(
+            tensor.name, tensor.dtype, shape, tensor.shard, tensor.offset + expert * one
+        )
         for number, linear in enumerate(SIDES[side]):
-            yield _part(f"{prefix}.{expert}.{linear}{_LINEAR}{_KINDS[kind]}", whole, number, len(SIDES[side]), kind, stacking)
+            yield _part(
+                f"{prefix}.{expert}.{linear}{_LINEAR}{_KINDS[kind]}",
+                whole,
+                number,
+                len(SIDES[side]),
+                kind,
+                stacking,
+            )
 
 
-def _part(name: str, whole: TensorInfo, number: int, of: int, kind: str, stacking: Stacking) -> TensorInfo:
+def _part(
+    name: str, whole: TensorInfo, number: int, of: int, kind: str, stacking: Stacking
+) -> TensorInfo:
     """Linear `number` of `of` whose outputs an expert's tensor holds."""
     turned = stacking.turned and kind == ""
     shape = whole.shape[::-1] if turned else whole.shape

@@ -1,6 +1,8 @@
-"""Tensors that a release, or transformers, writes by other names than the model's table and the formats know: seen by these.
+"""Tensors that a release, or transformers, writes by other names than the model's table and the
+formats know: seen by these.
 
-DeepSeek-V4's table has the release's names. Of these transformers writes some otherwise, and the release calls scales as no other does.
+DeepSeek-V4's table has the release's names. Of these transformers writes some otherwise, and the
+release calls scales as no other does.
 """
 
 import re
@@ -26,11 +28,15 @@ _NAMES: dict[str, tuple[tuple[re.Pattern[str], str], ...]] = {
 def renamed(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """The tensors by names that are known."""
     names = known_names(config, tensors)
-    return {names.get(name, name): replace(one, name=names[name]) if name in names else one for name, one in tensors.items()}
+    return {
+        names.get(name, name): replace(one, name=names[name]) if name in names else one
+        for name, one in tensors.items()
+    }
 
 
 def known_names(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
-    """Names of tensors that are seen by others, and these. None becomes one that is there, or that another becomes."""
+    """Names of tensors that are seen by others, and these. None becomes one that is there, or that
+    another becomes."""
     found: dict[str, str] = {}
     taken = set(names)
     for name in names:

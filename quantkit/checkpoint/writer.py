@@ -1,10 +1,13 @@
-"""CheckpointWriter: an output that may be killed at any moment and goes on where it was, to the same bytes.
+"""CheckpointWriter: an output that may be killed at any moment and goes on where it was, to the
+same bytes.
 
-OUT.partial/ holds the shards at their final size from the start; every tensor has its place (layout.py). A unit, a handful
-of tensors such as one expert, is written in place, then entered in the journal; a unit that is not there, or whose bytes are
-not those of its entry, is simply written again. Index, config and other files come last, and OUT.partial is renamed to OUT:
-OUT exists only complete. Units are hashed and written behind the back of who makes them, in their order: memory is one unit, and
-up to 512 MiB of units that wait. Several processes may write disjoint units of one output, each with its own `rank`; one of
+OUT.partial/ holds the shards at their final size from the start; every tensor has its place
+(layout.py). A unit, a handful of tensors such as one expert, is written in place, then entered in
+the journal; a unit that is not there, or whose bytes are not those of its entry, is simply written
+again. Index, config and other files come last, and OUT.partial is renamed to OUT: OUT exists only
+complete. Units are hashed and written behind the back of who makes them, in their order: memory is
+one unit, and up to 512 MiB of units that wait. Several processes may write disjoint units of one
+output, each with its own `rank`; one of
 them finishes. Two runs cannot: each rank holds a lock from beginning to end.
 
 Files are made with mode 0666 less the umask, as any program's are.
@@ -38,7 +41,14 @@ from quantkit.checkpoint.manifest import MANIFEST, list_files
 from quantkit.checkpoint.output_dir import absolute, check_apart, partial_of
 from quantkit.checkpoint.output_swap import remove_leftovers, replace_directory
 from quantkit.checkpoint.source_guard import Digests, Watch
-from quantkit.checkpoint.unfinished import STATE, check_files, check_partial, check_run, check_target, note_files
+from quantkit.checkpoint.unfinished import (
+    STATE,
+    check_files,
+    check_partial,
+    check_run,
+    check_target,
+    note_files,
+)
 from quantkit.common.errors import Interrupted, QuantkitError
 from quantkit.common.sizes import size
 
@@ -57,10 +67,12 @@ _SYNC_SECONDS = 5.0  # how much work a power failure may cost
 class CheckpointWriter:
     """Writes the tensors of `specs` to `out`, unit by unit.
 
-    fingerprint: what determines the output (source, recipe, version); an unfinished output with another one is refused.
-    overwrite: `out` may exist, if quantkit made it, and is replaced when this output is complete; an unfinished output with another
-    fingerprint is discarded. inputs: files and directories that must not be written to. watch: tells when the source changes.
-    Raises QuantkitError before anything is written if `out` may not be made or the disk is too small.
+    fingerprint: what determines the output (source, recipe, version); an unfinished output with
+    another one is refused.
+    overwrite: `out` may exist, if quantkit made it, and is replaced when this output is complete;
+    an unfinished output with another fingerprint is discarded. inputs: files and directories that
+    must not be written to. watch: tells when the source changes. Raises QuantkitError before
+    anything is written if `out` may not be made or the disk is too small.
     """
 
     def __init__(
@@ -92,13 +104,18 @@ class CheckpointWriter:
                 _check_disk(self.partial.parent, sum(shard.size for shard in self.layout.shards))
             self._state.mkdir(parents=True, exist_ok=True)
             with _locked(self._state / "setup.lock"):
-                check_target(self.out, self._run, overwrite)  # again: another run may have finished meanwhile
+                check_target(
+                    self.out, self._run, overwrite
+                )  # again: another run may have finished meanwhile
                 check_files(self.partial)
                 check_run(self.partial, self._run, rank, discard=overwrite)
                 self._create_shards()
                 self._journal = Journal(self._state, rank, self._run)
             # All at once: units are read here and written elsewhere at the same time.
-            self._descriptors = {shard.name: os.open(self.partial / shard.name, _READ_WRITE) for shard in self.layout.shards}
+            self._descriptors = {
+                shard.name: os.open(self.partial / shard.name, _READ_WRITE)
+                for shard in self.layout.shards
+            }
             self._journals = Journals(self._state)
             self._entries = self._journals.more()
         self._background = BackgroundWriter(WAITING)
@@ -106,7 +123,8 @@ class CheckpointWriter:
         self._waiting: set[str] = set()
 
     def done(self, unit: str) -> bool:
-        """Whether the unit was written, by this or an earlier run, and its bytes are still what was written."""
+        """Whether the unit was written, by this or an earlier run, and its bytes are still what was
+        written."""
         self._written(unit)
         entry = self._entries.get(unit)
         if entry is None:
@@ -140,23 +158,36 @@ class CheckpointWriter:
 
     @property
     def state_dir(self) -> Path:
-        """Where a run may keep what it needs to go on after a kill; gone when the output is complete."""
+        """Where a run may keep what it needs to go on after a kill; gone when the output is
+        complete."""
         return self._state
 
-    def write(self, unit: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None) -> None:
-        """Have a unit's tensors, as they are now, written in their places and the unit entered in the journal; from then on no kill of
-        this process undoes it. Raises QuantkitError where this or an earlier unit could not be written, at the latest from `settle`."""
+    def write(
+        self, unit: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None
+    ) -> None:
+        """Have a unit's tensors, as they are now, written in their places and the unit entered in
+        the journal; from then on no kill of this process undoes it. Raises QuantkitError where this
+        or an earlier unit could not be written, at the latest from `settle`."""
         for name, tensor in tensors.items():
             info = self.layout.tensors[name]
             assert tensor.dtype == info.dtype, f"{name} is {tensor.dtype}, planned {info.dtype}"
-            assert tuple(tensor.shape) == info.shape, f"{name} is {tuple(tensor.shape)}, planned {info.shape}"
+            assert tuple(tensor.shape) == info.shape, (
+                f"{name} is {tuple(tensor.shape)}, planned {info.shape}"
+            )
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        # What waits must not change when its maker goes on; what is too large to wait is not held twice.
-        held = {name: _on_host(tensor.detach(), nbytes <= WAITING) for name, tensor in tensors.items()}
+        # What waits must not change when its maker goes on; what is too large to wait is not held
+        # twice.
+        held = {
+            name: _on_host(tensor.detach(), nbytes <= WAITING) for name, tensor in tensors.items()
+        }
         self._waiting.add(unit)
         own = self._hashing.submit(_digest, held)
-        source = self._hashing.submit(self._watch.digests, unit) if self._watch is not None else None
-        self._background.hand_over(lambda: self._write(unit, held, dict(facts or {}), own, source), nbytes)
+        source = (
+            self._hashing.submit(self._watch.digests, unit) if self._watch is not None else None
+        )
+        self._background.hand_over(
+            lambda: self._write(unit, held, dict(facts or {}), own, source), nbytes
+        )
 
     def afterwards(self, job: Callable[[], None]) -> None:
         """Have `job` done when all units so far are written. Raises as `write` does."""
@@ -176,11 +207,24 @@ class CheckpointWriter:
         if unit in self._waiting:
             self.settle()
 
-    def _write(self, unit: str, held: dict[str, Tensor], facts: dict[str, Any], own: Future[str], source: Future[Digests] | None) -> None:
+    def _write(
+        self,
+        unit: str,
+        held: dict[str, Tensor],
+        facts: dict[str, Any],
+        own: Future[str],
+        source: Future[Digests] | None,
+    ) -> None:
         with _told(self.out):
             for name, tensor in held.items():
-                write_at(self._descriptors[self.layout.tensors[name].shard], bytes_of(tensor), self.layout.tensors[name].offset)
-            entry = JournalEntry(unit, tuple(sorted(held)), own.result(), facts, source.result() if source else {})
+                write_at(
+                    self._descriptors[self.layout.tensors[name].shard],
+                    bytes_of(tensor),
+                    self.layout.tensors[name].offset,
+                )
+            entry = JournalEntry(
+                unit, tuple(sorted(held)), own.result(), facts, source.result() if source else {}
+            )
             self._journal.append(entry)
             self._unsynced |= {self.layout.tensors[name].shard for name in held}
             if time.monotonic() - self._synced_at > _SYNC_SECONDS:
@@ -188,18 +232,28 @@ class CheckpointWriter:
         self._entries[unit] = entry
         self._checked.add(unit)
 
-    def finish(self, config: Mapping[str, Any], extra: Mapping[str, bytes], manifest: Mapping[str, Any] | None = None) -> None:
-        """Write index, config.json, `extra` files and the manifest, and turn OUT.partial into OUT. Every planned tensor must be written.
+    def finish(
+        self,
+        config: Mapping[str, Any],
+        extra: Mapping[str, bytes],
+        manifest: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write index, config.json, `extra` files and the manifest, and turn OUT.partial into OUT.
+        Every planned tensor must be written.
 
         With several processes: one calls this, when all have written their units and closed.
         """
         self.reread()
         self.check_source()
         written = {name for entry in self._entries.values() for name in entry.tensors}
-        assert written == self.layout.tensors.keys(), f"never written: {sorted(self.layout.tensors.keys() - written)[:5]}"
+        assert written == self.layout.tensors.keys(), (
+            f"never written: {sorted(self.layout.tensors.keys() - written)[:5]}"
+        )
         index = {
             "metadata": {"total_size": self.layout.total_size},
-            "weight_map": {name: self.layout.tensors[name].shard for name in sorted(self.layout.tensors)},
+            "weight_map": {
+                name: self.layout.tensors[name].shard for name in sorted(self.layout.tensors)
+            },
         }
         files = {_INDEX: _json(index), "config.json": _json(config), **extra}
         files[MANIFEST] = self._manifest(files, manifest or {})
@@ -214,18 +268,24 @@ class CheckpointWriter:
         self.close()
 
     def check_source(self) -> None:
-        """Raise QuantkitError naming a shard of the source that is no longer what finished units were made from."""
+        """Raise QuantkitError naming a shard of the source that is no longer what finished units
+        were made from."""
         if self._watch is not None:
-            self._watch.check(self._state / "source.json", {unit: entry.source for unit, entry in self._entries.items()})
+            self._watch.check(
+                self._state / "source.json",
+                {unit: entry.source for unit, entry in self._entries.items()},
+            )
 
     def finished(self, units: Collection[str]) -> str:
-        """How many of `units` are written, by this and other processes, in words; empty if none is."""
+        """How many of `units` are written, by this and other processes, in words; empty if none
+        is."""
         number = len(Journals(self._state).more().keys() & set(units))
         return f"{number} of {len(units)} units are done" if number else ""
 
     @contextmanager
     def keeping(self, units: Collection[str]) -> Iterator[None]:
-        """Where the block is interrupted, close and raise Interrupted: of these units, what is kept and where."""
+        """Where the block is interrupted, close and raise Interrupted: of these units, what is kept
+        and where."""
         try:
             yield
         except KeyboardInterrupt as stop:
@@ -239,8 +299,15 @@ class CheckpointWriter:
 
     def _manifest(self, files: Mapping[str, bytes], more: Mapping[str, Any]) -> bytes:
         listed = list_files({shard.name: shard.size for shard in self.layout.shards}, files)
-        sources = {unit: entry.source for unit, entry in sorted(self._entries.items()) if entry.source}
-        return json.dumps({"run": self._run, "files": listed, "sources": sources, **more}, indent=1).encode() + b"\n"
+        sources = {
+            unit: entry.source for unit, entry in sorted(self._entries.items()) if entry.source
+        }
+        return (
+            json.dumps(
+                {"run": self._run, "files": listed, "sources": sources, **more}, indent=1
+            ).encode()
+            + b"\n"
+        )
 
     def _flush(self) -> None:
         self._background.close()
@@ -248,7 +315,8 @@ class CheckpointWriter:
             self._sync()
 
     def close(self) -> None:
-        """Flush to disk and release files and lock; what was written stays, for another run to go on with."""
+        """Flush to disk and release files and lock; what was written stays, for another run to go
+        on with."""
         try:
             self._flush()
         finally:
@@ -261,7 +329,12 @@ class CheckpointWriter:
     def __enter__(self) -> "CheckpointWriter":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _sync(self) -> None:
@@ -272,7 +345,9 @@ class CheckpointWriter:
         self._synced_at = time.monotonic()
 
     def _create_shards(self) -> None:
-        missing = [shard for shard in self.layout.shards if not _intact(self.partial / shard.name, shard)]
+        missing = [
+            shard for shard in self.layout.shards if not _intact(self.partial / shard.name, shard)
+        ]
         _check_disk(self.partial.parent, sum(shard.size for shard in missing))
         note_files(self.partial, (shard.name for shard in self.layout.shards))
         for shard in missing:
@@ -287,13 +362,16 @@ class CheckpointWriter:
     def _hash_stored(self, entry: JournalEntry) -> str:
         digest = hashlib.sha256()
         for name in sorted(entry.tensors):
-            for chunk in _stored_chunks(self._descriptors[self.layout.tensors[name].shard], self.layout.tensors[name]):
+            for chunk in _stored_chunks(
+                self._descriptors[self.layout.tensors[name].shard], self.layout.tensors[name]
+            ):
                 digest.update(chunk)
         return digest.hexdigest()
 
 
 def prepare(out: Path, inputs: Iterable[Path] = (), rank: int = 0) -> None:
-    """Raise QuantkitError where `out` is not apart from the inputs, or another process writes it; clear up what a kill left to do."""
+    """Raise QuantkitError where `out` is not apart from the inputs, or another process writes it;
+    clear up what a kill left to do."""
     out = absolute(out)
     with _told(out):
         check_apart(out, inputs)
@@ -304,7 +382,8 @@ def prepare(out: Path, inputs: Iterable[Path] = (), rank: int = 0) -> None:
 
 
 def _on_host(tensor: Tensor, copy: bool) -> Tensor:
-    """Contiguous; of a device's, in memory that such tensors take turns in. copy: also of what is on the host."""
+    """Contiguous; of a device's, in memory that such tensors take turns in. copy: also of what is
+    on the host."""
     if tensor.device.type == "cpu" or tensor.nbytes > _PINNED:
         return tensor.to("cpu", copy=copy).contiguous()
     return host_memory(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
@@ -341,7 +420,8 @@ def _intact(path: Path, shard: Shard) -> bool:
 
 
 def _allocate(descriptor: int, size: int) -> None:
-    """Reserve the space now, so that the disk does not fill in the middle; a file system that cannot gets a sparse file."""
+    """Reserve the space now, so that the disk does not fill in the middle; a file system that
+    cannot gets a sparse file."""
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
@@ -384,7 +464,15 @@ def _told(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise QuantkitError(f"the disk is full while writing {out}", "free some space and run the same command: it goes on") from error
-        raise QuantkitError(f"cannot write {out}: {error.strerror}", "mend that and run the same command: it goes on") from error
+            raise QuantkitError(
+                f"the disk is full while writing {out}",
+                "free some space and run the same command: it goes on",
+            ) from error
+        raise QuantkitError(
+            f"cannot write {out}: {error.strerror}",
+            "mend that and run the same command: it goes on",
+        ) from error
     except SafetensorError as error:  # what its writer makes of an OSError
-        raise QuantkitError(f"cannot write {out}: {error}", "mend that and run the same command: it goes on") from error
+        raise QuantkitError(
+            f"cannot write {out}: {error}", "mend that and run the same command: it goes on"
+        ) from error

@@ -1,8 +1,10 @@
-"""The command line: one thin function a command, a file a theme, and the only place that prints results.
+"""The command line: one thin function a command, a file a theme, and the only place that prints
+results.
 
-Everything heavy is imported inside the command that needs it, so that `quantkit --help` answers at once. Results go to stdout
-(with --json one JSON object and nothing else), progress to stderr. Exit 0 on success, 1 with one line saying what is wrong and
-what to do, 2 on bad usage, 130 and 143 where Ctrl-C or SIGTERM ended it.
+Everything heavy is imported inside the command that needs it, so that `quantkit --help` answers at
+once. Results go to stdout (with --json one JSON object and nothing else), progress to stderr. Exit
+0 on success, 1 with one line saying what is wrong and what to do, 2 on bad usage, 130 and 143 where
+Ctrl-C or SIGTERM ended it.
 """
 
 import os
@@ -14,14 +16,31 @@ from typing import Annotated, Any
 import typer
 
 from quantkit import __version__
-from quantkit.cli import bench, check, compare, evaluate, go, inspect, needle, perplexity, place, playground, proxy, quantize, regrade, run
+from quantkit.cli import (
+    bench,
+    check,
+    compare,
+    evaluate,
+    go,
+    inspect,
+    needle,
+    perplexity,
+    place,
+    playground,
+    proxy,
+    quantize,
+    regrade,
+    run,
+)
 from quantkit.cli.console import tell, tell_error
 from quantkit.cli.examples import epilog
 from quantkit.cli.stopping import StoppableCommand, Stopped
 from quantkit.cli.streams import open_streams
 from quantkit.common.errors import QuantkitError, UsageFault
 
-_UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # click's, or typer's own copy of it, as the version has it
+_UsageError: type[Exception] = typer.BadParameter.__bases__[
+    0
+]  # click's, or typer's own copy of it, as the version has it
 _INTERRUPTED = 130
 
 app = typer.Typer(
@@ -64,13 +83,19 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Say the version and end.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_show_version, help="Say the version and end."
+        ),
+    ] = False,
 ) -> None:
     pass
 
 
 def main() -> None:
-    """Entry point: faults become one line on stderr, with --json also one object on stdout, and exit code 1, or 2 for bad usage."""
+    """Entry point: faults become one line on stderr, with --json also one object on stdout, and
+    exit code 1, or 2 for bad usage."""
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
@@ -79,7 +104,9 @@ def main() -> None:
     try:
         code = _run(debug, "--json" in sys.argv)
         sys.stdout.flush()
-    except OSError as error:  # whoever read our results has enough, or has no room for them, which was told
+    except (
+        OSError
+    ) as error:  # whoever read our results has enough, or has no room for them, which was told
         if debug and not isinstance(error, BrokenPipeError):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -112,7 +139,8 @@ def _run(debug: bool, as_json: bool) -> int:
 
 
 def _check_folder() -> None:
-    """Raises QuantkitError in a folder that was removed under the shell, where libraries fail in ways that do not say so."""
+    """Raises QuantkitError in a folder that was removed under the shell, where libraries fail in
+    ways that do not say so."""
     try:
         os.getcwd()
     except FileNotFoundError as error:
@@ -123,7 +151,10 @@ def _in_words(error: Exception) -> tuple[str, str]:
     if isinstance(error, QuantkitError):
         return error.problem, error.remedy
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or 'the output'}: {error.strerror}", "mend that and give the same command; --debug shows where"
+        return (
+            f"{error.filename or 'the output'}: {error.strerror}",
+            "mend that and give the same command; --debug shows where",
+        )
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     return reason, "run again with --debug for the traceback"
 
@@ -132,5 +163,9 @@ def _tell_usage(error: Any, as_json: bool) -> int:
     if len(sys.argv) == 1:
         error.show()  # the help
     else:
-        tell_error(error.format_message().rstrip("."), f"see {error.ctx.command_path if error.ctx else 'quantkit'} --help", as_json=as_json)
+        tell_error(
+            error.format_message().rstrip("."),
+            f"see {error.ctx.command_path if error.ctx else 'quantkit'} --help",
+            as_json=as_json,
+        )
     return int(error.exit_code)

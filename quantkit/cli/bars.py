@@ -1,4 +1,5 @@
-"""Progress on stderr with an estimate of the time left: rows of a terminal, or a line now and then elsewhere. Used by cli/ alone."""
+"""Progress on stderr with an estimate of the time left: rows of a terminal, or a line now and then
+elsewhere. Used by cli/ alone."""
 
 import sys
 from collections.abc import Callable, Hashable
@@ -30,12 +31,15 @@ class _LeftColumn(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         seconds = task.fields["left"].seconds
-        return Text("" if task.finished else "" if seconds is None else f"{span(seconds)} left", style="progress.remaining")
+        return Text(
+            "" if task.finished else "" if seconds is None else f"{span(seconds)} left",
+            style="progress.remaining",
+        )
 
 
 class Bars(Progress):
-    """Rows of progress. They appear with the first: nothing is shown of a run that is refused. Where nobody looks at a terminal they are
-    lines, of long work alone."""
+    """Rows of progress. They appear with the first: nothing is shown of a run that is refused.
+    Where nobody looks at a terminal they are lines, of long work alone."""
 
     def __init__(self, *columns: ProgressColumn, console: Console) -> None:
         super().__init__(*columns, console=console)
@@ -53,8 +57,18 @@ class Bars(Progress):
             self._lines[task] = Meter(visible(text), expected=expected, stream=sys.stderr)
         return task
 
-    def put(self, row: TaskID, done: float, share: float, note: str = "", *, text: str | None = None, found: bool = False) -> None:
-        """share: of the work that is done, 0 to 1, by which the time left is told; found: what was added to it was there before."""
+    def put(
+        self,
+        row: TaskID,
+        done: float,
+        share: float,
+        note: str = "",
+        *,
+        text: str | None = None,
+        found: bool = False,
+    ) -> None:
+        """share: of the work that is done, 0 to 1, by which the time left is told; found: what was
+        added to it was there before."""
         if row in self._lines:
             self._lines[row].show(share, visible(note), found=found)
             return
@@ -80,12 +94,15 @@ def bytes_bar() -> Bars:
 
 
 def _bar(amount: ProgressColumn) -> Bars:
-    name, note = (TextColumn(field, markup=False) for field in ("{task.description}", "{task.fields[note]}"))
+    name, note = (
+        TextColumn(field, markup=False) for field in ("{task.description}", "{task.fields[note]}")
+    )
     return Bars(name, BarColumn(), amount, TimeElapsedColumn(), _LeftColumn(), note, console=err)
 
 
 def counts(bars: Bars) -> Callable[..., None]:
-    """Shows counted things on a `samples_bar`, each in a row that appears when it is first counted."""
+    """Shows counted things on a `samples_bar`, each in a row that appears when it is first
+    counted."""
     rows: dict[Hashable, TaskID] = {}
 
     def show(key: Hashable, text: str, done: int, total: int, note: str = "") -> None:
@@ -97,7 +114,8 @@ def counts(bars: Bars) -> Callable[..., None]:
 
 
 def listener(bars: Bars, name: str, expected: float | None = None) -> Callable[[Any], None]:
-    """Shows the events of a quantization or conversion on a `bytes_bar`. name: of the work; expected: seconds that it should take."""
+    """Shows the events of a quantization or conversion on a `bytes_bar`. name: of the work;
+    expected: seconds that it should take."""
     row: TaskID | None = None
 
     def show(event: Event) -> None:

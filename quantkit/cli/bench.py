@@ -9,7 +9,18 @@ import typer
 
 from quantkit.cli import console
 from quantkit.cli.console import print_json
-from quantkit.cli.options import AsJson, Backend, Cache, Device, Dp, Key, Seed, ServedName, Target, Tp
+from quantkit.cli.options import (
+    AsJson,
+    Backend,
+    Cache,
+    Device,
+    Dp,
+    Key,
+    Seed,
+    ServedName,
+    Target,
+    Tp,
+)
 
 if TYPE_CHECKING:
     from quantkit.evaluation.speed.measure import SpeedRow
@@ -21,16 +32,31 @@ Users = Annotated[str, typer.Option(help="Requests at a time, comma-separated.")
 OutputLength = Annotated[int, typer.Option(min=1, help="Tokens of every reply.")]
 PerSlot = Annotated[int, typer.Option(min=1, help="Measured requests per concurrent slot.")]
 InAll = Annotated[
-    int | None, typer.Option(min=1, help="Measured requests of a cell in all, instead of --requests; 100 at a --request-rate.")
+    int | None,
+    typer.Option(
+        min=1,
+        help="Measured requests of a cell in all, instead of --requests; 100 at a --request-rate.",
+    ),
 ]
 Rates = Annotated[
     str | None,
-    typer.Option(help="Requests/s that arrive by themselves (Poisson), comma-separated; --concurrency is the most at a time."),
+    typer.Option(
+        help="Requests/s that arrive by themselves (Poisson), comma-separated; --concurrency is "
+        "the most at a time."
+    ),
 ]
-Goodput = Annotated[str | None, typer.Option(help="Limits in ms, such as ttft:200,tpot:30,e2el:5000: adds requests/s that meet them all.")]
+Goodput = Annotated[
+    str | None,
+    typer.Option(
+        help="Limits in ms, such as ttft:200,tpot:30,e2el:5000: adds requests/s that meet them all."
+    ),
+]
 Prompts = Annotated[
     Path | None,
-    typer.Option(help="Prompts instead of random ones: .jsonl, .txt, or .json like ShareGPT's; replies end where they end."),
+    typer.Option(
+        help="Prompts instead of random ones: .jsonl, .txt, or .json like ShareGPT's; replies end "
+        "where they end."
+    ),
 ]
 Warmup = Annotated[int, typer.Option(min=0, help="Requests per slot left out before each cell.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Folder for bench.json and bench.html.")]
@@ -58,7 +84,8 @@ def bench(
     out_dir: Out = None,
     json_: AsJson = False,
 ) -> None:
-    """Speed over a grid of input lengths and concurrencies: TTFT, TPOT, ITL, tokens/s, goodput, as vllm bench serve defines them."""
+    """Speed over a grid of input lengths and concurrencies: TTFT, TPOT, ITL, tokens/s, goodput, as
+    vllm bench serve defines them."""
     from quantkit.checkpoint.output_dir import check_folder
     from quantkit.common.atomic_write import check_writable, make_folder
     from quantkit.evaluation.results.folder import local_models
@@ -73,13 +100,34 @@ def bench(
         check_folder(out_dir, local_models([model]))
         make_folder(out_dir)
         check_writable(out_dir / "bench.json", "--out")
-    place: dict[str, Any] = {"device": device, "backend": backend, "cache": cache, "tp": tp, "dp": dp}
+    place: dict[str, Any] = {
+        "device": device,
+        "backend": backend,
+        "cache": cache,
+        "tp": tp,
+        "dp": dp,
+    }
     place |= {"api_key": api_key, "model": served_model}
-    target = open_target(model, max_batch=max(users), input_len=max(lengths), output_len=output_len, prompts=texts, **place)
-    load: dict[str, Any] = {"rates": rates, "prompts": texts, "requests_per_slot": requests, "warmup": warmup, "seed": seed}
+    target = open_target(
+        model,
+        max_batch=max(users),
+        input_len=max(lengths),
+        output_len=output_len,
+        prompts=texts,
+        **place,
+    )
+    load: dict[str, Any] = {
+        "rates": rates,
+        "prompts": texts,
+        "requests_per_slot": requests,
+        "warmup": warmup,
+        "seed": seed,
+    }
     load |= {"requests": num_prompts or (100 if rates else None), "limits": limits}
     with closing(target):
-        rows = measure_grid(target, lengths, users, output_len, on_row=partial(_show_row, bool(texts)), **load)
+        rows = measure_grid(
+            target, lengths, users, output_len, on_row=partial(_show_row, bool(texts)), **load
+        )
     result = _result(model, target, device, output_len, limits, cache, rows)
     if out_dir:
         from quantkit.evaluation.speed.report import write_report
@@ -94,8 +142,14 @@ def bench(
 
 def _show_row(from_file: bool, row: "SpeedRow") -> None:
     tpot = "-" if row.tpot_ms is None else f"{row.tpot_ms:.1f} ms"
-    load = f"{row.concurrency} at a time" if row.offered_rate is None else f"{row.offered_rate:g} requests/s"
-    console.tell(f"{'prompts' if from_file else row.input_len}, {load}: TTFT {row.ttft_s:.3f} s, TPOT {tpot}")
+    load = (
+        f"{row.concurrency} at a time"
+        if row.offered_rate is None
+        else f"{row.offered_rate:g} requests/s"
+    )
+    console.tell(
+        f"{'prompts' if from_file else row.input_len}, {load}: TTFT {row.ttft_s:.3f} s, TPOT {tpot}"
+    )
 
 
 def _result(
@@ -107,7 +161,8 @@ def _result(
     cache: str | None,
     rows: list["SpeedRow"],
 ) -> dict[str, Any]:
-    """bench.json: where it ran, what was asked, every cell, and what others published of this model."""
+    """bench.json: where it ran, what was asked, every cell, and what others published of this
+    model."""
     from quantkit.checkpoint.hub import plain_name
     from quantkit.evaluation.openai_server import is_url
     from quantkit.evaluation.results.hardware import describe_machine
@@ -116,8 +171,14 @@ def _result(
 
     name = target.model if isinstance(target, EndpointTarget) else plain_name(model)
     machine = {"hardware": target.name} if is_url(model) else describe_machine(device)
-    about: dict[str, Any] = {"target": target.name, "hardware": machine["hardware"], "machine": machine}
-    about |= {"output_len": output_len, "goodput_limits_ms": limits} | ({"cache": cache} if cache is not None else {})
+    about: dict[str, Any] = {
+        "target": target.name,
+        "hardware": machine["hardware"],
+        "machine": machine,
+    }
+    about |= {"output_len": output_len, "goodput_limits_ms": limits} | (
+        {"cache": cache} if cache is not None else {}
+    )
     return about | {"rows": [row.to_json() for row in rows], "published": published_speeds_of(name)}
 
 
@@ -127,7 +188,9 @@ def _rates(text: str | None) -> list[float]:
     except ValueError:
         values = [0.0]
     if any(not 0 < value < float("inf") for value in values):
-        raise typer.BadParameter(f"{text!r} is not a list of rates above 0 such as 0.5,2", param_hint="--request-rate")
+        raise typer.BadParameter(
+            f"{text!r} is not a list of rates above 0 such as 0.5,2", param_hint="--request-rate"
+        )
     return values
 
 
@@ -142,7 +205,10 @@ def _limits(text: str | None) -> dict[str, float]:
         except ValueError:
             found[name] = -1.0
         if name not in LIMITS or not 0 < found[name] < float("inf"):
-            raise typer.BadParameter(f"{part!r} is no limit such as ttft:200 ({', '.join(LIMITS)}, in ms)", param_hint="--goodput")
+            raise typer.BadParameter(
+                f"{part!r} is no limit such as ttft:200 ({', '.join(LIMITS)}, in ms)",
+                param_hint="--goodput",
+            )
     return found
 
 
@@ -152,5 +218,7 @@ def _integers(option: str, text: str) -> list[int]:
     except ValueError:
         values = []
     if not values or min(values) < 1:
-        raise typer.BadParameter(f"{text!r} is not a list of positive integers such as 128,1024", param_hint=option)
+        raise typer.BadParameter(
+            f"{text!r} is not a list of positive integers such as 128,1024", param_hint=option
+        )
     return values

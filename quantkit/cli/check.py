@@ -12,26 +12,43 @@ from quantkit.cli.options import AsJson, Model, names_of_engines
 
 def check(
     model: Model,
-    source: Annotated[str | None, typer.Option(help="The model it was made from: compares with it what can be compared.")] = None,
+    source: Annotated[
+        str | None,
+        typer.Option(help="The model it was made from: compares with it what can be compared."),
+    ] = None,
     engine: Annotated[
         str | None,
         typer.Option(
-            help="Also what keeps vllm, sglang, vllm-ascend, omni-infer or chitu from loading it.", autocompletion=names_of_engines
+            help="Also what keeps vllm, sglang, vllm-ascend, omni-infer or chitu from loading it.",
+            autocompletion=names_of_engines,
         ),
     ] = None,
     depth: Annotated[
-        str, typer.Option(help="headers, tensors or behaviour. Without: tensors, of a hub model headers, with --text behaviour.")
+        str,
+        typer.Option(
+            help="headers, tensors or behaviour. Without: tensors, of a hub model headers, with "
+            "--text behaviour."
+        ),
     ] = "auto",
     text: Annotated[
-        Path | None, typer.Option(help="What both models compute, .txt or .jsonl; quantkit's own with --depth behaviour.")
+        Path | None,
+        typer.Option(
+            help="What both models compute, .txt or .jsonl; quantkit's own with --depth behaviour."
+        ),
     ] = None,
     report: Annotated[Path | None, typer.Option(help="Write the findings as an HTML page.")] = None,
     repair: Annotated[
-        Path | None, typer.Option(metavar="OUT", help="Write a copy in which what has one cure is cured; the rest is the same to the bit.")
+        Path | None,
+        typer.Option(
+            metavar="OUT",
+            help="Write a copy in which what has one cure is cured; the rest is the same to the "
+            "bit.",
+        ),
     ] = None,
     json_: AsJson = False,
 ) -> None:
-    """What is wrong with a checkpoint: files, names, codes, scales, MTP layer, tokenizer. Exits 0 if good, 1 if doubtful, 2 if bad."""
+    """What is wrong with a checkpoint: files, names, codes, scales, MTP layer, tokenizer. Exits 0
+    if good, 1 if doubtful, 2 if bad."""
     from quantkit.common.atomic_write import check_writable, make_folder
     from quantkit.diagnosis.diagnose import DEPTHS, diagnose
     from quantkit.diagnosis.repair import check_new
@@ -47,7 +64,9 @@ def check(
     if report is not None:
         make_folder(report.parent)
         check_writable(report, "--report")
-    by_itself = "behaviour" if text is not None else "headers" if find_local(model) is None else "tensors"
+    by_itself = (
+        "behaviour" if text is not None else "headers" if find_local(model) is None else "tensors"
+    )
     chosen: Any = by_itself if depth == "auto" else depth
     with bars.bytes_bar() as bar:
         row = bar.add_task("tensors", total=None, note="", visible=False)
@@ -55,12 +74,25 @@ def check(
         def show(done: int, total: int) -> None:
             bar.update(row, completed=done, total=total, visible=True)
 
-        diagnosis = diagnose(model, source=source, engine=engine, depth=chosen, text=text, tell=console.tell, on_bytes=show)
+        diagnosis = diagnose(
+            model,
+            source=source,
+            engine=engine,
+            depth=chosen,
+            text=text,
+            tell=console.tell,
+            on_bytes=show,
+        )
     about = diagnosis.to_json()
     if not json_:
         console.show_diagnosis(model, about)
     if repair is not None:
-        about |= {"repaired": {"out": str(repair), "changes": write_repaired(diagnosis, repair, source, engine)}}
+        about |= {
+            "repaired": {
+                "out": str(repair),
+                "changes": write_repaired(diagnosis, repair, source, engine),
+            }
+        }
     if report is not None:
         write_report(report, model, about)
     if json_:

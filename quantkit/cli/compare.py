@@ -11,13 +11,21 @@ from quantkit.cli.options import AsJson, Seed
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="BASELINE RUN...", help="The --out folders of eval; the first is the baseline.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="BASELINE RUN...", help="The --out folders of eval; the first is the baseline."
+        ),
+    ],
     margin: Annotated[float, typer.Option(help="Loss that counts as lost, as a share.")] = 0.01,
     seed: Seed = 0,
-    out_dir: Annotated[Path | None, typer.Option("--out", help="Folder for comparison.html and comparison.json.")] = None,
+    out_dir: Annotated[
+        Path | None, typer.Option("--out", help="Folder for comparison.html and comparison.json.")
+    ] = None,
     json_: AsJson = False,
 ) -> None:
-    """Compare finished evaluations, paired over the problems they share: held, lost, or cannot tell."""
+    """Compare finished evaluations, paired over the problems they share: held, lost, or cannot
+    tell."""
     from quantkit.evaluation.results.side_by_side import compare_runs, write_page
 
     table = compare_runs(runs, margin=margin, seed=seed)

@@ -1,7 +1,10 @@
-"""What the command line shows: lines, and Rich tables of results. cli/bars.py has its progress. Used by cli/ alone.
+"""What the command line shows: lines, and Rich tables of results. cli/bars.py has its progress.
+Used by cli/ alone.
 
-Values come from files, servers and models. Nothing that is printed is read as markup, and no control character reaches the terminal:
-`_Console` sees to both for all that goes through it. Style is given with `style=`, never in the text.
+Values come from files, servers and models. Nothing that is printed is read as markup, and no
+control character reaches the terminal:
+`_Console` sees to both for all that goes through it. Style is given with `style=`, never in the
+text.
 """
 
 import json
@@ -24,14 +27,23 @@ _UNLIMITED = 100_000
 
 
 class _Console(Console):
-    """Text is text. Into a file or a pipe, tables are as wide as they need to be, where COLUMNS does not say otherwise."""
+    """Text is text. Into a file or a pipe, tables are as wide as they need to be, where COLUMNS
+    does not say otherwise."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         stream = sys.stderr if stderr else sys.stdout
         narrow = (stream is not None and stream.isatty()) or "COLUMNS" in os.environ
-        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False, width=None if narrow else _UNLIMITED)
+        super().__init__(
+            stderr=stderr,
+            markup=False,
+            emoji=False,
+            highlight=False,
+            width=None if narrow else _UNLIMITED,
+        )
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
@@ -99,15 +111,23 @@ def tell(text: str) -> None:
 
 
 def tell_error(problem: str, remedy: str, *, title: str = "error: ", as_json: bool) -> None:
-    """What is wrong and what to do: a line on stderr, and where JSON was asked for the one object on stdout."""
-    err.print(Text(title, style="bold red") + Text(one_line(f"{problem}; {remedy}" if remedy else problem)), soft_wrap=True)
+    """What is wrong and what to do: a line on stderr, and where JSON was asked for the one object
+    on stdout."""
+    err.print(
+        Text(title, style="bold red")
+        + Text(one_line(f"{problem}; {remedy}" if remedy else problem)),
+        soft_wrap=True,
+    )
     if as_json:
         print_json({"error": {"message": problem, "remedy": remedy}})
 
 
 def show_prediction(predicted: dict[str, Any]) -> None:
     levels = [one["level"] for one in predicted["predictions"][0]]
-    what = f"{predicted['scheme']} on {predicted['devices']} x {predicted['hardware']}, context {predicted['context']}"
+    what = (
+        f"{predicted['scheme']} on {predicted['devices']} x {predicted['hardware']}, context "
+        f"{predicted['context']}"
+    )
     title = f"TPOT in ms, {what}: predicted, never measured"
     table = _table("concurrency", *levels)
     for ladder in predicted["predictions"]:
@@ -116,9 +136,13 @@ def show_prediction(predicted: dict[str, Any]) -> None:
     for one in predicted["predictions"][0]:
         parts = ", ".join(f"{name} {ms:.1f}" for name, ms in one["parts"].items() if ms >= 0.05)
         note = f"{one['num_launches']} launches, {one['num_collectives']} collectives"
-        level = f"{one['level']}: {one['summary']}; at concurrency {one['batch']}: {parts} ms; {note}"
+        level = (
+            f"{one['level']}: {one['summary']}; at concurrency {one['batch']}: {parts} ms; {note}"
+        )
         tell(level)
-    for ladder, between in ((predicted["predictions"][at], predicted["steps"][at]) for at in (0, -1)):
+    for ladder, between in (
+        (predicted["predictions"][at], predicted["steps"][at]) for at in (0, -1)
+    ):
         for one in between:
             added = ", ".join(f"{part} {ms:+.1f}" for part, ms in one["adds_ms"].items())
             step = f"concurrency {ladder[0]['batch']}, {one['from']} to {one['to']}"
@@ -132,11 +156,21 @@ def show_diagnosis(model: str, about: dict[str, Any]) -> None:
     colours = {"good": "bold green", "doubtful": "bold yellow", "bad": "bold red"}
     counted = [f["severity"] for f in about["findings"]]
     told = ", ".join(
-        f"{counted.count(kind)} {kind}{'s' * (counted.count(kind) > 1)}" for kind in ("error", "warning", "note") if kind in counted
+        f"{counted.count(kind)} {kind}{'s' * (counted.count(kind) > 1)}"
+        for kind in ("error", "warning", "note")
+        if kind in counted
     )
-    out.print(Text(about["verdict"], style=colours[about["verdict"]]) + Text(f": {model}, {told or 'nothing found'}"), soft_wrap=True)
+    out.print(
+        Text(about["verdict"], style=colours[about["verdict"]])
+        + Text(f": {model}, {told or 'nothing found'}"),
+        soft_wrap=True,
+    )
     for finding in about["findings"]:
-        out.print(f"{finding['severity']}: {finding['name']} in {finding['where']}", style="bold", soft_wrap=True)
+        out.print(
+            f"{finding['severity']}: {finding['name']} in {finding['where']}",
+            style="bold",
+            soft_wrap=True,
+        )
         out.print(f"  {finding['evidence']}", soft_wrap=True)
         out.print(f"  {finding['remedy']}", style="dim", soft_wrap=True)
 
@@ -151,11 +185,21 @@ def show_scores(results: dict[str, Any]) -> None:
         stderr = "-" if task["stderr"] is None else f"{100 * task['stderr']:.2f}"
         shares = (f"{100 * task[key]:.1f} %" for key in ("unfinished", "no_answer"))
         count = f"{task['n']} x {task['repeats']}"
-        table.add_row(name, f"{100 * task['accuracy']:.2f} %", stderr, count, *shares, f"{task['tokens']['mean']:.0f}")
+        table.add_row(
+            name,
+            f"{100 * task['accuracy']:.2f} %",
+            stderr,
+            count,
+            *shares,
+            f"{task['tokens']['mean']:.0f}",
+        )
     _show(f"{results['model']}, {results['hardware']}", table)
     for name, task in results["results"].items():
         if task.get("comparison"):
-            out.print(f"{name} against {results['baseline']}: {task['comparison']['sentence']}", soft_wrap=True)
+            out.print(
+                f"{name} against {results['baseline']}: {task['comparison']['sentence']}",
+                soft_wrap=True,
+            )
         for warning in task["warnings"]:
             err.print(Text(f"{name}: ", style="bold yellow") + Text(warning), soft_wrap=True)
     if results["sandbox"]:
@@ -166,13 +210,19 @@ def show_scores(results: dict[str, Any]) -> None:
 
 def show_needed(plan: dict[str, Any], margin: float) -> None:
     noise = "noise as the baseline's replies have it" if plan["measured"] else "noise at its most"
-    title = f"{plan['task']}: to tell a loss of {100 * margin:g} points at {100 * plan['accuracy']:.1f} %, in 4 runs of 5; {noise}"
+    title = (
+        f"{plan['task']}: to tell a loss of {100 * margin:g} points at "
+        f"{100 * plan['accuracy']:.1f} %, in 4 runs of 5; {noise}"
+    )
     table = _table("repeats of both", "problems to say held", "problems to say lost")
     for row in plan["rows"]:
         table.add_row(str(row["repeats"]), f"{row['held']:,}", f"{row['lost']:,}")
     _show(title, table)
     if plan["enough"] is None:
-        told = f"its {plan['problems']} problems cannot say held at this margin, however often they are asked"
+        told = (
+            f"its {plan['problems']} problems cannot say held at this margin, however often "
+            "they are asked"
+        )
     else:
         told = f"its {plan['problems']} problems can say held with --repeats {plan['enough']}"
     out.print(told, soft_wrap=True)
@@ -184,22 +234,45 @@ def show_comparison(table: dict[str, Any]) -> None:
         for task, figures in run["results"].items():
             low, high = figures["interval"]
             count = f"{figures['n']} x {figures['repeats']}"
-            rows.add_row(run["run"], task, f"{100 * figures['accuracy']:.2f} %", f"{100 * low:.1f} to {100 * high:.1f}", count)
+            rows.add_row(
+                run["run"],
+                task,
+                f"{100 * figures['accuracy']:.2f} %",
+                f"{100 * low:.1f} to {100 * high:.1f}",
+                count,
+            )
     _show(f"baseline {table['baseline']}", rows)
     for run in table["runs"]:
         for task, figures in run["results"].items():
             if figures["comparison"]:
-                out.print(f"{run['run']}, {task}: {figures['comparison']['sentence']}", soft_wrap=True)
+                out.print(
+                    f"{run['run']}, {task}: {figures['comparison']['sentence']}", soft_wrap=True
+                )
         for note in run["notes"]:
             err.print(Text(f"{run['run']}: ", style="bold yellow") + Text(note), soft_wrap=True)
 
 
 def show_speed(result: dict[str, Any]) -> None:
-    columns = ["input", "concurrency", "TTFT s", "TPOT ms", "ITL ms", "tokens/s", "system tokens/s", "requests/s", "latency s", "failed"]
+    columns = [
+        "input",
+        "concurrency",
+        "TTFT s",
+        "TPOT ms",
+        "ITL ms",
+        "tokens/s",
+        "system tokens/s",
+        "requests/s",
+        "latency s",
+        "failed",
+    ]
     table = _table(*columns, *(["goodput/s"] if result["goodput_limits_ms"] else []))
     for row in result["rows"]:
-        tpot, itl, tps = ("-" if row[key] is None else f"{row[key]:.1f}" for key in ("tpot_ms", "itl_ms", "tps"))
-        load = str(row["concurrency"]) if row["offered_rate"] is None else f"{row['offered_rate']:g}/s"
+        tpot, itl, tps = (
+            "-" if row[key] is None else f"{row[key]:.1f}" for key in ("tpot_ms", "itl_ms", "tps")
+        )
+        load = (
+            str(row["concurrency"]) if row["offered_rate"] is None else f"{row['offered_rate']:g}/s"
+        )
         cells = [
             f"{row['ttft_s']:.3f}",
             tpot,
@@ -213,16 +286,27 @@ def show_speed(result: dict[str, Any]) -> None:
         table.add_row(str(row["input_len"] or "prompts"), load, *cells, str(row["failed"]), *good)
     _show(result["target"], table)
     if uncounted := sum(row["uncounted"] for row in result["rows"]):
-        tell(f"of {uncounted} replies the server told no number of tokens: each of their pieces counts as one, though it may hold several")
-    if short := sorted({name.rpartition("_p")[2] for row in result["rows"] for name in row["left_out"]}, key=int):
-        tell(f"percentiles left out for want of requests: {', '.join(f'p{p} takes {-(-100 // (100 - int(p)))}' for p in short)}")
+        tell(
+            f"of {uncounted} replies the server told no number of tokens: each of their pieces "
+            "counts as one, though it may hold several"
+        )
+    if short := sorted(
+        {name.rpartition("_p")[2] for row in result["rows"] for name in row["left_out"]}, key=int
+    ):
+        tell(
+            "percentiles left out for want of requests: "
+            f"{', '.join(f'p{p} takes {-(-100 // (100 - int(p)))}' for p in short)}"
+        )
 
 
 def show_published(tables: list[dict[str, Any]]) -> None:
     """Others' figures, under what they are of: never this machine's."""
     for published in tables:
         columns = list(dict.fromkeys(name for row in published["rows"] for name in row))
-        title = f"published: {published['model']} {published['scheme']} on {published['hardware']} ({published['source']})"
+        title = (
+            f"published: {published['model']} {published['scheme']} on "
+            f"{published['hardware']} ({published['source']})"
+        )
         table = _table(*columns)
         for row in published["rows"]:
             table.add_row(*(f"{row[name]:g}" if name in row else "-" for name in columns))
@@ -231,7 +315,10 @@ def show_published(tables: list[dict[str, Any]]) -> None:
 
 def show_kernels(device: str, rows: list[dict[str, Any]]) -> None:
     """A row for each operator, and what each other backend lacks, said once."""
-    table, lacking = _table("operator", "served by", "usable too", "limits"), dict[tuple[str, str], list[str]]()
+    table, lacking = (
+        _table("operator", "served by", "usable too", "limits"),
+        dict[tuple[str, str], list[str]](),
+    )
     operators = list(dict.fromkeys(row["operator"] for row in rows))
     for operator in operators:
         of_operator = [row for row in rows if row["operator"] == operator]
@@ -245,50 +332,84 @@ def show_kernels(device: str, rows: list[dict[str, Any]]) -> None:
     unusable = _table("backend", "does not serve", "because")
     for (backend, reason), unserved in lacking.items():
         rest = [operator for operator in operators if operator not in unserved]
-        few = "any operator" if not rest else f"any but {' '.join(rest)}" if len(rest) < len(unserved) else " ".join(unserved)
+        few = (
+            "any operator"
+            if not rest
+            else f"any but {' '.join(rest)}"
+            if len(rest) < len(unserved)
+            else " ".join(unserved)
+        )
         unusable.add_row(backend, few, reason)
     _show("not usable here", unusable)
 
 
 def show_measurement(row: dict[str, Any]) -> None:
-    speed = f"{row['microseconds']:10.1f} us {row['gigabytes_per_second']:8.1f} GB/s {row['fraction']:6.1%} of bandwidth"
-    line = f"{row['operator']:14} {row['backend']:10} {row['case']:28} error {row['error']:.1e} {speed} "
+    speed = (
+        f"{row['microseconds']:10.1f} us {row['gigabytes_per_second']:8.1f} GB/s "
+        f"{row['fraction']:6.1%} of bandwidth"
+    )
+    line = (
+        f"{row['operator']:14} {row['backend']:10} {row['case']:28} error {row['error']:.1e} "
+        f"{speed} "
+    )
     verdict = Text("ok") if row["ok"] else Text("WRONG", style="bold red")
     out.print(Text(line) + verdict, soft_wrap=True)  # one operator a line
 
 
 def show_decoding(rate: dict[str, Any]) -> None:
     limit = f"within {rate['limit_ms']:g} ms" if rate["limit_ms"] else f"{rate['batch']} sequences"
-    asked = f"{rate['role']}, {rate['scheme']} on {rate['hardware']}, {limit}, {rate['context']} tokens of context"
-    err.print(f"{asked}: published {rate['tokens_per_second']:g} tokens/s a device ({rate['of']})", soft_wrap=True)
+    asked = (
+        f"{rate['role']}, {rate['scheme']} on {rate['hardware']}, {limit}, {rate['context']} "
+        "tokens of context"
+    )
+    err.print(
+        f"{asked}: published {rate['tokens_per_second']:g} tokens/s a device ({rate['of']})",
+        soft_wrap=True,
+    )
     for one in rate["predicted"]:
         sent = f"dispatch {one['dispatch_bytes'] / 1e6:.0f} MB in {one['parts']['dispatch']:.1f} ms"
         back = f"combine {one['combine_bytes'] / 1e6:.0f} MB in {one['parts']['combine']:.1f} ms"
         told = f"  {one['level']}: {one['tokens_per_second']:.0f} tokens/s ({one['error']:+.0%}), "
         told += f"{one['batch']} sequences in {one['step_ms']:.1f} ms"
-        err.print(f"{told}; {one['experts_per_device']} experts a device, {sent}, {back}", soft_wrap=True)
+        err.print(
+            f"{told}; {one['experts_per_device']} experts a device, {sent}, {back}", soft_wrap=True
+        )
     for assumption in rate["assumptions"]:
         err.print(f"  assuming {assumption}", soft_wrap=True)
 
 
 def _told_fit(fit: dict[str, Any]) -> str:
     """What the fullest device of a role holds, of a `Fit` as a dictionary."""
-    weights, reserve, usable = (f"{fit[name] / 2**30:.3g}" for name in ("weight_bytes", "reserve_bytes", "usable_bytes"))
-    room = f"{fit['tokens']:,} tokens of cache" if fit["tokens"] >= fit["context"] else f"not one request of {fit['context']:,} tokens"
-    return f"the fullest card holds {weights} GiB of weights and has room for {room}; of its {usable} GiB {reserve} stay free"
+    weights, reserve, usable = (
+        f"{fit[name] / 2**30:.3g}" for name in ("weight_bytes", "reserve_bytes", "usable_bytes")
+    )
+    room = (
+        f"{fit['tokens']:,} tokens of cache"
+        if fit["tokens"] >= fit["context"]
+        else f"not one request of {fit['context']:,} tokens"
+    )
+    return (
+        f"the fullest card holds {weights} GiB of weights and has room for {room}; of its "
+        f"{usable} GiB {reserve} stay free"
+    )
 
 
 def show_deployment(plan: dict[str, Any], scripts: list[str]) -> None:
     err.print(f"{plan['engine']} on {plan['device']}, {plan['layout']}: {plan['summary']}")
     for role, fit in plan["memory"].items():
         err.print(f"{role}: {_told_fit(fit)}", soft_wrap=True)
-    err.print(f"commands: {plan['evidence']['commands']}; the format: {plan['evidence']['format']}", soft_wrap=True)
+    err.print(
+        f"commands: {plan['evidence']['commands']}; the format: {plan['evidence']['format']}",
+        soft_wrap=True,
+    )
     for rate in plan["decoding"]:
         show_decoding(rate)
     for note in plan["notes"]:
         tell(note)
     for problem in plan["problems"]:
         if problem["severity"] != "error":  # an error ends the command, and is its last line
-            err.print(f"{problem['severity']}: {problem['problem']}; {problem['remedy']}", soft_wrap=True)
+            err.print(
+                f"{problem['severity']}: {problem['problem']}; {problem['remedy']}", soft_wrap=True
+            )
     for script in scripts:
         out.print(script, soft_wrap=True)

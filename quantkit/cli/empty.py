@@ -1,5 +1,6 @@
-"""Arguments as a shell leaves them: with nothing in them, of a variable that is not set, which is refused and never taken for the default;
-and with a ~ that stays, as in --out=~/model, which is the home folder and not one of this name."""
+"""Arguments as a shell leaves them: with nothing in them, of a variable that is not set, which is
+refused and never taken for the default; and with a ~ that stays, as in --out=~/model, which is the
+home folder and not one of this name."""
 
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,16 @@ class FilledCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         typed = list(args)
         rest = super().parse_args(ctx, args)
-        values = self.make_parser(ctx).parse_args(typed)[0]  # as they were typed: an empty path is read as the folder that one is in
+        values = self.make_parser(ctx).parse_args(typed)[
+            0
+        ]  # as they were typed: an empty path is read as the folder that one is in
         for one in self.params:
             if one.name not in _MAY_BE_EMPTY and values.get(one.name) == "":
-                raise typer.BadParameter("it is empty: give it a value, or leave it out", ctx=ctx, param_hint=_as_typed(one))
+                raise typer.BadParameter(
+                    "it is empty: give it a value, or leave it out",
+                    ctx=ctx,
+                    param_hint=_as_typed(one),
+                )
             value = ctx.params.get(one.name)
             if isinstance(value, Path) and value.parts[:1] == ("~",):
                 ctx.params[one.name] = value.expanduser()

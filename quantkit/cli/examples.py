@@ -1,4 +1,5 @@
-"""What `quantkit COMMAND --help` ends with: lines that work as they stand, or with a model and files of one's own in their places."""
+"""What `quantkit COMMAND --help` ends with: lines that work as they stand, or with a model and
+files of one's own in their places."""
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "go": (
@@ -92,5 +93,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 
 
 def epilog(command: str) -> str:
-    """The examples of a command as the command line's library prints them, one a line; empty where it has none."""
+    """The examples of a command as the command line's library prints them, one a line; empty where
+    it has none."""
     return "\n".join(["Examples:", *EXAMPLES[command]]) if command in EXAMPLES else ""

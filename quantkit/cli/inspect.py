@@ -18,11 +18,15 @@ def inspect(
     model: Model,
     engine: Annotated[
         str | None,
-        typer.Option(help="Also say whether vllm, sglang, vllm-ascend, omni-infer or chitu loads it.", autocompletion=names_of_engines),
+        typer.Option(
+            help="Also say whether vllm, sglang, vllm-ascend, omni-infer or chitu loads it.",
+            autocompletion=names_of_engines,
+        ),
     ] = None,
     json_: AsJson = False,
 ) -> None:
-    """What is in a checkpoint: format, scheme, tensors, bytes, what is missing or unknown, and whether an engine loads it."""
+    """What is in a checkpoint: format, scheme, tensors, bytes, what is missing or unknown, and
+    whether an engine loads it."""
     from quantkit import api
 
     about = api.inspect(model, engine=engine)
@@ -33,25 +37,47 @@ def inspect(
 
 def kernels(
     device: Device = "auto",
-    backend: Annotated[str, typer.Option(help="Show what serves each operator where this backend is asked for.")] = "auto",
-    check: Annotated[bool, typer.Option(help="Run every operator at R1 shapes against the reference: error, time, bandwidth.")] = False,
-    tune: Annotated[bool, typer.Option(help="Measure plans of the Triton kernels on this card and keep the best: some minutes.")] = False,
+    backend: Annotated[
+        str, typer.Option(help="Show what serves each operator where this backend is asked for.")
+    ] = "auto",
+    check: Annotated[
+        bool,
+        typer.Option(
+            help="Run every operator at R1 shapes against the reference: error, time, bandwidth."
+        ),
+    ] = False,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            help="Measure plans of the Triton kernels on this card and keep the best: some minutes."
+        ),
+    ] = False,
     model: Annotated[
-        str | None, typer.Option(help="With --tune: the model whose products are measured, in place of R1's and Qwen3-8B's quantized ones.")
+        str | None,
+        typer.Option(
+            help="With --tune: the model whose products are measured, in place of R1's and "
+            "Qwen3-8B's quantized ones."
+        ),
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="With --model: ranks that share it.")] = 1,
     json_: AsJson = False,
 ) -> None:
-    """Operators and backends: which are usable here and why the others are not, or with --check how right and how fast they are."""
+    """Operators and backends: which are usable here and why the others are not, or with --check how
+    right and how fast they are."""
     import quantkit_kernels
 
     from quantkit.common.devices import find_device
 
     target = find_device(device)
     if tune and check:
-        raise QuantkitError("--tune and --check are two measurements", "give one of them, then the other")
+        raise QuantkitError(
+            "--tune and --check are two measurements", "give one of them, then the other"
+        )
     if (tune or check) and backend != "auto":
-        raise QuantkitError("--backend is for the table; --check runs every backend that is usable, --tune Triton's", "leave --backend out")
+        raise QuantkitError(
+            "--backend is for the table; --check runs every backend that is usable, --tune Triton's",
+            "leave --backend out",
+        )
     if model is not None and not tune:
         raise QuantkitError("--model is for --tune", "give both, or leave --model out")
     if tp > 1 and model is None:
@@ -69,10 +95,15 @@ def kernels(
         console.show_kernels(str(target), rows)
         asked = [row for row in rows if row["backend"] == backend]
         if asked and not any(row["usable"] for row in asked):
-            console.tell(f"{backend} runs nothing on {target}: {asked[0]['reason']}; the table is that of auto")
+            console.tell(
+                f"{backend} runs nothing on {target}: {asked[0]['reason']}; the table is that of "
+                "auto"
+            )
         for line in told["slow"]:
             console.tell(line)
-        return console.tell(f"plans of the Triton kernels: {told['plans']}") if told["plans"] else None
+        return (
+            console.tell(f"plans of the Triton kernels: {told['plans']}") if told["plans"] else None
+        )
     from quantkit_kernels.self_check import check as measure
 
     from quantkit.evaluation.results.hardware import describe_machine
@@ -88,10 +119,15 @@ def kernels(
         if not json_:
             console.show_measurement(measured[-1])
     wrong = ", ".join(f"{row['operator']} on {row['backend']}" for row in measured if not row["ok"])
-    fault = QuantkitError(f"results differ from the reference: {wrong}", "use --backend reference and report this")
+    fault = QuantkitError(
+        f"results differ from the reference: {wrong}", "use --backend reference and report this"
+    )
     if json_:
         error = {"error": {"message": fault.problem, "remedy": fault.remedy}} if wrong else {}
-        print_json({"device": str(target), "machine": machine, "rows": measured, "published": published} | error)
+        print_json(
+            {"device": str(target), "machine": machine, "rows": measured, "published": published}
+            | error
+        )
         raise typer.Exit(1 if wrong else 0)
     console.show_published(published)
     if wrong:
@@ -99,7 +135,8 @@ def kernels(
 
 
 def _told(device: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How slow the reference is with quantized weights that are left to it, and where the plans of Triton's kernels come from."""
+    """How slow the reference is with quantized weights that are left to it, and where the plans of
+    Triton's kernels come from."""
     import torch
     from quantkit_kernels.samples import random_weight
     from quantkit_kernels.triton.cards import architecture, plans_told
@@ -113,7 +150,9 @@ def _told(device: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
         if served[operator] == "reference":
             weight = random_weight(grid, _SIDE, _SIDE, torch.Generator(device))
             slow.append(slowness(operator, weight, device, torch.bfloat16))
-    on_gpu = device.type == "cuda" and any(row["backend"] == "triton" and row["usable"] for row in rows)
+    on_gpu = device.type == "cuda" and any(
+        row["backend"] == "triton" and row["usable"] for row in rows
+    )
     return {"slow": slow, "plans": plans_told(architecture(device)) if on_gpu else ""}
 
 
@@ -123,9 +162,14 @@ def _tune(device: Any, json_: bool, model: str | None, tp: int) -> None:
     from quantkit_kernels.triton.cards import NoTable, architecture, own_table
     from quantkit_kernels.triton.tune import write_table
 
-    reason = "it is a CPU" if device.type == "cpu" else why_unusable("linear_int4", "triton", device)
+    reason = (
+        "it is a CPU" if device.type == "cpu" else why_unusable("linear_int4", "triton", device)
+    )
     if reason is not None:
-        raise QuantkitError(f"plans of the Triton kernels cannot be measured on {device}: {reason}", "tune on a machine with a GPU")
+        raise QuantkitError(
+            f"plans of the Triton kernels cannot be measured on {device}: {reason}",
+            "tune on a machine with a GPU",
+        )
     wanted = MEASURED
     if model is not None:
         from quantkit.checkpoint.hub import find_model
@@ -140,7 +184,12 @@ def _tune(device: Any, json_: bool, model: str | None, tp: int) -> None:
         for line in write_table(device, path, wanted):
             console.tell(line)
     except NoTable as fault:
-        raise QuantkitError(str(fault), "delete what is in the way, or set XDG_CACHE_HOME to a folder that can be written") from fault
+        raise QuantkitError(
+            str(fault),
+            "delete what is in the way, or set XDG_CACHE_HOME to a folder that can be written",
+        ) from fault
     if json_:
-        return print_json({"device": str(device), "architecture": architecture(device), "table": str(path)})
+        return print_json(
+            {"device": str(device), "architecture": architecture(device), "table": str(path)}
+        )
     console.tell(f"a copy of {path}, sent to quantkit, becomes the table of {architecture(device)}")

@@ -19,7 +19,15 @@ def show_plan(
     """Print the plan of every task."""
     from quantkit.evaluation.planning import plan_evaluation
 
-    plans = plan_evaluation(tasks, data_dir=data_dir, limit=limit, protocol=protocol, baseline=baseline, accuracy=accuracy, margin=margin)
+    plans = plan_evaluation(
+        tasks,
+        data_dir=data_dir,
+        limit=limit,
+        protocol=protocol,
+        baseline=baseline,
+        accuracy=accuracy,
+        margin=margin,
+    )
     if json_:
         return print_json({"margin": margin, "plans": [plan.to_json() for plan in plans]})
     for plan in plans:

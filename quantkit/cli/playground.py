@@ -12,13 +12,18 @@ from quantkit.cli.options import Backend, Device, Model, Port
 
 def playground(
     model: Model,
-    other: Annotated[str | None, typer.Argument(metavar="OTHER", help="A second model, such as MODEL quantized.")] = None,
+    other: Annotated[
+        str | None, typer.Argument(metavar="OTHER", help="A second model, such as MODEL quantized.")
+    ] = None,
     port: Port = 8001,
-    context: Annotated[int, typer.Option(min=16, help="Tokens of a prompt and its answer, at most.")] = 4096,
+    context: Annotated[
+        int, typer.Option(min=16, help="Tokens of a prompt and its answer, at most.")
+    ] = 4096,
     device: Device = "auto",
     backend: Backend = "auto",
 ) -> None:
-    """Ask in the browser: answers side by side, tokens coloured by the divergence, experts that changed."""
+    """Ask in the browser: answers side by side, tokens coloured by the divergence, experts that
+    changed."""
     from quantkit.common.bind import bound
     from quantkit.playground.play import Playground
     from quantkit.playground.serve import HOST, serve

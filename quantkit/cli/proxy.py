@@ -10,12 +10,20 @@ from quantkit.common.errors import QuantkitError
 
 
 def proxy(
-    prefill: Annotated[str, typer.Option(help="Addresses of the servers for prefill, comma-separated: http://10.0.0.1:8100.")],
-    decode: Annotated[str, typer.Option(help="Addresses of the servers for decode, comma-separated.")],
+    prefill: Annotated[
+        str,
+        typer.Option(
+            help="Addresses of the servers for prefill, comma-separated: http://10.0.0.1:8100."
+        ),
+    ],
+    decode: Annotated[
+        str, typer.Option(help="Addresses of the servers for decode, comma-separated.")
+    ],
     host: Host = "127.0.0.1",
     port: Port = 8000,
 ) -> None:
-    """Send requests to a server for prefill, then to one for decode that takes the cache over: vLLM's with a KV connector."""
+    """Send requests to a server for prefill, then to one for decode that takes the cache over:
+    vLLM's with a KV connector."""
     import uvicorn
 
     from quantkit.common.bind import address, bound
@@ -26,10 +34,19 @@ def proxy(
     servers = [[url.strip() for url in urls.split(",")] for urls in (prefill, decode)]
     for url in (url for urls in servers for url in urls):
         if not is_address(url):
-            raise QuantkitError(f"{url!r} is no address of a server", "give one such as http://10.0.0.1:8100")
+            raise QuantkitError(
+                f"{url!r} is no address of a server", "give one such as http://10.0.0.1:8100"
+            )
         if url.rstrip("/").endswith("/v1"):
-            raise QuantkitError(f"{url} is where the API of a server begins", f"give {url.rstrip('/').removesuffix('/v1')}")
+            raise QuantkitError(
+                f"{url} is where the API of a server begins",
+                f"give {url.rstrip('/').removesuffix('/v1')}",
+            )
     with bound(host, port) as sockets:
         first, second = map(len, servers)
-        err.print(f"in front of {first} for prefill and {second} for decode on http://{address(host, port)}/v1", soft_wrap=True)
+        err.print(
+            f"in front of {first} for prefill and {second} for decode on "
+            f"http://{address(host, port)}/v1",
+            soft_wrap=True,
+        )
         HttpServer(uvicorn.Config(in_front_of(*servers), log_level="warning")).run(sockets)

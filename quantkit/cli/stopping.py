@@ -1,4 +1,5 @@
-"""Being stopped: Ctrl-C and SIGTERM end a command with one line: what is kept, where something is, and the command that goes on."""
+"""Being stopped: Ctrl-C and SIGTERM end a command with one line: what is kept, where something is,
+and the command that goes on."""
 
 import shlex
 import signal
@@ -13,7 +14,8 @@ from quantkit.common.errors import Interrupted
 
 
 class Stopped(Exception):
-    """A command was told to stop. kept: what it leaves, in words; empty if nothing. signal: by what."""
+    """A command was told to stop. kept: what it leaves, in words; empty if nothing. signal: by
+    what."""
 
     def __init__(self, kept: str, number: int) -> None:
         self.kept, self.exit_code = kept, 128 + number
@@ -33,7 +35,8 @@ class _Terminated(KeyboardInterrupt):
 
 @contextmanager
 def stoppable(kept: Callable[[], str] = str) -> Iterator[None]:
-    """Raise Stopped where the block is stopped. `kept` is asked then, if what was raised does not say it."""
+    """Raise Stopped where the block is stopped. `kept` is asked then, if what was raised does not
+    say it."""
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
@@ -46,7 +49,8 @@ def stoppable(kept: Callable[[], str] = str) -> Iterator[None]:
 
 
 class StoppableCommand(FilledCommand):
-    """A command that ends so wherever it is stopped, as while it loads a model; inside, `stoppable` says what is kept."""
+    """A command that ends so wherever it is stopped, as while it loads a model; inside, `stoppable`
+    says what is kept."""
 
     def invoke(self, ctx: Any) -> Any:
         with stoppable():

@@ -1,4 +1,5 @@
-"""Data files that travel with the package: recipes, evaluation tasks, the built-in model, and the calibration text."""
+"""Data files that travel with the package: recipes, evaluation tasks, the built-in model, and the
+calibration text."""
 
 from pathlib import Path
 
@@ -9,7 +10,8 @@ BUILTIN_MODELS = ("tiny-r1",)
 
 
 def asset(*parts: str) -> Path:
-    """Path of `recipes/...` or `eval/...`: from the checkout where there is one, else from the wheel."""
+    """Path of `recipes/...` or `eval/...`: from the checkout where there is one, else from the
+    wheel."""
     for root in (_PACKAGE.parent, _PACKAGE / "_assets"):
         path = root.joinpath(*parts)
         if path.exists():
@@ -23,5 +25,6 @@ def builtin_model(name: str) -> Path:
 
 
 def calibration_text() -> Path:
-    """The text that models are calibrated on where none is given. tools/calibration/build.py makes it."""
+    """The text that models are calibrated on where none is given. tools/calibration/build.py makes
+    it."""
     return _PACKAGE / "builtin" / "calibration.jsonl"

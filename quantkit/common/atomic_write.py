@@ -7,7 +7,8 @@ from quantkit.common.errors import QuantkitError
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write the file, text as UTF-8. What stood there before stays until all is written, and what was begun goes where that fails.
+    """Write the file, text as UTF-8. What stood there before stays until all is written, and what
+    was begun goes where that fails.
 
     Raises QuantkitError that names `path` where there is no room or no right to write.
     """
@@ -22,11 +23,15 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Raise QuantkitError, before hours of work, where the file that was given as `option` could not be written at their end."""
+    """Raise QuantkitError, before hours of work, where the file that was given as `option` could
+    not be written at their end."""
     if path.is_dir():
         raise QuantkitError(f"{path} is a directory", f"give {option} the name of a file")
     if not path.parent.is_dir():
-        raise QuantkitError(f"cannot write {path}: there is no folder {path.parent}", "make it, or give another file")
+        raise QuantkitError(
+            f"cannot write {path}: there is no folder {path.parent}",
+            "make it, or give another file",
+        )
     begun = _begun(path)
     try:
         begun.write_bytes(bytes(1))
@@ -50,4 +55,6 @@ def _begun(path: Path) -> Path:
 
 
 def _refused(path: Path, error: OSError) -> QuantkitError:
-    return QuantkitError(f"cannot write {path}: {error.strerror}", "mend that, or choose another place")
+    return QuantkitError(
+        f"cannot write {path}: {error.strerror}", "mend that, or choose another place"
+    )

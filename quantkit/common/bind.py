@@ -9,13 +9,17 @@ from quantkit.common.errors import QuantkitError
 
 @contextmanager
 def bound(host: str, port: int) -> Iterator[list[socket.socket]]:
-    """Sockets at every address of `host`, which nobody can connect to until somebody listens on them; closed at the end.
+    """Sockets at every address of `host`, which nobody can connect to until somebody listens on
+    them; closed at the end.
 
     Raises QuantkitError where the address is another's, or none of this machine's.
     """
     with ExitStack() as opened:
         try:
-            sockets = [opened.enter_context(_socket_at(family, address)) for family, address in _addresses(host, port)]
+            sockets = [
+                opened.enter_context(_socket_at(family, address))
+                for family, address in _addresses(host, port)
+            ]
         except OSError as error:
             raise not_free(host, port, error) from error
         yield sockets
@@ -45,9 +49,13 @@ def _addresses(host: str, port: int) -> Sequence[tuple[socket.AddressFamily, tup
 def _socket_at(family: socket.AddressFamily, address: tuple[object, ...]) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that ended a moment ago does not hold its port
+        made.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # one that ended a moment ago does not hold its port
         if family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # IPv4 has a socket of its own
+            made.setsockopt(
+                socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1
+            )  # IPv4 has a socket of its own
         made.bind(address)
     except OSError:
         made.close()

@@ -1,4 +1,5 @@
-"""Where to compute and in what: the device and dtype that "auto" stands for on this machine, and the machine in a line."""
+"""Where to compute and in what: the device and dtype that "auto" stands for on this machine, and
+the machine in a line."""
 
 import importlib.util
 import os
@@ -15,7 +16,8 @@ _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def find_device(name: str) -> torch.device:
-    """`auto` (cuda, else npu, else cpu) or a torch device name; refused where this machine does not have it.
+    """`auto` (cuda, else npu, else cpu) or a torch device name; refused where this machine does not
+    have it.
 
     Of several processes on one machine (LOCAL_RANK) each gets the device of its number.
     """
@@ -27,7 +29,10 @@ def find_device(name: str) -> torch.device:
     if kind == "cuda" and not torch.cuda.is_available():
         raise QuantkitError("no CUDA device is usable here", "use --device cpu")
     if kind == "npu" and not _has_npu():
-        raise QuantkitError("no Ascend NPU is usable here", "install torch_npu on an Ascend machine, or use --device cpu")
+        raise QuantkitError(
+            "no Ascend NPU is usable here",
+            "install torch_npu on an Ascend machine, or use --device cpu",
+        )
     if name in ("cuda", "npu"):
         name = f"{name}:{os.environ.get('LOCAL_RANK', 0)}"
     return _numbered(name, kind)
@@ -41,7 +46,8 @@ def take_device(name: str) -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """Of this thread: Triton and our own kernels are launched on the current device, wherever the tensors lie that they are given."""
+    """Of this thread: Triton and our own kernels are launched on the current device, wherever the
+    tensors lie that they are given."""
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
 
@@ -59,13 +65,19 @@ def _numbered(name: str, kind: str) -> torch.device:
 
 
 def default_dtype(device: torch.device, int4: bool = False) -> torch.dtype:
-    """bfloat16 where the hardware multiplies it, float32 elsewhere: on AVX2 bfloat16 arithmetic is emulated and slower.
+    """bfloat16 where the hardware multiplies it, float32 elsewhere: on AVX2 bfloat16 arithmetic is
+    emulated and slower.
 
-    int4: of a model with 4-bit integer weights, whose operator takes bfloat16 on any CPU and is 2 to 3 times as fast there as float32.
+    int4: of a model with 4-bit integer weights, whose operator takes bfloat16 on any CPU and is 2
+    to 3 times as fast there as float32.
     """
     if device.type != "cpu" or int4:
         return torch.bfloat16
-    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else torch.float32
+    return (
+        torch.bfloat16
+        if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        else torch.float32
+    )
 
 
 def find_dtype(name: str | None, device: torch.device, int4: bool = False) -> torch.dtype:
@@ -77,7 +89,9 @@ def dtype_named(name: str) -> torch.dtype:
     """By its torch name or the short one, as bfloat16 or bf16."""
     found = DTYPES.get(_SHORT.get(name, name))
     if found is None:
-        raise UsageFault(f"dtype {name!r} is not known", f"use {', '.join(DTYPES)}, or {', '.join(_SHORT)}")
+        raise UsageFault(
+            f"dtype {name!r} is not known", f"use {', '.join(DTYPES)}, or {', '.join(_SHORT)}"
+        )
     return found
 
 
@@ -98,14 +112,15 @@ def free_bytes(device: torch.device) -> int:
 
 
 def sent(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Numbers of the host as a tensor of `device`, which was not waited for: `torch.tensor(values, device=...)` waits until everything that
-    was launched is done. CUDA has copied what is pageable when the call returns."""
+    """Numbers of the host as a tensor of `device`, which was not waited for: `torch.tensor(values,
+    device=...)` waits until everything that was launched is done. CUDA has copied what is pageable
+    when the call returns."""
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=device.type == "cuda")
 
 
 class Fetched:
-    """Numbers of a tensor on their way to the host: it waits for them, and not for what CUDA is told to do behind this. The tensor may be
-    written over then."""
+    """Numbers of a tensor on their way to the host: it waits for them, and not for what CUDA is
+    told to do behind this. The tensor may be written over then."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._there: torch.cuda.Event | None = None
@@ -139,7 +154,11 @@ def describe_hardware(device: str = "auto") -> str:
 def _processor() -> str:
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU implementer"))]
+    names = [
+        line.partition(":")[2].strip()
+        for line in lines
+        if line.startswith(("model name", "CPU implementer"))
+    ]
     return names[0] if names else platform.processor() or platform.machine()
 
 

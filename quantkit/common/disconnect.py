@@ -9,7 +9,8 @@ from starlette.types import Receive
 
 
 async def until_disconnect(work: Coroutine[Any, Any, Any], receive: Receive) -> Any:
-    """The result of `work`; it is cancelled and ClientDisconnect raised where the client goes first. The body must have been read."""
+    """The result of `work`; it is cancelled and ClientDisconnect raised where the client goes
+    first. The body must have been read."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":

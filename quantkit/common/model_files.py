@@ -1,8 +1,9 @@
 """Opening the files of a model's folder, which anybody may have made.
 
-Only regular files are opened, and none makes the reader wait. A link may not lead out of the folder; in the hub's cache, where every
-file of a snapshot is a link, it may lead anywhere in the repository's own folder. Sizes are limited before a byte is read. Shards may lie
-in folders below, where the index names them so.
+Only regular files are opened, and none makes the reader wait. A link may not lead out of the
+folder; in the hub's cache, where every file of a snapshot is a link, it may lead anywhere in the
+repository's own folder. Sizes are limited before a byte is read. Shards may lie in folders below,
+where the index names them so.
 """
 
 import json
@@ -15,7 +16,8 @@ from typing import Any
 from quantkit.common.errors import QuantkitError
 
 LARGEST = 100_000_000
-"""Bytes of a file that lists tensors or tokens. Published ones reach 35 MB; a header has the same limit in the safetensors package."""
+"""Bytes of a file that lists tensors or tokens. Published ones reach 35 MB; a header has the same
+limit in the safetensors package."""
 LARGEST_SETTINGS = 16 << 20
 """Bytes of a file of settings, or a chat template."""
 _DEEPEST = 100
@@ -35,18 +37,21 @@ _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def is_there(path: Path) -> bool:
-    """Whether the folder has an entry of that name, of whatever kind: a broken link is there, and is told when it is opened."""
+    """Whether the folder has an entry of that name, of whatever kind: a broken link is there, and
+    is told when it is opened."""
     return os.path.lexists(path)
 
 
 def is_inside(name: str) -> bool:
-    """Whether a name of an index leads to a file of the model's folder, or of a folder below it, by its words alone."""
+    """Whether a name of an index leads to a file of the model's folder, or of a folder below it, by
+    its words alone."""
     return not name.startswith("/") and all(part not in ("", ".", "..") for part in name.split("/"))
 
 
 def open_file(path: Path, folder: Path | None = None) -> int:
-    """A descriptor for reading. folder: of the model, where `path` is in a folder below it. Raises QuantkitError where `path` is no regular
-    file, stands for one of Git LFS, cannot be read, or leads out of the model's folder."""
+    """A descriptor for reading. folder: of the model, where `path` is in a folder below it. Raises
+    QuantkitError where `path` is no regular file, stands for one of Git LFS, cannot be read, or
+    leads out of the model's folder."""
     try:
         target = Path(os.path.realpath(path, strict=True))
         mode = target.stat().st_mode
@@ -55,37 +60,53 @@ def open_file(path: Path, folder: Path | None = None) -> int:
             raise QuantkitError(f"{path} is a {kind}, not a file", _AGAIN)
         if not any(target.is_relative_to(root) for root in _roots(folder or path.parent)):
             raise QuantkitError(
-                f"{path} is a link to {target}, outside of the model's folder", "put the file itself there, or remove the link"
+                f"{path} is a link to {target}, outside of the model's folder",
+                "put the file itself there, or remove the link",
             )
         descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         if os.pread(descriptor, len(_POINTER), 0) == _POINTER:
             os.close(descriptor)
-            raise QuantkitError(f"{path} is a pointer of Git LFS, not the file itself", "run `git lfs pull` there, or use `hf download`")
+            raise QuantkitError(
+                f"{path} is a pointer of Git LFS, not the file itself",
+                "run `git lfs pull` there, or use `hf download`",
+            )
         return descriptor
     except FileNotFoundError:
         if path.is_symlink():
-            raise QuantkitError(f"{path} is a link to {os.readlink(path)}, which does not exist", _AGAIN) from None
-        raise QuantkitError(f"{path} does not exist", "restore it, or give the directory of a complete checkpoint") from None
+            raise QuantkitError(
+                f"{path} is a link to {os.readlink(path)}, which does not exist", _AGAIN
+            ) from None
+        raise QuantkitError(
+            f"{path} does not exist", "restore it, or give the directory of a complete checkpoint"
+        ) from None
     except OSError as error:
-        raise QuantkitError(f"cannot read {path}: {error.strerror}", "restore that file and run again") from error
+        raise QuantkitError(
+            f"cannot read {path}: {error.strerror}", "restore that file and run again"
+        ) from error
     except ValueError as error:  # a name that no file can have
         raise QuantkitError(f"cannot read {path}: {error}", _AGAIN) from error
 
 
 def _roots(folder: Path) -> list[Path]:
-    """Where the files of a folder may lie: in it, and in its repository where it is a snapshot of the hub's cache."""
+    """Where the files of a folder may lie: in it, and in its repository where it is a snapshot of
+    the hub's cache."""
     real = Path(os.path.realpath(folder))
     repository = real.parent.parent
-    in_cache = real.parent.name == "snapshots" and repository.name.startswith(("models--", "datasets--"))
+    in_cache = real.parent.name == "snapshots" and repository.name.startswith(
+        ("models--", "datasets--")
+    )
     return [real, repository] if in_cache else [real]
 
 
 def read_file(path: Path, limit: int = LARGEST) -> bytes:
-    """The contents. Raises QuantkitError as `open_file` does, and where the file is larger than `limit` bytes."""
+    """The contents. Raises QuantkitError as `open_file` does, and where the file is larger than
+    `limit` bytes."""
     with os.fdopen(open_file(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise QuantkitError(f"{path} has {size} bytes, and such a file has {limit} at most", _AGAIN)
+            raise QuantkitError(
+                f"{path} has {size} bytes, and such a file has {limit} at most", _AGAIN
+            )
         return file.read(limit)
 
 
@@ -98,7 +119,8 @@ def read_text(path: Path, limit: int = LARGEST_SETTINGS) -> str:
 
 
 def read_json(path: Path, limit: int = LARGEST_SETTINGS) -> dict[str, Any]:
-    """A JSON object. Raises QuantkitError for anything else, for a name that is given two values, and where it is nested too deep."""
+    """A JSON object. Raises QuantkitError for anything else, for a name that is given two values,
+    and where it is nested too deep."""
     text = read_text(path, limit)
     try:
         value = parse_json(text)
@@ -110,9 +132,12 @@ def read_json(path: Path, limit: int = LARGEST_SETTINGS) -> dict[str, Any]:
 
 
 def parse_json(text: str, *, unique: bool = False) -> Any:
-    """The value. Raises ValueError where it is not JSON, or where a name has two values (with `unique`: where it appears twice)."""
+    """The value. Raises ValueError where it is not JSON, or where a name has two values (with
+    `unique`: where it appears twice)."""
     try:
-        value = json.loads(text, object_pairs_hook=_unique if unique else _unambiguous, parse_int=_integer)
+        value = json.loads(
+            text, object_pairs_hook=_unique if unique else _unambiguous, parse_int=_integer
+        )
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
     _check_depth(value)
@@ -156,6 +181,12 @@ def _check_depth(value: Any) -> None:
         level = [
             inner
             for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
+            for inner in (
+                outer.values()
+                if isinstance(outer, dict)
+                else outer
+                if isinstance(outer, list)
+                else ()
+            )
             if isinstance(inner, dict | list)
         ]

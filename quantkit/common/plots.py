@@ -1,4 +1,5 @@
-"""Axes without a display and without global state, and figures as inline SVG for self-contained pages, in the page's own colour of text."""
+"""Axes without a display and without global state, and figures as inline SVG for self-contained
+pages, in the page's own colour of text."""
 
 import io
 import re
@@ -33,20 +34,27 @@ _POWER = re.compile(r"\^\{(-?\d+)\}")
 
 @cache
 def _powers() -> "type[LogFormatter]":
-    """A formatter of logarithmic axes that writes 10⁻³ in characters. matplotlib's own has each label typeset as mathematics, which takes
-    a third of the time of a report."""
+    """A formatter of logarithmic axes that writes 10⁻³ in characters. matplotlib's own has each
+    label typeset as mathematics, which takes a third of the time of a report."""
     from matplotlib.ticker import LogFormatterSciNotation
 
     class Powers(LogFormatterSciNotation):
         def __call__(self, x: float, pos: int | None = None) -> str:
-            text = super().__call__(x, pos).removeprefix(r"$\mathdefault{").removesuffix("}$").replace(r"\times", "×")
+            text = (
+                super()
+                .__call__(x, pos)
+                .removeprefix(r"$\mathdefault{")
+                .removesuffix("}$")
+                .replace(r"\times", "×")
+            )
             return _POWER.sub(lambda power: power[1].translate(_RAISED), text)
 
     return Powers
 
 
 def label_axes(axes: "Axes", x: str, y: str) -> None:
-    """Behind the choice of scales. An x that counts layers, experts or groups has ticks at whole numbers."""
+    """Behind the choice of scales. An x that counts layers, experts or groups has ticks at whole
+    numbers."""
     from matplotlib.ticker import MaxNLocator
 
     for axis in (axes.xaxis, axes.yaxis):
@@ -79,13 +87,24 @@ class Plot:
         self.figure = figure
 
     def svg(self) -> str:
-        """The <svg> element alone: no XML head, no fixed size, no background, ids that cannot clash between plots of one page. What is
-        black has the colour of the text around it."""
+        """The <svg> element alone: no XML head, no fixed size, no background, ids that cannot clash
+        between plots of one page. What is black has the colour of the text around it."""
         import matplotlib
 
         text = io.StringIO()
-        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "quantkit", "font.family": "sans-serif"}):
+        with matplotlib.rc_context(
+            {"svg.fonttype": "none", "svg.hashsalt": "quantkit", "font.family": "sans-serif"}
+        ):
             self.figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
         body = text.getvalue()
-        body = body[body.index("<svg") :].replace("#000000", "currentColor").replace("<svg", '<svg fill="currentColor"', 1)
-        return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", body, count=1), count=1)
+        body = (
+            body[body.index("<svg") :]
+            .replace("#000000", "currentColor")
+            .replace("<svg", '<svg fill="currentColor"', 1)
+        )
+        return re.sub(
+            r'(<svg[^>]*?) width="[^"]*"',
+            r"\1",
+            re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", body, count=1),
+            count=1,
+        )

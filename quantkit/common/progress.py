@@ -1,4 +1,5 @@
-"""What a run tells while it works: small values that a progress bar, a log and a report are made from."""
+"""What a run tells while it works: small values that a progress bar, a log and a report are made
+from."""
 
 import resource
 import sys
@@ -12,9 +13,11 @@ from pathlib import Path
 class Progress:
     """Work done so far, in bytes of source weights; time left is estimated from these.
 
-    phase: what is being done, in a word or two. unit: the part in work, such as layers.3.experts.17. share: of the run's expected time that
-    is behind it, 0 to 1, so that the rest can be told from the clock; where every byte takes as long, that of the bytes.
-    error: mean relative output error of the linears quantized so far. memory: resident bytes of this process.
+    phase: what is being done, in a word or two. unit: the part in work, such as
+    layers.3.experts.17. share: of the run's expected time that is behind it, 0 to 1, so that the
+    rest can be told from the clock; where every byte takes as long, that of the bytes.
+    error: mean relative output error of the linears quantized so far. memory: resident bytes of
+    this process.
     """
 
     phase: str
@@ -46,14 +49,17 @@ def silent(event: Event) -> None:
 class TimeLeft:
     """Seconds that work still takes, from the share of it that is done and the clock.
 
-    The pace is the mean so far. Of the first steps it says little, as caches and compilers warm up, so `expected` seconds for the whole
-    count too, where they are given, as much as if _TRUSTED of the work had been seen to take its share of them. What was there before,
-    as in a run that goes on, says nothing of the pace.
+    The pace is the mean so far. Of the first steps it says little, as caches and compilers warm up,
+    so `expected` seconds for the whole count too, where they are given, as much as if _TRUSTED of
+    the work had been seen to take its share of them. What was there before, as in a run that goes
+    on, says nothing of the pace.
     """
 
     _TRUSTED = 0.15
 
-    def __init__(self, expected: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, expected: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._expected, self._clock = expected, clock
         self._start, self._first = clock(), 0.0
         self._last, self._share = self._start, 0.0
@@ -79,7 +85,9 @@ class TimeLeft:
 
 def peak_memory() -> int:
     """The most resident bytes that this process had."""
-    if sys.platform == "linux":  # getrusage counts what the parent held, too, when it started this process
+    if (
+        sys.platform == "linux"
+    ):  # getrusage counts what the parent held, too, when it started this process
         return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

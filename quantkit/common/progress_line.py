@@ -1,4 +1,5 @@
-"""How far long work is, in one line, wherever somebody looks: rewritten in place in a notebook or a terminal, else a new line now and then.
+"""How far long work is, in one line, wherever somebody looks: rewritten in place in a notebook or a
+terminal, else a new line now and then.
 
 with Meter("quantizing") as meter:
     meter.show(0.25, "layers.7.attend")      # quantizing: 25 %, 3 min left, layers.7.attend
@@ -17,10 +18,16 @@ _REDRAWN_S, _FIRST_LINE_S, _LINES_S = 0.2, 10.0, 30.0
 
 
 class Meter:
-    """name: of the work. expected: seconds that it should take, where that is known. stream: of a terminal or a file; None is stderr."""
+    """name: of the work. expected: seconds that it should take, where that is known. stream: of a
+    terminal or a file; None is stderr."""
 
     def __init__(
-        self, name: str, *, expected: float | None = None, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        name: str,
+        *,
+        expected: float | None = None,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._name, self._clock, self._left = name, clock, TimeLeft(expected, clock)
         self._stream = stream if stream is not None else sys.stderr
@@ -32,7 +39,12 @@ class Meter:
     def __enter__(self) -> "Meter":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """The last line says how long it took, where any was shown."""
         if self._line:
             ended = "" if error is None else "stopped after "
@@ -50,7 +62,11 @@ class Meter:
         self._put(f"{self._name}: {share:.0%}{told}{', ' + note if note else ''}")
 
     def _put(self, line: str, *, last: bool = False) -> None:
-        shown = line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+        shown = (
+            line
+            if line.isprintable()
+            else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+        )
         self._line = shown
         if self._notebook:
             self._put_in_notebook(shown)

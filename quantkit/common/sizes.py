@@ -1,4 +1,5 @@
-"""Numbers as people read and write them: bytes in a unit that fits, seconds as minutes or hours, shares as percent."""
+"""Numbers as people read and write them: bytes in a unit that fits, seconds as minutes or hours,
+shares as percent."""
 
 import math
 
@@ -8,7 +9,8 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def byte_unit(largest: float) -> tuple[float, str]:
-    """The decimal unit in which `largest` bytes are a number from 1 to 1000, and how many bytes it is."""
+    """The decimal unit in which `largest` bytes are a number from 1 to 1000, and how many bytes it
+    is."""
     power = 0
     while largest >= 1000 and power < len(_UNITS) - 1:
         largest /= 1000
@@ -20,7 +22,11 @@ def size(count: float) -> str:
     """Bytes in decimal units, three digits or more: 353.0 GB, 10.5 MB, 940 B."""
     scale, unit = byte_unit(count)
     number = count / scale
-    return f"{number:.0f} {unit}" if scale == 1 or number >= 999.5 else f"{number:.{1 if number >= 10 else 2}f} {unit}"
+    return (
+        f"{number:.0f} {unit}"
+        if scale == 1 or number >= 999.5
+        else f"{number:.{1 if number >= 10 else 2}f} {unit}"
+    )
 
 
 def span(seconds: float) -> str:
@@ -30,7 +36,11 @@ def span(seconds: float) -> str:
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
-    for small, large, step, per in (("s", "min", 1, 60), ("min", "h", 60, 60), ("h", "d", 3600, 24)):
+    for small, large, step, per in (
+        ("s", "min", 1, 60),
+        ("min", "h", 60, 60),
+        ("h", "d", 3600, 24),
+    ):
         count = round(whole / step)
         if count < per * per or large == "d":
             rest = f" {count % per} {small}" if count % per else ""
@@ -40,7 +50,16 @@ def span(seconds: float) -> str:
 
 def parse_bytes(text: str) -> int:
     """A size such as 16GiB, 64GB or 500kB, in bytes; units in any case."""
-    units = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+    units = {
+        "kib": 2**10,
+        "mib": 2**20,
+        "gib": 2**30,
+        "tib": 2**40,
+        "kb": 10**3,
+        "mb": 10**6,
+        "gb": 10**9,
+        "tb": 10**12,
+    }
     written = text.lower()
     for unit, factor in units.items():
         if written.endswith(unit):
@@ -60,5 +79,7 @@ def parse_share(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < 1:
-        raise QuantkitError(f"{text!r} is no share", "write it as 25%, more than 0% and less than 100%")
+        raise QuantkitError(
+            f"{text!r} is no share", "write it as 25%, more than 0% and less than 100%"
+        )
     return value

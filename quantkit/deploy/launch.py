@@ -1,4 +1,5 @@
-"""The exact launch of a model on one box or many, and whether it fits: a layout of recipes/deploy/*.yaml filled in."""
+"""The exact launch of a model on one box or many, and whether it fits: a layout of
+recipes/deploy/*.yaml filled in."""
 
 import re
 import shlex
@@ -16,7 +17,14 @@ from quantkit.common.bind import in_url
 from quantkit.common.errors import QuantkitError
 from quantkit.engines.check import LoadProblem, check_checkpoint, find_load
 from quantkit.engines.evidence import evidence, layout_evidence
-from quantkit.engines.layouts import Command, LaunchRecipe, Role, Topology, find_recipe, find_topology
+from quantkit.engines.layouts import (
+    Command,
+    LaunchRecipe,
+    Role,
+    Topology,
+    find_recipe,
+    find_topology,
+)
 from quantkit.engines.memory import Fit, check_split, fit
 from quantkit.engines.profiles import Device, find_engine
 from quantkit.models.architecture import longest_text
@@ -27,15 +35,18 @@ CONTEXT = 16384
 API_KEY = "QUANTKIT_API_KEY"
 """The variable that a script takes the servers' key from: a secret is not printed."""
 _NIC = re.compile(r"[=^]?[^/\s,\x00-\x1f\x7f]+(,[^/\s,\x00-\x1f\x7f]+)*")
-"""One interface, by a name that Linux takes, or what NCCL takes for several: prefixes, names behind "=", all but those behind "^"."""
+"""One interface, by a name that Linux takes, or what NCCL takes for several: prefixes, names behind
+"=", all but those behind "^"."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What to run on one box: `commands` in order, each with the environment it needs; the last ones run together, and end together.
+    """What to run on one box: `commands` in order, each with the environment it needs; the last
+    ones run together, and end together.
 
-    key: the option or variable that gives a command its API key, where one of them serves; see `LaunchRecipe`.
+    key: the option or variable that gives a command its API key, where one of them serves; see
+    `LaunchRecipe`.
     """
 
     role: str
@@ -45,8 +56,11 @@ class Launch:
     listens: str
 
     def without(self, options: dict[str, int]) -> "Launch":
-        """Without these options, and the values that each has, in words that are options of another program too."""
-        commands = tuple((environment, _without(command, options)) for environment, command in self.commands)
+        """Without these options, and the values that each has, in words that are options of another
+        program too."""
+        commands = tuple(
+            (environment, _without(command, options)) for environment, command in self.commands
+        )
         return replace(self, commands=commands)
 
     def script(self) -> str:
@@ -56,15 +70,31 @@ class Launch:
             lines.append(f': "${{{API_KEY}:?set it to the key that clients must send}}"')
             if not self.key.startswith("-"):
                 lines.append(f'export {self.key}="${API_KEY}"')
-        shared = dict(set.intersection(*(set(environment.items()) for environment, _ in self.commands)))
+        shared = dict(
+            set.intersection(*(set(environment.items()) for environment, _ in self.commands))
+        )
         lines += [f"export {key}={shlex.quote(value)}" for key, value in sorted(shared.items())]
         for environment, command in self.commands:
-            own = " ".join(f"{key}={shlex.quote(value)}" for key, value in sorted(environment.items()) if key not in shared)
+            own = " ".join(
+                f"{key}={shlex.quote(value)}"
+                for key, value in sorted(environment.items())
+                if key not in shared
+            )
             ray_head = command[:2] == ("ray", "start") and "--block" not in command
-            asks = f' {self.key} "${API_KEY}"' if self.key and self.key.startswith("-") and self.listens in command else ""
-            lines.append(f"{own} {shlex.join(command)}{asks}".strip() + ("" if ray_head or len(self.commands) == 1 else " &"))
+            asks = (
+                f' {self.key} "${API_KEY}"'
+                if self.key and self.key.startswith("-") and self.listens in command
+                else ""
+            )
+            lines.append(
+                f"{own} {shlex.join(command)}{asks}".strip()
+                + ("" if ray_head or len(self.commands) == 1 else " &")
+            )
         if any(line.endswith(" &") for line in lines):
-            lines += ["trap 'kill $(jobs -p) 2>/dev/null' EXIT", "wait -n"]  # what is left waits for the one that ended, for ever
+            lines += [
+                "trap 'kill $(jobs -p) 2>/dev/null' EXIT",
+                "wait -n",
+            ]  # what is left waits for the one that ended, for ever
         return "\n".join(lines) + "\n"
 
 
@@ -92,7 +122,8 @@ class Deployment:
 
     @property
     def refusal(self) -> QuantkitError | None:
-        """Why the engine cannot load the checkpoint as the layout splits it, in one error; None where it can."""
+        """Why the engine cannot load the checkpoint as the layout splits it, in one error; None
+        where it can."""
         errors = [found for found in self.problems if found.severity == "error"]
         if not errors:
             return None
@@ -121,13 +152,18 @@ def deploy(
 ) -> Deployment:
     """Commands for every box, and the memory of every role.
 
-    model: a directory, or a checkpoint; of a hub model its headers (`open_headers`) are enough, for the engine downloads it.
+    model: a directory, or a checkpoint; of a hub model its headers (`open_headers`) are enough, for
+    the engine downloads it.
     boxes, devices: machines, and devices of each, where they are not those of the layout.
-    layout: by name, such as "disaggregated-a2"; else the one of `boxes` boxes that runs prefill and decode together.
-    context: tokens of the longest request; without, CONTEXT, or what the model takes where that is less.
-    hosts: addresses of the boxes, in order of the roles, where their servers listen; one box whose address is not given listens on
-    loopback, and its engine finds its own interface. nic: the boxes' network interface.
-    memory_gib: of one device, where it is not the recipe's. guesses: tokens that the MTP layer guesses a step.
+    layout: by name, such as "disaggregated-a2"; else the one of `boxes` boxes that runs prefill and
+    decode together.
+    context: tokens of the longest request; without, CONTEXT, or what the model takes where that is
+    less.
+    hosts: addresses of the boxes, in order of the roles, where their servers listen; one box whose
+    address is not given listens on loopback, and its engine finds its own interface. nic: the
+    boxes' network interface.
+    memory_gib: of one device, where it is not the recipe's. guesses: tokens that the MTP layer
+    guesses a step.
     name: what clients call the model, where it is not the directory's name.
     Raises QuantkitError for an engine, layout or number of hosts there is not.
     """
@@ -139,17 +175,29 @@ def deploy(
     hosts = list(hosts) if hosts is not None else [f"box{number}" for number in range(chosen.boxes)]
     _check_hosts(hosts, chosen)
     if not _NIC.fullmatch(nic):
-        raise QuantkitError(f"{nic!r} is no network interface", "give one that ip link lists, such as eth0")
+        raise QuantkitError(
+            f"{nic!r} is no network interface", "give one that ip link lists, such as eth0"
+        )
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
     path = checkpoint.path
     problems = check_checkpoint(engine, checkpoint, device=recipe.device)
     if checkpoint.has_weights and not has_tokenizer(path):
-        problems.append(LoadProblem("warning", f"{path} has no tokenizer, which {engine} reads there", "copy it from the model's source"))
+        problems.append(
+            LoadProblem(
+                "warning",
+                f"{path} has no tokenizer, which {engine} reads there",
+                "copy it from the model's source",
+            )
+        )
     longest = longest_text(read_model(checkpoint).config)
     context = context or min(CONTEXT, longest or CONTEXT)
     if longest and context > longest:
         problems.append(
-            LoadProblem("error", f"the model takes texts of {longest} tokens, fewer than {context}", f"give --context {longest}")
+            LoadProblem(
+                "error",
+                f"the model takes texts of {longest} tokens, fewer than {context}",
+                f"give --context {longest}",
+            )
         )
     load = find_load(engine, checkpoint, recipe.device)
     common = {
@@ -165,15 +213,30 @@ def deploy(
         **{f"{role.name}_dp": str(role.data_parallel) for role in chosen.roles},
         **{f"{role.name}_tp": str(role.tensor_parallel) for role in chosen.roles},
     }
-    options = (*recipe.options, *(load.launch if load else ()), *_speculation(recipe, checkpoint, guesses))
-    left_out = {} if any(row.expert is not None for row in read_model(checkpoint).rows) else recipe.of_experts
+    options = (
+        *recipe.options,
+        *(load.launch if load else ()),
+        *_speculation(recipe, checkpoint, guesses),
+    )
+    left_out = (
+        {}
+        if any(row.expert is not None for row in read_model(checkpoint).rows)
+        else recipe.of_experts
+    )
     launches: list[Launch] = []
     memory: dict[str, Fit] = {}
     started = 0
     for role in chosen.roles:
         used = hosts[started : started + role.boxes]
-        launches += [launch.without(left_out) for launch in _launches(recipe, chosen, role, used, options, common)]
-        bits = chosen.cache_bits(role, read_model(checkpoint).config.cache, checkpoint.format.cache_codes(checkpoint.side))
+        launches += [
+            launch.without(left_out)
+            for launch in _launches(recipe, chosen, role, used, options, common)
+        ]
+        bits = chosen.cache_bits(
+            role,
+            read_model(checkpoint).config.cache,
+            checkpoint.format.cache_codes(checkpoint.side),
+        )
         memory[role.name] = fit(
             checkpoint,
             role.parallel,
@@ -186,26 +249,55 @@ def deploy(
         )
         problems += check_split(checkpoint, role.parallel)
         started += role.boxes
-    notes = tuple(note for note in (recipe.notes, _fill(chosen.notes, common), load.notes if load else "", _ABOUT_KEYS) if note)
+    notes = tuple(
+        note
+        for note in (
+            recipe.notes,
+            _fill(chosen.notes, common),
+            load.notes if load else "",
+            _ABOUT_KEYS,
+        )
+        if note
+    )
     known = {
         "commands": layout_evidence(engine, recipe.device, chosen.name, guesses),
         "format": evidence(find_engine(engine), load) if load else "not loaded",
     }
     return Deployment(
-        str(path), engine, recipe.device, chosen.name, chosen.summary, notes, tuple(launches), memory, tuple(dict.fromkeys(problems)), known
+        str(path),
+        engine,
+        recipe.device,
+        chosen.name,
+        chosen.summary,
+        notes,
+        tuple(launches),
+        memory,
+        tuple(dict.fromkeys(problems)),
+        known,
     )
 
 
 def _check_hosts(hosts: Sequence[str], chosen: Topology) -> None:
     if len(hosts) != chosen.boxes:
-        raise QuantkitError(f"{chosen.name} takes {chosen.boxes} boxes and {len(hosts)} hosts were given", "give one address a box")
+        raise QuantkitError(
+            f"{chosen.name} takes {chosen.boxes} boxes and {len(hosts)} hosts were given",
+            "give one address a box",
+        )
     for number, host in enumerate(hosts):
         if not _is_host(host):
-            raise QuantkitError(f"{host!r} is no address of a box", "give a name or an IP address, without http:// and without a port")
+            raise QuantkitError(
+                f"{host!r} is no address of a box",
+                "give a name or an IP address, without http:// and without a port",
+            )
         if chosen.boxes > 1 and host in ("0.0.0.0", "::"):
-            raise QuantkitError(f"{host} is no address at which other boxes find one", "give the address that the box has in their network")
+            raise QuantkitError(
+                f"{host} is no address at which other boxes find one",
+                "give the address that the box has in their network",
+            )
         if host in hosts[:number]:
-            raise QuantkitError(f"{host} is given for two boxes", "give each box an address of its own")
+            raise QuantkitError(
+                f"{host} is given for two boxes", "give each box an address of its own"
+            )
 
 
 def _is_host(text: str) -> bool:
@@ -220,7 +312,8 @@ def _is_host(text: str) -> bool:
 
 
 _ABOUT_KEYS = (
-    f"The scripts take the key that clients, and a proxy in front, must send from {API_KEY}. It guards the API alone: the ports on which "
+    f"The scripts take the key that clients, and a proxy in front, must send from {API_KEY}. It "
+    "guards the API alone: the ports on which "
     "boxes and ranks meet have none, so keep those in a network of their own."
 )
 
@@ -229,9 +322,14 @@ def _speculation(recipe: LaunchRecipe, checkpoint: Checkpoint, guesses: int) -> 
     if not guesses:
         return ()
     if not recipe.speculation:
-        raise QuantkitError(f"the recipe of {recipe.engine} has no options for guesses of an MTP layer", "leave out --mtp")
+        raise QuantkitError(
+            f"the recipe of {recipe.engine} has no options for guesses of an MTP layer",
+            "leave out --mtp",
+        )
     if not any(row.mtp for row in read_model(checkpoint).rows):
-        raise QuantkitError(f"{checkpoint.path} has no MTP layer to guess tokens with", "leave out --mtp")
+        raise QuantkitError(
+            f"{checkpoint.path} has no MTP layer to guess tokens with", "leave out --mtp"
+        )
     return recipe.speculation
 
 
@@ -241,7 +339,12 @@ def _without_network(recipe: LaunchRecipe) -> LaunchRecipe:
 
 
 def _launches(
-    recipe: LaunchRecipe, layout: Topology, role: Role, hosts: Sequence[str], options: Command, common: dict[str, str]
+    recipe: LaunchRecipe,
+    layout: Topology,
+    role: Role,
+    hosts: Sequence[str],
+    options: Command,
+    common: dict[str, str],
 ) -> Iterator[Launch]:
     group = role.tensor_parallel * role.pipeline_parallel
     local = max(role.data_parallel // role.boxes, 1)
@@ -249,7 +352,11 @@ def _launches(
         templates = role.first if box == 0 or role.rest is None else role.rest
         commands: list[tuple[dict[str, str], Command]] = []
         for rank in range(local if role.per_rank else 1):
-            devices = range(rank * group, (rank + 1) * group) if role.per_rank else range(layout.devices_per_box)
+            devices = (
+                range(rank * group, (rank + 1) * group)
+                if role.per_rank
+                else range(layout.devices_per_box)
+            )
             values = {
                 **common,
                 "listen": _fill(common["listen"], {"ip": host}),
@@ -268,10 +375,17 @@ def _launches(
                 "port": str(7100 + rank),
                 "devices": ",".join(map(str, devices)),
             }
-            environment = {key: _fill(value, values) for key, value in {**recipe.environment, **role.environment}.items()}
-            commands += [(environment, _command(template, options, values)) for template in templates]
+            environment = {
+                key: _fill(value, values)
+                for key, value in {**recipe.environment, **role.environment}.items()
+            }
+            commands += [
+                (environment, _command(template, options, values)) for template in templates
+            ]
         serves = any(recipe.listens in command for _, command in commands)
-        yield Launch(role.name, host, tuple(commands), recipe.key if serves else None, recipe.listens)
+        yield Launch(
+            role.name, host, tuple(commands), recipe.key if serves else None, recipe.listens
+        )
 
 
 def _command(template: Command, options: Command, values: dict[str, str]) -> Command:

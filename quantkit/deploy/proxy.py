@@ -1,12 +1,16 @@
-"""In front of servers for prefill and servers for decode: a request goes to one of the first, then to one of the second.
+"""In front of servers for prefill and servers for decode: a request goes to one of the first, then
+to one of the second.
 
-The protocol is that of vLLM's connectors NIXL and Mooncake. The first server computes one token with `do_remote_decode` and answers
-`kv_transfer_params`; the second gets the whole request with these, fetches the cache from the first, and answers the client. Source:
-vllm-project/vllm, tests/v1/kv_connector/nixl_integration/toy_proxy_server.py. Servers of a role take turns. One that cannot be reached is
-passed over, and one that stops while it answers ends the answer with an error that names it. What a client that goes had asked is dropped.
+The protocol is that of vLLM's connectors NIXL and Mooncake. The first server computes one token
+with `do_remote_decode` and answers `kv_transfer_params`; the second gets the whole request with
+these, fetches the cache from the first, and answers the client. Source: vllm-project/vllm,
+tests/v1/kv_connector/nixl_integration/toy_proxy_server.py. Servers of a role take turns. One that
+cannot be reached is passed over, and one that stops while it answers ends the answer with an error
+that names it. What a client that goes had asked is dropped.
 
-A cache that is handed over is of one prompt, is given up once it was read, and holds no log-probabilities of the prompt. So a request with
-several prompts, or answers, or that asks for those goes to a server for decode alone, which computes the prompt itself.
+A cache that is handed over is of one prompt, is given up once it was read, and holds no
+log-probabilities of the prompt. So a request with several prompts, or answers, or that asks for
+those goes to a server for decode alone, which computes the prompt itself.
 """
 
 import asyncio
@@ -32,7 +36,15 @@ from quantkit.deploy.relay import Answer, ask
 REMOTE = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 )
-NOT_OF_PREFILL = ("stream_options", "min_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "n", "best_of")
+NOT_OF_PREFILL = (
+    "stream_options",
+    "min_tokens",
+    "max_completion_tokens",
+    "logprobs",
+    "top_logprobs",
+    "n",
+    "best_of",
+)
 LARGEST_BODY = 64 << 20
 """Bytes of a request: images come in it, a million tokens as numbers are 8 MB."""
 BODY_SECONDS = 120.0
@@ -40,7 +52,8 @@ BODY_SECONDS = 120.0
 SECONDS_TO_LOOK = 5.0
 """That a server may take to answer /health or /v1/models."""
 LOST_SECONDS = 10.0
-"""For which a server that could not be reached is asked after the others: where packets get lost, reaching takes that long each time."""
+"""For which a server that could not be reached is asked after the others: where packets get lost,
+reaching takes that long each time."""
 
 
 class NoServer(Exception):
@@ -63,12 +76,15 @@ class RoleServers:
     async def ask(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> Answer:
         """The answer, its body not read yet, of the first server that takes the request.
 
-        Raises NoServer where none does: a server that has begun is not asked again, for its cache and answer are lost.
+        Raises NoServer where none does: a server that has begun is not asked again, for its cache
+        and answer are lost.
         """
         said, content = [], json.dumps(body).encode()
         for url in self.in_turn():
             try:
-                answer = await ask("POST", url + path, headers | {"Content-Type": "application/json"}, content)
+                answer = await ask(
+                    "POST", url + path, headers | {"Content-Type": "application/json"}, content
+                )
             except OSError as problem:
                 self._lost[url] = time.monotonic()
                 said.append(f"{url}: {problem or type(problem).__name__}")
@@ -84,7 +100,9 @@ class RoleServers:
             try:
                 async with asyncio.timeout(SECONDS_TO_LOOK):
                     answer = await ask("GET", url + path, headers)
-                    return Response(await _whole(answer), answer.status, media_type=answer.content_type)
+                    return Response(
+                        await _whole(answer), answer.status, media_type=answer.content_type
+                    )
             except TimeoutError:
                 return f"no answer within {SECONDS_TO_LOOK:g} s"
             except OSError as problem:
@@ -94,8 +112,9 @@ class RoleServers:
 
 
 class PassedOn(Response):
-    """A server's answer, whose body goes on as it comes. Where the server stops meanwhile, an event of a stream says so, and the connection
-    is broken off; where the client goes, the server's is."""
+    """A server's answer, whose body goes on as it comes. Where the server stops meanwhile, an event
+    of a stream says so, and the connection is broken off; where the client goes, the server's
+    is."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(status_code=answer.status, media_type=answer.content_type)
@@ -110,13 +129,19 @@ class PassedOn(Response):
             self._answer.close()
 
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         try:
             async for piece in self._answer.pieces():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except OSError as problem:
             if (self._answer.content_type or "").startswith("text/event-stream"):
-                event = b"data: " + json.dumps(_error_body(503, _stopped(self._answer, problem))).encode() + b"\n\n"
+                event = (
+                    b"data: "
+                    + json.dumps(_error_body(503, _stopped(self._answer, problem))).encode()
+                    + b"\n\n"
+                )
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             return  # without the end of the body: the connection is closed
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -131,8 +156,10 @@ def prefill_request(body: dict[str, Any]) -> dict[str, Any]:
 def is_for_decode_alone(body: dict[str, Any]) -> bool:
     """Whether one cache that is read once is not enough for the answer.
 
-    Of vLLM 0.22.1: it tells where the cache of the first prompt lies (entrypoints/openai/completion/serving.py); it reads a cache for every
-    answer, and frees it after the first (kv_connector/v1/nixl/worker.py); log-probabilities are of prompt tokens that it computes itself.
+    Of vLLM 0.22.1: it tells where the cache of the first prompt lies
+    (entrypoints/openai/completion/serving.py); it reads a cache for every answer, and frees it
+    after the first (kv_connector/v1/nixl/worker.py); log-probabilities are of prompt tokens that it
+    computes itself.
     """
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
@@ -147,7 +174,9 @@ def proxy(prefill: Sequence[str], decode: Sequence[str]) -> Starlette:
 
     async def answer(path: str, body: dict[str, Any], headers: dict[str, str]) -> Response:
         if is_for_decode_alone(body):
-            asked = {key: value for key, value in body.items() if key != "kv_transfer_params"}  # a cache is never the client's to name
+            asked = {
+                key: value for key, value in body.items() if key != "kv_transfer_params"
+            }  # a cache is never the client's to name
             return PassedOn(await second.ask(path, asked, headers))
         begun = await first.ask(path, prefill_request(body), headers)
         try:
@@ -159,7 +188,11 @@ def proxy(prefill: Sequence[str], decode: Sequence[str]) -> Starlette:
         said = _read_object(told)
         if said is None:
             return _error(502, f"{begun.url} answers with no JSON object, as servers of vLLM do")
-        return PassedOn(await second.ask(path, body | {"kv_transfer_params": said.get("kv_transfer_params")}, headers))
+        return PassedOn(
+            await second.ask(
+                path, body | {"kv_transfer_params": said.get("kv_transfer_params")}, headers
+            )
+        )
 
     async def generate(request: Request) -> Response:
         try:
@@ -173,7 +206,9 @@ def proxy(prefill: Sequence[str], decode: Sequence[str]) -> Starlette:
         if body is None:
             return _error(400, "the body of the request is no JSON object")
         try:
-            found: Response = await until_disconnect(answer(request.url.path, body, _headers(request)), request.receive)
+            found: Response = await until_disconnect(
+                answer(request.url.path, body, _headers(request)), request.receive
+            )
             return found
         except NoServer as problem:
             return _error(503, str(problem))
@@ -183,25 +218,48 @@ def proxy(prefill: Sequence[str], decode: Sequence[str]) -> Starlette:
     async def models(request: Request) -> Response:
         seen = await second.look("/v1/models", _headers(request))
         answers = [found for found in seen.values() if isinstance(found, Response)]
-        return min(answers, key=lambda found: found.status_code) if answers else _error(503, f"no decode server answers ({_told(seen)})")
+        return (
+            min(answers, key=lambda found: found.status_code)
+            if answers
+            else _error(503, f"no decode server answers ({_told(seen)})")
+        )
 
     async def health(request: Request) -> Response:
-        """200 where of each role a server says so; the body tells every server's status, or why it has none."""
+        """200 where of each role a server says so; the body tells every server's status, or why it
+        has none."""
         roles = await asyncio.gather(*(role.look("/health", {}) for role in (first, second)))
-        statuses = [{url: found.status_code if isinstance(found, Response) else found for url, found in seen.items()} for seen in roles]
+        statuses = [
+            {
+                url: found.status_code if isinstance(found, Response) else found
+                for url, found in seen.items()
+            }
+            for seen in roles
+        ]
         serves = all(200 in seen.values() for seen in statuses)
-        return JSONResponse({first.name: statuses[0], second.name: statuses[1]}, 200 if serves else 503)
+        return JSONResponse(
+            {first.name: statuses[0], second.name: statuses[1]}, 200 if serves else 503
+        )
 
     async def refuse(request: Request, fault: Exception) -> Response:
         assert isinstance(fault, HTTPException)
-        return _error(fault.status_code, f"{fault.detail}: {request.method} {request.url.path[:200]}", fault.headers)
+        return _error(
+            fault.status_code,
+            f"{fault.detail}: {request.method} {request.url.path[:200]}",
+            fault.headers,
+        )
 
     async def gone(request: Request, fault: Exception) -> Response:
         return _error(499, "the client closed the request")
 
     paths = ("/v1/completions", "/v1/chat/completions")
-    routes = [*(Route(path, generate, methods=["POST"]) for path in paths), Route("/v1/models", models), Route("/health", health)]
-    made = Starlette(routes=routes, exception_handlers={HTTPException: refuse, ClientDisconnect: gone})
+    routes = [
+        *(Route(path, generate, methods=["POST"]) for path in paths),
+        Route("/v1/models", models),
+        Route("/health", health),
+    ]
+    made = Starlette(
+        routes=routes, exception_handlers={HTTPException: refuse, ClientDisconnect: gone}
+    )
     made.router.redirect_slashes = False
     return made
 
@@ -234,7 +292,11 @@ async def _whole(answer: Answer) -> bytes:
 def _headers(request: Request) -> dict[str, str]:
     """The client's key goes on, and both servers know the request by one name."""
     kept = {"X-Request-Id": request.headers.get("x-request-id", uuid4().hex)}
-    return kept | ({"Authorization": request.headers["authorization"]} if "authorization" in request.headers else {})
+    return kept | (
+        {"Authorization": request.headers["authorization"]}
+        if "authorization" in request.headers
+        else {}
+    )
 
 
 def _stopped(answer: Answer, problem: OSError) -> str:

@@ -1,7 +1,8 @@
 """One request to a server of HTTP/1.1, and its answer as it comes: h11 on asyncio's streams.
 
-A proxy passes every token on by itself, so that an answer of 64 tokens is 64 pieces. A client with a pool of connections costs several
-times as much processor time for each piece as this does; here every request has a connection of its own, which ends with it.
+A proxy passes every token on by itself, so that an answer of 64 tokens is 64 pieces. A client with
+a pool of connections costs several times as much processor time for each piece as this does; here
+every request has a connection of its own, which ends with it.
 """
 
 import asyncio
@@ -17,22 +18,33 @@ _PIECE = 2**16
 
 
 def is_address(url: str) -> bool:
-    """Whether `ask` can ask there: http or https, a host that can be looked up, and a port that there is or none; nothing behind a path."""
+    """Whether `ask` can ask there: http or https, a host that can be looked up, and a port that
+    there is or none; nothing behind a path."""
     try:
         place = urlsplit(url)
         host = place.hostname or ""
         host.encode("idna")
         whole = place.scheme in ("http", "https") and bool(host) and place.port != 0
-        return whole and not (place.query or place.fragment or place.username) and not any(letter.isspace() for letter in url)
+        return (
+            whole
+            and not (place.query or place.fragment or place.username)
+            and not any(letter.isspace() for letter in url)
+        )
     except ValueError:
         return False
 
 
 class Answer:
-    """Status, kind of content, and a body that is read once, by `whole` or by `pieces`. Both raise ConnectionError where the server stops
-    before its end."""
+    """Status, kind of content, and a body that is read once, by `whole` or by `pieces`. Both raise
+    ConnectionError where the server stops before its end."""
 
-    def __init__(self, url: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, parser: h11.Connection) -> None:
+    def __init__(
+        self,
+        url: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        parser: h11.Connection,
+    ) -> None:
         self.url, self._reader, self._writer, self._parser = url, reader, writer, parser
         self.status = 0
         self.content_type: str | None = None
@@ -43,7 +55,10 @@ class Answer:
             if event is h11.NEED_DATA:
                 await self._read()
         self.status = event.status_code
-        self.content_type = next((value.decode("latin-1") for name, value in event.headers if name == b"content-type"), None)
+        self.content_type = next(
+            (value.decode("latin-1") for name, value in event.headers if name == b"content-type"),
+            None,
+        )
 
     async def whole(self) -> bytes:
         return b"".join([piece async for piece in self.pieces()])
@@ -79,17 +94,26 @@ class Answer:
 async def ask(method: str, url: str, headers: Mapping[str, str], body: bytes = b"") -> Answer:
     """The answer, its body not read yet; whoever gets it closes it.
 
-    Raises OSError where the server cannot be reached or ends without one, and ValueError for a header that HTTP does not have.
+    Raises OSError where the server cannot be reached or ends without one, and ValueError for a
+    header that HTTP does not have.
     """
     place = urlsplit(url)
     assert place.hostname is not None, url
     secure = place.scheme == "https"
     opening = asyncio.open_connection(
-        place.hostname, place.port or (443 if secure else 80), ssl=_trusted() if secure else None, limit=_PIECE
+        place.hostname,
+        place.port or (443 if secure else 80),
+        ssl=_trusted() if secure else None,
+        limit=_PIECE,
     )
     reader, writer = await asyncio.wait_for(opening, SECONDS_TO_REACH)
     parser = h11.Connection(h11.CLIENT)
-    told = {"Host": place.netloc.rpartition("@")[2], "Connection": "close", "Content-Length": str(len(body)), **headers}
+    told = {
+        "Host": place.netloc.rpartition("@")[2],
+        "Connection": "close",
+        "Content-Length": str(len(body)),
+        **headers,
+    }
     target = (place.path or "/") + (f"?{place.query}" if place.query else "")
     answer = Answer(f"{place.scheme}://{place.netloc}", reader, writer, parser)
     try:
@@ -100,7 +124,9 @@ async def ask(method: str, url: str, headers: Mapping[str, str], body: bytes = b
             raise ValueError(str(problem)) from problem
         rest = parser.send(h11.Data(body)), parser.send(h11.EndOfMessage())
         writer.write(b"".join(part for part in (head, *rest) if part))
-        await answer.begin()  # a server may answer, and why it refuses, before it has read everything
+        await (
+            answer.begin()
+        )  # a server may answer, and why it refuses, before it has read everything
     except BaseException:
         answer.close()
         raise

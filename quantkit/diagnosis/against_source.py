@@ -1,8 +1,9 @@
 """Every linear and plain matrix against the source's: how far it is, and what would explain it.
 
-Scales that were folded move sizes between neighbours: a linear may be diag(r) W diag(c) of the source's W. r and c are fitted first; what
-is left is the error of rounding, or a fault. The fitted c of all readers of a norm must be what the norm lost: a reader that was left out
-(a router) computes something else.
+Scales that were folded move sizes between neighbours: a linear may be diag(r) W diag(c) of the
+source's W. r and c are fitted first; what is left is the error of rounding, or a fault. The fitted
+c of all readers of a norm must be what the norm lost: a reader that was left out (a router)
+computes something else.
 """
 
 from collections.abc import Iterable
@@ -40,19 +41,24 @@ from quantkit.models import find_architecture
 from quantkit.models.table import Parameter, ScaleGroup
 
 _ALLOWED = {2: 0.75, 3: 0.55, 4: 0.40, 8: 0.15, 16: 0.01}
-"""Relative error after fitting that rounding to so many bits may leave. For 4 bits in groups 0.1 is usual."""
+"""Relative error after fitting that rounding to so many bits may leave. For 4 bits in groups 0.1 is
+usual."""
 _PART_OFF, _PARTS = 0.85, 3
-"""Relative error of a row or column that has nothing of the source's, and how many such no rounding leaves."""
+"""Relative error of a row or column that has nothing of the source's, and how many such no rounding
+leaves."""
 _ON_GRID = 0.3
 """Error of a plain matrix whose values were rounded before."""
 _FOLD_OFF = 0.05
 """Median distance of the logarithms of what a norm lost and its reader gained."""
 _NOISE = 6.0
-"""Times that a reader may be off by what rounding makes of the factors of its columns. Of good ones it is 1.8 at most."""
+"""Times that a reader may be off by what rounding makes of the factors of its columns. Of good ones
+it is 1.8 at most."""
 _FOLLOWS = 0.7
-"""Times what a norm lost that its reader may be off, where the norm lost more than the reader's error: who gained nothing is off by all."""
+"""Times what a norm lost that its reader may be off, where the norm lost more than the reader's
+error: who gained nothing is off by all."""
 _CUT = 0.25
-"""Mean of the errors in steps: rounding leaves 0.01, and codes that were cut to the step below have half a step."""
+"""Mean of the errors in steps: rounding leaves 0.01, and codes that were cut to the step below have
+half a step."""
 _RELATED = 0.75
 """Cosine above which one matrix is another, rounded."""
 
@@ -60,14 +66,31 @@ _RELATED = 0.75
 class SourceComparison:
     """look() at the rows of each linear, then finish()."""
 
-    def __init__(self, source: str, survey: Survey, structure: Structure, described: Described, findings: DiagnosisFindings) -> None:
+    def __init__(
+        self,
+        source: str,
+        survey: Survey,
+        structure: Structure,
+        described: Described,
+        findings: DiagnosisFindings,
+    ) -> None:
         self.checkpoint: Checkpoint = open_headers(source)
-        self.survey, self.structure, self.described, self.findings = survey, structure, described, findings
+        self.survey, self.structure, self.described, self.findings = (
+            survey,
+            structure,
+            described,
+            findings,
+        )
         self.rows = {row.module: row for row in structure.rows if len(row.shape) == 2}
         self.added = {row.module: row.gain_offset for row in structure.rows if row.role == "norm"}
         """What norms add to their stored gains."""
-        # Modules that have more than a weight and a bias: scales, also of formats that are not read, and what is multiplied to their input.
-        self.scaled = {name.rpartition(".")[0] for name in survey.tensors if not name.endswith((".weight", "bias"))}
+        # Modules that have more than a weight and a bias: scales, also of formats that are not
+        # read, and what is multiplied to their input.
+        self.scaled = {
+            name.rpartition(".")[0]
+            for name in survey.tensors
+            if not name.endswith((".weight", "bias"))
+        }
         self.groups = self._find_groups()
         self.producers = {group.producer for group in self.groups}
         self.gains: dict[str, Gain] = {}
@@ -84,18 +107,31 @@ class SourceComparison:
         """Norms and linears whose outputs writers may scale, with their readers."""
         if self.structure.config is None:
             return []
-        architecture, layers = find_architecture(self.survey.config), {row.layer for row in self.structure.rows if row.layer is not None}
-        return [group for layer in sorted(layers) for group in architecture.scale_groups(self.structure.config, layer)]
+        architecture, layers = (
+            find_architecture(self.survey.config),
+            {row.layer for row in self.structure.rows if row.layer is not None},
+        )
+        return [
+            group
+            for layer in sorted(layers)
+            for group in architecture.scale_groups(self.structure.config, layer)
+        ]
 
     def look(self, module: str, rows: Rows) -> None:
         """The sampled rows of a linear, quantized or plain."""
         theirs = self._rows_of(module, rows.ranges)
-        if theirs is None or theirs.shape != rows.values.shape or not bool(torch.isfinite(rows.values).all()):
+        if (
+            theirs is None
+            or theirs.shape != rows.values.shape
+            or not bool(torch.isfinite(rows.values).all())
+        ):
             return
         found = fit(rows.values, theirs)
         self.errors[module] = (found.error, rows.bits)
         row = self.rows.get(module)
-        if row is None or row.expert is None or row.expert < 8:  # a few experts tell of all: they were folded together
+        if (
+            row is None or row.expert is None or row.expert < 8
+        ):  # a few experts tell of all: they were folded together
             self.columns[module] = found.columns
             self.noise[module] = column_noise(rows.values, theirs, found)
             self.row_factors[module] = found.rows, rows.ranges
@@ -104,14 +140,21 @@ class SourceComparison:
             self.agreed.add(module)
             self.gains[module] = Gain.of(found.rows, found.columns)
             if abs(shift) > _CUT:
-                self._fault("error-large", module, f"values lie {shift:+.2f} steps off the source's in the mean: cut, not rounded")
+                self._fault(
+                    "error-large",
+                    module,
+                    f"values lie {shift:+.2f} steps off the source's in the mean: cut, not rounded",
+                )
                 return
             self._look_at_parts(module, rows, theirs, found)
             return
         if rows.codes is None and found.error < _ON_GRID and is_on_grid(rows.values):
             self.agreed.add(module)
             self.findings.add(
-                "values-on-grid", module, f"stored plain, on at most {GRID_VALUES} steps, and {found.error:.0%} off the source's"
+                "values-on-grid",
+                module,
+                f"stored plain, on at most {GRID_VALUES} steps, and {found.error:.0%} off the "
+                "source's",
             )
             return
         self._explain(module, rows, theirs, found, shift)
@@ -122,8 +165,18 @@ class SourceComparison:
         if float((rows.values * theirs).sum()) < 0:
             self._fault("error-large", module, "its values are the source's with the other sign")
             return
-        if module in self.rows and self.producers and module not in self.producers and are_uneven(found.rows):
-            self._fault("error-large", module, "its rows are not of the source's sizes, and nobody could have taken that into account")
+        if (
+            module in self.rows
+            and self.producers
+            and module not in self.producers
+            and are_uneven(found.rows)
+        ):
+            self._fault(
+                "error-large",
+                module,
+                "its rows are not of the source's sizes, and nobody could have taken that into "
+                "account",
+            )
             return
         if told := group_fault(rows, part) or step_fault(rows, found):
             self._fault("error-large", module, told)
@@ -138,26 +191,48 @@ class SourceComparison:
             far = (left.mean(axis) > _PART_OFF**2 * size) & (size > SMALL * size.median())
             if int(far.sum()) >= _PARTS and float(far.float().mean()) < 0.5:
                 first = int(far.nonzero()[0])
-                told = f"{int(far.sum())} of {len(far)} {what} that were looked at have nothing of the source's, such as number {first}"
+                told = (
+                    f"{int(far.sum())} of {len(far)} {what} that were looked at have nothing "
+                    f"of the source's, such as number {first}"
+                )
                 self._fault("error-large", module, told)
                 return
 
-    def _explain(self, module: str, rows: Rows, theirs: Tensor, found: SourceFit, shift: float) -> None:
-        told = f"error {found.error:.2g} where {rows.bits} bits leave at most {_ALLOWED[rows.bits]:.2g}"
-        if rows.codes is not None and 0.6 < abs(shift) < 1.4 and rows.bits < 16 and found.error < 0.95:
+    def _explain(
+        self, module: str, rows: Rows, theirs: Tensor, found: SourceFit, shift: float
+    ) -> None:
+        told = (
+            f"error {found.error:.2g} where {rows.bits} bits leave at most "
+            f"{_ALLOWED[rows.bits]:.2g}"
+        )
+        if (
+            rows.codes is not None
+            and 0.6 < abs(shift) < 1.4
+            and rows.bits < 16
+            and found.error < 0.95
+        ):
             self.offsets[module] = shift
-            self._fault("zero-points-off", module, f"values lie {shift:+.2f} steps off the source's, all of them alike")
+            self._fault(
+                "zero-points-off",
+                module,
+                f"values lie {shift:+.2f} steps off the source's, all of them alike",
+            )
             return
         order = self._order(rows, theirs)
         if order:
             self._fault("packing-order", module, f"{told}; with {order} it is the source's")
             return
-        if rows.values.shape[0] == rows.values.shape[1] and cosine(rows.values, theirs.T.contiguous()) > _RELATED:
+        if (
+            rows.values.shape[0] == rows.values.shape[1]
+            and cosine(rows.values, theirs.T.contiguous()) > _RELATED
+        ):
             self._fault("transposed", module, f"{told}; it is the source's matrix transposed")
             return
         other = self._other(module, rows)
         if other:
-            self._fault(_name_exchange(module, other), module, f"{told}; it is the source's {other}")
+            self._fault(
+                _name_exchange(module, other), module, f"{told}; it is the source's {other}"
+            )
             return
         if found.error > 0.9:
             self.lost.append(module)
@@ -171,7 +246,9 @@ class SourceComparison:
                 codes = reordered(rows, order, axis)
                 if codes is None:
                     continue
-                centred = codes if rows.zero_point is None else codes - rows.by_input(rows.zero_point)
+                centred = (
+                    codes if rows.zero_point is None else codes - rows.by_input(rows.zero_point)
+                )
                 if cosine(centred * rows.by_input(rows.scale), theirs) > _RELATED:
                     return f"{name}, along the {along}"
         return ""
@@ -180,18 +257,37 @@ class SourceComparison:
         """Another linear of the source that this one is."""
         for candidate in self._candidates(module):
             theirs = self._rows_of(candidate, rows.ranges)
-            if theirs is not None and theirs.shape == rows.values.shape and cosine(rows.values, theirs) > _RELATED:
+            if (
+                theirs is not None
+                and theirs.shape == rows.values.shape
+                and cosine(rows.values, theirs) > _RELATED
+            ):
                 return candidate
         return ""
 
     def _candidates(self, module: str) -> Iterable[str]:
-        """Linears of the same shape that writers exchange: gate and up, other experts of the layer, other layers."""
+        """Linears of the same shape that writers exchange: gate and up, other experts of the layer,
+        other layers."""
         row = self.rows.get(module)
         if row is None:
             return []
-        alike = [other for other in self.rows.values() if other.shape == row.shape and other.module != module]
-        near = [other for other in alike if other.layer == row.layer and (other.expert == row.expert or other.projection == row.projection)]
-        far = [other for other in alike if other.layer != row.layer and (other.expert, other.projection) == (row.expert, row.projection)]
+        alike = [
+            other
+            for other in self.rows.values()
+            if other.shape == row.shape and other.module != module
+        ]
+        near = [
+            other
+            for other in alike
+            if other.layer == row.layer
+            and (other.expert == row.expert or other.projection == row.projection)
+        ]
+        far = [
+            other
+            for other in alike
+            if other.layer != row.layer
+            and (other.expert, other.projection) == (row.expert, row.projection)
+        ]
         return [other.module for other in [*near, *far]][:512]
 
     def _rows_of(self, module: str, ranges: tuple[tuple[int, int], ...]) -> Tensor | None:
@@ -199,19 +295,25 @@ class SourceComparison:
             return None
         cuts = []
         for start, stop in ranges:
-            weight, first = self.checkpoint.share(module, "N", start, min(stop, self.checkpoint.shape(module)[0]))
+            weight, first = self.checkpoint.share(
+                module, "N", start, min(stop, self.checkpoint.shape(module)[0])
+            )
             cuts.append(dequantize(weight)[start - first : stop - first])
         return torch.cat(cuts)
 
     def _fault(self, name: str, module: str, evidence: str) -> None:
         self.faults.setdefault(name, []).append((module, evidence))
 
-    # --- all of them -----------------------------------------------------------------------------------------------------
+    # --- all of them
+    # -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
         """Tell what was found; a checkpoint of which nothing is the source's has another one."""
         if len(self.lost) > 0.8 * max(len(self.errors), 1) and len(self.errors) > 2:
-            told = f"{len(self.lost)} of {len(self.errors)} matrices are not the source's: it has another source, or was rotated"
+            told = (
+                f"{len(self.lost)} of {len(self.errors)} matrices are not the source's: it has "
+                "another source, or was rotated"
+            )
             self.findings.add("unlike-source", self.lost, told)
             return
         self._compare_tables()
@@ -227,24 +329,39 @@ class SourceComparison:
         for row in self.structure.rows:
             outside = row.role in ("embedding", "head") or (row.layer is None and not row.mtp)
             nobodys = outside or row.role == "router_bias" or self._is_nobodys_norm(row)
-            if not nobodys or row.name not in self.survey.tensors or row.module in self.described.linears:
+            if (
+                not nobodys
+                or row.name not in self.survey.tensors
+                or row.module in self.described.linears
+            ):
                 continue
-            if not self.checkpoint.has(row.name) or self.survey.tensors[row.name].shape != self.checkpoint.tensors[row.name].shape:
+            if (
+                not self.checkpoint.has(row.name)
+                or self.survey.tensors[row.name].shape != self.checkpoint.tensors[row.name].shape
+            ):
                 continue
             if len(row.shape) == 2:
                 rows = plain_rows(self.survey, row.name)
                 ours, theirs = rows.values, self._rows_of(row.module, rows.ranges)
             else:
-                ours, theirs = self.survey.shards.read(self.survey.tensors[row.name]).float(), self.checkpoint.read(row.name).float()
+                ours, theirs = (
+                    self.survey.shards.read(self.survey.tensors[row.name]).float(),
+                    self.checkpoint.read(row.name).float(),
+                )
             if theirs is None or not bool(torch.isfinite(ours).all()):
                 continue
             error = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-20))
             if len(row.shape) == 2 and 0.02 < error < _ON_GRID and is_on_grid(ours):
                 self.findings.add(
-                    "values-on-grid", row.name, f"stored plain, on at most {GRID_VALUES} steps, and {error:.0%} off the source's"
+                    "values-on-grid",
+                    row.name,
+                    f"stored plain, on at most {GRID_VALUES} steps, and {error:.0%} off the "
+                    "source's",
                 )
             elif error > 0.02:
-                self._fault("error-large", row.name, f"stored plain, and {error:.0%} off the source's")
+                self._fault(
+                    "error-large", row.name, f"stored plain, and {error:.0%} off the source's"
+                )
 
     def _is_nobodys_norm(self, row: Parameter) -> bool:
         return row.role == "norm" and bool(self.producers) and row.module not in self.producers
@@ -262,7 +379,9 @@ class SourceComparison:
 
     def _check_sizes(self) -> None:
         """Chain by chain: what one made smaller, the next made larger."""
-        if not self.groups or self.findings.has("folding-broken", "router-not-compensated", "error-large"):
+        if not self.groups or self.findings.has(
+            "folding-broken", "router-not-compensated", "error-large"
+        ):
             return  # without a table nobody knows what makes up for what
         lost = {}
         for group in self.groups:
@@ -281,43 +400,65 @@ class SourceComparison:
         lost = theirs / torch.where(ours == 0, torch.ones_like(ours), ours)
         for module in group.consumers:
             gained = self._columns(module)
-            if gained is None or gained.shape != lost.shape or not bool((gained.abs() > 0).float().mean() > 0.5):
+            if (
+                gained is None
+                or gained.shape != lost.shape
+                or not bool((gained.abs() > 0).float().mean() > 0.5)
+            ):
                 continue  # of a matrix that is all zeros no factor is known
             ratio, off, moved = gained / lost, spread_of(gained / lost), spread_of(lost)
             noise = _NOISE * self.noise.get(module, 0.0)
             follows = off < _FOLLOWS * moved or moved < max(_FOLD_OFF, noise)
             # A linear whose outputs were scaled too has an open size, which `gains` tells.
-            resized = module not in self.producers and abs(float(ratio.abs().clamp(min=1e-6).log().median())) > 0.7
+            resized = (
+                module not in self.producers
+                and abs(float(ratio.abs().clamp(min=1e-6).log().median())) > 0.7
+            )
             if off > max(_FOLD_OFF, noise) or resized or not follows:
                 router = module in self.rows and self.rows[module].role == "router"
                 told = (
-                    f"{group.producer} was divided by scales of median {float(lost.median()):.3g} (spread {moved:.2f}), and the columns of "
+                    f"{group.producer} was divided by scales of median "
+                    f"{float(lost.median()):.3g} (spread {moved:.2f}), and the columns of "
                 )
                 told += f"{module} were multiplied by others (off by {off:.2f} in log)"
-                wrong.setdefault("router-not-compensated" if router else "folding-broken", []).append((module, told))
+                wrong.setdefault(
+                    "router-not-compensated" if router else "folding-broken", []
+                ).append((module, told))
 
     def _norm_gains(self, module: str) -> tuple[Tensor, Tensor] | None:
-        """What a norm multiplies by, here and in the source, float32 [K]; None where one of them does not have it as the other does."""
+        """What a norm multiplies by, here and in the source, float32 [K]; None where one of them
+        does not have it as the other does."""
         name = f"{module}.weight"
         if name not in self.survey.tensors or not self.checkpoint.has(name):
             return None
-        ours, theirs = self.survey.shards.read(self.survey.tensors[name]).float(), self.checkpoint.read(name).float()
+        ours, theirs = (
+            self.survey.shards.read(self.survey.tensors[name]).float(),
+            self.checkpoint.read(name).float(),
+        )
         added = self.added.get(module, 0.0)
         return (ours + added, theirs + added) if ours.shape == theirs.shape else None
 
     def _check_chain(self, group: ScaleGroup, wrong: dict[str, list[tuple[str, str]]]) -> None:
-        """Rows of a linear that were divided, against the columns of its reader: in the rows that were looked at."""
+        """Rows of a linear that were divided, against the columns of its reader: in the rows that
+        were looked at."""
         if group.producer not in self.agreed or group.producer not in self.row_factors:
             return
         lost, ranges = self.row_factors[group.producer]
         for module in group.consumers:
             gained = self.columns.get(module)
-            if module not in self.agreed or gained is None or gained.shape[0] != self.rows[group.producer].shape[0]:
+            if (
+                module not in self.agreed
+                or gained is None
+                or gained.shape[0] != self.rows[group.producer].shape[0]
+            ):
                 continue
             product = torch.cat([gained[start:stop] for start, stop in ranges]) * lost
             off, moved = spread_of(product), max(spread_of(gained), spread_of(lost))
             if off > max(_FOLD_OFF, _NOISE * self.noise[module]) and off > _FOLLOWS * moved:
-                told = f"rows of {group.producer} and columns of {module} were scaled, and are off by {off:.2f} in log together"
+                told = (
+                    f"rows of {group.producer} and columns of {module} were scaled, and are "
+                    f"off by {off:.2f} in log together"
+                )
                 wrong.setdefault("folding-broken", []).append((module, told))
 
     def _columns(self, module: str) -> Tensor | None:
@@ -329,16 +470,26 @@ class SourceComparison:
             return None
         rows = plain_rows(self.survey, name)
         theirs = self._rows_of(module, rows.ranges)
-        if theirs is None or theirs.shape != rows.values.shape or not bool(torch.isfinite(rows.values).all()):
+        if (
+            theirs is None
+            or theirs.shape != rows.values.shape
+            or not bool(torch.isfinite(rows.values).all())
+        ):
             return None
         found = fit(rows.values, theirs)
         self.noise[module] = column_noise(rows.values, theirs, found)
         return found.columns
 
     def is_plain(self, name: str) -> bool:
-        """Whether a matrix's stored values are its weights: 16 or 32 bits, and no scale of any format beside them."""
+        """Whether a matrix's stored values are its weights: 16 or 32 bits, and no scale of any
+        format beside them."""
         module, info = name.removesuffix(".weight"), self.survey.tensors.get(name)
-        if info is None or len(info.shape) != 2 or info.dtype not in FLOAT_DTYPES or module in self.described.linears:
+        if (
+            info is None
+            or len(info.shape) != 2
+            or info.dtype not in FLOAT_DTYPES
+            or module in self.described.linears
+        ):
             return False
         return module not in self.scaled
 
@@ -346,7 +497,10 @@ class SourceComparison:
 def _name_exchange(module: str, other: str) -> str:
     if module.rpartition(".")[0] == other.rpartition(".")[0]:
         return "gate-up-exchanged"
-    if module.rpartition(".")[2] == other.rpartition(".")[2] and module.split(".")[:3] == other.split(".")[:3]:
+    if (
+        module.rpartition(".")[2] == other.rpartition(".")[2]
+        and module.split(".")[:3] == other.split(".")[:3]
+    ):
         return "experts-exchanged"
     return "layers-exchanged"
 

@@ -1,10 +1,12 @@
-"""Every finding there is, by name, in the order of harm. docs/check.md tells what each one means; a test holds the two together."""
+"""Every finding there is, by name, in the order of harm. docs/check.md tells what each one means; a
+test holds the two together."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 Severity = Literal["error", "warning", "note"]
-"""error: it does not load, or computes something else. warning: something is lost, or an engine may stumble. note: worth knowing."""
+"""error: it does not load, or computes something else. warning: something is lost, or an engine may
+stumble. note: worth knowing."""
 
 _AGAIN = "download the file again, or ask the publisher"
 _REPAIR = "quantkit check --repair OUT writes a corrected copy"
@@ -28,25 +30,36 @@ CATALOGUE: dict[str, Kind] = {
     "index-wrong": Kind("error", _REPAIR),
     "index-missing": Kind("error", _REPAIR),
     "tensor-twice": Kind("error", "keep one of the two shards"),
-    "shards-disagree": Kind("error", "where the index is right, " + _REPAIR + "; else let it name the other shard first"),
+    "shards-disagree": Kind(
+        "error", "where the index is right, " + _REPAIR + "; else let it name the other shard first"
+    ),
     # what the model needs
     "config-field": Kind("error", "use the config.json that came with the model"),
     "class-wrong": Kind("error", _FROM_SOURCE),
     "names-wrong": Kind("error", _REPAIR),
-    "experts-fused": Kind("error", "write one tensor an expert and projection, or quantize again with a writer that does"),
-    "tensors-missing": Kind("error", "download the missing tensors, or use the config.json of these weights"),
+    "experts-fused": Kind(
+        "error",
+        "write one tensor an expert and projection, or quantize again with a writer that does",
+    ),
+    "tensors-missing": Kind(
+        "error", "download the missing tensors, or use the config.json of these weights"
+    ),
     "head-missing": Kind("error", _FROM_SOURCE),
     "shape-wrong": Kind("error", "use the config.json of these weights, or download them again"),
     "layers-beyond": Kind("error", "use the config.json of these weights"),
     "architecture-wrong": Kind("error", "use the config.json of these weights"),
     # what is quantized, and what is said of it
-    "description-missing": Kind("error", "copy quantization_config from the writer's output into config.json"),
+    "description-missing": Kind(
+        "error", "copy quantization_config from the writer's output into config.json"
+    ),
     "description-wrong": Kind("error", "correct quantization_config in config.json"),
     "description-unreadable": Kind("error", "correct the file"),
     "descriptions-disagree": Kind("error", "keep the file that is right"),
     "description-old-key": Kind("warning", _REPAIR),
     "group-size-wrong": Kind("error", _REPAIR),
-    "nothing-quantized": Kind("error", "remove quantization_config from config.json, or quantize again"),
+    "nothing-quantized": Kind(
+        "error", "remove quantization_config from config.json, or quantize again"
+    ),
     "part-missing": Kind("error", _AGAIN),
     "part-orphan": Kind("error", _AGAIN),
     "part-malformed": Kind("error", _AGAIN),
@@ -55,16 +68,28 @@ CATALOGUE: dict[str, Kind] = {
     "experts-mixed": Kind("error", _ASK),
     "siblings-mixed": Kind("error", "quantize all linears that engines fuse, or none of them"),
     "list-matches-nothing": Kind("warning", _REPAIR),
-    "cache-scales-missing": Kind("warning", "quantize again, or remove kv_cache_scheme: engines take 1 for every scale"),
+    "cache-scales-missing": Kind(
+        "warning", "quantize again, or remove kv_cache_scheme: engines take 1 for every scale"
+    ),
     "experts-plain": Kind("warning", "quantize again: the experts hold nearly all of the weights"),
     "router-quantized": Kind("warning", "quantize again and leave the router in 16 bits"),
     "mtp-incomplete": Kind("error", _FROM_SOURCE),
-    "mtp-missing": Kind("warning", "without speculative decoding set num_nextn_predict_layers to 0; else " + _FROM_SOURCE),
+    "mtp-missing": Kind(
+        "warning",
+        "without speculative decoding set num_nextn_predict_layers to 0; else " + _FROM_SOURCE,
+    ),
     "mtp-not-announced": Kind("warning", _REPAIR),
-    "tensors-unknown": Kind("warning", "use the config.json of these weights; engines stop at such tensors, or leave them out"),
+    "tensors-unknown": Kind(
+        "warning",
+        "use the config.json of these weights; engines stop at such tensors, or leave them out",
+    ),
     # codes and scales
-    "values-not-finite": Kind("error", "download those shards again; where they are so at the publisher's, quantize again"),
-    "values-absurd": Kind("error", "download those shards again; where they are so at the publisher's, quantize again"),
+    "values-not-finite": Kind(
+        "error", "download those shards again; where they are so at the publisher's, quantize again"
+    ),
+    "values-absurd": Kind(
+        "error", "download those shards again; where they are so at the publisher's, quantize again"
+    ),
     "head-ignored": Kind("error", "set tie_word_embeddings in config.json to what the source has"),
     "codes-unreadable": Kind("error", _AGAIN),
     "global-scale-inverted": Kind("error", _REPAIR),
@@ -82,16 +107,27 @@ CATALOGUE: dict[str, Kind] = {
     "scales-zero": Kind("error", _ASK),
     "scales-absurd": Kind("error", _ASK),
     "codes-saturated": Kind("error", _ASK),
-    "global-scales-differ": Kind("warning", "quantize again with a writer that gives linears which engines fuse one global scale"),
-    "router-not-compensated": Kind("error", "quantize again with a writer that scales the router, such as quantkit"),
+    "global-scales-differ": Kind(
+        "warning",
+        "quantize again with a writer that gives linears which engines fuse one global scale",
+    ),
+    "router-not-compensated": Kind(
+        "error", "quantize again with a writer that scales the router, such as quantkit"
+    ),
     "folding-broken": Kind("error", "quantize again: a scale was folded into one side only"),
     "error-large": Kind("error", _ASK),
     # behaviour
-    "router-strays": Kind("error", "quantize again with a writer that scales the router, such as quantkit"),
+    "router-strays": Kind(
+        "error", "quantize again with a writer that scales the router, such as quantkit"
+    ),
     "sublayer-off": Kind("error", _ASK),
-    "tokens-differ": Kind("warning", "measure it on tasks (quantkit eval), and quantize again if it lost"),
+    "tokens-differ": Kind(
+        "warning", "measure it on tasks (quantkit eval), and quantize again if it lost"
+    ),
     # settings
-    "config-differs": Kind("error", "take these values from the source's config.json: --source SRC --repair OUT does"),
+    "config-differs": Kind(
+        "error", "take these values from the source's config.json: --source SRC --repair OUT does"
+    ),
     "tokenizer-broken": Kind("error", _FROM_SOURCE),
     "tokenizer-too-large": Kind("error", "use the tokenizer of these weights"),
     "tokenizer-differs": Kind("error", _FROM_SOURCE),
@@ -102,9 +138,14 @@ CATALOGUE: dict[str, Kind] = {
     "class-missing": Kind("warning", _FROM_SOURCE),
     "tokenizer-missing": Kind("warning", _FROM_SOURCE),
     "text-cut": Kind("warning", _FROM_SOURCE),
-    "adapter-beside": Kind("warning", "merge the adapter, or move adapter_config.json to a folder of its own"),
+    "adapter-beside": Kind(
+        "warning", "merge the adapter, or move adapter_config.json to a folder of its own"
+    ),
     "eos-lost": Kind("warning", _FROM_SOURCE),
-    "eos-differs": Kind("warning", "make config.json, generation_config.json and the tokenizer agree on the end of a text"),
+    "eos-differs": Kind(
+        "warning",
+        "make config.json, generation_config.json and the tokenizer agree on the end of a text",
+    ),
     "special-token-unknown": Kind("warning", "use the tokenizer files that belong together"),
     "template-foreign": Kind("warning", _FROM_SOURCE),
     "templates-disagree": Kind("warning", "keep the one that is right in both places"),
@@ -117,12 +158,28 @@ CATALOGUE: dict[str, Kind] = {
     "engine-loses": Kind("warning", "see the engine's profile in docs/formats.md"),
     "not-loadable": Kind("error", _AGAIN),
     # notes
-    "engine-unknown": Kind("note", "try it there, or quantkit convert it to a format that docs/formats.md has for the engine"),
-    "tokenizer-cuts": Kind("note", "set truncation and padding in tokenizer.json to null: programs that read it by themselves obey them"),
-    "copies-differ": Kind("note", "copy the tensor of the model itself: some engines load the copy, and others share"),
+    "engine-unknown": Kind(
+        "note",
+        "try it there, or quantkit convert it to a format that docs/formats.md has for the engine",
+    ),
+    "tokenizer-cuts": Kind(
+        "note",
+        "set truncation and padding in tokenizer.json to null: programs that read it by themselves "
+        "obey them",
+    ),
+    "copies-differ": Kind(
+        "note", "copy the tensor of the model itself: some engines load the copy, and others share"
+    ),
     "expert-silent": Kind("note", "nothing, if the source has it so: --source SRC tells"),
-    "values-on-grid": Kind("note", "nothing: a plain tensor holds values that were rounded to few steps"),
-    "dtype-differs": Kind("note", "nothing where the engine computes in the dtype that config.json names"),
+    "values-on-grid": Kind(
+        "note", "nothing: a plain tensor holds values that were rounded to few steps"
+    ),
+    "dtype-differs": Kind(
+        "note", "nothing where the engine computes in the dtype that config.json names"
+    ),
     "size-differs": Kind("note", "nothing: engines do not read total_size"),
-    "not-read": Kind("note", "nothing: quantkit has no reader for this format, so codes and scales were not looked at"),
+    "not-read": Kind(
+        "note",
+        "nothing: quantkit has no reader for this format, so codes and scales were not looked at",
+    ),
 }

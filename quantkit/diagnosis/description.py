@@ -18,7 +18,16 @@ from quantkit.diagnosis.survey import Survey
 from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid, Mxfp4Grid, grid_label
 from quantkit.models.tensor_names import ends_as_linear
 
-_PACKED = (".qweight", ".weight_packed", ".weight_scale_inv", ".weight_scale_2", ".weight_scale", ".qzeros", "_packed", "_blocks")
+_PACKED = (
+    ".qweight",
+    ".weight_packed",
+    ".weight_scale_inv",
+    ".weight_scale_2",
+    ".weight_scale",
+    ".qzeros",
+    "_packed",
+    "_blocks",
+)
 """Endings of tensors that only quantized weights have, in any format of the field."""
 _PARTS = tuple(sorted({suffix for format in FORMATS for suffix in format.own_suffixes}))
 """Endings of parts of a quantized weight, whatever the format."""
@@ -29,10 +38,13 @@ _TRIED = 16
 
 @dataclass
 class Described:
-    """format, grid: as said, or as seen where nothing or something wrong is said; None where quantkit has no reader.
+    """format, grid: as said, or as seen where nothing or something wrong is said; None where
+    quantkit has no reader.
 
-    ignored: whether a module is said to be unquantized; None where nothing is said. linears: those that are whole.
-    broken: quantized modules of which a part is missing or malformed. cures: keys of quantization_config and their right values.
+    ignored: whether a module is said to be unquantized; None where nothing is said. linears: those
+    that are whole.
+    broken: quantized modules of which a part is missing or malformed. cures: keys of
+    quantization_config and their right values.
     """
 
     format: Format | None = None
@@ -50,8 +62,11 @@ class Described:
         return module in self.linears or module in self.broken
 
 
-def describe(survey: Survey, shapes: Mapping[str, tuple[int, ...]], findings: DiagnosisFindings) -> Described:
-    """The quantization as described and as stored, with a finding wherever they differ. shapes: of weights by module, if known."""
+def describe(
+    survey: Survey, shapes: Mapping[str, tuple[int, ...]], findings: DiagnosisFindings
+) -> Described:
+    """The quantization as described and as stored, with a finding wherever they differ. shapes: of
+    weights by module, if known."""
     seen = _seen(survey.tensors)
     described = Described()
     try:
@@ -59,17 +74,28 @@ def describe(survey: Survey, shapes: Mapping[str, tuple[int, ...]], findings: Di
     except QuantkitError as fault:
         findings.add("description-unreadable", _described_in(survey), fault.problem, fault.remedy)
         return described
-    said = bool(survey.config.get("quantization_config") or survey.side) and not is_cache_alone(survey.config, survey.side)
+    said = bool(survey.config.get("quantization_config") or survey.side) and not is_cache_alone(
+        survey.config, survey.side
+    )
     packed = [name for name in survey.tensors if name.endswith(_PACKED)]
     if not said and packed:
         kinds = ", ".join(format.variant for format in seen) or "no format that quantkit knows"
         findings.add(
-            "description-missing", "config.json", f"{len(packed)} tensors such as {packed[0]} ({kinds}), and no quantization_config"
+            "description-missing",
+            "config.json",
+            f"{len(packed)} tensors such as {packed[0]} ({kinds}), and no quantization_config",
         )
         return described
-    if said and survey.tensors and not packed and not any(tensor.dtype.itemsize == 1 for tensor in survey.tensors.values()):
+    if (
+        said
+        and survey.tensors
+        and not packed
+        and not any(tensor.dtype.itemsize == 1 for tensor in survey.tensors.values())
+    ):
         told = _told(survey)
-        findings.add("nothing-quantized", "config.json", f"it says {told}, and every tensor is plain")
+        findings.add(
+            "nothing-quantized", "config.json", f"it says {told}, and every tensor is plain"
+        )
         return described
     if not _read_format(survey, seen, shapes, described, findings):
         return described
@@ -79,7 +105,11 @@ def describe(survey: Survey, shapes: Mapping[str, tuple[int, ...]], findings: Di
 
 
 def _described_in(survey: Survey) -> str:
-    return "config.json" if survey.config.get("quantization_config") or not survey.side else next(iter(survey.side))
+    return (
+        "config.json"
+        if survey.config.get("quantization_config") or not survey.side
+        else next(iter(survey.side))
+    )
 
 
 def _told(survey: Survey) -> str:
@@ -89,7 +119,8 @@ def _told(survey: Survey) -> str:
 
 
 def _seen(tensors: Mapping[str, TensorInfo]) -> list[Format]:
-    """Formats of which the tensors bear the marks: the main tensor of a linear, and the scale that goes with it."""
+    """Formats of which the tensors bear the marks: the main tensor of a linear, and the scale that
+    goes with it."""
     found = []
     for format in FORMATS:
         if not format.own_suffixes:
@@ -107,11 +138,16 @@ def _seen(tensors: Mapping[str, TensorInfo]) -> list[Format]:
 
 
 def _needed(format: Format) -> tuple[str, ...]:
-    return tuple(suffix for suffix in format.own_suffixes if suffix not in (".weight_zero_point", ".scale_bias", ".g_idx"))
+    return tuple(
+        suffix
+        for suffix in format.own_suffixes
+        if suffix not in (".weight_zero_point", ".scale_bias", ".g_idx")
+    )
 
 
 def _is_laid_out(format: Format, tensors: Mapping[str, TensorInfo], module: str) -> bool:
-    """AWQ and GPTQ have the same names: the first packs along the outputs, the other along the inputs."""
+    """AWQ and GPTQ have the same names: the first packs along the outputs, the other along the
+    inputs."""
     if format.marker != ".qweight":
         return True
     if len(tensors[f"{module}.qweight"].shape) != 2:
@@ -121,7 +157,11 @@ def _is_laid_out(format: Format, tensors: Mapping[str, TensorInfo], module: str)
 
 
 def _read_format(
-    survey: Survey, seen: list[Format], shapes: Mapping[str, tuple[int, ...]], described: Described, findings: DiagnosisFindings
+    survey: Survey,
+    seen: list[Format],
+    shapes: Mapping[str, tuple[int, ...]],
+    described: Described,
+    findings: DiagnosisFindings,
 ) -> bool:
     """Set the format, its grid and its list; False where it is one that quantkit does not read."""
     try:
@@ -131,7 +171,13 @@ def _read_format(
             findings.add("descriptions-disagree", list(survey.side), fault.problem)
         else:
             unknown = "does not read" in fault.problem
-            _tell_unread(survey, seen, shapes, f"it says {_told(survey)}" if unknown else fault.problem, findings)
+            _tell_unread(
+                survey,
+                seen,
+                shapes,
+                f"it says {_told(survey)}" if unknown else fault.problem,
+                findings,
+            )
         return False
     try:
         described.grid = format.grid(survey.config, survey.side)
@@ -143,39 +189,71 @@ def _read_format(
     one_grid = format.declared_grids(survey.config) is None
     if seen and format not in seen and format.own_suffixes and one_grid:
         kinds = " or ".join(f"{one.name} {one.variant}" for one in seen)
-        findings.add("description-wrong", _described_in(survey), f"it says {_told(survey)}, and the tensors are {kinds}")
+        findings.add(
+            "description-wrong",
+            _described_in(survey),
+            f"it says {_told(survey)}, and the tensors are {kinds}",
+        )
         return False
     described.format = format
     return True
 
 
-def _tell_unread(survey: Survey, seen: list[Format], shapes: Mapping[str, tuple[int, ...]], told: str, findings: DiagnosisFindings) -> None:
-    """A description that is not read: wrong where the tensors are, whole and in the model's shapes, those of a format that is."""
+def _tell_unread(
+    survey: Survey,
+    seen: list[Format],
+    shapes: Mapping[str, tuple[int, ...]],
+    told: str,
+    findings: DiagnosisFindings,
+) -> None:
+    """A description that is not read: wrong where the tensors are, whole and in the model's shapes,
+    those of a format that is."""
     for format in seen:
         named = (format.quantized_module(tensor) for tensor in survey.tensors.values())
         modules = [module for module in named if module is not None and module in shapes][:_TRIED]
-        fit = [one for one in _grids(survey, format, modules) if _are_whole(survey, format, one, modules, shapes)]
+        fit = [
+            one
+            for one in _grids(survey, format, modules)
+            if _are_whole(survey, format, one, modules, shapes)
+        ]
         if modules and fit:
-            kind = f"{format.name} {format.variant}" + (f", {grid_label(fit[0])}" if fit[0] is not None else "")
-            findings.add("description-wrong", _described_in(survey), f"{told}; the tensors are those of {kind}")
+            kind = f"{format.name} {format.variant}" + (
+                f", {grid_label(fit[0])}" if fit[0] is not None else ""
+            )
+            findings.add(
+                "description-wrong",
+                _described_in(survey),
+                f"{told}; the tensors are those of {kind}",
+            )
             return
     findings.add("not-read", _described_in(survey), told)
 
 
 def _grids(survey: Survey, format: Format, modules: list[str]) -> list[Grid | None]:
-    """What tensors of a format may be on, by the shapes of the first linear's scales; None: a source's own, which has no name."""
+    """What tensors of a format may be on, by the shapes of the first linear's scales; None: a
+    source's own, which has no name."""
     if not modules:
         return []
     grids: list[Grid] = [Fp4Grid(), Mxfp4Grid()]
     for bits in (4, 8):
         size = _group_size(survey, format, IntGrid(bits, None, symmetric=True), modules[0])
-        grids += [IntGrid(bits, one, symmetric) for one in {size, None} for symmetric in (True, False)]
+        grids += [
+            IntGrid(bits, one, symmetric) for one in {size, None} for symmetric in (True, False)
+        ]
     return [None] if format.is_source else [grid for grid in grids if format.holds(grid)]
 
 
-def _are_whole(survey: Survey, format: Format, grid: Grid | None, modules: list[str], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def _are_whole(
+    survey: Survey,
+    format: Format,
+    grid: Grid | None,
+    modules: list[str],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> bool:
     try:
-        return all(_linear(survey, format, grid, module).shape == shapes[module] for module in modules)
+        return all(
+            _linear(survey, format, grid, module).shape == shapes[module] for module in modules
+        )
     except QuantkitError:
         return False
 
@@ -186,19 +264,52 @@ def _compare_files(survey: Survey, described: Described, findings: DiagnosisFind
     _compare_opt_files(survey, block, described, findings)
     of_gptq = described.format is not None and described.format.name == "gptq"
     if of_gptq and block.get("lm_head") is True and not described.is_quantized(HEAD):
-        findings.add("plain-not-listed", HEAD, "config.json says that it is quantized, and it is stored plain")
+        findings.add(
+            "plain-not-listed",
+            HEAD,
+            "config.json says that it is quantized, and it is stored plain",
+        )
     plain_by_name = block.get("modules_to_not_convert") if described.ignored is None else None
-    covered = [module for module in described.linears for one in plain_by_name or () if f"{module}.".startswith(f"{one}.")]
+    covered = [
+        module
+        for module in described.linears
+        for one in plain_by_name or ()
+        if f"{module}.".startswith(f"{one}.")
+    ]
     if covered:
-        findings.add("listed-but-quantized", covered, "modules_to_not_convert lists them as unquantized, and their tensors are quantized")
+        findings.add(
+            "listed-but-quantized",
+            covered,
+            "modules_to_not_convert lists them as unquantized, and their tensors are quantized",
+        )
     slim = next((survey.side[name] for name in SLIM_FILES if name in survey.side), {})
-    plain = [tensor.name for tensor in survey.tensors.values() if tensor.dtype in FLOAT_DTYPES and tensor.name.endswith(".weight")]
-    wrong = [name for name in plain if slim.get(name, "FLOAT") != "FLOAT" and not described.is_quantized(name.removesuffix(".weight"))]
+    plain = [
+        tensor.name
+        for tensor in survey.tensors.values()
+        if tensor.dtype in FLOAT_DTYPES and tensor.name.endswith(".weight")
+    ]
+    wrong = [
+        name
+        for name in plain
+        if slim.get(name, "FLOAT") != "FLOAT"
+        and not described.is_quantized(name.removesuffix(".weight"))
+    ]
     if wrong:
-        findings.add("plain-not-listed", wrong, f"stored in 16 or 32 bits, and the description says {slim[wrong[0]]}")
-    other = [module for module, linear in described.linears.items() if _is_of_other_bits(slim.get(f"{module}.weight"), linear.grid)]
+        findings.add(
+            "plain-not-listed",
+            wrong,
+            f"stored in 16 or 32 bits, and the description says {slim[wrong[0]]}",
+        )
+    other = [
+        module
+        for module, linear in described.linears.items()
+        if _is_of_other_bits(slim.get(f"{module}.weight"), linear.grid)
+    ]
     if other:
-        told = f"it says {slim[f'{other[0]}.weight']}, and the tensors are {grid_label(described.linears[other[0]].grid)}"
+        told = (
+            f"it says {slim[f'{other[0]}.weight']}, and the tensors are "
+            f"{grid_label(described.linears[other[0]].grid)}"
+        )
         findings.add("description-wrong", other, told)
 
 
@@ -208,17 +319,34 @@ def _is_of_other_bits(said: object, grid: Grid | None) -> bool:
     return found is not None and isinstance(grid, IntGrid) and grid.bits != int(found[1])
 
 
-def _compare_opt_files(survey: Survey, block: Mapping[str, Any], described: Described, findings: DiagnosisFindings) -> None:
+def _compare_opt_files(
+    survey: Survey, block: Mapping[str, Any], described: Described, findings: DiagnosisFindings
+) -> None:
     """ModelOpt says everything twice, and engines differ in where they look."""
     side = survey.side.get(OPT_FILE, {}).get("quantization")
     if not block or not isinstance(side, dict) or described.format is None:
         return
     ours, other = described.ignored, described.format.ignored({}, survey.side)
-    differ = [key for key in ("quant_algo", "group_size") if key in side and key in block and side[key] != block[key]]
-    linears = [name.removesuffix(".weight") for name in survey.tensors if ends_as_linear(name) or name == f"{HEAD}.weight"]
-    apart = [module for module in linears if ours is not None and other is not None and other(module) != ours(module)]
+    differ = [
+        key
+        for key in ("quant_algo", "group_size")
+        if key in side and key in block and side[key] != block[key]
+    ]
+    linears = [
+        name.removesuffix(".weight")
+        for name in survey.tensors
+        if ends_as_linear(name) or name == f"{HEAD}.weight"
+    ]
+    apart = [
+        module
+        for module in linears
+        if ours is not None and other is not None and other(module) != ours(module)
+    ]
     if differ or apart:
-        told = f"{OPT_FILE} has another {', '.join(differ) or 'list of unquantized modules'} than config.json"
+        told = (
+            f"{OPT_FILE} has another {', '.join(differ) or 'list of unquantized modules'} than "
+            "config.json"
+        )
         findings.add("descriptions-disagree", apart or OPT_FILE, told)
 
 
@@ -230,7 +358,11 @@ def _collect(survey: Survey, described: Described, findings: DiagnosisFindings) 
         module = format.quantized_module(tensor)
         if module is not None:
             modules[module] = format
-        elif described.ignored is not None and (left := fp8_block.FORMAT.quantized_module(tensor)) and described.ignored(left):
+        elif (
+            described.ignored is not None
+            and (left := fp8_block.FORMAT.quantized_module(tensor))
+            and described.ignored(left)
+        ):
             modules[left] = fp8_block.FORMAT
     described.grid = _grid_that_fits(survey, described, modules, findings)
     faults: dict[str, list[tuple[str, str]]] = {}
@@ -250,16 +382,25 @@ def _collect(survey: Survey, described: Described, findings: DiagnosisFindings) 
 def _linear(survey: Survey, format: Format, grid: Grid | None, module: str) -> QuantizedLinear:
     marker = survey.tensors[format.main_tensor(module, survey.tensors)]
     if len(marker.shape) != 2 or 0 in marker.shape:
-        raise QuantkitError(f"{marker.name} has shape {list(marker.shape)}, and a linear has two dimensions")
+        raise QuantkitError(
+            f"{marker.name} has shape {list(marker.shape)}, and a linear has two dimensions"
+        )
     return quantized_linear(survey.path, format, grid, survey.tensors, module)
 
 
-def _grid_that_fits(survey: Survey, described: Described, modules: Mapping[str, Format], findings: DiagnosisFindings) -> Grid | None:
-    """The grid as described, or with the group size that the scales of most linears have, where not one has the described one."""
+def _grid_that_fits(
+    survey: Survey, described: Described, modules: Mapping[str, Format], findings: DiagnosisFindings
+) -> Grid | None:
+    """The grid as described, or with the group size that the scales of most linears have, where not
+    one has the described one."""
     grid, format = described.grid, described.format
     if not isinstance(grid, IntGrid) or format is None:
         return grid
-    sizes = Counter(size for module, own in modules.items() if own is format and (size := _group_size(survey, format, grid, module)))
+    sizes = Counter(
+        size
+        for module, own in modules.items()
+        if own is format and (size := _group_size(survey, format, grid, module))
+    )
     if not sizes:
         return grid
     size, count = sizes.most_common(1)[0]
@@ -268,7 +409,11 @@ def _grid_that_fits(survey: Survey, described: Described, modules: Mapping[str, 
     if fits or not _fits(survey, format, modules, corrected):
         return grid
     described.cures["group_size"] = size
-    findings.add("group-size-wrong", _described_in(survey), f"it says {grid.group_size}, and the scales of {count} linears are for {size}")
+    findings.add(
+        "group-size-wrong",
+        _described_in(survey),
+        f"it says {grid.group_size}, and the scales of {count} linears are for {size}",
+    )
     return corrected
 
 
@@ -286,8 +431,19 @@ def _fits(survey: Survey, format: Format, modules: Mapping[str, Format], grid: G
 
 def _group_size(survey: Survey, format: Format, grid: Grid, module: str) -> int | None:
     """Input channels of a scale, from the shapes of the scales."""
-    scale = next((survey.tensors[module + suffix] for suffix in (".scales", ".weight_scale") if module + suffix in survey.tensors), None)
-    if scale is None or len(scale.shape) != 2 or len(survey.tensors[module + format.marker].shape) != 2:
+    scale = next(
+        (
+            survey.tensors[module + suffix]
+            for suffix in (".scales", ".weight_scale")
+            if module + suffix in survey.tensors
+        ),
+        None,
+    )
+    if (
+        scale is None
+        or len(scale.shape) != 2
+        or len(survey.tensors[module + format.marker].shape) != 2
+    ):
         return None
     if 0 in scale.shape or 0 in survey.tensors[module + format.marker].shape:
         return None
@@ -296,30 +452,57 @@ def _group_size(survey: Survey, format: Format, grid: Grid, module: str) -> int 
     return columns // count if count and columns % count == 0 else None
 
 
-def _find_orphans(survey: Survey, described: Described, format: Format, findings: DiagnosisFindings) -> None:
+def _find_orphans(
+    survey: Survey, described: Described, format: Format, findings: DiagnosisFindings
+) -> None:
     """Scales without codes, and tensors of a dtype that only another format has."""
     owned = {name for linear in described.linears.values() for name in linear.tensors}
     rest = [
-        tensor for tensor in survey.tensors.values() if tensor.name not in owned and tensor.name.rpartition(".")[0] not in described.broken
+        tensor
+        for tensor in survey.tensors.values()
+        if tensor.name not in owned and tensor.name.rpartition(".")[0] not in described.broken
     ]
-    orphans = [tensor.name for tensor in rest if tensor.name.endswith((*_PARTS, *format.own_suffixes))]
+    orphans = [
+        tensor.name for tensor in rest if tensor.name.endswith((*_PARTS, *format.own_suffixes))
+    ]
     odd = [tensor for tensor in rest if not is_plain(tensor)]
     strange = [tensor for tensor in odd if tensor.name not in orphans]
     if orphans:
-        findings.add("part-orphan", orphans, "a part of a quantized weight whose codes are not there")
+        findings.add(
+            "part-orphan", orphans, "a part of a quantized weight whose codes are not there"
+        )
     if strange:
         kind = dtype_name(strange[0].dtype)
-        findings.add("part-malformed", [tensor.name for tensor in strange], f"{kind}, which {format.name} {format.variant} does not have")
+        findings.add(
+            "part-malformed",
+            [tensor.name for tensor in strange],
+            f"{kind}, which {format.name} {format.variant} does not have",
+        )
 
 
-def compare_lists(described: Described, plain_linears: Iterable[str], where: str, findings: DiagnosisFindings) -> None:
-    """Modules that are said to be unquantized and are not, and the other way round. plain_linears: linears stored plain."""
+def compare_lists(
+    described: Described, plain_linears: Iterable[str], where: str, findings: DiagnosisFindings
+) -> None:
+    """Modules that are said to be unquantized and are not, and the other way round. plain_linears:
+    linears stored plain."""
     if described.ignored is None or described.format is None:
         return
     ignored = described.ignored
-    quantized = [module for module, linear in described.linears.items() if linear.format is described.format and ignored(module)]
+    quantized = [
+        module
+        for module, linear in described.linears.items()
+        if linear.format is described.format and ignored(module)
+    ]
     if quantized:
-        findings.add("listed-but-quantized", quantized, f"{where} lists them as unquantized, and their tensors are quantized")
+        findings.add(
+            "listed-but-quantized",
+            quantized,
+            f"{where} lists them as unquantized, and their tensors are quantized",
+        )
     left_out = [module for module in plain_linears if not ignored(module)]
     if left_out:
-        findings.add("plain-not-listed", left_out, f"stored in 16 or 32 bits, and {where} does not list them as unquantized")
+        findings.add(
+            "plain-not-listed",
+            left_out,
+            f"stored in 16 or 32 bits, and {where} does not list them as unquantized",
+        )

@@ -1,7 +1,9 @@
-"""What an engine reads in config.json and in the list of unquantized modules beside what the model needs, where there is one right value.
+"""What an engine reads in config.json and in the list of unquantized modules beside what the model
+needs, where there is one right value.
 
-Each entry is a rule of the engine's profile (recipes/engines): keys of a fixed value, keys under the names of another release, keys that
-the loader looks for at the top of the description, and modules under the engine's own names.
+Each entry is a rule of the engine's profile (recipes/engines): keys of a fixed value, keys under
+the names of another release, keys that the loader looks for at the top of the description, and
+modules under the engine's own names.
 """
 
 from collections.abc import Mapping
@@ -17,13 +19,17 @@ from quantkit.models.pangu_ultra_moe import FIRST_RELEASE_NAMES
 from quantkit.models.stored_parameters import read_model
 from quantkit.models.table import Parameter
 
-_SAME: dict[str, str] = {**FIRST_RELEASE_NAMES, **{later: first for first, later in FIRST_RELEASE_NAMES.items()}}
+_SAME: dict[str, str] = {
+    **FIRST_RELEASE_NAMES,
+    **{later: first for first, later in FIRST_RELEASE_NAMES.items()},
+}
 """Names of one number in two releases of an architecture, each to the other."""
 
 
 @dataclass
 class EngineKeys:
-    """config: keys to set in config.json; block: in its quantization_config; listed: modules to list as unquantized."""
+    """config: keys to set in config.json; block: in its quantization_config; listed: modules to
+    list as unquantized."""
 
     config: dict[str, Any] = field(default_factory=dict)
     block: dict[str, Any] = field(default_factory=dict)
@@ -33,15 +39,23 @@ class EngineKeys:
     def told(self) -> list[str]:
         """Each in words."""
         found = [f"{key} in config.json is {value!r}" for key, value in self.config.items()]
-        found += [f"{key} at the top of quantization_config is {value!r}" for key, value in self.block.items()]
+        found += [
+            f"{key} at the top of quantization_config is {value!r}"
+            for key, value in self.block.items()
+        ]
         return found + ([f"{', '.join(self.listed)} listed as unquantized"] if self.listed else [])
 
 
 def missing_keys(engine: str, checkpoint: Checkpoint) -> EngineKeys:
-    """What the checkpoint lacks for the engine. Raises QuantkitError where there is no such engine, or the checkpoint has no table."""
+    """What the checkpoint lacks for the engine. Raises QuantkitError where there is no such engine,
+    or the checkpoint has no table."""
     profile, config, found = find_engine(engine), checkpoint.config, EngineKeys()
     model_type = str(config.get("model_type"))
-    found.config = {key: value for key, value in profile.config.get(model_type, {}).items() if config.get(key) != value}
+    found.config = {
+        key: value
+        for key, value in profile.config.get(model_type, {}).items()
+        if config.get(key) != value
+    }
     for key in profile.reads.get(model_type, ()):
         if key not in config and (other := _SAME.get(key)) in config:
             found.config[key] = config[other]
@@ -59,18 +73,38 @@ def missing_keys(engine: str, checkpoint: Checkpoint) -> EngineKeys:
 
 def _int4_grid(checkpoint: Checkpoint) -> Grid | None:
     """The grid of the 4-bit linears; None where there is none, or several."""
-    grids = {linear.grid for linear in checkpoint.linears.values() if isinstance(linear.grid, IntGrid) and linear.grid.bits == 4}
+    grids = {
+        linear.grid
+        for linear in checkpoint.linears.values()
+        if isinstance(linear.grid, IntGrid) and linear.grid.bits == 4
+    }
     return next(iter(grids)) if len(grids) == 1 else None
 
 
-def _unlisted(load: LoadRule | MixtureRule, checkpoint: Checkpoint, rows: list[Parameter]) -> list[str]:
+def _unlisted(
+    load: LoadRule | MixtureRule, checkpoint: Checkpoint, rows: list[Parameter]
+) -> list[str]:
     """A head that is tied, and linears of an MTP layer that the engine has another name for."""
     ignored = checkpoint.format.ignored(checkpoint.config, checkpoint.side)
     if ignored is None:
         return []
     tied = not any(row.role == "head" and not row.mtp for row in rows)
-    names = [HEAD] if getattr(load, "tied_head", None) is not None and tied and not ignored(HEAD) else []
+    names = (
+        [HEAD]
+        if getattr(load, "tied_head", None) is not None and tied and not ignored(HEAD)
+        else []
+    )
     prefix = getattr(load, "mtp_prefix", None)
-    plain = [row for row in rows if row.mtp and row.role in ("linear", "kv_b", "mtp_proj", "head") and row.module not in checkpoint.linears]
-    called = [f"{prefix}.{row.within_layer}" for row in plain if prefix is not None and ignored(row.module)]
+    plain = [
+        row
+        for row in rows
+        if row.mtp
+        and row.role in ("linear", "kv_b", "mtp_proj", "head")
+        and row.module not in checkpoint.linears
+    ]
+    called = [
+        f"{prefix}.{row.within_layer}"
+        for row in plain
+        if prefix is not None and ignored(row.module)
+    ]
     return names + [name for name in called if not ignored(name)]

@@ -14,7 +14,8 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault. where: names of modules, tensors or files. evidence: what was seen there. remedy: what to do about it."""
+    """One fault. where: names of modules, tensors or files. evidence: what was seen there. remedy:
+    what to do about it."""
 
     name: str
     severity: Severity
@@ -29,12 +30,14 @@ class Finding:
 
 @dataclass
 class DiagnosisFindings:
-    """Collected while looking. A name of the catalogue may be found once for each kind of evidence."""
+    """Collected while looking. A name of the catalogue may be found once for each kind of
+    evidence."""
 
     found: list[Finding] = field(default_factory=list)
 
     def add(self, name: str, where: str | Iterable[str], evidence: str, remedy: str = "") -> None:
-        """where: one name, or all of those that share the evidence. remedy: in the place of the catalogue's."""
+        """where: one name, or all of those that share the evidence. remedy: in the place of the
+        catalogue's."""
         kind = CATALOGUE[name]
         places = where if isinstance(where, str) else listed(where)
         self.found.append(Finding(name, kind.severity, places, evidence, remedy or kind.remedy))
@@ -61,7 +64,10 @@ class DiagnosisFindings:
 
     def to_json(self) -> dict[str, Any]:
         """verdict, and findings in order."""
-        return {"verdict": self.verdict, "findings": [finding.to_json() for finding in self.ordered]}
+        return {
+            "verdict": self.verdict,
+            "findings": [finding.to_json() for finding in self.ordered],
+        }
 
 
 def listed(names: Iterable[str]) -> str:

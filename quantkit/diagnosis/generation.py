@@ -7,7 +7,13 @@ from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.diagnosis.survey import Survey
 
 FILE = "generation_config.json"
-_TOKENS = ("bos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")
+_TOKENS = (
+    "bos_token_id",
+    "pad_token_id",
+    "decoder_start_token_id",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+)
 _TOKEN_LISTS = ("suppress_tokens", "begin_suppress_tokens")
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
@@ -18,7 +24,13 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 """What transformers and vLLM accept, both ends included."""
 _WHOLE = ("top_k",)
-_DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 50, "repetition_penalty": 1.0}
+_DEFAULTS: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "top_k": 50,
+    "repetition_penalty": 1.0,
+}
 """Of transformers, which leaves out what has its default."""
 _LENGTHS = ("max_new_tokens", "max_length")
 
@@ -29,22 +41,38 @@ def check_generation(survey: Survey, rows: int, findings: DiagnosisFindings) -> 
     for file, values in (("config.json", survey.config), (FILE, generation)):
         outside = [f"{key} {number}" for key, number in _numbers(values) if rows and number >= rows]
         if outside:
-            findings.add("token-outside", file, f"{', '.join(outside)}: the embedding has {rows} rows")
-    wrong = [key for key, (low, high) in _RANGES.items() if _is_outside(generation.get(key), low, high)]
+            findings.add(
+                "token-outside", file, f"{', '.join(outside)}: the embedding has {rows} rows"
+            )
+    wrong = [
+        key for key, (low, high) in _RANGES.items() if _is_outside(generation.get(key), low, high)
+    ]
     wrong += [key for key in _WHOLE if isinstance(generation.get(key), float) and key not in wrong]
     if wrong:
-        findings.add("sampling-wrong", FILE, f"{', '.join(f'{key} {generation[key]!r:.40}' for key in wrong)}: engines refuse it")
+        findings.add(
+            "sampling-wrong",
+            FILE,
+            f"{', '.join(f'{key} {generation[key]!r:.40}' for key in wrong)}: engines refuse it",
+        )
     ends, suppressed = ends_that_count(end_tokens(survey)), generation.get("suppress_tokens")
     if ends and isinstance(suppressed, list) and ends <= set(map(str, suppressed)):
-        findings.add("sampling-wrong", FILE, f"suppress_tokens has every end of a text, {', '.join(sorted(ends))}: replies never end")
+        findings.add(
+            "sampling-wrong",
+            FILE,
+            f"suppress_tokens has every end of a text, {', '.join(sorted(ends))}: replies never end",
+        )
 
 
 def compare_generation(survey: Survey, source: Survey, findings: DiagnosisFindings) -> None:
-    """How the source is sampled, by its file or by transformers' defaults. Writers may leave the file out, or set do_sample."""
+    """How the source is sampled, by its file or by transformers' defaults. Writers may leave the
+    file out, or set do_sample."""
     ours, theirs = survey.settings.get(FILE), source.settings.get(FILE, {})
     if ours is None:
         return
-    differ = [(key, ours.get(key, default), theirs.get(key, default)) for key, default in _DEFAULTS.items()]
+    differ = [
+        (key, ours.get(key, default), theirs.get(key, default))
+        for key, default in _DEFAULTS.items()
+    ]
     differ += [(key, ours.get(key), theirs.get(key)) for key in _LENGTHS]
     told = [f"{key} {mine} (source {other})" for key, mine, other in differ if mine != other]
     if told:

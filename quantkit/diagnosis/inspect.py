@@ -17,8 +17,9 @@ from quantkit.models.table import Parameter
 
 @dataclass(frozen=True, repr=False)
 class Inspection(Result):
-    """What is in a checkpoint. left_as: linears in another format than the rest, by format. missing, misshapen, unknown: names of tensors,
-    compared with the architecture's table; these and what follows are None where quantkit does not know the architecture. engine,
+    """What is in a checkpoint. left_as: linears in another format than the rest, by format.
+    missing, misshapen, unknown: names of tensors, compared with the architecture's table; these and
+    what follows are None where quantkit does not know the architecture. engine,
     problems: what keeps that engine from loading it; None where none was asked about."""
 
     path: str
@@ -54,16 +55,42 @@ class Inspection(Result):
         return self.path
 
     def facts(self) -> list[tuple[str, str]]:
-        told = ("architecture", "format", "variant", "scheme", "tensors", "quantized_linears", "shards")
+        told = (
+            "architecture",
+            "format",
+            "variant",
+            "scheme",
+            "tensors",
+            "quantized_linears",
+            "shards",
+        )
         rows = [(key.replace("_", " "), _text(getattr(self, key))) for key in told]
-        rows += [("bytes", size(self.bytes)), ("parameters", _text(self.parameters)), ("mtp layers", _text(self.mtp_layers))]
-        rows += [(f"  left as {name}", f"{count:,} linears") for name, count in self.left_as.items()]
-        rows += [(f"  {name}", size(count)) for name, count in {**(self.bytes_by_part or {}), **self.bytes_by_dtype}.items()]
+        rows += [
+            ("bytes", size(self.bytes)),
+            ("parameters", _text(self.parameters)),
+            ("mtp layers", _text(self.mtp_layers)),
+        ]
+        rows += [
+            (f"  left as {name}", f"{count:,} linears") for name, count in self.left_as.items()
+        ]
+        rows += [
+            (f"  {name}", size(count))
+            for name, count in {**(self.bytes_by_part or {}), **self.bytes_by_dtype}.items()
+        ]
         for key in ("missing", "misshapen", "unknown"):
             names = getattr(self, key)
-            rows.append((key, "not checked: architecture not known" if names is None else f"{len(names)} {', '.join(names[:3])}".strip()))
+            rows.append(
+                (
+                    key,
+                    "not checked: architecture not known"
+                    if names is None
+                    else f"{len(names)} {', '.join(names[:3])}".strip(),
+                )
+            )
         for problem in self.problems or ():
-            rows.append((f"{self.engine}, {problem.severity}", f"{problem.problem}; {problem.remedy}"))
+            rows.append(
+                (f"{self.engine}, {problem.severity}", f"{problem.problem}; {problem.remedy}")
+            )
         if self.problems == ():
             rows.append((f"{self.engine}", "loads it"))
         return rows
@@ -75,7 +102,11 @@ def describe(checkpoint: Checkpoint) -> Inspection:
     by_dtype = Counter[str]()
     for tensor in tensors:
         by_dtype[dtype_name(tensor.dtype)] += tensor.nbytes
-    left = Counter(linear.format.name for linear in checkpoint.linears.values() if linear.format is not checkpoint.format)
+    left = Counter(
+        linear.format.name
+        for linear in checkpoint.linears.values()
+        if linear.format is not checkpoint.format
+    )
     return Inspection(
         path=str(checkpoint.path),
         architecture=said if isinstance(said := checkpoint.config.get("model_type"), str) else None,

@@ -1,4 +1,5 @@
-"""What the codes of a linear look like, in a few numbers: for comparing it with others of its kind."""
+"""What the codes of a linear look like, in a few numbers: for comparing it with others of its
+kind."""
 
 import hashlib
 import math
@@ -26,17 +27,21 @@ LARGEST_GAIN = 1e3
 _PIECE = 1 << 20
 """Values that are summed at a time."""
 _RARE, _ENOUGH, _MANY = 1e-3, 4096, 64
-"""Share of codes below which a bit is never set, of how many; scales of which a share means something."""
+"""Share of codes below which a bit is never set, of how many; scales of which a share means
+something."""
 
 
 @dataclass(frozen=True)
 class Measures:
-    """Of one linear. rms: of its values. offset: mean of code minus zero point; spread: their root mean square, of half the range.
+    """Of one linear. rms: of its values. offset: mean of code minus zero point; spread: their root
+    mean square, of half the range.
 
-    ends, beside_ends: share of codes at the ends of the range, and next to them. commonest: share of the commonest code. follows:
-    correlation of a group's mean code with its zero point, None without zero points. constant_rows, constant_columns: shares. outlier:
-    largest row over the median row. positive: share of codes above the zero point, of those that are not on it. dead_bit: of the codes,
-    which never changes; None without. alike: share of the commonest scale. digest: of its bytes.
+    ends, beside_ends: share of codes at the ends of the range, and next to them. commonest: share
+    of the commonest code. follows: correlation of a group's mean code with its zero point, None
+    without zero points. constant_rows, constant_columns: shares. outlier: largest row over the
+    median row. positive: share of codes above the zero point, of those that are not on it.
+    dead_bit: of the codes, which never changes; None without. alike: share of the commonest scale.
+    digest: of its bytes.
     """
 
     rms: float
@@ -59,7 +64,8 @@ class Measures:
 
 @dataclass(frozen=True)
 class CodeHistogram:
-    """How often each value occurs. values: float32 [V], ascending, evenly spaced; counts: int64 [V]."""
+    """How often each value occurs. values: float32 [V], ascending, evenly spaced; counts: int64
+    [V]."""
 
     values: Tensor
     counts: Tensor
@@ -68,7 +74,9 @@ class CodeHistogram:
     def of(cls, codes: Tensor, step: float) -> "CodeHistogram":
         """codes: float32, multiples of `step`, some hundreds of them apart at most."""
         low, high = torch.aminmax(codes)
-        counts = torch.bincount(((codes - low) / step).to(torch.int16).flatten(), minlength=int((high - low) / step) + 1)
+        counts = torch.bincount(
+            ((codes - low) / step).to(torch.int16).flatten(), minlength=int((high - low) / step) + 1
+        )
         return cls(low + step * torch.arange(len(counts)), counts)
 
     def share(self, chosen: Tensor) -> float:
@@ -78,11 +86,17 @@ class CodeHistogram:
     def mean(self, chosen: Tensor) -> float:
         """Of those at which `chosen`, bool [V], is true; 0 without any."""
         counts = self.counts[chosen].double()
-        return float((self.values[chosen] * counts).sum() / counts.sum()) if bool(counts.any()) else 0.0
+        return (
+            float((self.values[chosen] * counts).sum() / counts.sum())
+            if bool(counts.any())
+            else 0.0
+        )
 
     @property
     def rms(self) -> float:
-        return float(((self.values.double().square() * self.counts).sum() / self.counts.sum()).sqrt())
+        return float(
+            ((self.values.double().square() * self.counts).sum() / self.counts.sum()).sqrt()
+        )
 
     @property
     def positive(self) -> float:
@@ -97,7 +111,14 @@ class CodeHistogram:
     def dead_bit(self, bits: int) -> int | None:
         """The lowest bit that all have, or none."""
         words = self.values.to(torch.int16)
-        return next((bit for bit in range(bits) if not _RARE < self.share(((words >> bit) & 1).bool()) < 1 - _RARE), None)
+        return next(
+            (
+                bit
+                for bit in range(bits)
+                if not _RARE < self.share(((words >> bit) & 1).bool()) < 1 - _RARE
+            ),
+            None,
+        )
 
     def ends(self, inside: int) -> float:
         """Share of values that are `inside` steps from either end of those that occur."""
@@ -116,15 +137,26 @@ def measure(rows: Rows, tensors: Mapping[str, Tensor]) -> Measures:
     if rows.codes is not None:
         step = 0.5 if rows.is_e2m1 else 1.0
         codes = CodeHistogram.of(rows.codes, step)
-        centred = codes if rows.zero_point is None else CodeHistogram.of(rows.codes - rows.by_input(rows.zero_point), step)
+        centred = (
+            codes
+            if rows.zero_point is None
+            else CodeHistogram.of(rows.codes - rows.by_input(rows.zero_point), step)
+        )
         offset, spread = _mean_inside(rows, codes, centred), centred.rms / 2.0 ** (rows.bits - 1)
-        ends, beside, commonest, positive = codes.ends(0), codes.ends(1), codes.commonest, centred.positive
+        ends, beside, commonest, positive = (
+            codes.ends(0),
+            codes.ends(1),
+            codes.commonest,
+            centred.positive,
+        )
         constant = [_share_of_constant(rows.codes, along) for along in (1, 0)]
         follows = correlation_with_zeros(rows, rows.codes)
         dead = _dead_bit(rows, codes)
     if rows.scale is not None and rows.scale.numel() >= _MANY:
         alike = float((rows.scale == rows.scale.flatten().mode().values).float().mean())
-    unwritten = rms == 0 and not any(bool(tensor.view(torch.uint8).any()) for tensor in tensors.values() if tensor.dim() == 2)
+    unwritten = rms == 0 and not any(
+        bool(tensor.view(torch.uint8).any()) for tensor in tensors.values() if tensor.dim() == 2
+    )
     return Measures(
         rms=rms,
         offset=offset,
@@ -151,19 +183,32 @@ def _share_of_constant(codes: Tensor, along: int) -> float:
 
 
 def _dead_bit(rows: Rows, codes: CodeHistogram) -> int | None:
-    """The lowest bit that all codes share. Of FP4 it is that of the mantissa; of 8 bits in floating point none is known."""
+    """The lowest bit that all codes share. Of FP4 it is that of the mantissa; of 8 bits in floating
+    point none is known."""
     if int(codes.counts.sum()) < _ENOUGH or not 4 <= rows.bits <= 8:
         return None
     if rows.is_e2m1:
-        return 0 if codes.share(torch.isin(codes.values.abs(), torch.tensor(ODD_E2M1))) < _RARE else None
+        return (
+            0
+            if codes.share(torch.isin(codes.values.abs(), torch.tensor(ODD_E2M1))) < _RARE
+            else None
+        )
     # Codes that were clamped may have the bit at the ends alone.
     inside = CodeHistogram(codes.values[1:-1], codes.counts[1:-1])
     several = int((inside.counts > _RARE * int(codes.counts.sum())).sum()) > 2
-    return next((bit for part in ((codes, inside) if several else (codes,)) if (bit := part.dead_bit(rows.bits)) is not None), None)
+    return next(
+        (
+            bit
+            for part in ((codes, inside) if several else (codes,))
+            if (bit := part.dead_bit(rows.bits)) is not None
+        ),
+        None,
+    )
 
 
 def _mean_inside(rows: Rows, codes: CodeHistogram, centred: CodeHistogram) -> float:
-    """Mean of code minus zero point; on a symmetric grid without the ends, for AutoRound gives the largest of a group the lowest code."""
+    """Mean of code minus zero point; on a symmetric grid without the ends, for AutoRound gives the
+    largest of a group the lowest code."""
     points = rows.zero_point.unique() if rows.zero_point is not None else torch.zeros(1)
     if rows.bits < 16 and len(points) == 1:
         inside = codes.values.abs() < 2 ** (rows.bits - 1) - 1
@@ -172,8 +217,8 @@ def _mean_inside(rows: Rows, codes: CodeHistogram, centred: CodeHistogram) -> fl
 
 
 def correlation_with_zeros(rows: Rows, codes: Tensor) -> float | None:
-    """Of the mean code of a group and its zero point, over groups and rows: a zero point is where most codes lie. codes: [n, K], of `rows`.
-    None where there is nothing to correlate."""
+    """Of the mean code of a group and its zero point, over groups and rows: a zero point is where
+    most codes lie. codes: [n, K], of `rows`. None where there is nothing to correlate."""
     if rows.zero_point is None or rows.of_group is None or rows.zero_point.unique().numel() < 3:
         return None
     pair = torch.stack((rows.group_means(codes).flatten(), rows.zero_point.flatten()))
@@ -182,29 +227,47 @@ def correlation_with_zeros(rows: Rows, codes: Tensor) -> float | None:
 
 
 def reordered(rows: Rows, order: tuple[int, ...], axis: int) -> Tensor | None:
-    """Codes with every eight along an axis (0: outputs, 1: inputs) put in another order; None where eight do not divide it."""
+    """Codes with every eight along an axis (0: outputs, 1: inputs) put in another order; None where
+    eight do not divide it."""
     assert rows.codes is not None
     if rows.codes.shape[axis] % 8:
         return None
-    return rows.codes.unflatten(axis, (-1, 8)).index_select(axis + 1, torch.tensor(order)).flatten(axis, axis + 1)
+    return (
+        rows.codes.unflatten(axis, (-1, 8))
+        .index_select(axis + 1, torch.tensor(order))
+        .flatten(axis, axis + 1)
+    )
 
 
 def not_finite(values: Tensor) -> int:
-    """How many of values of any shape, of a float dtype, are NaN or infinite. A sum that is finite has no such summand; only another one is
-    worth counting."""
+    """How many of values of any shape, of a float dtype, are NaN or infinite. A sum that is finite
+    has no such summand; only another one is worth counting."""
     if values.dtype == torch.float8_e4m3fn:
         magnitudes = values.view(torch.uint8) & 0x7F
-        return int((magnitudes == 0x7F).sum()) if values.numel() and int(magnitudes.max()) == 0x7F else 0
-    return 0 if math.isfinite(squares(values)) else values.numel() - int(torch.isfinite(values.float()).sum())
+        return (
+            int((magnitudes == 0x7F).sum())
+            if values.numel() and int(magnitudes.max()) == 0x7F
+            else 0
+        )
+    return (
+        0
+        if math.isfinite(squares(values))
+        else values.numel() - int(torch.isfinite(values.float()).sum())
+    )
 
 
 def squares(values: Tensor) -> float:
-    """The sum of the squares of values of any shape, in float32, a piece at a time: memory that is used again needs no new pages."""
-    return sum(float(torch.dot(piece, piece)) for piece in map(Tensor.float, values.reshape(-1).split(_PIECE)))
+    """The sum of the squares of values of any shape, in float32, a piece at a time: memory that is
+    used again needs no new pages."""
+    return sum(
+        float(torch.dot(piece, piece))
+        for piece in map(Tensor.float, values.reshape(-1).split(_PIECE))
+    )
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """Of the codes and scales: equal linears have equal ones. Names and shapes of scalars do not count."""
+    """Of the codes and scales: equal linears have equal ones. Names and shapes of scalars do not
+    count."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors.values():
         if tensor.dim() == 2:

@@ -1,7 +1,8 @@
-"""Sizes along a chain: what a norm or a linear lost by scales that were folded, its readers gained, and nothing else changed size.
+"""Sizes along a chain: what a norm or a linear lost by scales that were folded, its readers gained,
+and nothing else changed size.
 
-A linear is fitted as W' = diag(r) W diag(c), which leaves a factor between r and c open. Its norm tells c, and so r; its readers' c must
-undo r. Sizes are means of logarithms, which add up.
+A linear is fitted as W' = diag(r) W diag(c), which leaves a factor between r and c open. Its norm
+tells c, and so r; its readers' c must undo r. Sizes are means of logarithms, which add up.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,8 @@ class Gain:
 
 
 def mean_log(factors: Tensor) -> float:
-    """Mean logarithm of factors [n], without those far from the others: rows and columns that hold next to nothing have any factor."""
+    """Mean logarithm of factors [n], without those far from the others: rows and columns that hold
+    next to nothing have any factor."""
     known = factors[factors != 0].abs()
     if not known.numel():
         return 0.0
@@ -39,8 +41,11 @@ def mean_log(factors: Tensor) -> float:
     return float(near.mean()) if near.numel() else float(logs.median())
 
 
-def size_faults(groups: Sequence[ScaleGroup], gains: Mapping[str, Gain], lost: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """(module, evidence) of linears that changed size. lost: of norms, the mean logarithm of what they were divided by."""
+def size_faults(
+    groups: Sequence[ScaleGroup], gains: Mapping[str, Gain], lost: Mapping[str, float]
+) -> Iterator[tuple[str, str]]:
+    """(module, evidence) of linears that changed size. lost: of norms, the mean logarithm of what
+    they were divided by."""
     made: dict[str, float] = {}  # by module, what its inputs were divided by
     chains = [group for group in groups if not group.producer_is_norm]
     behind = {module for group in groups for module in group.consumers}
@@ -51,7 +56,11 @@ def size_faults(groups: Sequence[ScaleGroup], gains: Mapping[str, Gain], lost: M
     producers = {group.producer for group in chains}
     told = set()
     for module, gain in gains.items():
-        if module in made and module not in producers and abs(size := gain.columns + gain.rows - made[module]) > _OFF:
+        if (
+            module in made
+            and module not in producers
+            and abs(size := gain.columns + gain.rows - made[module]) > _OFF
+        ):
             told.add(module)
             yield module, _tell(size)
     for group in chains:
@@ -67,4 +76,7 @@ def size_faults(groups: Sequence[ScaleGroup], gains: Mapping[str, Gain], lost: M
 
 
 def _tell(size: float) -> str:
-    return f"its values are {float(torch.tensor(size).exp()):.3g} times the source's, and no scale before or behind it makes up for that"
+    return (
+        f"its values are {float(torch.tensor(size).exp()):.3g} times the source's, and no "
+        "scale before or behind it makes up for that"
+    )

@@ -1,4 +1,5 @@
-"""What has one cure, cured in a copy: names, index, description, lists, zero points, global scales, and what the source can give back.
+"""What has one cure, cured in a copy: names, index, description, lists, zero points, global scales,
+and what the source can give back.
 
 repaired.py writes the copy.
 """
@@ -37,29 +38,50 @@ def check_new(out: Path) -> None:
         raise QuantkitError(f"{out} exists", "choose another --repair")
 
 
-def repair(diagnosis: Diagnosis, out: Path, source: str | None = None, engine: str | None = None) -> list[str]:
-    """Write the corrected checkpoint to `out`; returns what was changed, in words. Raises QuantkitError where nothing can be cured.
+def repair(
+    diagnosis: Diagnosis, out: Path, source: str | None = None, engine: str | None = None
+) -> list[str]:
+    """Write the corrected checkpoint to `out`; returns what was changed, in words. Raises
+    QuantkitError where nothing can be cured.
 
     engine: config.json and the list of unquantized modules also have what this engine reads there.
     """
     patient = diagnosis.patient
     seen = patient.survey
     if not seen.has_weights:
-        raise QuantkitError(f"{seen.path} is not on this machine", "download it, and repair the copy")
+        raise QuantkitError(
+            f"{seen.path} is not on this machine", "download it, and repair the copy"
+        )
     check_new(out)
     if diagnosis.findings.has("shard-missing", "shard-damaged", "config-unreadable"):
-        raise QuantkitError(f"{seen.path} lacks files that nothing can replace", "download them first")
+        raise QuantkitError(
+            f"{seen.path} lacks files that nothing can replace", "download them first"
+        )
     if diagnosis.findings.has("tensor-twice"):
-        raise QuantkitError(f"two shards of {seen.path} hold a tensor of one name, and no index says which counts", "remove one of them")
+        raise QuantkitError(
+            f"two shards of {seen.path} hold a tensor of one name, and no index says which counts",
+            "remove one of them",
+        )
     files, unreadable = _files(seen)
     plan = Repair(dict(seen.config), files)
-    origin = Checkpoint.open(path) if source is not None and (path := find_local(source)) is not None else None
+    origin = (
+        Checkpoint.open(path)
+        if source is not None and (path := find_local(source)) is not None
+        else None
+    )
     _plan(diagnosis, plan, origin)
     if engine is not None:
         _set_engine_keys(engine, patient, plan)
     if not plan.changes:
-        raise QuantkitError(f"nothing that was found in {seen.path} has one cure", "see the remedies of the findings")
-    plan.changes += [f"{name} was left out: {fault}" for name, fault in unreadable.items() if name not in plan.files]
+        raise QuantkitError(
+            f"nothing that was found in {seen.path} has one cure",
+            "see the remedies of the findings",
+        )
+    plan.changes += [
+        f"{name} was left out: {fault}"
+        for name, fault in unreadable.items()
+        if name not in plan.files
+    ]
     write(patient.survey, plan, out)
     return plan.changes
 
@@ -79,12 +101,17 @@ def _files(seen: Survey) -> tuple[dict[str, bytes], dict[str, QuantkitError]]:
 def _plan(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint | None) -> None:
     patient, has = diagnosis.patient, diagnosis.findings.has
     if has("names-wrong"):
-        plan.changes.append(f"{len(patient.survey.renamed)} tensors were given the names that engines look for")
+        plan.changes.append(
+            f"{len(patient.survey.renamed)} tensors were given the names that engines look for"
+        )
     if has("index-wrong", "index-missing"):
         plan.changes.append("the index was written anew, from the shards")
     if has("shards-disagree"):
         dropped = sorted({other.shard for _, other in patient.survey.copies})
-        plan.changes.append(f"of tensors that two shards hold, {', '.join(dropped)} lost those that the index says are in another")
+        plan.changes.append(
+            f"of tensors that two shards hold, {', '.join(dropped)} lost those that the index says "
+            "are in another"
+        )
     if has("description-old-key"):
         plan.changes.append("the description in config.json is under quantization_config alone")
     if has("group-size-wrong"):
@@ -106,7 +133,11 @@ def _plan(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint | None) -> None
 
 def _set_group_size(patient: Patient, plan: Repair) -> None:
     block, size = _block(plan), patient.described.cures["group_size"]
-    groups = [one["weights"] for one in (block.get("config_groups") or {}).values() if isinstance(one, dict) and one.get("weights")]
+    groups = [
+        one["weights"]
+        for one in (block.get("config_groups") or {}).values()
+        if isinstance(one, dict) and one.get("weights")
+    ]
     for holder in groups or [block]:
         holder["group_size"] = size
         if holder.get("strategy") == "channel":
@@ -116,16 +147,23 @@ def _set_group_size(patient: Patient, plan: Repair) -> None:
 
 def _block(plan: Repair) -> dict[str, Any]:
     """A copy of the description, which may be changed."""
-    plan.config["quantization_config"] = json.loads(json.dumps(plan.config.get("quantization_config") or {}))
+    plan.config["quantization_config"] = json.loads(
+        json.dumps(plan.config.get("quantization_config") or {})
+    )
     found: dict[str, Any] = plan.config["quantization_config"]
     return found
 
 
 def _set_lists(patient: Patient, plan: Repair) -> dict[str, Any]:
-    """The list of unquantized modules as the format writes it for what is stored; returns the whole description as it writes it."""
+    """The list of unquantized modules as the format writes it for what is stored; returns the whole
+    description as it writes it."""
     described, seen = patient.described, patient.survey
     assert described.format is not None
-    quantized = {module: linear.grid for module, linear in described.linears.items() if linear.format is described.format}
+    quantized = {
+        module: linear.grid
+        for module, linear in described.linears.items()
+        if linear.format is described.format
+    }
     parts = {name for linear in described.linears.values() for name in linear.tensors}
     plain: list[TensorSpec] = [tensor for name, tensor in seen.tensors.items() if name not in parts]
     fresh = described.format.config_block(described.grid, quantized, plain)
@@ -143,8 +181,12 @@ def _set_lists(patient: Patient, plan: Repair) -> dict[str, Any]:
 
 
 def _set_targets(plan: Repair, fresh: dict[str, Any]) -> None:
-    """A single group is for all linears but those of the list, which was written anew; of several it is not known which one is for what."""
-    groups, whole = (plan.config.get("quantization_config") or {}).get("config_groups"), fresh.get("config_groups")
+    """A single group is for all linears but those of the list, which was written anew; of several
+    it is not known which one is for what."""
+    groups, whole = (
+        (plan.config.get("quantization_config") or {}).get("config_groups"),
+        fresh.get("config_groups"),
+    )
     if not isinstance(groups, dict) or whole is None or len(groups) != 1 or len(whole) != 1:
         return
     (number,), (wanted,) = groups, whole.values()
@@ -158,13 +200,24 @@ def _mend_zero_points(patient: Patient, plan: Repair) -> None:
     described, offsets = patient.described, patient.offsets
     format = described.format
     said_second = isinstance(format, Gptq) and format.checkpoint_format == "gptq_v2"
-    every = len(offsets) * 2 > len(described.linears) and all((offset > 0) == said_second for offset in offsets.values())
+    every = len(offsets) * 2 > len(described.linears) and all(
+        (offset > 0) == said_second for offset in offsets.values()
+    )
     if isinstance(format, Gptq) and every:
         said = _block(plan)["checkpoint_format"] = "gptq" if said_second else "gptq_v2"
-        plan.changes.append(f"checkpoint_format in config.json is {said}: zero points are stored so")
+        plan.changes.append(
+            f"checkpoint_format in config.json is {said}: zero points are stored so"
+        )
         return
     for module, offset in offsets.items():
-        name = next((name for name in described.linears[module].tensors if name.endswith((".qzeros", ".weight_zero_point"))), None)
+        name = next(
+            (
+                name
+                for name in described.linears[module].tensors
+                if name.endswith((".qzeros", ".weight_zero_point"))
+            ),
+            None,
+        )
         if name is not None:
             plan.changed[name] = _shifted(patient.survey, name, 1 if offset > 0 else -1)
     if plan.changed:
@@ -202,16 +255,27 @@ def _reciprocal(seen: Survey, name: str) -> Callable[[], Tensor]:
 
 def _announce_mtp(patient: Patient, plan: Repair) -> None:
     layers = plan.config["num_hidden_layers"]
-    numbers = {int(name.split(".")[2]) for name in patient.survey.tensors if name.startswith("model.layers.")}
+    numbers = {
+        int(name.split(".")[2])
+        for name in patient.survey.tensors
+        if name.startswith("model.layers.")
+    }
     plan.config["num_nextn_predict_layers"] = max(numbers) + 1 - layers
-    plan.changes.append(f"num_nextn_predict_layers in config.json is {plan.config['num_nextn_predict_layers']}")
+    plan.changes.append(
+        f"num_nextn_predict_layers in config.json is {plan.config['num_nextn_predict_layers']}"
+    )
 
 
 def _set_engine_keys(engine: str, patient: Patient, plan: Repair) -> None:
     """Of the checkpoint as the plan makes it: shapes and names are those of today's tensors."""
     seen = patient.survey
-    side = {name: json.loads(plan.files[name]) if name in plan.files else value for name, value in seen.side.items()}
-    found = missing_keys(engine, Checkpoint(seen.path, copy.deepcopy(plan.config), side, seen.tensors))
+    side = {
+        name: json.loads(plan.files[name]) if name in plan.files else value
+        for name, value in seen.side.items()
+    }
+    found = missing_keys(
+        engine, Checkpoint(seen.path, copy.deepcopy(plan.config), side, seen.tensors)
+    )
     plan.config |= found.config
     if found.block:
         _block(plan).update(found.block)
@@ -220,38 +284,67 @@ def _set_engine_keys(engine: str, patient: Patient, plan: Repair) -> None:
     plan.changes += [f"for {engine}, {told}" for told in found.told]
 
 
-# --- from the source -------------------------------------------------------------------------------------------------------------
+# --- from the source
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _take_settings(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint) -> None:
     has = diagnosis.findings.has
     if has("config-differs"):
-        kept = ("quantization_config", "torch_dtype", "dtype", "num_nextn_predict_layers", "num_mtp_layers", "transformers_version")
+        kept = (
+            "quantization_config",
+            "torch_dtype",
+            "dtype",
+            "num_nextn_predict_layers",
+            "num_mtp_layers",
+            "transformers_version",
+        )
         own = {key: plan.config[key] for key in kept if key in plan.config}
         plan.config = {key: value for key, value in origin.config.items() if key not in kept} | own
-        plan.changes.append("config.json is the source's, with its own quantization_config and dtype")
+        plan.changes.append(
+            "config.json is the source's, with its own quantization_config and dtype"
+        )
     if has("class-wrong", "class-missing") and origin.config.get("architectures"):
         plan.config["architectures"] = origin.config["architectures"]
         plan.changes.append("architectures in config.json is the source's")
     if has("tokenizer-broken", "tokenizer-missing", "tokenizer-differs", "tokenizer-too-large", "template-missing", "template-broken",
            "template-differs", "template-foreign", "eos-outside", "eos-lost", "eos-differs", "token-outside", "sampling-wrong",
            "sampling-differs", "special-token-unknown", "text-cut"):  # fmt: skip
-        taken = [name for name in COMPANIONS if (origin.path / name).is_file() and name != "LICENSE"]
-        if has("template-broken", "template-differs", "template-foreign"):  # a file of its own hides tokenizer_config.json's
-            plan.files = {name: content for name, content in plan.files.items() if not name.startswith("chat_template.")}
+        taken = [
+            name for name in COMPANIONS if (origin.path / name).is_file() and name != "LICENSE"
+        ]
+        if has(
+            "template-broken", "template-differs", "template-foreign"
+        ):  # a file of its own hides tokenizer_config.json's
+            plan.files = {
+                name: content
+                for name, content in plan.files.items()
+                if not name.startswith("chat_template.")
+            }
         plan.files |= {name: read_file(origin.path / name) for name in taken}
         for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
             if key in origin.config:
                 plan.config[key] = origin.config[key]
-        plan.changes.append(f"{', '.join(taken)} and the ends of a text in config.json are the source's")
+        plan.changes.append(
+            f"{', '.join(taken)} and the ends of a text in config.json are the source's"
+        )
 
 
 def _take_tensors(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint) -> None:
-    """The head and MTP layers that are not stored: the source's, in BF16 where they were packed there, and listed as unquantized."""
+    """The head and MTP layers that are not stored: the source's, in BF16 where they were packed
+    there, and listed as unquantized."""
     patient, has = diagnosis.patient, diagnosis.findings.has
-    stored = set(patient.survey.tensors) | {f"{module}.weight" for module in patient.described.linears}
-    theirs = [row for row in diagnosis.source.structure.rows if row.name not in stored] if diagnosis.source is not None else []
-    untied = patient.survey.config.get("tie_word_embeddings") and not plan.config.get("tie_word_embeddings")
+    stored = set(patient.survey.tensors) | {
+        f"{module}.weight" for module in patient.described.linears
+    }
+    theirs = (
+        [row for row in diagnosis.source.structure.rows if row.name not in stored]
+        if diagnosis.source is not None
+        else []
+    )
+    untied = patient.survey.config.get("tie_word_embeddings") and not plan.config.get(
+        "tie_word_embeddings"
+    )
     among = patient.structure.lost if has("head-missing") else theirs if untied else []
     wanted = [row for row in among if row.role == "head" and not row.mtp]
     if has("mtp-missing", "mtp-incomplete"):
@@ -263,25 +356,38 @@ def _take_tensors(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint) -> Non
     quantized = _quantized_alike(patient, wanted)
     plain = [row for row in wanted if row.module not in quantized]
     plan.added += [Added([_plain_spec(origin, row)], _taken(origin, row)) for row in plain]
-    plan.added += [_rounded(patient, origin, rows) for rows in _together([row for row in wanted if row.module in quantized])]
+    plan.added += [
+        _rounded(patient, origin, rows)
+        for rows in _together([row for row in wanted if row.module in quantized])
+    ]
     if wanted:
-        _list_more(patient, plan, [row.module for row in plain if len(row.shape) == 2], sorted(quantized))
+        _list_more(
+            patient, plan, [row.module for row in plain if len(row.shape) == 2], sorted(quantized)
+        )
         plan.changes.append(
-            f"{len(wanted)} tensors are the source's, such as {wanted[0].name}; {len(quantized)} of them rounded as the others are"
+            f"{len(wanted)} tensors are the source's, such as {wanted[0].name}; {len(quantized)} "
+            "of them rounded as the others are"
         )
 
 
 def _quantized_alike(patient: Patient, wanted: list[Parameter]) -> set[str]:
-    """Modules of which the main layers have the like quantized, in a format that may hold them and needs no calibration."""
+    """Modules of which the main layers have the like quantized, in a format that may hold them and
+    needs no calibration."""
     described = patient.described
     format = described.format
-    kinds = {(row.projection, row.block) for row in patient.structure.rows if row.module in described.linears and not row.mtp}
+    kinds = {
+        (row.projection, row.block)
+        for row in patient.structure.rows
+        if row.module in described.linears and not row.mtp
+    }
     if format is None or described.grid is None or format.activation_bits == 4:
         return set()
     return {
         row.module
         for row in wanted
-        if row.role == "linear" and (row.projection, row.block) in kinds and format.quantizes(row.module, row.role, mtp=row.mtp)
+        if row.role == "linear"
+        and (row.projection, row.block) in kinds
+        and format.quantizes(row.module, row.role, mtp=row.mtp)
     }
 
 
@@ -300,7 +406,11 @@ def _plain_spec(origin: Checkpoint, row: Parameter) -> TensorSpec:
 
 def _taken(origin: Checkpoint, row: Parameter) -> Callable[[], dict[str, Tensor]]:
     packed = row.module in origin.linears
-    return lambda: {row.name: dequantize(origin.weight(row.module), torch.bfloat16) if packed else origin.read(row.name)}
+    return lambda: {
+        row.name: dequantize(origin.weight(row.module), torch.bfloat16)
+        if packed
+        else origin.read(row.name)
+    }
 
 
 def _rounded(patient: Patient, origin: Checkpoint, rows: list[Parameter]) -> Added:
@@ -313,9 +423,20 @@ def _rounded(patient: Patient, origin: Checkpoint, rows: list[Parameter]) -> Add
     def make() -> dict[str, Tensor]:
         weights = {row.module: dequantize(origin.weight(row.module)) for row in rows}
         solved = solver.nearest(weights, {row.module: row.fused for row in rows if row.fused})
-        return {name: tensor for module, one in solved.items() for name, tensor in format.pack(module, one.weight).items()}
+        return {
+            name: tensor
+            for module, one in solved.items()
+            for name, tensor in format.pack(module, one.weight).items()
+        }
 
-    return Added([spec for row in rows for spec in format.specs(row.module, (row.shape[0], row.shape[1]), grid)], make)
+    return Added(
+        [
+            spec
+            for row in rows
+            for spec in format.specs(row.module, (row.shape[0], row.shape[1]), grid)
+        ],
+        make,
+    )
 
 
 def _list_more(patient: Patient, plan: Repair, modules: list[str], quantized: list[str]) -> None:
@@ -333,5 +454,9 @@ def _list_more(patient: Patient, plan: Repair, modules: list[str], quantized: li
     if slim is not None:
         told = json.loads(plan.files[slim]) | {f"{module}.weight": "FLOAT" for module in modules}
         kind = told.get("model_quant_type")
-        told |= {f"{module}{suffix}": kind for module in quantized for suffix in (".weight", ".weight_scale", ".weight_offset")}
+        told |= {
+            f"{module}{suffix}": kind
+            for module in quantized
+            for suffix in (".weight", ".weight_scale", ".weight_offset")
+        }
         plan.files[slim] = json.dumps(told, indent=2).encode() + b"\n"

@@ -1,8 +1,9 @@
 """Writing a corrected copy of a checkpoint: what is changed in it, and the files.
 
-Shards without a change are copied, so everything else is the same to the bit. A shard with a changed tensor, or with a copy of one that the
-index says is in another shard, is written anew, without the copy. What is taken from the source goes into a shard of its own. The output
-appears whole, by one rename.
+Shards without a change are copied, so everything else is the same to the bit. A shard with a
+changed tensor, or with a copy of one that the index says is in another shard, is written anew,
+without the copy. What is taken from the source goes into a shard of its own. The output appears
+whole, by one rename.
 """
 
 import json
@@ -32,7 +33,8 @@ class Added:
 
 @dataclass
 class Repair:
-    """What is done: `changes` in words. config, files: their new contents. changed: tensors of which only values change."""
+    """What is done: `changes` in words. config, files: their new contents. changed: tensors of
+    which only values change."""
 
     config: dict[str, Any]
     files: dict[str, bytes]
@@ -42,15 +44,23 @@ class Repair:
 
 
 def write(seen: Survey, plan: Repair, out: Path) -> None:
-    """The checkpoint of `seen` as the plan has it, in the new directory `out`, which appears whole."""
+    """The checkpoint of `seen` as the plan has it, in the new directory `out`, which appears
+    whole."""
     partial = out.with_name(f"{out.name}.partial")
     if partial.exists():
         raise QuantkitError(f"{partial} is there from a run that was stopped", "remove it")
     partial.mkdir(parents=True)
     try:
-        held = [tensor for shard in _write_shards(seen, plan, partial) for tensor in read_header(partial, shard)]
+        held = [
+            tensor
+            for shard in _write_shards(seen, plan, partial)
+            for tensor in read_header(partial, shard)
+        ]
         weight_map = {tensor.name: tensor.shard for tensor in held}
-        index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in held)}, "weight_map": dict(sorted(weight_map.items()))}
+        index = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in held)},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
         (partial / INDEX).write_text(json.dumps(index, indent=1))
         (partial / "config.json").write_text(json.dumps(plan.config, indent=2) + "\n")
         for name, content in plan.files.items():
@@ -79,14 +89,19 @@ def _write_shards(seen: Survey, plan: Repair, folder: Path) -> list[str]:
     return sorted({*by_shard, *([_NEW_SHARD] if plan.added else ())})
 
 
-def _rewrite(seen: Survey, names: list[str], changed: Mapping[str, Callable[[], Tensor]], target: Path) -> None:
-    """A shard anew, tensor by tensor, in the order of its bytes; a changed tensor has the dtype and shape it had."""
+def _rewrite(
+    seen: Survey, names: list[str], changed: Mapping[str, Callable[[], Tensor]], target: Path
+) -> None:
+    """A shard anew, tensor by tensor, in the order of its bytes; a changed tensor has the dtype and
+    shape it had."""
     ordered = sorted(names, key=lambda name: seen.tensors[name].offset)
     header, _ = encode_header([seen.tensors[name] for name in ordered])
     with target.open("wb") as file:
         file.write(header)
         for name in ordered:
-            _append(file, changed[name]() if name in changed else seen.shards.read(seen.tensors[name]))
+            _append(
+                file, changed[name]() if name in changed else seen.shards.read(seen.tensors[name])
+            )
 
 
 def _save(target: Path, added: list[Added]) -> None:

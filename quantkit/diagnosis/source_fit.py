@@ -1,4 +1,5 @@
-"""A matrix beside the source's: the factors that carry one into the other, and whether what these leave is the error of rounding."""
+"""A matrix beside the source's: the factors that carry one into the other, and whether what these
+leave is the error of rounding."""
 
 from dataclasses import dataclass
 
@@ -8,19 +9,25 @@ from torch import Tensor
 from quantkit.diagnosis.stored_rows import Rows
 
 _UNEVEN = 0.08
-"""Median distance of the logarithms of rows' factors from their median; rounding leaves a fifth of that."""
+"""Median distance of the logarithms of rows' factors from their median; rounding leaves a fifth of
+that."""
 SMALL = 0.1
 """Mean square, of the median one's, below which a column may be lost beside others of its group."""
 _GROUP_OFF, _GROUPS_OFF = 0.12, 0.03
-"""How far the scale of a group may be off what fits best, in the median, and the share of groups that may be by half."""
+"""How far the scale of a group may be off what fits best, in the median, and the share of groups
+that may be by half."""
 GRID_VALUES = 16
-"""The most values that a row of a matrix has, whose values were rounded before, among so many inputs."""
+"""The most values that a row of a matrix has, whose values were rounded before, among so many
+inputs."""
 _RANK, _MORE = 8, 1.5
-"""Rank that an adapter may have to be seen, and times that an error must be what rounding leaves."""
+"""Rank that an adapter may have to be seen, and times that an error must be what rounding
+leaves."""
 _DIRECTIONS = 256
-"""Rows and columns that a rank is told of, at least: of 128, half of what GPTQ leaves behind correlated inputs lies in eight directions."""
+"""Rows and columns that a rank is told of, at least: of 128, half of what GPTQ leaves behind
+correlated inputs lies in eight directions."""
 _STEPS_OFF = 4.0
-"""Times that an error may be what rounding to the nearest step leaves: GPTQ and AutoRound leave up to twice of it."""
+"""Times that an error may be what rounding to the nearest step leaves: GPTQ and AutoRound leave up
+to twice of it."""
 
 
 @dataclass(frozen=True)
@@ -45,23 +52,32 @@ def fit(ours: Tensor, theirs: Tensor) -> SourceFit:
     rows, columns = rows / middle, columns * middle
     left = ours - theirs * rows[:, None] * columns
     norm = float(ours.norm())
-    return SourceFit(float(left.norm()) / norm if norm else 0.0, columns, rows, float(columns.abs().median() * rows.abs().median()))
+    return SourceFit(
+        float(left.norm()) / norm if norm else 0.0,
+        columns,
+        rows,
+        float(columns.abs().median() * rows.abs().median()),
+    )
 
 
 def column_noise(ours: Tensor, theirs: Tensor, found: SourceFit) -> float:
-    """How far fitted factors of columns are off by rounding, in log: by what those of some rows are off those of other rows. Both matrices
-    float32 [n, K]."""
+    """How far fitted factors of columns are off by rounding, in log: by what those of some rows are
+    off those of other rows. Both matrices float32 [n, K]."""
     if len(ours) < 4:
         return found.error
     step = max(len(ours) // 64, 1)
     taken, part = ours[::step], theirs[::step] * found.rows[::step, None]
     both, own = taken * part, part.square()
-    logs = [(both[first::2].sum(0) / own[first::2].sum(0).clamp(min=1e-20)).abs().clamp(min=1e-6).log() for first in (0, 1)]
+    logs = [
+        (both[first::2].sum(0) / own[first::2].sum(0).clamp(min=1e-20)).abs().clamp(min=1e-6).log()
+        for first in (0, 1)
+    ]
     return float((logs[0] - logs[1]).abs().median()) / 2 / step**0.5
 
 
 def cosine(ours: Tensor, theirs: Tensor) -> float:
-    """Of all elements of two float32 [n, K], after fitting the columns: 1 where one is the other with rounding, 0 to 1."""
+    """Of all elements of two float32 [n, K], after fitting the columns: 1 where one is the other
+    with rounding, 0 to 1."""
     return max(0.0, 1 - fit(ours, theirs).error ** 2) ** 0.5
 
 
@@ -83,7 +99,8 @@ def are_uneven(rows: Tensor) -> bool:
 
 
 def group_fault(rows: Rows, part: Tensor) -> str:
-    """Whether scales of groups are other groups' ones; empty if not. part: float32 [n, K], the source's rows, scaled as the linear was."""
+    """Whether scales of groups are other groups' ones; empty if not. part: float32 [n, K], the
+    source's rows, scaled as the linear was."""
     if rows.scale is None or rows.of_group is None or rows.bits < 4 or rows.scale.shape[1] < 2:
         return ""
     both, own = rows.group_means(rows.values * part), rows.group_means(part.square())
@@ -93,7 +110,10 @@ def group_fault(rows: Rows, part: Tensor) -> str:
         return ""
     usual, far = float(off.median()), float((off > 0.5).float().mean())
     if usual > _GROUP_OFF or far > _GROUPS_OFF:
-        return f"scales of its groups are {usual:.0%} off what fits the source, in the median, and {far:.1%} of them by half and more"
+        return (
+            f"scales of its groups are {usual:.0%} off what fits the source, in the median, "
+            f"and {far:.1%} of them by half and more"
+        )
     return ""
 
 
@@ -109,27 +129,38 @@ def step_fault(rows: Rows, found: SourceFit) -> str:
 
 
 def low_rank_fault(rows: Rows, left: Tensor) -> str:
-    """Whether what is left of a linear is a matrix of low rank: rounding leaves all directions alike. left: float32 [n, K], W' - W,
-    fitted."""
-    if rows.scale is None or rows.of_group is None or rows.codes is None or min(left.shape) < _DIRECTIONS:
+    """Whether what is left of a linear is a matrix of low rank: rounding leaves all directions
+    alike. left: float32 [n, K], W' - W, fitted."""
+    if (
+        rows.scale is None
+        or rows.of_group is None
+        or rows.codes is None
+        or min(left.shape) < _DIRECTIONS
+    ):
         return ""
     step = float(rows.scale.square().mean().sqrt()) / 12**0.5
     if float(torch.linalg.vector_norm(left)) / left.numel() ** 0.5 <= _MORE * step:
         return ""
     energy = torch.linalg.eigvalsh(left @ left.T if len(left) <= left.shape[1] else left.T @ left)
     share = float(energy[-_RANK:].sum() / energy.sum().clamp(min=1e-30))
-    return f"what differs from the source has rank {_RANK} to {share:.0%}: an adapter was merged into one of the two" if share > 0.5 else ""
+    return (
+        f"what differs from the source has rank {_RANK} to {share:.0%}: an adapter was merged into "
+        "one of the two"
+        if share > 0.5
+        else ""
+    )
 
 
 def is_on_grid(values: Tensor) -> bool:
-    """Whether rows [n, K] hold few values among the first inputs: they were rounded, and stored plain."""
+    """Whether rows [n, K] hold few values among the first inputs: they were rounded, and stored
+    plain."""
     first = values[:: max(len(values) // 16, 1), : 4 * GRID_VALUES]
     return all(row.unique().numel() <= GRID_VALUES for row in first)
 
 
 def shift_of(rows: Rows, theirs: Tensor) -> float:
-    """Mean of (W' - W) in steps of the grid, without codes at the ends of an integer grid, which may be clamped; 0 without any. theirs:
-    float32 [n, K], W."""
+    """Mean of (W' - W) in steps of the grid, without codes at the ends of an integer grid, which
+    may be clamped; 0 without any. theirs: float32 [n, K], W."""
     if rows.codes is None or rows.scale is None or rows.of_group is None:
         return 0.0
     step = rows.by_input(rows.scale)

@@ -1,7 +1,8 @@
-"""Opening a checkpoint that may be broken: what can be read of it, and a finding for all that cannot.
+"""Opening a checkpoint that may be broken: what can be read of it, and a finding for all that
+cannot.
 
-`Checkpoint.open` stops at the first fault. Here every file is read that can be, and what is wrong is written down. A hub model that is
-not on this machine is read by its headers alone.
+`Checkpoint.open` stops at the first fault. Here every file is read that can be, and what is wrong
+is written down. A hub model that is not on this machine is read by its headers alone.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -42,10 +43,13 @@ Holds = Callable[[str], bool]
 
 @dataclass
 class Survey:
-    """What a folder holds. tensors: by the name the model's table has for them (`renamed` has the stored name of those that differ).
+    """What a folder holds. tensors: by the name the model's table has for them (`renamed` has the
+    stored name of those that differ).
 
-    settings: tokenizer and generation files that exist, parsed. template: the chat template's own file, None without. names: of all files.
-    copies: tensors that another shard holds too, each as the index names it and as that shard has it, under its stored name.
+    settings: tokenizer and generation files that exist, parsed. template: the chat template's own
+    file, None without. names: of all files.
+    copies: tensors that another shard holds too, each as the index names it and as that shard has
+    it, under its stored name.
     """
 
     path: Path
@@ -81,12 +85,16 @@ class Survey:
 
     def rename(self, names: Mapping[str, str]) -> None:
         """names: stored name -> the table's. The bytes stay where they are."""
-        self.tensors = {names.get(name, name): replace(info, name=names.get(name, name)) for name, info in self.tensors.items()}
+        self.tensors = {
+            names.get(name, name): replace(info, name=names.get(name, name))
+            for name, info in self.tensors.items()
+        }
         self.renamed |= {new: old for old, new in names.items()}
 
 
 def survey_model(model: str, findings: DiagnosisFindings) -> Survey:
-    """Look at a directory, a built-in name or a hub id. Raises QuantkitError where there is nothing to look at."""
+    """Look at a directory, a built-in name or a hub id. Raises QuantkitError where there is nothing
+    to look at."""
     local = find_local(model)
     return _of_hub(model, findings) if local is None else of_folder(local, findings)
 
@@ -113,17 +121,30 @@ def _of_hub(model: str, findings: DiagnosisFindings) -> Survey:
         return {name: remote_tensor(model, shard, name, entry) for name, entry in entries.items()}
 
     names = frozenset(name for name in sizes if "/" not in name)
-    return replace(_looked_at(Path(model), folder, names, sizes.__contains__, header, findings), has_weights=False)
+    return replace(
+        _looked_at(Path(model), folder, names, sizes.__contains__, header, findings),
+        has_weights=False,
+    )
 
 
-def _looked_at(path: Path, folder: Path, names: frozenset[str], holds: Holds, header: Header, findings: DiagnosisFindings) -> Survey:
-    """path: the model as it is told; folder: where its small files are; names: of all its files; holds: whether a folder below has one."""
+def _looked_at(
+    path: Path,
+    folder: Path,
+    names: frozenset[str],
+    holds: Holds,
+    header: Header,
+    findings: DiagnosisFindings,
+) -> Survey:
+    """path: the model as it is told; folder: where its small files are; names: of all its files;
+    holds: whether a folder below has one."""
     config = _json(folder, "config.json", findings)
     if not config and not findings.has("config-unreadable"):
         findings.add("config-unreadable", "config.json", "it is an empty object")
     config = _with_newer_key(config, findings)
     side = {name: _json(folder, name, findings) for name in SIDE_FILES if name in names}
-    settings = {name: _json(folder, name, findings, "tokenizer-broken") for name in _READ if name in names}
+    settings = {
+        name: _json(folder, name, findings, "tokenizer-broken") for name in _READ if name in names
+    }
     template = _text(folder, TEMPLATE, findings) if TEMPLATE in names else None
     tensors, copies = _tensors(path, folder, names, holds, header, findings)
     side = {name: value for name, value in side.items() if value}
@@ -131,22 +152,32 @@ def _looked_at(path: Path, folder: Path, names: frozenset[str], holds: Holds, he
 
 
 def _with_newer_key(config: dict[str, Any], findings: DiagnosisFindings) -> dict[str, Any]:
-    """Releases of compressed-tensors before 0.5 wrote `compression_config`. vLLM reads it where there is no quantization_config."""
+    """Releases of compressed-tensors before 0.5 wrote `compression_config`. vLLM reads it where
+    there is no quantization_config."""
     older = config.get(_OLDER_KEY)
     if not isinstance(older, dict):
         return config
     newer = config.get("quantization_config")
     if newer is None:
         findings.add(
-            "description-old-key", "config.json", f"the description is under {_OLDER_KEY}, which vLLM reads, and transformers does not"
+            "description-old-key",
+            "config.json",
+            f"the description is under {_OLDER_KEY}, which vLLM reads, and transformers does not",
         )
     elif newer != older:
-        told = f"{_OLDER_KEY} says something else than quantization_config, which engines read where both are there"
+        told = (
+            f"{_OLDER_KEY} says something else than quantization_config, which engines read "
+            "where both are there"
+        )
         findings.add("description-old-key", "config.json", told)
-    return {key: value for key, value in config.items() if key != _OLDER_KEY} | {"quantization_config": newer or older}
+    return {key: value for key, value in config.items() if key != _OLDER_KEY} | {
+        "quantization_config": newer or older
+    }
 
 
-def _json(path: Path, name: str, findings: DiagnosisFindings, finding: str = "config-unreadable") -> dict[str, Any]:
+def _json(
+    path: Path, name: str, findings: DiagnosisFindings, finding: str = "config-unreadable"
+) -> dict[str, Any]:
     try:
         return read_json(path / name, LARGEST)
     except QuantkitError as fault:
@@ -163,24 +194,40 @@ def _text(path: Path, name: str, findings: DiagnosisFindings) -> str:
 
 
 def _tensors(
-    path: Path, folder: Path, names: frozenset[str], holds: Holds, header: Header, findings: DiagnosisFindings
+    path: Path,
+    folder: Path,
+    names: frozenset[str],
+    holds: Holds,
+    header: Header,
+    findings: DiagnosisFindings,
 ) -> tuple[dict[str, TensorInfo], list[tuple[TensorInfo, TensorInfo]]]:
     """Tensors by name, and copies as Survey has them."""
     weight_map = _weight_map(folder, findings)
     there = {name for name in names if name.endswith(".safetensors")}
-    there |= {name for name in set(weight_map.values()) if "/" in name and is_inside(name) and holds(name)}
+    there |= {
+        name for name in set(weight_map.values()) if "/" in name and is_inside(name) and holds(name)
+    }
     # Names of an index that lead elsewhere are no shards of this folder.
     wanted = set(weight_map.values()) if weight_map else there
     missing = sorted(shard for shard in wanted if shard not in there)
     for shard in missing:
         lost = [name for name, where in weight_map.items() if where == shard]
-        findings.add("shard-missing", shard, f"the index names it, with {len(lost)} tensors such as {lost[0]}")
+        findings.add(
+            "shard-missing",
+            shard,
+            f"the index names it, with {len(lost)} tensors such as {lost[0]}",
+        )
     if not weight_map and len(there) > 1:
         findings.add("index-missing", INDEX, f"{len(there)} shards and no index")
     if not wanted:
         pickles = pickles_of(names)
         told = f"no safetensors file is there{f', but {told_pickles(pickles)}' if pickles else ''}"
-        findings.add("shard-missing", str(path), told, WITHOUT_PICKLES if pickles else "give the directory of a complete checkpoint")
+        findings.add(
+            "shard-missing",
+            str(path),
+            told,
+            WITHOUT_PICKLES if pickles else "give the directory of a complete checkpoint",
+        )
     shards = sorted(wanted & there)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         read = list(pool.map(lambda shard: _header(shard, header), shards))
@@ -194,12 +241,16 @@ def _tensors(
 
 
 def _weight_map(path: Path, findings: DiagnosisFindings) -> dict[str, str]:
-    found = [path / INDEX] if is_there(path / INDEX) else sorted(path.glob("*.safetensors.index.json"))
+    found = (
+        [path / INDEX] if is_there(path / INDEX) else sorted(path.glob("*.safetensors.index.json"))
+    )
     if not found:
         return {}
     index = _json(path, found[0].name, findings, "index-wrong")
     weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) for shard in weight_map.values()
+    ):
         if index:
             findings.add("index-wrong", found[0].name, "it has no weight_map of names and shards")
         return {}
@@ -213,30 +264,61 @@ def _header(shard: str, header: Header) -> dict[str, TensorInfo] | QuantkitError
         return fault
 
 
-def _compare_index(weight_map: Mapping[str, str], held: Mapping[str, Mapping[str, TensorInfo]], findings: DiagnosisFindings) -> None:
+def _compare_index(
+    weight_map: Mapping[str, str],
+    held: Mapping[str, Mapping[str, TensorInfo]],
+    findings: DiagnosisFindings,
+) -> None:
     everywhere = {name for tensors in held.values() for name in tensors}
     read = {shard for shard, tensors in held.items() if tensors}
-    moved = [name for name, shard in weight_map.items() if shard in read and name not in held[shard] and name in everywhere]
+    moved = [
+        name
+        for name, shard in weight_map.items()
+        if shard in read and name not in held[shard] and name in everywhere
+    ]
     lost = [name for name, shard in weight_map.items() if shard in read and name not in everywhere]
-    left_out = [name for tensors in held.values() for name in tensors if weight_map and name not in weight_map]
+    left_out = [
+        name
+        for tensors in held.values()
+        for name in tensors
+        if weight_map and name not in weight_map
+    ]
     if moved:
-        findings.add("index-wrong", moved, f"the index says {weight_map[moved[0]]}, and another shard holds it")
+        findings.add(
+            "index-wrong",
+            moved,
+            f"the index says {weight_map[moved[0]]}, and another shard holds it",
+        )
     if lost:
         findings.add(
-            "index-wrong", lost, f"the index says {weight_map[lost[0]]}, and no shard holds it", "download that shard and the index"
+            "index-wrong",
+            lost,
+            f"the index says {weight_map[lost[0]]}, and no shard holds it",
+            "download that shard and the index",
         )
     if left_out:
-        findings.add("index-wrong", left_out, f"{len(left_out)} tensors are stored, and the index leaves them out: so does transformers")
+        findings.add(
+            "index-wrong",
+            left_out,
+            f"{len(left_out)} tensors are stored, and the index leaves them out: so does "
+            "transformers",
+        )
 
 
 def _joined(
-    weight_map: Mapping[str, str], held: Mapping[str, Mapping[str, TensorInfo]], findings: DiagnosisFindings
+    weight_map: Mapping[str, str],
+    held: Mapping[str, Mapping[str, TensorInfo]],
+    findings: DiagnosisFindings,
 ) -> tuple[dict[str, TensorInfo], list[tuple[TensorInfo, TensorInfo]]]:
     tensors: dict[str, TensorInfo] = {}
     for shard, own in held.items():
         for name, tensor in own.items():
             if name in tensors and name not in weight_map:
-                findings.add("tensor-twice", name, f"in {tensors[name].shard} and in {shard}, and no index says which")
+                findings.add(
+                    "tensor-twice",
+                    name,
+                    f"in {tensors[name].shard} and in {shard}, and no index says which",
+                )
             if name not in tensors or weight_map.get(name) == shard:
                 tensors[name] = tensor
     copies = [

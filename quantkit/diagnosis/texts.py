@@ -1,4 +1,5 @@
-"""What a tokenizer does, by trying it: it loads, and texts become the source's tokens and are read back alike."""
+"""What a tokenizer does, by trying it: it loads, and texts become the source's tokens and are read
+back alike."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +16,8 @@ _TRIED = (
     "def f(x_1): return x_1**2 # CamelCase",
     "Grüße, ÉCOLE, 你好，世界！ Привет 🙂 e\u0301",
 )
-"""Texts that differ where a tokenizer was saved with another normalizer, splitter or spelling of blanks."""
+"""Texts that differ where a tokenizer was saved with another normalizer, splitter or spelling of
+blanks."""
 
 
 def added_tokens(tokenizer: Mapping[str, Any]) -> dict[str, int]:
@@ -24,18 +26,25 @@ def added_tokens(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     return {
         entry["content"]: entry["id"]
         for entry in (entries if isinstance(entries, list) else [])
-        if isinstance(entry, dict) and isinstance(entry.get("content"), str) and type(entry.get("id")) is int
+        if isinstance(entry, dict)
+        and isinstance(entry.get("content"), str)
+        and type(entry.get("id")) is int
     }
 
 
 def token_count(survey: Survey) -> int:
-    """One more than the largest number of a token; where tokenizer.json does not tell, more than any."""
+    """One more than the largest number of a token; where tokenizer.json does not tell, more than
+    any."""
     tokenizer = survey.settings.get("tokenizer.json", {})
     model = tokenizer.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, list):
         return max([len(vocabulary), *(number + 1 for number in added_tokens(tokenizer).values())])
-    numbers = [number for number in (vocabulary or {}).values() if type(number) is int] if isinstance(vocabulary, dict) else []
+    numbers = (
+        [number for number in (vocabulary or {}).values() if type(number) is int]
+        if isinstance(vocabulary, dict)
+        else []
+    )
     return max([*numbers, *added_tokens(tokenizer).values()]) + 1 if numbers else 1 << 40
 
 
@@ -64,23 +73,34 @@ def check_added(survey: Survey, rows: int, findings: DiagnosisFindings) -> None:
     for token, number in added.items():
         other = by_number.setdefault(number, token)
         if other != token:
-            findings.add("tokenizer-broken", "tokenizer.json", f"{other!r} and {token!r} have one number, {number}")
+            findings.add(
+                "tokenizer-broken",
+                "tokenizer.json",
+                f"{other!r} and {token!r} have one number, {number}",
+            )
             break
     beyond = [token for token, number in added.items() if rows and number >= rows]
     if beyond:
-        told = f"{len(beyond)} added tokens such as {beyond[0]!r} have numbers of {rows} and more, and the embedding has {rows} rows"
+        told = (
+            f"{len(beyond)} added tokens such as {beyond[0]!r} have numbers of {rows} and "
+            f"more, and the embedding has {rows} rows"
+        )
         findings.add("tokenizer-too-large", "tokenizer.json", told)
     listed = survey.settings.get("tokenizer_config.json", {}).get("added_tokens_decoder")
     for number, entry in listed.items() if isinstance(listed, dict) else ():
         content = entry.get("content") if isinstance(entry, dict) else None
         if content in added and str(added[content]) != number:
-            told = f"tokenizer_config.json gives {content!r} the number {number}, and tokenizer.json {added[content]}"
+            told = (
+                f"tokenizer_config.json gives {content!r} the number {number}, and "
+                f"tokenizer.json {added[content]}"
+            )
             findings.add("tokenizer-broken", "tokenizer_config.json", told)
             break
 
 
 def check_length(survey: Survey, findings: DiagnosisFindings) -> None:
-    """A tokenizer that was saved while it cut texts, or filled them up to one length, does so wherever nobody lifts it."""
+    """A tokenizer that was saved while it cut texts, or filled them up to one length, does so
+    wherever nobody lifts it."""
     tokenizer = survey.settings.get("tokenizer.json", {})
     cut, filled = tokenizer.get("truncation"), tokenizer.get("padding")
     told = []
@@ -89,11 +109,18 @@ def check_length(survey: Survey, findings: DiagnosisFindings) -> None:
     if isinstance(filled, dict) and isinstance(strategy := filled.get("strategy"), dict):
         told.append(f"it fills up every text to {strategy.get('Fixed')} tokens")
     if told:
-        findings.add("tokenizer-cuts", "tokenizer.json", " and ".join(told) + ", where its reader does not lift that as transformers does")
+        findings.add(
+            "tokenizer-cuts",
+            "tokenizer.json",
+            " and ".join(told) + ", where its reader does not lift that as transformers does",
+        )
 
 
-def compare_texts(ours: Tokenizer, theirs: Tokenizer, source: Survey, findings: DiagnosisFindings) -> None:
-    """Texts, and the source's added tokens, must become the same numbers, and these the same texts again."""
+def compare_texts(
+    ours: Tokenizer, theirs: Tokenizer, source: Survey, findings: DiagnosisFindings
+) -> None:
+    """Texts, and the source's added tokens, must become the same numbers, and these the same texts
+    again."""
     added = list(added_tokens(source.settings.get("tokenizer.json", {})))
     for text in (*_TRIED, *added):
         mine, other = (each.encode(text, add_special_tokens=False).ids for each in (ours, theirs))
@@ -103,7 +130,9 @@ def compare_texts(ours: Tokenizer, theirs: Tokenizer, source: Survey, findings: 
             return
         again, others = (each.decode(other, skip_special_tokens=True) for each in (ours, theirs))
         if again != others:
-            told = f"{other[:4]} is read back as {again!r:.40}, and by the source's as {others!r:.40}"
+            told = (
+                f"{other[:4]} is read back as {again!r:.40}, and by the source's as {others!r:.40}"
+            )
             findings.add("tokenizer-differs", "tokenizer.json", told)
             return
 
@@ -111,7 +140,11 @@ def compare_texts(ours: Tokenizer, theirs: Tokenizer, source: Survey, findings: 
 def compare_additions(survey: Survey, source: Survey, findings: DiagnosisFindings) -> None:
     """What tokenizer_config.json puts around every text, where it says so in both."""
     ours, theirs = (each.settings.get("tokenizer_config.json", {}) for each in (survey, source))
-    differ = [key for key in ("add_bos_token", "add_eos_token") if key in ours and key in theirs and bool(ours[key]) != bool(theirs[key])]
+    differ = [
+        key
+        for key in ("add_bos_token", "add_eos_token")
+        if key in ours and key in theirs and bool(ours[key]) != bool(theirs[key])
+    ]
     if ours.get("add_eos_token") and "add_eos_token" not in theirs:
         differ.append("add_eos_token")
     if differ:
@@ -121,8 +154,15 @@ def compare_additions(survey: Survey, source: Survey, findings: DiagnosisFinding
 
 def compare_lengths(survey: Survey, source: Survey, findings: DiagnosisFindings) -> None:
     """vLLM takes no longer text than the tokenizer's model_max_length."""
-    ours, theirs = (each.settings.get("tokenizer_config.json", {}).get("model_max_length") for each in (survey, source))
+    ours, theirs = (
+        each.settings.get("tokenizer_config.json", {}).get("model_max_length")
+        for each in (survey, source)
+    )
     if isinstance(ours, int | float) and isinstance(theirs, int | float) and 0 < ours < theirs:
         positions = source.config.get("max_position_embeddings")
         if not isinstance(positions, int) or ours < positions:
-            findings.add("text-cut", "tokenizer_config.json", f"model_max_length is {ours:g}, and the source's {theirs:g}")
+            findings.add(
+                "text-cut",
+                "tokenizer_config.json",
+                f"model_max_length is {ours:g}, and the source's {theirs:g}",
+            )

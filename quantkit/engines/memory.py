@@ -1,7 +1,8 @@
-"""What one device of a tensor, pipeline, data and expert parallel world holds of a checkpoint, and how many tokens fit beside it.
+"""What one device of a tensor, pipeline, data and expert parallel world holds of a checkpoint, and
+how many tokens fit beside it.
 
-Counted from headers: every stored byte, split as the model's table says. The latent cache of MLA is not split by tensor
-parallelism; every rank holds it whole.
+Counted from headers: every stored byte, split as the model's table says. The latent cache of MLA is
+not split by tensor parallelism; every rank holds it whole.
 """
 
 import math
@@ -21,8 +22,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """A world of devices. Experts are spread over all of it where `expert`, `redundant` copies of a layer's among them, and cut like other
-    linears over all of it where not."""
+    """A world of devices. Experts are spread over all of it where `expert`, `redundant` copies of a
+    layer's among them, and cut like other linears over all of it where not."""
 
     tensor: int
     pipeline: int = 1
@@ -46,9 +47,10 @@ class ParallelSizes:
 
 @dataclass(frozen=True)
 class Fit:
-    """Bytes of the fullest device. state_bytes_per_request: of linear attention, whatever the request's length, as quantkit's executor
-    holds it. tokens: how many fit beside the weights, of all requests together, each of `context` tokens; fits: at least one such request
-    does."""
+    """Bytes of the fullest device. state_bytes_per_request: of linear attention, whatever the
+    request's length, as quantkit's executor
+    holds it. tokens: how many fit beside the weights, of all requests together, each of `context`
+    tokens; fits: at least one such request does."""
 
     weight_bytes: int
     reserve_bytes: int
@@ -65,7 +67,8 @@ class Fit:
 
 @dataclass(frozen=True)
 class DraftSizes:
-    """What a draft model, or a head of EAGLE-3, takes of each device, which has it whole: bytes of weights, and of a token in its cache."""
+    """What a draft model, or a head of EAGLE-3, takes of each device, which has it whole: bytes of
+    weights, and of a token in its cache."""
 
     weight_bytes: int = 0
     token_bytes: int = 0
@@ -75,13 +78,18 @@ NO_DRAFT = DraftSizes()
 
 
 def draft_sizes(checkpoint: Checkpoint, cache_bits: CacheBits = 16) -> DraftSizes:
-    """As it is stored. MTP layers of a draft model are not loaded; a head's cache has 16 bits always."""
+    """As it is stored. MTP layers of a draft model are not loaded; a head's cache has 16 bits
+    always."""
     if is_head(checkpoint.config):
         weights = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-        return DraftSizes(weights, HeadConfig.from_dict(checkpoint.config).decoder.cache.token_bytes(16))
+        return DraftSizes(
+            weights, HeadConfig.from_dict(checkpoint.config).decoder.cache.token_bytes(16)
+        )
     model = read_model(checkpoint)
     weights = sum(_stored_bytes(checkpoint, row) for row in model.rows if not row.mtp)
-    return DraftSizes(weights, model.config.num_cached_layers * model.config.cache.token_bytes(cache_bits))
+    return DraftSizes(
+        weights, model.config.num_cached_layers * model.config.cache.token_bytes(cache_bits)
+    )
 
 
 def fit(
@@ -94,11 +102,22 @@ def fit(
     cache_bits: CacheBits = 16,
     mtp: bool = False,
 ) -> Fit:
-    """Whether weights, reserve and one request of `context` tokens fit in the `fraction` of `memory_gib` that an engine may use.
+    """Whether weights, reserve and one request of `context` tokens fit in the `fraction` of
+    `memory_gib` that an engine may use.
     mtp: whether the MTP layers are loaded, too."""
     model = read_model(checkpoint)
     stored = [(row, _stored_bytes(checkpoint, row)) for row in model.rows]
-    return fit_rows(stored, model.config, parallel, context, memory_gib, fraction, reserve_gib, cache_bits, mtp=mtp)
+    return fit_rows(
+        stored,
+        model.config,
+        parallel,
+        context,
+        memory_gib,
+        fraction,
+        reserve_gib,
+        cache_bits,
+        mtp=mtp,
+    )
 
 
 def fit_rows(
@@ -113,8 +132,8 @@ def fit_rows(
     draft: DraftSizes = NO_DRAFT,
     mtp: bool = False,
 ) -> Fit:
-    """The same for parameters with the bytes that each is, or will be, stored in, and a draft model beside them. MTP layers are of the last
-    stage, and counted where `mtp`."""
+    """The same for parameters with the bytes that each is, or will be, stored in, and a draft model
+    beside them. MTP layers are of the last stage, and counted where `mtp`."""
     experts = len({row.expert for row, _ in rows if row.expert is not None})
     stages = [0.0] * parallel.pipeline
     per_stage = math.ceil(config.num_hidden_layers / parallel.pipeline)
@@ -122,52 +141,79 @@ def fit_rows(
         if not row.mtp or mtp:
             last = parallel.pipeline - 1
             outside = 0 if row.role == "embedding" and not row.mtp else last
-            stages[outside if row.layer is None else min(row.layer // per_stage, last)] += stored * _share(row, parallel, experts)
+            stages[outside if row.layer is None else min(row.layer // per_stage, last)] += (
+                stored * _share(row, parallel, experts)
+            )
     weights = math.ceil(max(stages)) + draft.weight_bytes
     reserve, usable = int(reserve_gib * GIB), int(memory_gib * fraction * GIB)
-    guessing = len({row.layer for row, _ in rows if row.mtp and row.layer is not None}) if mtp else 0
+    guessing = (
+        len({row.layer for row, _ in rows if row.mtp and row.layer is not None}) if mtp else 0
+    )
     cached = math.ceil(config.num_cached_layers / parallel.pipeline) + guessing
     per_token = cached * config.cache.token_bytes(cache_bits, parallel.tensor) + draft.token_bytes
-    state = 0 if config.recurrent is None else math.ceil(config.recurrent.held_bytes(parallel.tensor) / parallel.pipeline)
+    state = (
+        0
+        if config.recurrent is None
+        else math.ceil(config.recurrent.held_bytes(parallel.tensor) / parallel.pipeline)
+    )
     tokens = max((usable - reserve - weights) * context // (per_token * context + state), 0)
     return Fit(weights, reserve, usable, per_token, state, tokens, context)
 
 
 def check_split(checkpoint: Checkpoint, parallel: ParallelSizes) -> list[LoadProblem]:
-    """Heads, layers and linears that do not divide over the ranks: of linears rows by 8 where int4 is packed along them, columns by the
-    group size."""
+    """Heads, layers and linears that do not divide over the ranks: of linears rows by 8 where int4
+    is packed along them, columns by the group size."""
 
     def grid(module: str) -> Grid | None:
         linear = checkpoint.linears.get(module)
         return None if linear is None else linear.grid
 
     model = read_model(checkpoint)
-    problem = find_part_problem(model.config, parallel) or find_split_problem(model.rows, grid, parallel)
+    problem = find_part_problem(model.config, parallel) or find_split_problem(
+        model.rows, grid, parallel
+    )
     return [] if problem is None else [problem]
 
 
 def find_part_problem(config: ModelConfig, parallel: ParallelSizes) -> LoadProblem | None:
-    """Attention heads that do not come out even over tensor-parallel ranks, or fewer layers than stages. Key-value heads fewer than ranks
-    are held by several (vLLM, config/model.py)."""
+    """Attention heads that do not come out even over tensor-parallel ranks, or fewer layers than
+    stages. Key-value heads fewer than ranks are held by several (vLLM, config/model.py)."""
     heads, ranks = config.num_attention_heads, parallel.tensor
     kv = config.cache.kv_heads if isinstance(config.cache, KeyValueCache) else ranks
-    for count, what, even in ((heads, "attention", heads % ranks == 0), (kv, "key-value", max(kv, ranks) % min(kv, ranks) == 0)):
+    for count, what, even in (
+        (heads, "attention", heads % ranks == 0),
+        (kv, "key-value", max(kv, ranks) % min(kv, ranks) == 0),
+    ):
         if not even:
             told = f"the model has {count} {what} heads, which {ranks} ranks cannot share evenly"
-            return LoadProblem("error", told, "use another number of tensor-parallel ranks (--devices, --boxes)")
+            return LoadProblem(
+                "error", told, "use another number of tensor-parallel ranks (--devices, --boxes)"
+            )
     if config.num_hidden_layers < parallel.pipeline:
-        told = f"the model has {config.num_hidden_layers} layers, fewer than {parallel.pipeline} pipeline stages"
+        told = (
+            f"the model has {config.num_hidden_layers} layers, fewer than {parallel.pipeline} "
+            "pipeline stages"
+        )
         return LoadProblem("error", told, "use fewer boxes, or another layout")
     return None
 
 
-def find_split_problem(rows: Iterable[Parameter], grid: Callable[[str], Grid | None], parallel: ParallelSizes) -> LoadProblem | None:
-    """The first linear that does not divide. grid: of a module's weight, None where it is not quantized."""
+def find_split_problem(
+    rows: Iterable[Parameter], grid: Callable[[str], Grid | None], parallel: ParallelSizes
+) -> LoadProblem | None:
+    """The first linear that does not divide. grid: of a module's weight, None where it is not
+    quantized."""
     for row in rows:
         ranks = row.shares(parallel.expert_ranks if row.expert is not None else parallel.tensor)
-        if (row.expert is not None and parallel.expert) or row.split not in ("column", "row") or ranks == 1:
+        if (
+            (row.expert is not None and parallel.expert)
+            or row.split not in ("column", "row")
+            or ranks == 1
+        ):
             continue
-        if row.split == "row" and len(row.shape) == 1:  # a bias behind the sum of all ranks: nobody cuts it
+        if (
+            row.split == "row" and len(row.shape) == 1
+        ):  # a bias behind the sum of all ranks: nobody cuts it
             continue
         stored, step = grid(row.module), 1
         if isinstance(stored, IntGrid) and stored.bits == 4:
@@ -175,9 +221,19 @@ def find_split_problem(rows: Iterable[Parameter], grid: Callable[[str], Grid | N
         size = row.shape[0] if row.split == "column" else row.shape[1]
         if size % (ranks * step):
             what = "outputs" if row.split == "column" else "input channels"
-            told = f"{row.module} has {size} {what}, which {ranks} ranks cannot share in steps of {step}"
-            remedy = "use fewer tensor-parallel ranks" + (", or a smaller group size" if row.split == "row" and step > 1 else "")
-            return LoadProblem("error", told, remedy + (", or a layout that shares out whole experts" if row.expert is not None else ""))
+            told = (
+                f"{row.module} has {size} {what}, which {ranks} ranks cannot share in steps of "
+                f"{step}"
+            )
+            remedy = "use fewer tensor-parallel ranks" + (
+                ", or a smaller group size" if row.split == "row" and step > 1 else ""
+            )
+            return LoadProblem(
+                "error",
+                told,
+                remedy
+                + (", or a layout that shares out whole experts" if row.expert is not None else ""),
+            )
     return None
 
 
@@ -190,5 +246,9 @@ def _stored_bytes(checkpoint: Checkpoint, row: Parameter) -> int:
 def _share(row: Parameter, parallel: ParallelSizes, experts: int) -> float:
     """The part of a tensor that the fullest device holds."""
     if row.expert is not None:
-        return parallel.local_experts(experts) / experts if parallel.expert else 1 / parallel.expert_ranks
+        return (
+            parallel.local_experts(experts) / experts
+            if parallel.expert
+            else 1 / parallel.expert_ranks
+        )
     return 1 / row.shares(parallel.tensor)

@@ -1,7 +1,7 @@
 """Which engine loads what, as data read from the engines' own sources: recipes/engines/*.yaml.
 
-An engine has a list of loads: a format on one weight grid, the devices it runs on there, and the parts of a model that may or
-must be quantized in it.
+An engine has a list of loads: a format on one weight grid, the devices it runs on there, and the
+parts of a model that may or must be quantized in it.
 """
 
 from functools import cache
@@ -17,14 +17,26 @@ from quantkit.models.table import Parameter
 
 Device = Literal["cuda", "npu", "cpu"]
 Part = Literal["qkv_a", "attention", "kv_b", "mlp", "shared_experts", "experts"]
-"""Parts of a model an engine treats as one. qkv_a: q_a_proj and kv_a_proj_with_mqa, which every engine fuses."""
+"""Parts of a model an engine treats as one. qkv_a: q_a_proj and kv_a_proj_with_mqa, which every
+engine fuses."""
 
-GridName = Literal["int4-asymmetric", "int4-symmetric", "int4-channel", "int4-w4a8", "int8", "nvfp4", "nvfp4-w4a4", "mxfp4", "fp8", "dense"]
+GridName = Literal[
+    "int4-asymmetric",
+    "int4-symmetric",
+    "int4-channel",
+    "int4-w4a8",
+    "int8",
+    "nvfp4",
+    "nvfp4-w4a4",
+    "mxfp4",
+    "fp8",
+    "dense",
+]
 
 
 class LoadRule(Strict):
-    """One thing an engine loads. `notes` is for people; `run` is the command of the repository that shows it, if one does, and `run_on`
-    says where it was run if not on a CPU by `release`."""
+    """One thing an engine loads. `notes` is for people; `run` is the command of the repository that
+    shows it, if one does, and `run_on` says where it was run if not on a CPU by `release`."""
 
     format: str
     variant: str
@@ -32,7 +44,8 @@ class LoadRule(Strict):
     devices: tuple[Device, ...]
     may: tuple[Part, ...]
     must: tuple[Part, ...] = ()
-    # Of `may`, those that may be int4 where the rest is int8; empty where a checkpoint is on one grid.
+    # Of `may`, those that may be int4 where the rest is int8; empty where a checkpoint is on one
+    # grid.
     four_bits: tuple[Part, ...] = ()
     # Linears of a multi-token-prediction layer: quantized like the rest, left plain, or either.
     mtp: Literal["any", "quantized", "plain"] = "any"
@@ -40,18 +53,22 @@ class LoadRule(Strict):
     mtp_prefix: str | None = None
     # Fused siblings whose FP4 global scales differ.
     fp4_siblings: Literal["error", "warn"] | None = None
-    # The quant_algo that may stand in hf_quant_config.json alone; empty where the engine takes any there.
+    # The quant_algo that may stand in hf_quant_config.json alone; empty where the engine takes any
+    # there.
     side_algorithms: tuple[str, ...] = ()
-    # What to add to a checkpoint so that the engine leaves a head in 16 bits that is tied to the embedding; None where it always does.
+    # What to add to a checkpoint so that the engine leaves a head in 16 bits that is tied to the
+    # embedding; None where it always does.
     tied_head: str | None = None
     # Keys at the top of quantization_config that must repeat the grid's own value.
     quantization_keys: tuple[Literal["group_size"], ...] = ()
-    # Model types of which plain linears that the engine fuses are found in the list of unquantized modules by their own names; those of
-    # other models by the fused module's name alone, but for q_a and kv_a. None: they are always found.
+    # Model types of which plain linears that the engine fuses are found in the list of unquantized
+    # modules by their own names; those of other models by the fused module's name alone, but for
+    # q_a and kv_a. None: they are always found.
     finds_plain: tuple[str, ...] | None = None
     launch: tuple[str, ...] = ()
     notes: str = ""
-    # Whether int4 experts whose intermediate size on one GPU is not above group_size come out wrong.
+    # Whether int4 experts whose intermediate size on one GPU is not above group_size come out
+    # wrong.
     narrow_experts_wrong: bool = False
     sources: tuple[str, ...]
     run: str | None = None
@@ -59,9 +76,11 @@ class LoadRule(Strict):
 
 
 class MixtureRule(Strict):
-    """Linears on several grids in one checkpoint that an engine loads. grids: the parts that may be on each; what is on none is plain.
+    """Linears on several grids in one checkpoint that an engine loads. grids: the parts that may be
+    on each; what is on none is plain.
 
-    Linears that the engine fuses, and all routed experts of a layer, are on one. Other fields: as of `LoadRule`.
+    Linears that the engine fuses, and all routed experts of a layer, are on one. Other fields: as
+    of `LoadRule`.
     """
 
     format: str
@@ -98,8 +117,8 @@ class Refusal(Strict):
 class EngineProfile(Strict):
     """A profile. `release` is the version or commit whose sources were read.
 
-    By model_type, of config.json: `config`, keys that must have this value; `reads`, keys that must be there by this name; `formats`, those
-    in which it is loaded, where that is not all of `loads`.
+    By model_type, of config.json: `config`, keys that must have this value; `reads`, keys that must
+    be there by this name; `formats`, those in which it is loaded, where that is not all of `loads`.
     """
 
     engine: str
@@ -118,19 +137,33 @@ class EngineProfile(Strict):
     refuses: tuple[Refusal, ...] = ()
 
     def tells_of(self, format: str) -> bool:
-        """Whether a rule or a refusal names the format; of others nobody looked whether the engine loads them."""
+        """Whether a rule or a refusal names the format; of others nobody looked whether the engine
+        loads them."""
         named = {name for refusal in self.refuses for name in refusal.formats}
-        return format in named | {rule.format for rule in self.loads} | {rule.format for rule in self.mixtures}
+        return format in named | {rule.format for rule in self.loads} | {
+            rule.format for rule in self.mixtures
+        }
 
     def unread(self, grid: Grid) -> str:
         """What its kernels do not read of a grid; empty for none."""
-        if not self.int4_groups or not isinstance(grid, IntGrid) or grid.bits != 4 or grid.group_size in (None, *self.int4_groups):
+        if (
+            not self.int4_groups
+            or not isinstance(grid, IntGrid)
+            or grid.bits != 4
+            or grid.group_size in (None, *self.int4_groups)
+        ):
             return ""
         *sizes, last = map(str, self.int4_groups)
-        return f"{self.engine} reads int4 in groups of {', '.join(sizes)} or {last}, not of {grid.group_size}"
+        return (
+            f"{self.engine} reads int4 in groups of {', '.join(sizes)} or {last}, not of "
+            f"{grid.group_size}"
+        )
 
-    def reason(self, format: str | None, variant: str | None, grid: GridName, device: Device | None) -> str:
-        """Why it does not load that: what a refusal says, or that nothing is known of it. None stands for any."""
+    def reason(
+        self, format: str | None, variant: str | None, grid: GridName, device: Device | None
+    ) -> str:
+        """Why it does not load that: what a refusal says, or that nothing is known of it. None
+        stands for any."""
 
         def covers(listed: tuple[str, ...], value: str | None) -> bool:
             return not listed or value in listed
@@ -151,7 +184,9 @@ def find_engine(name: str) -> EngineProfile:
     names = engine_names()
     if name not in names:
         raise UsageFault(f"engine {name!r} is not known", f"choose one of {', '.join(names)}")
-    return read_yaml(asset("recipes", "engines", f"{name}.yaml"), EngineProfile, "restore that file")
+    return read_yaml(
+        asset("recipes", "engines", f"{name}.yaml"), EngineProfile, "restore that file"
+    )
 
 
 def engine_names() -> tuple[str, ...]:

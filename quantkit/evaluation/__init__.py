@@ -4,7 +4,8 @@ tasks/                  what to ask: YAML tasks under a protocol, rows from file
 generators/             one protocol to reach a model, at a server or in this process; is it still the same model?
 openai_server.py        what every client of a server shares: address, key, events, errors
 grading/                from a reply to a grade: reasoning is cut off, typesetting goes, the answer is found (answers, choices, expressions,
-                        programs) and read whole (quantities, values) or compared by math-verify; IFEval's instructions
+                        programs) and read whole (quantities, values) or compared by math-verify;
+                        IFEval's instructions
 sandbox/                programs of a model, in processes of their own
 statistics/             bounds, figures, held / lost / cannot tell, how much a verdict takes
 results/                the folder a run resumes from, what it found, pages, others' figures beside ours, another tool's format

@@ -1,4 +1,5 @@
-"""One task against one model: what to ask, the replies that are there already, the ones that are not, and their grades."""
+"""One task against one model: what to ask, the replies that are there already, the ones that are
+not, and their grades."""
 
 import time
 from collections.abc import Callable
@@ -25,7 +26,8 @@ Stage = Literal["generate", "grade"]
 
 @dataclass(frozen=True)
 class EvaluationProgress:
-    """`done` of `total` samples of a task are through `stage`; `tokens` were generated in `seconds`. `model` says whose turn it is."""
+    """`done` of `total` samples of a task are through `stage`; `tokens` were generated in
+    `seconds`. `model` says whose turn it is."""
 
     model: str
     task: str
@@ -46,7 +48,8 @@ def silent(_: object) -> None:
 
 @dataclass(frozen=True)
 class TaskRun:
-    """One task, ready to be asked: settings, problems, shots, and the facts that a reply depends on besides the model.
+    """One task, ready to be asked: settings, problems, shots, and the facts that a reply depends on
+    besides the model.
 
     `request` is what is needed to make it again: the task's name or file, and the data folder.
     """
@@ -60,7 +63,12 @@ class TaskRun:
     request: dict[str, Any]
 
     def prompt(self, problem: Problem, repeat: int) -> prompts.Prompt:
-        return prompts.render(self.setting, problem, self.shots, prompts.sample_seed(self.facts["seed"], problem.id, repeat))
+        return prompts.render(
+            self.setting,
+            problem,
+            self.shots,
+            prompts.sample_seed(self.facts["seed"], problem.id, repeat),
+        )
 
     def first_prompt(self, problem: Problem) -> prompts.Prompt:
         """As it is sent in every repeat but for the seed."""
@@ -68,7 +76,13 @@ class TaskRun:
 
 
 def prepare(
-    name: str, protocol: str, data_dir: Path | None, limit: int | None, repeats: int | None, generation: dict[str, Any] | None, seed: int
+    name: str,
+    protocol: str,
+    data_dir: Path | None,
+    limit: int | None,
+    repeats: int | None,
+    generation: dict[str, Any] | None,
+    seed: int,
 ) -> TaskRun:
     """Read a task and its data. `facts` are what the fingerprint covers besides the model."""
     task = find_task(name)
@@ -98,7 +112,9 @@ def prepare(
         "task": str(Path(name).resolve()) if Path(name).is_file() else name,
         "data_dir": str(data_dir.resolve()) if data_dir else None,
     }
-    return TaskRun(setting, grader, data.spread(problems, limit), shots, rows.origin, facts, request)
+    return TaskRun(
+        setting, grader, data.spread(problems, limit), shots, rows.origin, facts, request
+    )
 
 
 def ask_and_grade(
@@ -110,20 +126,30 @@ def ask_and_grade(
     notice: Notice = silent,
     trust_kept: bool = False,
 ) -> TaskResult:
-    """One task against one model. Replies that the journal in `out` already has are not asked again.
+    """One task against one model. Replies that the journal in `out` already has are not asked
+    again.
 
-    trust_kept: believe that they are this model's, without asking one of them again. notice: told what is reused, and of whom.
+    trust_kept: believe that they are this model's, without asking one of them again. notice: told
+    what is reused, and of whom.
     """
     start = time.monotonic()
     setting = work.setting
     facts = work.facts | {"model": generator.identity}
-    journal = store.ReplyJournal(out, setting.task.name, facts, work.request | {"model": generator.name}) if out is not None else None
+    journal = (
+        store.ReplyJournal(out, setting.task.name, facts, work.request | {"model": generator.name})
+        if out is not None
+        else None
+    )
     if journal is not None and not trust_kept:
-        check_same_model(generator, journal, work.prompt(work.problems[0], 0), setting.generation, notice)
+        check_same_model(
+            generator, journal, work.prompt(work.problems[0], 0), setting.generation, notice
+        )
     # Repeats go outermost: a run that is stopped early has asked every problem about equally often.
     keys = [(problem, repeat) for repeat in range(setting.repeats) for problem in work.problems]
     kept = journal.kept if journal else {}
-    replies: dict[store.Key, ModelReply] = {(p.id, r): kept[p.id, r] for p, r in keys if (p.id, r) in kept}
+    replies: dict[store.Key, ModelReply] = {
+        (p.id, r): kept[p.id, r] for p, r in keys if (p.id, r) in kept
+    }
     reused = len(replies)
     asked = [(problem, repeat) for problem, repeat in keys if (problem.id, repeat) not in replies]
     if reused:
@@ -132,7 +158,17 @@ def ask_and_grade(
 
     def tell(stage: Stage, done: int) -> None:
         if progress is not None:
-            progress(EvaluationProgress(generator.name, setting.task.name, stage, done, len(keys), tokens, time.monotonic() - start))
+            progress(
+                EvaluationProgress(
+                    generator.name,
+                    setting.task.name,
+                    stage,
+                    done,
+                    len(keys),
+                    tokens,
+                    time.monotonic() - start,
+                )
+            )
 
     tell("generate", reused)
     if asked:
@@ -147,22 +183,46 @@ def ask_and_grade(
     samples = grade_all(work, keys, replies, lambda done: tell("grade", done))
     refuse_if_all_failed(setting.task.name, samples)
     changed = journal.changed if journal is not None else []
-    notes = [f"changed since the last run in this folder: {', '.join(changed)}; its replies are not reused"] if changed else []
+    notes = (
+        [
+            f"changed since the last run in this folder: {', '.join(changed)}; its replies are not "
+            "reused"
+        ]
+        if changed
+        else []
+    )
     seconds = time.monotonic() - start
-    return TaskResult(setting, samples, len(keys), reused, seconds, facts, work.origin, notes, work.grader.votes, render=work.first_prompt)
+    return TaskResult(
+        setting,
+        samples,
+        len(keys),
+        reused,
+        seconds,
+        facts,
+        work.origin,
+        notes,
+        work.grader.votes,
+        render=work.first_prompt,
+    )
 
 
 def grade_all(
-    work: TaskRun, keys: list[tuple[Problem, int]], replies: dict[store.Key, ModelReply], tell: Callable[[int], None]
+    work: TaskRun,
+    keys: list[tuple[Problem, int]],
+    replies: dict[store.Key, ModelReply],
+    tell: Callable[[int], None],
 ) -> list[Sample]:
-    """Grades in the order of `keys`. Programs run beside each other; reading an answer takes no time worth a thread."""
+    """Grades in the order of `keys`. Programs run beside each other; reading an answer takes no
+    time worth a thread."""
     judge = MathJudge()
     thinking = work.setting.thinking or reasoning.thinks(replies.values())
 
     def one(key: tuple[Problem, int]) -> Sample:
         problem, repeat = key
         completion = replies[problem.id, repeat]
-        return Sample(problem, repeat, completion, grade(work.grader, problem, completion, thinking, judge))
+        return Sample(
+            problem, repeat, completion, grade(work.grader, problem, completion, thinking, judge)
+        )
 
     try:
         if not work.grader.runs_code:
@@ -183,8 +243,12 @@ def refuse_if_all_failed(task: str, samples: list[Sample]) -> None:
         return
     first = samples[0].grade
     if all(sample.grade.excluded for sample in samples):
-        raise QuantkitError(f"every sample of {task} failed: {first.detail}", "fix that and run again; nothing is lost")
+        raise QuantkitError(
+            f"every sample of {task} failed: {first.detail}",
+            "fix that and run again; nothing is lost",
+        )
     if all(sample.grade.reason == "context" for sample in samples):
         raise QuantkitError(
-            f"every request of {task} was refused as too long: {first.detail}", "lower --max-tokens, or serve a longer context"
+            f"every request of {task} was refused as too long: {first.detail}",
+            "lower --max-tokens, or serve a longer context",
         )

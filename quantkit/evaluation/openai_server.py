@@ -1,7 +1,8 @@
-"""An OpenAI-compatible server as its clients here reach it: address, key, model, the events of a streamed reply, what went wrong.
+"""An OpenAI-compatible server as its clients here reach it: address, key, model, the events of a
+streamed reply, what went wrong.
 
-Streaming keeps a half-hour reply alive through proxies and lets a timeout mean "no event for that long". An error sent inside the
-stream after HTTP 200 counts as an error.
+Streaming keeps a half-hour reply alive through proxies and lets a timeout mean "no event for that
+long". An error sent inside the stream after HTTP 200 counts as an error.
 """
 
 import asyncio
@@ -19,10 +20,17 @@ CONNECT_TIMEOUT_S = 10.0
 TIMEOUT_S = 600.0
 LONGEST_TIMEOUT_S = 1e6  # clocks of the event loop take no endless one
 LONGEST_LINE = 64 * 2**20  # bytes; a longer event is a server gone wrong, not a token
-_MODEL_FACTS = ("root", "revision", "owned_by", "max_model_len")  # of an entry of /models, where they say more than its name
+_MODEL_FACTS = (
+    "root",
+    "revision",
+    "owned_by",
+    "max_model_len",
+)  # of an entry of /models, where they say more than its name
 _DRAIN_S = 1.0
 _FIELD = re.compile(r"(?:data|event|id|retry)?:")  # of an event, or a comment
-_ALIVE = re.compile(r"(?i)(?:ping|pong|keep-?_?alive|heartbeat)")  # what some servers send as an event to say that they still work
+_ALIVE = re.compile(
+    r"(?i)(?:ping|pong|keep-?_?alive|heartbeat)"
+)  # what some servers send as an event to say that they still work
 
 
 class StreamError(Exception):
@@ -38,38 +46,70 @@ GIVEN_UP = {"abort", "error", "cancelled"}
 class OpenAIServer:
     """`url` is the address, with or without /v1 or a method behind it.
 
-    timeout_s: longest wait for the next event of a reply, or for the whole answer of a server that does not stream. Raises QuantkitError
-    for a time or a key that cannot be.
+    timeout_s: longest wait for the next event of a reply, or for the whole answer of a server that
+    does not stream. Raises QuantkitError for a time or a key that cannot be.
     """
 
     def __init__(
-        self, url: str, *, api_key: str | None = None, connect_timeout_s: float = CONNECT_TIMEOUT_S, timeout_s: float = TIMEOUT_S
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
-            raise QuantkitError(f"--timeout is {timeout_s}", f"give seconds, {LONGEST_TIMEOUT_S:,.0f} at most")
+            raise QuantkitError(
+                f"--timeout is {timeout_s}", f"give seconds, {LONGEST_TIMEOUT_S:,.0f} at most"
+            )
         if api_key and not (api_key.isascii() and api_key.isprintable()):
-            raise QuantkitError("--api-key holds a character that no HTTP header can carry", "give the key alone, without line breaks")
+            raise QuantkitError(
+                "--api-key holds a character that no HTTP header can carry",
+                "give the key alone, without line breaks",
+            )
         self.base = base_url(url)
         self.timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout = httpx.Timeout(timeout_s, connect=min(connect_timeout_s, timeout_s))
 
     def models(self) -> list[dict[str, Any]]:
-        """What it says it serves, an entry a model. Raises QuantkitError where it does not answer."""
+        """What it says it serves, an entry a model. Raises QuantkitError where it does not
+        answer."""
         try:
             answer = httpx.get(f"{self.base}/models", headers=self._headers, timeout=self._timeout)
             if answer.status_code in (404, 405, 501):
                 return []  # a server without the list
             answer.raise_for_status()
             entries = answer.json()["data"]
-            return [{"id": str(entry["id"])} | {name: entry[name] for name in _MODEL_FACTS if entry.get(name)} for entry in entries]
-        except (httpx.HTTPError, httpx.InvalidURL, KeyError, ValueError, TypeError, AttributeError) as error:
-            refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code in (401, 403)
-            remedy = "give the server's key with --api-key" if refused else "check the address and that an OpenAI-compatible server is up"
-            raise QuantkitError(f"{self.base}/models does not answer ({fault(error)})", remedy) from error
+            return [
+                {"id": str(entry["id"])}
+                | {name: entry[name] for name in _MODEL_FACTS if entry.get(name)}
+                for entry in entries
+            ]
+        except (
+            httpx.HTTPError,
+            httpx.InvalidURL,
+            KeyError,
+            ValueError,
+            TypeError,
+            AttributeError,
+        ) as error:
+            refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code in (
+                401,
+                403,
+            )
+            remedy = (
+                "give the server's key with --api-key"
+                if refused
+                else "check the address and that an OpenAI-compatible server is up"
+            )
+            raise QuantkitError(
+                f"{self.base}/models does not answer ({fault(error)})", remedy
+            ) from error
 
     def find_model(self, name: str | None) -> dict[str, Any]:
-        """Its entry of the model `name`, or of the only one where None. A name that it does not list is believed.
+        """Its entry of the model `name`, or of the only one where None. A name that it does not
+        list is believed.
 
         Raises QuantkitError where it does not answer, or serves several and none is named.
         """
@@ -78,7 +118,10 @@ class OpenAIServer:
             return next((entry for entry in entries if entry["id"] == name), {"id": name})
         if len(entries) != 1:
             names = ", ".join(entry["id"] for entry in entries)
-            raise QuantkitError(f"{self.base} serves {len(entries)} models: {names}", "say which one with --served-model")
+            raise QuantkitError(
+                f"{self.base} serves {len(entries)} models: {names}",
+                "say which one with --served-model",
+            )
         return entries[0]
 
     def client(self, connections: int) -> httpx.AsyncClient:
@@ -86,13 +129,19 @@ class OpenAIServer:
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         return httpx.AsyncClient(headers=self._headers, timeout=self._timeout, limits=limits)
 
-    async def stream(self, client: httpx.AsyncClient, method: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        """The events of the reply to `body`, as they come. method: such as "/chat/completions". Raises FAULTS.
+    async def stream(
+        self, client: httpx.AsyncClient, method: str, body: dict[str, Any]
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """The events of the reply to `body`, as they come. method: such as "/chat/completions".
+        Raises FAULTS.
 
-        Bytes that make no event (comments, half a line) do not put off the timeout: a server that drips them is as silent as one
-        that sends nothing.
+        Bytes that make no event (comments, half a line) do not put off the timeout: a server that
+        drips them is as silent as one that sends nothing.
         """
-        async with asyncio.timeout(self.timeout_s) as deadline, client.stream("POST", self.base + method, json=body) as response:
+        async with (
+            asyncio.timeout(self.timeout_s) as deadline,
+            client.stream("POST", self.base + method, json=body) as response,
+        ):
             if not response.is_success:
                 await response.aread()
                 response.raise_for_status()
@@ -120,7 +169,10 @@ def fault(error: BaseException) -> str:
     """In words, with what the server said."""
     if isinstance(error, httpx.HTTPStatusError):
         moved = error.response.headers.get("location", "") if error.response.is_redirect else ""
-        return f"HTTP {error.response.status_code}: {f'moved to {moved}' if moved else _message(error.response)}"
+        return (
+            f"HTTP {error.response.status_code}: "
+            f"{f'moved to {moved}' if moved else _message(error.response)}"
+        )
     if isinstance(error, StreamError):
         return str(error)
     if isinstance(error, TimeoutError | httpx.TimeoutException):
@@ -131,9 +183,11 @@ def fault(error: BaseException) -> str:
 async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
     """The JSON objects of a server-sent event stream, up to [DONE].
 
-    A plain JSON body (a server that ignores `stream`) is one event, and so is every line of a body of JSON lines. The first line tells
-    them from a stream where the content type, which proxies change, is another. Servers put an event on one `data:` line; one that is
-    spread over several, as the standard allows, is put together at the empty line that ends it. A line that is no field is a stream gone
+    A plain JSON body (a server that ignores `stream`) is one event, and so is every line of a body
+    of JSON lines. The first line tells them from a stream where the content type, which proxies
+    change, is another. Servers put an event on one `data:` line; one that is spread over several,
+    as the standard allows, is put together at the empty line that ends it. A line that is no field
+    is a stream gone
     wrong: text may have been in it.
     """
     kind = response.headers.get("content-type", "")
@@ -164,8 +218,11 @@ async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
         raise StreamError(f"the answer ({kind or 'no content type'}) is empty")
 
 
-async def _plain(first: str, lines: AsyncIterator[str], what: str) -> AsyncGenerator[dict[str, Any]]:
-    """The objects of a body that is no event stream: of JSON lines, where the first one is an object by itself, else of one document."""
+async def _plain(
+    first: str, lines: AsyncIterator[str], what: str
+) -> AsyncGenerator[dict[str, Any]]:
+    """The objects of a body that is no event stream: of JSON lines, where the first one is an
+    object by itself, else of one document."""
     try:
         json.loads(first)
     except (ValueError, RecursionError):
@@ -178,15 +235,16 @@ async def _plain(first: str, lines: AsyncIterator[str], what: str) -> AsyncGener
 
 
 def _ends(held: list[str]) -> bool:
-    """Whether an event of one line, as servers send them, is there: it need not wait for the empty line."""
+    """Whether an event of one line, as servers send them, is there: it need not wait for the empty
+    line."""
     return len(held) == 1 and held[0].startswith("{") and held[0].endswith("}")
 
 
 async def read_lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
     """Lines of a byte stream without their ends, which are LF or CRLF and nothing else.
 
-    A lone CR, U+0085, U+2028 and U+2029, at which str.splitlines breaks, stay inside their line. What follows the last LF is a line too.
-    Raises StreamError for a line without an end in sight.
+    A lone CR, U+0085, U+2028 and U+2029, at which str.splitlines breaks, stay inside their line.
+    What follows the last LF is a line too. Raises StreamError for a line without an end in sight.
     """
     open_line: list[bytes] = []
     size = 0
@@ -208,7 +266,8 @@ def _decoded(line: bytes) -> str:
 
 
 async def _drain(pieces: AsyncIterator[bytes]) -> None:
-    """Read what follows [DONE], usually nothing, so that the connection serves the next request; a server that keeps it open is left."""
+    """Read what follows [DONE], usually nothing, so that the connection serves the next request; a
+    server that keeps it open is left."""
     with suppress(TimeoutError, httpx.HTTPError, httpx.StreamError):
         async with asyncio.timeout(_DRAIN_S):
             async for _ in pieces:
@@ -230,7 +289,11 @@ def _message(response: httpx.Response) -> str:
     try:
         body = response.json()
         error = body.get("error", body) if isinstance(body, dict) else body
-        text = error.get("message") or error.get("detail") or error if isinstance(error, dict) else error
+        text = (
+            error.get("message") or error.get("detail") or error
+            if isinstance(error, dict)
+            else error
+        )
     except ValueError:
         text = response.text
     return " ".join(str(text or "").split())[:300] or response.reason_phrase or "an empty answer"

@@ -1,4 +1,5 @@
-"""What a verdict will take, declared before a model is asked: problems, repeats, and what the task has."""
+"""What a verdict will take, declared before a model is asked: problems, repeats, and what the task
+has."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,8 +18,9 @@ from quantkit.evaluation.statistics.estimates import accuracy as mean_accuracy
 class TaskPlan:
     """What it takes to tell a loss of the margin from none in one task, each in four runs of five.
 
-    measured: the noise of sampling is the baseline's; else the most that this accuracy allows. enough: repeats of both models after which
-    the task's own `problems` say held, if nothing is lost; None where they are too few at any number.
+    measured: the noise of sampling is the baseline's; else the most that this accuracy allows.
+    enough: repeats of both models after which the task's own `problems` say held, if nothing is
+    lost; None where they are too few at any number.
     """
 
     task: str
@@ -42,12 +44,15 @@ def plan_evaluation(
     accuracy: float | None,
     margin: float,
 ) -> list[TaskPlan]:
-    """A plan for every task. accuracy: what is expected; None takes that of `baseline`, the folder of an earlier run.
+    """A plan for every task. accuracy: what is expected; None takes that of `baseline`, the folder
+    of an earlier run.
 
     Raises QuantkitError where neither says how accurate the model is.
     """
     if not 0 < margin < 1:
-        raise QuantkitError(f"--margin is {margin}", "give a share between 0 and 1; 0.01 is one point")
+        raise QuantkitError(
+            f"--margin is {margin}", "give a share between 0 and 1; 0.01 is one point"
+        )
     reference = read_baseline(baseline) if baseline is not None else None
     return [_plan(task, data_dir, limit, protocol, reference, accuracy, margin) for task in tasks]
 
@@ -66,10 +71,20 @@ def _plan(
     scores = list(reference.scores.get(task, {}).values()) if reference is not None else []
     if accuracy is None:
         if not scores:
-            raise QuantkitError(f"how accurate is the model in {task}?", "say it with --accuracy, or give a run of it with --baseline")
+            raise QuantkitError(
+                f"how accurate is the model in {task}?",
+                "say it with --accuracy, or give a run of it with --baseline",
+            )
         accuracy = mean_accuracy(scores)
     repeated = [row for row in scores if len(row) > 1]
     noise = 2 * float(np.mean([np.var(row, ddof=1) for row in repeated])) if repeated else None
     worst = 2 * accuracy * (1 - accuracy)
     enough = power.repeats_for_held(len(work.problems), margin, worst if noise is None else noise)
-    return TaskPlan(task, len(work.problems), accuracy, noise is not None, enough, power.plan(accuracy, margin, noise))
+    return TaskPlan(
+        task,
+        len(work.problems),
+        accuracy,
+        noise is not None,
+        enough,
+        power.plan(accuracy, margin, noise),
+    )

@@ -1,7 +1,7 @@
 """Grades made anew from the replies that a run keeps. No model is loaded and no server asked.
 
-A reply counts only for the prompt and the data that it was made from: where these have changed since, regrading is refused. The graders may
-have changed; that is what it is for.
+A reply counts only for the prompt and the data that it was made from: where these have changed
+since, regrading is refused. The graders may have changed; that is what it is for.
 """
 
 import json
@@ -11,7 +11,14 @@ from typing import Any
 
 from quantkit import __version__
 from quantkit.common.errors import QuantkitError
-from quantkit.evaluation.generation import Notice, TaskRun, grade_all, prepare, refuse_if_all_failed, silent
+from quantkit.evaluation.generation import (
+    Notice,
+    TaskRun,
+    grade_all,
+    prepare,
+    refuse_if_all_failed,
+    silent,
+)
 from quantkit.evaluation.results.comparing import compare_results
 from quantkit.evaluation.results.figures import EvalResults, TaskResult
 from quantkit.evaluation.results.store import ReplyJournal, journals, read_journal_head
@@ -34,10 +41,11 @@ def regrade(
     export: str | None = None,
     notice: Notice = silent,
 ) -> EvalResults:
-    """Grade the replies in `out`, the folder of an evaluation, and write its results anew. data_dir: where the tasks' data are now.
+    """Grade the replies in `out`, the folder of an evaluation, and write its results anew.
+    data_dir: where the tasks' data are now.
 
-    Of every task the replies that were asked for last are graded. Raises QuantkitError where there are none, or they were made from other
-    prompts or data than there are now.
+    Of every task the replies that were asked for last are graded. Raises QuantkitError where there
+    are none, or they were made from other prompts or data than there are now.
     """
     check_export(export, out)
     paths = journals(out)
@@ -47,29 +55,49 @@ def regrade(
     if baseline is not None:
         reference = read_baseline(str(baseline))
         if reference is None:
-            raise QuantkitError(f"baseline {baseline} holds no results", "give the --out folder of a finished evaluation")
+            raise QuantkitError(
+                f"baseline {baseline} holds no results",
+                "give the --out folder of a finished evaluation",
+            )
     heads = [read_journal_head(path) for path in paths]
-    works = [_prepared(path, facts, request, data_dir) for path, (facts, request) in zip(paths, heads)]
+    works = [
+        _prepared(path, facts, request, data_dir) for path, (facts, request) in zip(paths, heads)
+    ]
     check_consent(works, allow_code_exec, allow_weak_sandbox, notice)
-    tasks = {work.setting.task.name: _graded(out, work, facts) for work, (facts, _) in zip(works, heads)}
+    tasks = {
+        work.setting.task.name: _graded(out, work, facts) for work, (facts, _) in zip(works, heads)
+    }
     for name, task in tasks.items():
         notice(f"{name}: {task.reused} replies reused from {out}, none asked")
     model, where = _described(out, *heads[-1])
-    results = EvalResults(model, heads[-1][0]["model"], tasks, where, sandbox_level(works), None, __version__, out)
+    results = EvalResults(
+        model, heads[-1][0]["model"], tasks, where, sandbox_level(works), None, __version__, out
+    )
     if reference is not None:
         results = compare_results(results, reference, margin, seed=0)
     write_results(results, reference, export)
     return results
 
 
-def _prepared(path: Path, facts: dict[str, Any], request: dict[str, Any], data_dir: Path | None) -> TaskRun:
+def _prepared(
+    path: Path, facts: dict[str, Any], request: dict[str, Any], data_dir: Path | None
+) -> TaskRun:
     folder = data_dir or (Path(request["data_dir"]) if request.get("data_dir") else None)
     generation = facts["generation"]
     repeats = 1 if generation["temperature"] == 0 else None  # more of a greedy run are refused
-    work = prepare(request.get("task", facts["task"]), facts["protocol"], folder, None, repeats, generation, facts["seed"])
+    work = prepare(
+        request.get("task", facts["task"]),
+        facts["protocol"],
+        folder,
+        None,
+        repeats,
+        generation,
+        facts["seed"],
+    )
     if changed := [name for name in _MUST_STAND if work.facts[name] != facts[name]]:
         raise QuantkitError(
-            f"{', '.join(changed)} of {facts['task']} changed since the replies in {path} were made", "restore it, or ask again with eval"
+            f"{', '.join(changed)} of {facts['task']} changed since the replies in {path} were made",
+            "restore it, or ask again with eval",
         )
     return work
 
@@ -79,18 +107,38 @@ def _graded(out: Path, work: TaskRun, facts: dict[str, Any]) -> TaskResult:
     kept = ReplyJournal(out, facts["task"], facts).kept
     by_id = {problem.id: problem for problem in work.problems}
     if strange := [problem for problem, _ in kept if problem not in by_id]:
-        raise QuantkitError(f"{facts['task']} has no problem {strange[0]!r}, to which there is a reply", "give the data it was asked from")
+        raise QuantkitError(
+            f"{facts['task']} has no problem {strange[0]!r}, to which there is a reply",
+            "give the data it was asked from",
+        )
     repeats = 1 + max((repeat for _, repeat in kept), default=0)
-    keys = [(problem, repeat) for repeat in range(repeats) for problem in work.problems if (problem.id, repeat) in kept]
+    keys = [
+        (problem, repeat)
+        for repeat in range(repeats)
+        for problem in work.problems
+        if (problem.id, repeat) in kept
+    ]
     samples = grade_all(work, keys, kept, lambda done: None)
     refuse_if_all_failed(facts["task"], samples)
     setting = work.setting.model_copy(update={"repeats": repeats})
     seconds = time.monotonic() - start
-    return TaskResult(setting, samples, len(keys), len(keys), seconds, facts, work.origin, [], work.grader.votes, render=work.first_prompt)
+    return TaskResult(
+        setting,
+        samples,
+        len(keys),
+        len(keys),
+        seconds,
+        facts,
+        work.origin,
+        [],
+        work.grader.votes,
+        render=work.first_prompt,
+    )
 
 
 def _described(out: Path, facts: dict[str, Any], request: dict[str, Any]) -> tuple[str, str]:
-    """The model's name and the hardware, as the last results have them; of a run that never ended, what the replies say of the model."""
+    """The model's name and the hardware, as the last results have them; of a run that never ended,
+    what the replies say of the model."""
     try:
         told = json.loads((out / "results.json").read_text(encoding="utf-8"))
         return told["model"], told["hardware"]

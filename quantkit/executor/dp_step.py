@@ -1,4 +1,5 @@
-"""A pass that all data-parallel ranks compute together, as one of them sees it: its own part, and what comes of the others'."""
+"""A pass that all data-parallel ranks compute together, as one of them sees it: its own part, and
+what comes of the others'."""
 
 from dataclasses import astuple
 from typing import Any
@@ -15,14 +16,17 @@ from quantkit.executor.scheduler.sequence import Sequence, TokenLogprob
 
 
 class JointPass:
-    """Made before the pass is computed. own: this rank's part. room: what all ranks' passes are padded to."""
+    """Made before the pass is computed. own: this rank's part. room: what all ranks' passes are
+    padded to."""
 
     def __init__(self, step: ScheduledStep, parallel: Parallel) -> None:
         self._parallel, self._parts = parallel, [step.of(rank) for rank in range(parallel.size)]
         self.own, self.room = self._parts[parallel.rank], Room.of(self._parts)
         self._successors = [part.successors for part in self._parts]
         self._scored = [[one for one in part.sequences if _is_scored(one)] for part in self._parts]
-        self._known = [(len(one.logprobs), len(one.prompt_logprobs)) for one in self._scored[parallel.rank]]
+        self._known = [
+            (len(one.logprobs), len(one.prompt_logprobs)) for one in self._scored[parallel.rank]
+        ]
 
     def compute(self, chooser: Chooser, runner: Runner) -> ForwardPass:
         """This rank's part."""
@@ -30,8 +34,8 @@ class JointPass:
         return runner.joint(self.own, self.room)
 
     def share(self, chosen: Tensor) -> tuple[list[int], list[tuple[Sequence, list[int]]]]:
-        """chosen [R]: successors of this rank's rows. Returns them, and the other ranks' sequences with theirs. All ranks' prompts are as
-        far as this pass computed them then."""
+        """chosen [R]: successors of this rank's rows. Returns them, and the other ranks' sequences
+        with theirs. All ranks' prompts are as far as this pass computed them then."""
         counts = [sum(count for _, count in own) for own in self._successors]
         shared = self._parallel.share(chosen, counts) if any(counts) else [[] for _ in counts]
         elsewhere = []
@@ -41,15 +45,22 @@ class JointPass:
             for sequence, length in self._parts[rank].prefill:
                 sequence.num_cached += length
             rest = iter(token_ids)
-            elsewhere += [(sequence, [next(rest) for _ in range(count)]) for sequence, count in self._successors[rank]]
+            elsewhere += [
+                (sequence, [next(rest) for _ in range(count)])
+                for sequence, count in self._successors[rank]
+            ]
         return shared[self._parallel.rank], elsewhere
 
     def report(self) -> None:
-        """Log-probabilities that were asked for go to rank 0, which answers. After the pass's tokens were appended."""
+        """Log-probabilities that were asked for go to rank 0, which answers. After the pass's
+        tokens were appended."""
         if not any(self._scored):
             return
         own = self._scored[self._parallel.rank]
-        news = [(one.logprobs[first:], one.prompt_logprobs[second:]) for one, (first, second) in zip(own, self._known)]
+        news = [
+            (one.logprobs[first:], one.prompt_logprobs[second:])
+            for one, (first, second) in zip(own, self._known)
+        ]
         told = self._parallel.report([[list(map(astuple, part)) for part in one] for one in news])
         for sequences, reported in zip(self._scored[1:], told[1:]):
             for sequence, (chosen, prompt) in zip(sequences, reported):

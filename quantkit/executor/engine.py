@@ -1,14 +1,18 @@
-"""The engine: a loaded model, its cache and its tokenizer, and the loop that continues many prompts together.
+"""The engine: a loaded model, its cache and its tokenizer, and the loop that continues many prompts
+together.
 
     engine = Engine.load("path/to/model", max_batch=64)
-    for completion in engine.generate([engine.tokenizer.encode_chat(messages)], SamplingParams(max_new_tokens=512)):
+    for completion in engine.generate([engine.tokenizer.encode_chat(messages)],
+    SamplingParams(max_new_tokens=512)):
         print(completion.text)
 
-`step` is the whole of it: schedule, compute, choose, append. A server calls add, step and cancel from one thread. With several ranks this
-is rank 0, which leads the others (`leader.Leader`); their engines do what it tells them (`leader.follow`).
+`step` is the whole of it: schedule, compute, choose, append. A server calls add, step and cancel
+from one thread. With several ranks this is rank 0, which leads the others (`leader.Leader`); their
+engines do what it tells them (`leader.follow`).
 
-What goes wrong with one sequence (its text cannot be decoded, its row cannot be sampled) finishes that sequence with the reason "error"
-and its `fault`; the others go on. `step` raises only where nothing can be computed any more.
+What goes wrong with one sequence (its text cannot be decoded, its row cannot be sampled) finishes
+that sequence with the reason "error" and its `fault`; the others go on. `step` raises only where
+nothing can be computed any more.
 """
 
 import time
@@ -63,33 +67,54 @@ class Engine:
         count_experts: bool = False,
         draft: LoadedModel | LoadedHead | None = None,
     ) -> None:
-        self.loaded, self.tokenizer, self.plan, self.max_model_len = loaded, tokenizer, plan, plan.max_model_len
+        self.loaded, self.tokenizer, self.plan, self.max_model_len = (
+            loaded,
+            tokenizer,
+            plan,
+            plan.max_model_len,
+        )
         self.parallel, homes = loaded.weights.ranks, loaded.weights.expert_ranks.size
         own_batch = -(-max_batch // homes)
         self._guesses = (lookahead := lookahead_of(num_drafts, num_looked_up)) > 0
         self.cache = loaded.new_cache(plan.num_blocks, own_batch, lookahead)
         self.expert_counter: ExpertCounter | None = None
         eager = "experts are counted" if count_experts else ""
-        self.runner = Runner(loaded.model, self.cache, eager=eager, experts=loaded.weights.expert_ranks)
+        self.runner = Runner(
+            loaded.model, self.cache, eager=eager, experts=loaded.weights.expert_ranks
+        )
         reach = max(lookahead, int(self.runner.launches_next))
-        amounts = {"max_batch": own_batch, "prefill_tokens": -(-prefill_tokens // homes), "lookahead": reach}
+        amounts = {
+            "max_batch": own_batch,
+            "prefill_tokens": -(-prefill_tokens // homes),
+            "lookahead": reach,
+        }
         make = partial(Scheduler, plan, **amounts, prefix_cache=prefix_cache)
         self.scheduler: Scheduler | Homes = make() if homes == 1 else Homes(homes, make)
         drafter: Source | None = None
         if draft is not None:
-            drafter = make_drafter(draft, loaded, plan, self.runner, num_drafts, self.parallel, shared=prefix_cache)
+            drafter = make_drafter(
+                draft, loaded, plan, self.runner, num_drafts, self.parallel, shared=prefix_cache
+            )
         elif num_drafts:
             drafter = by_mtp_layers(loaded.mtp_layers, self.runner, num_drafts, self.parallel)
         self.runner.prompts.reads_all = drafter is not None or count_experts
-        # On a CPU without ranks to wait for a step takes what its thread computes: other work makes now this one long, now that one.
-        clock = time.thread_time if loaded.device.type == "cpu" and self.parallel.size == homes == 1 else time.perf_counter
+        # On a CPU without ranks to wait for a step takes what its thread computes: other work makes
+        # now this one long, now that one.
+        clock = (
+            time.thread_time
+            if loaded.device.type == "cpu" and self.parallel.size == homes == 1
+            else time.perf_counter
+        )
         self.speculation = Speculation(drafter, num_looked_up, measured=measure_steps, clock=clock)
         self.leader = Leader(self.parallel)
         self.grammars = Grammars(tokenizer.tokenizer, loaded.config.vocab_size, tokenizer.eos_ids)
-        self.chooser = Chooser(loaded.config.vocab_size, loaded.device, lambda: self.tokenizer.eos_ids)
+        self.chooser = Chooser(
+            loaded.config.vocab_size, loaded.device, lambda: self.tokenizer.eos_ids
+        )
         self.meanwhile: Callable[[list[Sequence]], None] = lambda brought: None
-        """Done while the device computes a step, once or twice: handing out what the step before it brought, and earlier passes of this
-        step, whose sequences it is given: answers do not wait for the prompts that are computed after them."""
+        """Done while the device computes a step, once or twice: handing out what the step before it
+        brought, and earlier passes of this step, whose sequences it is given: answers do not wait
+        for the prompts that are computed after them."""
 
     @classmethod
     def load(
@@ -116,22 +141,31 @@ class Engine:
     ) -> "Engine":
         """Load a checkpoint directory.
 
-        max_batch: requests computed together. max_model_len: longest prompt plus answer (None: what model and cache allow).
-        cache_tokens: tokens the cache holds, over all requests (None: what max_batch full contexts need, within a share of the memory).
-        prefill_tokens: prompt tokens of a step (None: `headroom.prefill_tokens`). measure_steps: whether it is measured, which takes some
-        passes, how many of them a step computes beside running answers, where prefill_tokens is None, and whether in one pass with these
-        (`budget.measure`): for servers, where each token is waited for. Then fewer are guessed where that is faster (`guessing.Guessing`).
-        num_drafts: tokens that the checkpoint's MTP layer guesses a step (0: none); the answers are the same, `speculation` counts.
-        draft: a checkpoint directory of a smaller model with the same tokens, or of a head of EAGLE-3, which guesses instead; up to 4 where
-        num_drafts is 0.
-        num_looked_up: tokens that are guessed from what prompt and answer said before, where the last three tokens stand there.
-        prefix_cache: whether requests that begin alike share what is computed of that. cache: int8 or fp8 keeps keys and values, or
-        latents, in 8 bits; the model's 16 otherwise. tp: ranks that share the model; this process is rank 0 and starts the others on this
-        machine, unless torchrun started them all: then each gets its rank's engine, and those above 0 are for `leader.follow`
-        (`follower.lead_or_follow` does both). dp: ranks that answer requests of their own (homes.py) and share the routed experts alone;
-        max_batch, cache_tokens and prefill_tokens are of all together. collectives: int8 or fp8 adds prompts over ranks in 8 bits
-        (`coded_sums`). count_experts: `expert_counter` counts what every token asks of the routed experts; decode steps are then not
-        captured. Raises QuantkitError where something does not fit.
+        max_batch: requests computed together. max_model_len: longest prompt plus answer (None: what
+        model and cache allow).
+        cache_tokens: tokens the cache holds, over all requests (None: what max_batch full contexts
+        need, within a share of the memory).
+        prefill_tokens: prompt tokens of a step (None: `headroom.prefill_tokens`). measure_steps:
+        whether it is measured, which takes some passes, how many of them a step computes beside
+        running answers, where prefill_tokens is None, and whether in one pass with these
+        (`budget.measure`): for servers, where each token is waited for. Then fewer are guessed
+        where that is faster (`guessing.Guessing`).
+        num_drafts: tokens that the checkpoint's MTP layer guesses a step (0: none); the answers are
+        the same, `speculation` counts.
+        draft: a checkpoint directory of a smaller model with the same tokens, or of a head of
+        EAGLE-3, which guesses instead; up to 4 where num_drafts is 0.
+        num_looked_up: tokens that are guessed from what prompt and answer said before, where the
+        last three tokens stand there.
+        prefix_cache: whether requests that begin alike share what is computed of that. cache: int8
+        or fp8 keeps keys and values, or latents, in 8 bits; the model's 16 otherwise. tp: ranks
+        that share the model; this process is rank 0 and starts the others on this machine, unless
+        torchrun started them all: then each gets its rank's engine, and those above 0 are for
+        `leader.follow` (`follower.lead_or_follow` does both). dp: ranks that answer requests of
+        their own (homes.py) and share the routed experts alone; max_batch, cache_tokens and
+        prefill_tokens are of all together. collectives: int8 or fp8 adds prompts over ranks in 8
+        bits (`coded_sums`). count_experts: `expert_counter` counts what every token asks of the
+        routed experts; decode steps are then not captured. Raises QuantkitError where something
+        does not fit.
         """
         return cls.open(
             EngineOptions(
@@ -157,7 +191,9 @@ class Engine:
         )
 
     @classmethod
-    def open(cls, options: EngineOptions, tell: Callable[[str], None] = lambda text: None) -> "Engine":
+    def open(
+        cls, options: EngineOptions, tell: Callable[[str], None] = lambda text: None
+    ) -> "Engine":
         """As `load`. tell: takes a line for every stage that is behind it."""
         path, began = options.model_path, time.perf_counter()
         check_amounts(options)
@@ -165,12 +201,19 @@ class Engine:
         check_defaults(tokenizer.sampling_defaults, path / "generation_config.json")
         if options.draft is not None:
             check_draft(options.draft, tokenizer)
-        # Before others start, which would have to end; a rank that they started tells its fault to those it has met.
-        opened = open_asked(options, tokenizer.eos_ids) if environment_rank(options.ranks) is None else None
+        # Before others start, which would have to end; a rank that they started tells its fault to
+        # those it has met.
+        opened = (
+            open_asked(options, tokenizer.eos_ids)
+            if environment_rank(options.ranks) is None
+            else None
+        )
         parallel = join(options)
         try:
             opened = opened or open_asked(options, tokenizer.eos_ids)
-            loaded = prepare(opened, *((parallel, SINGLE) if options.dp == 1 else (SINGLE, parallel)))
+            loaded = prepare(
+                opened, *((parallel, SINGLE) if options.dp == 1 else (SINGLE, parallel))
+            )
             tell(f"weights are there after {time.perf_counter() - began:.1f} s")
             check_computes(loaded)
             draft = None if options.draft is None else load_draft(options.draft, loaded, options)
@@ -180,7 +223,9 @@ class Engine:
                 tokenizer,
                 plan,
                 max_batch=options.max_batch,
-                prefill_tokens=options.prefill_tokens if options.prefill_tokens is not None else prefill_tokens(loaded, plan, draft),
+                prefill_tokens=options.prefill_tokens
+                if options.prefill_tokens is not None
+                else prefill_tokens(loaded, plan, draft),
                 num_drafts=options.most_drafts,
                 num_looked_up=options.num_looked_up,
                 measure_steps=options.measure_steps,
@@ -190,10 +235,20 @@ class Engine:
             )
             if options.measure_steps:
                 given, asked = engine.scheduler.budget, options.prefill_tokens is not None
-                engine.scheduler.budget = measure(engine.runner, parallel, given, options.max_batch, asked=asked)
+                engine.scheduler.budget = measure(
+                    engine.runner, parallel, given, options.max_batch, asked=asked
+                )
                 beside = engine.scheduler.budget.beside_answers
-                tell(f"steps are measured after {time.perf_counter() - began:.1f} s: {beside} tokens of prompts beside answers")
-                capture_ahead(engine.runner, parallel, options.max_batch * (1 + options.lookahead), engine.max_model_len)
+                tell(
+                    f"steps are measured after {time.perf_counter() - began:.1f} s: {beside} "
+                    "tokens of prompts beside answers"
+                )
+                capture_ahead(
+                    engine.runner,
+                    parallel,
+                    options.max_batch * (1 + options.lookahead),
+                    engine.max_model_len,
+                )
             if options.count_experts:  # only now: measuring is nobody's text
                 engine.expert_counter = ExpertCounter(loaded)
             return engine
@@ -201,21 +256,32 @@ class Engine:
             parallel.close()
             raise
 
-    def generate(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> Iterator[Completion]:
-        """Continue all prompts together; completions come as they finish, `index` is the prompt's place in the list.
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+    ) -> Iterator[Completion]:
+        """Continue all prompts together; completions come as they finish, `index` is the prompt's
+        place in the list.
 
-        A prompt that cannot be continued for a fault of its own comes as a completion with that `fault`.
-        Every prompt is checked before anything is computed. Closing the iterator early cancels what is unfinished.
+        A prompt that cannot be continued for a fault of its own comes as a completion with that
+        `fault`. Every prompt is checked before anything is computed. Closing the iterator early
+        cancels what is unfinished.
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         assert len(each) == len(prompts), (len(each), len(prompts))
-        open_sequences = [self.sequence(prompt, one, index, streams=False) for index, (prompt, one) in enumerate(zip(prompts, each))]
+        open_sequences = [
+            self.sequence(prompt, one, index, streams=False)
+            for index, (prompt, one) in enumerate(zip(prompts, each))
+        ]
         for sequence in open_sequences:
             self.add(sequence)
         unfinished = set(open_sequences)
         try:
             while unfinished:
-                done = [sequence for sequence in self.step() if sequence in unfinished and sequence.finish_reason]
+                done = [
+                    sequence
+                    for sequence in self.step()
+                    if sequence in unfinished and sequence.finish_reason
+                ]
                 unfinished.difference_update(done)
                 yield from (sequence.completion() for sequence in done)
         finally:
@@ -268,7 +334,8 @@ class Engine:
         return self.scheduler.has_work
 
     def step(self) -> list[Sequence]:
-        """Compute one step for everybody who can run. Returns the sequences that got tokens or failed; finished ones are already removed.
+        """Compute one step for everybody who can run. Returns the sequences that got tokens or
+        failed; finished ones are already removed.
 
         Raises where the device, or with tp > 1 the ranks' agreement, is lost.
         """
@@ -283,35 +350,50 @@ class Engine:
 
     @torch.inference_mode()
     def compute_step(self) -> list[Sequence]:
-        """The step of this rank: as `step`, but sequences with a fault that are not finished stay until rank 0 cancels them."""
+        """The step of this rank: as `step`, but sequences with a fault that are not finished stay
+        until rank 0 cancels them."""
         make_current(self.loaded.device)  # threads begin with the first one
         began, mixed = self.speculation.clock(), self.scheduler.budget.mixed
-        # A chunk that ends no prompt is not waited for: behind the launched pass, it and a mixed one would lie between two tokens.
+        # A chunk that ends no prompt is not waited for: behind the launched pass, it and a mixed
+        # one would lie between two tokens.
         step = self.scheduler.schedule(answers_alone=mixed and self.runner.has_launched)
-        rows = len(step.decode) + (sum([len(one.drafts) for one in step.decode]) if self._guesses else 0)
+        rows = len(step.decode) + (
+            sum([len(one.drafts) for one in step.decode]) if self._guesses else 0
+        )
         accepted = self.speculation.acceptance.accepted
         advanced: list[Sequence] = []
         if not step.decode:
             self.runner.drop_next()
         for one in step.passes(mixed):
-            advanced += self._pass(one, [sequence for sequence in advanced if sequence.fault is None])
+            advanced += self._pass(
+                one, [sequence for sequence in advanced if sequence.fault is None]
+            )
         if step.decode and not step.prefill:
-            self.speculation.stepped(step.decode, rows, self.speculation.acceptance.accepted - accepted, began)
+            self.speculation.stepped(
+                step.decode, rows, self.speculation.acceptance.accepted - accepted, began
+            )
         for sequence in [one for one in advanced if one.finish_reason]:
             self.scheduler.remove(sequence)
         return advanced
 
     def _pass(self, step: ScheduledStep, brought: list[Sequence]) -> list[Sequence]:
-        """One pass over what is scheduled. brought: by the step's earlier passes. Returns the sequences that got tokens or failed.
+        """One pass over what is scheduled. brought: by the step's earlier passes. Returns the
+        sequences that got tokens or failed.
 
-        Where it fails, each sequence has a pass of its own: those that fail again are finished for that.
+        Where it fails, each sequence has a pass of its own: those that fail again are finished for
+        that.
         """
-        began, cached = time.perf_counter(), {sequence: sequence.num_cached for sequence, _ in step.prefill}
+        began, cached = (
+            time.perf_counter(),
+            {sequence: sequence.num_cached for sequence, _ in step.prefill},
+        )
         try:
             if step.prefill:
                 self.meanwhile([])  # a prompt may take the host as long as the device
             joint = JointPass(step, self.parallel) if isinstance(self.scheduler, Homes) else None
-            computed = self._compute(step) if joint is None else joint.compute(self.chooser, self.runner)
+            computed = (
+                self._compute(step) if joint is None else joint.compute(self.chooser, self.runner)
+            )
             return self._finish_pass(computed, joint, brought)
         except Exception as fault:
             self.runner.drop_next()
@@ -334,10 +416,17 @@ class Engine:
         self.chooser.prepare(step)
         if not step.prefill:
             return self.runner.decode(step.decode)
-        return self.runner.mixed(step.decode, step.prefill) if step.decode else self.runner.prefill(step.prefill)
+        return (
+            self.runner.mixed(step.decode, step.prefill)
+            if step.decode
+            else self.runner.prefill(step.prefill)
+        )
 
-    def _finish_pass(self, done: ForwardPass, joint: JointPass | None, brought: list[Sequence]) -> list[Sequence]:
-        """Choose the successors, guess behind them, append what the ranks agree on, and guess on. Returns the sequences that got tokens."""
+    def _finish_pass(
+        self, done: ForwardPass, joint: JointPass | None, brought: list[Sequence]
+    ) -> list[Sequence]:
+        """Choose the successors, guess behind them, append what the ranks agree on, and guess on.
+        Returns the sequences that got tokens."""
         score_prompts(done, self.runner.model)
         chosen = self.chooser.choose(done, self.runner.draw) if done.counts else None
         guessed = self.speculation.begin(done, chosen)
@@ -346,12 +435,18 @@ class Engine:
             both = None if guessed is None else torch.cat((chosen.token_ids, guessed))
             coming = Fetched(chosen.token_ids if both is None else both)
             # Before others are listened to, who may add requests on this rank alone.
-            if self.runner.launches_next and done.is_read_once and self.scheduler.goes_on(done.counts):
+            if (
+                self.runner.launches_next
+                and done.is_read_once
+                and self.scheduler.goes_on(done.counts)
+            ):
                 self.speculation.launch_next(self.runner, self.parallel, done, chosen, both)
         self.meanwhile(brought)
         advanced, guesses = [sequence for sequence, _ in done.counts], list[int]()
         if joint is not None:
-            advanced += self._append_all(done, joint, done.hidden.new_empty(0) if chosen is None else chosen.token_ids)
+            advanced += self._append_all(
+                done, joint, done.hidden.new_empty(0) if chosen is None else chosen.token_ids
+            )
         elif coming is not None:  # here the host waits for the device, once for tokens and guesses
             agreed, number = self.parallel.agree(coming), len(done.rows)
             guesses = agreed[number:]
@@ -370,7 +465,8 @@ class Engine:
         return [sequence for sequence, _ in elsewhere]
 
     def _append(self, done: ForwardPass, token_ids: list[int]) -> None:
-        """The rows' tokens go to their sequences, which keep them as long as their drafts were right."""
+        """The rows' tokens go to their sequences, which keep them as long as their drafts were
+        right."""
         assert done.logits is not None, done.counts
         now, row = time.perf_counter(), 0
         logprobs = row_logprobs(done.counts, done.logits, token_ids)
@@ -392,8 +488,17 @@ class Engine:
             self.speculation.checked(sequence, len(token_ids) - 1, kept - 1)
         return kept
 
-    def sequence(self, prompt: list[int], params: SamplingParams, index: int = 0, *, streams: bool = True) -> Sequence:
-        """A request that is checked and not yet queued; touches nothing that `step` does, so any thread may call it."""
+    def sequence(
+        self, prompt: list[int], params: SamplingParams, index: int = 0, *, streams: bool = True
+    ) -> Sequence:
+        """A request that is checked and not yet queued; touches nothing that `step` does, so any
+        thread may call it."""
         check_request(prompt, params, self.max_model_len, self.loaded.config.vocab_size)
-        guide = None if params.grammar is None else self.grammars.guide(params.grammar, params.grammar_after)
-        return Sequence(index, prompt, params, self.tokenizer, self.max_model_len, streams=streams, guide=guide)
+        guide = (
+            None
+            if params.grammar is None
+            else self.grammars.guide(params.grammar, params.grammar_after)
+        )
+        return Sequence(
+            index, prompt, params, self.tokenizer, self.max_model_len, streams=streams, guide=guide
+        )

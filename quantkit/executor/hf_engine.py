@@ -1,5 +1,6 @@
-"""An engine for architectures without a file: transformers' own forward and cache, one request after the other, one token a step. A model
-whose cache is none of keys and values, such as RWKV, computes the whole text for each.
+"""An engine for architectures without a file: transformers' own forward and cache, one request
+after the other, one token a step. A model whose cache is none of keys and values, such as RWKV,
+computes the whole text for each.
 
 It offers of `Engine` what run and eval ask for.
 """
@@ -51,7 +52,11 @@ class WholeEngine:
             "--count-experts": options.count_experts,
         }
         if found := [name for name, given in asked.items() if given]:
-            raise QuantkitError(f"{options.model_path} is computed by transformers, which has no {', '.join(found)} here", "leave it out")
+            raise QuantkitError(
+                f"{options.model_path} is computed by transformers, which has no "
+                f"{', '.join(found)} here",
+                "leave it out",
+            )
         path = Path(options.model_path)
         self.tokenizer = ChatTokenizer(path)
         check_defaults(self.tokenizer.sampling_defaults, path / "generation_config.json")
@@ -59,10 +64,15 @@ class WholeEngine:
         longest = self.loaded.max_position_embeddings or _CONTEXT
         self.max_model_len = min(longest, options.max_model_len or longest)
 
-    def generate(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> Iterator[Completion]:
+    def generate(
+        self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+    ) -> Iterator[Completion]:
         """As `Engine.generate`, one prompt after the other."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        sequences = [self._sequence(prompt, one, index) for index, (prompt, one) in enumerate(zip(prompts, each))]
+        sequences = [
+            self._sequence(prompt, one, index)
+            for index, (prompt, one) in enumerate(zip(prompts, each))
+        ]
         for sequence in sequences:
             try:
                 for _ in self._steps(sequence):
@@ -86,9 +96,20 @@ class WholeEngine:
 
     def _sequence(self, prompt: list[int], params: SamplingParams, index: int) -> Sequence:
         if not prompt or len(prompt) >= self.max_model_len:
-            raise QuantkitError(f"the prompt has {len(prompt)} tokens, the context is {self.max_model_len}", "give one that fits")
-        if params.grammar is not None or params.penalizes or params.logit_bias or params.logprobs is not None:
-            raise QuantkitError("grammars, penalties and log-probabilities are not had through transformers", "leave them out")
+            raise QuantkitError(
+                f"the prompt has {len(prompt)} tokens, the context is {self.max_model_len}",
+                "give one that fits",
+            )
+        if (
+            params.grammar is not None
+            or params.penalizes
+            or params.logit_bias
+            or params.logprobs is not None
+        ):
+            raise QuantkitError(
+                "grammars, penalties and log-probabilities are not had through transformers",
+                "leave them out",
+            )
         return Sequence(index, prompt, params, self.tokenizer, self.max_model_len, streams=True)
 
     @torch.inference_mode()
@@ -100,7 +121,10 @@ class WholeEngine:
         while sequence.finish_reason is None:
             logits, cache = self.loaded.next_logits(fresh, cache)
             if not bool(torch.isfinite(logits).all()):
-                raise QuantkitError("the model's logits are not numbers", "quantkit check names the tensor that is damaged")
+                raise QuantkitError(
+                    "the model's logits are not numbers",
+                    "quantkit check names the tensor that is damaged",
+                )
             position = torch.tensor([len(sequence.token_ids) - 1], device=self.loaded.device)
             token = int(sample(logits, batch, position))
             sequence.extend([token], time.perf_counter())
@@ -114,6 +138,9 @@ def slow(path: Path) -> str:
 
 
 def load_whole(path: Path, device: str = "auto") -> WholeModel:
-    """A checkpoint of an architecture without a file, in float32 on a CPU and bfloat16 elsewhere."""
+    """A checkpoint of an architecture without a file, in float32 on a CPU and bfloat16
+    elsewhere."""
     where = take_device(device)
-    return WholeModel(Checkpoint.open(path), where, torch.float32 if where.type == "cpu" else torch.bfloat16)
+    return WholeModel(
+        Checkpoint.open(path), where, torch.float32 if where.type == "cpu" else torch.bfloat16
+    )

@@ -8,11 +8,13 @@ DRAFTS_OF_A_MODEL = 4
 """Tokens that a draft model guesses a step, at most, where nobody said how many."""
 
 MAX_GUESSES = 128
-"""Of a step behind each answer, by each source: memory is kept for a row of each, and how many pay is chosen among all."""
+"""Of a step behind each answer, by each source: memory is kept for a row of each, and how many pay
+is chosen among all."""
 
 
 def lookahead_of(num_drafts: int, num_looked_up: int) -> int:
-    """Tokens that a step may write behind those that stay: the guesses it checks and then those it makes."""
+    """Tokens that a step may write behind those that stay: the guesses it checks and then those it
+    makes."""
     return max(num_drafts, num_looked_up) + num_drafts
 
 
@@ -46,7 +48,8 @@ class EngineOptions:
 
     @property
     def own_batch(self) -> int:
-        """Requests that a rank computes together: those it shares with others, or those that are its own."""
+        """Requests that a rank computes together: those it shares with others, or those that are
+        its own."""
         return -(-self.max_batch // self.dp)
 
     @property

@@ -1,8 +1,9 @@
 """Rank 0 leads and the other ranks follow: its orders to them, and how they carry them out.
 
-Rank 0 takes requests. Before every step it tells the others, as JSON, what was added and cancelled since the last; then all ranks
-schedule and compute the same step, and take over the tokens that rank 0 chose; or each chose, where each has requests of its own. So
-nothing but rank 0 knows of servers or terminals.
+Rank 0 takes requests. Before every step it tells the others, as JSON, what was added and cancelled
+since the last; then all ranks schedule and compute the same step, and take over the tokens that
+rank 0 chose; or each chose, where each has requests of its own. So nothing but rank 0 knows of
+servers or terminals.
 """
 
 from dataclasses import asdict, replace
@@ -36,7 +37,9 @@ class Leader:
             raise QuantkitError(told, "load with quantkit.executor.worker.lead_or_follow")
         if not self.alone:
             params = replace(sequence.params, seed=sequence.seed)
-            self._orders.append({"add": id(sequence), "prompt": sequence.token_ids, "params": asdict(params)})
+            self._orders.append(
+                {"add": id(sequence), "prompt": sequence.token_ids, "params": asdict(params)}
+            )
 
     def cancel(self, sequence: Sequence) -> None:
         """The others cancel the request too."""
@@ -67,7 +70,9 @@ class Follower(Protocol):
     scheduler: Scheduler | Homes
     speculation: Speculation
 
-    def sequence(self, prompt: list[int], params: SamplingParams, index: int = 0, *, streams: bool = True) -> Sequence: ...
+    def sequence(
+        self, prompt: list[int], params: SamplingParams, index: int = 0, *, streams: bool = True
+    ) -> Sequence: ...
 
     def withdraw(self, sequence: Sequence, reason: FinishReason) -> None: ...
 

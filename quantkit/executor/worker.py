@@ -21,10 +21,14 @@ from quantkit.executor.ranks.rank_processes import leave_fault
 _WATCH_SECONDS = 0.2
 
 
-def lead_or_follow(options: EngineOptions, tell: Callable[[str], None] = lambda text: None) -> Engine:
-    """Rank 0's engine. A process that was started as another rank follows here, and ends when rank 0 dismisses it. tell: as of
-    `Engine.open`, of rank 0."""
-    engine = Engine.open(options) if int(os.environ.get("RANK", "0")) else Engine.open(options, tell)
+def lead_or_follow(
+    options: EngineOptions, tell: Callable[[str], None] = lambda text: None
+) -> Engine:
+    """Rank 0's engine. A process that was started as another rank follows here, and ends when rank
+    0 dismisses it. tell: as of `Engine.open`, of rank 0."""
+    engine = (
+        Engine.open(options) if int(os.environ.get("RANK", "0")) else Engine.open(options, tell)
+    )
     if engine.parallel.rank == 0:
         return engine
     follow(engine)
@@ -45,7 +49,9 @@ def _end_with_parent() -> None:
 
 def main() -> None:
     _end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for rank 0, which tells the others
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal's Ctrl-C is for rank 0, which tells the others
     try:
         lead_or_follow(EngineOptions.from_json(sys.argv[1]))
     except QuantkitError as fault:

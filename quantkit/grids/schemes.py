@@ -1,4 +1,5 @@
-"""A quantization scheme is a value: the weight grid, the activation grid, the method that fits one to the other.
+"""A quantization scheme is a value: the weight grid, the activation grid, the method that fits one
+to the other.
 
 A new scheme on known grids is one entry in SCHEMES and, if its defaults differ, one recipe.
 """
@@ -11,10 +12,11 @@ from quantkit.common.errors import QuantkitError, UsageFault
 
 @dataclass(frozen=True)
 class IntGrid:
-    """Integers of `bits` bits. One scale per `group_size` input channels of a row, or per row where it is None.
+    """Integers of `bits` bits. One scale per `group_size` input channels of a row, or per row where
+    it is None.
 
-    activation_bits: 8 of int4 in groups whose linears round what they read to int8, a step a token. Of every other grid of integers the
-    format says that.
+    activation_bits: 8 of int4 in groups whose linears round what they read to int8, a step a token.
+    Of every other grid of integers the format says that.
     """
 
     bits: int
@@ -31,7 +33,8 @@ class IntGrid:
 class Fp4Grid:
     """E2M1 values, an e4m3 scale per 16 input channels, one FP32 scale per tensor (NVFP4).
 
-    activation_bits: 4 where what the linears read is rounded to NVFP4 too, under a scale per tensor that is stored with the weight.
+    activation_bits: 4 where what the linears read is rounded to NVFP4 too, under a scale per tensor
+    that is stored with the weight.
     """
 
     group_size: int = 16
@@ -55,7 +58,8 @@ class Mxfp4Grid:
 
 @dataclass(frozen=True)
 class Fp8BlockGrid:
-    """e4m3 values, an FP32 scale per 128 x 128 (DeepSeek's). Nothing is rounded to it: such linears stay as the source has them."""
+    """e4m3 values, an FP32 scale per 128 x 128 (DeepSeek's). Nothing is rounded to it: such linears
+    stay as the source has them."""
 
     group_size: None = None
 
@@ -73,7 +77,12 @@ def grid_label(grid: Grid | None) -> str:
         case None:
             return "16-bit"
         case IntGrid(bits, size, symmetric, read):
-            parts = (f"int{bits}", *([f"g{size}"] if size else []), *([] if symmetric else ["zero-points"]), *(["a8"] if read == 8 else []))
+            parts = (
+                f"int{bits}",
+                *([f"g{size}"] if size else []),
+                *([] if symmetric else ["zero-points"]),
+                *(["a8"] if read == 8 else []),
+            )
             return "-".join(parts)
         case Fp4Grid(activation_bits=bits):
             return "nvfp4" if bits == 16 else f"nvfp4-w4a{bits}"
@@ -91,11 +100,13 @@ Method = Literal["awq", "gptq", "smooth", "drift", "descent", "steps"]
 class Scheme:
     """One way to quantize a model.
 
-    `weight` is the grid of the weights; where `outside` is another, `weight` is that of routed experts only, and those of MTP layers,
-    like every other linear, are on `outside`.
-    `methods` are applied in order before or while rounding; none means round to nearest, which needs no calibration.
+    `weight` is the grid of the weights; where `outside` is another, `weight` is that of routed
+    experts only, and those of MTP layers, like every other linear, are on `outside`.
+    `methods` are applied in order before or while rounding; none means round to nearest, which
+    needs no calibration.
     `formats` are the on-disk formats some engine loads it from, the default first.
-    `cache`: codes that engines keep tokens in, by steps that calibration finds and the checkpoint holds; None: 16 bits.
+    `cache`: codes that engines keep tokens in, by steps that calibration finds and the checkpoint
+    holds; None: 16 bits.
     """
 
     name: str
@@ -108,7 +119,8 @@ class Scheme:
     cache: CacheCodes | None = None
 
     def grid(self, *, expert: bool, mtp: bool) -> Grid:
-        """The grid of a linear. expert: it belongs to a routed expert; mtp: to a multi-token-prediction layer."""
+        """The grid of a linear. expert: it belongs to a routed expert; mtp: to a
+        multi-token-prediction layer."""
         return self.weight if self.outside is None or (expert and not mtp) else self.outside
 
 
@@ -126,7 +138,14 @@ SCHEMES: dict[str, Scheme] = {
             ("awq", "compressed-tensors"),
             "int4 in groups of 128, activation-aware, compensated",
         ),
-        Scheme("rtn-w4a16", _W4, 16, (), ("awq", "compressed-tensors"), "int4 in groups of 128, rounded to nearest, no calibration"),
+        Scheme(
+            "rtn-w4a16",
+            _W4,
+            16,
+            (),
+            ("awq", "compressed-tensors"),
+            "int4 in groups of 128, rounded to nearest, no calibration",
+        ),
         Scheme(
             "fp4-w4a16",
             Fp4Grid(),
@@ -143,7 +162,14 @@ SCHEMES: dict[str, Scheme] = {
             ("compressed-tensors", "modelopt"),
             "NVFP4 weights, NVFP4 activations",
         ),
-        Scheme("mxfp4-w4a16", Mxfp4Grid(), 16, ("awq", "gptq"), ("compressed-tensors",), "MXFP4 weights, 16-bit activations"),
+        Scheme(
+            "mxfp4-w4a16",
+            Mxfp4Grid(),
+            16,
+            ("awq", "gptq"),
+            ("compressed-tensors",),
+            "MXFP4 weights, 16-bit activations",
+        ),
         Scheme(
             "int8-a8w8c16",
             _W8,
@@ -167,7 +193,8 @@ SCHEMES: dict[str, Scheme] = {
             8,
             ("smooth", "gptq"),
             ("modelslim",),
-            "int4 routed experts and int8 linears, both per channel, int8 activations per token, BF16 cache",
+            "int4 routed experts and int8 linears, both per channel, int8 activations per token, "
+            "BF16 cache",
             outside=_W8,
         ),
         Scheme(
@@ -191,4 +218,7 @@ def find_scheme(name: str) -> Scheme:
 def check_pair(scheme: Scheme, format_name: str) -> None:
     """Refuse a scheme x format pair that no engine loads."""
     if format_name not in scheme.formats:
-        raise QuantkitError(f"no engine loads {scheme.name} in format {format_name}", f"use --format {' or '.join(scheme.formats)}")
+        raise QuantkitError(
+            f"no engine loads {scheme.name} in format {format_name}",
+            f"use --format {' or '.join(scheme.formats)}",
+        )

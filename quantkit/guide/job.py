@@ -1,4 +1,5 @@
-"""The steps of the whole job. Each is done once: what it found stands in go.json, and a run that was stopped goes on with the next.
+"""The steps of the whole job. Each is done once: what it found stands in go.json, and a run that
+was stopped goes on with the next.
 
 quantize   the checkpoint, which itself goes on from its last unit
 measure    perplexity and KL beside the source, on text that calibration did not take
@@ -44,8 +45,8 @@ DOCUMENTS = 24
 
 @dataclass(frozen=True)
 class GoRequest:
-    """What a user asks for. tasks: to score; empty where nothing is to be scored, limit: problems of each. context: tokens of the
-    longest request to serve."""
+    """What a user asks for. tasks: to score; empty where nothing is to be scored, limit: problems
+    of each. context: tokens of the longest request to serve."""
 
     model: str
     out: Path
@@ -75,12 +76,15 @@ class GoRequest:
 
     def recipe(self, scheme: str) -> Recipe:
         """The scheme's, with what was given."""
-        return load_recipe(scheme).with_given(calibration=self.calibration, samples=self.samples, seq_len=self.seq_len)
+        return load_recipe(scheme).with_given(
+            calibration=self.calibration, samples=self.samples, seq_len=self.seq_len
+        )
 
 
 @dataclass(frozen=True)
 class Listeners:
-    """Who is told: of a step that begins or was found done, of units, of measured tokens, of replies."""
+    """Who is told: of a step that begins or was found done, of units, of measured tokens, of
+    replies."""
 
     step: Callable[[str, str], None] = lambda name, text: None
     units: OnEvent = silent
@@ -91,7 +95,8 @@ class Listeners:
 
 @dataclass(frozen=True, repr=False)
 class Outcome(Result):
-    """What came of the job. quality, scores: as go.json has them. launch: the commands of every box, as a script."""
+    """What came of the job. quality, scores: as go.json has them. launch: the commands of every
+    box, as a script."""
 
     model: Path
     scheme: str
@@ -104,7 +109,11 @@ class Outcome(Result):
     scripts: tuple[Path, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "model": str(self.model), "scripts": [str(path) for path in self.scripts]}
+        return {
+            **vars(self),
+            "model": str(self.model),
+            "scripts": [str(path) for path in self.scripts],
+        }
 
     @property
     def heading(self) -> str:
@@ -113,11 +122,20 @@ class Outcome(Result):
     def facts(self) -> list[tuple[str, str]]:
         rows = [("verdict", self.verdict)]
         if "ppl" in self.quality:
-            rows.append(("perplexity", f"{self.quality['ppl']:.4f}, the source's {self.quality['baseline_ppl']:.4f}"))
+            rows.append(
+                (
+                    "perplexity",
+                    f"{self.quality['ppl']:.4f}, the source's {self.quality['baseline_ppl']:.4f}",
+                )
+            )
         rows.append(("measured on", self.quality["on"]))
         rows += [(name, text) for name, text in self.scores.items()]
         rows += [("problem", text) for text in self.problems]
-        return [*rows, ("report", str(self.model / "report.html")), *(("launch", str(path)) for path in self.scripts)]
+        return [
+            *rows,
+            ("report", str(self.model / "report.html")),
+            *(("launch", str(path)) for path in self.scripts),
+        ]
 
 
 class GuidedJob:
@@ -129,15 +147,24 @@ class GuidedJob:
         self.target = request.out.absolute() / self.name
 
     def run(self) -> Outcome:
-        """Every step that is not done. Raises QuantkitError as the steps do; what is done stays done."""
-        self.tell.step("download", "" if Path(self.request.model).expanduser().is_dir() else self.request.model)
+        """Every step that is not done. Raises QuantkitError as the steps do; what is done stays
+        done."""
+        self.tell.step(
+            "download", "" if Path(self.request.model).expanduser().is_dir() else self.request.model
+        )
         source = find_model(self.request.model)
         recipe = api.load_settings(source, self.request.recipe(self.choice.scheme))
         self._quantize(source, recipe)
         quality = self._step("measure", lambda: self._measure(source, recipe))
-        scores = self._step("score", lambda: self._score(source), self.request.scored) if self.request.tasks else {}
+        scores = (
+            self._step("score", lambda: self._score(source), self.request.scored)
+            if self.request.tasks
+            else {}
+        )
         launched = self._step("launch", self._launch, f"context {self.request.context}")
-        verdict = judge(quality["kl"], quality["top1_agree"], quality["tokens"], quality.get("plain_kl"))
+        verdict = judge(
+            quality["kl"], quality["top1_agree"], quality["tokens"], quality.get("plain_kl")
+        )
         scripts = tuple(self.target.parent / name for name in launched["scripts"])
         texts = tuple(path.read_text(encoding="utf-8") for path in scripts)
         return Outcome(
@@ -153,7 +180,8 @@ class GuidedJob:
         )
 
     def _step(self, name: str, work: Callable[[], dict[str, Any]], of: str = "") -> dict[str, Any]:
-        """What the step finds, or found when it was done before. of: what else than the record's own settings it rests on."""
+        """What the step finds, or found when it was done before. of: what else than the record's
+        own settings it rests on."""
         before = self.record.done(name)
         if before is not None and before["of"] == of:
             self.tell.step(name, f"done {self.record.when(name)}")
@@ -168,7 +196,13 @@ class GuidedJob:
         self.tell.step("quantize", "")
         engine = None if self.choice.engine == QUANTKIT else self.choice.engine
         report = quantization.quantize(
-            source, self.target, find_scheme(self.choice.scheme), "auto", recipe, engine=engine, on_event=self.tell.units
+            source,
+            self.target,
+            find_scheme(self.choice.scheme),
+            "auto",
+            recipe,
+            engine=engine,
+            on_event=self.tell.units,
         )
         made = hashlib.sha256((self.target / MANIFEST).read_bytes()).hexdigest()
         before = self.record.done("quantize")
@@ -177,33 +211,62 @@ class GuidedJob:
         if report.done_already and before is not None:
             self.tell.step("quantize", f"done {self.record.when('quantize')}")
             return
-        self.record.finish("quantize", {"manifest": made, "seconds": round(report.seconds, 1), "bytes": report.output_bytes})
+        self.record.finish(
+            "quantize",
+            {"manifest": made, "seconds": round(report.seconds, 1), "bytes": report.output_bytes},
+        )
 
     def _measure(self, source: Path, recipe: Recipe) -> dict[str, Any]:
-        """Both models whole where they fit in memory, one after the other; else what the run found as it went through the layers."""
+        """Both models whole where they fit in memory, one after the other; else what the run found
+        as it went through the layers."""
         held_out = quantization.read_findings(self.target).next_token
         needed, there = _run_bytes(source), free_bytes(find_device("auto"))
         if needed > there and held_out:
             tokens = int(held_out["tokens"])
             reason = f"the source needs {size(needed)} to run, and {size(there)} are free"
-            return dict(held_out) | {"tokens": tokens, "on": f"{tokens:,} held-out tokens, while quantizing: {reason}"}
+            return dict(held_out) | {
+                "tokens": tokens,
+                "on": f"{tokens:,} held-out tokens, while quantizing: {reason}",
+            }
         documents, told = self._documents(source, recipe)
-        quality = measure(str(self.target), documents, baseline=str(source), progress=self.tell.text)
+        quality = measure(
+            str(self.target), documents, baseline=str(source), progress=self.tell.text
+        )
         found = quality.to_json()
         if "plain_kl" in held_out:  # on other tokens, so as a share
-            found["plain_kl"] = quality.kl * held_out["plain_kl"] / held_out["kl"] if quality.kl is not None and held_out["kl"] else None
+            found["plain_kl"] = (
+                quality.kl * held_out["plain_kl"] / held_out["kl"]
+                if quality.kl is not None and held_out["kl"]
+                else None
+            )
         return found | {"on": f"{quality.tokens:,} tokens of {told}"}
 
     def _documents(self, source: Path, recipe: Recipe) -> tuple[list[Any], str]:
-        """Of the calibration text, those that the run did not take; where there are none, those that it held out."""
+        """Of the calibration text, those that the run did not take; where there are none, those
+        that it held out."""
         taken = recipe.samples + recipe.held_out
-        options: dict[str, Any] = {"samples": recipe.samples, "seq_len": recipe.seq_len, "seed": recipe.seed}
-        more = load_sequences(recipe.calibration, ChatTokenizer(source), held_out=recipe.held_out + DOCUMENTS, **options)
+        options: dict[str, Any] = {
+            "samples": recipe.samples,
+            "seq_len": recipe.seq_len,
+            "seed": recipe.seed,
+        }
+        more = load_sequences(
+            recipe.calibration,
+            ChatTokenizer(source),
+            held_out=recipe.held_out + DOCUMENTS,
+            **options,
+        )
         every = [*more.calibration, *more.held_out]
-        name = more.taken.source if more.taken is not None and recipe.calibration is None else Path(str(recipe.calibration)).name
+        name = (
+            more.taken.source
+            if more.taken is not None and recipe.calibration is None
+            else Path(str(recipe.calibration)).name
+        )
         if len(every) >= taken + 2:
             return every[taken:], f"{name} that calibration did not take"
-        own = load_sequences(recipe.calibration, ChatTokenizer(source), held_out=recipe.held_out, **options)
+        own = load_sequences(
+            recipe.calibration, ChatTokenizer(source), held_out=recipe.held_out, **options
+        )
         return own.held_out or own.calibration, f"{name}, held out while quantizing"
 
     def _score(self, source: Path) -> dict[str, Any]:
@@ -223,15 +286,32 @@ class GuidedJob:
         """Scripts in the output folder, and what the engine has against the checkpoint."""
         if self.choice.engine == QUANTKIT:
             cache = find_scheme(self.choice.scheme).cache
-            command = ["quantkit", "serve", str(self.target), *(["--cache", cache] if cache else [])]
+            command = [
+                "quantkit",
+                "serve",
+                str(self.target),
+                *(["--cache", cache] if cache else []),
+            ]
             script = f"#!/bin/bash\n{shlex.join(command)}\n"
             return {"scripts": self._written({"launch.sh": script}), "problems": []}
         box = self.request.box
-        options: dict[str, Any] = {"boxes": box.boxes} if box.boxes > 1 else {"devices": self.choice.devices}
+        options: dict[str, Any] = (
+            {"boxes": box.boxes} if box.boxes > 1 else {"devices": self.choice.devices}
+        )
         memory = box.memory_bytes / 2**30
-        made = deploy(self.target, self.choice.engine, device=box.device, context=self.request.context, memory_gib=memory, **options)
+        made = deploy(
+            self.target,
+            self.choice.engine,
+            device=box.device,
+            context=self.request.context,
+            memory_gib=memory,
+            **options,
+        )
         one = len(made.launches) == 1
-        scripts = {"launch.sh" if one else f"launch-{launch.box}.sh": launch.script() for launch in made.launches}
+        scripts = {
+            "launch.sh" if one else f"launch-{launch.box}.sh": launch.script()
+            for launch in made.launches
+        }
         problems = [f"{found.severity}: {found.problem}; {found.remedy}" for found in made.problems]
         return {"scripts": self._written(scripts), "problems": problems}
 
@@ -242,7 +322,8 @@ class GuidedJob:
 
 
 def _run_bytes(source: Path) -> int:
-    """What the source takes in memory to run: every value in the dtype that is computed in, and a tenth for what runs through it."""
+    """What the source takes in memory to run: every value in the dtype that is computed in, and a
+    tenth for what runs through it."""
     checkpoint, device = Checkpoint.open(source), find_device("auto")
     values = sum(tensor.nbytes // tensor.dtype.itemsize for tensor in checkpoint.tensors.values())
     return int(1.1 * values * default_dtype(device).itemsize)

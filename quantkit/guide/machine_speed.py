@@ -1,4 +1,5 @@
-"""How fast this machine quantizes: its float32 products and its disk, measured for half a second, in the terms of quantization.cost."""
+"""How fast this machine quantizes: its float32 products and its disk, measured for half a second,
+in the terms of quantization.cost."""
 
 import os
 import tempfile

@@ -1,7 +1,9 @@
-"""Which scheme and engine to take for a model on given devices: every scheme that an engine loads there is planned, from headers alone.
+"""Which scheme and engine to take for a model on given devices: every scheme that an engine loads
+there is planned, from headers alone.
 
-Of those that fit, with room for a request, the one is proposed that lost least where schemes were measured (recipes/go/expected.yaml).
-Plain rounding is proposed only where calibration is not possible.
+Of those that fit, with room for a request, the one is proposed that lost least where schemes were
+measured (recipes/go/expected.yaml). Plain rounding is proposed only where calibration is not
+possible.
 """
 
 from collections.abc import Callable
@@ -29,7 +31,11 @@ from quantkit.quantization.job import JobRequest, open_job, read_request
 
 QUANTKIT = "quantkit"
 """The engine that serves on a processor: this package's own."""
-ENGINES: dict[Device, tuple[str, ...]] = {"cuda": ("vllm", "sglang"), "npu": ("vllm-ascend", "omni-infer", "sglang"), "cpu": (QUANTKIT,)}
+ENGINES: dict[Device, tuple[str, ...]] = {
+    "cuda": ("vllm", "sglang"),
+    "npu": ("vllm-ascend", "omni-infer", "sglang"),
+    "cpu": (QUANTKIT,),
+}
 """By kind of device, those that are tried first first; all have launches."""
 
 LEAST_SAVED = 0.9
@@ -37,7 +43,8 @@ LEAST_SAVED = 0.9
 
 
 class ExpectedLoss(Strict):
-    """What a scheme lost where it was measured: KL from the source, least and most; points of accuracy. None: not measured."""
+    """What a scheme lost where it was measured: KL from the source, least and most; points of
+    accuracy. None: not measured."""
 
     scheme: str
     kl: tuple[float, float] | None
@@ -51,7 +58,8 @@ class ExpectedLoss(Strict):
 
 @dataclass(frozen=True)
 class SchemeCandidate:
-    """A scheme for an engine, planned over `devices` of the box; refused: why it is not possible, and nothing is planned then."""
+    """A scheme for an engine, planned over `devices` of the box; refused: why it is not possible,
+    and nothing is planned then."""
 
     scheme: str
     engine: str
@@ -66,7 +74,8 @@ class SchemeCandidate:
 
 @dataclass(frozen=True, repr=False)
 class Proposal(Result):
-    """candidates: every scheme, least expected loss first. chosen: one of them. seconds: of quantizing it on this machine, to within
+    """candidates: every scheme, least expected loss first. chosen: one of them. seconds: of
+    quantizing it on this machine, to within
     `factor` either way. why: the choice in words."""
 
     model: str
@@ -89,34 +98,60 @@ class Proposal(Result):
     def facts(self) -> list[tuple[str, str]]:
         planned, placed = self.plan, self.plan.devices
         room = "" if placed.cache_tokens is None else f", room for {placed.cache_tokens:,} tokens"
-        used = "" if self.chosen.devices in (self.box.count, 1) else f" on {self.chosen.devices} of the devices"
+        used = (
+            ""
+            if self.chosen.devices in (self.box.count, 1)
+            else f" on {self.chosen.devices} of the devices"
+        )
         return [
             ("scheme", f"{self.chosen.scheme}, {SCHEMES[self.chosen.scheme].summary}"),
             ("  why", self.why),
-            ("  written", f"{size(planned.output_bytes)} in format {planned.format}, from {size(planned.source_bytes)}"),
-            ("engine", f"{self.chosen.engine}{used}: {size(placed.weight_bytes)} of weights on each{room}"),
-            ("loss to expect", f"{expected_losses()[self.chosen.scheme].told()} (tiny-r1's; plain rounding's {_plain()})"),
+            (
+                "  written",
+                f"{size(planned.output_bytes)} in format {planned.format}, from "
+                f"{size(planned.source_bytes)}",
+            ),
+            (
+                "engine",
+                f"{self.chosen.engine}{used}: {size(placed.weight_bytes)} of weights on each{room}",
+            ),
+            (
+                "loss to expect",
+                f"{expected_losses()[self.chosen.scheme].told()} (tiny-r1's; plain rounding's "
+                f"{_plain()})",
+            ),
             (
                 "time",
-                f"about {span(self.seconds)} on this machine, within a factor of {self.factor:g}, and as much text as is then measured",
+                f"about {span(self.seconds)} on this machine, within a factor of {self.factor:g}, "
+                "and as much text as is then measured",
             ),
             ("disk", f"{size(planned.disk_bytes)} needed, {size(planned.disk_free_bytes)} free"),
-            ("memory", f"{size(planned.host_peak_bytes)} of the host at most, {size(planned.host_least_bytes)} at least"),
-            *((f"  not {one.scheme}", _against(one)) for one in self.candidates if one.scheme != self.chosen.scheme),
+            (
+                "memory",
+                f"{size(planned.host_peak_bytes)} of the host at most, "
+                f"{size(planned.host_least_bytes)} at least",
+            ),
+            *(
+                (f"  not {one.scheme}", _against(one))
+                for one in self.candidates
+                if one.scheme != self.chosen.scheme
+            ),
         ]
 
 
 @cache
 def expected_losses() -> dict[str, ExpectedLoss]:
     """By scheme, least loss first."""
-    listed = read_yaml(asset("recipes", "go", "expected.yaml"), tuple[ExpectedLoss, ...], "restore that file")
+    listed = read_yaml(
+        asset("recipes", "go", "expected.yaml"), tuple[ExpectedLoss, ...], "restore that file"
+    )
     return {one.scheme: one for one in listed}
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """settings: a scheme's recipe. scheme, engine: where they were asked for. context: tokens of the longest request. tokens: of the
-    calibration text, where they are known."""
+    """settings: a scheme's recipe. scheme, engine: where they were asked for. context: tokens of
+    the longest request. tokens: of the calibration text, where they are known."""
 
     settings: Callable[[str], Recipe]
     scheme: str | None = None
@@ -126,41 +161,70 @@ class Wanted:
 
 
 def candidates(checkpoint: Checkpoint, box: DeviceBox, wanted: Wanted) -> list[SchemeCandidate]:
-    """Every scheme, or the one that was asked for, in order of expected loss, on the first engine of the box's kind that loads it."""
+    """Every scheme, or the one that was asked for, in order of expected loss, on the first engine
+    of the box's kind that loads it."""
     if wanted.scheme is not None:
         find_scheme(wanted.scheme)
-    return [_candidate(checkpoint, box, SCHEMES[name], wanted) for name in expected_losses() if wanted.scheme in (None, name)]
+    return [
+        _candidate(checkpoint, box, SCHEMES[name], wanted)
+        for name in expected_losses()
+        if wanted.scheme in (None, name)
+    ]
 
 
 def choose_candidate(found: list[SchemeCandidate], box: DeviceBox) -> tuple[SchemeCandidate, str]:
-    """The first that fits, and why. Raises QuantkitError where none does, with the devices that the smallest needs."""
+    """The first that fits, and why. Raises QuantkitError where none does, with the devices that the
+    smallest needs."""
     for place, one in enumerate(found):
         if one.fits:
             others = [other for other in found[:place] if other.plan is not None]
-            lost = "least loss where schemes were measured, of those that fit" if len(found) > 1 else "as asked for"
-            return one, f"{lost}; {', '.join(other.scheme for other in others)} would not fit" if others else lost
+            lost = (
+                "least loss where schemes were measured, of those that fit"
+                if len(found) > 1
+                else "as asked for"
+            )
+            return (
+                one,
+                f"{lost}; {', '.join(other.scheme for other in others)} would not fit"
+                if others
+                else lost,
+            )
     planned = [one for one in found if one.plan is not None]
     if not planned:
-        raise QuantkitError("; ".join(dict.fromkeys(one.refused for one in found)), "choose another model, scheme, engine or other devices")
+        raise QuantkitError(
+            "; ".join(dict.fromkeys(one.refused for one in found)),
+            "choose another model, scheme, engine or other devices",
+        )
     smallest = min(planned, key=lambda one: one.plan.output_bytes_without_mtp if one.plan else 0)
     assert smallest.plan is not None
     placed = smallest.plan.devices
     needed, there = placed.weight_bytes + placed.reserve_bytes, placed.usable_bytes
     raise QuantkitError(
-        f"no scheme fits {box.named}: {smallest.scheme}, the smallest, needs {size(needed)} of each of {smallest.devices} devices "
+        f"no scheme fits {box.named}: {smallest.scheme}, the smallest, needs {size(needed)} of "
+        f"each of {smallest.devices} devices "
         f"and a cache of {placed.context} tokens, where {size(there)} may be used",
         "give more or larger devices, or a smaller model",
     )
 
 
-def _candidate(checkpoint: Checkpoint, box: DeviceBox, scheme: Scheme, wanted: Wanted) -> SchemeCandidate:
+def _candidate(
+    checkpoint: Checkpoint, box: DeviceBox, scheme: Scheme, wanted: Wanted
+) -> SchemeCandidate:
     refusals, recipe = [], wanted.settings(scheme.name)
     for name in _engines(box, wanted.engine):
         try:
             _check_engine(name, scheme, box, checkpoint)
-            devices = _ranks(checkpoint, read_request(scheme, "auto", _format_for(name), recipe), box)
-            options: dict[str, Any] = {"devices": Devices(devices, box.memory_bytes), "context": wanted.context, "tokens": wanted.tokens}
-            planned = plan(checkpoint, scheme, "auto", engine=_format_for(name), recipe=recipe, **options)
+            devices = _ranks(
+                checkpoint, read_request(scheme, "auto", _format_for(name), recipe), box
+            )
+            options: dict[str, Any] = {
+                "devices": Devices(devices, box.memory_bytes),
+                "context": wanted.context,
+                "tokens": wanted.tokens,
+            }
+            planned = plan(
+                checkpoint, scheme, "auto", engine=_format_for(name), recipe=recipe, **options
+            )
             _check_smaller(planned, name, checkpoint, box)
             return SchemeCandidate(scheme.name, name, devices, planned)
         except QuantkitError as error:
@@ -173,7 +237,9 @@ def _engines(box: DeviceBox, asked: str | None) -> tuple[str, ...]:
         find_engine(asked)
     there = ENGINES[box.device]
     if asked is not None and asked not in there:
-        raise QuantkitError(f"{asked} is not launched on {box.named}", f"engines for it are {', '.join(there)}")
+        raise QuantkitError(
+            f"{asked} is not launched on {box.named}", f"engines for it are {', '.join(there)}"
+        )
     return (asked,) if asked else there
 
 
@@ -191,8 +257,13 @@ def _check_smaller(planned: Plan, engine: str, checkpoint: Checkpoint, box: Devi
     """A scheme that saves nothing is not for a source that the engine loads as it is."""
     loads = engine == QUANTKIT or find_load(engine, checkpoint, box.device) is not None
     if loads and planned.output_bytes > LEAST_SAVED * planned.source_bytes:
-        there = f"{size(planned.output_bytes)} are no fewer than the source's {size(planned.source_bytes)}"
-        raise QuantkitError(f"{there}, which {engine} loads as it is", "take a scheme of fewer bits")
+        there = (
+            f"{size(planned.output_bytes)} are no fewer than the source's "
+            f"{size(planned.source_bytes)}"
+        )
+        raise QuantkitError(
+            f"{there}, which {engine} loads as it is", "take a scheme of fewer bits"
+        )
 
 
 def _format_for(engine: str) -> str | None:
@@ -201,12 +272,16 @@ def _format_for(engine: str) -> str | None:
 
 
 def _ranks(checkpoint: Checkpoint, request: JobRequest, box: DeviceBox) -> int:
-    """The most devices of the box that can share the model's linears, as the engine cuts them. Whole machines where there are several."""
+    """The most devices of the box that can share the model's linears, as the engine cuts them.
+    Whole machines where there are several."""
     if box.count == 1 or box.boxes > 1:
         return box.count
     job = open_job(request, checkpoint)
     for ranks in range(box.count, 1, -1):
-        if box.count % ranks == 0 and find_split_problem(job.rows, job.grids.get, ParallelSizes(ranks)) is None:
+        if (
+            box.count % ranks == 0
+            and find_split_problem(job.rows, job.grids.get, ParallelSizes(ranks)) is None
+        ):
             return ranks
     return 1
 
@@ -216,7 +291,10 @@ def _against(one: SchemeCandidate) -> str:
     if one.plan is None:
         return one.refused
     reason = "" if one.plan.fits else "does not fit: "
-    return f"{reason}{size(one.plan.output_bytes)} on {one.engine}, {expected_losses()[one.scheme].told()}"
+    return (
+        f"{reason}{size(one.plan.output_bytes)} on {one.engine}, "
+        f"{expected_losses()[one.scheme].told()}"
+    )
 
 
 def _plain() -> str:

@@ -1,4 +1,5 @@
-"""From a request to a proposal: plan every scheme, choose one, and refuse what cannot be done before anything is."""
+"""From a request to a proposal: plan every scheme, choose one, and refuse what cannot be done
+before anything is."""
 
 import shutil
 from dataclasses import replace
@@ -21,11 +22,15 @@ from quantkit.quantization.cost import seconds_of
 from quantkit.tokenizer.chat import ChatTokenizer
 
 TIME_FACTOR = 2.0
-"""The time told is within this factor of what a run then takes, on a processor (docs/quantize.md says where that was seen)."""
+"""The time told is within this factor of what a run then takes, on a processor (docs/quantize.md
+says where that was seen)."""
 
 
-def propose(request: GoRequest, *, scheme: str | None = None, engine: str | None = None) -> Proposal:
-    """Raises QuantkitError where no scheme fits, or this machine has too little disk or memory to make it."""
+def propose(
+    request: GoRequest, *, scheme: str | None = None, engine: str | None = None
+) -> Proposal:
+    """Raises QuantkitError where no scheme fits, or this machine has too little disk or memory to
+    make it."""
     _check_tasks(request)
     checkpoint = open_headers(request.model)
     wanted = Wanted(request.recipe, scheme, engine, request.context, _calibration_tokens(request))
@@ -36,11 +41,20 @@ def propose(request: GoRequest, *, scheme: str | None = None, engine: str | None
     assert chosen.plan is not None
     _check_room(chosen.plan, request.model, folder)
     rate = measure_pace(folder)
-    return Proposal(request.model, request.box, tuple(found), chosen, why, seconds_of(chosen.plan.work, rate), TIME_FACTOR)
+    return Proposal(
+        request.model,
+        request.box,
+        tuple(found),
+        chosen,
+        why,
+        seconds_of(chosen.plan.work, rate),
+        TIME_FACTOR,
+    )
 
 
 def _calibration_tokens(request: GoRequest) -> int | None:
-    """Tokens of the calibration text, which is read; None where the tokenizer is not on this machine. Schemes take the same text."""
+    """Tokens of the calibration text, which is read; None where the tokenizer is not on this
+    machine. Schemes take the same text."""
     source = find_local(request.model)
     if source is None:
         return None
@@ -60,7 +74,10 @@ def _check_tasks(request: GoRequest) -> None:
     """The tasks are there, with their data, and none runs programs."""
     for name in request.tasks:
         if prepare(name, "evalscope", None, request.limit, None, None, 0).grader.runs_code:
-            raise QuantkitError(f"{name} runs programs that the model wrote", "score it with quantkit eval --allow-code-exec")
+            raise QuantkitError(
+                f"{name} runs programs that the model wrote",
+                "score it with quantkit eval --allow-code-exec",
+            )
 
 
 def _standing(path: Path) -> Path:
@@ -70,13 +87,16 @@ def _standing(path: Path) -> Path:
 
 def _with_disk(chosen: SchemeCandidate, folder: Path) -> SchemeCandidate:
     assert chosen.plan is not None
-    return replace(chosen, plan=replace(chosen.plan, disk_free_bytes=shutil.disk_usage(folder).free))
+    return replace(
+        chosen, plan=replace(chosen.plan, disk_free_bytes=shutil.disk_usage(folder).free)
+    )
 
 
 def _check_room(planned: Plan, model: str, folder: Path) -> None:
     if planned.disk_bytes > planned.disk_free_bytes:
         raise QuantkitError(
-            f"the output needs {size(planned.disk_bytes)} of disk and {folder} has {size(planned.disk_free_bytes)} free",
+            f"the output needs {size(planned.disk_bytes)} of disk and {folder} has "
+            f"{size(planned.disk_free_bytes)} free",
             "free some, or give an --out on another disk",
         )
     if find_local(model) is None:
@@ -88,11 +108,14 @@ def _check_room(planned: Plan, model: str, folder: Path) -> None:
         needed = planned.source_bytes + (planned.disk_bytes if same else 0)
         if needed > free:
             raise QuantkitError(
-                f"downloading {model} needs {size(needed)} of disk and {cache} has {size(free)} free", "free some, or set HF_HOME"
+                f"downloading {model} needs {size(needed)} of disk and {cache} has {size(free)} "
+                "free",
+                "free some, or set HF_HOME",
             )
     available = psutil.virtual_memory().available
     if planned.host_least_bytes > available:
         raise QuantkitError(
-            f"quantizing needs {size(planned.host_least_bytes)} of memory at least and {size(available)} are free",
+            f"quantizing needs {size(planned.host_least_bytes)} of memory at least and "
+            f"{size(available)} are free",
             "close other programs, or give fewer --samples or a shorter --seq-len",
         )

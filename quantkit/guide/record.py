@@ -1,4 +1,5 @@
-"""go.json: what was asked for, what was chosen, and which steps are done. It is replaced whole, so that a kill leaves the last state."""
+"""go.json: what was asked for, what was chosen, and which steps are done. It is replaced whole, so
+that a kill leaves the last state."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -27,7 +28,8 @@ class Record:
     """Of one output folder. asked: everything that the outcome depends on, JSON-ready."""
 
     def __init__(self, out: Path, asked: dict[str, Any]) -> None:
-        """Raises QuantkitError where the folder was begun for something else, or its file is damaged."""
+        """Raises QuantkitError where the folder was begun for something else, or its file is
+        damaged."""
         self._path = out / NAME
         found = read_json(self._path) if self._path.exists() else {}
         if found:
@@ -36,7 +38,12 @@ class Record:
             _check_same(self._path, found, asked)
         elif found and found["asked"] != asked:
             found = {}
-        self._state: dict[str, Any] = found or {"quantkit": __version__, "asked": asked, "choice": None, "steps": {}}
+        self._state: dict[str, Any] = found or {
+            "quantkit": __version__,
+            "asked": asked,
+            "choice": None,
+            "steps": {},
+        }
 
     @property
     def choice(self) -> Agreed | None:
@@ -77,17 +84,31 @@ def _begun(out: Path, found: dict[str, Any]) -> bool:
 
 
 def _check_whole(path: Path, found: dict[str, Any]) -> None:
-    whole = all(isinstance(found.get(key), kind) for key, kind in (("asked", dict), ("steps", dict), ("quantkit", str)))
+    whole = all(
+        isinstance(found.get(key), kind)
+        for key, kind in (("asked", dict), ("steps", dict), ("quantkit", str))
+    )
     if not whole or "choice" not in found:
-        raise QuantkitError(f"{path} is not as quantkit go writes it", "remove that file, and steps that are done are found again")
+        raise QuantkitError(
+            f"{path} is not as quantkit go writes it",
+            "remove that file, and steps that are done are found again",
+        )
 
 
 def _check_same(path: Path, found: dict[str, Any], asked: dict[str, Any]) -> None:
     other = [key for key in asked if found["asked"].get(key) != asked[key]]
     if other:
         before = ", ".join(f"{key} {_shown(found['asked'].get(key))}" for key in other)
-        raise QuantkitError(f"{path.parent} was begun with {before}", "give the same to go on, or another --out")
+        raise QuantkitError(
+            f"{path.parent} was begun with {before}", "give the same to go on, or another --out"
+        )
 
 
 def _shown(value: Any) -> str:
-    return "not given" if value is None else json.dumps(value) if isinstance(value, bool) else str(value)
+    return (
+        "not given"
+        if value is None
+        else json.dumps(value)
+        if isinstance(value, bool)
+        else str(value)
+    )

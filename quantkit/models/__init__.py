@@ -104,7 +104,9 @@ def _elsewhere(config: Mapping[str, Any]) -> str:
 
 def _left_to_transformers(config: Mapping[str, Any]) -> Elsewhere | None:
     model_type = config.get("model_type")
-    return getattr(_file(str(model_type)), "ELSEWHERE", None) if model_type in ARCHITECTURES else None
+    return (
+        getattr(_file(str(model_type)), "ELSEWHERE", None) if model_type in ARCHITECTURES else None
+    )
 
 
 def _file(model_type: str) -> ModuleType:
@@ -112,7 +114,8 @@ def _file(model_type: str) -> ModuleType:
 
 
 def check_missing(config: Mapping[str, Any], stored: Iterable[str]) -> None:
-    """Raise QuantkitError where a field is null that decides who computes a model, and tensors are `stored` of another value."""
+    """Raise QuantkitError where a field is null that decides who computes a model, and tensors are
+    `stored` of another value."""
     if left := _left_to_transformers(config):
         left.check_stored(config, stored)
 
@@ -121,15 +124,22 @@ def find_architecture(config: dict[str, Any]) -> Architecture[ModelConfig]:
     """The model file for a config.json. Raises QuantkitError where there is none."""
     model_type = config.get("model_type")
     if what := _elsewhere(config):
-        problem = f"config.json has {what}, and quantkit's file of {model_type} does not compute that"
-        raise QuantkitError(problem, "quantize, run, eval and ppl compute it by transformers; serve it with another engine")
+        problem = (
+            f"config.json has {what}, and quantkit's file of {model_type} does not compute that"
+        )
+        raise QuantkitError(
+            problem,
+            "quantize, run, eval and ppl compute it by transformers; serve it with another engine",
+        )
     if model_type is None:
         raise QuantkitError(
-            "config.json has no model_type, by which the model's code is chosen", "use the config.json that came with the model"
+            "config.json has no model_type, by which the model's code is chosen",
+            "use the config.json that came with the model",
         )
     if not is_known(config):
         raise QuantkitError(
             f"architecture {model_type!r} is not supported by this command",
-            f"quantize, run, ppl and eval compute it where transformers does; quantkit has files of {', '.join(ARCHITECTURES)}",
+            "quantize, run, ppl and eval compute it where transformers does; quantkit has files "
+            f"of {', '.join(ARCHITECTURES)}",
         )
     return cast(Architecture[ModelConfig], _file(str(model_type)))

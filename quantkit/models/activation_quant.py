@@ -11,8 +11,8 @@ from quantkit.grids.weights import Fp4Weight, Weight
 
 @dataclass(frozen=True)
 class Reading:
-    """How linears read: rounded to `bits`, as operators do it; 16 for not at all. divisor float32 []: NVFP4's, as it was calibrated; None,
-    where nothing was, for that of the input itself."""
+    """How linears read: rounded to `bits`, as operators do it; 16 for not at all. divisor float32
+    []: NVFP4's, as it was calibrated; None, where nothing was, for that of the input itself."""
 
     bits: int = 16
     divisor: Tensor | None = None

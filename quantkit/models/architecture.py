@@ -25,8 +25,9 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class LatentCache:
-    """Multi-head latent attention: a token and layer keep the latent and the rotated key that all heads share; index_dim: width of the key
-    that an indexer reads beside them, 0 for a model without."""
+    """Multi-head latent attention: a token and layer keep the latent and the rotated key that all
+    heads share; index_dim: width of the key that an indexer reads beside them, 0 for a model
+    without."""
 
     kv_lora_rank: int
     rope_dim: int
@@ -42,12 +43,16 @@ class LatentCache:
         return 1
 
     def token_bytes(self, bits: CacheBits, ranks: int = 1) -> int:
-        """Of a token and layer on one rank: in 8 bits the latent's codes and a float32 scale, rotary and index keys have 16 always."""
-        return 2 * self.index_dim + (2 * self.width if bits == 16 else self.kv_lora_rank + 2 * self.rope_dim + SCALE_BYTES)
+        """Of a token and layer on one rank: in 8 bits the latent's codes and a float32 scale,
+        rotary and index keys have 16 always."""
+        return 2 * self.index_dim + (
+            2 * self.width if bits == 16 else self.kv_lora_rank + 2 * self.rope_dim + SCALE_BYTES
+        )
 
     @property
     def read_by_head(self) -> int:
-        """Values of a cached token that a query head is multiplied by: scores with all, then the latent, while absorbed."""
+        """Values of a cached token that a query head is multiplied by: scores with all, then the
+        latent, while absorbed."""
         return self.width + self.kv_lora_rank
 
 
@@ -64,11 +69,13 @@ class KeyValueCache:
         return 2 * self.kv_heads * self.head_dim
 
     def shares(self, ranks: int) -> int:
-        """Parts that `ranks` tensor-parallel ranks hold it in: heads are shared out, a single one is held by several."""
+        """Parts that `ranks` tensor-parallel ranks hold it in: heads are shared out, a single one
+        is held by several."""
         return min(ranks, self.kv_heads)
 
     def token_bytes(self, bits: CacheBits, ranks: int = 1) -> int:
-        """Of a token and layer on one rank: in 8 bits codes, and a float32 scale for each head's key and value."""
+        """Of a token and layer on one rank: in 8 bits codes, and a float32 scale for each head's
+        key and value."""
         values = self.width // self.shares(ranks)
         return 2 * values if bits == 16 else values + values // self.head_dim * SCALE_BYTES
 
@@ -80,9 +87,11 @@ class KeyValueCache:
 
 @dataclass(frozen=True)
 class CompressedCache:
-    """DeepSeek-V4's: a sequence keeps the last `window` tokens' vectors of head_dim, and a layer an entry for every so many tokens.
+    """DeepSeek-V4's: a sequence keeps the last `window` tokens' vectors of head_dim, and a layer an
+    entry for every so many tokens.
 
-    rates: of each layer, tokens of an entry, 0 for none, and whether an indexer reads a vector of index_dim for each entry.
+    rates: of each layer, tokens of an entry, 0 for none, and whether an indexer reads a vector of
+    index_dim for each entry.
     """
 
     head_dim: int
@@ -93,7 +102,11 @@ class CompressedCache:
     @property
     def width(self) -> int:
         """Values of a token and layer in entries, on average, rounded up."""
-        values = sum((self.head_dim + selects * self.index_dim) / rate for rate, selects in self.rates if rate)
+        values = sum(
+            (self.head_dim + selects * self.index_dim) / rate
+            for rate, selects in self.rates
+            if rate
+        )
         return math.ceil(values / len(self.rates))
 
     def shares(self, ranks: int) -> int:
@@ -109,20 +122,29 @@ class CompressedCache:
         return replace(self, rates=(*self.rates, *((0, False) for _ in range(drafts))))
 
     def kept(self) -> dict[int, tuple[int, int]]:
-        """Of the last tokens of a running sequence, by `compressed_attention.number_of`: how many, and the values of each."""
-        kept = {compressed_attention.number_of(layer, 0): (self.window, self.head_dim) for layer in range(len(self.rates))}
+        """Of the last tokens of a running sequence, by `compressed_attention.number_of`: how many,
+        and the values of each."""
+        kept = {
+            compressed_attention.number_of(layer, 0): (self.window, self.head_dim)
+            for layer in range(len(self.rates))
+        }
         for layer, (rate, selects) in enumerate(self.rates):
             if rate:
-                kept[compressed_attention.number_of(layer, 1)] = (rate * (1 + selects), self.raw_width(selects))
+                kept[compressed_attention.number_of(layer, 1)] = (
+                    rate * (1 + selects),
+                    self.raw_width(selects),
+                )
         return kept
 
     def raw_width(self, selects: bool) -> int:
-        """What a token brings to entries, the indexer's included: values and their weights, twice where groups overlap."""
+        """What a token brings to entries, the indexer's included: values and their weights, twice
+        where groups overlap."""
         return 4 * (self.head_dim + self.index_dim) if selects else 2 * self.head_dim
 
     @property
     def read_by_head(self) -> int:
-        """Values of a cached token that a query head is multiplied by: an entry's scores, then the entry."""
+        """Values of a cached token that a query head is multiplied by: an entry's scores, then the
+        entry."""
         return 2 * self.width
 
 
@@ -165,7 +187,8 @@ class ModelConfig(Protocol):
 
     @property
     def recurrent(self) -> DeltaNet | ShortConvolutions | None:
-        """The linear attention, or the convolutions, of layers that keep a state of each sequence; None for a model without."""
+        """The linear attention, or the convolutions, of layers that keep a state of each sequence;
+        None for a model without."""
 
     @property
     def keeps_states(self) -> bool:
@@ -177,11 +200,13 @@ class ModelConfig(Protocol):
 
     @property
     def longest_alone(self) -> int | None:
-        """Tokens of a text up to which each layer can be computed without the one before it, given its hidden states; None for any."""
+        """Tokens of a text up to which each layer can be computed without the one before it, given
+        its hidden states; None for any."""
 
     @property
     def streams(self) -> StreamSizes | None:
-        """The streams beside each other that a token's hidden states are made of, and its id with them (hyper.py); None for one stream."""
+        """The streams beside each other that a token's hidden states are made of, and its id with
+        them (hyper.py); None for one stream."""
 
     @property
     def num_cached_layers(self) -> int:
@@ -189,19 +214,22 @@ class ModelConfig(Protocol):
 
     @property
     def never_cut(self) -> dict[str, int]:
-        """What tensor-parallel ranks share in whole ones, all as many: numbers by their fields' names. Of key heads `cache` tells."""
+        """What tensor-parallel ranks share in whole ones, all as many: numbers by their fields'
+        names. Of key heads `cache` tells."""
 
     @property
     def copied(self) -> tuple[str, ...]:
-        """How the names of tensors begin that belong to another model beside this one, such as a vision tower. They are copied."""
+        """How the names of tensors begin that belong to another model beside this one, such as a
+        vision tower. They are copied."""
 
     def is_moe(self, layer: int) -> bool:
         """Whether the layer has routed experts."""
 
 
 class ConfigDefaults:
-    """What a config answers where its architecture says nothing else: one residual stream, SiLU between the linears of experts, every layer
-    keeping something of each token and nothing of a sequence, no other model beside it."""
+    """What a config answers where its architecture says nothing else: one residual stream, SiLU
+    between the linears of experts, every layer keeping something of each token and nothing of a
+    sequence, no other model beside it."""
 
     num_hidden_layers: int
     num_attention_heads: int
@@ -244,11 +272,13 @@ class ConfigDefaults:
 
 
 class MtpModel(Protocol):
-    """A layer that predicts one token further: see `mtp.MtpLayer` and `streams_mtp.MtpLayer`. W: what the model hands out of a token."""
+    """A layer that predicts one token further: see `mtp.MtpLayer` and `streams_mtp.MtpLayer`. W:
+    what the model hands out of a token."""
 
     block: DecoderLayer
     embedding: Tensor
-    """Its own or the main model's, [vocab, H]; of some tokens alone while the layer is calibrated."""
+    """Its own or the main model's, [vocab, H]; of some tokens alone while the layer is
+    calibrated."""
     reads: MtpReads
     backend: str
     """As `decoder.Model` has it."""
@@ -257,10 +287,14 @@ class MtpModel(Protocol):
         """Share what it shares with the main model, which hands out from now on what it reads."""
 
     def inputs(self, next_token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """next_token_ids [T]: rows of the embedding; hidden: what it reads, one stream or several side by side -> the block's, as many."""
+        """next_token_ids [T]: rows of the embedding; hidden: what it reads, one stream or several
+        side by side -> the block's, as many."""
 
-    def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
-        """hidden [T, W] of the main model, or of this layer -> [T, W]; rows int64 [R]: of these tokens alone, whose cache all are in."""
+    def __call__(
+        self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None
+    ) -> Tensor:
+        """hidden [T, W] of the main model, or of this layer -> [T, W]; rows int64 [R]: of these
+        tokens alone, whose cache all are in."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, W] -> float32 [T, vocab]."""
@@ -272,7 +306,8 @@ C_co = TypeVar("C_co", covariant=True)
 
 class ConfigClass(Protocol[C_co]):
     def from_dict(self, config: dict[str, Any], /) -> C_co:
-        """From config.json. Raises QuantkitError where a field is missing, or asks for what is not computed here."""
+        """From config.json. Raises QuantkitError where a field is missing, or asks for what is not
+        computed here."""
 
 
 class Architecture(Protocol[C]):
@@ -297,12 +332,17 @@ class Architecture(Protocol[C]):
         """Every tensor of a checkpoint in the order a forward pass meets them."""
 
     def scale_groups(self, config: C, layer: int, /) -> list[ScaleGroup]:
-        """The scales of one layer that can be folded. A linear is consumer of one group before it is the producer of another."""
+        """The scales of one layer that can be folded. A linear is consumer of one group before it
+        is the producer of another."""
 
 
 def longest_text(config: ModelConfig) -> int:
-    """Tokens of the longest text as vLLM and SGLang count them: max_position_embeddings, or YaRN's factor times what it extends where that
-    is more; 0 where config.json does not say."""
+    """Tokens of the longest text as vLLM and SGLang count them: max_position_embeddings, or YaRN's
+    factor times what it extends where that is more; 0 where config.json does not say."""
     rope = getattr(config, "rope", None)
-    extended = round(rope.factor * rope.original_max_position) if isinstance(rope, Rope) and rope.kind == "yarn" else 0
+    extended = (
+        round(rope.factor * rope.original_max_position)
+        if isinstance(rope, Rope) and rope.kind == "yarn"
+        else 0
+    )
     return max(config.max_position_embeddings or 0, extended)

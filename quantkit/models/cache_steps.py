@@ -1,12 +1,15 @@
-"""Steps of an int8 cache that calibration found, and the tensors that hold them: what a code of a latent, of a key or of a value is worth.
+"""Steps of an int8 cache that calibration found, and the tensors that hold them: what a code of a
+latent, of a key or of a value is worth.
 
-ModelSlim's names, as vllm-ascend 0.23.0 reads them (quantization/methods/kv_c8.py, patch/worker/patch_weight_utils.py and patch_gqa_c8.py):
+ModelSlim's names, as vllm-ascend 0.23.0 reads them (quantization/methods/kv_c8.py,
+patch/worker/patch_weight_utils.py and patch_gqa_c8.py):
 
     latents           ATTENTION.fa_k.scale [1, 1]            ATTENTION.fa_k.offset int8 [1, 1], zero
     keys, values      K_PROJ.kv_cache_scale [kv_heads * D]   K_PROJ.kv_cache_offset, zeros; those of values with V_PROJ
 
-Of keys as they are turned. Its other names for latents, fa_q and fa_v, it reads and does not use: queries are coded as they come, and a
-latent is key and value at once. Scales are stored in bfloat16, which its own parameters have.
+Of keys as they are turned. Its other names for latents, fa_q and fa_v, it reads and does not use:
+queries are coded as they come, and a latent is key and value at once. Scales are stored in
+bfloat16, which its own parameters have.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,25 +31,40 @@ _FURTHEST = 8
 
 
 def is_codable(cache: object) -> bool:
-    """Whether steps are known for what a model keeps of a token: latents that nobody selects from, or keys and values."""
-    return isinstance(cache, KeyValueCache) or (isinstance(cache, LatentCache) and not cache.index_dim)
+    """Whether steps are known for what a model keeps of a token: latents that nobody selects from,
+    or keys and values."""
+    return isinstance(cache, KeyValueCache) or (
+        isinstance(cache, LatentCache) and not cache.index_dim
+    )
 
 
-def step_specs(cache: LatentCache | KeyValueCache, rows: Iterable[Parameter]) -> dict[str, tuple[TensorSpec, ...]]:
+def step_specs(
+    cache: LatentCache | KeyValueCache, rows: Iterable[Parameter]
+) -> dict[str, tuple[TensorSpec, ...]]:
     """The tensors that lie beside a parameter, by its name: beside kv_a, or beside k and v."""
-    owners = (row for row in rows if row.role == "linear" and row.block == "attention" and row.projection in _OWNERS)
+    owners = (
+        row
+        for row in rows
+        if row.role == "linear" and row.block == "attention" and row.projection in _OWNERS
+    )
     return {row.name: _specs(cache, row) for row in owners}
 
 
 def _specs(cache: LatentCache | KeyValueCache, row: Parameter) -> tuple[TensorSpec, ...]:
     if isinstance(cache, LatentCache):
         stem = row.module.rpartition(".")[0]
-        return TensorSpec(f"{stem}.fa_k.scale", STORED, (1, 1)), TensorSpec(f"{stem}.fa_k.offset", torch.int8, (1, 1))
+        return TensorSpec(f"{stem}.fa_k.scale", STORED, (1, 1)), TensorSpec(
+            f"{stem}.fa_k.offset", torch.int8, (1, 1)
+        )
     size = (cache.kv_heads * cache.head_dim,)
-    return TensorSpec(f"{row.module}.kv_cache_scale", STORED, size), TensorSpec(f"{row.module}.kv_cache_offset", STORED, size)
+    return TensorSpec(f"{row.module}.kv_cache_scale", STORED, size), TensorSpec(
+        f"{row.module}.kv_cache_offset", STORED, size
+    )
 
 
-def stored_steps(specs: Mapping[str, tuple[TensorSpec, ...]], rows: Iterable[Parameter], steps: CodeSteps) -> dict[str, Tensor]:
+def stored_steps(
+    specs: Mapping[str, tuple[TensorSpec, ...]], rows: Iterable[Parameter], steps: CodeSteps
+) -> dict[str, Tensor]:
     """The tensors of one layer, whose rows these are, by name."""
     tensors = {}
     for row in rows:
@@ -54,7 +72,13 @@ def stored_steps(specs: Mapping[str, tuple[TensorSpec, ...]], rows: Iterable[Par
             if not spec.name.endswith("scale"):
                 tensors[spec.name] = torch.zeros(spec.shape, dtype=spec.dtype)
             else:
-                own = steps if isinstance(steps, Tensor) else steps.keys if row.projection == "k" else steps.values
+                own = (
+                    steps
+                    if isinstance(steps, Tensor)
+                    else steps.keys
+                    if row.projection == "k"
+                    else steps.values
+                )
                 tensors[spec.name] = own.to(spec.dtype).reshape(spec.shape).cpu()
     return tensors
 
@@ -66,15 +90,21 @@ def steps_of(
     tensors: Mapping[str, Tensor],
 ) -> CodeSteps:
     """The inverse of `stored_steps`, float32."""
-    scales = {row.projection: tensors[specs[row.name][0].name].float() for row in rows if row.name in specs}
+    scales = {
+        row.projection: tensors[specs[row.name][0].name].float()
+        for row in rows
+        if row.name in specs
+    }
     if isinstance(cache, LatentCache):
         return scales["kv_a"].reshape(())
     return KeySteps(*(scales[side].reshape(cache.kv_heads, cache.head_dim) for side in ("k", "v")))
 
 
-def read_steps(checkpoint: Checkpoint, cache: object, rows: Iterable[Parameter]) -> dict[int, CodeSteps]:
-    """By layer, of those that a checkpoint holds steps of; empty where it says nothing of an int8 cache. Raises QuantkitError where zero is
-    no code of zero."""
+def read_steps(
+    checkpoint: Checkpoint, cache: object, rows: Iterable[Parameter]
+) -> dict[int, CodeSteps]:
+    """By layer, of those that a checkpoint holds steps of; empty where it says nothing of an int8
+    cache. Raises QuantkitError where zero is no code of zero."""
     if not is_codable(cache) or checkpoint.format.cache_codes(checkpoint.side) is None:
         return {}
     assert isinstance(cache, LatentCache | KeyValueCache)
@@ -84,12 +114,25 @@ def read_steps(checkpoint: Checkpoint, cache: object, rows: Iterable[Parameter])
     for row in rows:
         if row.name in specs and row.layer is not None and checkpoint.has(specs[row.name][0].name):
             by_layer.setdefault(row.layer, []).append(row)
-    stored = [spec.name for own in by_layer.values() for row in own for spec in specs[row.name] if checkpoint.has(spec.name)]
+    stored = [
+        spec.name
+        for own in by_layer.values()
+        for row in own
+        for spec in specs[row.name]
+        if checkpoint.has(spec.name)
+    ]
     read = {name: checkpoint.read(name) for name in stored}
-    shifted = next((name for name, tensor in read.items() if name.endswith("offset") and bool(tensor.any())), None)
+    shifted = next(
+        (name for name, tensor in read.items() if name.endswith("offset") and bool(tensor.any())),
+        None,
+    )
     if shifted is not None:
         told = f"{shifted} of {checkpoint.path} is not zero: its int8 cache has an offset"
-        raise QuantkitError(told, "leave --cache out, for 16 bits, or use --cache fp8, which goes by what each token holds")
+        raise QuantkitError(
+            told,
+            "leave --cache out, for 16 bits, or use --cache fp8, which goes by what each token "
+            "holds",
+        )
     return {layer: steps_of(cache, specs, own, read) for layer, own in by_layer.items()}
 
 

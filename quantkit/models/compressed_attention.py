@@ -1,8 +1,11 @@
-"""Attention of DeepSeek-V4: a window of recent tokens, and entries that stand for groups of tokens, all or those that an indexer selects.
+"""Attention of DeepSeek-V4: a window of recent tokens, and entries that stand for groups of tokens,
+all or those that an indexer selects.
 
-Keys and values are one vector, shared by all heads. `rate` tokens make an entry: the mean of what each brings, weighed channel by channel
-by a softmax of what each says of itself and of a bias for its place. With overlap a token brings two halves, one for its own group and one
-for the next, so an entry is of 2 rate tokens. A token sees entries of groups that end at it or before. Plain torch, scores in float32.
+Keys and values are one vector, shared by all heads. `rate` tokens make an entry: the mean of what
+each brings, weighed channel by channel by a softmax of what each says of itself and of a bias for
+its place. With overlap a token brings two halves, one for its own group and one for the next, so an
+entry is of 2 rate tokens. A token sees entries of groups that end at it or before. Plain torch,
+scores in float32.
 
 Symbols: T tokens, D head_dim, E entries, W window, r rate.
 """
@@ -23,9 +26,10 @@ _SCORES = 1 << 25
 
 
 class CompressedInputs(NamedTuple):
-    """What a layer's tokens bring. q [T, heads, D] and kv [T, D], turned; raw [T, C]: values and weights of the entry that each goes into,
-    then the same for the entries that the indexer reads; index_q [T, index heads, index D], turned; index_weights float32 [T, index heads].
-    What a layer does not have is of width 0."""
+    """What a layer's tokens bring. q [T, heads, D] and kv [T, D], turned; raw [T, C]: values and
+    weights of the entry that each goes into, then the same for the entries that the indexer reads;
+    index_q [T, index heads, index D], turned; index_weights float32 [T, index heads]. What a layer
+    does not have is of width 0."""
 
     q: Tensor
     kv: Tensor
@@ -38,7 +42,8 @@ class CompressedInputs(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """kv [E, D], keys of the indexer [E, index D], or of several rows [B, E, ...]; numbers int64 [E] or [B, E]: of their groups."""
+    """kv [E, D], keys of the indexer [E, index D], or of several rows [B, E, ...]; numbers int64
+    [E] or [B, E]: of their groups."""
 
     kv: Tensor
     keys: Tensor
@@ -47,8 +52,9 @@ class Entries(NamedTuple):
 
 @dataclass(frozen=True)
 class Pooling:
-    """How entries are made of one compressor. bias [r, D], or [r, 2 D] with overlap; gain [D] of the norm behind it, with its eps; rope: by
-    which an entry is turned, as its group's first token would be."""
+    """How entries are made of one compressor. bias [r, D], or [r, 2 D] with overlap; gain [D] of
+    the norm behind it, with its eps; rope: by which an entry is turned, as its group's first token
+    would be."""
 
     rate: int
     overlap: bool
@@ -68,7 +74,8 @@ class Pooling:
         return 2 * self.rate if self.overlap else self.rate
 
     def __call__(self, raw: Tensor, numbers: Tensor) -> Tensor:
-        """raw [n, reach, width] of the tokens of n entries, numbers int64 [n] of these -> [n, D]. Nothing is before the first group."""
+        """raw [n, reach, width] of the tokens of n entries, numbers int64 [n] of these -> [n, D].
+        Nothing is before the first group."""
         values, weights = raw.chunk(2, dim=-1)
         if self.overlap:
             dim, r = self.gain.shape[0], self.rate
@@ -76,18 +83,24 @@ class Pooling:
             values = torch.cat((values[:, :r, :dim], values[:, r:, dim:]), dim=1)
             weights = torch.cat((weights[:, :r, :dim], weights[:, r:, dim:]), dim=1)
             before = (numbers == 0)[:, None] & (torch.arange(2 * r, device=raw.device) < r)
-            values, weights = values.masked_fill(before[..., None], 0.0), weights.masked_fill(before[..., None], -torch.inf)
+            values, weights = (
+                values.masked_fill(before[..., None], 0.0),
+                weights.masked_fill(before[..., None], -torch.inf),
+            )
         else:
             weights = weights + self.bias
         pooled = (values * weights.softmax(dim=1, dtype=torch.float32).to(values.dtype)).sum(dim=1)
-        return turned(rms_norm(pooled, self.gain, self.eps)[:, None], self.rope, numbers * self.rate)[:, 0]
+        return turned(
+            rms_norm(pooled, self.gain, self.eps)[:, None], self.rope, numbers * self.rate
+        )[:, 0]
 
 
 @dataclass(frozen=True)
 class CompressedAttention:
-    """One layer's. pooling, index_pooling: None for a layer that sees its window alone, or all entries. topk: entries that are seen of
-    each. sinks float32 [heads]: the score of a key without a value. in_order: whether equal scores of the indexer go by place
-    (`sparse.largest`)."""
+    """One layer's. pooling, index_pooling: None for a layer that sees its window alone, or all
+    entries. topk: entries that are seen of
+    each. sinks float32 [heads]: the score of a key without a value. in_order: whether equal scores
+    of the indexer go by place (`sparse.largest`)."""
 
     window: int
     scale: float
@@ -106,21 +119,37 @@ class CompressedAttention:
         assert self.pooling is not None, "a layer without entries"
         own = self.pooling.width
         kv = self.pooling(raw[..., :own], numbers)
-        return Entries(kv, self.index_pooling(raw[..., own:], numbers) if self.index_pooling else kv[:, :0], numbers)
+        return Entries(
+            kv,
+            self.index_pooling(raw[..., own:], numbers) if self.index_pooling else kv[:, :0],
+            numbers,
+        )
 
-    def chosen(self, inputs: CompressedInputs, positions: Tensor, index: Tensor, numbers: Tensor) -> Tensor:
-        """Places in the last dimension of `numbers` of the entries that score highest for each token, int64 [T, topk]; those that a token
-        does not see come last."""
+    def chosen(
+        self, inputs: CompressedInputs, positions: Tensor, index: Tensor, numbers: Tensor
+    ) -> Tensor:
+        """Places in the last dimension of `numbers` of the entries that score highest for each
+        token, int64 [T, topk]; those that a token does not see come last."""
         products = (inputs.index_q.float() @ index.float().mT).relu_()
         scores = (inputs.index_weights[:, None] @ products)[:, 0]
-        return largest(scores, ~self._ended(positions, numbers), self.topk, numbers if self.in_order else None)
+        return largest(
+            scores, ~self._ended(positions, numbers), self.topk, numbers if self.in_order else None
+        )
 
     def _ended(self, positions: Tensor, numbers: Tensor) -> Tensor:
         return numbers < (positions[:, None] + 1) // self.rate
 
-    def attended(self, inputs: CompressedInputs, positions: Tensor, recent: Tensor, places: Tensor, entries: Entries) -> Tensor:
-        """Tokens at positions int64 [T] over recent kv [S, D], or [T, S, D] of each, that stand at places int64 [S] or [T, S], and over
-        entries -> [T, heads, D]. A place below 0 is nobody's."""
+    def attended(
+        self,
+        inputs: CompressedInputs,
+        positions: Tensor,
+        recent: Tensor,
+        places: Tensor,
+        entries: Entries,
+    ) -> Tensor:
+        """Tokens at positions int64 [T] over recent kv [S, D], or [T, S, D] of each, that stand at
+        places int64 [S] or [T, S], and over entries -> [T, heads, D]. A place below 0 is
+        nobody's."""
         own = places.dim() == 2
         count = recent.shape[-2] + entries.kv.shape[-2]
         step, out = max(1, _SCORES // (count * inputs.q.shape[1])), []
@@ -131,9 +160,22 @@ class CompressedAttention:
             out.append(self._attended(inputs.part(rows), positions[rows], keys, at, seen))
         return torch.cat(out)
 
-    def _attended(self, inputs: CompressedInputs, positions: Tensor, recent: Tensor, places: Tensor, entries: Entries) -> Tensor:
+    def _attended(
+        self,
+        inputs: CompressedInputs,
+        positions: Tensor,
+        recent: Tensor,
+        places: Tensor,
+        entries: Entries,
+    ) -> Tensor:
         distance = positions[:, None] - places
-        visible = torch.cat(((distance >= 0) & (distance < self.window) & (places >= 0), self._seen(inputs, positions, entries)), dim=1)
+        visible = torch.cat(
+            (
+                (distance >= 0) & (distance < self.window) & (places >= 0),
+                self._seen(inputs, positions, entries),
+            ),
+            dim=1,
+        )
         keys = torch.cat((recent, entries.kv), dim=-2) if entries.kv.shape[-2] else recent
         scores = (inputs.q @ keys.mT).float() * self.scale
         scores = scores.masked_fill(~visible[:, None], -torch.inf)
@@ -154,15 +196,19 @@ class CompressedAttention:
 
 
 def number_of(layer: int, part: int) -> int:
-    """Of what a layer keeps of a sequence's last tokens: part 0 are keys, part 1 is what goes into entries."""
+    """Of what a layer keeps of a sequence's last tokens: part 0 are keys, part 1 is what goes into
+    entries."""
     return 2 * layer + part
 
 
 def turned(x: Tensor, by: Rope, positions: Tensor, back: bool = False) -> Tensor:
-    """x [T, heads, D] with its last `by.dim` channels turned by the angles of positions [T], or back."""
+    """x [T, heads, D] with its last `by.dim` channels turned by the angles of positions [T], or
+    back."""
     cos, sin = by.cos_sin(positions)
     rows = torch.arange(len(x), device=x.device)
-    last = rope(x[..., -by.dim :].contiguous(), rows, cos, -sin if back else sin, interleaved=by.interleaved)
+    last = rope(
+        x[..., -by.dim :].contiguous(), rows, cos, -sin if back else sin, interleaved=by.interleaved
+    )
     return torch.cat((x[..., : -by.dim], last), dim=-1)
 
 
@@ -170,18 +216,33 @@ def attend_text(inputs: CompressedInputs, attention: CompressedAttention) -> Ten
     """A whole sequence: -> [T, heads, D]."""
     positions = torch.arange(len(inputs.kv), device=inputs.kv.device)
     entries = new_entries(inputs.raw, 0, 0, len(positions), attention)
-    return replace(attention, in_order=False).attended(inputs, positions, inputs.kv, positions, entries)
+    return replace(attention, in_order=False).attended(
+        inputs, positions, inputs.kv, positions, entries
+    )
 
 
-def new_entries(raw: Tensor, first: int, start: int, stop: int, attention: CompressedAttention) -> Entries:
-    """The entries whose groups end among the tokens start .. stop - 1. raw [n, C]: of the tokens first .. stop - 1, all that they need."""
+def new_entries(
+    raw: Tensor, first: int, start: int, stop: int, attention: CompressedAttention
+) -> Entries:
+    """The entries whose groups end among the tokens start .. stop - 1. raw [n, C]: of the tokens
+    first .. stop - 1, all that they need."""
     rate = attention.rate
-    numbers = torch.arange(start // rate, stop // rate, device=raw.device) if rate else torch.zeros(0, dtype=torch.int64, device=raw.device)
+    numbers = (
+        torch.arange(start // rate, stop // rate, device=raw.device)
+        if rate
+        else torch.zeros(0, dtype=torch.int64, device=raw.device)
+    )
     if not len(numbers):
-        return Entries(raw.new_zeros(0, _dim(attention.pooling)), raw.new_zeros(0, _dim(attention.index_pooling)), numbers)
+        return Entries(
+            raw.new_zeros(0, _dim(attention.pooling)),
+            raw.new_zeros(0, _dim(attention.index_pooling)),
+            numbers,
+        )
     assert attention.pooling is not None, "a rate without what makes entries"
     reach = attention.pooling.reach
-    at = ((numbers[:, None] + 1) * rate - reach + torch.arange(reach, device=raw.device) - first).clamp(min=0)
+    at = (
+        (numbers[:, None] + 1) * rate - reach + torch.arange(reach, device=raw.device) - first
+    ).clamp(min=0)
     return attention.pooled(raw[at], numbers)
 
 
@@ -190,5 +251,6 @@ def _dim(pooling: Pooling | None) -> int:
 
 
 def scored(x: Tensor, gate: Tensor, heads: int, dim: int) -> Tensor:
-    """What the indexer's heads count for each token, with every constant factor, float32 [T, heads]."""
+    """What the indexer's heads count for each token, with every constant factor, float32 [T,
+    heads]."""
     return F.linear(x.float(), gate) * (heads * dim) ** -0.5

@@ -1,6 +1,7 @@
 """Reading a config.json into an architecture's dataclass, whose fields have config.json's names.
 
-A config.json may say anything. Every field is checked for type and range before it is used, and a fault is told with the field's name.
+A config.json may say anything. Every field is checked for type and range before it is used, and a
+fault is told with the field's name.
 """
 
 from collections.abc import Mapping
@@ -35,10 +36,12 @@ DECIDED = "decided"
 
 
 def read_fields(config_class: type, config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `config_class` that config.json gives; null means the default where there is one.
+    """The fields of `config_class` that config.json gives; null means the default where there is
+    one.
 
-    `rope` is not read: it is made from several keys by the architecture. Raises QuantkitError naming a field that has no default and is
-    missing, or that has a value of another type or out of range.
+    `rope` is not read: it is made from several keys by the architecture. Raises QuantkitError
+    naming a field that has no default and is missing, or that has a value of another type or out of
+    range.
     """
     values, hints = {}, get_type_hints(config_class, include_extras=True)
     for field in fields(config_class):
@@ -72,7 +75,8 @@ def check_count(name: str, value: Any, *, least: int = 1, most: int = _LARGEST_C
 
 
 def check_number(name: str, value: Any) -> float:
-    """`value` as a float if it is a number above 0 that a model can have; else QuantkitError naming the field."""
+    """`value` as a float if it is a number above 0 that a model can have; else QuantkitError naming
+    the field."""
     if type(value) not in (int, float) or not 0 < value <= _LARGEST_NUMBER:
         raise refusal(name, value, f"a number above 0 and at most {_LARGEST_NUMBER:g}")
     return float(value)
@@ -92,13 +96,17 @@ def check_divides(small: str, large: str, config: Any) -> None:
     """Raise QuantkitError where one field does not divide another of an architecture's config."""
     one, other = getattr(config, small), getattr(config, large)
     if other % one:
-        raise QuantkitError(f"config.json has {small} = {one}, which does not divide {large} = {other}", _SOURCE)
+        raise QuantkitError(
+            f"config.json has {small} = {one}, which does not divide {large} = {other}", _SOURCE
+        )
 
 
 def check_at_most(small: str, one: int, large: str, other: int) -> None:
     """Raise QuantkitError where a field is larger than what it is taken of."""
     if one > other:
-        raise QuantkitError(f"config.json has {small} = {one}, more than {large} = {other}", _SOURCE)
+        raise QuantkitError(
+            f"config.json has {small} = {one}, more than {large} = {other}", _SOURCE
+        )
 
 
 def refusal(name: str, value: Any, wanted: str) -> QuantkitError:
@@ -107,13 +115,21 @@ def refusal(name: str, value: Any, wanted: str) -> QuantkitError:
     return QuantkitError(f"config.json has {name} = {said}, expected {wanted}", _SOURCE)
 
 
-def refuse_other_values(config: dict[str, Any], computed: Mapping[str, Any], architecture: str) -> None:
-    """computed: by field, the only value that quantkit computes, which is also what a field that is left out means."""
+def refuse_other_values(
+    config: dict[str, Any], computed: Mapping[str, Any], architecture: str
+) -> None:
+    """computed: by field, the only value that quantkit computes, which is also what a field that is
+    left out means."""
     for name, value in computed.items():
         if config.get(name, value) != value:
-            raise refusal(name, config[name], f"{value!r}, which is what quantkit computes of {architecture}")
+            raise refusal(
+                name, config[name], f"{value!r}, which is what quantkit computes of {architecture}"
+            )
 
 
 def refuse_attention_bias(config: dict[str, Any]) -> None:
     if config.get("attention_bias"):
-        raise QuantkitError("config.json has attention_bias", "quantkit computes this architecture without attention biases")
+        raise QuantkitError(
+            "config.json has attention_bias",
+            "quantkit computes this architecture without attention biases",
+        )

@@ -1,7 +1,7 @@
 """How a forward pass attends: over whole sequences here, over a cache in the executor.
 
-Tokens of all sequences lie flat in [T, ...]. The model computes queries, keys and values; the context knows which tokens
-see which, and where earlier ones are kept.
+Tokens of all sequences lie flat in [T, ...]. The model computes queries, keys and values; the
+context knows which tokens see which, and where earlier ones are kept.
 """
 
 import functools
@@ -34,47 +34,69 @@ class Context(Protocol):
         """x [T, heads, rope.dim] turned by the tokens' positions."""
 
     def store_mla(self, layer: int, qkv_a: Tensor, norms: Norms, rope: Rope) -> Tensor:
-        """Multi-head latent attention, first part: norms the query part [q_lora] of qkv_a [T, q_lora + kv_lora + rope.dim], which is
-        returned, and keeps the latent, normed, and the rotary key, turned, for `attend_mla` of this layer."""
+        """Multi-head latent attention, first part: norms the query part [q_lora] of qkv_a [T,
+        q_lora + kv_lora + rope.dim], which is returned, and keeps the latent, normed, and the
+        rotary key, turned, for `attend_mla` of this layer."""
 
-    def query_mla(self, layer: int, qkv_a: Tensor, norms: Norms, q_b: LinearOp, rope: Rope) -> Tensor:
+    def query_mla(
+        self, layer: int, qkv_a: Tensor, norms: Norms, q_b: LinearOp, rope: Rope
+    ) -> Tensor:
         """The first part, and `q_b` of what `store_mla` returns."""
 
     def select(self, layer: int, inputs: IndexInputs, topk: int) -> None:
-        """Sparse attention, between the parts: keeps the index keys, and finds for each token the `topk` of its sequence, up to itself,
-        that score highest, for `attend_mla` until it is called again."""
+        """Sparse attention, between the parts: keeps the index keys, and finds for each token the
+        `topk` of its sequence, up to itself, that score highest, for `attend_mla` until it is
+        called again."""
 
-    def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0) -> Tensor:
-        """Second part: q [T, heads, nope + rope.dim], its rotary part not yet turned; kv_b [heads, nope + v, kv_lora]. -> [T, heads, v].
+    def attend_mla(
+        self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0
+    ) -> Tensor:
+        """Second part: q [T, heads, nope + rope.dim], its rotary part not yet turned; kv_b [heads,
+        nope + v, kv_lora]. -> [T, heads, v].
         topk: only so many tokens are seen, those that `select` found last; 0 for all."""
 
     def attend_seen(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
-        """As `attend_mla`, over a part of the tokens, and learned ones: q [T, heads, nope + rope.dim] -> [T, heads, v]."""
+        """As `attend_mla`, over a part of the tokens, and learned ones: q [T, heads, nope +
+        rope.dim] -> [T, heads, v]."""
 
     def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
-        """x [T, C] with what a convolution by kernel float32 [C, K] over each sequence adds (short_conv.py). part: which of the layer's."""
+        """x [T, C] with what a convolution by kernel float32 [C, K] over each sequence adds
+        (short_conv.py). part: which of the layer's."""
 
-    def decode_mla(self, layer: int, x: Tensor, prolog: PrologOp, rope: Rope, scale: float) -> Tensor | None:
-        """Both parts and the projections before them, x [T, H] -> [T, heads, v], by a prolog; None where this pass is not one for it."""
+    def decode_mla(
+        self, layer: int, x: Tensor, prolog: PrologOp, rope: Rope, scale: float
+    ) -> Tensor | None:
+        """Both parts and the projections before them, x [T, H] -> [T, heads, v], by a prolog; None
+        where this pass is not one for it."""
 
-    def store_gqa(self, layer: int, qkv: Tensor, kv_heads: int, head_dim: int, norms: Norms | None, rope: Rope) -> Tensor:
-        """Grouped-query attention, first part: qkv [T, (heads + 2 * kv_heads) * head_dim] holds queries, keys and values. The queries
-        [T, heads, head_dim], normed where there are norms and turned, are returned; keys, likewise, and values are kept for
-        `attend_gqa`."""
+    def store_gqa(
+        self, layer: int, qkv: Tensor, kv_heads: int, head_dim: int, norms: Norms | None, rope: Rope
+    ) -> Tensor:
+        """Grouped-query attention, first part: qkv [T, (heads + 2 * kv_heads) * head_dim] holds
+        queries, keys and values. The queries [T, heads, head_dim], normed where there are norms and
+        turned, are returned; keys, likewise, and values are kept for `attend_gqa`."""
 
-    def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
-        """Second part: q [T, heads, head_dim] -> [T, heads, head_dim]; heads that stand side by side share keys. window: tokens that each
-        sees, itself included; 0 for all. sinks float32 [heads]: the score of a key without a value that all tokens see."""
+    def attend_gqa(
+        self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Second part: q [T, heads, head_dim] -> [T, heads, head_dim]; heads that stand side by
+        side share keys. window: tokens that each sees, itself included; 0 for all. sinks float32
+        [heads]: the score of a key without a value that all tokens see."""
 
-    def attend_compressed(self, layer: int, inputs: CompressedInputs, attention: CompressedAttention) -> Tensor:
-        """Compressed attention over a window and the entries of a sequence -> [T, heads, head_dim]."""
+    def attend_compressed(
+        self, layer: int, inputs: CompressedInputs, attention: CompressedAttention
+    ) -> Tensor:
+        """Compressed attention over a window and the entries of a sequence -> [T, heads,
+        head_dim]."""
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
-        """Linear attention, over the state of each sequence before these tokens -> float32 [T, value heads, value_dim]."""
+        """Linear attention, over the state of each sequence before these tokens -> float32 [T,
+        value heads, value_dim]."""
 
 
 class Positions:
-    """Positions of the tokens of one pass, and their rotary tables, computed once for all layers."""
+    """Positions of the tokens of one pass, and their rotary tables, computed once for all
+    layers."""
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions
@@ -101,16 +123,23 @@ class Positions:
         """q [T, heads, nope + rope.dim] with its rotary part turned."""
         return torch.cat((q[..., : -rope.dim], self.rotate(rope, q[..., -rope.dim :])), dim=-1)
 
-    def decode_mla(self, layer: int, x: Tensor, prolog: PrologOp, rope: Rope, scale: float) -> Tensor | None:
+    def decode_mla(
+        self, layer: int, x: Tensor, prolog: PrologOp, rope: Rope, scale: float
+    ) -> Tensor | None:
         """Not here: this pass wants keys and values, which a prolog does not compute."""
         return None
 
 
 def expand_latents(cached: Tensor, kv_b: Tensor, nope: int) -> tuple[Tensor, Tensor]:
-    """Latents, rotary keys [S, kv_lora + rope] -> keys [S, heads, nope + rope], values [S, heads, v]. kv_b as in `Context.attend_mla`."""
+    """Latents, rotary keys [S, kv_lora + rope] -> keys [S, heads, nope + rope], values [S, heads,
+    v]. kv_b as in `Context.attend_mla`."""
     heads, rows, kv_lora = kv_b.shape
     latent, k_pe = cached.split([kv_lora, cached.shape[1] - kv_lora], dim=-1)
-    k_nope, v = F.linear(latent, kv_b.flatten(0, 1)).unflatten(-1, (heads, rows)).split([nope, rows - nope], dim=-1)
+    k_nope, v = (
+        F.linear(latent, kv_b.flatten(0, 1))
+        .unflatten(-1, (heads, rows))
+        .split([nope, rows - nope], dim=-1)
+    )
     return torch.cat((k_nope, k_pe[:, None].expand(-1, heads, -1)), dim=-1), v
 
 
@@ -118,15 +147,17 @@ NO_STEPS: Mapping[int, CodeSteps] = {}
 
 
 def cached_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of a cache, by the compute dtype: that one where it has 16 bits, as operators over the cache want it; else bfloat16."""
+    """Of a cache, by the compute dtype: that one where it has 16 bits, as operators over the cache
+    want it; else bfloat16."""
     return torch.bfloat16 if dtype == torch.float32 else dtype
 
 
 class CausalContext(Positions):
-    """Whole sequences, each seeing itself causally, nothing kept beyond a layer: for calibration, perplexity and tests.
+    """Whole sequences, each seeing itself causally, nothing kept beyond a layer: for calibration,
+    perplexity and tests.
 
-    codes: tokens attend to what a cache of 8 bits holds of those before them and of themselves; steps: by layer, what a code is worth where
-    that is known.
+    codes: tokens attend to what a cache of 8 bits holds of those before them and of themselves;
+    steps: by layer, what a code is worth where that is known.
     """
 
     def __init__(
@@ -144,14 +175,18 @@ class CausalContext(Positions):
         self.stored = qkv_a.new_empty(tokens, 1, kv_lora + rope.dim)
         if self.codes is None:
             return mla_prepare(qkv_a, norms, self.rotation(rope), self.stored, self.rows)
-        room = empty_latents((tokens, 1), kv_lora, rope.dim, self.codes, cached_dtype(qkv_a.dtype), qkv_a.device)
+        room = empty_latents(
+            (tokens, 1), kv_lora, rope.dim, self.codes, cached_dtype(qkv_a.dtype), qkv_a.device
+        )
         step = self.steps.get(layer)
         assert not isinstance(step, KeySteps), "of latents"
         q_a = mla_prepare(qkv_a, norms, self.rotation(rope), room, self.rows, code_step=step)
         self.stored.copy_(decoded(room))
         return q_a
 
-    def query_mla(self, layer: int, qkv_a: Tensor, norms: Norms, q_b: LinearOp, rope: Rope) -> Tensor:
+    def query_mla(
+        self, layer: int, qkv_a: Tensor, norms: Norms, q_b: LinearOp, rope: Rope
+    ) -> Tensor:
         return q_b(self.store_mla(layer, qkv_a, norms, rope))
 
     def select(self, layer: int, inputs: IndexInputs, topk: int) -> None:
@@ -166,11 +201,19 @@ class CausalContext(Positions):
             start += length
         self.selected = joined(parts)
 
-    def attend_mla(self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0) -> Tensor:
+    def attend_mla(
+        self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0
+    ) -> Tensor:
         if topk and max(self.seq_lens) > topk:
             if self.selected is None:
-                told = f"layer {layer} attends to the tokens that the layer before it selects, and was asked for alone"
-                raise QuantkitError(f"{told} on {max(self.seq_lens)} tokens", f"use texts of at most {topk} tokens, which it sees whole")
+                told = (
+                    f"layer {layer} attends to the tokens that the layer before it selects, "
+                    "and was asked for alone"
+                )
+                raise QuantkitError(
+                    f"{told} on {max(self.seq_lens)} tokens",
+                    f"use texts of at most {topk} tokens, which it sees whole",
+                )
             return attend_selected(q, kv_b, self.rotation(rope), self.stored, self.selected, scale)
         q = self.rotate_last(rope, q)
         k, v = expand_latents(self.stored[:, 0], kv_b, q.shape[2] - rope.dim)
@@ -183,16 +226,22 @@ class CausalContext(Positions):
         out, start = [], 0
         for length in self.seq_lens:
             slots = torch.arange(start, start + length, device=q.device)
-            seen = Seen(slots, within(self.positions[slots], self.positions[slots], attention.window))
+            seen = Seen(
+                slots, within(self.positions[slots], self.positions[slots], attention.window)
+            )
             out.append(attend_seen(q[slots], self.stored, seen, attention))
             start += length
         return torch.cat(out)
 
     def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
         parts = zip(x.split(self.seq_lens), self.positions.split(self.seq_lens))
-        return torch.cat([convolved(own, positions, own.float(), kernel) for own, positions in parts])
+        return torch.cat(
+            [convolved(own, positions, own.float(), kernel) for own, positions in parts]
+        )
 
-    def store_gqa(self, layer: int, qkv: Tensor, kv_heads: int, head_dim: int, norms: Norms | None, rope: Rope) -> Tensor:
+    def store_gqa(
+        self, layer: int, qkv: Tensor, kv_heads: int, head_dim: int, norms: Norms | None, rope: Rope
+    ) -> Tensor:
         shape = (1, len(qkv), kv_heads, head_dim)
         self.keys, self.values = qkv.new_empty(2, *shape).unbind()
         if self.codes is None:
@@ -206,19 +255,35 @@ class CausalContext(Positions):
         self.values.copy_(values if steps is None else values * steps.values)
         return q
 
-    def attend_gqa(self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
+    def attend_gqa(
+        self, layer: int, q: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None
+    ) -> Tensor:
         return self.attend(q, self.keys[0], self.values[0], scale, window, sinks)
 
-    def attend_compressed(self, layer: int, inputs: CompressedInputs, attention: CompressedAttention) -> Tensor:
+    def attend_compressed(
+        self, layer: int, inputs: CompressedInputs, attention: CompressedAttention
+    ) -> Tensor:
         parts = zip(*(side.split(self.seq_lens) for side in inputs))
         return torch.cat([attend_text(CompressedInputs(*one), attention) for one in parts])
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
-        empty, parts = weights.empty(inputs.mixed.device), zip(*(side.split(self.seq_lens) for side in inputs))
+        empty, parts = (
+            weights.empty(inputs.mixed.device),
+            zip(*(side.split(self.seq_lens) for side in inputs)),
+        )
         return torch.cat([attend_sequence(DeltaInputs(*one), weights, empty)[0] for one in parts])
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, sinks: Tensor | None = None) -> Tensor:
-        """q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, e], heads a multiple of kv_heads -> [T, heads, e]."""
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int = 0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, e], heads a multiple of kv_heads ->
+        [T, heads, e]."""
         out, start = [], 0
         for length in self.seq_lens:
             part = slice(start, start + length)
@@ -227,23 +292,32 @@ class CausalContext(Positions):
             if sinks is not None:
                 out.append(_attend_with_sinks(*one, scale, window, sinks))
             else:
-                out.append(attend_by_blocks(*one, scale) if by_blocks else _attend(*one, scale, window))
+                out.append(
+                    attend_by_blocks(*one, scale) if by_blocks else _attend(*one, scale, window)
+                )
             start += length
         return torch.cat(out)
 
 
-def _attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, sinks: Tensor) -> Tensor:
+def _attend_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, sinks: Tensor
+) -> Tensor:
     """As `_attend`, which torch's own attention does not compute."""
     places = torch.arange(len(k), device=k.device)
     return attend_one(q, places, v.shape[-1], lambda some: (k[some], v[some]), scale, window, sinks)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
-    """Causal attention of one sequence: q [T, heads, d], k and v [T, kv_heads, ...] -> [T, heads, e]."""
+    """Causal attention of one sequence: q [T, heads, d], k and v [T, kv_heads, ...] -> [T, heads,
+    e]."""
     queries, keys, values = (t.transpose(0, 1)[None] for t in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     mask = None
     if 0 < window < len(q):
-        mask = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril_().triu_(1 - window)
-    out = F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
+        mask = (
+            torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).tril_().triu_(1 - window)
+        )
+    out = F.scaled_dot_product_attention(
+        queries, keys, values, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
     return out[0].transpose(0, 1)

@@ -1,8 +1,10 @@
-"""What the architectures share: layers of two halves around a residual stream, and the stack of them.
+"""What the architectures share: layers of two halves around a residual stream, and the stack of
+them.
 
-A half is h + f(norm(h)). The stack computes the sum of one half, over the ranks too, and the norm of the next as one operator, so a layer
-is called with the normed input of its first half and the residual stream, and returns both for whoever comes next. Calibration walks the
-halves one by one, residual included: `attend` and `feed_forward` compute the same, operator by operator.
+A half is h + f(norm(h)). The stack computes the sum of one half, over the ranks too, and the norm
+of the next as one operator, so a layer is called with the normed input of its first half and the
+residual stream, and returns both for whoever comes next. Calibration walks the halves one by one,
+residual included: `attend` and `feed_forward` compute the same, operator by operator.
 """
 
 from collections.abc import Callable
@@ -33,8 +35,8 @@ def gain_of(weights: Weights, name: str, offset: float) -> Tensor:
 
 
 class DecoderLayer:
-    """attention: x [T, H], context -> [T, H]; mlp: x [T, H] -> [T, H]; both partial over ranks. input_norm, mlp_norm: the
-    norms before the two."""
+    """attention: x [T, H], context -> [T, H]; mlp: x [T, H] -> [T, H]; both partial over ranks.
+    input_norm, mlp_norm: the norms before the two."""
 
     def __init__(
         self,
@@ -48,15 +50,23 @@ class DecoderLayer:
         input_norm: str = "input_layernorm",
     ) -> None:
         self.eps, self.all_reduce = eps, weights.all_reduce
-        self.add_rms_norm: Callable[[Any, Tensor, Tensor, float], tuple[Tensor, Tensor]] = weights.add_rms_norm  # of what the parts return
+        self.add_rms_norm: Callable[[Any, Tensor, Tensor, float], tuple[Tensor, Tensor]] = (
+            weights.add_rms_norm
+        )  # of what the parts return
         self.attention, self.mlp = attention, mlp
         self.input_norm = gain_of(weights, f"{prefix}.{input_norm}.weight", norm_offset)
         self.mlp_norm = gain_of(weights, f"{prefix}.{mlp_norm}.weight", norm_offset)
 
     def __call__(
-        self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor, rows: Tensor | None = None
+        self,
+        normed: Tensor,
+        residual: Tensor,
+        context: Context,
+        next_norm: Tensor,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """normed, residual [T, H]: the residual stream with and without `input_norm`. next_norm [H]: gain of the norm after this layer.
+        """normed, residual [T, H]: the residual stream with and without `input_norm`. next_norm
+        [H]: gain of the norm after this layer.
         rows int64 [R]: tokens that anything behind the attention is asked for, all by default.
         Returns the two after the layer, of these tokens."""
         attended = self.attention_part(normed, context)
@@ -78,7 +88,8 @@ class DecoderLayer:
         return hidden + self.attention_output(rms_norm(hidden, self.input_norm, self.eps), context)
 
     def feed_forward(self, hidden: Tensor, context: Context) -> Tensor:
-        """The MLP or expert half, residual included: hidden [T, H] -> [T, H]. It is the same for every context."""
+        """The MLP or expert half, residual included: hidden [T, H] -> [T, H]. It is the same for
+        every context."""
         return self.with_sum(hidden, self.summed(hidden, context), context)
 
     def summed(self, hidden: Tensor, context: Context) -> Tensor:
@@ -98,12 +109,14 @@ class DecoderLayer:
         return summed
 
     def mlp_sum(self, normed: Tensor) -> Tensor:
-        """What the MLP, or the experts together, make: all that is added, or what a norm behind the experts reads."""
+        """What the MLP, or the experts together, make: all that is added, or what a norm behind the
+        experts reads."""
         return self.all_reduce(self.mlp(normed))
 
 
 class Model:
-    """The whole stack but MTP. `layers` may be walked one by one; `__call__` runs them all. head: the module that makes logits."""
+    """The whole stack but MTP. `layers` may be walked one by one; `__call__` runs them all. head:
+    the module that makes logits."""
 
     layer_class: ClassVar[type[Any]]
     """The architecture's layer, made from (config, layer, weights)."""
@@ -122,11 +135,14 @@ class Model:
     ) -> None:
         self.config = config
         self.embedding = weights.tensor(f"{embedding}.weight")
-        self.layers: list[DecoderLayer] = [self.layer_class(config, layer, weights) for layer in range(config.num_hidden_layers)]
+        self.layers: list[DecoderLayer] = [
+            self.layer_class(config, layer, weights) for layer in range(config.num_hidden_layers)
+        ]
         self.norm = gain_of(weights, f"{norm}.weight", norm_offset)
         self.head = weights.linear(head)
         self.read_at: tuple[int, ...] = ()
-        """Layers whose inputs are handed out behind the hidden states, side by side: a head of EAGLE-3 reads them."""
+        """Layers whose inputs are handed out behind the hidden states, side by side: a head of
+        EAGLE-3 reads them."""
 
     @property
     def width(self) -> int:
@@ -135,14 +151,17 @@ class Model:
 
     @by_own_backend
     def __call__(self, token_ids: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
-        """token_ids [T] -> hidden [T, H] after the final norm, and what `read_at` asks for, [T, width]; rows int64 [R]: of these tokens."""
+        """token_ids [T] -> hidden [T, H] after the final norm, and what `read_at` asks for, [T,
+        width]; rows int64 [R]: of these tokens."""
         residual = embedded(token_ids, self.embedding)
         normed = rms_norm(residual, self.layers[0].input_norm, self.config.rms_norm_eps)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         read: list[Tensor] = []
         for number, (layer, next_norm) in enumerate(zip(self.layers, next_norms)):
             if number in self.read_at:
-                read.append(residual.clone() if rows is None else residual[rows])  # operators may add to it in place
+                read.append(
+                    residual.clone() if rows is None else residual[rows]
+                )  # operators may add to it in place
             last = number == len(self.layers) - 1
             normed, residual = layer(normed, residual, context, next_norm, rows if last else None)
         return torch.cat((normed, *read), dim=-1) if read else normed
@@ -154,6 +173,6 @@ class Model:
 
 
 def embedded(token_ids: Tensor, table: Tensor) -> Tensor:
-    """Rows of table [vocab, H] by token_ids [T]. On CUDA by indexing: torch.embedding gives a few rows to few blocks, 8 us for 16 tokens of
-    7168 on an H200, where this takes 2."""
+    """Rows of table [vocab, H] by token_ids [T]. On CUDA by indexing: torch.embedding gives a few
+    rows to few blocks, 8 us for 16 tokens of 7168 on an H200, where this takes 2."""
     return table[token_ids] if table.is_cuda else F.embedding(token_ids, table)

@@ -1,6 +1,8 @@
-"""DeepSeek-V3 and R1: multi-head latent attention, group-limited sigmoid routing, one shared expert, an MTP layer.
+"""DeepSeek-V3 and R1: multi-head latent attention, group-limited sigmoid routing, one shared
+expert, an MTP layer.
 
-Parameter table, AWQ groups and forward of arXiv 2412.19437 in the names of the published checkpoints.
+Parameter table, AWQ groups and forward of arXiv 2412.19437 in the names of the published
+checkpoints.
 Symbols: T tokens, H hidden_size, k num_experts_per_tok; attention head sizes nope, rope, v.
 """
 
@@ -40,8 +42,15 @@ from quantkit.models.table import Block, Parameter, Projection, Role, ScaleGroup
 from quantkit.models.value_heads import ValueHeads
 from quantkit.models.weights import Weights
 
-ELSEWHERE = AnyOf((NullField("q_lora_rank", ".q_a_proj."), TrueFields(("attention_bias", "tie_word_embeddings")), GatesAndLengths()))
-"""Moonlight's queries have no low rank; the published models have no biases and a head of their own."""
+ELSEWHERE = AnyOf(
+    (
+        NullField("q_lora_rank", ".q_a_proj."),
+        TrueFields(("attention_bias", "tie_word_embeddings")),
+        GatesAndLengths(),
+    )
+)
+"""Moonlight's queries have no low rank; the published models have no biases and a head of their
+own."""
 
 MIXTURE = MixtureNames(bias="gate.e_score_correction_bias", shared="shared_experts")
 
@@ -77,7 +86,8 @@ class Config(ConfigDefaults):
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
-        """From config.json. Raises QuantkitError where a required field is missing or a value is one this file does not compute."""
+        """From config.json. Raises QuantkitError where a required field is missing or a value is
+        one this file does not compute."""
         required = {
             "hidden_act": "silu",
             "scoring_func": "sigmoid",
@@ -87,12 +97,22 @@ class Config(ConfigDefaults):
         }
         for key, value in required.items():
             if config.get(key, value) != value:
-                raise QuantkitError(f"config.json has {key} = {config[key]!r}", f"use another engine: quantkit computes {value!r} only")
+                raise QuantkitError(
+                    f"config.json has {key} = {config[key]!r}",
+                    f"use another engine: quantkit computes {value!r} only",
+                )
         refuse_attention_bias(config)
         if config.get("q_lora_rank", 0) is None:
-            raise QuantkitError("config.json has q_lora_rank null", "quantkit needs the low-rank query projection of V3 and R1")
+            raise QuantkitError(
+                "config.json has q_lora_rank null",
+                "quantkit needs the low-rank query projection of V3 and R1",
+            )
         values = read_fields(cls, config)
-        rope = Rope.from_dict(config, values["qk_rope_head_dim"], interleaved=check_flag(config, "rope_interleave", default=True))
+        rope = Rope.from_dict(
+            config,
+            values["qk_rope_head_dim"],
+            interleaved=check_flag(config, "rope_interleave", default=True),
+        )
         made = cls(rope=rope, **values)
         check_groups(made.routing)
         return made
@@ -130,12 +150,16 @@ class Config(ConfigDefaults):
 
 
 def parameters(config: Config) -> list[Parameter]:
-    """Every tensor of the checkpoint, MTP layers included, in the order a forward pass meets them."""
+    """Every tensor of the checkpoint, MTP layers included, in the order a forward pass meets
+    them."""
     h, vocab = config.hidden_size, config.vocab_size
     rows = [Parameter("model.embed_tokens.weight", (vocab, h), "embedding")]
     for layer in range(config.num_hidden_layers):
         rows += _layer_parameters(config, layer, mtp=False)
-    rows += [Parameter("model.norm.weight", (h,), "norm"), Parameter("lm_head.weight", (vocab, h), "head", "gathered")]
+    rows += [
+        Parameter("model.norm.weight", (h,), "norm"),
+        Parameter("lm_head.weight", (vocab, h), "head", "gathered"),
+    ]
     for layer in mtp.mtp_layers(config):
         rows += mtp.mtp_parameters(h, vocab, layer, _layer_parameters(config, layer, mtp=True))
     return rows
@@ -149,18 +173,38 @@ def _layer_parameters(config: Config, layer: int, mtp: bool) -> Iterator[Paramet
     def row(name: str, shape: tuple[int, ...], role: Role, block: Block | None = None) -> Parameter:
         return Parameter(name, shape, role, layer=layer, mtp=mtp, block=block)
 
-    def attention(name: str, projection: Projection, shape: tuple[int, int], split: Split = "replicate") -> Parameter:
+    def attention(
+        name: str, projection: Projection, shape: tuple[int, int], split: Split = "replicate"
+    ) -> Parameter:
         role: Role = "kv_b" if projection == "kv_b" else "linear"
         fused = f"{a}.fused_qkv_a_proj" if projection in ("q_a", "kv_a") else None
-        return Parameter(f"{a}.{name}.weight", shape, role, split, layer, None, fused, mtp, block="attention", projection=projection)
+        return Parameter(
+            f"{a}.{name}.weight",
+            shape,
+            role,
+            split,
+            layer,
+            None,
+            fused,
+            mtp,
+            block="attention",
+            projection=projection,
+        )
 
     yield row(f"{p}.input_layernorm.weight", (h,), "norm")
     yield attention("q_a_proj", "q_a", (config.q_lora_rank, h))
     yield row(f"{a}.q_a_layernorm.weight", (config.q_lora_rank,), "norm", "attention")
     yield attention("q_b_proj", "q_b", (heads * config.qk_head_dim, config.q_lora_rank), "column")
-    yield attention("kv_a_proj_with_mqa", "kv_a", (config.kv_lora_rank + config.qk_rope_head_dim, h))
+    yield attention(
+        "kv_a_proj_with_mqa", "kv_a", (config.kv_lora_rank + config.qk_rope_head_dim, h)
+    )
     yield row(f"{a}.kv_a_layernorm.weight", (config.kv_lora_rank,), "norm", "attention")
-    yield attention("kv_b_proj", "kv_b", (heads * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank), "column")
+    yield attention(
+        "kv_b_proj",
+        "kv_b",
+        (heads * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank),
+        "column",
+    )
     yield attention("o_proj", "o", (h, heads * config.v_head_dim), "row")
     yield row(f"{p}.post_attention_layernorm.weight", (h,), "norm")
     if not config.is_moe(layer):
@@ -168,19 +212,30 @@ def _layer_parameters(config: Config, layer: int, mtp: bool) -> Iterator[Paramet
         return
     width, experts = config.moe_intermediate_size, config.n_routed_experts
     shared = width * config.n_shared_experts
-    yield from moe_parameters(f"{p}.mlp", h, width, layer, experts, shared_width=shared, mtp=mtp, names=MIXTURE)
+    yield from moe_parameters(
+        f"{p}.mlp", h, width, layer, experts, shared_width=shared, mtp=mtp, names=MIXTURE
+    )
 
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
-    """The foldable scales of one decoder layer (the MTP layer's included), producers before their consumers' own groups."""
+    """The foldable scales of one decoder layer (the MTP layer's included), producers before their
+    consumers' own groups."""
     p = f"model.layers.{layer}"
     a = f"{p}.self_attn"
     values = ValueHeads(config.num_attention_heads, 1, config.v_head_dim, config.qk_nope_head_dim)
     groups = [
-        ScaleGroup(f"{a}.qkv_a", f"{p}.input_layernorm", True, (f"{a}.q_a_proj", f"{a}.kv_a_proj_with_mqa"), f"{a}.q_a_proj"),
+        ScaleGroup(
+            f"{a}.qkv_a",
+            f"{p}.input_layernorm",
+            True,
+            (f"{a}.q_a_proj", f"{a}.kv_a_proj_with_mqa"),
+            f"{a}.q_a_proj",
+        ),
         ScaleGroup(f"{a}.q_b", f"{a}.q_a_layernorm", True, (f"{a}.q_b_proj",), f"{a}.q_b_proj"),
         ScaleGroup(f"{a}.kv_b", f"{a}.kv_a_layernorm", True, (f"{a}.kv_b_proj",), f"{a}.kv_b_proj"),
-        ScaleGroup(f"{a}.v_o", f"{a}.kv_b_proj", False, (f"{a}.o_proj",), f"{a}.o_proj", heads=values),
+        ScaleGroup(
+            f"{a}.v_o", f"{a}.kv_b_proj", False, (f"{a}.o_proj",), f"{a}.o_proj", heads=values
+        ),
     ]
     norm = f"{p}.post_attention_layernorm"
     if not config.is_moe(layer):
@@ -192,11 +247,18 @@ class Attention:
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         a = f"model.layers.{layer}.self_attn"
         self.config, self.layer = config, layer
-        gains = (weights.tensor(f"{a}.q_a_layernorm.weight"), weights.tensor(f"{a}.kv_a_layernorm.weight"))
+        gains = (
+            weights.tensor(f"{a}.q_a_layernorm.weight"),
+            weights.tensor(f"{a}.kv_a_layernorm.weight"),
+        )
         self.norms = Norms(*gains, config.rms_norm_eps)
         q_a, q_b, kv_a = f"{a}.q_a_proj", f"{a}.q_b_proj", f"{a}.kv_a_proj_with_mqa"
-        self.kv_b = weights.dequantized(f"{a}.kv_b_proj").view(-1, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
-        self.prolog = prolog = weights.mla_prolog((q_a, q_b, kv_a), self.kv_b, gains, config.rms_norm_eps, config.rope)
+        self.kv_b = weights.dequantized(f"{a}.kv_b_proj").view(
+            -1, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank
+        )
+        self.prolog = prolog = weights.mla_prolog(
+            (q_a, q_b, kv_a), self.kv_b, gains, config.rms_norm_eps, config.rope
+        )
         self.qkv_a = prolog.qkv_a if prolog else weights.fused_linear((q_a, kv_a))
         self.q_b = prolog.q_b if prolog else weights.linear(q_b)
         self.o = weights.linear(f"{a}.o_proj")
@@ -208,14 +270,20 @@ class Attention:
             attended = context.decode_mla(self.layer, x, self.prolog, c.rope, c.softmax_scale)
         if attended is None:
             q = context.query_mla(self.layer, self.qkv_a(x), self.norms, self.q_b, c.rope)
-            attended = context.attend_mla(self.layer, q.unflatten(-1, (-1, c.qk_head_dim)), self.kv_b, c.rope, c.softmax_scale)
+            attended = context.attend_mla(
+                self.layer, q.unflatten(-1, (-1, c.qk_head_dim)), self.kv_b, c.rope, c.softmax_scale
+            )
         return self.o(attended.flatten(1))
 
 
 class DecoderLayer(decoder.DecoderLayer):
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         p = f"model.layers.{layer}"
-        mlp = MoeMlp(config.routing, f"{p}.mlp", weights, MIXTURE) if config.is_moe(layer) else Mlp(f"{p}.mlp", weights)
+        mlp = (
+            MoeMlp(config.routing, f"{p}.mlp", weights, MIXTURE)
+            if config.is_moe(layer)
+            else Mlp(f"{p}.mlp", weights)
+        )
         super().__init__(p, config.rms_norm_eps, weights, Attention(config, layer, weights), mlp)
 
 

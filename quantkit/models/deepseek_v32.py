@@ -1,7 +1,9 @@
-"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention, by an indexer that stands beside each layer's latent attention.
+"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention, by an indexer that stands beside each layer's
+latent attention.
 
-As transformers computes it: the published code multiplies the indexer's queries and keys by a Hadamard matrix, which changes no product,
-and rounds them to FP8, which is left out. The indexer itself is not quantized.
+As transformers computes it: the published code multiplies the indexer's queries and keys by a
+Hadamard matrix, which changes no product, and rounds them to FP8, which is left out. The indexer
+itself is not quantized.
 """
 
 from dataclasses import dataclass, replace
@@ -23,14 +25,16 @@ _DENSE, _SPARSE = "dense", "sparse"
 _ALIASES = ("num_experts", "num_local_experts")
 """Of n_routed_experts, in transformers' configs."""
 _LATENT_EPS = 1e-6
-"""Of the norms inside latent attention, as transformers has it whatever rms_norm_eps is; vLLM takes rms_norm_eps there."""
+"""Of the norms inside latent attention, as transformers has it whatever rms_norm_eps is; vLLM takes
+rms_norm_eps there."""
 SHARING = ("index_topk_freq", "index_topk_pattern", "indexer_types")
 """Keys of config.json by which layers share an indexer."""
 
 
 @dataclass(frozen=True)
 class Config(deepseek_v3.Config):
-    """mlp_layer_types: dense or sparse, of each layer before the MTP layers; empty where first_k_dense_replace says it."""
+    """mlp_layer_types: dense or sparse, of each layer before the MTP layers; empty where
+    first_k_dense_replace says it."""
 
     index_topk: int = 2048
     index_n_heads: int = 64
@@ -41,21 +45,39 @@ class Config(deepseek_v3.Config):
     def from_dict(cls, config: dict[str, Any]) -> "Config":
         for name in SHARING:
             if config.get(name) not in (None, 1):
-                raise QuantkitError(f"config.json has {name} = {config[name]!r}", "in deepseek_v32 each layer has an indexer of its own")
+                raise QuantkitError(
+                    f"config.json has {name} = {config[name]!r}",
+                    "in deepseek_v32 each layer has an indexer of its own",
+                )
         return cls.read(config, interleaved=False)
 
     @classmethod
     def read(cls, config: dict[str, Any], *, interleaved: bool) -> "Config":
-        """interleaved: whether the indexer turns neighbouring channels; config.json may say so, too, and nothing else."""
-        for name, wanted in {"rope_interleave": True, "indexer_rope_interleave": interleaved, "mlp_bias": False}.items():
+        """interleaved: whether the indexer turns neighbouring channels; config.json may say so,
+        too, and nothing else."""
+        for name, wanted in {
+            "rope_interleave": True,
+            "indexer_rope_interleave": interleaved,
+            "mlp_bias": False,
+        }.items():
             if check_flag(config, name, default=wanted) != wanted:
-                raise refusal(name, config[name], f"{str(wanted).lower()}, as transformers computes {config.get('model_type')}")
-        if config.get("layer_types") is not None and {*map(str, config["layer_types"])} != {"indexed_attention"}:
+                raise refusal(
+                    name,
+                    config[name],
+                    f"{str(wanted).lower()}, as transformers computes {config.get('model_type')}",
+                )
+        if config.get("layer_types") is not None and {*map(str, config["layer_types"])} != {
+            "indexed_attention"
+        }:
             raise refusal("layer_types", config["layer_types"], "indexed_attention for each layer")
         made = super().from_dict(_with_experts(config))
         assert isinstance(made, cls), made
-        check_at_most("qk_rope_head_dim", made.qk_rope_head_dim, "index_head_dim", made.index_head_dim)
-        return replace(made, mlp_layer_types=_read_kinds(config.get("mlp_layer_types"), made.num_hidden_layers))
+        check_at_most(
+            "qk_rope_head_dim", made.qk_rope_head_dim, "index_head_dim", made.index_head_dim
+        )
+        return replace(
+            made, mlp_layer_types=_read_kinds(config.get("mlp_layer_types"), made.num_hidden_layers)
+        )
 
     @property
     def indexer(self) -> IndexerSizes:
@@ -71,7 +93,8 @@ class Config(deepseek_v3.Config):
         return False
 
     def has_indexer(self, layer: int) -> bool:
-        """Whether the layer selects for itself; else it attends to what the layer before attended to."""
+        """Whether the layer selects for itself; else it attends to what the layer before attended
+        to."""
         return True
 
     def is_moe(self, layer: int) -> bool:
@@ -85,7 +108,10 @@ def _with_experts(config: dict[str, Any]) -> dict[str, Any]:
     for name in _ALIASES:
         if config.get(name) is not None:
             if config.get("n_routed_experts", config[name]) != config[name]:
-                raise QuantkitError(f"config.json has {name} = {config[name]!r} and another n_routed_experts", "keep the one that is meant")
+                raise QuantkitError(
+                    f"config.json has {name} = {config[name]!r} and another n_routed_experts",
+                    "keep the one that is meant",
+                )
             config = {**config, "n_routed_experts": config[name]}
     return config
 
@@ -93,8 +119,16 @@ def _with_experts(config: dict[str, Any]) -> dict[str, Any]:
 def _read_kinds(kinds: Any, num_layers: int) -> tuple[str, ...]:
     if kinds is None:
         return ()
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= {_DENSE, _SPARSE}:
-        raise refusal("mlp_layer_types", kinds, f"{_DENSE} or {_SPARSE} for each of num_hidden_layers = {num_layers}")
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or not {*map(str, kinds)} <= {_DENSE, _SPARSE}
+    ):
+        raise refusal(
+            "mlp_layer_types",
+            kinds,
+            f"{_DENSE} or {_SPARSE} for each of num_hidden_layers = {num_layers}",
+        )
     return tuple(kinds)
 
 
@@ -105,15 +139,31 @@ def parameters(config: Config) -> list[Parameter]:
         rows.append(row)
         if row.projection == "o" and row.layer is not None:
             prefix = f"model.layers.{row.layer}.self_attn.indexer"
-            own = indexer_parameters(config.indexer, prefix, config.hidden_size, config.q_lora_rank, row.layer, mtp=row.mtp)
-            rows += own if config.has_indexer(row.layer) else [replace(one, optional=True) for one in own]
+            own = indexer_parameters(
+                config.indexer,
+                prefix,
+                config.hidden_size,
+                config.q_lora_rank,
+                row.layer,
+                mtp=row.mtp,
+            )
+            rows += (
+                own
+                if config.has_indexer(row.layer)
+                else [replace(one, optional=True) for one in own]
+            )
     return rows
 
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
-    """DeepSeek-V3's groups; the indexer reads the input of the first linears, and the queries' latent."""
+    """DeepSeek-V3's groups; the indexer reads the input of the first linears, and the queries'
+    latent."""
     groups = deepseek_v3.scale_groups(config, layer)
-    return with_indexer(groups, f"model.layers.{layer}.self_attn.indexer") if config.has_indexer(layer) else groups
+    return (
+        with_indexer(groups, f"model.layers.{layer}.self_attn.indexer")
+        if config.has_indexer(layer)
+        else groups
+    )
 
 
 class Attention(deepseek_v3.Attention):
@@ -123,7 +173,9 @@ class Attention(deepseek_v3.Attention):
         self.topk, self.indexer = config.index_topk, None
         if config.has_indexer(layer):
             rope = replace(config.rope, interleaved=config.indexer_interleaved)
-            self.indexer = Indexer(config.indexer, layer, f"model.layers.{layer}.self_attn.indexer", rope, weights)
+            self.indexer = Indexer(
+                config.indexer, layer, f"model.layers.{layer}.self_attn.indexer", rope, weights
+            )
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
@@ -132,13 +184,21 @@ class Attention(deepseek_v3.Attention):
         if self.indexer is not None:
             self.indexer(x, q_a, context)
         q = self.q_b(q_a).unflatten(-1, (-1, c.qk_head_dim))
-        return self.o(context.attend_mla(self.layer, q, self.kv_b, c.rope, c.softmax_scale, self.topk).flatten(1))
+        return self.o(
+            context.attend_mla(
+                self.layer, q, self.kv_b, c.rope, c.softmax_scale, self.topk
+            ).flatten(1)
+        )
 
 
 class DecoderLayer(decoder.DecoderLayer):
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         p, moe = f"model.layers.{layer}", config.is_moe(layer)
-        mlp = MoeMlp(config.routing, f"{p}.mlp", weights, deepseek_v3.MIXTURE) if moe else Mlp(f"{p}.mlp", weights)
+        mlp = (
+            MoeMlp(config.routing, f"{p}.mlp", weights, deepseek_v3.MIXTURE)
+            if moe
+            else Mlp(f"{p}.mlp", weights)
+        )
         super().__init__(p, config.rms_norm_eps, weights, Attention(config, layer, weights), mlp)
 
 

@@ -1,4 +1,5 @@
-"""The half of a decoder layer that has linear attention with a state: its tensors, scale groups and forward. The rule: delta_rule.py."""
+"""The half of a decoder layer that has linear attention with a state: its tensors, scale groups and
+forward. The rule: delta_rule.py."""
 
 import torch
 from quantkit_kernels import rms_norm
@@ -16,44 +17,84 @@ def delta_parameters(net: DeltaNet, prefix: str, hidden: int, layer: int) -> lis
     keys, _, values = net.segments
 
     def row(name: str, shape: tuple[int, ...], segments: tuple[int, ...] = ()) -> Parameter:
-        return Parameter(f"{prefix}.{name}", shape, "state", "column", layer, block="attention", segments=segments)
+        return Parameter(
+            f"{prefix}.{name}",
+            shape,
+            "state",
+            "column",
+            layer,
+            block="attention",
+            segments=segments,
+        )
 
     def linear(name: str, rows: int, segments: tuple[int, ...] = ()) -> Parameter:
         fused = None if net.joined else f"{prefix}.in_proj_qkvz"
         shape = (rows, hidden)
-        return Parameter(f"{prefix}.{name}.weight", shape, "linear", "column", layer, fused=fused, block="attention", segments=segments)
+        return Parameter(
+            f"{prefix}.{name}.weight",
+            shape,
+            "linear",
+            "column",
+            layer,
+            fused=fused,
+            block="attention",
+            segments=segments,
+        )
 
     if net.joined:
-        readers = [linear("in_proj_qkvz", 2 * (keys + values)), row("in_proj_ba.weight", (2 * net.value_heads, hidden))]
+        readers = [
+            linear("in_proj_qkvz", 2 * (keys + values)),
+            row("in_proj_ba.weight", (2 * net.value_heads, hidden)),
+        ]
     else:
         gates = [row(f"in_proj_{name}.weight", (net.value_heads, hidden)) for name in "ba"]
-        readers = [linear("in_proj_qkv", sum(net.segments), net.segments), linear("in_proj_z", values), *gates]
-    out = Parameter(f"{prefix}.out_proj.weight", (hidden, values), "linear", "row", layer, block="attention", projection="o")
+        readers = [
+            linear("in_proj_qkv", sum(net.segments), net.segments),
+            linear("in_proj_z", values),
+            *gates,
+        ]
+    out = Parameter(
+        f"{prefix}.out_proj.weight",
+        (hidden, values),
+        "linear",
+        "row",
+        layer,
+        block="attention",
+        projection="o",
+    )
     return [
         *readers,
         row("conv1d.weight", (sum(net.segments), 1, net.kernel), segments=net.segments),
         row("dt_bias", (net.value_heads,)),
         row("A_log", (net.value_heads,)),
-        Parameter(f"{prefix}.norm.weight", (net.value_dim,), "norm", layer=layer, block="attention"),
+        Parameter(
+            f"{prefix}.norm.weight", (net.value_dim,), "norm", layer=layer, block="attention"
+        ),
         out,
     ]
 
 
 def delta_scale_groups(net: DeltaNet, prefix: str, norm: str) -> list[ScaleGroup]:
-    """The norm before it to the linears that read it. The norm behind it is shared by all heads, and its output by a gate."""
+    """The norm before it to the linears that read it. The norm behind it is shared by all heads,
+    and its output by a gate."""
     names = ("qkvz", "ba") if net.joined else ("qkv", "z", "b", "a")
     readers = tuple(f"{prefix}.in_proj_{name}" for name in names)
     return [ScaleGroup(f"{prefix}.in_proj", norm, True, readers, readers[0])]
 
 
 class GatedDeltaNet:
-    """The attention half of a layer with a state. Of a rank: its share of the key heads, and their value heads."""
+    """The attention half of a layer with a state. Of a rank: its share of the key heads, and their
+    value heads."""
 
-    def __init__(self, net: DeltaNet, layer: int, prefix: str, eps: float, weights: Weights) -> None:
+    def __init__(
+        self, net: DeltaNet, layer: int, prefix: str, eps: float, weights: Weights
+    ) -> None:
         self.net, self.layer, self.eps = net, layer, eps
         first, second = (("qkvz",), ("ba",)) if net.joined else (("qkv", "z"), ("b", "a"))
         self.qkvz = weights.fused_linear(tuple(f"{prefix}.in_proj_{name}" for name in first))
-        self.ba = torch.cat([weights.tensor(f"{prefix}.in_proj_{name}.weight").float() for name in second])
+        self.ba = torch.cat(
+            [weights.tensor(f"{prefix}.in_proj_{name}.weight").float() for name in second]
+        )
         self.weights = DeltaWeights(weights.tensor(f"{prefix}.conv1d.weight").float()[:, 0], net)
         self.dt_bias = weights.tensor(f"{prefix}.dt_bias").float()
         self.speed = weights.tensor(f"{prefix}.A_log").float().exp()
@@ -69,10 +110,14 @@ class GatedDeltaNet:
         return self.out((rms_norm(attended, self.norm, self.eps) * gate).to(x.dtype).flatten(1))
 
     def _brought(self, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Outputs of the linears -> queries, keys and values [T, C]; gates [T, value heads * value_dim]; b and a [T, value heads]."""
+        """Outputs of the linears -> queries, keys and values [T, C]; gates [T, value heads *
+        value_dim]; b and a [T, value heads]."""
         net, channels, heads = self.net, len(self.weights.convolution), ba.shape[1] // 2
         if not net.joined:
-            return (*qkvz.split([channels, qkvz.shape[1] - channels], dim=-1), *ba.split(heads, dim=-1))
+            return (
+                *qkvz.split([channels, qkvz.shape[1] - channels], dim=-1),
+                *ba.split(heads, dim=-1),
+            )
         shared = net.value_heads // net.key_heads
         sizes = [net.key_dim, net.key_dim, shared * net.value_dim, shared * net.value_dim]
         q, k, v, z = qkvz.unflatten(-1, (-1, sum(sizes))).split(sizes, dim=-1)

@@ -1,8 +1,10 @@
-"""Linear attention by a gated delta rule (arXiv 2412.06464), as Qwen3-Next has it: a state per sequence in place of keys and values.
+"""Linear attention by a gated delta rule (arXiv 2412.06464), as Qwen3-Next has it: a state per
+sequence in place of keys and values.
 
-The state S [key_dim, value_dim] of a head forgets and learns with every token: S <- e^g S, then S <- S + k (beta (v - S^T k))^T, and the
-token reads S^T q. Queries, keys and values come through a short causal convolution, so the last inputs of that are kept as well. Symbols: T
-tokens, C channels of the convolution, K its width.
+The state S [key_dim, value_dim] of a head forgets and learns with every token: S <- e^g S, then S
+<- S + k (beta (v - S^T k))^T, and the token reads S^T q. Queries, keys and values come through a
+short causal convolution, so the last inputs of that are kept as well. Symbols: T tokens, C channels
+of the convolution, K its width.
 """
 
 import math
@@ -19,14 +21,17 @@ _EPS = 1e-6
 """Of the norms of queries and keys."""
 
 StateShapes = dict[int, tuple[tuple[int, ...], ...]]
-"""What one rank keeps of a sequence in float32: by number, the shapes of the tensors that are read and written together."""
+"""What one rank keeps of a sequence in float32: by number, the shapes of the tensors that are read
+and written together."""
 
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """Sizes of the linear attention. Value heads that stand side by side share a key head. kernel: width of the convolution. layers: those
-    that have it. joined: whether one linear gives queries, keys, values and gates, key head after key head, and another the rest; or there
-    is a linear for queries, keys and values, and one each for the others.
+    """Sizes of the linear attention. Value heads that stand side by side share a key head. kernel:
+    width of the convolution. layers: those
+    that have it. joined: whether one linear gives queries, keys, values and gates, key head after
+    key head, and another the rest; or there is a linear for queries, keys and values, and one each
+    for the others.
     """
 
     key_heads: int
@@ -45,15 +50,20 @@ class DeltaNet:
 
     def places_of_others(self, num_layers: int) -> dict[int, int]:
         """Layers without it, numbered."""
-        return {layer: number for number, layer in enumerate(sorted({*range(num_layers)} - self.layers))}
+        return {
+            layer: number for number, layer in enumerate(sorted({*range(num_layers)} - self.layers))
+        }
 
     def state_shapes(self, ranks: int = 1) -> StateShapes:
         """Of each layer: the inputs of the convolution, and the state."""
         recent = (self.kernel - 1, sum(self.segments) // ranks)
-        return dict.fromkeys(sorted(self.layers), (recent, (self.value_heads // ranks, self.key_dim, self.value_dim)))
+        return dict.fromkeys(
+            sorted(self.layers), (recent, (self.value_heads // ranks, self.key_dim, self.value_dim))
+        )
 
     def held_bytes(self, ranks: int = 1) -> int:
-        """Of one sequence over all layers on one rank: each state twice, with the number of tokens that it is of."""
+        """Of one sequence over all layers on one rank: each state twice, with the number of tokens
+        that it is of."""
         return held_bytes(self.state_shapes(ranks))
 
 
@@ -63,8 +73,8 @@ def held_bytes(shapes: StateShapes) -> int:
 
 
 class DeltaInputs(NamedTuple):
-    """What a layer's tokens bring. mixed [T, C]: queries, keys and values before the convolution; decay, rate float32 [T, value heads]: g,
-    not above 0, and beta."""
+    """What a layer's tokens bring. mixed [T, C]: queries, keys and values before the convolution;
+    decay, rate float32 [T, value heads]: g, not above 0, and beta."""
 
     mixed: Tensor
     decay: Tensor
@@ -72,8 +82,8 @@ class DeltaInputs(NamedTuple):
 
 
 class DeltaState(NamedTuple):
-    """What is kept of sequences. recent float32 [..., K - 1, C]: the last inputs of the convolution; memory float32 [..., value heads,
-    key_dim, value_dim]."""
+    """What is kept of sequences. recent float32 [..., K - 1, C]: the last inputs of the
+    convolution; memory float32 [..., value heads, key_dim, value_dim]."""
 
     recent: Tensor
     memory: Tensor
@@ -93,21 +103,30 @@ class DeltaWeights(NamedTuple):
         return DeltaState(recent, torch.zeros(heads, net.key_dim, net.value_dim, device=device))
 
 
-def attend_sequence(inputs: DeltaInputs, weights: DeltaWeights, state: DeltaState) -> tuple[Tensor, DeltaState]:
-    """Consecutive tokens of one sequence -> [T, value heads, value_dim] float32, and the state after them."""
+def attend_sequence(
+    inputs: DeltaInputs, weights: DeltaWeights, state: DeltaState
+) -> tuple[Tensor, DeltaState]:
+    """Consecutive tokens of one sequence -> [T, value heads, value_dim] float32, and the state
+    after them."""
     padded = torch.cat((state.recent, inputs.mixed.float()))
-    mixed = F.silu(F.conv1d(padded.t()[None], weights.convolution[:, None], groups=padded.shape[1])[0].t())
+    mixed = F.silu(
+        F.conv1d(padded.t()[None], weights.convolution[:, None], groups=padded.shape[1])[0].t()
+    )
     q, k, v = _heads(mixed, weights.net)
     out, memory = torch.empty_like(v), state.memory
     for start in range(0, len(v), _CHUNK):
         part = slice(start, start + _CHUNK)
         queries, keys, values = (side[part].transpose(0, 1) for side in (q, k, v))
-        attended, memory = _attend_chunk(queries, keys, values, inputs.decay[part].t(), inputs.rate[part].t(), memory)
+        attended, memory = _attend_chunk(
+            queries, keys, values, inputs.decay[part].t(), inputs.rate[part].t(), memory
+        )
         out[part] = attended.transpose(0, 1)
     return out, DeltaState(padded[len(padded) - state.recent.shape[0] :], memory)
 
 
-def attend_step(inputs: DeltaInputs, weights: DeltaWeights, state: DeltaState) -> tuple[Tensor, DeltaState]:
+def attend_step(
+    inputs: DeltaInputs, weights: DeltaWeights, state: DeltaState
+) -> tuple[Tensor, DeltaState]:
     """One token of each of B sequences -> [B, value heads, value_dim] float32, and their states."""
     window = torch.cat((state.recent, inputs.mixed.float()[:, None]), dim=1)  # [B, K, C]
     q, k, v = _heads(F.silu((window * weights.convolution.t()).sum(1)), weights.net)
@@ -118,7 +137,8 @@ def attend_step(inputs: DeltaInputs, weights: DeltaWeights, state: DeltaState) -
 
 
 def _heads(mixed: Tensor, net: DeltaNet) -> tuple[Tensor, Tensor, Tensor]:
-    """mixed [T, C] -> queries and keys [T, value heads, key_dim], normed, queries scaled; values [T, value heads, value_dim]."""
+    """mixed [T, C] -> queries and keys [T, value heads, key_dim], normed, queries scaled; values
+    [T, value heads, value_dim]."""
     ranks = sum(net.segments) // mixed.shape[1]
     q, k, v = mixed.split([channels // ranks for channels in net.segments], dim=-1)
     v = v.unflatten(-1, (-1, net.value_dim))
@@ -130,10 +150,14 @@ def _heads(mixed: Tensor, net: DeltaNet) -> tuple[Tensor, Tensor, Tensor]:
     return sides[0] * net.key_dim**-0.5, sides[1], v
 
 
-def _attend_chunk(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """Some tokens at once: q, k [heads, t, key_dim], v [heads, t, value_dim], decay and rate [heads, t], memory as in `DeltaState`.
+def _attend_chunk(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Some tokens at once: q, k [heads, t, key_dim], v [heads, t, value_dim], decay and rate
+    [heads, t], memory as in `DeltaState`.
 
-    What the tokens of a chunk learn of each other is a triangular system, whose solution stands for their updates one by one.
+    What the tokens of a chunk learn of each other is a triangular system, whose solution stands for
+    their updates one by one.
     """
     past = decay.cumsum(-1)
     later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)

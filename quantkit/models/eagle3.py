@@ -1,8 +1,10 @@
-"""EAGLE-3's head (arXiv 2503.01840): a decoder layer that guesses from hidden states of three depths of a model, and the next token.
+"""EAGLE-3's head (arXiv 2503.01840): a decoder layer that guesses from hidden states of three
+depths of a model, and the next token.
 
-Names, shapes and order are those of `LlamaForCausalLMEagle3` as SGLang trains and vLLM reads it. The layer reads the embedding of token
-i + 1 beside a hidden state of token i, and guesses token i + 2; further guesses read its own output. Its vocabulary is a part of the
-model's: d2t holds what is added to its ids.
+Names, shapes and order are those of `LlamaForCausalLMEagle3` as SGLang trains and vLLM reads it.
+The layer reads the embedding of token i + 1 beside a hidden state of token i, and guesses token i +
+2; further guesses read its own output. Its vocabulary is a part of the model's: d2t holds what is
+added to its ids.
 
 Symbols: T tokens, H hidden_size of the head.
 """
@@ -26,16 +28,19 @@ from quantkit.models.weights import Weights
 CLASSES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 EMBEDDING = "embed_tokens.weight"
 OFFSETS = "d2t"
-"""What is added to the head's ids to make the model's: int64 [draft_vocab]. Where it is missing they are the same."""
+"""What is added to the head's ids to make the model's: int64 [draft_vocab]. Where it is missing
+they are the same."""
 _LAYER = "midlayer"
 _DEPTHS = 3
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """decoder: what the layer has of a Llama. draft_vocab: tokens it guesses among. target_hidden: width of the hidden states it reads.
-    normed_residual: whether its residual stream begins behind hidden_norm. depths: layers of the model whose inputs it reads; None: the
-    second, the middle and the third from the end, counted from 0."""
+    """decoder: what the layer has of a Llama. draft_vocab: tokens it guesses among. target_hidden:
+    width of the hidden states it reads.
+    normed_residual: whether its residual stream begins behind hidden_norm. depths: layers of the
+    model whose inputs it reads; None: the second, the middle and the third from the end, counted
+    from 0."""
 
     decoder: llama.Config
     draft_vocab: int
@@ -49,24 +54,45 @@ class HeadConfig:
         decoder = llama.Config.from_dict(config)
         if decoder.num_hidden_layers != 1:
             raise QuantkitError(
-                f"config.json has num_hidden_layers = {decoder.num_hidden_layers}", "heads of EAGLE-3 with one layer are computed"
+                f"config.json has num_hidden_layers = {decoder.num_hidden_layers}",
+                "heads of EAGLE-3 with one layer are computed",
             )
         about = config.get("eagle_config") or {}
-        if not isinstance(about, dict) or about.get("use_aux_hidden_state", True) is not True or config.get("parallel_drafting"):
-            raise QuantkitError("config.json asks for another head than EAGLE-3's", "bring one that reads three hidden states")
-        # In eagle_config a layer's output is meant, beside it a layer's input: both are written by those who serve such heads.
-        outputs, inputs = about.get("eagle_aux_hidden_state_layer_ids"), config.get("eagle_aux_hidden_state_layer_ids")
+        if (
+            not isinstance(about, dict)
+            or about.get("use_aux_hidden_state", True) is not True
+            or config.get("parallel_drafting")
+        ):
+            raise QuantkitError(
+                "config.json asks for another head than EAGLE-3's",
+                "bring one that reads three hidden states",
+            )
+        # In eagle_config a layer's output is meant, beside it a layer's input: both are written by
+        # those who serve such heads.
+        outputs, inputs = (
+            about.get("eagle_aux_hidden_state_layer_ids"),
+            config.get("eagle_aux_hidden_state_layer_ids"),
+        )
         given = inputs if inputs is not None else outputs
         depths = None
         if given is not None:
-            if not isinstance(given, list) or len(given) != _DEPTHS or not all(type(one) is int and one >= 0 for one in given):
-                raise QuantkitError(f"config.json has eagle_aux_hidden_state_layer_ids = {given!r:.60}", f"give {_DEPTHS} layers")
+            if (
+                not isinstance(given, list)
+                or len(given) != _DEPTHS
+                or not all(type(one) is int and one >= 0 for one in given)
+            ):
+                raise QuantkitError(
+                    f"config.json has eagle_aux_hidden_state_layer_ids = {given!r:.60}",
+                    f"give {_DEPTHS} layers",
+                )
             depths = tuple(one + (inputs is None) for one in given)
         sizes = {"draft_vocab_size": decoder.vocab_size, "target_hidden_size": decoder.hidden_size}
         for key in sizes:
             found = config.get(key)
             if found is not None and (type(found) is not int or found < 1):
-                raise QuantkitError(f"config.json has {key} = {found!r:.60}", "use a positive integer")
+                raise QuantkitError(
+                    f"config.json has {key} = {found!r:.60}", "use a positive integer"
+                )
             sizes[key] = found or sizes[key]
         flag = check_flag(config, "norm_before_residual")
         return cls(decoder, sizes["draft_vocab_size"], sizes["target_hidden_size"], flag, depths)
@@ -83,39 +109,76 @@ def is_head(config: dict[str, Any]) -> bool:
 
 
 def parameters(config: HeadConfig) -> list[Parameter]:
-    """Every tensor but d2t and t2d, which are no weights. The embedding may be absent: it is the model's then."""
+    """Every tensor but d2t and t2d, which are no weights. The embedding may be absent: it is the
+    model's then."""
     c = config.decoder
     h, own = c.hidden_size, gqa.layer_parameters(c, 0)
     rows = [Parameter(EMBEDDING, (c.vocab_size, h), "embedding", optional=True)]
     rows.append(Parameter("fc.weight", (h, _DEPTHS * config.target_hidden), "mtp_proj"))
     rows.append(Parameter(f"{_LAYER}.hidden_norm.weight", (h,), "norm", layer=0))
     for row in own:
-        shape = (row.shape[0], 2 * h) if row.projection in ("q", "k", "v") and row.role == "linear" else row.shape
+        shape = (
+            (row.shape[0], 2 * h)
+            if row.projection in ("q", "k", "v") and row.role == "linear"
+            else row.shape
+        )
         named = row.name.replace("model.layers.0", _LAYER)
-        rows.append(replace(row, name=named, shape=shape, fused=row.fused and row.fused.replace("model.layers.0", _LAYER)))
-    return [*rows, Parameter("norm.weight", (h,), "norm"), Parameter("lm_head.weight", (config.draft_vocab, h), "head")]
+        rows.append(
+            replace(
+                row,
+                name=named,
+                shape=shape,
+                fused=row.fused and row.fused.replace("model.layers.0", _LAYER),
+            )
+        )
+    return [
+        *rows,
+        Parameter("norm.weight", (h,), "norm"),
+        Parameter("lm_head.weight", (config.draft_vocab, h), "head"),
+    ]
 
 
 class Eagle3Head:
-    """embedding [vocab, H]: of the model's tokens. token_ids int64 [draft_vocab]: which of the model's `vocab` ids it guesses among.
+    """embedding [vocab, H]: of the model's tokens. token_ids int64 [draft_vocab]: which of the
+    model's `vocab` ids it guesses among.
 
     backend: as `decoder.Model` has it.
     """
 
     backend: str = "auto"
 
-    def __init__(self, config: HeadConfig, weights: Weights, embedding: Tensor, token_ids: Tensor, vocab: int) -> None:
+    def __init__(
+        self, config: HeadConfig, weights: Weights, embedding: Tensor, token_ids: Tensor, vocab: int
+    ) -> None:
         c = config.decoder
-        self.config, self.eps, self.embedding, self._vocab = config, c.rms_norm_eps, embedding, vocab
-        self._ids, self.width, self.read_width = token_ids, c.hidden_size, _DEPTHS * config.target_hidden
+        self.config, self.eps, self.embedding, self._vocab = (
+            config,
+            c.rms_norm_eps,
+            embedding,
+            vocab,
+        )
+        self._ids, self.width, self.read_width = (
+            token_ids,
+            c.hidden_size,
+            _DEPTHS * config.target_hidden,
+        )
         a = f"{_LAYER}.self_attn"
         self.fc, self.head = weights.linear("fc"), weights.linear("lm_head")
         self.qkv = weights.fused_linear((f"{a}.q_proj", f"{a}.k_proj", f"{a}.v_proj"))
-        self.qkv_bias = torch.cat([weights.tensor(f"{a}.{side}_proj.bias") for side in "qkv"]) if c.qkv_bias else None
-        self.o, self.o_bias = weights.linear(f"{a}.o_proj"), weights.tensor(f"{a}.o_proj.bias") if c.o_bias else None
+        self.qkv_bias = (
+            torch.cat([weights.tensor(f"{a}.{side}_proj.bias") for side in "qkv"])
+            if c.qkv_bias
+            else None
+        )
+        self.o, self.o_bias = (
+            weights.linear(f"{a}.o_proj"),
+            weights.tensor(f"{a}.o_proj.bias") if c.o_bias else None,
+        )
         self.mlp = Mlp(f"{_LAYER}.mlp", weights, bias=c.mlp_bias)
         names = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-        self.input_norm, self.hidden_norm, self.mlp_norm = (weights.tensor(f"{_LAYER}.{name}.weight") for name in names)
+        self.input_norm, self.hidden_norm, self.mlp_norm = (
+            weights.tensor(f"{_LAYER}.{name}.weight") for name in names
+        )
         self.norm = weights.tensor("norm.weight")
 
     def combine(self, hidden: Tensor) -> Tensor:
@@ -123,16 +186,20 @@ class Eagle3Head:
         return self.fc(hidden)
 
     @by_own_backend
-    def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
-        """next_token_ids [T], hidden [T, H] of `combine`, or of this -> hidden [T, H] before the last norm; rows int64 [R]: of these tokens
-        alone."""
+    def __call__(
+        self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None
+    ) -> Tensor:
+        """next_token_ids [T], hidden [T, H] of `combine`, or of this -> hidden [T, H] before the
+        last norm; rows int64 [R]: of these tokens alone."""
         c = self.config.decoder
         normed = rms_norm(hidden, self.hidden_norm, self.eps)
         residual = normed if self.config.normed_residual else hidden
         embedded = rms_norm(F.embedding(next_token_ids, self.embedding), self.input_norm, self.eps)
         qkv = add_bias(self.qkv(torch.cat((embedded, normed), dim=-1)), self.qkv_bias)
         q = context.store_gqa(0, qkv, c.num_key_value_heads, c.head_dim, None, c.rope)
-        attended = add_bias(self.o(context.attend_gqa(0, q, c.softmax_scale).flatten(1)), self.o_bias)
+        attended = add_bias(
+            self.o(context.attend_gqa(0, q, c.softmax_scale).flatten(1)), self.o_bias
+        )
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
         normed, residual = add_rms_norm(attended, residual, self.mlp_norm, self.eps)

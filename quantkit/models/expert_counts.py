@@ -1,7 +1,8 @@
-"""How often the tokens of a text asked each routed expert: what calibration, ppl, eval and the engine count, and what placing reads.
+"""How often the tokens of a text asked each routed expert: what calibration, ppl, eval and the
+engine count, and what placing reads.
 
-A file is one JSON object: {"quantkit": "expert counts", "model_type", "hidden_size", "experts", "tokens", "layers": {"3": [count, ...]}},
-layers by their number in the model.
+A file is one JSON object: {"quantkit": "expert counts", "model_type", "hidden_size", "experts",
+"tokens", "layers": {"3": [count, ...]}}, layers by their number in the model.
 """
 
 import json
@@ -17,7 +18,10 @@ from quantkit.common.model_files import read_json
 KIND = "expert counts"
 FILE_NAME = "expert_counts.json"
 """Of the counts that quantize leaves in its output."""
-_REMEDY = "give a file that quantize, ppl --count-experts, eval --count-experts or serve --count-experts wrote"
+_REMEDY = (
+    "give a file that quantize, ppl --count-experts, eval --count-experts or serve "
+    "--count-experts wrote"
+)
 _MOST = 2**53
 """A count that JSON's readers still hold exactly."""
 
@@ -39,7 +43,8 @@ class _Config(Protocol):
 
 @dataclass(frozen=True)
 class ExpertCounts:
-    """model_type, hidden_size, experts: of the model that was asked. tokens: of the text. layers: counts of each expert, by layer."""
+    """model_type, hidden_size, experts: of the model that was asked. tokens: of the text. layers:
+    counts of each expert, by layer."""
 
     model_type: str
     hidden_size: int
@@ -48,11 +53,19 @@ class ExpertCounts:
     layers: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model_type: Any, config: _Config, tokens: int, layers: Mapping[int, Sequence[int]]) -> "ExpertCounts":
-        """Of a model whose config.json has `model_type` and was read as `config`. Raises QuantkitError where it has no routed experts."""
+    def of(
+        cls, model_type: Any, config: _Config, tokens: int, layers: Mapping[int, Sequence[int]]
+    ) -> "ExpertCounts":
+        """Of a model whose config.json has `model_type` and was read as `config`. Raises
+        QuantkitError where it has no routed experts."""
         if config.routing is None:
-            raise QuantkitError(f"a model of type {model_type} has no routed experts to count", "leave out --count-experts")
-        return cls(str(model_type), config.hidden_size, config.routing.n_routed_experts, tokens, layers)
+            raise QuantkitError(
+                f"a model of type {model_type} has no routed experts to count",
+                "leave out --count-experts",
+            )
+        return cls(
+            str(model_type), config.hidden_size, config.routing.n_routed_experts, tokens, layers
+        )
 
     def to_bytes(self) -> bytes:
         layers = {str(layer): list(counts) for layer, counts in sorted(self.layers.items())}
@@ -70,8 +83,13 @@ class ExpertCounts:
         found = read_json(path)
         if found.get("quantkit") != KIND or not isinstance(found.get("layers"), dict):
             raise QuantkitError(f"{path} is no file of expert counts", _REMEDY)
-        hidden_size, experts, tokens = (_count(path, name, found.get(name)) for name in ("hidden_size", "experts", "tokens"))
-        layers = {_layer(path, name): _counts(path, name, row, experts) for name, row in found["layers"].items()}
+        hidden_size, experts, tokens = (
+            _count(path, name, found.get(name)) for name in ("hidden_size", "experts", "tokens")
+        )
+        layers = {
+            _layer(path, name): _counts(path, name, row, experts)
+            for name, row in found["layers"].items()
+        }
         return cls(str(found.get("model_type")), hidden_size, experts, tokens, layers)
 
 
@@ -84,7 +102,9 @@ def _layer(path: Path, name: str) -> int:
 def _counts(path: Path, layer: str, row: Any, experts: int) -> list[int]:
     if not isinstance(row, list) or len(row) != experts:
         held = f"{len(row)} counts" if isinstance(row, list) else "no list"
-        raise QuantkitError(f"{path} has {held} for layer {layer} and says {experts} experts", _REMEDY)
+        raise QuantkitError(
+            f"{path} has {held} for layer {layer} and says {experts} experts", _REMEDY
+        )
     return [_count(path, f"layer {layer}", value) for value in row]
 
 

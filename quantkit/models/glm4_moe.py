@@ -1,4 +1,5 @@
-"""GLM-4.5 to 4.7: half of each head turned, optional norms on q and k, DeepSeek-V3's mixture of experts and MTP layer."""
+"""GLM-4.5 to 4.7: half of each head turned, optional norms on q and k, DeepSeek-V3's mixture of
+experts and MTP layer."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -6,7 +7,14 @@ from typing import Any
 from quantkit_kernels import Routing
 
 from quantkit.models import gqa, mtp
-from quantkit.models.config import CountOrNone, NumLayersOrNone, check_count, check_flag, check_number, read_fields
+from quantkit.models.config import (
+    CountOrNone,
+    NumLayersOrNone,
+    check_count,
+    check_flag,
+    check_number,
+    read_fields,
+)
 from quantkit.models.deepseek_v3 import MIXTURE
 from quantkit.models.gqa import DecoderLayer, Model, scale_groups
 from quantkit.models.hf_fallback import GatesAndLengths
@@ -45,8 +53,11 @@ class Config(gqa.Config):
             qk_norm="head" if check_flag(config, "use_qk_norm") else None,
             routing=read_grouped_routing(config),
             mixture=MIXTURE,
-            shared_width=check_count("moe_intermediate_size", values.get("moe_intermediate_size")) * fields["n_shared_experts"],
-            dense_layers=frozenset(range(min(fields["first_k_dense_replace"], values["num_hidden_layers"]))),
+            shared_width=check_count("moe_intermediate_size", values.get("moe_intermediate_size"))
+            * fields["n_shared_experts"],
+            dense_layers=frozenset(
+                range(min(fields["first_k_dense_replace"], values["num_hidden_layers"]))
+            ),
             num_nextn_predict_layers=fields.get("num_nextn_predict_layers", 0),
         )
 
@@ -54,17 +65,25 @@ class Config(gqa.Config):
 def read_grouped_routing(config: dict[str, Any]) -> Routing:
     """Experts in groups, chosen by sigmoid. Raises QuantkitError where they cannot be chosen so."""
     routing = replace(
-        read_routing(config, ("n_routed_experts", "num_local_experts"), check_flag(config, "norm_topk_prob", default=True), "sigmoid"),
+        read_routing(
+            config,
+            ("n_routed_experts", "num_local_experts"),
+            check_flag(config, "norm_topk_prob", default=True),
+            "sigmoid",
+        ),
         n_group=check_count("n_group", config.get("n_group", 1)),
         topk_group=check_count("topk_group", config.get("topk_group", 1)),
-        routed_scaling_factor=check_number("routed_scaling_factor", config.get("routed_scaling_factor", 1.0)),
+        routed_scaling_factor=check_number(
+            "routed_scaling_factor", config.get("routed_scaling_factor", 1.0)
+        ),
     )
     check_groups(routing)
     return routing
 
 
 def parameters(config: Config) -> list[Parameter]:
-    """Every tensor of the checkpoint, MTP layers included, in the order a forward pass meets them."""
+    """Every tensor of the checkpoint, MTP layers included, in the order a forward pass meets
+    them."""
     rows = gqa.parameters(config)
     for layer in mtp.mtp_layers(config):
         block = [replace(row, mtp=True) for row in gqa.layer_parameters(config, layer)]

@@ -1,6 +1,8 @@
-"""GLM-5: DeepSeek-V3.2's attention with an indexer that turns neighbouring channels, and layers that share one.
+"""GLM-5: DeepSeek-V3.2's attention with an indexer that turns neighbouring channels, and layers
+that share one.
 
-A layer that shares attends to the tokens that the last layer with an indexer selected (arXiv 2603.12201). The MTP layer has its own.
+A layer that shares attends to the tokens that the last layer with an indexer selected (arXiv
+2603.12201). The MTP layer has its own.
 """
 
 from dataclasses import dataclass, replace
@@ -45,18 +47,30 @@ class Config(deepseek_v32.Config):
 
 
 def _read_types(config: dict[str, Any], num_layers: int) -> tuple[str, ...]:
-    """As transformers reads them: listed, or by a pattern of letters, or from a layer on every so many layers."""
+    """As transformers reads them: listed, or by a pattern of letters, or from a layer on every so
+    many layers."""
     key = "indexer_types" if config.get("indexer_types") is not None else "index_topk_pattern"
     listed = config.get(key)
     if listed is None:
         frequency, first = config.get("index_topk_freq"), config.get("index_skip_topk_offset")
         step = 1 if frequency is None else check_count("index_topk_freq", frequency)
-        start = _FIRST_SHARED if first is None else check_count("index_skip_topk_offset", first, least=0)
-        types = [_SHARED if max(layer - start + 1, 0) % step else _FULL for layer in range(num_layers)]
+        start = (
+            _FIRST_SHARED
+            if first is None
+            else check_count("index_skip_topk_offset", first, least=0)
+        )
+        types = [
+            _SHARED if max(layer - start + 1, 0) % step else _FULL for layer in range(num_layers)
+        ]
     else:
         types = [_LETTERS.get(one, one) for one in listed] if isinstance(listed, str | list) else []
         if len(types) != num_layers or not {*map(str, types)} <= {_FULL, _SHARED}:
-            raise refusal(key, listed, f"{_FULL} or {_SHARED} for each of num_hidden_layers = {num_layers}")
+            raise refusal(
+                key, listed, f"{_FULL} or {_SHARED} for each of num_hidden_layers = {num_layers}"
+            )
     if types[0] == _SHARED:
-        raise QuantkitError("config.json has a first layer that shares an indexer", "there is no layer before it: use the model's own")
+        raise QuantkitError(
+            "config.json has a first layer that shares an indexer",
+            "there is no layer before it: use the model's own",
+        )
     return tuple(types)

@@ -1,7 +1,8 @@
-"""gpt-oss: attention sinks, a sliding window in every other layer, biases everywhere, and experts with a clamped gate.
+"""gpt-oss: attention sinks, a sliding window in every other layer, biases everywhere, and experts
+with a clamped gate.
 
-Published with the experts of a layer stacked, in MXFP4 or in 16 bits; they are read as experts of their own
-(checkpoint/stacked_layouts.py).
+Published with the experts of a layer stacked, in MXFP4 or in 16 bits; they are read as experts of
+their own (checkpoint/stacked_layouts.py).
 """
 
 from typing import Any
@@ -36,7 +37,9 @@ class Config(gqa.Config):
         if not (config.get("rope_scaling") or config.get("rope_parameters")):
             config = {**config, "rope_parameters": _ROPE}
         values = gqa.read_config(config, default_theta=_THETA)
-        values["moe_intermediate_size"] = check_count("intermediate_size", values["intermediate_size"])
+        values["moe_intermediate_size"] = check_count(
+            "intermediate_size", values["intermediate_size"]
+        )
         bias = check_flag(config, "attention_bias", default=True)
         alpha = check_number("swiglu_alpha", config.get("swiglu_alpha", _ALPHA))
         limit = check_number("swiglu_limit", config.get("swiglu_limit", _LIMIT))
@@ -47,5 +50,10 @@ class Config(gqa.Config):
             sinks=True,
             windows=read_windows(config, values["num_hidden_layers"], lambda layer: layer % 2 == 0),
             routing=read_routing(config, ("num_local_experts", "num_experts"), True, "softmax"),
-            mixture=MixtureNames("router", logit_bias="router.bias", gating=Gating(alpha, limit, 1.0), expert_bias=True),
+            mixture=MixtureNames(
+                "router",
+                logit_bias="router.bias",
+                gating=Gating(alpha, limit, 1.0),
+                expert_bias=True,
+            ),
         )

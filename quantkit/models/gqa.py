@@ -1,6 +1,8 @@
-"""Decoder-only transformers with grouped-query attention: what Llama, Mistral, Mixtral, the Qwens, GLM-4.5 and MiniMax-M2 share.
+"""Decoder-only transformers with grouped-query attention: what Llama, Mistral, Mixtral, the Qwens,
+GLM-4.5 and MiniMax-M2 share.
 
-An architecture file reads its config.json into `Config` and says what it has of: biases, norms on q and k, sliding windows, experts.
+An architecture file reads its config.json into `Config` and says what it has of: biases, norms on q
+and k, sliding windows, experts.
 Symbols: T tokens, H hidden_size, D head_dim.
 """
 
@@ -15,7 +17,14 @@ from torch import Tensor
 from quantkit.common.errors import QuantkitError
 from quantkit.models import decoder
 from quantkit.models.architecture import ConfigDefaults, KeyValueCache
-from quantkit.models.config import DECIDED, CountOrNone, NumLayers, check_at_most, check_divides, read_fields
+from quantkit.models.config import (
+    DECIDED,
+    CountOrNone,
+    NumLayers,
+    check_at_most,
+    check_divides,
+    read_fields,
+)
 from quantkit.models.context import Context
 from quantkit.models.decoder import gain_of
 from quantkit.models.delta_net import GatedDeltaNet, delta_parameters, delta_scale_groups
@@ -43,12 +52,15 @@ QkNorm = Literal["head", "all"]
 
 @dataclass(frozen=True)
 class Config(ConfigDefaults):
-    """Fields as config.json names them; below `tie_word_embeddings`, what the architecture file decides.
+    """Fields as config.json names them; below `tie_word_embeddings`, what the architecture file
+    decides.
 
-    sinks: whether each head has a score for a key without a value. windows: tokens that each layer's attention sees, the token itself
-    included, 0 for all; empty: all layers see all. mixture_module: what of a layer the mixture of experts is. shared_width: of the shared
-    expert. dense_layers: layers without experts. recurrent: linear attention of some layers. output_gate: whether q_proj gives each head a
-    gate, too, for what it attends to. norm_offset: what norms add to their stored gains. copied: as in `ModelConfig`.
+    sinks: whether each head has a score for a key without a value. windows: tokens that each
+    layer's attention sees, the token itself included, 0 for all; empty: all layers see all.
+    mixture_module: what of a layer the mixture of experts is. shared_width: of the shared
+    expert. dense_layers: layers without experts. recurrent: linear attention of some layers.
+    output_gate: whether q_proj gives each head a gate, too, for what it attends to. norm_offset:
+    what norms add to their stored gains. copied: as in `ModelConfig`.
     """
 
     vocab_size: int
@@ -93,12 +105,18 @@ class Config(ConfigDefaults):
 
     @property
     def num_cached_layers(self) -> int:
-        return self.num_hidden_layers - (0 if self.recurrent is None else len(self.recurrent.layers))
+        return self.num_hidden_layers - (
+            0 if self.recurrent is None else len(self.recurrent.layers)
+        )
 
     @property
     def never_cut(self) -> dict[str, int]:
         heads = {"num_attention_heads": self.num_attention_heads}
-        return heads if self.recurrent is None else heads | {"linear_num_key_heads": self.recurrent.key_heads}
+        return (
+            heads
+            if self.recurrent is None
+            else heads | {"linear_num_key_heads": self.recurrent.key_heads}
+        )
 
     @property
     def cache_width(self) -> int:
@@ -135,15 +153,19 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
     "logits_scaling": (1, None),
     "logit_scale": (1, None),
 }
-"""Keys of config.json that change what decoders of this kind compute, and the values under which this file computes the same."""
+"""Keys of config.json that change what decoders of this kind compute, and the values under which
+this file computes the same."""
 
 
 def refuse_other_forwards(config: dict[str, Any], own: Collection[str] = ()) -> None:
-    """Raises QuantkitError naming the key where config.json asks for something that is not computed here. own: keys that the architecture
-    reads itself."""
+    """Raises QuantkitError naming the key where config.json asks for something that is not computed
+    here. own: keys that the architecture reads itself."""
     for key, values in _COMPUTED.items():
         if key in config and key not in own and config[key] not in values:
-            raise QuantkitError(f"config.json has {key} = {config[key]!r}", f"use another engine: quantkit computes {values[0]!r} only")
+            raise QuantkitError(
+                f"config.json has {key} = {config[key]!r}",
+                f"use another engine: quantkit computes {values[0]!r} only",
+            )
 
 
 def read_config(
@@ -155,9 +177,10 @@ def read_config(
 ) -> dict[str, Any]:
     """The shared fields, without windows.
 
-    default_theta: rope_theta where config.json has none; None: it must. partial_rotary_factor: the share of a head that is turned where it
-    does not say; None: of an architecture that turns whole heads. own: as in `refuse_other_forwards`.
-    Raises QuantkitError where a field is missing or asks for something not computed here.
+    default_theta: rope_theta where config.json has none; None: it must. partial_rotary_factor: the
+    share of a head that is turned where it does not say; None: of an architecture that turns whole
+    heads. own: as in `refuse_other_forwards`. Raises QuantkitError where a field is missing or asks
+    for something not computed here.
     """
     refuse_other_forwards(config, own)
     values = read_fields(Config, config)
@@ -166,7 +189,9 @@ def read_config(
     if "head_dim" not in values:
         check_at_most("num_attention_heads", heads, "hidden_size", values["hidden_size"])
     values["head_dim"] = values.get("head_dim") or values["hidden_size"] // heads
-    values["rope"] = Rope.from_dict(config, values["head_dim"], False, default_theta, partial_rotary_factor)
+    values["rope"] = Rope.from_dict(
+        config, values["head_dim"], False, default_theta, partial_rotary_factor
+    )
     return values
 
 
@@ -188,17 +213,41 @@ _NORMED: tuple[Projection, Projection] = ("q", "k")
 def layer_parameters(config: Config, layer: int) -> list[Parameter]:
     h, p = config.hidden_size, f"model.layers.{layer}"
     before, after = (
-        Parameter(f"{p}.{name}_layernorm.weight", (h,), "norm", layer=layer, gain_offset=config.norm_offset)
+        Parameter(
+            f"{p}.{name}_layernorm.weight",
+            (h,),
+            "norm",
+            layer=layer,
+            gain_offset=config.norm_offset,
+        )
         for name in ("input", "post_attention")
     )
     net = config.recurrent
     linear = net is not None and layer in net.layers
-    attention = delta_parameters(net, f"{p}.linear_attn", h, layer) if net is not None and linear else _attention(config, layer)
+    attention = (
+        delta_parameters(net, f"{p}.linear_attn", h, layer)
+        if net is not None and linear
+        else _attention(config, layer)
+    )
     rows = [before, *attention, after]
     if config.routing is None or not config.is_moe(layer):
-        return rows + mlp_parameters(f"{p}.mlp", h, config.intermediate_size, layer, bias=config.mlp_bias)
-    experts, width, names = config.routing.n_routed_experts, config.moe_intermediate_size, config.mixture
-    mixture = moe_parameters(f"{p}.{config.mixture_module}", h, width, layer, experts, shared_width=config.shared_width, names=names)
+        return rows + mlp_parameters(
+            f"{p}.mlp", h, config.intermediate_size, layer, bias=config.mlp_bias
+        )
+    experts, width, names = (
+        config.routing.n_routed_experts,
+        config.moe_intermediate_size,
+        config.mixture,
+    )
+    mixture = moe_parameters(
+        f"{p}.{config.mixture_module}",
+        h,
+        width,
+        layer,
+        experts,
+        shared_width=config.shared_width,
+        names=names,
+    )
     return rows + mixture
 
 
@@ -206,11 +255,30 @@ def _attention(config: Config, layer: int) -> list[Parameter]:
     h, d, a = config.hidden_size, config.head_dim, f"model.layers.{layer}.self_attn"
     rows = []
 
-    def attention(name: str, shape: tuple[int, ...], role: Role, split: Split, projection: Projection | None = None) -> Parameter:
+    def attention(
+        name: str,
+        shape: tuple[int, ...],
+        role: Role,
+        split: Split,
+        projection: Projection | None = None,
+    ) -> Parameter:
         fused = f"{a}.qkv_proj" if projection in ("q", "k", "v") else None
-        return Parameter(f"{a}.{name}", shape, role, split, layer, fused=fused, block="attention", projection=projection)
+        return Parameter(
+            f"{a}.{name}",
+            shape,
+            role,
+            split,
+            layer,
+            fused=fused,
+            block="attention",
+            projection=projection,
+        )
 
-    heads: dict[Projection, int] = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
+    heads: dict[Projection, int] = {
+        "q": config.num_attention_heads,
+        "k": config.num_key_value_heads,
+        "v": config.num_key_value_heads,
+    }
     key_heads = heads | {"q": 0}
     for side, count in heads.items():
         wide = 2 if side == "q" and config.output_gate else 1
@@ -221,7 +289,10 @@ def _attention(config: Config, layer: int) -> list[Parameter]:
         norms = [attention(f"{side}_norm.weight", (d,), "norm", "replicate") for side in ("q", "k")]
         rows += [replace(norm, gain_offset=config.norm_offset) for norm in norms]
     elif config.qk_norm == "all":
-        norms = [attention(f"{side}_norm.weight", (heads[side] * d,), "norm", "column") for side in _NORMED]
+        norms = [
+            attention(f"{side}_norm.weight", (heads[side] * d,), "norm", "column")
+            for side in _NORMED
+        ]
         rows += [replace(norm, key_heads=key_heads[side]) for norm, side in zip(norms, _NORMED)]
     output = attention("o_proj.weight", (h, config.num_attention_heads * d), "linear", "row", "o")
     rows += [output, bias_of(output)] if config.o_bias else [output]
@@ -234,17 +305,35 @@ def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     """The foldable scales of one layer. v to o folds where v has no bias."""
     p = f"model.layers.{layer}"
     a = f"{p}.self_attn"
-    groups = [ScaleGroup(f"{a}.qkv", f"{p}.input_layernorm", True, tuple(f"{a}.{side}_proj" for side in "qkv"), f"{a}.q_proj")]
+    groups = [
+        ScaleGroup(
+            f"{a}.qkv",
+            f"{p}.input_layernorm",
+            True,
+            tuple(f"{a}.{side}_proj" for side in "qkv"),
+            f"{a}.q_proj",
+        )
+    ]
     if config.recurrent is not None and layer in config.recurrent.layers:
         groups = delta_scale_groups(config.recurrent, f"{p}.linear_attn", f"{p}.input_layernorm")
     elif not config.qkv_bias:
         readers = config.num_attention_heads // config.num_key_value_heads
-        values = ValueHeads(config.num_key_value_heads, readers, config.head_dim) if readers > 1 else None
-        groups.append(ScaleGroup(f"{a}.v_o", f"{a}.v_proj", False, (f"{a}.o_proj",), f"{a}.o_proj", heads=values))
+        values = (
+            ValueHeads(config.num_key_value_heads, readers, config.head_dim)
+            if readers > 1
+            else None
+        )
+        groups.append(
+            ScaleGroup(
+                f"{a}.v_o", f"{a}.v_proj", False, (f"{a}.o_proj",), f"{a}.o_proj", heads=values
+            )
+        )
     norm = f"{p}.post_attention_layernorm"
     if config.routing is None or not config.is_moe(layer):
         return [*groups, *mlp_scale_groups(f"{p}.mlp", norm, bias=config.mlp_bias)]
-    return groups + moe_scale_groups(f"{p}.{config.mixture_module}", norm, config.routing.n_routed_experts, config.mixture)
+    return groups + moe_scale_groups(
+        f"{p}.{config.mixture_module}", norm, config.routing.n_routed_experts, config.mixture
+    )
 
 
 class Attention:
@@ -252,13 +341,20 @@ class Attention:
         a = f"model.layers.{layer}.self_attn"
         self.config, self.layer, self.window = config, layer, config.window(layer)
         self.qkv = weights.fused_linear((f"{a}.q_proj", f"{a}.k_proj", f"{a}.v_proj"))
-        biases = [weights.tensor(f"{a}.{side}_proj.bias") for side in "qkv"] if config.qkv_bias else []
+        biases = (
+            [weights.tensor(f"{a}.{side}_proj.bias") for side in "qkv"] if config.qkv_bias else []
+        )
         self.qkv_bias = torch.cat(biases) if biases else None
         self.norms, self.joint_norms = None, None
         if config.qk_norm:
-            gains = [gain_of(weights, f"{a}.{side}_norm.weight", config.norm_offset) for side in ("q", "k")]
+            gains = [
+                gain_of(weights, f"{a}.{side}_norm.weight", config.norm_offset)
+                for side in ("q", "k")
+            ]
             norms = Norms(gains[0], gains[1], config.rms_norm_eps)
-            self.norms, self.joint_norms = (norms, None) if config.qk_norm == "head" else (None, norms)
+            self.norms, self.joint_norms = (
+                (norms, None) if config.qk_norm == "head" else (None, norms)
+            )
         self.o = weights.linear(f"{a}.o_proj")
         self.o_bias = weights.tensor(f"{a}.o_proj.bias") if config.o_bias else None
         self.sinks = weights.tensor(f"{a}.sinks").float() if config.sinks else None
@@ -271,8 +367,11 @@ class Attention:
         if self.joint_norms is not None:
             qkv = self._normed(qkv, self.joint_norms)
         queries_per_kv, gate = c.num_attention_heads // c.num_key_value_heads, None
-        # A rank has some key heads with all of their queries', or one that it shares with other ranks, with some of its queries'.
-        kv_heads = max(qkv.shape[1] // c.head_dim // (queries_per_kv * (2 if c.output_gate else 1) + 2), 1)
+        # A rank has some key heads with all of their queries', or one that it shares with other
+        # ranks, with some of its queries'.
+        kv_heads = max(
+            qkv.shape[1] // c.head_dim // (queries_per_kv * (2 if c.output_gate else 1) + 2), 1
+        )
         if c.output_gate:
             kept = 2 * kv_heads * c.head_dim
             both, rest = qkv.split([qkv.shape[1] - kept, kept], dim=-1)
@@ -285,15 +384,22 @@ class Attention:
         return add_bias(self.o(attended.flatten(1)), self.o_bias)
 
     def _normed(self, qkv: Tensor, norms: Norms) -> Tensor:
-        """Queries and keys [T, heads * D] normed over all heads, of which a rank has some: the ranks' sums of squares are added up. A key
-        head that several ranks hold counts as often."""
+        """Queries and keys [T, heads * D] normed over all heads, of which a rank has some: the
+        ranks' sums of squares are added up. A key head that several ranks hold counts as often."""
         c = self.config
-        q, k, v = qkv.split([len(norms.q), len(norms.k), qkv.shape[1] - len(norms.q) - len(norms.k)], dim=-1)
-        squares = self.all_reduce(torch.stack([side.float().square().sum(-1) for side in (q, k)], dim=-1)).unbind(-1)
+        q, k, v = qkv.split(
+            [len(norms.q), len(norms.k), qkv.shape[1] - len(norms.q) - len(norms.k)], dim=-1
+        )
+        squares = self.all_reduce(
+            torch.stack([side.float().square().sum(-1) for side in (q, k)], dim=-1)
+        ).unbind(-1)
         ranks = c.num_attention_heads * c.head_dim // len(norms.q)
         widths = (ranks * len(norms.q), ranks * len(norms.k))
         factors = [(one / width + norms.eps).rsqrt() for one, width in zip(squares, widths)]
-        normed = [(side.float() * factor[:, None]).to(qkv.dtype) * gain for side, factor, gain in zip((q, k), factors, norms)]
+        normed = [
+            (side.float() * factor[:, None]).to(qkv.dtype) * gain
+            for side, factor, gain in zip((q, k), factors, norms)
+        ]
         return torch.cat((*normed, v), dim=-1)
 
 
@@ -307,10 +413,14 @@ class DecoderLayer(decoder.DecoderLayer):
             mlp = Mlp(f"{p}.mlp", weights, bias=config.mlp_bias)
         attention: Attention | GatedDeltaNet
         if config.recurrent is not None and layer in config.recurrent.layers:
-            attention = GatedDeltaNet(config.recurrent, layer, f"{p}.linear_attn", config.rms_norm_eps, weights)
+            attention = GatedDeltaNet(
+                config.recurrent, layer, f"{p}.linear_attn", config.rms_norm_eps, weights
+            )
         else:
             attention = Attention(config, layer, weights)
-        super().__init__(p, config.rms_norm_eps, weights, attention, mlp, norm_offset=config.norm_offset)
+        super().__init__(
+            p, config.rms_norm_eps, weights, attention, mlp, norm_offset=config.norm_offset
+        )
 
 
 class Model(decoder.Model):

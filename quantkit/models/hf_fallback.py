@@ -1,4 +1,5 @@
-"""Configs of an architecture that its file does not compute, and transformers does. The file says so, in `ELSEWHERE`."""
+"""Configs of an architecture that its file does not compute, and transformers does. The file says
+so, in `ELSEWHERE`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,7 +8,18 @@ from typing import Any
 from quantkit.common.errors import QuantkitError
 from quantkit.models.rope import length_kind
 
-_GATES = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "tanh", "mish")
+_GATES = (
+    "gelu",
+    "gelu_new",
+    "gelu_fast",
+    "gelu_pytorch_tanh",
+    "quick_gelu",
+    "relu",
+    "relu2",
+    "sigmoid",
+    "tanh",
+    "mish",
+)
 
 
 @dataclass(frozen=True)
@@ -22,8 +34,13 @@ class NullField:
         return f"{self.field} null" if config.get(self.field, 0) is None else ""
 
     def check_stored(self, config: Mapping[str, Any], stored: Iterable[str]) -> None:
-        if self.asked(config) and (name := next((name for name in stored if self.part in name), "")):
-            raise QuantkitError(f"config.json has {self.asked(config)}, and {name} is stored", "use the config.json of these weights")
+        if self.asked(config) and (
+            name := next((name for name in stored if self.part in name), "")
+        ):
+            raise QuantkitError(
+                f"config.json has {self.asked(config)}, and {name} is stored",
+                "use the config.json of these weights",
+            )
 
 
 @dataclass(frozen=True)

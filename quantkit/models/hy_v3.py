@@ -1,13 +1,21 @@
-"""Hy3: norms on q and k, experts chosen by sigmoid and a bias, a shared expert, an MTP layer that shares embedding and head.
+"""Hy3: norms on q and k, experts chosen by sigmoid and a bias, a shared expert, an MTP layer that
+shares embedding and head.
 
-The MTP layer is as vLLM 0.32 computes it (model_executor/models/hy_v3_mtp.py); transformers has no forward of it.
+The MTP layer is as vLLM 0.32 computes it (model_executor/models/hy_v3_mtp.py); transformers has no
+forward of it.
 """
 
 from dataclasses import replace
 from typing import Any
 
 from quantkit.models import gqa, mtp
-from quantkit.models.config import MOST_LAYERS, check_count, check_number, refusal, refuse_other_values
+from quantkit.models.config import (
+    MOST_LAYERS,
+    check_count,
+    check_number,
+    refusal,
+    refuse_other_values,
+)
 from quantkit.models.gqa import DecoderLayer, Model, scale_groups
 from quantkit.models.mlp import MixtureNames, read_routing
 from quantkit.models.qwen3_moe import COUNT
@@ -36,32 +44,60 @@ class Config(gqa.Config):
     def from_dict(cls, config: dict[str, Any]) -> "Config":
         refuse_other_values(config, _COMPUTED, "Hy3")
         refuse_windows(config)
-        values = gqa.read_config({"head_dim": 128, "num_key_value_heads": 8, **config}, default_theta=_THETA)
+        values = gqa.read_config(
+            {"head_dim": 128, "num_key_value_heads": 8, **config}, default_theta=_THETA
+        )
         width = check_count("moe_intermediate_size", values.get("moe_intermediate_size"))
-        scaling = check_number("router_scaling_factor", config.get("router_scaling_factor", _SCALING))
+        scaling = check_number(
+            "router_scaling_factor", config.get("router_scaling_factor", _SCALING)
+        )
         return cls(
             **values,
             qk_norm="head",
-            routing=replace(read_routing(config, COUNT, True, "sigmoid"), routed_scaling_factor=scaling),
+            routing=replace(
+                read_routing(config, COUNT, True, "sigmoid"), routed_scaling_factor=scaling
+            ),
             mixture=MixtureNames(router="router.gate", bias="expert_bias", shared="shared_mlp"),
-            shared_width=width * check_count("num_shared_experts", config.get("num_shared_experts", _SHARED)),
+            shared_width=width
+            * check_count("num_shared_experts", config.get("num_shared_experts", _SHARED)),
             dense_layers=_dense_layers(config, values["num_hidden_layers"]),
-            num_nextn_predict_layers=check_count(_MTP, config.get(_MTP) or 0, least=0, most=MOST_LAYERS),
+            num_nextn_predict_layers=check_count(
+                _MTP, config.get(_MTP) or 0, least=0, most=MOST_LAYERS
+            ),
         )
 
 
 def _dense_layers(config: dict[str, Any], num_layers: int) -> frozenset[int]:
-    """Layers without experts: as mlp_layer_types lists them, else the first first_k_dense_replace."""
+    """Layers without experts: as mlp_layer_types lists them, else the first
+    first_k_dense_replace."""
     kinds = config.get("mlp_layer_types")
     if kinds is None:
-        return frozenset(range(min(check_count("first_k_dense_replace", config.get("first_k_dense_replace", 1), least=0), num_layers)))
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= {_DENSE, _SPARSE}:
-        raise refusal("mlp_layer_types", kinds, f"{_DENSE} or {_SPARSE} for each of num_hidden_layers = {num_layers}")
+        return frozenset(
+            range(
+                min(
+                    check_count(
+                        "first_k_dense_replace", config.get("first_k_dense_replace", 1), least=0
+                    ),
+                    num_layers,
+                )
+            )
+        )
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or not {*map(str, kinds)} <= {_DENSE, _SPARSE}
+    ):
+        raise refusal(
+            "mlp_layer_types",
+            kinds,
+            f"{_DENSE} or {_SPARSE} for each of num_hidden_layers = {num_layers}",
+        )
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == _DENSE)
 
 
 def parameters(config: Config) -> list[Parameter]:
-    """Every tensor of the checkpoint, MTP layers included, in the order a forward pass meets them."""
+    """Every tensor of the checkpoint, MTP layers included, in the order a forward pass meets
+    them."""
     rows = gqa.parameters(config)
     for layer in mtp.mtp_layers(config):
         block = [replace(row, mtp=True) for row in gqa.layer_parameters(config, layer)]

@@ -1,7 +1,9 @@
-"""Hyper-connections: several residual streams beside each other, mixed before and after each half of a layer (arXiv 2512.24880).
+"""Hyper-connections: several residual streams beside each other, mixed before and after each half
+of a layer (arXiv 2512.24880).
 
-From the n streams of a token, normed together, a small product makes three weights: what each stream counts in the half's input, what the
-half's output counts in each stream, and how the streams are mixed, a matrix that is brought near rows and columns of sum 1 by Sinkhorn's
+From the n streams of a token, normed together, a small product makes three weights: what each
+stream counts in the half's input, what the half's output counts in each stream, and how the streams
+are mixed, a matrix that is brought near rows and columns of sum 1 by Sinkhorn's
 steps. All in float32. Symbols: T tokens, H hidden_size, n streams.
 """
 
@@ -16,13 +18,16 @@ from quantkit.models.table import Block, Parameter
 from quantkit.models.weights import Weights
 
 _ID_SCALE = 2.0**-24
-"""What a token's id is multiplied by beside its streams: float32 holds each id below 2^24 so, and none counts among the streams' values."""
+"""What a token's id is multiplied by beside its streams: float32 holds each id below 2^24 so, and
+none counts among the streams' values."""
 
 
 @dataclass(frozen=True)
 class StreamNames:
-    """What an architecture calls the three tensors of a hyper-connection, behind its own name. gain: of the norm over all streams, None for
-    one without. end: the one behind the last layer, whose base and scale have `at_end` behind their names."""
+    """What an architecture calls the three tensors of a hyper-connection, behind its own name.
+    gain: of the norm over all streams, None for
+    one without. end: the one behind the last layer, whose base and scale have `at_end` behind their
+    names."""
 
     fn: str = "_fn"
     base: str = "_base"
@@ -34,7 +39,8 @@ class StreamNames:
 
 @dataclass(frozen=True)
 class StreamSizes:
-    """steps: of Sinkhorn; eps: added in these, and to what streams count; norm_eps: of the norm over all streams."""
+    """steps: of Sinkhorn; eps: added in these, and to what streams count; norm_eps: of the norm
+    over all streams."""
 
     count: int
     hidden: int
@@ -45,26 +51,43 @@ class StreamSizes:
 
 
 class StreamWeights(NamedTuple):
-    """post [T, n]: what a half's output counts in each stream. mixing [T, n, n]: stream j afterwards is the sum over i of mixing[i, j]
-    times stream i."""
+    """post [T, n]: what a half's output counts in each stream. mixing [T, n, n]: stream j
+    afterwards is the sum over i of mixing[i, j] times stream i."""
 
     post: Tensor
     mixing: Tensor
 
 
 def stream_parameters(sizes: StreamSizes, prefix: str, layer: int, block: Block) -> list[Parameter]:
-    """Every tensor of one hyper-connection. block: of the layer's half; the router's stands for experts."""
+    """Every tensor of one hyper-connection. block: of the layer's half; the router's stands for
+    experts."""
     rows, names = (2 + sizes.count) * sizes.count, sizes.names
-    shapes = {names.fn: (rows, sizes.count * sizes.hidden), names.base: (rows,), names.scale: (3,)} | _gain_shape(sizes)
+    shapes = {
+        names.fn: (rows, sizes.count * sizes.hidden),
+        names.base: (rows,),
+        names.scale: (3,),
+    } | _gain_shape(sizes)
     late = block == "router"
-    return [Parameter(f"{prefix}{name}", shape, "streams", layer=layer, block=block, behind_experts=late) for name, shape in shapes.items()]
+    return [
+        Parameter(
+            f"{prefix}{name}", shape, "streams", layer=layer, block=block, behind_experts=late
+        )
+        for name, shape in shapes.items()
+    ]
 
 
 def end_parameters(sizes: StreamSizes) -> list[Parameter]:
     """Every tensor of what ends the streams."""
     n, names = sizes.count, sizes.names
-    shapes = {names.fn: (n, n * sizes.hidden), f"{names.base}{names.at_end}": (n,), f"{names.scale}{names.at_end}": (1,)}
-    return [Parameter(f"{names.end}{name}", shape, "streams") for name, shape in (shapes | _gain_shape(sizes)).items()]
+    shapes = {
+        names.fn: (n, n * sizes.hidden),
+        f"{names.base}{names.at_end}": (n,),
+        f"{names.scale}{names.at_end}": (1,),
+    }
+    return [
+        Parameter(f"{names.end}{name}", shape, "streams")
+        for name, shape in (shapes | _gain_shape(sizes)).items()
+    ]
 
 
 def _gain_shape(sizes: StreamSizes) -> dict[str, tuple[int, ...]]:
@@ -77,7 +100,9 @@ class HyperConnection:
     def __init__(self, sizes: StreamSizes, prefix: str, weights: Weights) -> None:
         self.sizes, names = sizes, sizes.names
         self.fn = _product(sizes, prefix, weights)
-        self.base, self.scale = (weights.tensor(f"{prefix}{name}").float() for name in (names.base, names.scale))
+        self.base, self.scale = (
+            weights.tensor(f"{prefix}{name}").float() for name in (names.base, names.scale)
+        )
 
     def __call__(self, streams: Tensor) -> tuple[Tensor, StreamWeights]:
         """streams [T, n, H] -> the half's input [T, H], and what `joined` wants."""
@@ -101,7 +126,10 @@ class StreamsEnd:
     def __init__(self, sizes: StreamSizes, weights: Weights) -> None:
         self.sizes, names = sizes, sizes.names
         self.fn = _product(sizes, names.end, weights)
-        self.base, self.scale = (weights.tensor(f"{names.end}{name}{names.at_end}").float() for name in (names.base, names.scale))
+        self.base, self.scale = (
+            weights.tensor(f"{names.end}{name}{names.at_end}").float()
+            for name in (names.base, names.scale)
+        )
 
     def __call__(self, streams: Tensor) -> Tensor:
         """streams [T, n, H] -> [T, H]."""

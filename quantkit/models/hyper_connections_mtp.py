@@ -1,7 +1,9 @@
-"""The layer that predicts one token further behind several residual streams, as DeepSeek-V4's published code has it.
+"""The layer that predicts one token further behind several residual streams, as DeepSeek-V4's
+published code has it.
 
-A linear over the normed embedding of the next token is added to one over each of the main model's streams, normed, as its last layer leaves
-them. What ends the layer's own streams is its own; embedding and head are the main model's. Symbols: T tokens, H hidden_size, n streams.
+A linear over the normed embedding of the next token is added to one over each of the main model's
+streams, normed, as its last layer leaves them. What ends the layer's own streams is its own;
+embedding and head are the main model's. Symbols: T tokens, H hidden_size, n streams.
 """
 
 from collections.abc import Iterable
@@ -30,7 +32,9 @@ class StreamsMtpConfig(MtpStackConfig, Protocol):
         """What the names of a layer's tensors begin with."""
 
 
-def mtp_parameters(sizes: StreamSizes, prefix: str, layer: int, block: Iterable[Parameter]) -> list[Parameter]:
+def mtp_parameters(
+    sizes: StreamSizes, prefix: str, layer: int, block: Iterable[Parameter]
+) -> list[Parameter]:
     """Every tensor of one MTP layer. block: those of its decoder layer."""
     h = sizes.hidden
     rows = [
@@ -60,8 +64,14 @@ class MtpLayer:
     def __init__(self, config: StreamsMtpConfig, weights: Weights, index: int = 0) -> None:
         layer = config.num_hidden_layers + index
         p = config.prefix(layer)
-        self.eps, self.count, self.hidden_size = config.rms_norm_eps, config.streams.count, config.streams.hidden
-        self.enorm, self.hnorm, self.norm = (weights.tensor(f"{p}.{name}.weight") for name in ("enorm", "hnorm", "norm"))
+        self.eps, self.count, self.hidden_size = (
+            config.rms_norm_eps,
+            config.streams.count,
+            config.streams.hidden,
+        )
+        self.enorm, self.hnorm, self.norm = (
+            weights.tensor(f"{p}.{name}.weight") for name in ("enorm", "hnorm", "norm")
+        )
         self.e_proj, self.h_proj = weights.linear(f"{p}.e_proj"), weights.linear(f"{p}.h_proj")
         self.embedding: Tensor
         self.head: LinearOp
@@ -69,23 +79,37 @@ class MtpLayer:
         self.end = StreamsEnd(_ended_at(config.streams, p), weights)
 
     def follow(self, model: Model) -> None:
-        """Share the main model's embedding and head, and have it hand out its streams behind its hidden states."""
+        """Share the main model's embedding and head, and have it hand out its streams behind its
+        hidden states."""
         assert isinstance(model, StreamsModel), "a layer behind streams"
         self.embedding, self.head, model.hands_on = model.embedding, model.head, True
 
     def inputs(self, next_token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """next_token_ids [T], hidden [T, n H]: the main model's streams -> the block's, [T, n H]."""
-        embedded = self.e_proj(rms_norm(F.embedding(next_token_ids, self.embedding), self.enorm, self.eps))
-        streams = rms_norm(hidden.unflatten(-1, (self.count, -1)).contiguous(), self.hnorm, self.eps)
-        return (embedded[:, None] + self.h_proj(streams.flatten(0, 1)).unflatten(0, (-1, self.count))).flatten(1)
+        """next_token_ids [T], hidden [T, n H]: the main model's streams -> the block's, [T, n
+        H]."""
+        embedded = self.e_proj(
+            rms_norm(F.embedding(next_token_ids, self.embedding), self.enorm, self.eps)
+        )
+        streams = rms_norm(
+            hidden.unflatten(-1, (self.count, -1)).contiguous(), self.hnorm, self.eps
+        )
+        return (
+            embedded[:, None] + self.h_proj(streams.flatten(0, 1)).unflatten(0, (-1, self.count))
+        ).flatten(1)
 
     @by_own_backend
-    def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
-        """hidden [T, H + n H]: as the main model hands it out, and as it is returned, for a further step. rows int64 [R]: of these tokens
-        alone."""
+    def __call__(
+        self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None
+    ) -> Tensor:
+        """hidden [T, H + n H]: as the main model hands it out, and as it is returned, for a further
+        step. rows int64 [R]: of these tokens alone."""
         inputs = self.inputs(next_token_ids, hidden[:, self.hidden_size :])
-        _, streams = self.block(next_token_ids, inputs.unflatten(-1, (self.count, -1)), context, self.norm, rows)
-        return torch.cat((rms_norm(self.end(streams), self.norm, self.eps), streams.flatten(1)), dim=-1)
+        _, streams = self.block(
+            next_token_ids, inputs.unflatten(-1, (self.count, -1)), context, self.norm, rows
+        )
+        return torch.cat(
+            (rms_norm(self.end(streams), self.norm, self.eps), streams.flatten(1)), dim=-1
+        )
 
     @by_own_backend
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""The indexer of sparse attention (sparse.py): its tensors, and what a layer's tokens bring to the choice."""
+"""The indexer of sparse attention (sparse.py): its tensors, and what a layer's tokens bring to the
+choice."""
 
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,8 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class IndexerSizes:
-    """topk: tokens that are chosen for each. centred: whether keys are normed with their mean taken off, and a bias."""
+    """topk: tokens that are chosen for each. centred: whether keys are normed with their mean taken
+    off, and a bias."""
 
     heads: int
     head_dim: int
@@ -26,7 +28,9 @@ class IndexerSizes:
     centred: bool = True
 
 
-def indexer_parameters(sizes: IndexerSizes, prefix: str, hidden: int, q_lora: int, layer: int, *, mtp: bool = False) -> list[Parameter]:
+def indexer_parameters(
+    sizes: IndexerSizes, prefix: str, hidden: int, q_lora: int, layer: int, *, mtp: bool = False
+) -> list[Parameter]:
     """Every tensor of one layer's indexer at `prefix`. Every rank holds it whole."""
 
     def row(name: str, *shape: int, role: str) -> Parameter:
@@ -42,7 +46,8 @@ def indexer_parameters(sizes: IndexerSizes, prefix: str, hidden: int, q_lora: in
 
 
 def with_indexer(groups: list[ScaleGroup], prefix: str) -> list[ScaleGroup]:
-    """The groups of a layer of latent attention, its norm's and the queries' latent's first, with the indexer's linears as readers."""
+    """The groups of a layer of latent attention, its norm's and the queries' latent's first, with
+    the indexer's linears as readers."""
     first, queries, *others = groups
     first = replace(first, consumers=(*first.consumers, f"{prefix}.wk", f"{prefix}.weights_proj"))
     return [first, replace(queries, consumers=(*queries.consumers, f"{prefix}.wq_b")), *others]
@@ -51,24 +56,40 @@ def with_indexer(groups: list[ScaleGroup], prefix: str) -> list[ScaleGroup]:
 class Indexer:
     """rope: how its queries and keys are turned, in their first channels."""
 
-    def __init__(self, sizes: IndexerSizes, layer: int, prefix: str, rope: Rope, weights: Weights) -> None:
+    def __init__(
+        self, sizes: IndexerSizes, layer: int, prefix: str, rope: Rope, weights: Weights
+    ) -> None:
         self.sizes, self.layer, self.rope = sizes, layer, rope
-        self.wq_b, self.wk = weights.dequantized(f"{prefix}.wq_b"), weights.dequantized(f"{prefix}.wk")
+        self.wq_b, self.wk = (
+            weights.dequantized(f"{prefix}.wq_b"),
+            weights.dequantized(f"{prefix}.wk"),
+        )
         self.gain = weights.tensor(f"{prefix}.k_norm.weight").float()
         self.shift = weights.tensor(f"{prefix}.k_norm.bias").float() if sizes.centred else None
         self.gate = weights.tensor(f"{prefix}.weights_proj.weight").float()
 
     def __call__(self, x: Tensor, q_a: Tensor, context: Context) -> None:
-        """Have the context choose. x [T, H]: the layer's normed input; q_a [T, q_lora]: the normed low-rank queries."""
+        """Have the context choose. x [T, H]: the layer's normed input; q_a [T, q_lora]: the normed
+        low-rank queries."""
         heads, dim = self.sizes.heads, self.sizes.head_dim
         queries = F.linear(q_a, self.wq_b).unflatten(-1, (heads, dim))
         made = F.linear(x, self.wk).float()
         normed = (
-            F.layer_norm(made, (dim,), self.gain, self.shift, _EPS) if self.sizes.centred else F.rms_norm(made, (dim,), self.gain, _EPS)
+            F.layer_norm(made, (dim,), self.gain, self.shift, _EPS)
+            if self.sizes.centred
+            else F.rms_norm(made, (dim,), self.gain, _EPS)
         )
         keys = self._turned(normed.to(x.dtype)[:, None], context)[:, 0]
         weights = F.linear(x.float(), self.gate) * (heads * dim) ** -0.5
-        context.select(self.layer, IndexInputs(self._turned(queries, context), keys, weights), self.sizes.topk)
+        context.select(
+            self.layer, IndexInputs(self._turned(queries, context), keys, weights), self.sizes.topk
+        )
 
     def _turned(self, x: Tensor, context: Context) -> Tensor:
-        return torch.cat((context.rotate(self.rope, x[..., : self.rope.dim].contiguous()), x[..., self.rope.dim :]), dim=-1)
+        return torch.cat(
+            (
+                context.rotate(self.rope, x[..., : self.rope.dim].contiguous()),
+                x[..., self.rope.dim :],
+            ),
+            dim=-1,
+        )

@@ -1,5 +1,12 @@
 """Kimi-K2: DeepSeek-V3 with other numbers, 384 experts in one group, and no MTP layer."""
 
-from quantkit.models.deepseek_v3 import Config, DecoderLayer, Model, MtpLayer, parameters, scale_groups
+from quantkit.models.deepseek_v3 import (
+    Config,
+    DecoderLayer,
+    Model,
+    MtpLayer,
+    parameters,
+    scale_groups,
+)
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]

@@ -1,4 +1,5 @@
-"""Kimi-K2.5 and K2.6: Kimi-K2 as the text model, which is computed; the vision tower and its projector are copied."""
+"""Kimi-K2.5 and K2.6: Kimi-K2 as the text model, which is computed; the vision tower and its
+projector are copied."""
 
 from typing import Any
 
@@ -25,7 +26,9 @@ class Config(deepseek_v3.Config):
             raise refusal("text_config", text, "an object")
         made = deepseek_v3.Config.from_dict(text)
         if made.num_nextn_predict_layers:
-            raise QuantkitError("config.json has MTP layers in text_config", "quantkit computes Kimi-K2.5 without")
+            raise QuantkitError(
+                "config.json has MTP layers in text_config", "quantkit computes Kimi-K2.5 without"
+            )
         return cls(**vars(made))
 
     @property

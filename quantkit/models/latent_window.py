@@ -1,7 +1,9 @@
-"""Latent attention that sees a part of the tokens: a window, or what an indexer selected, and learned tokens that all see.
+"""Latent attention that sees a part of the tokens: a window, or what an indexer selected, and
+learned tokens that all see.
 
-Absorbed and in plain torch on every device: queries are brought to the latent's side, and cached latents are read as they are. Symbols: T
-tokens, S tokens that are read, n learned ones, L kv_lora_rank, R rotary channels, N and V channels of a head's keys and values.
+Absorbed and in plain torch on every device: queries are brought to the latent's side, and cached
+latents are read as they are. Symbols: T tokens, S tokens that are read, n learned ones, L
+kv_lora_rank, R rotary channels, N and V channels of a head's keys and values.
 """
 
 from typing import NamedTuple
@@ -18,9 +20,9 @@ _SCORES = 1 << 24
 
 
 class LatentWindow(NamedTuple):
-    """What one layer's attention is over. kv_b [heads, N + V, L]; sinks [n, L + R]: learned latents and keys that all tokens see, as they
-    would be cached; topk: of a layer whose indexer selects so many tokens, else 0; window: tokens that each sees, itself included, 0 for
-    all."""
+    """What one layer's attention is over. kv_b [heads, N + V, L]; sinks [n, L + R]: learned latents
+    and keys that all tokens see, as they would be cached; topk: of a layer whose indexer selects so
+    many tokens, else 0; window: tokens that each sees, itself included, 0 for all."""
 
     kv_b: Tensor
     rope: Rope
@@ -31,7 +33,8 @@ class LatentWindow(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What T tokens read: slots int64 [S] of all of them or [T, S] of each, places in a cache whose blocks lie one after the other;
+    """What T tokens read: slots int64 [S] of all of them or [T, S] of each, places in a cache whose
+    blocks lie one after the other;
     mask bool [T, S]: which of these each sees."""
 
     slots: Tensor
@@ -39,8 +42,8 @@ class Seen(NamedTuple):
 
 
 def within(positions: Tensor, at: Tensor, window: int) -> Tensor:
-    """Which of the tokens at `at` int64 [S] or [T, S] those at positions [T] see, bool [T, S]: up to themselves, and no more than `window`
-    of them; 0 for all."""
+    """Which of the tokens at `at` int64 [S] or [T, S] those at positions [T] see, bool [T, S]: up
+    to themselves, and no more than `window` of them; 0 for all."""
     distance = positions[:, None] - at
     seen = (distance >= 0) & (at >= 0)
     return seen & (distance < window) if window else seen
@@ -51,7 +54,9 @@ def attend_seen(q: Tensor, cache: Latents, seen: Seen, attention: LatentWindow) 
     flat, sinks, latent = by_slot(cache), attention.sinks.to(q.dtype), attention.kv_b.shape[2]
     nope = q.shape[2] - attention.rope.dim
     keys_up, values_up = attention.kv_b[:, :nope], attention.kv_b[:, nope:]
-    queries = torch.cat(((q[..., :nope].transpose(0, 1) @ keys_up).transpose(0, 1), q[..., nope:]), dim=-1)
+    queries = torch.cat(
+        ((q[..., :nope].transpose(0, 1) @ keys_up).transpose(0, 1), q[..., nope:]), dim=-1
+    )
     own = seen.slots.dim() == 2
     widest = max(q.shape[1], sinks.shape[1] if own else 1)
     step, out = max(1, _SCORES // ((seen.mask.shape[1] + len(sinks)) * widest)), []

@@ -17,4 +17,9 @@ class Config(gqa.Config):
     def from_dict(cls, config: dict[str, Any]) -> "Config":
         refuse_windows(config)
         bias = check_flag(config, "attention_bias")
-        return cls(**gqa.read_config(config), qkv_bias=bias, o_bias=bias, mlp_bias=check_flag(config, "mlp_bias"))
+        return cls(
+            **gqa.read_config(config),
+            qkv_bias=bias,
+            o_bias=bias,
+            mlp_bias=check_flag(config, "mlp_bias"),
+        )

@@ -1,4 +1,5 @@
-"""MiniMax-M2: norms over all queries and all keys, half of each head turned, experts chosen by sigmoid and a bias, in Mixtral's names."""
+"""MiniMax-M2: norms over all queries and all keys, half of each head turned, experts chosen by
+sigmoid and a bias, in Mixtral's names."""
 
 from typing import Any
 
@@ -25,7 +26,8 @@ _HEAD_DIM, _THETA = 128, 5e6
 class Config(gqa.Config):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
-        """The release promises MTP modules (use_mtp) and ships no weights of them: there are none here."""
+        """The release promises MTP modules (use_mtp) and ships no weights of them: there are none
+        here."""
         refuse_other_values(config, _COMPUTED, "MiniMax-M2")
         kinds = config.get("attn_type_list") or []
         if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
@@ -33,8 +35,14 @@ class Config(gqa.Config):
         refuse_windows(config)
         config = {"head_dim": _HEAD_DIM, "num_key_value_heads": 8, **config}
         turned = config.get("rotary_dim")
-        share = 1.0 if turned is None else check_count("rotary_dim", turned) / check_count("head_dim", config["head_dim"])
-        values = gqa.read_config(config, default_theta=_THETA, partial_rotary_factor=share, own=("use_qk_norm",))
+        share = (
+            1.0
+            if turned is None
+            else check_count("rotary_dim", turned) / check_count("head_dim", config["head_dim"])
+        )
+        values = gqa.read_config(
+            config, default_theta=_THETA, partial_rotary_factor=share, own=("use_qk_norm",)
+        )
         values["moe_intermediate_size"] = values["intermediate_size"]
         return cls(
             **values,

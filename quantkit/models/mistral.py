@@ -12,7 +12,8 @@ __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_g
 ELSEWHERE = GatesAndLengths()
 
 _DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
-"""transformers' own, where config.json leaves them out; null there means as many as heads, and no window."""
+"""transformers' own, where config.json leaves them out; null there means as many as heads, and no
+window."""
 
 
 class Config(gqa.Config):
@@ -22,4 +23,6 @@ class Config(gqa.Config):
             raise refusal("layer_types", config["layer_types"], "none: Mistral's layers are alike")
         config = _DEFAULTS | config
         values = gqa.read_config(config)
-        return cls(**values, windows=read_windows(config, values["num_hidden_layers"], lambda layer: True))
+        return cls(
+            **values, windows=read_windows(config, values["num_hidden_layers"], lambda layer: True)
+        )

@@ -1,4 +1,5 @@
-"""Mixtral: Mistral's attention, experts chosen by softmax among all, of which the chosen ones' scores are divided by their sum."""
+"""Mixtral: Mistral's attention, experts chosen by softmax among all, of which the chosen ones'
+scores are divided by their sum."""
 
 from typing import Any
 

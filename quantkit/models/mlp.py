@@ -1,4 +1,5 @@
-"""The feed-forward halves that the architectures share, a gated MLP and a mixture of them: table rows, scale groups, forward."""
+"""The feed-forward halves that the architectures share, a gated MLP and a mixture of them: table
+rows, scale groups, forward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,10 +33,12 @@ PROJ_NAMES = MlpNames()
 
 @dataclass(frozen=True)
 class MixtureNames:
-    """What an architecture calls the parts of a mixture of experts, below the mixture's own module; None: it has no such part.
+    """What an architecture calls the parts of a mixture of experts, below the mixture's own module;
+    None: it has no such part.
 
-    bias: of the router, which chooses and does not weigh; logit_bias: one that is part of its logits. shared_gate: the linear [1, H] whose
-    sigmoid the shared expert's output is multiplied by. linears: of the experts, routed and shared. gating: what is between these;
+    bias: of the router, which chooses and does not weigh; logit_bias: one that is part of its
+    logits. shared_gate: the linear [1, H] whose sigmoid the shared expert's output is multiplied
+    by. linears: of the experts, routed and shared. gating: what is between these;
     expert_bias: whether the routed ones have biases.
     """
 
@@ -52,8 +55,11 @@ class MixtureNames:
 PLAIN_MIXTURE = MixtureNames()
 
 
-def read_routing(config: dict[str, Any], count: Sequence[str], norm_topk_prob: bool, scoring_func: str) -> Routing:
-    """How experts are chosen among all. count: keys of config.json for the number of experts, the first that is there counts.
+def read_routing(
+    config: dict[str, Any], count: Sequence[str], norm_topk_prob: bool, scoring_func: str
+) -> Routing:
+    """How experts are chosen among all. count: keys of config.json for the number of experts, the
+    first that is there counts.
 
     Raises QuantkitError where a number is missing, or more experts are chosen than there are.
     """
@@ -65,13 +71,23 @@ def read_routing(config: dict[str, Any], count: Sequence[str], norm_topk_prob: b
 
 
 def check_groups(routing: Routing) -> None:
-    """Raise QuantkitError where experts cannot be chosen so: each of the groups that are kept has its share of them."""
+    """Raise QuantkitError where experts cannot be chosen so: each of the groups that are kept has
+    its share of them."""
     check_divides("n_group", "n_routed_experts", routing)
     check_at_most("topk_group", routing.topk_group, "n_group", routing.n_group)
     share = routing.n_routed_experts // routing.n_group
     if routing.topk_group < routing.n_group and share < 2:  # a group is judged by its two best
-        raise refusal("n_group", routing.n_group, f"groups of at least two of the {routing.n_routed_experts} experts")
-    check_at_most("num_experts_per_tok", routing.num_experts_per_tok, "the experts of topk_group groups", routing.topk_group * share)
+        raise refusal(
+            "n_group",
+            routing.n_group,
+            f"groups of at least two of the {routing.n_routed_experts} experts",
+        )
+    check_at_most(
+        "num_experts_per_tok",
+        routing.num_experts_per_tok,
+        "the experts of topk_group groups",
+        routing.topk_group * share,
+    )
 
 
 def mlp_parameters(
@@ -89,15 +105,39 @@ def mlp_parameters(
     """The three linears of one gated MLP, and their biases."""
     gate, up, down = names.modules(prefix)
     fused = f"{prefix}.gate_up_proj"
-    inner = Parameter(f"{gate}.weight", (width, hidden), "linear", "column", layer, expert, fused, mtp, block=block, projection="gate")
-    outer = Parameter(f"{down}.weight", (hidden, width), "linear", "row", layer, expert, None, mtp, block=block, projection="down")
+    inner = Parameter(
+        f"{gate}.weight",
+        (width, hidden),
+        "linear",
+        "column",
+        layer,
+        expert,
+        fused,
+        mtp,
+        block=block,
+        projection="gate",
+    )
+    outer = Parameter(
+        f"{down}.weight",
+        (hidden, width),
+        "linear",
+        "row",
+        layer,
+        expert,
+        None,
+        mtp,
+        block=block,
+        projection="down",
+    )
     rows = [inner, replace(inner, name=f"{up}.weight", projection="up"), outer]
     return rows + [bias_of(row) for row in rows] if bias else rows
 
 
 def bias_of(linear: Parameter) -> Parameter:
     """The bias of a linear: cut as its outputs are, and of a partial sum held by one rank alone."""
-    return replace(linear, name=linear.bias, shape=linear.shape[:1], role="bias", fused=None, projection=None)
+    return replace(
+        linear, name=linear.bias, shape=linear.shape[:1], role="bias", fused=None, projection=None
+    )
 
 
 def moe_parameters(
@@ -111,39 +151,77 @@ def moe_parameters(
     mtp: bool = False,
     names: MixtureNames = PLAIN_MIXTURE,
 ) -> list[Parameter]:
-    """A mixture of experts: its router, the routed experts `prefix`.experts.0 .. {experts-1}, the shared one."""
-    router = Parameter(f"{prefix}.{names.router}.weight", (experts, hidden), "router", layer=layer, mtp=mtp, block="router")
+    """A mixture of experts: its router, the routed experts `prefix`.experts.0 .. {experts-1}, the
+    shared one."""
+    router = Parameter(
+        f"{prefix}.{names.router}.weight",
+        (experts, hidden),
+        "router",
+        layer=layer,
+        mtp=mtp,
+        block="router",
+    )
     rows = [router]
     biases = filter(None, (names.bias, names.logit_bias))
-    rows += [replace(router, name=f"{prefix}.{bias}", shape=(experts,), role="router_bias") for bias in biases]
+    rows += [
+        replace(router, name=f"{prefix}.{bias}", shape=(experts,), role="router_bias")
+        for bias in biases
+    ]
     for expert in range(experts):
         one = f"{prefix}.experts.{expert}"
         bias, linears = names.expert_bias, names.linears
-        rows += mlp_parameters(one, hidden, width, layer, block="expert", expert=expert, mtp=mtp, bias=bias, names=linears)
+        rows += mlp_parameters(
+            one,
+            hidden,
+            width,
+            layer,
+            block="expert",
+            expert=expert,
+            mtp=mtp,
+            bias=bias,
+            names=linears,
+        )
     if names.shared:
         shared = f"{prefix}.{names.shared}"
-        rows += mlp_parameters(shared, hidden, shared_width, layer, block="shared_expert", mtp=mtp, names=names.linears)
+        rows += mlp_parameters(
+            shared, hidden, shared_width, layer, block="shared_expert", mtp=mtp, names=names.linears
+        )
     if names.shared_gate:
         rows.append(replace(router, name=f"{prefix}.{names.shared_gate}.weight", shape=(1, hidden)))
     return rows
 
 
-def mlp_scale_groups(prefix: str, norm: str, names: MlpNames = PROJ_NAMES, *, bias: bool = False) -> list[ScaleGroup]:
-    """norm to gate and up, up to down: of an MLP that alone reads `norm`. A bias of up would have to be scaled too: no such group then."""
+def mlp_scale_groups(
+    prefix: str, norm: str, names: MlpNames = PROJ_NAMES, *, bias: bool = False
+) -> list[ScaleGroup]:
+    """norm to gate and up, up to down: of an MLP that alone reads `norm`. A bias of up would have
+    to be scaled too: no such group then."""
     gate, up, _ = names.modules(prefix)
     groups = [ScaleGroup(f"{prefix}.gate_up", norm, True, (gate, up), gate)]
     return groups if bias else [*groups, up_down_group(prefix, names=names)]
 
 
-def moe_scale_groups(prefix: str, norm: str, experts: int, names: MixtureNames = PLAIN_MIXTURE) -> list[ScaleGroup]:
-    """norm to the router, the shared expert's and every routed expert's gate and up; up to down in each expert whose gating allows it."""
+def moe_scale_groups(
+    prefix: str, norm: str, experts: int, names: MixtureNames = PLAIN_MIXTURE
+) -> list[ScaleGroup]:
+    """norm to the router, the shared expert's and every routed expert's gate and up; up to down in
+    each expert whose gating allows it."""
     shared = f"{prefix}.{names.shared}" if names.shared else None
     own = names.linears.modules(shared)[:2] if shared else ()
     gates = (f"{prefix}.{names.shared_gate}",) if names.shared_gate else ()
     prefixes = [f"{prefix}.experts.{expert}" for expert in range(experts)]
     routed = [module for one in prefixes for module in names.linears.modules(one)[:2]]
     readers = (f"{prefix}.{names.router}", *gates, *own, *routed)
-    groups = [ScaleGroup(f"{prefix}.gate_up", norm, True, readers, own[0] if own else readers[0], reaches_experts=True)]
+    groups = [
+        ScaleGroup(
+            f"{prefix}.gate_up",
+            norm,
+            True,
+            readers,
+            own[0] if own else readers[0],
+            reaches_experts=True,
+        )
+    ]
     if shared and names.gating.is_linear_in_up:
         groups.append(up_down_group(shared, names=names.linears))
     if names.gating.is_linear_in_up and not names.expert_bias:
@@ -151,21 +229,34 @@ def moe_scale_groups(prefix: str, norm: str, experts: int, names: MixtureNames =
     return groups
 
 
-def up_down_group(prefix: str, expert: int | None = None, names: MlpNames = PROJ_NAMES) -> ScaleGroup:
+def up_down_group(
+    prefix: str, expert: int | None = None, names: MlpNames = PROJ_NAMES
+) -> ScaleGroup:
     """up's rows to down's columns: SiLU(gate) * up is linear in up."""
     _, up, down = names.modules(prefix)
     return ScaleGroup(f"{prefix}.up_down", up, False, (down,), down, expert)
 
 
 class Mlp:
-    """down(SiLU(gate(x)) * up(x)), or with another gating, and a bias after each linear where `bias` says so."""
+    """down(SiLU(gate(x)) * up(x)), or with another gating, and a bias after each linear where
+    `bias` says so."""
 
-    def __init__(self, prefix: str, weights: Weights, names: MlpNames = PROJ_NAMES, *, bias: bool = False, gating: Gating = SILU) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        weights: Weights,
+        names: MlpNames = PROJ_NAMES,
+        *,
+        bias: bool = False,
+        gating: Gating = SILU,
+    ) -> None:
         gate, up, down = names.modules(prefix)
         self.gating = gating
         self.gate_up = weights.fused_linear((gate, up))
         self.down = weights.linear(down)
-        self.gate_up_bias = torch.cat([weights.tensor(f"{one}.bias") for one in (gate, up)]) if bias else None
+        self.gate_up_bias = (
+            torch.cat([weights.tensor(f"{one}.bias") for one in (gate, up)]) if bias else None
+        )
         self.down_bias = weights.tensor(f"{down}.bias") if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -181,21 +272,37 @@ def add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
 class MoeMlp:
     """A mixture of experts at `prefix`: routed ones, and a shared one where `names` has one.
 
-    The shared expert is asked for by every token, with weight 1 where it has no gate of its own; it is then run as the last of the routed
-    ones where the weights allow it.
+    The shared expert is asked for by every token, with weight 1 where it has no gate of its own; it
+    is then run as the last of the routed ones where the weights allow it.
     """
 
-    def __init__(self, routing: Routing, prefix: str, weights: Weights, names: MixtureNames = PLAIN_MIXTURE) -> None:
+    def __init__(
+        self, routing: Routing, prefix: str, weights: Weights, names: MixtureNames = PLAIN_MIXTURE
+    ) -> None:
         self.router = weights.tensor(f"{prefix}.{names.router}.weight").float()
         self.bias = weights.tensor(f"{prefix}.{names.bias}").float() if names.bias else None
-        self.logit_bias = weights.tensor(f"{prefix}.{names.logit_bias}").float() if names.logit_bias else None
-        self.shared_gate = weights.tensor(f"{prefix}.{names.shared_gate}.weight").float() if names.shared_gate else None
+        self.logit_bias = (
+            weights.tensor(f"{prefix}.{names.logit_bias}").float() if names.logit_bias else None
+        )
+        self.shared_gate = (
+            weights.tensor(f"{prefix}.{names.shared_gate}.weight").float()
+            if names.shared_gate
+            else None
+        )
         routed = (f"{prefix}.experts", routing.n_routed_experts)
         shared = f"{prefix}.{names.shared}" if names.shared else None
-        joined = weights.experts_with_shared(*routed, shared) if shared and self.shared_gate is None and names.gating == SILU else None
+        joined = (
+            weights.experts_with_shared(*routed, shared)
+            if shared and self.shared_gate is None and names.gating == SILU
+            else None
+        )
         self.routing = routing if joined is None else replace(routing, num_joined_experts=1)
         self.experts = weights.experts(*routed, names.gating) if joined is None else joined
-        self.shared = Mlp(shared, weights, names.linears, gating=names.gating) if shared and joined is None else None
+        self.shared = (
+            Mlp(shared, weights, names.linears, gating=names.gating)
+            if shared and joined is None
+            else None
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
@@ -204,16 +311,26 @@ class MoeMlp:
         return routed + self._shared_output(self.shared, x) if self.shared else routed
 
     def unsummed(self, x: Tensor) -> Tensor | UnsummedPairs:
-        """As the call; or what each token's experts make, where they leave the sum to whoever reads it and nothing else is added."""
+        """As the call; or what each token's experts make, where they leave the sum to whoever reads
+        it and nothing else is added."""
         left_apart = getattr(self.experts, "unsummed", None)
-        return left_apart(x, *self.choose(x)) if left_apart is not None and self.shared is None else self(x)
+        return (
+            left_apart(x, *self.choose(x))
+            if left_apart is not None and self.shared is None
+            else self(x)
+        )
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each token and what they weigh, [T, k] each, a joined shared expert last."""
+        """The experts of each token and what they weigh, [T, k] each, a joined shared expert
+        last."""
         if self.logit_bias is not None:
             return route(F.linear(x.float(), self.router, self.logit_bias), self.bias, self.routing)
         return moe_gate(x, self.router, self.bias, self.routing)
 
     def _shared_output(self, shared: Mlp, x: Tensor) -> Tensor:
         out = shared(x)
-        return out if self.shared_gate is None else out * F.linear(x.float(), self.shared_gate).sigmoid().to(x.dtype)
+        return (
+            out
+            if self.shared_gate is None
+            else out * F.linear(x.float(), self.shared_gate).sigmoid().to(x.dtype)
+        )

@@ -1,12 +1,17 @@
-"""What a linear is, of an architecture that quantkit does not know: told by the modules that transformers builds of its config.json.
+"""What a linear is, of an architecture that quantkit does not know: told by the modules that
+transformers builds of its config.json.
 
-The model is built without weights and never run. A tensor is a linear where it is the weight of an nn.Linear in the stack of decoder
-layers, or of an expert there, in the names under which checkpoints are published. So embeddings, heads, vision towers and projectors, which
-stand outside the stack, convolutions and GPT-2's transposed products are none. Of the linears in the stack these are left alone, too:
+The model is built without weights and never run. A tensor is a linear where it is the weight of an
+nn.Linear in the stack of decoder layers, or of an expert there, in the names under which
+checkpoints are published. So embeddings, heads, vision towers and projectors, which stand outside
+the stack, convolutions and GPT-2's transposed products are none. Of the linears in the stack these
+are left alone, too:
 
-- routers: as many outputs as there are experts, in the module that holds the experts, or alone in a module of it; and gates of one output;
+- routers: as many outputs as there are experts, in the module that holds the experts, or alone in a
+module of it; and gates of one output;
 - indexers, which choose what is attended to: linears below a module of a class that is called so;
-- in a module with a convolution (state spaces, linear attention), what neither reads nor writes the residual stream.
+- in a module with a convolution (state spaces, linear attention), what neither reads nor writes the
+residual stream.
 
 Nothing of a checkpoint is run: the classes are transformers' own.
 """
@@ -25,14 +30,16 @@ from quantkit.checkpoint.stacked_experts import Stack
 from quantkit.common.errors import QuantkitError
 from quantkit.models.hf_traced.experts import UnknownExperts, experts_modules, look_at_experts
 
-_MOST = {"num_hidden_layers": 1000} | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 10_000)
+_MOST = {"num_hidden_layers": 1000} | dict.fromkeys(
+    ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 10_000
+)
 """Of the modules of a model that is built."""
 
 
 @dataclass(frozen=True)
 class ModuleTree:
-    """linears: names of their tensors, as published, or as `stacks` of experts are cut up; None where there is no tree, and `why` says why
-    not."""
+    """linears: names of their tensors, as published, or as `stacks` of experts are cut up; None
+    where there is no tree, and `why` says why not."""
 
     linears: frozenset[str] | None
     why: str = ""
@@ -40,7 +47,8 @@ class ModuleTree:
 
 
 def read_tree(config: Mapping[str, Any]) -> ModuleTree:
-    """The tree of a config.json. Faults of building it are told, not raised: names are then all there is to go by."""
+    """The tree of a config.json. Faults of building it are told, not raised: names are then all
+    there is to go by."""
     why = not_built(config)
     if why:
         return ModuleTree(None, why)
@@ -50,13 +58,20 @@ def read_tree(config: Mapping[str, Any]) -> ModuleTree:
         model = build_model(config)
         stacks = tuple(published_stacks(model))
         parts = {name for stack in stacks for names in stack.parts for name in names}
-        return ModuleTree(frozenset(_published(model, linear_weights(model))) | parts, stacks=stacks)
+        return ModuleTree(
+            frozenset(_published(model, linear_weights(model))) | parts, stacks=stacks
+        )
     except Exception as fault:  # whatever a config makes of transformers' classes
-        return ModuleTree(None, f"transformers {transformers.__version__} does not build it ({type(fault).__name__}: {fault!s:.80})")
+        return ModuleTree(
+            None,
+            f"transformers {transformers.__version__} does not build it ({type(fault).__name__}: "
+            f"{fault!s:.80})",
+        )
 
 
 def not_built(config: Mapping[str, Any]) -> str:
-    """Why transformers will not build a config.json, as far as that is known before it tries; empty where it may."""
+    """Why transformers will not build a config.json, as far as that is known before it tries; empty
+    where it may."""
     model_type = config.get("model_type")
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed"
@@ -64,7 +79,11 @@ def not_built(config: Mapping[str, Any]) -> str:
 
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         return f"transformers {transformers.__version__} does not know {model_type!r}"
-    odd = (f"config.json has {key} = {value!r:.40}" for key, value in _counts(config) if not isinstance(value, int) or value > _MOST[key])
+    odd = (
+        f"config.json has {key} = {value!r:.40}"
+        for key, value in _counts(config)
+        if not isinstance(value, int) or value > _MOST[key]
+    )
     return next(odd, "")
 
 
@@ -76,8 +95,8 @@ def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def build_model(config: Mapping[str, Any], attention: str = "eager") -> nn.Module:
-    """transformers' model of a config.json, in float32, without weights: all tensors are on the meta device. attention: one of its
-    implementations."""
+    """transformers' model of a config.json, in float32, without weights: all tensors are on the
+    meta device. attention: one of its implementations."""
     import transformers
 
     transformers.logging.set_verbosity_error()  # what it says of a config is of no use here
@@ -85,19 +104,32 @@ def build_model(config: Mapping[str, Any], attention: str = "eager") -> nn.Modul
     made = transformers.AutoConfig.for_model(**given)
     classes = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
     known = [one for one in classes if type(made) in one._model_mapping]
-    # Of some kinds there is a class of the text model alone, too, whose tensors are called otherwise: what wrote the checkpoint decides.
-    written = (one for one in known if getattr(one._model_mapping[type(made)], "__name__", "") in (config.get("architectures") or ()))
+    # Of some kinds there is a class of the text model alone, too, whose tensors are called
+    # otherwise: what wrote the checkpoint decides.
+    written = (
+        one
+        for one in known
+        if getattr(one._model_mapping[type(made)], "__name__", "")
+        in (config.get("architectures") or ())
+    )
     chosen = next(written, known[0] if known else transformers.AutoModel)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model: nn.Module = chosen.from_config(made, attn_implementation=attention, dtype=torch.float32)
+        model: nn.Module = chosen.from_config(
+            made, attn_implementation=attention, dtype=torch.float32
+        )
     return model
 
 
 def _number(value: Any) -> Any:
-    """A value of config.json with the numbers in it that JSON has no name for, as transformers writes these."""
+    """A value of config.json with the numbers in it that JSON has no name for, as transformers
+    writes these."""
     if isinstance(value, dict):
-        return float(value["__float__"]) if value.keys() == {"__float__"} else {key: _number(one) for key, one in value.items()}
+        return (
+            float(value["__float__"])
+            if value.keys() == {"__float__"}
+            else {key: _number(one) for key, one in value.items()}
+        )
     return [_number(one) for one in value] if isinstance(value, list) else value
 
 
@@ -109,8 +141,12 @@ def linear_weights(model: Any) -> dict[str, Tensor]:
         modules = dict(layer.named_modules())
         for name, module in modules.items():
             above = [modules[name.rsplit(".", cut)[0]] for cut in range(1, name.count(".") + 1)]
-            above += [layer] * (len(above) == 1)  # a router may lie beside the module of the experts
-            left = isinstance(module, nn.Linear) and (_is_router(module, above) or _is_inside_mixer(module, above, hidden))
+            above += [layer] * (
+                len(above) == 1
+            )  # a router may lie beside the module of the experts
+            left = isinstance(module, nn.Linear) and (
+                _is_router(module, above) or _is_inside_mixer(module, above, hidden)
+            )
             if isinstance(module, nn.Linear) and not left and not _chooses(above):
                 found[f"{layer_name}.{name}.weight"] = module.weight
         for name, weight in layer.named_parameters():
@@ -123,14 +159,23 @@ def _is_router(linear: nn.Linear, above: list[nn.Module]) -> bool:
     """above: the modules that a linear is part of, the nearest first."""
     if linear.out_features == 1:
         return True
-    holders = above[:1] + (above[1:2] if above and sum(isinstance(one, nn.Linear) for one in above[0].modules()) == 1 else [])
+    holders = above[:1] + (
+        above[1:2]
+        if above and sum(isinstance(one, nn.Linear) for one in above[0].modules()) == 1
+        else []
+    )
     return any(linear.out_features in _experts(holder) for holder in holders)
 
 
 def _experts(module: nn.Module) -> set[int]:
     """How many experts a module may have: stacked in a tensor, or a list of them."""
     holders = [one for one in module.modules() if not isinstance(one, nn.Conv1d)]
-    stacked = {weight.shape[0] for one in holders for weight in one.parameters(recurse=False) if weight.dim() == 3}
+    stacked = {
+        weight.shape[0]
+        for one in holders
+        for weight in one.parameters(recurse=False)
+        if weight.dim() == 3
+    }
     return stacked | {len(one) for one in module.modules() if isinstance(one, nn.ModuleList)}
 
 
@@ -148,12 +193,17 @@ def _is_filter(name: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def text_model(model: Any) -> Any:
-    """What holds the decoder layers: the model's decoder, or its base where what it calls so holds none, as a head may be called; and where
-    it calls itself so, the part of it that has layers and embedding."""
+    """What holds the decoder layers: the model's decoder, or its base where what it calls so holds
+    none, as a head may be called; and where it calls itself so, the part of it that has layers and
+    embedding."""
     found = model.get_decoder() if hasattr(model, "get_decoder") else model
     found = found if _lists(found) else model.base_model
     embedding = model.get_input_embeddings()
-    inner = [one for one in model.children() if _lists(one) and any(part is embedding for part in one.modules())]
+    inner = [
+        one
+        for one in model.children()
+        if _lists(one) and any(part is embedding for part in one.modules())
+    ]
     return inner[0] if found is model and len(inner) == 1 else found
 
 
@@ -162,11 +212,15 @@ def _lists(module: nn.Module) -> list[nn.ModuleList]:
 
 
 def decoder_stack(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The decoder layers of the text model, by name: its first list of as many modules as there are layers, or else its first list."""
+    """The decoder layers of the text model, by name: its first list of as many modules as there are
+    layers, or else its first list."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = _lists(text_model(model))
     if not lists:
-        raise QuantkitError(f"transformers' {type(model).__name__} has no list of layers", "use a model that has one")
+        raise QuantkitError(
+            f"transformers' {type(model).__name__} has no list of layers",
+            "use a model that has one",
+        )
     layers = next((one for one in lists if len(one) == count), lists[0])
     prefix = next(name for name, module in model.named_modules() if module is layers)
     for number, layer in enumerate(layers):
@@ -174,7 +228,8 @@ def decoder_stack(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _published(model: Any, weights: dict[str, Tensor]) -> Iterator[str]:
-    """The names under which checkpoints hold these weights. Experts that are published stacked are no linears."""
+    """The names under which checkpoints hold these weights. Experts that are published stacked are
+    no linears."""
     from transformers.core_model_loading import revert_weight_conversion
 
     for name, weight in revert_weight_conversion(model, weights).items():
@@ -183,7 +238,8 @@ def _published(model: Any, weights: dict[str, Tensor]) -> Iterator[str]:
 
 
 def published_stacks(model: Any) -> Iterator[Stack]:
-    """Tensors of routed experts that checkpoints hold as they are, all experts in one, of those that `watched.experts` understands."""
+    """Tensors of routed experts that checkpoints hold as they are, all experts in one, of those
+    that `watched.experts` understands."""
     published = published_names(model)
     for prefix, layer in decoder_stack(model):
         for name, module in experts_modules(layer):
@@ -193,9 +249,14 @@ def published_stacks(model: Any) -> Iterator[Stack]:
 
 
 def published_names(model: Any) -> dict[str, str]:
-    """transformers' name of a tensor -> the name under which checkpoints hold it, of those that they hold in the same form."""
+    """transformers' name of a tensor -> the name under which checkpoints hold it, of those that
+    they hold in the same form."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tensors = dict(model.state_dict())
     own = {id(tensor): name for name, tensor in reversed(tensors.items())}
-    return {own[id(tensor)]: name for name, tensor in revert_weight_conversion(model, tensors).items() if id(tensor) in own}
+    return {
+        own[id(tensor)]: name
+        for name, tensor in revert_weight_conversion(model, tensors).items()
+        if id(tensor) in own
+    }

@@ -1,4 +1,5 @@
-"""The layer that predicts one token further, as DeepSeek-V3 has it (arXiv 2412.19437, section 2.2) and others after it.
+"""The layer that predicts one token further, as DeepSeek-V3 has it (arXiv 2412.19437, section 2.2)
+and others after it.
 
 Symbols: T tokens, H hidden_size.
 """
@@ -16,7 +17,8 @@ from quantkit.models.table import Parameter
 from quantkit.models.weights import LinearOp, Weights
 
 MtpReads = Literal["normed", "merged", "streams"]
-"""What an MTP layer reads of the main model: its hidden states behind the final norm or before it, or the streams that they are made of."""
+"""What an MTP layer reads of the main model: its hidden states behind the final norm or before it,
+or the streams that they are made of."""
 
 
 FINAL_NORM = "shared_head.norm"
@@ -30,26 +32,47 @@ class MtpStackConfig(decoder.StackConfig, Protocol):
 
 def mtp_layers(config: MtpStackConfig) -> range:
     """Numbers of the MTP layers, which come after the others."""
-    return range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers)
+    return range(
+        config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers
+    )
 
 
-def mtp_parameters(hidden: int, vocab: int, layer: int, block: Iterable[Parameter]) -> list[Parameter]:
-    """Every tensor of one MTP layer with an embedding and a head of its own. block: those of its decoder layer."""
+def mtp_parameters(
+    hidden: int, vocab: int, layer: int, block: Iterable[Parameter]
+) -> list[Parameter]:
+    """Every tensor of one MTP layer with an embedding and a head of its own. block: those of its
+    decoder layer."""
     p = f"model.layers.{layer}"
     return [
         Parameter(f"{p}.embed_tokens.weight", (vocab, hidden), "embedding", layer=layer, mtp=True),
         *sharing_mtp_parameters(hidden, layer, block, FINAL_NORM),
-        Parameter(f"{p}.shared_head.head.weight", (vocab, hidden), "head", "gathered", layer=layer, mtp=True),
+        Parameter(
+            f"{p}.shared_head.head.weight",
+            (vocab, hidden),
+            "head",
+            "gathered",
+            layer=layer,
+            mtp=True,
+        ),
     ]
 
 
-def sharing_mtp_parameters(hidden: int, layer: int, block: Iterable[Parameter], final_norm: str) -> list[Parameter]:
+def sharing_mtp_parameters(
+    hidden: int, layer: int, block: Iterable[Parameter], final_norm: str
+) -> list[Parameter]:
     """Every tensor of one MTP layer that shares the main model's embedding and head."""
     p = f"model.layers.{layer}"
     return [
         Parameter(f"{p}.enorm.weight", (hidden,), "norm", layer=layer, mtp=True),
         Parameter(f"{p}.hnorm.weight", (hidden,), "norm", layer=layer, mtp=True),
-        Parameter(f"{p}.eh_proj.weight", (hidden, 2 * hidden), "mtp_proj", "gathered", layer=layer, mtp=True),
+        Parameter(
+            f"{p}.eh_proj.weight",
+            (hidden, 2 * hidden),
+            "mtp_proj",
+            "gathered",
+            layer=layer,
+            mtp=True,
+        ),
         *block,
         Parameter(f"{p}.{final_norm}.weight", (hidden,), "norm", layer=layer, mtp=True),
     ]
@@ -78,23 +101,33 @@ class MtpLayer:
         self.block: decoder.DecoderLayer = self.layer_class(config, layer, weights)
         self.norm = weights.tensor(f"{p}.{self.final_norm}.weight")
         if not self.shares:
-            self.embedding, self.head = weights.tensor(f"{p}.embed_tokens.weight"), weights.linear(f"{p}.shared_head.head")
+            self.embedding, self.head = (
+                weights.tensor(f"{p}.embed_tokens.weight"),
+                weights.linear(f"{p}.shared_head.head"),
+            )
 
     def follow(self, model: decoder.Model) -> None:
-        """Share embedding and head where they are the main model's. It reads the hidden states that every model hands out."""
+        """Share embedding and head where they are the main model's. It reads the hidden states that
+        every model hands out."""
         if self.shares:
             self.embedding, self.head = model.embedding, model.head
 
     def inputs(self, next_token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """next_token_ids [T], hidden [T, H] after the main model's final norm -> the block's input [T, H]."""
+        """next_token_ids [T], hidden [T, H] after the main model's final norm -> the block's input
+        [T, H]."""
         embedded = rms_norm(decoder.embedded(next_token_ids, self.embedding), self.enorm, self.eps)
         return self.eh_proj(torch.cat((embedded, rms_norm(hidden, self.hnorm, self.eps)), dim=-1))
 
     @by_own_backend
-    def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
-        """-> hidden [T, H] after the final norm; also the `hidden` of a further MTP step. rows int64 [R]: of these tokens alone."""
+    def __call__(
+        self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None
+    ) -> Tensor:
+        """-> hidden [T, H] after the final norm; also the `hidden` of a further MTP step. rows
+        int64 [R]: of these tokens alone."""
         inputs = self.inputs(next_token_ids, hidden)
-        normed, _ = self.block(rms_norm(inputs, self.block.input_norm, self.eps), inputs, context, self.norm, rows)
+        normed, _ = self.block(
+            rms_norm(inputs, self.block.input_norm, self.eps), inputs, context, self.norm, rows
+        )
         return normed
 
     @by_own_backend

@@ -1,10 +1,12 @@
 """openPangu-2.0: openPangu-Ultra-MoE's latent attention and experts, over several residual streams.
 
-Each layer's attention sees learned tokens, and beside these a window, or what an indexer selects, or all; short convolutions go over the
-latents of queries and keys before they are normed, and over what the heads attended to. No library that is installed here computes it. What
-is computed is what the vendor's plain torch code has, which is public twice, as a model of transformers and as a calibration model; where
-the two differ, what both engines of the vendor have too. What public descriptions do not settle is listed in docs/models.md. The MTP layers
-have one stream and no indexer. Symbols: T tokens, H hidden_size, n streams, L kv_lora_rank, R qk_rope_head_dim.
+Each layer's attention sees learned tokens, and beside these a window, or what an indexer selects,
+or all; short convolutions go over the latents of queries and keys before they are normed, and over
+what the heads attended to. No library that is installed here computes it. What is computed is what
+the vendor's plain torch code has, which is public twice, as a model of transformers and as a
+calibration model; where the two differ, what both engines of the vendor have too. What public
+descriptions do not settle is listed in docs/models.md. The MTP layers have one stream and no
+indexer. Symbols: T tokens, H hidden_size, n streams, L kv_lora_rank, R qk_rope_head_dim.
 """
 
 from collections.abc import Iterator
@@ -17,9 +19,23 @@ from torch import Tensor
 
 from quantkit.models import decoder, deepseek_v3, hyper_connections_decoder, mtp, pangu_ultra_moe
 from quantkit.models.architecture import LatentCache
-from quantkit.models.config import DECIDED, CountOrNone, check_at_most, check_count, check_flag, read_fields, refusal, refuse_attention_bias
+from quantkit.models.config import (
+    DECIDED,
+    CountOrNone,
+    check_at_most,
+    check_count,
+    check_flag,
+    read_fields,
+    refusal,
+    refuse_attention_bias,
+)
 from quantkit.models.context import Context
-from quantkit.models.hyper_connections import StreamNames, StreamSizes, end_parameters, stream_parameters
+from quantkit.models.hyper_connections import (
+    StreamNames,
+    StreamSizes,
+    end_parameters,
+    stream_parameters,
+)
 from quantkit.models.indexer import Indexer, IndexerSizes, indexer_parameters, with_indexer
 from quantkit.models.latent_window import LatentWindow
 from quantkit.models.mlp import Mlp, check_groups
@@ -30,8 +46,15 @@ from quantkit.models.weights import Weights
 
 _EPS = 1e-6
 """Of streams, whatever rms_norm_eps is."""
-_STREAMS = StreamNames(".phi.weight", ".branch_beta", ".branch_alpha", ".norm_gamma", "model.merge_mhc_module", "_pre")
-_ONLY: dict[str, Any] = {"hidden_act": "silu", "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid"}
+_STREAMS = StreamNames(
+    ".phi.weight", ".branch_beta", ".branch_alpha", ".norm_gamma", "model.merge_mhc_module", "_pre"
+)
+_ONLY: dict[str, Any] = {
+    "hidden_act": "silu",
+    "n_group": 1,
+    "topk_group": 1,
+    "scoring_func": "sigmoid",
+}
 _FLAGS = {
     "use_mhc": True,
     "mhc_use_gamma": True,
@@ -44,13 +67,15 @@ _FLAGS = {
     "vanilla_mlp": False,
     "tie_word_embeddings": False,
 }
-"""Flags of config.json that are computed with one value only, which is that of a config.json without them."""
+"""Flags of config.json that are computed with one value only, which is that of a config.json
+without them."""
 
 
 @dataclass(frozen=True)
 class Config(pangu_ultra_moe.Config):
-    """Fields as config.json names them. router_sliding_window: tokens that a short convolution sees. windows: of each layer, MTP layers
-    too, how many tokens its attention sees, 0 for all; indexed: layers that an indexer selects for."""
+    """Fields as config.json names them. router_sliding_window: tokens that a short convolution
+    sees. windows: of each layer, MTP layers too, how many tokens its attention sees, 0 for all;
+    indexed: layers that an indexer selects for."""
 
     mhc_num_stream: int = 4
     mhc_recur_norm: int = 20
@@ -65,7 +90,8 @@ class Config(pangu_ultra_moe.Config):
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
-        """From config.json. Raises QuantkitError where a required field is missing or a value is one this file does not compute."""
+        """From config.json. Raises QuantkitError where a required field is missing or a value is
+        one this file does not compute."""
         for key, wanted in _ONLY.items():
             if config.get(key, wanted) not in (None, wanted):
                 raise refusal(key, config[key], repr(wanted))
@@ -73,19 +99,47 @@ class Config(pangu_ultra_moe.Config):
             if check_flag(config, key, default=flag) != flag:
                 raise refusal(key, config[key], str(flag).lower())
         refuse_attention_bias(config)
-        values = read_fields(cls, {**_ONLY, **config, "norm_topk_prob": check_flag(config, "norm_topk_prob", default=True)})
-        rope = Rope.from_dict(config, values["qk_rope_head_dim"], check_flag(config, "rope_interleave"), default_theta=None)
+        values = read_fields(
+            cls,
+            {
+                **_ONLY,
+                **config,
+                "norm_topk_prob": check_flag(config, "norm_topk_prob", default=True),
+            },
+        )
+        rope = Rope.from_dict(
+            config,
+            values["qk_rope_head_dim"],
+            check_flag(config, "rope_interleave"),
+            default_theta=None,
+        )
         made = cls(rope=rope, **values)
         check_groups(made.routing)
-        check_at_most("qk_rope_head_dim", made.qk_rope_head_dim, "index_head_dim", made.index_head_dim)
+        check_at_most(
+            "qk_rope_head_dim", made.qk_rope_head_dim, "index_head_dim", made.index_head_dim
+        )
         check_count("router_sliding_window", made.router_sliding_window, least=2)
-        indexed, ends = (_read_layers(config, key, made.num_hidden_layers) for key in ("dsa_layers", "block_post_layernorm_idx"))
-        windows = _read_windows(config, made.num_hidden_layers, made.num_nextn_predict_layers, frozenset(indexed))
-        return replace(made, windows=windows, indexed=frozenset(indexed), normed_ends=frozenset(ends))
+        indexed, ends = (
+            _read_layers(config, key, made.num_hidden_layers)
+            for key in ("dsa_layers", "block_post_layernorm_idx")
+        )
+        windows = _read_windows(
+            config, made.num_hidden_layers, made.num_nextn_predict_layers, frozenset(indexed)
+        )
+        return replace(
+            made, windows=windows, indexed=frozenset(indexed), normed_ends=frozenset(ends)
+        )
 
     @property
     def streams(self) -> StreamSizes:
-        return StreamSizes(self.mhc_num_stream, self.hidden_size, self.mhc_recur_norm, _EPS, self.rms_norm_eps, _STREAMS)
+        return StreamSizes(
+            self.mhc_num_stream,
+            self.hidden_size,
+            self.mhc_recur_norm,
+            _EPS,
+            self.rms_norm_eps,
+            _STREAMS,
+        )
 
     @property
     def cache(self) -> LatentCache:
@@ -93,8 +147,13 @@ class Config(pangu_ultra_moe.Config):
 
     @property
     def recurrent(self) -> ShortConvolutions:
-        latents, values = self.q_lora_rank + self.kv_lora_rank, self.num_attention_heads * self.v_head_dim
-        return ShortConvolutions(self.router_sliding_window, latents, values, self.num_hidden_layers)
+        latents, values = (
+            self.q_lora_rank + self.kv_lora_rank,
+            self.num_attention_heads * self.v_head_dim,
+        )
+        return ShortConvolutions(
+            self.router_sliding_window, latents, values, self.num_hidden_layers
+        )
 
     @property
     def copied(self) -> tuple[str, ...]:
@@ -115,36 +174,55 @@ def _read_layers(config: dict[str, Any], key: str, num_layers: int) -> list[int]
     return [one for one in listed if one < num_layers]
 
 
-def _read_windows(config: dict[str, Any], num_layers: int, drafts: int, indexed: frozenset[int]) -> tuple[int, ...]:
-    """swa_layers have a window, of their own in sliding_window_list or all the same one. MTP layers, which come last, have those that the
-    list goes on with, where swa_layers does not name them."""
+def _read_windows(
+    config: dict[str, Any], num_layers: int, drafts: int, indexed: frozenset[int]
+) -> tuple[int, ...]:
+    """swa_layers have a window, of their own in sliding_window_list or all the same one. MTP
+    layers, which come last, have those that the list goes on with, where swa_layers does not name
+    them."""
     listed = config.get("swa_layers")
     sliding = _read_layers(config, "swa_layers", num_layers + drafts)
     if indexed & {*sliding}:
         raise refusal("swa_layers", config["swa_layers"], "layers that are not in dsa_layers")
     kinds, later = config.get("layer_types"), [*range(num_layers, num_layers + drafts)]
-    if kinds is not None and kinds != ["sliding_attention" if layer in sliding else "full_attention" for layer in range(num_layers)]:
-        raise refusal("layer_types", kinds, "sliding_attention for swa_layers and full_attention for the others")
+    if kinds is not None and kinds != [
+        "sliding_attention" if layer in sliding else "full_attention" for layer in range(num_layers)
+    ]:
+        raise refusal(
+            "layer_types",
+            kinds,
+            "sliding_attention for swa_layers and full_attention for the others",
+        )
     sizes = config.get("sliding_window_list")
     if sizes is None:
         sizes = [config.get("sliding_window")] * len(listed or ())
     if not isinstance(sizes, list) or len(sizes) < len(sliding):
         raise refusal("sliding_window_list", sizes, "a window for each of swa_layers")
     sliding += [] if {*later} & {*sliding} else later[: len(sizes) - len(sliding)]
-    by_layer = {layer: check_count("sliding_window_list", sizes[number]) for number, layer in enumerate(sliding)}
+    by_layer = {
+        layer: check_count("sliding_window_list", sizes[number])
+        for number, layer in enumerate(sliding)
+    }
     return tuple(by_layer.get(layer, 0) for layer in range(num_layers + drafts))
 
 
 def parameters(config: Config) -> list[Parameter]:
-    """openPangu-Ultra-MoE's rows, with those of the streams, the convolutions, the learned tokens and the indexers."""
+    """openPangu-Ultra-MoE's rows, with those of the streams, the convolutions, the learned tokens
+    and the indexers."""
     rows, streams = [], config.streams
     for row in pangu_ultra_moe.parameters(config):
         prefix = f"model.layers.{row.layer}"
         if row.name == "model.norm.weight":
             rows += end_parameters(streams)
-        elif row.name == f"{prefix}.input_layernorm.weight" and row.layer is not None and not row.mtp:
+        elif (
+            row.name == f"{prefix}.input_layernorm.weight" and row.layer is not None and not row.mtp
+        ):
             rows += stream_parameters(streams, f"{prefix}.attn_mhc_module", row.layer, "attention")
-        elif row.name == f"{prefix}.pre_mlp_layernorm.weight" and row.layer is not None and not row.mtp:
+        elif (
+            row.name == f"{prefix}.pre_mlp_layernorm.weight"
+            and row.layer is not None
+            and not row.mtp
+        ):
             block: Block = "router" if config.is_moe(row.layer) else "mlp"
             rows += stream_parameters(streams, f"{prefix}.mlp_mhc_module", row.layer, block)
         rows.append(row)
@@ -157,22 +235,44 @@ def parameters(config: Config) -> list[Parameter]:
 
 
 def _beside_attention(config: Config, layer: int) -> Iterator[Parameter]:
-    a, kernel, heads = f"model.layers.{layer}.self_attn", config.router_sliding_window, config.num_attention_heads * config.v_head_dim
-    channels = {"qa_conv": config.q_lora_rank, "compresskv_conv": config.kv_lora_rank, "o_conv": heads}
+    a, kernel, heads = (
+        f"model.layers.{layer}.self_attn",
+        config.router_sliding_window,
+        config.num_attention_heads * config.v_head_dim,
+    )
+    channels = {
+        "qa_conv": config.q_lora_rank,
+        "compresskv_conv": config.kv_lora_rank,
+        "o_conv": heads,
+    }
     for name, count in channels.items():
         split: Split = "column" if name == "o_conv" else "replicate"
-        yield Parameter(f"{a}.{name}.weight", (count, 1, kernel), "state", split, layer, block="attention")
-    sinks = {"param_sink_compressed_kv": config.kv_lora_rank, "param_sink_k_pe": config.qk_rope_head_dim}
+        yield Parameter(
+            f"{a}.{name}.weight", (count, 1, kernel), "state", split, layer, block="attention"
+        )
+    sinks = {
+        "param_sink_compressed_kv": config.kv_lora_rank,
+        "param_sink_k_pe": config.qk_rope_head_dim,
+    }
     for name, width in sinks.items() if config.param_sink_number else ():
-        yield Parameter(f"{a}.{name}", (config.param_sink_number, width), "bias", layer=layer, block="attention")
+        yield Parameter(
+            f"{a}.{name}", (config.param_sink_number, width), "bias", layer=layer, block="attention"
+        )
     if layer in config.indexed:
-        yield from indexer_parameters(config.indexer, f"{a}.indexer", config.hidden_size, config.q_lora_rank, layer)
+        yield from indexer_parameters(
+            config.indexer, f"{a}.indexer", config.hidden_size, config.q_lora_rank, layer
+        )
 
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
-    """openPangu-Ultra-MoE's groups; an indexer reads the input of the first linears, and the queries' latent."""
+    """openPangu-Ultra-MoE's groups; an indexer reads the input of the first linears, and the
+    queries' latent."""
     groups = pangu_ultra_moe.scale_groups(config, layer)
-    return with_indexer(groups, f"model.layers.{layer}.self_attn.indexer") if layer in config.indexed else groups
+    return (
+        with_indexer(groups, f"model.layers.{layer}.self_attn.indexer")
+        if layer in config.indexed
+        else groups
+    )
 
 
 class Attention(deepseek_v3.Attention):
@@ -181,9 +281,19 @@ class Attention(deepseek_v3.Attention):
         a = f"model.layers.{layer}.self_attn"
         self.window, self.topk, self.indexer = config.windows[layer], 0, None
         latents, heads = ("qa_conv", "compresskv_conv"), ("o_conv",)
-        self.kernels = [torch.cat([weights.tensor(f"{a}.{name}.weight").float()[:, 0] for name in names]) for names in (latents, heads)]
+        self.kernels = [
+            torch.cat([weights.tensor(f"{a}.{name}.weight").float()[:, 0] for name in names])
+            for names in (latents, heads)
+        ]
         some = config.param_sink_number > 0
-        self.sinks = [weights.tensor(f"{a}.{name}") for name in ("param_sink_compressed_kv", "param_sink_k_pe")] if some else None
+        self.sinks = (
+            [
+                weights.tensor(f"{a}.{name}")
+                for name in ("param_sink_compressed_kv", "param_sink_k_pe")
+            ]
+            if some
+            else None
+        )
         if layer in config.indexed:
             self.topk = config.index_topk
             self.indexer = Indexer(config.indexer, layer, f"{a}.indexer", config.rope, weights)
@@ -191,18 +301,23 @@ class Attention(deepseek_v3.Attention):
     def __call__(self, x: Tensor, context: Context) -> Tensor:
         """x [T, H] -> [T, H], partial over ranks."""
         c, layer = self.config, self.layer
-        latents, key = self.qkv_a(x).split([c.q_lora_rank + c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        latents, key = self.qkv_a(x).split(
+            [c.q_lora_rank + c.kv_lora_rank, c.qk_rope_head_dim], dim=-1
+        )
         latents = context.convolve(layer, 0, latents, self.kernels[0])
         q_a = context.store_mla(layer, torch.cat((latents, key), dim=-1), self.norms, c.rope)
         if self.indexer is not None:
             self.indexer(x, q_a, context)
         q = self.q_b(q_a).unflatten(-1, (-1, c.qk_head_dim))
-        attention = LatentWindow(self.kv_b, c.rope, c.softmax_scale, self._learned(q), self.topk, self.window)
+        attention = LatentWindow(
+            self.kv_b, c.rope, c.softmax_scale, self._learned(q), self.topk, self.window
+        )
         attended = context.attend_seen(layer, q, attention).flatten(1)
         return self.o(context.convolve(layer, 1, attended, self.kernels[1]))
 
     def _learned(self, like: Tensor) -> Tensor:
-        """The learned tokens as they would be cached, [param_sink_number, L + R]: their keys are not turned."""
+        """The learned tokens as they would be cached, [param_sink_number, L + R]: their keys are
+        not turned."""
         if self.sinks is None:
             return like.new_zeros(0, self.config.cache.width)
         latents, keys = self.sinks
@@ -212,15 +327,27 @@ class Attention(deepseek_v3.Attention):
 class StreamsDecoderLayer(hyper_connections_decoder.StreamsLayer):
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         p = f"model.layers.{layer}"
-        mlp = pangu_ultra_moe.mixture_of(config, f"{p}.mlp", weights) if config.is_moe(layer) else Mlp(f"{p}.mlp", weights)
-        names = hyper_connections_decoder.LayerNames("attn_mhc_module", "mlp_mhc_module", "input_layernorm", "pre_mlp_layernorm")
+        mlp = (
+            pangu_ultra_moe.mixture_of(config, f"{p}.mlp", weights)
+            if config.is_moe(layer)
+            else Mlp(f"{p}.mlp", weights)
+        )
+        names = hyper_connections_decoder.LayerNames(
+            "attn_mhc_module", "mlp_mhc_module", "input_layernorm", "pre_mlp_layernorm"
+        )
         super().__init__(p, config.streams, weights, Attention(config, layer, weights), mlp, names)
         self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
         self.post_mlp_norm = weights.tensor(f"{p}.post_mlp_layernorm.weight")
-        self.end_norm = weights.tensor(f"{p}.block_post_layernorm.weight") if layer in config.normed_ends else None
+        self.end_norm = (
+            weights.tensor(f"{p}.block_post_layernorm.weight")
+            if layer in config.normed_ends
+            else None
+        )
 
     def attention_output(self, normed: Tensor, context: Context) -> Tensor:
-        return rms_norm(super().attention_output(normed, context), self.post_attention_norm, self.eps)
+        return rms_norm(
+            super().attention_output(normed, context), self.post_attention_norm, self.eps
+        )
 
     def as_added(self, summed: Tensor) -> Tensor:
         return rms_norm(summed, self.post_mlp_norm, self.eps)
@@ -239,7 +366,9 @@ class GuessingLayer(pangu_ultra_moe.DecoderLayer):
 
 def layer_of(config: Config, layer: int, weights: Weights) -> decoder.DecoderLayer:
     """A layer by number, an MTP layer's behind the others."""
-    return (StreamsDecoderLayer if layer < config.num_hidden_layers else GuessingLayer)(config, layer, weights)
+    return (StreamsDecoderLayer if layer < config.num_hidden_layers else GuessingLayer)(
+        config, layer, weights
+    )
 
 
 DecoderLayer = layer_of
@@ -254,7 +383,8 @@ class Model(hyper_connections_decoder.StreamsModel):
 
 
 class MtpLayer(mtp.MtpLayer):
-    """Reads hidden states before the final norm, and returns its own so, behind those after its norm."""
+    """Reads hidden states before the final norm, and returns its own so, behind those after its
+    norm."""
 
     layer_class = GuessingLayer
     reads: mtp.MtpReads = "merged"
@@ -265,11 +395,15 @@ class MtpLayer(mtp.MtpLayer):
         model.hands_on = True
 
     @by_own_backend
-    def __call__(self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
-        """hidden [T, 2 H]: as the main model hands it out, and as it is returned, for the next MTP layer. rows int64 [R]: of these tokens
-        alone."""
+    def __call__(
+        self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None
+    ) -> Tensor:
+        """hidden [T, 2 H]: as the main model hands it out, and as it is returned, for the next MTP
+        layer. rows int64 [R]: of these tokens alone."""
         inputs = self.inputs(next_token_ids, hidden[:, len(self.hnorm) :].contiguous())
-        made = self.block(rms_norm(inputs, self.block.input_norm, self.eps), inputs, context, self.norm, rows)
+        made = self.block(
+            rms_norm(inputs, self.block.input_norm, self.eps), inputs, context, self.norm, rows
+        )
         return torch.cat(made, dim=-1)
 
     def logits(self, hidden: Tensor) -> Tensor:

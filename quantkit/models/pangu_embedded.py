@@ -17,10 +17,14 @@ _OTHERS = ("mlp_bias", "qkv_bias", "attention_bias", "param_sink_number", "sandw
 class Config(gqa.Config):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
-        """The vendor's configuration class has `bias` true and a rope_theta of 16 million, vLLM 10000: there must be one."""
+        """The vendor's configuration class has `bias` true and a rope_theta of 16 million, vLLM
+        10000: there must be one."""
         for key in _OTHERS:
             if config.get(key):
-                raise QuantkitError(f"config.json has {key} = {config[key]!r}", "quantkit computes openPangu-Embedded without")
+                raise QuantkitError(
+                    f"config.json has {key} = {config[key]!r}",
+                    "quantkit computes openPangu-Embedded without",
+                )
         refuse_windows(config)
         bias = check_flag(config, "bias", default=True)
         return cls(**gqa.read_config(config, default_theta=None), qkv_bias=bias, o_bias=bias)

@@ -1,10 +1,13 @@
-"""openPangu-Ultra-MoE: DeepSeek-V3's attention and experts between sandwich norms, no expert groups, an optional router bias.
+"""openPangu-Ultra-MoE: DeepSeek-V3's attention and experts between sandwich norms, no expert
+groups, an optional router bias.
 
-Every half of a layer is normed before and after: h + post_norm(half(pre_norm(h))). The post norms sit on outputs that go
-straight into the residual stream, so no scale folds into them; MLP inputs fold into pre_mlp_layernorm.
+Every half of a layer is normed before and after: h + post_norm(half(pre_norm(h))). The post norms
+sit on outputs that go straight into the residual stream, so no scale folds into them; MLP inputs
+fold into pre_mlp_layernorm.
 
-Rotary pairs: public code disagrees. The vendor's modeling file and its engine (omni-infer) turn (x[i], x[i + D/2]); vLLM turns
-(x[2i], x[2i+1]). The vendor's convention is the default here; `rope_interleave: true` in config.json asks for the other.
+Rotary pairs: public code disagrees. The vendor's modeling file and its engine (omni-infer) turn
+(x[i], x[i + D/2]); vLLM turns (x[2i], x[2i+1]). The vendor's convention is the default here;
+`rope_interleave: true` in config.json asks for the other.
 """
 
 from dataclasses import dataclass, replace
@@ -50,13 +53,19 @@ class Config(deepseek_v3.Config):
         }
         values = read_fields(cls, named)
         interleaved = check_flag(config, "rope_interleave")
-        made = cls(rope=Rope.from_dict(config, values["qk_rope_head_dim"], interleaved, default_theta=None), **values)
+        made = cls(
+            rope=Rope.from_dict(
+                config, values["qk_rope_head_dim"], interleaved, default_theta=None
+            ),
+            **values,
+        )
         check_groups(made.routing)
         return made
 
 
 def parameters(config: Config) -> list[Parameter]:
-    """DeepSeek-V3's rows with two more norms a layer; the router bias is optional and has two spellings."""
+    """DeepSeek-V3's rows with two more norms a layer; the router bias is optional and has two
+    spellings."""
     rows = []
     for row in deepseek_v3.parameters(config):
         if row.role == "router_bias":
@@ -64,7 +73,9 @@ def parameters(config: Config) -> list[Parameter]:
         rows.append(row)
         if row.name.endswith(".post_attention_layernorm.weight"):
             assert row.layer is not None, row.name
-            rows.append(replace(row, name=row.name.replace("post_attention_layernorm", "pre_mlp_layernorm")))
+            rows.append(
+                replace(row, name=row.name.replace("post_attention_layernorm", "pre_mlp_layernorm"))
+            )
             behind = row.name.replace("post_attention_layernorm", "post_mlp_layernorm")
             rows.append(replace(row, name=behind, behind_experts=config.is_moe(row.layer)))
     return rows
@@ -72,7 +83,9 @@ def parameters(config: Config) -> list[Parameter]:
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     """DeepSeek-V3's groups, with MLP inputs folded into the norm before the MLP."""
-    after_attention, before_mlp = (f"model.layers.{layer}.{name}_layernorm" for name in ("post_attention", "pre_mlp"))
+    after_attention, before_mlp = (
+        f"model.layers.{layer}.{name}_layernorm" for name in ("post_attention", "pre_mlp")
+    )
     return [
         replace(group, producer=before_mlp) if group.producer == after_attention else group
         for group in deepseek_v3.scale_groups(config, layer)
@@ -84,9 +97,21 @@ class DecoderLayer(decoder.DecoderLayer):
 
     def __init__(self, config: deepseek_v3.Config, layer: int, weights: Weights) -> None:
         p = f"model.layers.{layer}"
-        mlp = mixture_of(config, f"{p}.mlp", weights) if config.is_moe(layer) else Mlp(f"{p}.mlp", weights)
-        super().__init__(p, config.rms_norm_eps, weights, self.attention_class(config, layer, weights), mlp, mlp_norm="pre_mlp_layernorm")
-        self.add_rms_norm = add_rms_norm  # what a half adds is normed before it is added, and so summed over the ranks before
+        mlp = (
+            mixture_of(config, f"{p}.mlp", weights)
+            if config.is_moe(layer)
+            else Mlp(f"{p}.mlp", weights)
+        )
+        super().__init__(
+            p,
+            config.rms_norm_eps,
+            weights,
+            self.attention_class(config, layer, weights),
+            mlp,
+            mlp_norm="pre_mlp_layernorm",
+        )
+        # what a half adds is normed before it is added, and so summed over the ranks before
+        self.add_rms_norm = add_rms_norm
         self.post_attention_norm = weights.tensor(f"{p}.post_attention_layernorm.weight")
         self.post_mlp_norm = weights.tensor(f"{p}.post_mlp_layernorm.weight")
 
@@ -97,7 +122,9 @@ class DecoderLayer(decoder.DecoderLayer):
         return self.as_added(self.mlp_sum(normed))
 
     def attention_output(self, normed: Tensor, context: Context) -> Tensor:
-        return rms_norm(super().attention_output(normed, context), self.post_attention_norm, self.eps)
+        return rms_norm(
+            super().attention_output(normed, context), self.post_attention_norm, self.eps
+        )
 
     def as_added(self, summed: Tensor) -> Tensor:
         return rms_norm(summed, self.post_mlp_norm, self.eps)

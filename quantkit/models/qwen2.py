@@ -15,4 +15,6 @@ class Config(gqa.Config):
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
         values = gqa.read_config(config)
-        return cls(**values, windows=read_qwen_windows(config, values["num_hidden_layers"]), qkv_bias=True)
+        return cls(
+            **values, windows=read_qwen_windows(config, values["num_hidden_layers"]), qkv_bias=True
+        )

@@ -1,4 +1,5 @@
-"""Qwen2-MoE (Qwen1.5-MoE, Qwen2-57B-A14B): Qwen2's attention, experts chosen by softmax, a shared expert behind a gate of its own."""
+"""Qwen2-MoE (Qwen1.5-MoE, Qwen2-57B-A14B): Qwen2's attention, experts chosen by softmax, a shared
+expert behind a gate of its own."""
 
 from typing import Any
 
@@ -23,10 +24,14 @@ class Config(gqa.Config):
         full_from = max_window_layers(config)
         return cls(
             **values,
-            windows=read_switched_windows(config, num_layers, lambda layer: layer % 2 == 0 and layer < full_from),
+            windows=read_switched_windows(
+                config, num_layers, lambda layer: layer % 2 == 0 and layer < full_from
+            ),
             qkv_bias=check_flag(config, "qkv_bias", default=True),
             routing=read_routing(config, COUNT, check_flag(config, "norm_topk_prob"), "softmax"),
             mixture=MixtureNames(shared="shared_expert", shared_gate="shared_expert_gate"),
-            shared_width=check_count("shared_expert_intermediate_size", config.get("shared_expert_intermediate_size")),
+            shared_width=check_count(
+                "shared_expert_intermediate_size", config.get("shared_expert_intermediate_size")
+            ),
             dense_layers=dense_layers(config, num_layers),
         )

@@ -1,7 +1,9 @@
-"""Qwen3.5 dense: Qwen3-Next with a linear for each part of the linear attention, and a vision tower, which is copied.
+"""Qwen3.5 dense: Qwen3-Next with a linear for each part of the linear attention, and a vision
+tower, which is copied.
 
-The text model is computed. Rotary embeddings of three axes (mrope) are plain ones for text, whose tokens have one place on all of them.
-The MTP layer (mtp.*) is copied, for engines that run it; transformers has no forward of it.
+The text model is computed. Rotary embeddings of three axes (mrope) are plain ones for text, whose
+tokens have one place on all of them. The MTP layer (mtp.*) is copied, for engines that run it;
+transformers has no forward of it.
 """
 
 from typing import Any
@@ -26,7 +28,9 @@ _KV_HEADS = 4
 
 
 def _rename(name: str) -> str:
-    return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
+    return (
+        f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
+    )
 
 
 def read_text(config: dict[str, Any]) -> dict[str, Any]:
@@ -34,7 +38,12 @@ def read_text(config: dict[str, Any]) -> dict[str, Any]:
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise refusal("text_config", text, "an object")
-    return {**text, "tie_word_embeddings": check_flag(config, "tie_word_embeddings", default=check_flag(text, "tie_word_embeddings"))}
+    return {
+        **text,
+        "tie_word_embeddings": check_flag(
+            config, "tie_word_embeddings", default=check_flag(text, "tie_word_embeddings")
+        ),
+    }
 
 
 def read_decoder(text: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +53,10 @@ def read_decoder(text: dict[str, Any]) -> dict[str, Any]:
         if isinstance(text.get(key), dict):
             text[key] = {name: value for name, value in text[key].items() if name not in _OF_IMAGES}
     refuse_windows({key: value for key, value in text.items() if key != "layer_types"})
-    values, bias = gqa.read_config(text, partial_rotary_factor=TURNED), check_flag(text, "attention_bias")
+    values, bias = (
+        gqa.read_config(text, partial_rotary_factor=TURNED),
+        check_flag(text, "attention_bias"),
+    )
     return {
         **values,
         "qk_norm": "head",

@@ -6,7 +6,15 @@ from quantkit.models import gqa
 from quantkit.models.config import check_count
 from quantkit.models.hf_fallback import GatesAndLengths
 from quantkit.models.mlp import MixtureNames, read_routing
-from quantkit.models.qwen3_5 import DecoderLayer, Model, MtpLayer, parameters, read_decoder, read_text, scale_groups
+from quantkit.models.qwen3_5 import (
+    DecoderLayer,
+    Model,
+    MtpLayer,
+    parameters,
+    read_decoder,
+    read_text,
+    scale_groups,
+)
 from quantkit.models.qwen3_moe import COUNT
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
@@ -22,5 +30,7 @@ class Config(gqa.Config):
             **read_decoder({**text, "intermediate_size": width}),
             routing=read_routing(text, COUNT, True, "softmax"),
             mixture=MixtureNames(shared="shared_expert", shared_gate="shared_expert_gate"),
-            shared_width=check_count("shared_expert_intermediate_size", text.get("shared_expert_intermediate_size")),
+            shared_width=check_count(
+                "shared_expert_intermediate_size", text.get("shared_expert_intermediate_size")
+            ),
         )

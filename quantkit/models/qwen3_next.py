@@ -1,6 +1,8 @@
-"""Qwen3-Next: linear attention with a state in three of four layers, gated attention in the others, norms around 1, Qwen2-MoE's experts.
+"""Qwen3-Next: linear attention with a state in three of four layers, gated attention in the others,
+norms around 1, Qwen2-MoE's experts.
 
-The release's MTP layer (mtp.*) is copied, for engines that run it; transformers has no forward of it.
+The release's MTP layer (mtp.*) is copied, for engines that run it; transformers has no forward of
+it.
 """
 
 from typing import Any
@@ -43,9 +45,13 @@ class Config(gqa.Config):
             qk_norm="head",
             qkv_bias=bias,
             o_bias=bias,
-            routing=read_routing(config, COUNT, check_flag(config, "norm_topk_prob", default=True), "softmax"),
+            routing=read_routing(
+                config, COUNT, check_flag(config, "norm_topk_prob", default=True), "softmax"
+            ),
             mixture=MixtureNames(shared="shared_expert", shared_gate="shared_expert_gate"),
-            shared_width=check_count("shared_expert_intermediate_size", config.get("shared_expert_intermediate_size")),
+            shared_width=check_count(
+                "shared_expert_intermediate_size", config.get("shared_expert_intermediate_size")
+            ),
             dense_layers=dense_layers(config, num_layers),
             recurrent=read_delta_net(config, num_layers, joined=True),
             output_gate=True,
@@ -55,19 +61,34 @@ class Config(gqa.Config):
 
 
 def read_delta_net(config: dict[str, Any], num_layers: int, *, joined: bool) -> DeltaNet | None:
-    """The linear attention that config.json describes; None where no layer has it. joined: as in `DeltaNet`."""
+    """The linear attention that config.json describes; None where no layer has it. joined: as in
+    `DeltaNet`."""
     kinds = config.get("layer_types")
     if kinds is None:
-        interval = check_count("full_attention_interval", config.get("full_attention_interval", _INTERVAL))
+        interval = check_count(
+            "full_attention_interval", config.get("full_attention_interval", _INTERVAL)
+        )
         kinds = [_FULL if (layer + 1) % interval == 0 else _LINEAR for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= {_LINEAR, _FULL}:
-        raise refusal("layer_types", kinds, f"{_LINEAR} or {_FULL} for each of num_hidden_layers = {num_layers}")
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or not {*map(str, kinds)} <= {_LINEAR, _FULL}
+    ):
+        raise refusal(
+            "layer_types",
+            kinds,
+            f"{_LINEAR} or {_FULL} for each of num_hidden_layers = {num_layers}",
+        )
     if _FULL not in kinds:
         raise refusal("layer_types", kinds, f"{_FULL} in some layer")
     sizes = {key: check_count(key, config.get(key, default)) for key, default in _NET.items()}
     keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
     if values % keys:
-        raise refusal("linear_num_value_heads", values, f"a multiple of linear_num_key_heads = {keys}")
+        raise refusal(
+            "linear_num_value_heads", values, f"a multiple of linear_num_key_heads = {keys}"
+        )
     layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == _LINEAR)
-    key_dim, value_dim, kernel = (sizes[f"linear_{name}_dim"] for name in ("key_head", "value_head", "conv_kernel"))
+    key_dim, value_dim, kernel = (
+        sizes[f"linear_{name}_dim"] for name in ("key_head", "value_head", "conv_kernel")
+    )
     return DeltaNet(keys, values, key_dim, value_dim, kernel, layers, joined) if layers else None

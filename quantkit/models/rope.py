@@ -1,8 +1,10 @@
-"""Rotary position embedding: the frequencies and scales that transformers' modeling_rope_utils.py computes, by its names.
+"""Rotary position embedding: the frequencies and scales that transformers' modeling_rope_utils.py
+computes, by its names.
 
-default, linear, llama3 (Llama 3.1's wavelength bands) and yarn (arXiv 2309.00071, as DeepSeek uses it). A field of config.json that the
-kind does not have is refused by name, and so are kinds whose frequencies depend on the length of the text (dynamic, longrope): models
-with these are computed by transformers, where it has them.
+default, linear, llama3 (Llama 3.1's wavelength bands) and yarn (arXiv 2309.00071, as DeepSeek uses
+it). A field of config.json that the kind does not have is refused by name, and so are kinds whose
+frequencies depend on the length of the text (dynamic, longrope): models with these are computed by
+transformers, where it has them.
 """
 
 import math
@@ -31,7 +33,15 @@ _OPTIONAL: dict[Kind, tuple[str, ...]] = {
     "default": (),
     "linear": (),
     "llama3": ("original_max_position_embeddings",),
-    "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
+    "yarn": (
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "attention_factor",
+        "truncate",
+    ),
 }
 _SMALLEST, _LARGEST = 1e-9, 1e15
 """Of the numbers that describe an embedding, but for 0."""
@@ -42,8 +52,10 @@ _SOURCE = "use the config.json that came with the model"
 class Rope:
     """Frequencies of a rotary embedding over `dim` channels, and what they do to the softmax scale.
 
-    `interleaved` turns the pairs (x[2i], x[2i+1]), as DeepSeek does; else (x[i], x[i + dim/2]), as Llama and its kin do.
-    attention_factor: YaRN's multiplier of cos and sin; None derives it from `factor` and the two mscales.
+    `interleaved` turns the pairs (x[2i], x[2i+1]), as DeepSeek does; else (x[i], x[i + dim/2]), as
+    Llama and its kin do.
+    attention_factor: YaRN's multiplier of cos and sin; None derives it from `factor` and the two
+    mscales.
     truncate: YaRN's ramp starts and ends at whole channels.
     """
 
@@ -71,24 +83,38 @@ class Rope:
         default_theta: float | None = DEFAULT_THETA,
         partial: float | None = None,
     ) -> "Rope":
-        """From config.json: `rope_theta` with `rope_scaling`, or the newer `rope_parameters` that holds both.
+        """From config.json: `rope_theta` with `rope_scaling`, or the newer `rope_parameters` that
+        holds both.
 
-        dim: channels of a head. default_theta: where config.json has none; None where the architecture has no such default. partial: the
-        share of these channels that is turned where config.json has no partial_rotary_factor; None where the architecture turns all.
-        Raises QuantkitError naming a field that is missing, is no number, or is not computed.
+        dim: channels of a head. default_theta: where config.json has none; None where the
+        architecture has no such default. partial: the share of these channels that is turned where
+        config.json has no partial_rotary_factor; None where the architecture turns all. Raises
+        QuantkitError naming a field that is missing, is no number, or is not computed.
         """
         scaling = _scaling(config)
         if partial is not None:
             dim = int(dim * _partial_rotary_factor(scaling, config, partial))
         if dim < 2 or dim % 2:
-            raise QuantkitError(f"head_dim gives the rotary embedding {dim} channels", f"it turns pairs of them: {_SOURCE}")
+            raise QuantkitError(
+                f"head_dim gives the rotary embedding {dim} channels",
+                f"it turns pairs of them: {_SOURCE}",
+            )
         for place in (scaling, config):
             if partial is None and place.get("partial_rotary_factor", 1) not in (None, 1):
                 told = f"config.json has partial_rotary_factor = {place['partial_rotary_factor']!r}"
                 raise QuantkitError(told, "quantkit turns whole heads of this architecture")
-        theta = next((place["rope_theta"] for place in (scaling, config) if place.get("rope_theta") is not None), default_theta)
+        theta = next(
+            (
+                place["rope_theta"]
+                for place in (scaling, config)
+                if place.get("rope_theta") is not None
+            ),
+            default_theta,
+        )
         if theta is None:
-            raise QuantkitError("config.json has no rope_theta", "add the value the model was trained with")
+            raise QuantkitError(
+                "config.json has no rope_theta", "add the value the model was trained with"
+            )
         theta, kind = _number("rope_theta", theta, above=1.0), _kind(scaling)
         if kind == "default":
             _check_fields(scaling, kind)
@@ -97,7 +123,8 @@ class Rope:
 
     @property
     def softmax_factor(self) -> float:
-        """Multiplier of head_dim ** -0.5: DeepSeek applies mscale_all_dim to q and k alike, hence squared."""
+        """Multiplier of head_dim ** -0.5: DeepSeek applies mscale_all_dim to q and k alike, hence
+        squared."""
         return _mscale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     @property
@@ -112,7 +139,8 @@ class Rope:
         return _mscale(self.factor, 1.0)
 
     def inverse_frequencies(self, device: torch.device | str = "cpu") -> Tensor:
-        """[dim / 2] float32. Scaling keeps high frequencies, divides low ones by `factor`, and goes over linearly in between."""
+        """[dim / 2] float32. Scaling keeps high frequencies, divides low ones by `factor`, and goes
+        over linearly in between."""
         exponent = torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim
         plain = self.theta**-exponent
         if self.kind == "default":
@@ -123,7 +151,8 @@ class Rope:
         return plain / self.factor * (1 - keep) + plain * keep
 
     def _yarn_share(self, device: torch.device | str) -> Tensor:
-        """How much of each plain frequency stays: a ramp over the channel index, between two numbers of rotations."""
+        """How much of each plain frequency stays: a ramp over the channel index, between two
+        numbers of rotations."""
         low, high = self._correction_dim(self.beta_fast), self._correction_dim(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
@@ -133,29 +162,40 @@ class Rope:
         return 1 - ramp.clamp(0, 1)
 
     def _llama3_share(self, plain: Tensor) -> Tensor:
-        """How much of each plain frequency stays: a ramp over the turns it makes within the original context."""
+        """How much of each plain frequency stays: a ramp over the turns it makes within the
+        original context."""
         turns = self.original_max_position * plain / (2 * math.pi)
-        return ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return (
+            (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        ).clamp(0, 1)
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] -> cos, sin [T, dim / 2] float32, scaled by YaRN's attention factor."""
         device = positions.device
-        frequencies = _kept_frequencies(self, device) if device.type == "cuda" else self.inverse_frequencies(device)
+        frequencies = (
+            _kept_frequencies(self, device)
+            if device.type == "cuda"
+            else self.inverse_frequencies(device)
+        )
         angles, factor = positions[:, None] * frequencies[None, :], self.cos_sin_factor
         if factor == 1:  # DeepSeek's: a decode step has two launches less
             return angles.cos(), angles.sin()
         return angles.cos() * factor, angles.sin() * factor
 
     def _correction_dim(self, rotations: float) -> float:
-        return self.dim * math.log(self.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
+        return (
+            self.dim
+            * math.log(self.original_max_position / (rotations * 2 * math.pi))
+            / (2 * math.log(self.theta))
+        )
 
 
 _KEPT: dict[tuple[Rope, torch.device], Tensor] = {}
 
 
 def _kept_frequencies(rope: Rope, device: torch.device) -> Tensor:
-    """As `inverse_frequencies`, computed once: a decode step has 13 launches less. What is made while a graph is captured has its values
-    after a replay only, and is not kept."""
+    """As `inverse_frequencies`, computed once: a decode step has 13 launches less. What is made
+    while a graph is captured has its values after a replay only, and is not kept."""
     kept = _KEPT.get((rope, device))
     if kept is None:
         with torch.inference_mode(False):  # calibration may need gradients of what is turned
@@ -170,7 +210,8 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The description of the rotary embedding; as in transformers, `rope_scaling` counts where both spellings are there."""
+    """The description of the rotary embedding; as in transformers, `rope_scaling` counts where both
+    spellings are there."""
     named = next((name for name in ("rope_scaling", "rope_parameters") if config.get(name)), None)
     scaling = config[named] if named else {}
     if not isinstance(scaling, Mapping):
@@ -179,36 +220,70 @@ def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def length_kind(config: Mapping[str, Any]) -> str:
-    """The kind of a config.json's rotary embedding where its frequencies depend on the length of the text; empty for any other."""
-    scaling = next((value for name in ("rope_scaling", "rope_parameters") if isinstance(value := config.get(name), Mapping) and value), {})
-    return next((kind for kind in _BY_LENGTH if kind in (scaling.get("rope_type"), scaling.get("type"))), "")
+    """The kind of a config.json's rotary embedding where its frequencies depend on the length of
+    the text; empty for any other."""
+    scaling = next(
+        (
+            value
+            for name in ("rope_scaling", "rope_parameters")
+            if isinstance(value := config.get(name), Mapping) and value
+        ),
+        {},
+    )
+    return next(
+        (kind for kind in _BY_LENGTH if kind in (scaling.get("rope_type"), scaling.get("type"))), ""
+    )
 
 
-def _partial_rotary_factor(scaling: Mapping[str, Any], config: Mapping[str, Any], default: float) -> float:
-    named = (place["partial_rotary_factor"] for place in (scaling, config) if place.get("partial_rotary_factor") is not None)
+def _partial_rotary_factor(
+    scaling: Mapping[str, Any], config: Mapping[str, Any], default: float
+) -> float:
+    named = (
+        place["partial_rotary_factor"]
+        for place in (scaling, config)
+        if place.get("partial_rotary_factor") is not None
+    )
     share = _number("partial_rotary_factor", next(named, default))
     if share > 1:
-        raise QuantkitError(f"config.json has partial_rotary_factor = {share:g}, more than a whole head", _SOURCE)
+        raise QuantkitError(
+            f"config.json has partial_rotary_factor = {share:g}, more than a whole head", _SOURCE
+        )
     return share
 
 
 def _kind(scaling: Mapping[str, Any]) -> Kind:
-    named = [scaling[key] for key in ("rope_type", "type") if scaling.get(key) is not None] or ["default"]
+    named = [scaling[key] for key in ("rope_type", "type") if scaling.get(key) is not None] or [
+        "default"
+    ]
     if any(name != named[0] for name in named):
-        raise QuantkitError(f"config.json's rope scaling has rope_type {named[0]!r} and type {named[1]!r}", "keep the one that is meant")
+        raise QuantkitError(
+            f"config.json's rope scaling has rope_type {named[0]!r} and type {named[1]!r}",
+            "keep the one that is meant",
+        )
     kinds: tuple[Kind, ...] = get_args(Kind)
     for kind in kinds:
         if named[0] == kind:
             return kind
-    raise QuantkitError(f"config.json has rope scaling {named[0]!r}", f"use another engine: quantkit computes {', '.join(kinds)}")
+    raise QuantkitError(
+        f"config.json has rope scaling {named[0]!r}",
+        f"use another engine: quantkit computes {', '.join(kinds)}",
+    )
 
 
 def _check_fields(scaling: Mapping[str, Any], kind: Kind) -> None:
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_NEEDED[kind], *_OPTIONAL[kind]}
+    known = {
+        "rope_type",
+        "type",
+        "rope_theta",
+        "partial_rotary_factor",
+        *_NEEDED[kind],
+        *_OPTIONAL[kind],
+    }
     unknown = [key for key, value in scaling.items() if key not in known and value is not None]
     if unknown:
         raise QuantkitError(
-            f"config.json's rope scaling {kind!r} has {unknown[0]} = {scaling[unknown[0]]!r}", "quantkit does not compute it"
+            f"config.json's rope scaling {kind!r} has {unknown[0]} = {scaling[unknown[0]]!r}",
+            "quantkit does not compute it",
         )
     missing = [key for key in _NEEDED[kind] if key not in scaling]
     if missing:
@@ -218,18 +293,33 @@ def _check_fields(scaling: Mapping[str, Any], kind: Kind) -> None:
 def _values(scaling: Mapping[str, Any], kind: Kind, config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of Rope of a scaled kind."""
     _check_fields(scaling, kind)
-    given = {key: scaling[key] for key in (*_NEEDED[kind], *_OPTIONAL[kind]) if scaling.get(key) is not None}
+    given = {
+        key: scaling[key]
+        for key in (*_NEEDED[kind], *_OPTIONAL[kind])
+        if scaling.get(key) is not None
+    }
     values: dict[str, Any] = {}
     if "original_max_position_embeddings" in _OPTIONAL[kind]:
-        # As in transformers: beside the description it comes first, and without it the model was not extended.
-        first = config.get("original_max_position_embeddings") or given.pop("original_max_position_embeddings", None)
+        # As in transformers: beside the description it comes first, and without it the model was
+        # not extended.
+        first = config.get("original_max_position_embeddings") or given.pop(
+            "original_max_position_embeddings", None
+        )
         given.pop("original_max_position_embeddings", None)
-        original = _number("original_max_position_embeddings", first or config.get("max_position_embeddings"))
+        original = _number(
+            "original_max_position_embeddings", first or config.get("max_position_embeddings")
+        )
         if original < 1:
-            raise QuantkitError(f"config.json has original_max_position_embeddings = {original:g}, less than one token", _SOURCE)
+            raise QuantkitError(
+                f"config.json has original_max_position_embeddings = {original:g}, less than one "
+                "token",
+                _SOURCE,
+            )
         values["original_max_position"] = int(original)
         if kind == "yarn" and "factor" not in given:  # null there
-            given["factor"] = _number("max_position_embeddings", config.get("max_position_embeddings")) / original
+            given["factor"] = (
+                _number("max_position_embeddings", config.get("max_position_embeddings")) / original
+            )
     if "truncate" in given:
         values["truncate"] = bool(given.pop("truncate"))
     for key in ("attention_factor", "mscale", "mscale_all_dim"):
@@ -243,14 +333,22 @@ def _values(scaling: Mapping[str, Any], kind: Kind, config: Mapping[str, Any]) -
     if missing:
         raise QuantkitError(f"config.json's rope scaling {kind!r} has {missing[0]} = null", _SOURCE)
     if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
-        raise QuantkitError("config.json's rope scaling 'llama3' has high_freq_factor not above low_freq_factor", _SOURCE)
+        raise QuantkitError(
+            "config.json's rope scaling 'llama3' has high_freq_factor not above low_freq_factor",
+            _SOURCE,
+        )
     return values
 
 
 def _number(key: str, value: Any, above: float | None = 0.0) -> float:
-    """A number of config.json, greater than `above`, and of a size that frequencies can be computed with."""
+    """A number of config.json, greater than `above`, and of a size that frequencies can be computed
+    with."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (value == 0 or _SMALLEST <= abs(value) <= _LARGEST) or (above is not None and value <= above):
+    if (
+        not is_number
+        or not (value == 0 or _SMALLEST <= abs(value) <= _LARGEST)
+        or (above is not None and value <= above)
+    ):
         wanted = "a number" if above is None else f"a number above {above:g}"
         raise QuantkitError(f"config.json has {key} = {value!r:.60}, not {wanted}", _SOURCE)
     return float(value)

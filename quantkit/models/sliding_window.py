@@ -1,4 +1,5 @@
-"""Sliding windows: which layers of a decoder see only the tokens just before them, as config.json says it and transformers reads it."""
+"""Sliding windows: which layers of a decoder see only the tokens just before them, as config.json
+says it and transformers reads it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,44 +11,68 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def refuse_windows(config: dict[str, Any]) -> None:
-    """Of an architecture without: raises QuantkitError where config.json has a window all the same."""
+    """Of an architecture without: raises QuantkitError where config.json has a window all the
+    same."""
     if config.get("use_sliding_window"):
         raise QuantkitError(
-            f"config.json has use_sliding_window = {config['use_sliding_window']!r}", "this architecture has full attention"
+            f"config.json has use_sliding_window = {config['use_sliding_window']!r}",
+            "this architecture has full attention",
         )
-    # Qwen's configs carry a window beside use_sliding_window: false. Where that is not said, engines disagree on what it means.
+    # Qwen's configs carry a window beside use_sliding_window: false. Where that is not said,
+    # engines disagree on what it means.
     if config.get("sliding_window") is not None and config.get("use_sliding_window") is not False:
-        raise QuantkitError(f"config.json has sliding_window = {config['sliding_window']!r}", "this architecture has full attention")
+        raise QuantkitError(
+            f"config.json has sliding_window = {config['sliding_window']!r}",
+            "this architecture has full attention",
+        )
     others = sorted({*_layer_types(config)} - {_FULL})
     if others:
-        raise QuantkitError(f"config.json has layer_types {', '.join(others)}", "this architecture has full attention")
+        raise QuantkitError(
+            f"config.json has layer_types {', '.join(others)}",
+            "this architecture has full attention",
+        )
 
 
-def read_windows(config: dict[str, Any], num_layers: int, sliding: Callable[[int], bool]) -> tuple[int, ...]:
-    """Of each layer how many tokens it sees, itself included, 0 for all; empty where all layers see all.
+def read_windows(
+    config: dict[str, Any], num_layers: int, sliding: Callable[[int], bool]
+) -> tuple[int, ...]:
+    """Of each layer how many tokens it sees, itself included, 0 for all; empty where all layers see
+    all.
 
-    sliding: which layers have a window where there is one and config.json has no layer_types. Raises QuantkitError for kinds of attention
-    that are neither full nor sliding, for a list of another length, and for sliding layers without a window.
+    sliding: which layers have a window where there is one and config.json has no layer_types.
+    Raises QuantkitError for kinds of attention that are neither full nor sliding, for a list of
+    another length, and for sliding layers without a window.
     """
     window = config.get("sliding_window")
     if window is not None:
         window = check_count("sliding_window", window)
     listed = _layer_types(config)
-    kinds = listed or [_SLIDING if window and sliding(layer) else _FULL for layer in range(num_layers)]
+    kinds = listed or [
+        _SLIDING if window and sliding(layer) else _FULL for layer in range(num_layers)
+    ]
     others = sorted({*kinds} - {_FULL, _SLIDING})
     if others:
-        raise QuantkitError(f"config.json has layer_types {', '.join(others)}", f"quantkit computes {_FULL} and {_SLIDING}")
+        raise QuantkitError(
+            f"config.json has layer_types {', '.join(others)}",
+            f"quantkit computes {_FULL} and {_SLIDING}",
+        )
     if len(kinds) != num_layers:
         raise refusal("layer_types", listed, f"one for each of num_hidden_layers = {num_layers}")
     if _SLIDING not in kinds:
         return ()
     if window is None:
-        raise QuantkitError(f"config.json has layer_types {_SLIDING} and no sliding_window", "use the config.json that came with the model")
+        raise QuantkitError(
+            f"config.json has layer_types {_SLIDING} and no sliding_window",
+            "use the config.json that came with the model",
+        )
     return tuple(window if kind == _SLIDING else 0 for kind in kinds)
 
 
-def read_switched_windows(config: dict[str, Any], num_layers: int, sliding: Callable[[int], bool]) -> tuple[int, ...]:
-    """As `read_windows`, for architectures whose window counts only with use_sliding_window, as Qwen's do."""
+def read_switched_windows(
+    config: dict[str, Any], num_layers: int, sliding: Callable[[int], bool]
+) -> tuple[int, ...]:
+    """As `read_windows`, for architectures whose window counts only with use_sliding_window, as
+    Qwen's do."""
     on = config.get("use_sliding_window")
     if on not in (None, False, True):
         raise refusal("use_sliding_window", on, "true or false")
@@ -62,7 +87,9 @@ def read_qwen_windows(config: dict[str, Any], num_layers: int) -> tuple[int, ...
 
 def max_window_layers(config: dict[str, Any]) -> int:
     named = config.get("max_window_layers")
-    return 28 if named is None else check_count("max_window_layers", named, least=0)  # transformers' own default
+    return (
+        28 if named is None else check_count("max_window_layers", named, least=0)
+    )  # transformers' own default
 
 
 def _layer_types(config: dict[str, Any]) -> list[str]:

@@ -1,4 +1,5 @@
-"""Solar-Open: GLM-4.5's mixture of experts in every layer, whole heads turned, no norms on q and k, no MTP layer."""
+"""Solar-Open: GLM-4.5's mixture of experts in every layer, whole heads turned, no norms on q and k,
+no MTP layer."""
 
 from typing import Any
 
@@ -22,9 +23,17 @@ class Config(gqa.Config):
     def from_dict(cls, config: dict[str, Any]) -> "Config":
         refuse_windows(config)
         if config.get("first_k_dense_replace"):
-            raise refusal("first_k_dense_replace", config["first_k_dense_replace"], "0: every layer of Solar-Open has experts")
+            raise refusal(
+                "first_k_dense_replace",
+                config["first_k_dense_replace"],
+                "0: every layer of Solar-Open has experts",
+            )
         width = check_count("moe_intermediate_size", config.get("moe_intermediate_size"))
-        config = {"head_dim": 128, **config, "intermediate_size": width}  # the release has a width that no layer uses, transformers none
+        config = {
+            "head_dim": 128,
+            **config,
+            "intermediate_size": width,
+        }  # the release has a width that no layer uses, transformers none
         values = gqa.read_config(config, default_theta=_THETA, partial_rotary_factor=_TURNED)
         return cls(
             **values,

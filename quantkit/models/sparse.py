@@ -1,8 +1,9 @@
-"""Sparse attention as DeepSeek-V3.2 has it (its paper, section 2.1): an indexer (indexer.py) scores the tokens before a token, and latent
-attention reads those that score highest.
+"""Sparse attention as DeepSeek-V3.2 has it (its paper, section 2.1): an indexer (indexer.py) scores
+the tokens before a token, and latent attention reads those that score highest.
 
-score(t, s) = sum over the indexer's heads h of w[t, h] relu(q[t, h] . k[s]), in float32, in plain torch on every device. What is chosen
-is gathered and read by the operators of latent attention that read a cache. Symbols: T tokens, S tokens seen, D index_head_dim.
+score(t, s) = sum over the indexer's heads h of w[t, h] relu(q[t, h] . k[s]), in float32, in plain
+torch on every device. What is chosen is gathered and read by the operators of latent attention that
+read a cache. Symbols: T tokens, S tokens seen, D index_head_dim.
 """
 
 from typing import NamedTuple
@@ -25,8 +26,8 @@ _GATHERED = 1 << 17
 
 
 class IndexInputs(NamedTuple):
-    """What a layer's tokens bring to the choice. queries [T, heads, D] and keys [T, D], turned; weights float32 [T, heads], every constant
-    factor in them."""
+    """What a layer's tokens bring to the choice. queries [T, heads, D] and keys [T, D], turned;
+    weights float32 [T, heads], every constant factor in them."""
 
     queries: Tensor
     keys: Tensor
@@ -34,8 +35,8 @@ class IndexInputs(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """What each of T tokens attends to. slots int64 [T, k]: places in a cache whose blocks lie one after the other; counts int32 [T]: how
-    many of them count, the first ones."""
+    """What each of T tokens attends to. slots int64 [T, k]: places in a cache whose blocks lie one
+    after the other; counts int32 [T]: how many of them count, the first ones."""
 
     slots: Tensor
     counts: Tensor
@@ -43,16 +44,26 @@ class Selected(NamedTuple):
     @property
     def seen(self) -> Seen:
         """The same, as attention beside learned tokens reads it."""
-        return Seen(self.slots, torch.arange(self.slots.shape[1], device=self.slots.device) < self.counts[:, None])
+        return Seen(
+            self.slots,
+            torch.arange(self.slots.shape[1], device=self.slots.device) < self.counts[:, None],
+        )
 
 
 def choose(
-    inputs: IndexInputs, positions: Tensor, topk: int, keys: Tensor, table: Tensor | None = None, *, in_order: bool = True
+    inputs: IndexInputs,
+    positions: Tensor,
+    topk: int,
+    keys: Tensor,
+    table: Tensor | None = None,
+    *,
+    in_order: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The positions of the tokens with the largest scores among 0 .. each token's own, int64 [T, k], the largest first, and how many each
-    has, int32 [T]; k is `topk`, or S where that is less.
+    """The positions of the tokens with the largest scores among 0 .. each token's own, int64 [T,
+    k], the largest first, and how many each has, int32 [T]; k is `topk`, or S where that is less.
 
-    keys: of one sequence [S, D]; with a table [T, n] the blocks [num_blocks, size, D] of many, a row of it for each token, S = n size.
+    keys: of one sequence [S, D]; with a table [T, n] the blocks [num_blocks, size, D] of many, a
+    row of it for each token, S = n size.
     in_order: as in `largest`.
     """
     seen = len(keys) if table is None else table.shape[1] * keys.shape[1]
@@ -64,17 +75,20 @@ def choose(
         own = keys if table is None else keys[table[part]].flatten(1, 2)
         products = (inputs.queries[part].float() @ own.float().mT).relu_()
         scores = (inputs.weights[part, None] @ products)[:, 0]
-        found.append(largest(scores, places > positions[part, None], count, places if in_order else None))
+        found.append(
+            largest(scores, places > positions[part, None], count, places if in_order else None)
+        )
     return torch.cat(found), (positions + 1).clamp(max=count).int()
 
 
 def largest(scores: Tensor, hidden: Tensor, count: int, order: Tensor | None) -> Tensor:
-    """Columns of the `count` largest scores of each row, the largest first: scores float32 [T, S], hidden bool [T, S] where they do not
-    count -> int64 [T, count].
+    """Columns of the `count` largest scores of each row, the largest first: scores float32 [T, S],
+    hidden bool [T, S] where they do not count -> int64 [T, count].
 
-    Where all of an indexer's products are below 0, as in one of 2^heads of random ones, a score is exactly 0. order [S] or [T, S]: of such
-    columns the first are taken. None leaves it to torch, and with it a whole text has what transformers chooses; but torch's choice among
-    equals depends on S, and so on how a text is cut and on who is computed beside it.
+    Where all of an indexer's products are below 0, as in one of 2^heads of random ones, a score is
+    exactly 0. order [S] or [T, S]: of such columns the first are taken. None leaves it to torch,
+    and with it a whole text has what transformers chooses; but torch's choice among equals depends
+    on S, and so on how a text is cut and on who is computed beside it.
     """
     if order is not None:
         scores = torch.where(scores == 0, order.float() * -_FIRST_OF_EQUALS, scores)
@@ -82,14 +96,18 @@ def largest(scores: Tensor, hidden: Tensor, count: int, order: Tensor | None) ->
 
 
 def joined(parts: list[tuple[Tensor, Tensor]]) -> Selected:
-    """What was chosen for the tokens of several sequences, one after the other: slots [T, k] and counts [T] of each."""
+    """What was chosen for the tokens of several sequences, one after the other: slots [T, k] and
+    counts [T] of each."""
     width = max(slots.shape[1] for slots, _ in parts)
     slots = torch.cat([F.pad(slots, (0, width - slots.shape[1])) for slots, _ in parts])
     return Selected(slots, torch.cat([counts for _, counts in parts]))
 
 
-def attend_selected(q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, selected: Selected, scale: float) -> Tensor:
-    """As `mla_decode`, each token over the cached latents that were chosen for it: q [T, heads, N + R] -> [T, heads, V]."""
+def attend_selected(
+    q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, selected: Selected, scale: float
+) -> Tensor:
+    """As `mla_decode`, each token over the cached latents that were chosen for it: q [T, heads, N +
+    R] -> [T, heads, V]."""
     size = parts_of(cache)[0].shape[1]
     blocks = -(-selected.slots.shape[1] // size)
     slots = F.pad(selected.slots, (0, blocks * size - selected.slots.shape[1]))
@@ -97,7 +115,9 @@ def attend_selected(q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents,
     for first in range(0, len(q), step):
         part = slice(first, first + step)
         rows = slots[part]
-        table = torch.arange(len(rows) * blocks, dtype=torch.int32, device=q.device).view(-1, blocks)
+        table = torch.arange(len(rows) * blocks, dtype=torch.int32, device=q.device).view(
+            -1, blocks
+        )
         pages = PagedLatents(_gathered(cache, rows, size), table, selected.counts[part])
         turned = Rotation(rotation.cos[part], rotation.sin[part], rotation.interleaved)
         out.append(mla_decode(q[part], kv_b, turned, pages, scale=scale))

@@ -12,17 +12,19 @@ from quantkit.models.table import Parameter, resolve
 from quantkit.models.tensor_names import ends_as_linear
 
 _SMALL_TABLE = 10_000
-"""Rows that are made whatever the headers hold, so that what a small checkpoint lacks can be listed."""
+"""Rows that are made whatever the headers hold, so that what a small checkpoint lacks can be
+listed."""
 _MTP_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 """What config.json calls the number of MTP layers."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What config.json makes of a checkpoint: the architecture's file, its Config, and the parameters as the checkpoint spells them.
+    """What config.json makes of a checkpoint: the architecture's file, its Config, and the
+    parameters as the checkpoint spells them.
 
-    described: config.json with as many MTP layers as are stored. told: what to say where it promises more, or names fewer layers than are
-    stored; empty otherwise.
+    described: config.json with as many MTP layers as are stored. told: what to say where it
+    promises more, or names fewer layers than are stored; empty otherwise.
     """
 
     architecture: Architecture[ModelConfig]
@@ -33,9 +35,10 @@ class Model:
 
 
 def read_model(checkpoint: Checkpoint) -> Model:
-    """The table of a checkpoint, without MTP layers of which nothing is stored: transformers keeps their number in config.json and drops
-    their weights. Raises QuantkitError naming config.json where a field is wrong, or tells of a model that is far larger than what is
-    stored; and where a linear is unquantized and not listed so (`check_listed`)."""
+    """The table of a checkpoint, without MTP layers of which nothing is stored: transformers keeps
+    their number in config.json and drops their weights. Raises QuantkitError naming config.json
+    where a field is wrong, or tells of a model that is far larger than what is stored; and where a
+    linear is unquantized and not listed so (`check_listed`)."""
     described, told = checkpoint.config, list[str]()
     try:
         architecture = find_architecture(checkpoint.config)
@@ -43,7 +46,11 @@ def read_model(checkpoint: Checkpoint) -> Model:
         check_size(config, len(checkpoint.tensors))
     except QuantkitError as fault:
         file = str(checkpoint.path / "config.json")
-        problem = fault.problem.replace("config.json", file, 1) if "config.json" in fault.problem else f"{file}: {fault.problem}"
+        problem = (
+            fault.problem.replace("config.json", file, 1)
+            if "config.json" in fault.problem
+            else f"{file}: {fault.problem}"
+        )
         raise QuantkitError(problem, fault.remedy) from fault
     rows = resolve(architecture.parameters(config), checkpoint.tensors)
     if not config.copied and (lost := _lost_mtp(checkpoint, rows)):
@@ -51,10 +58,18 @@ def read_model(checkpoint: Checkpoint) -> Model:
         described = described | {name: stored for name in _MTP_COUNTS if name in described}
         config = architecture.Config.from_dict(described)
         rows = [row for row in rows if row.layer not in lost]
-        told.append(f"config.json of {checkpoint.path} promises MTP {_layers(lost)}, of which no tensor is stored: left out")
+        told.append(
+            f"config.json of {checkpoint.path} promises MTP {_layers(lost)}, of which no tensor is "
+            "stored: left out"
+        )
     if beyond := _beyond(checkpoint, rows):
-        described_as = f"{config.num_hidden_layers} layers and {config.num_nextn_predict_layers} for MTP"
-        told.append(f"{checkpoint.path} stores {_layers(beyond)}, and its config.json has {described_as}: the others are left out")
+        described_as = (
+            f"{config.num_hidden_layers} layers and {config.num_nextn_predict_layers} for MTP"
+        )
+        told.append(
+            f"{checkpoint.path} stores {_layers(beyond)}, and its config.json has {described_as}: "
+            "the others are left out"
+        )
     if config.copied:
         rows = _without_other_drafts(checkpoint, rows, config.copied)
         rows += _copied(checkpoint, config.copied, {row.name for row in rows})
@@ -63,10 +78,15 @@ def read_model(checkpoint: Checkpoint) -> Model:
 
 
 def _lost_mtp(checkpoint: Checkpoint, rows: list[Parameter]) -> list[int]:
-    """The last MTP layers, of which no tensor is stored. Of one that is followed by a stored one a shard is missing; and models whose MTP
-    layers may be of another kind have `_without_other_drafts`."""
+    """The last MTP layers, of which no tensor is stored. Of one that is followed by a stored one a
+    shard is missing; and models whose MTP layers may be of another kind have
+    `_without_other_drafts`."""
     own = {row.layer: _prefix(row) for row in rows if row.mtp and row.layer is not None}
-    stored = {layer for layer, prefix in own.items() if any(name.startswith(prefix) for name in checkpoint.tensors)}
+    stored = {
+        layer
+        for layer, prefix in own.items()
+        if any(name.startswith(prefix) for name in checkpoint.tensors)
+    }
     return [layer for layer in sorted(own) if layer > max(stored, default=-1)]
 
 
@@ -78,7 +98,13 @@ def _prefix(row: Parameter) -> str:
 def _beyond(checkpoint: Checkpoint, rows: list[Parameter]) -> list[int]:
     """Layers that are stored and have no row, by the numbers in the names of those that have."""
     own = {row.layer: _prefix(row) for row in rows if row.layer is not None}
-    stems = tuple({prefix.removesuffix(f"{layer}.") for layer, prefix in own.items() if prefix.endswith(f".{layer}.")})
+    stems = tuple(
+        {
+            prefix.removesuffix(f"{layer}.")
+            for layer, prefix in own.items()
+            if prefix.endswith(f".{layer}.")
+        }
+    )
     found: set[int] = set()
     for name in checkpoint.tensors:
         if stem := next((stem for stem in stems if name.startswith(stem)), ""):
@@ -93,24 +119,37 @@ def _layers(numbers: list[int]) -> str:
     return f"layer {numbers[0]}" if len(numbers) == 1 else f"layers {numbers[0]} to {numbers[-1]}"
 
 
-def _without_other_drafts(checkpoint: Checkpoint, rows: list[Parameter], prefixes: tuple[str, ...]) -> list[Parameter]:
-    """The rows but those of MTP layers that may lack, and do: transformers writes none, others have draft models of another kind."""
+def _without_other_drafts(
+    checkpoint: Checkpoint, rows: list[Parameter], prefixes: tuple[str, ...]
+) -> list[Parameter]:
+    """The rows but those of MTP layers that may lack, and do: transformers writes none, others have
+    draft models of another kind."""
     own = {row.layer for row in rows if row.role == "mtp_proj" and is_stored(checkpoint, row)}
-    return [row for row in rows if not row.mtp or not row.name.startswith(prefixes) or row.layer in own]
+    return [
+        row for row in rows if not row.mtp or not row.name.startswith(prefixes) or row.layer in own
+    ]
 
 
 def _copied(checkpoint: Checkpoint, prefixes: tuple[str, ...], known: set[str]) -> list[Parameter]:
-    """Rows of another model beside this one, whose tensors' names begin so, and are not known. A packed linear is one row, and is copied
-    decoded."""
+    """Rows of another model beside this one, whose tensors' names begin so, and are not known. A
+    packed linear is one row, and is copied decoded."""
     packed = {name for linear in checkpoint.linears.values() for name in linear.tensors}
-    found = [Parameter(one.name, one.shape, "copied") for one in checkpoint.tensors.values() if one.name not in packed]
-    found += [Parameter(f"{module}.weight", linear.shape, "copied") for module, linear in checkpoint.linears.items()]
+    found = [
+        Parameter(one.name, one.shape, "copied")
+        for one in checkpoint.tensors.values()
+        if one.name not in packed
+    ]
+    found += [
+        Parameter(f"{module}.weight", linear.shape, "copied")
+        for module, linear in checkpoint.linears.items()
+    ]
     return [row for row in found if row.name.startswith(prefixes) and row.name not in known]
 
 
 def check_listed(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None:
-    """Raise QuantkitError where a linear is stored unquantized and the checkpoint's list of such modules leaves it out: engines trust the
-    list and would load rubbish. A tensor that the table `rows` does not have goes by its name."""
+    """Raise QuantkitError where a linear is stored unquantized and the checkpoint's list of such
+    modules leaves it out: engines trust the list and would load rubbish. A tensor that the table
+    `rows` does not have goes by its name."""
     ignored = checkpoint.format.ignored(checkpoint.config, checkpoint.side)
     if ignored is None:
         return
@@ -118,32 +157,49 @@ def check_listed(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None:
     for name in checkpoint.tensors:
         module = name.removesuffix(".weight")
         row = by_module.get(module)
-        is_linear = ends_as_linear(name) if row is None else row.role in ("linear", "kv_b", "indexer")
+        is_linear = (
+            ends_as_linear(name) if row is None else row.role in ("linear", "kv_b", "indexer")
+        )
         if is_linear and module not in checkpoint.linears and not ignored(module):
-            raise QuantkitError(f"{module} is unquantized, but {checkpoint.described} does not list it so", "add it to the list")
+            raise QuantkitError(
+                f"{module} is unquantized, but {checkpoint.described} does not list it so",
+                "add it to the list",
+            )
 
 
 def check_size(config: ModelConfig, stored: int) -> None:
-    """Raise QuantkitError, before a row is made, where config.json tells of a far larger model than one of `stored` tensors: a table has
-    several rows for each layer, and three for each expert."""
+    """Raise QuantkitError, before a row is made, where config.json tells of a far larger model than
+    one of `stored` tensors: a table has several rows for each layer, and three for each expert."""
     layers, routing = config.num_hidden_layers + config.num_nextn_predict_layers, config.routing
     experts = routing.n_routed_experts if routing else 0
     with_experts = sum(config.is_moe(layer) for layer in range(layers)) if experts else 0
     if layers + with_experts * experts > max(stored, _SMALL_TABLE):
-        told = f"num_hidden_layers = {config.num_hidden_layers}, num_nextn_predict_layers = {config.num_nextn_predict_layers}"
+        told = (
+            f"num_hidden_layers = {config.num_hidden_layers}, num_nextn_predict_layers = "
+            f"{config.num_nextn_predict_layers}"
+        )
         told += f" and {experts} experts a layer" if experts else ""
-        raise QuantkitError(f"config.json has {told}, and the checkpoint holds {stored} tensors", "use the config.json of these weights")
+        raise QuantkitError(
+            f"config.json has {told}, and the checkpoint holds {stored} tensors",
+            "use the config.json of these weights",
+        )
 
 
 def check_stored(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None:
-    """Raise QuantkitError naming the first parameter that is not stored, or has another shape than config.json makes it."""
+    """Raise QuantkitError naming the first parameter that is not stored, or has another shape than
+    config.json makes it."""
     for row in rows:
         if not is_stored(checkpoint, row):
             raise _lacks(checkpoint, row)
         shape = stored_shape(checkpoint, row)
         if shape != row.shape:
-            told = f"{row.name} in {checkpoint.path / _shard(checkpoint, row)} has shape {list(shape)}"
-            raise QuantkitError(f"{told}, and its config.json makes it {list(row.shape)}", "use the model's own config.json")
+            told = (
+                f"{row.name} in {checkpoint.path / _shard(checkpoint, row)} has shape {list(shape)}"
+            )
+            raise QuantkitError(
+                f"{told}, and its config.json makes it {list(row.shape)}",
+                "use the model's own config.json",
+            )
 
 
 def is_stored(checkpoint: Checkpoint, row: Parameter) -> bool:
@@ -152,11 +208,17 @@ def is_stored(checkpoint: Checkpoint, row: Parameter) -> bool:
 
 def stored_shape(checkpoint: Checkpoint, row: Parameter) -> tuple[int, ...]:
     """The logical shape of a stored parameter, packed or not."""
-    return checkpoint.shape(row.module) if row.module in checkpoint.linears else checkpoint.tensors[row.name].shape
+    return (
+        checkpoint.shape(row.module)
+        if row.module in checkpoint.linears
+        else checkpoint.tensors[row.name].shape
+    )
 
 
 def _shard(checkpoint: Checkpoint, row: Parameter) -> str:
-    return checkpoint.tensors[checkpoint.parts(row.module)[0] if row.module in checkpoint.linears else row.name].shard
+    return checkpoint.tensors[
+        checkpoint.parts(row.module)[0] if row.module in checkpoint.linears else row.name
+    ].shard
 
 
 def _lacks(checkpoint: Checkpoint, row: Parameter) -> QuantkitError:

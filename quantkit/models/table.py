@@ -1,6 +1,7 @@
 """What a model file says about itself: one row per parameter, and the groups that share a scale.
 
-Loader, calibration, converter, planner and executor read these rows; none of them knows an architecture by name.
+Loader, calibration, converter, planner and executor read these rows; none of them knows an
+architecture by name.
 Symbols: H = hidden_size, N x K = out x in features of a linear.
 """
 
@@ -28,39 +29,49 @@ Role = Literal[
     "mtp_proj",
     "copied",
 ]
-"""linear: may be quantized. router_table: ids of the experts of each token id. kv_b: MLA's latent up-projection, absorbed at decode and
-kept in 16 bits. indexer: a linear of sparse attention's, kept in 16 bits; indexer_gate: what weighs its heads, in float32. state: of a
-recurrence, in float32. streams: of hyper-connections, in float32. copied: of another model beside the one that is computed. The rest is
-never quantized."""
+"""linear: may be quantized. router_table: ids of the experts of each token id. kv_b: MLA's latent
+up-projection, absorbed at decode and
+kept in 16 bits. indexer: a linear of sparse attention's, kept in 16 bits; indexer_gate: what weighs
+its heads, in float32. state: of a
+recurrence, in float32. streams: of hyper-connections, in float32. copied: of another model beside
+the one that is computed. The rest is never quantized."""
 
 Split = Literal["replicate", "column", "row", "gathered"]
-"""Tensor parallel: column cuts N, row cuts K (outputs are partial sums), gathered cuts N where that divides, and every rank gets all
-outputs."""
+"""Tensor parallel: column cuts N, row cuts K (outputs are partial sums), gathered cuts N where that
+divides, and every rank gets all outputs."""
 
 
 Block = Literal["attention", "mlp", "router", "shared_expert", "expert"]
-"""What of a decoder layer a tensor is part of. The norms between blocks, and tensors outside the layers, are part of none."""
+"""What of a decoder layer a tensor is part of. The norms between blocks, and tensors outside the
+layers, are part of none."""
 
 Projection = Literal["q", "k", "v", "o", "q_a", "q_b", "kv_a", "kv_b", "gate", "up", "down"]
-"""What a linear computes, whatever its name: of grouped-query attention, of latent attention (q_a and kv_a down, q_b and kv_b up again), of
-a gated MLP, down(SiLU(gate(x)) * up(x))."""
+"""What a linear computes, whatever its name: of grouped-query attention, of latent attention (q_a
+and kv_a down, q_b and kv_b up again), of a gated MLP, down(SiLU(gate(x)) * up(x))."""
 
 BEFORE_LATENT_ATTENTION: tuple[Projection, ...] = ("q_a", "q_b", "kv_a")
-"""Linears of latent attention that come before it, and that an engine may compute in one operator with norms, rotation and cache."""
+"""Linears of latent attention that come before it, and that an engine may compute in one operator
+with norms, rotation and cache."""
 
 
 @dataclass(frozen=True)
 class Parameter:
     """One tensor of the unquantized model.
 
-    `fused` names the engine's fused module for siblings that must share type and FP4 global scale (gate and up, q_a and kv_a).
-    `other_name` is a second spelling under which checkpoints hold the tensor (`resolve` picks); `optional` ones may be absent.
-    `layer` is None outside the decoder stack; the MTP layer has layer >= num_hidden_layers and `mtp` set.
+    `fused` names the engine's fused module for siblings that must share type and FP4 global scale
+    (gate and up, q_a and kv_a).
+    `other_name` is a second spelling under which checkpoints hold the tensor (`resolve` picks);
+    `optional` ones may be absent.
+    `layer` is None outside the decoder stack; the MTP layer has layer >= num_hidden_layers and
+    `mtp` set.
     `expert` is the number of a routed expert, whose three linears have block "expert".
-    `segments`: rows that lie one after the other, each of which is cut by itself where ranks cut columns.
-    `key_heads`: of keys and values, the heads that they are of. A head is not cut: where there are more ranks, several hold the same one.
+    `segments`: rows that lie one after the other, each of which is cut by itself where ranks cut
+    columns.
+    `key_heads`: of keys and values, the heads that they are of. A head is not cut: where there are
+    more ranks, several hold the same one.
     `gain_offset` is what a norm adds to its stored gain before it multiplies by it: 1 in Gemma's.
-    `behind_experts`: of what a layer's experts make together, before it joins the residual stream: a norm, a hyper-connection.
+    `behind_experts`: of what a layer's experts make together, before it joins the residual stream:
+    a norm, a hyper-connection.
     `beside_experts`: of a linear whose output is read there, too, beside what the experts make.
     """
 
@@ -98,7 +109,8 @@ class Parameter:
 
     @property
     def within_layer(self) -> str:
-        """The module's name inside its layer: `self_attn.o_proj` of `model.layers.3.self_attn.o_proj`, `attn.wkv` of `mtp.0.attn.wkv`."""
+        """The module's name inside its layer: `self_attn.o_proj` of
+        `model.layers.3.self_attn.o_proj`, `attn.wkv` of `mtp.0.attn.wkv`."""
         assert self.layer is not None, self.name
         return re.split(r"\.\d+\.", self.module, maxsplit=1)[1]
 
@@ -116,12 +128,16 @@ class Parameter:
 
 @dataclass(frozen=True)
 class ScaleGroup:
-    """Per-channel scales s that can move between a producer and everything that reads it, without changing the model.
+    """Per-channel scales s that can move between a producer and everything that reads it, without
+    changing the model.
 
-    The producer (a norm's gain, or the output rows of a linear) is divided by s; the columns of every consumer are multiplied by s.
-    Every reader of the producer's output is listed, quantized or not: leaving one out changes the function.
-    `observe` is the module whose input is the scaled activation. `expert` is set where producer and consumer belong to one expert;
-    `reaches_experts` where the routed experts are among the consumers. `biased`: the producer's bias, `producer`.bias, is divided too.
+    The producer (a norm's gain, or the output rows of a linear) is divided by s; the columns of
+    every consumer are multiplied by s. Every reader of the producer's output is listed, quantized
+    or not: leaving one out changes the function.
+    `observe` is the module whose input is the scaled activation. `expert` is set where producer and
+    consumer belong to one expert;
+    `reaches_experts` where the routed experts are among the consumers. `biased`: the producer's
+    bias, `producer`.bias, is divided too.
     `heads`: where o's columns are not the producer's rows one by one.
     """
 
@@ -138,7 +154,8 @@ class ScaleGroup:
 
 @dataclass(frozen=True)
 class GatedMlp:
-    """The rows of one gated MLP, routed expert or shared: gate and up [I, H], down [H, I]; the names of their biases, if they have some."""
+    """The rows of one gated MLP, routed expert or shared: gate and up [I, H], down [H, I]; the
+    names of their biases, if they have some."""
 
     gate: Parameter
     up: Parameter
@@ -164,7 +181,8 @@ class GatedMlp:
 
 
 def routed_experts(rows: Iterable[Parameter], layer: int) -> dict[int, GatedMlp]:
-    """The routed experts of one layer by number, in the order of the table; empty for a layer without."""
+    """The routed experts of one layer by number, in the order of the table; empty for a layer
+    without."""
     experts: dict[int, list[Parameter]] = {}
     for row in rows:
         if row.layer == layer and row.expert is not None:
@@ -173,7 +191,8 @@ def routed_experts(rows: Iterable[Parameter], layer: int) -> dict[int, GatedMlp]
 
 
 def resolve(rows: list[Parameter], names: Container[str]) -> list[Parameter]:
-    """The rows as a checkpoint with these tensor names spells them; optional rows it lacks are left out."""
+    """The rows as a checkpoint with these tensor names spells them; optional rows it lacks are left
+    out."""
     resolved = []
     for row in rows:
         if row.other_name is not None and row.name not in names and row.other_name in names:

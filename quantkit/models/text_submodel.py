@@ -1,4 +1,5 @@
-"""A text model that stands inside another, under names of its own: its rows, scale groups and weights, renamed."""
+"""A text model that stands inside another, under names of its own: its rows, scale groups and
+weights, renamed."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -15,7 +16,10 @@ Rename = Callable[[str], str]
 
 
 def renamed_rows(rows: Iterable[Parameter], rename: Rename) -> list[Parameter]:
-    return [replace(row, name=rename(row.name), fused=None if row.fused is None else rename(row.fused)) for row in rows]
+    return [
+        replace(row, name=rename(row.name), fused=None if row.fused is None else rename(row.fused))
+        for row in rows
+    ]
 
 
 def renamed_groups(groups: Iterable[ScaleGroup], rename: Rename) -> list[ScaleGroup]:
@@ -51,7 +55,12 @@ class InnerWeights:
         return self.weights.fused_linear(tuple(map(self.rename, modules)))
 
     def mla_prolog(
-        self, modules: tuple[str, str, str], kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope
+        self,
+        modules: tuple[str, str, str],
+        kv_b: Tensor,
+        gains: tuple[Tensor, Tensor],
+        eps: float,
+        rope: Rope,
     ) -> PrologOp | None:
         q_a, q_b, kv_a = map(self.rename, modules)
         return self.weights.mla_prolog((q_a, q_b, kv_a), kv_b, gains, eps, rope)
@@ -63,4 +72,6 @@ class InnerWeights:
         return self.weights.experts(self.rename(prefix), num_experts, gating)
 
     def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
-        return self.weights.experts_with_shared(self.rename(prefix), num_experts, self.rename(shared))
+        return self.weights.experts_with_shared(
+            self.rename(prefix), num_experts, self.rename(shared)
+        )

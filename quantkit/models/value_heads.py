@@ -8,8 +8,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ValueHeads:
-    """How the rows of what makes values lie over the columns of o: `heads` heads of `width` values, each read by `readers` query heads in a
-    row; of each head's rows in the producer, `before` come first that make something else."""
+    """How the rows of what makes values lie over the columns of o: `heads` heads of `width` values,
+    each read by `readers` query heads in a row; of each head's rows in the producer, `before` come
+    first that make something else."""
 
     heads: int
     readers: int
@@ -22,7 +23,8 @@ class ValueHeads:
         return self.heads * self.readers * self.width
 
     def alike(self, scale: Tensor) -> Tensor:
-        """Scales [..., K] of o's columns -> the nearest (geometric means) that are the same for all that read one value, of mean 1."""
+        """Scales [..., K] of o's columns -> the nearest (geometric means) that are the same for all
+        that read one value, of mean 1."""
         logs = scale.log().unflatten(-1, (self.heads, self.readers, self.width))
         logs = (logs - logs.mean((-3, -2, -1), keepdim=True)).mean(-2, keepdim=True)
         return logs.exp().expand(*logs.shape[:-2], self.readers, self.width).flatten(-3)

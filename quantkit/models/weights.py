@@ -1,7 +1,8 @@
 """What a model's forward asks of whoever holds its weights.
 
-The executor answers with prepared kernels, calibration with observed full-precision linears and experts streamed one at a time.
-So one forward serves both, and no forward knows about files, schemes or devices.
+The executor answers with prepared kernels, calibration with observed full-precision linears and
+experts streamed one at a time. So one forward serves both, and no forward knows about files,
+schemes or devices.
 """
 
 from collections.abc import Callable
@@ -16,11 +17,13 @@ LinearOp = Callable[[Tensor], Tensor]
 """x [..., K] -> [..., N] in x's dtype."""
 
 ExpertsOp = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""x [T, H], topk_ids [T, k] int32 or int64, topk_weights [T, k] float32 -> weighted sum over the chosen experts [T, H] in x's dtype."""
+"""x [T, H], topk_ids [T, k] int32 or int64, topk_weights [T, k] float32 -> weighted sum over the
+chosen experts [T, H] in x's dtype."""
 
 
 class PrologOp(Protocol):
-    """Latent attention of a decode step from the layer's normed input on, and its first linears for passes that want keys and values."""
+    """Latent attention of a decode step from the layer's normed input on, and its first linears for
+    passes that want keys and values."""
 
     def __call__(self, x: Tensor, *where: Any, **how: Any) -> Tensor:
         """As `quantkit_kernels.MlaProlog`."""
@@ -32,21 +35,30 @@ class PrologOp(Protocol):
 
 class Weights(Protocol):
     def tensor(self, name: str) -> Tensor:
-        """A tensor used as it is (norm gain, bias, embedding, router) in the compute dtype; router tensors in float32."""
+        """A tensor used as it is (norm gain, bias, embedding, router) in the compute dtype; router
+        tensors in float32."""
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint holds the tensor: for parts a model may lack, such as a router bias."""
+        """Whether the checkpoint holds the tensor: for parts a model may lack, such as a router
+        bias."""
 
     def linear(self, module: str) -> LinearOp:
         """The linear called `module`. Under tensor parallelism: this rank's share."""
 
     def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
-        """Linears that read the same input, as one operator; outputs are concatenated in the order given."""
+        """Linears that read the same input, as one operator; outputs are concatenated in the order
+        given."""
 
     def mla_prolog(
-        self, modules: tuple[str, str, str], kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope
+        self,
+        modules: tuple[str, str, str],
+        kv_b: Tensor,
+        gains: tuple[Tensor, Tensor],
+        eps: float,
+        rope: Rope,
     ) -> PrologOp | None:
-        """The linears q_a, q_b and kv_a of one latent attention as one operator of a decode step; None where there is none for them.
+        """The linears q_a, q_b and kv_a of one latent attention as one operator of a decode step;
+        None where there is none for them.
 
         kv_b [heads, nope + v, kv_lora]; gains of the norms after q_a and of the latent.
         """
@@ -55,13 +67,18 @@ class Weights(Protocol):
         """The weight [N, K] of a linear in the compute dtype, decoded if it is packed."""
 
     def experts(self, prefix: str, num_experts: int, gating: Gating = SILU) -> ExpertsOp:
-        """The routed experts `prefix`.0 .. `prefix`.{num_experts-1}: gated MLPs, whose linears and biases the model's table names."""
+        """The routed experts `prefix`.0 .. `prefix`.{num_experts-1}: gated MLPs, whose linears and
+        biases the model's table names."""
 
     def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
-        """As `experts`, with the shared expert `shared` as number `num_experts`; None where they are better run apart."""
+        """As `experts`, with the shared expert `shared` as number `num_experts`; None where they
+        are better run apart."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of the ranks' partial outputs; x itself on one device."""
 
-    def add_rms_norm(self, x: Tensor | UnsummedPairs, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`quantkit_kernels.add_rms_norm` of `all_reduce(x)`. x: what experts of these weights may leave unsummed, too."""
+    def add_rms_norm(
+        self, x: Tensor | UnsummedPairs, residual: Tensor, gain: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """`quantkit_kernels.add_rms_norm` of `all_reduce(x)`. x: what experts of these weights may
+        leave unsummed, too."""

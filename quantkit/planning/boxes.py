@@ -17,7 +17,8 @@ _REMEDY = "write 8x64GiB, 8xH100, 8x910B1 or cpu"
 
 @dataclass(frozen=True)
 class DeviceBox:
-    """`count` devices of `memory_bytes` each, in machines of at most PER_BOX. named: what they were found to be, in words."""
+    """`count` devices of `memory_bytes` each, in machines of at most PER_BOX. named: what they were
+    found to be, in words."""
 
     count: int
     memory_bytes: int
@@ -30,10 +31,12 @@ class DeviceBox:
 
 
 def read_box(text: str | None) -> DeviceBox:
-    """ "8xH100" by a name of recipes/go/devices.yaml, "8x64GiB", or "cpu"; None: what this machine has.
+    """ "8xH100" by a name of recipes/go/devices.yaml, "8x64GiB", or "cpu"; None: what this machine
+    has.
 
-    A size alone is of the accelerator that this machine has, else of the one of that memory in the list, else NVIDIA's. Raises
-    QuantkitError for anything else, and for a number that does not fill machines of PER_BOX devices.
+    A size alone is of the accelerator that this machine has, else of the one of that memory in the
+    list, else NVIDIA's. Raises QuantkitError for anything else, and for a number that does not fill
+    machines of PER_BOX devices.
     """
     if text is None:
         return _here()
@@ -44,14 +47,26 @@ def read_box(text: str | None) -> DeviceBox:
         raise QuantkitError(f"devices {text!r} make no sense", _REMEDY)
     count, kind = int(found[1]), found[2]
     if count > PER_BOX and count % PER_BOX:
-        raise QuantkitError(f"{count} devices do not fill machines of {PER_BOX}", f"give up to {PER_BOX}, or a multiple of {PER_BOX}")
-    return _sized(count, kind) if re.match(r"[\d.]", kind) and kind.endswith("B") else _named(count, kind)
+        raise QuantkitError(
+            f"{count} devices do not fill machines of {PER_BOX}",
+            f"give up to {PER_BOX}, or a multiple of {PER_BOX}",
+        )
+    return (
+        _sized(count, kind)
+        if re.match(r"[\d.]", kind) and kind.endswith("B")
+        else _named(count, kind)
+    )
 
 
 def _named(count: int, kind: str) -> DeviceBox:
     known = find_accelerator(kind)
     if known is not None:
-        return DeviceBox(count, known.memory_gib * _GIB, known.device, f"{count} x {known.name} of {known.memory_gib} GiB")
+        return DeviceBox(
+            count,
+            known.memory_gib * _GIB,
+            known.device,
+            f"{count} x {known.name} of {known.memory_gib} GiB",
+        )
     names = ", ".join(known.name for known in accelerators())
     raise UsageFault(f"device {kind!r} is not known", f"{_REMEDY}; known are {names}")
 
@@ -60,15 +75,32 @@ def _sized(count: int, text: str) -> DeviceBox:
     try:
         memory = parse_bytes(text)
     except QuantkitError as error:
-        raise QuantkitError(f"devices of {text!r} make no sense: {error.problem}", _REMEDY) from error
+        raise QuantkitError(
+            f"devices of {text!r} make no sense: {error.problem}", _REMEDY
+        ) from error
     here = find_device("auto").type
     like = next((known for known in accelerators() if known.memory_gib * _GIB == memory), None)
     size = f"{count} x {memory / _GIB:g} GiB"
     if here == "cuda" or here == "npu":
-        return DeviceBox(count, memory, "npu" if here == "npu" else "cuda", f"{size}, of this machine's kind ({here})")
+        return DeviceBox(
+            count,
+            memory,
+            "npu" if here == "npu" else "cuda",
+            f"{size}, of this machine's kind ({here})",
+        )
     if like is not None:
-        return DeviceBox(count, memory, like.device, f"{size}, taken for {like.name}: name them, as in {count}xH100, if they are others")
-    return DeviceBox(count, memory, "cuda", f"{size}, taken for NVIDIA's: name them, as in {count}x910B1, if they are others")
+        return DeviceBox(
+            count,
+            memory,
+            like.device,
+            f"{size}, taken for {like.name}: name them, as in {count}xH100, if they are others",
+        )
+    return DeviceBox(
+        count,
+        memory,
+        "cuda",
+        f"{size}, taken for NVIDIA's: name them, as in {count}x910B1, if they are others",
+    )
 
 
 def _here() -> DeviceBox:
@@ -80,11 +112,18 @@ def _here() -> DeviceBox:
         return _cpu()
     module = torch.get_device_module(where)
     count, memory = min(module.device_count(), PER_BOX), module.mem_get_info(where)[1]
-    return DeviceBox(count, memory, "npu" if where.type == "npu" else "cuda", f"{count} x {module.get_device_name(where)}, found here")
+    return DeviceBox(
+        count,
+        memory,
+        "npu" if where.type == "npu" else "cuda",
+        f"{count} x {module.get_device_name(where)}, found here",
+    )
 
 
 def _cpu() -> DeviceBox:
     import psutil
 
     memory = psutil.virtual_memory().total
-    return DeviceBox(1, memory, "cpu", f"this machine's processor and {memory / _GIB:.0f} GiB of memory")
+    return DeviceBox(
+        1, memory, "cpu", f"this machine's processor and {memory / _GIB:.0f} GiB of memory"
+    )

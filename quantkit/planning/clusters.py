@@ -1,13 +1,16 @@
-"""Decoding on many boxes, on paper: attention by data parallelism, experts spread over all devices, tokens sent to them and back.
+"""Decoding on many boxes, on paper: attention by data parallelism, experts spread over all devices,
+tokens sent to them and back.
 
     step = decode_step(rows, config, scheme, hardware, level, parallel, batch=1024, context=640)
     step.tokens_per_second, step.dispatch_bytes, step.parts
 
-The products are those of `costmodel`, with its levels and nothing fitted. What is added: a device holds `ParallelSizes.local_experts`
-whole experts of each layer and multiplies the tokens of all devices by them. Before that a token goes to each of its experts' devices, in
-8 bits and a scale, or in 16 where activations are (dispatch), and comes back in 16 (combine). An exchange takes the fabric's
-`exchange_us`, and the slower of what goes to the own box at `link_gb_s` and to others at `fabric.gb_s`. Every rank of a tensor-parallel
-group sends its share of the group's tokens. ASSUMPTIONS says what else is assumed.
+The products are those of `costmodel`, with its levels and nothing fitted. What is added: a device
+holds `ParallelSizes.local_experts` whole experts of each layer and multiplies the tokens of all
+devices by them. Before that a token goes to each of its experts' devices, in 8 bits and a scale, or
+in 16 where activations are (dispatch), and comes back in 16 (combine). An exchange takes the
+fabric's `exchange_us`, and the slower of what goes to the own box at `link_gb_s` and to others at
+`fabric.gb_s`. Every rank of a tensor-parallel group sends its share of the group's tokens.
+ASSUMPTIONS says what else is assumed.
 
 `plan_layout` has beside it what a device of each role of an engine's layout holds.
 """
@@ -20,7 +23,13 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.common.sizes import size
 from quantkit.engines.layouts import PublishedRate, Topology, find_recipe, find_topology
-from quantkit.engines.memory import Fit, ParallelSizes, find_part_problem, find_split_problem, fit_rows
+from quantkit.engines.memory import (
+    Fit,
+    ParallelSizes,
+    find_part_problem,
+    find_split_problem,
+    fit_rows,
+)
 from quantkit.engines.profiles import Device
 from quantkit.grids.schemes import Grid, Scheme
 from quantkit.models.architecture import CacheBits, ModelConfig
@@ -43,9 +52,11 @@ _SCALE_BYTES, _HALF = 4, 2
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One decode step of all devices together. batch: sequences of all; bytes, of one device, are of all layers and of one step.
+    """One decode step of all devices together. batch: sequences of all; bytes, of one device, are
+    of all layers and of one step.
 
-    parts: milliseconds by what takes them; dispatch and combine are two of them. tokens_per_second: of one device.
+    parts: milliseconds by what takes them; dispatch and combine are two of them. tokens_per_second:
+    of one device.
     """
 
     level: str
@@ -65,7 +76,11 @@ class DecodeStep:
         return 1000 * self.batch / self.devices / self.step_ms
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "step_ms": self.step_ms, "tokens_per_second": self.tokens_per_second}
+        return {
+            **asdict(self),
+            "step_ms": self.step_ms,
+            "tokens_per_second": self.tokens_per_second,
+        }
 
 
 def decode_step(
@@ -81,14 +96,19 @@ def decode_step(
     devices_per_box: int | None = None,
     cache_bits: CacheBits = 16,
 ) -> DecodeStep:
-    """batch: sequences of all devices together, shared out over the data-parallel groups; context: tokens each attends to. Raises
-    QuantkitError where the hardware says nothing of its fabric, or experts are not spread over the devices."""
+    """batch: sequences of all devices together, shared out over the data-parallel groups; context:
+    tokens each attends to. Raises QuantkitError where the hardware says nothing of its fabric, or
+    experts are not spread over the devices."""
     if hardware.fabric is None:
         raise QuantkitError(
-            f"hardware {hardware.name} says nothing of what joins its boxes", "give it a fabric, as recipes/hardware/910b1.yaml has"
+            f"hardware {hardware.name} says nothing of what joins its boxes",
+            "give it a fabric, as recipes/hardware/910b1.yaml has",
         )
     if not parallel.expert or config.routing is None or parallel.pipeline > 1:
-        raise QuantkitError("only experts spread over all devices are predicted", "choose a layout with expert parallelism and no pipeline")
+        raise QuantkitError(
+            "only experts spread over all devices are predicted",
+            "choose a layout with expert parallelism and no pipeline",
+        )
     own = batch / parallel.data  # sequences of a data-parallel group
     bandwidth = hardware.hbm_gb_s * level.hbm_efficiency * 1e6  # bytes per ms
     parts: dict[str, float] = {}
@@ -96,35 +116,58 @@ def decode_step(
         for part, spent in product_ms(load, level, bandwidth, hardware, round(tokens)).items():
             parts[part] = parts.get(part, 0.0) + spent
     parts |= _attention_ms(config, hardware, level, parallel, own * context, cache_bits)
-    parts["launches"] = count_launches(config, hardware, level.launches, scheme) * level.launch_us / 1e3
+    parts["launches"] = (
+        count_launches(config, hardware, level.launches, scheme) * level.launch_us / 1e3
+    )
     if parallel.tensor > 1:
         payload = own * config.hidden_size * _HALF * 2 * (parallel.tensor - 1) / parallel.tensor
-        parts["collectives"] = config.num_hidden_layers * (level.collective_us / 1e3 + payload / (hardware.link_gb_s * 1e6))
+        parts["collectives"] = config.num_hidden_layers * (
+            level.collective_us / 1e3 + payload / (hardware.link_gb_s * 1e6)
+        )
     box = devices_per_box or hardware.devices_per_box
     layers = sum(config.is_moe(layer) for layer in range(config.num_hidden_layers))
     sent = layers * (own / parallel.tensor) * config.routing.num_experts_per_tok
-    there = config.hidden_size + _SCALE_BYTES if scheme.activation_bits == 8 else config.hidden_size * _HALF
+    there = (
+        config.hidden_size + _SCALE_BYTES
+        if scheme.activation_bits == 8
+        else config.hidden_size * _HALF
+    )
     volumes = {"dispatch": sent * there, "combine": sent * config.hidden_size * _HALF}
     for name, volume in volumes.items():
         parts[name] = _exchange_ms(volume, layers, hardware, level, parallel.world, box)
     return DecodeStep(
-        level.name, batch, parallel.world, parallel.local_experts(_experts(rows)), volumes["dispatch"], volumes["combine"], parts
+        level.name,
+        batch,
+        parallel.world,
+        parallel.local_experts(_experts(rows)),
+        volumes["dispatch"],
+        volumes["combine"],
+        parts,
     )
 
 
-def largest_step(limit_ms: float, most: int, parallel: ParallelSizes, step: Callable[[int], DecodeStep]) -> DecodeStep | None:
-    """The step of the most sequences that takes `limit_ms` at most; None where one of each group takes longer, or none fits.
+def largest_step(
+    limit_ms: float, most: int, parallel: ParallelSizes, step: Callable[[int], DecodeStep]
+) -> DecodeStep | None:
+    """The step of the most sequences that takes `limit_ms` at most; None where one of each group
+    takes longer, or none fits.
 
     most: sequences that fit in the cache of a data-parallel group; step: of a batch.
     """
     least = 0
     while least < most:
         middle = (least + most + 1) // 2
-        least, most = (middle, most) if step(middle * parallel.data).step_ms <= limit_ms else (least, middle - 1)
+        least, most = (
+            (middle, most)
+            if step(middle * parallel.data).step_ms <= limit_ms
+            else (least, middle - 1)
+        )
     return step(least * parallel.data) if least else None
 
 
-def decoding(checkpoint: Checkpoint, topology: Topology, memory: Mapping[str, Fit]) -> list[dict[str, Any]]:
+def decoding(
+    checkpoint: Checkpoint, topology: Topology, memory: Mapping[str, Fit]
+) -> list[dict[str, Any]]:
     """beside_published() of a checkpoint. Empty where it is on no scheme's grid, too."""
     if checkpoint.scheme is None:
         return []
@@ -133,23 +176,33 @@ def decoding(checkpoint: Checkpoint, topology: Topology, memory: Mapping[str, Fi
 
 
 def beside_published(
-    topology: Topology, rows: Sequence[Parameter], config: ModelConfig, scheme: Scheme, memory: Mapping[str, Fit]
+    topology: Topology,
+    rows: Sequence[Parameter],
+    config: ModelConfig,
+    scheme: Scheme,
+    memory: Mapping[str, Fit],
 ) -> list[dict[str, Any]]:
-    """What every level of a layout's hardware predicts beside each rate that was published of the layout, and the error; JSON-ready.
+    """What every level of a layout's hardware predicts beside each rate that was published of the
+    layout, and the error; JSON-ready.
 
-    memory: of each role, as `deploy` and `plan` find it. Empty where no rate or hardware is known, or the model has no experts to spread.
+    memory: of each role, as `deploy` and `plan` find it. Empty where no rate or hardware is known,
+    or the model has no experts to spread.
     """
     if topology.hardware is None or not _experts(rows):
         return []
     hardware = load_hardware(topology.hardware)
-    return [beside_rate(rate, topology, rows, config, scheme, hardware, memory[rate.role]) for rate in topology.published]
+    return [
+        beside_rate(rate, topology, rows, config, scheme, hardware, memory[rate.role])
+        for rate in topology.published
+    ]
 
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """What a device of each role of an engine's layout holds. devices: of all machines of a role; experts: of each layer on one device,
-    None for a model without; memory_gib: of one device. problems: why a role cannot be split so, where it cannot. decoding: predicted,
-    beside each rate that was published of the layout."""
+    """What a device of each role of an engine's layout holds. devices: of all machines of a role;
+    experts: of each layer on one device, None for a model without; memory_gib: of one device.
+    problems: why a role cannot be split so, where it cannot. decoding: predicted, beside each rate
+    that was published of the layout."""
 
     engine: str
     name: str
@@ -168,9 +221,16 @@ class PlannedLayout:
     def facts(self) -> list[tuple[str, str]]:
         told = [(f"  {self.engine}, {self.name}", self.summary)]
         for role, held in self.memory.items():
-            experts = "" if self.experts[role] is None else f", {self.experts[role]} experts a layer"
-            room = f"{size(held.weight_bytes)} of weights each{experts}; room for {held.tokens:,} tokens, {held.context:,} a request"
-            told.append((f"  {role}, {self.devices[role]} devices of {self.memory_gib:g} GiB", room))
+            experts = (
+                "" if self.experts[role] is None else f", {self.experts[role]} experts a layer"
+            )
+            room = (
+                f"{size(held.weight_bytes)} of weights each{experts}; room for {held.tokens:,} "
+                f"tokens, {held.context:,} a request"
+            )
+            told.append(
+                (f"  {role}, {self.devices[role]} devices of {self.memory_gib:g} GiB", room)
+            )
             if role in self.problems:
                 told.append((f"  {role} cannot be split so", self.problems[role]))
         return told
@@ -190,41 +250,77 @@ def plan_layout(
     device: Device | None = None,
     grid: Callable[[str], Grid | None] = lambda module: None,
 ) -> PlannedLayout:
-    """A layout of parameters with the bytes that each will be stored in, as `deploy` tells of a checkpoint that is there.
+    """A layout of parameters with the bytes that each will be stored in, as `deploy` tells of a
+    checkpoint that is there.
 
-    context: tokens of the longest request. redundant: copies of busy experts in each layer, beside the layout's own. devices, memory_gib,
-    device: of a machine, of one of its devices, and their kind, where they are not the layout's. grid: of a module's weight. Raises
-    QuantkitError for an engine or layout that there is not, or that does not come out even on such machines.
+    context: tokens of the longest request. redundant: copies of busy experts in each layer, beside
+    the layout's own. devices, memory_gib,
+    device: of a machine, of one of its devices, and their kind, where they are not the layout's.
+    grid: of a module's weight. Raises QuantkitError for an engine or layout that there is not, or
+    that does not come out even on such machines.
     """
-    recipe, topology = find_recipe(engine, device), find_topology(engine, name=name, device=device, devices=devices)
+    recipe, topology = (
+        find_recipe(engine, device),
+        find_topology(engine, name=name, device=device, devices=devices),
+    )
     memory_gib = memory_gib or recipe.memory_gib
-    roles = tuple(role.model_copy(update={"redundant_experts": role.redundant_experts + redundant}) for role in topology.roles)
+    roles = tuple(
+        role.model_copy(update={"redundant_experts": role.redundant_experts + redundant})
+        for role in topology.roles
+    )
     topology = topology.model_copy(update={"roles": roles})
     rows = [row for row, _ in stored]
     experts = _experts(rows)
     of_card = memory_gib, recipe.memory_fraction, recipe.reserve_gib
     memory = {
-        role.name: fit_rows(stored, config, role.parallel, context, *of_card, topology.cache_bits(role, config.cache, scheme.cache))
+        role.name: fit_rows(
+            stored,
+            config,
+            role.parallel,
+            context,
+            *of_card,
+            topology.cache_bits(role, config.cache, scheme.cache),
+        )
         for role in roles
     }
-    found = {role.name: find_part_problem(config, role.parallel) or find_split_problem(rows, grid, role.parallel) for role in roles}
+    found = {
+        role.name: find_part_problem(config, role.parallel)
+        or find_split_problem(rows, grid, role.parallel)
+        for role in roles
+    }
     return PlannedLayout(
         engine,
         topology.name,
         topology.summary,
         memory_gib,
         {role.name: role.parallel.world for role in roles},
-        {role.name: role.parallel.local_experts(experts) if experts and role.expert_parallel else None for role in roles},
+        {
+            role.name: role.parallel.local_experts(experts)
+            if experts and role.expert_parallel
+            else None
+            for role in roles
+        },
         memory,
-        {role: f"{problem.problem}; {problem.remedy}" for role, problem in found.items() if problem is not None},
+        {
+            role: f"{problem.problem}; {problem.remedy}"
+            for role, problem in found.items()
+            if problem is not None
+        },
         tuple(beside_published(topology, rows, config, scheme, memory)),
     )
 
 
 def beside_rate(
-    rate: PublishedRate, topology: Topology, rows: Sequence[Parameter], config: ModelConfig, scheme: Scheme, hardware: Hardware, held: Fit
+    rate: PublishedRate,
+    topology: Topology,
+    rows: Sequence[Parameter],
+    config: ModelConfig,
+    scheme: Scheme,
+    hardware: Hardware,
+    held: Fit,
 ) -> dict[str, Any]:
-    """One published rate, and every level's prediction: of its batch, or of the largest batch within its limit that fits in `held`."""
+    """One published rate, and every level's prediction: of its batch, or of the largest batch
+    within its limit that fits in `held`."""
     role = next(role for role in topology.roles if role.name == rate.role)
     parallel, bits = role.parallel, topology.cache_bits(role, config.cache, scheme.cache)
     fits = held.tokens // rate.context
@@ -234,11 +330,19 @@ def beside_rate(
         def step(batch: int, level: Level = level) -> DecodeStep:
             box = topology.devices_per_box
             sizes = {"batch": batch, "context": rate.context, "devices_per_box": box}
-            return decode_step(rows, config, scheme, hardware, level, parallel, **sizes, cache_bits=bits)
+            return decode_step(
+                rows, config, scheme, hardware, level, parallel, **sizes, cache_bits=bits
+            )
 
-        one = step(rate.batch) if rate.batch is not None else largest_step(rate.limit_ms or 0.0, fits, parallel, step)
+        one = (
+            step(rate.batch)
+            if rate.batch is not None
+            else largest_step(rate.limit_ms or 0.0, fits, parallel, step)
+        )
         if one is not None:
-            predicted.append({**one.as_dict(), "error": one.tokens_per_second / rate.tokens_per_second - 1})
+            predicted.append(
+                {**one.as_dict(), "error": one.tokens_per_second / rate.tokens_per_second - 1}
+            )
     return {
         **rate.model_dump(),
         "hardware": hardware.name,
@@ -251,7 +355,8 @@ def beside_rate(
 
 ASSUMPTIONS = (
     "tokens fall evenly on experts; copies of hot experts take memory and save nothing",
-    "dispatch and combine overlap nothing, and take the slower of what goes to the own box and to others",
+    "dispatch and combine overlap nothing, and take the slower of what goes to the own box and to "
+    "others",
     "prompts are computed elsewhere, or seldom; no guesses of an MTP layer",
 )
 
@@ -261,9 +366,14 @@ def _experts(rows: Sequence[Parameter]) -> int:
 
 
 def _loads(
-    rows: Sequence[Parameter], config: ModelConfig, scheme: Scheme, parallel: ParallelSizes, batch: int
+    rows: Sequence[Parameter],
+    config: ModelConfig,
+    scheme: Scheme,
+    parallel: ParallelSizes,
+    batch: int,
 ) -> list[tuple[WeightTraffic, float]]:
-    """What one device reads and multiplies, with the tokens that go through it: experts, the other quantized linears, 16 and 32 bits."""
+    """What one device reads and multiplies, with the tokens that go through it: experts, the other
+    quantized linears, 16 and 32 bits."""
     assert config.routing is not None
     experts, chosen = _experts(rows), config.routing.num_experts_per_tok
     share = parallel.local_experts(experts) / experts * touched_share(experts, chosen, batch)
@@ -283,8 +393,17 @@ def _loads(
         else:
             plain += held
     kind, size = kind_of(scheme.weight), bytes_per_weight(scheme.weight)
-    kind_outside, size_outside = (kind_of(scheme.outside), bytes_per_weight(scheme.outside)) if scheme.outside else (kind, size)
-    routed = WeightTraffic(kind, expert * share, expert * share * size, expert * batch * chosen / experts / parallel.world)
+    kind_outside, size_outside = (
+        (kind_of(scheme.outside), bytes_per_weight(scheme.outside))
+        if scheme.outside
+        else (kind, size)
+    )
+    routed = WeightTraffic(
+        kind,
+        expert * share,
+        expert * share * size,
+        expert * batch * chosen / experts / parallel.world,
+    )
     return [
         (routed, batch * chosen / parallel.world),
         (WeightTraffic(kind_outside, linear, linear * size_outside, linear * own), own),
@@ -294,13 +413,28 @@ def _loads(
 
 
 def _attention_ms(
-    config: ModelConfig, hardware: Hardware, level: Level, parallel: ParallelSizes, attended: float, cache_bits: CacheBits
+    config: ModelConfig,
+    hardware: Hardware,
+    level: Level,
+    parallel: ParallelSizes,
+    attended: float,
+    cache_bits: CacheBits,
 ) -> dict[str, float]:
-    """Reading `attended` cached tokens, and multiplying the rank's heads by them; overlapped where products are: the slower counts."""
-    cached = config.cache.token_bytes(cache_bits, parallel.tensor) * config.num_hidden_layers * attended
+    """Reading `attended` cached tokens, and multiplying the rank's heads by them; overlapped where
+    products are: the slower counts."""
+    cached = (
+        config.cache.token_bytes(cache_bits, parallel.tensor) * config.num_hidden_layers * attended
+    )
     read = level.cache_passes * cached / (hardware.hbm_gb_s * level.hbm_efficiency * 1e6)
     heads = config.num_attention_heads / parallel.tensor
-    multiplied = 2 * attended * heads * config.cache.read_by_head * config.num_hidden_layers / (hardware.cube_tflops * 1e9)
+    multiplied = (
+        2
+        * attended
+        * heads
+        * config.cache.read_by_head
+        * config.num_hidden_layers
+        / (hardware.cube_tflops * 1e9)
+    )
     if level.decode == "free":
         return {"cache": read}
     if level.decode == "serial":
@@ -308,8 +442,11 @@ def _attention_ms(
     return {"cache": read} if read > multiplied else {"scores": multiplied}
 
 
-def _exchange_ms(volume: float, times: int, hardware: Hardware, level: Level, devices: int, box: int) -> float:
-    """Of `times` exchanges of all with all, in which a device sends `volume` bytes in all, evenly to each device, itself among them."""
+def _exchange_ms(
+    volume: float, times: int, hardware: Hardware, level: Level, devices: int, box: int
+) -> float:
+    """Of `times` exchanges of all with all, in which a device sends `volume` bytes in all, evenly
+    to each device, itself among them."""
     assert hardware.fabric is not None
     near = min(box, devices)
     inside, outside = volume * (near - 1) / devices, volume * (devices - near) / devices

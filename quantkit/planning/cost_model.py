@@ -1,15 +1,19 @@
-"""Predicted time of a decode step, from bytes, operations, launches and collectives, before anyone has the machine.
+"""Predicted time of a decode step, from bytes, operations, launches and collectives, before anyone
+has the machine.
 
     hardware = load_hardware("910b1")
-    for prediction in ladder(parameters(config), config, scheme, hardware, devices=8, batch=8, context=640):
+    for prediction in ladder(parameters(config), config, scheme, hardware, devices=8, batch=8,
+    context=640):
         print(prediction.level, prediction.tpot_ms)
 
-The levels of a hardware file go from a floor that no program can beat up to naive execution; a measured time that falls between two
-levels says what the program leaves on the table. No constant is solved for from a measurement, but the form (overlapped parts: the
-slowest counts) was chosen with the published 910B1 figures in view: it attributes time, it is not validated. `beside` says for every
-published row how far off each level is. Assumptions, all of them
-in the hardware's YAML: tensor parallelism over all devices; routing uniform, so E(1 - (1 - k/E)^B) experts are read; activations stay
-on the chip; the parts of an operator either overlap (the slowest counts) or follow one another; operators follow one another.
+The levels of a hardware file go from a floor that no program can beat up to naive execution; a
+measured time that falls between two levels says what the program leaves on the table. No constant
+is solved for from a measurement, but the form (overlapped parts: the slowest counts) was chosen
+with the published 910B1 figures in view: it attributes time, it is not validated. `beside` says for
+every published row how far off each level is. Assumptions, all of them in the hardware's YAML:
+tensor parallelism over all devices; routing uniform, so E(1 - (1 - k/E)^B) experts are read;
+activations stay on the chip; the parts of an operator either overlap (the slowest counts) or follow
+one another; operators follow one another.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +34,8 @@ _SCALE_BYTES, ROUTER_BYTES, DENSE_BYTES, _SUM_BYTES = 2, 4, 2, 4
 
 @dataclass(frozen=True)
 class Prediction:
-    """Milliseconds of one decode step at a level. `parts` (PARTS) say where they go; launches and collectives are counted."""
+    """Milliseconds of one decode step at a level. `parts` (PARTS) say where they go; launches and
+    collectives are counted."""
 
     level: str
     summary: str
@@ -46,7 +51,8 @@ class Prediction:
 
 @dataclass(frozen=True)
 class WeightTraffic:
-    """What one device touches for the weights of one kind in a step: `weights` values of `bytes`, `products` multiplications by x.
+    """What one device touches for the weights of one kind in a step: `weights` values of `bytes`,
+    `products` multiplications by x.
 
     undecoded: they are multiplied as the codes they are, in groups of `group`.
     """
@@ -70,21 +76,32 @@ class WholeStep:
     batch: int
     context: int
 
-    def predict(self, level: Level, loads: Iterable[tuple[WeightTraffic, Level]], name: str | None = None) -> Prediction:
-        """Cache, launches and collectives are the level's; each product is read and decoded as the level beside it says."""
+    def predict(
+        self, level: Level, loads: Iterable[tuple[WeightTraffic, Level]], name: str | None = None
+    ) -> Prediction:
+        """Cache, launches and collectives are the level's; each product is read and decoded as the
+        level beside it says."""
         parts = dict.fromkeys(PARTS, 0.0)
         bandwidth = self.hardware.hbm_gb_s * 1e6  # bytes per ms
         for load, decoding in loads:
             rate = bandwidth * decoding.hbm_efficiency
             for part, spent in product_ms(load, decoding, rate, self.hardware, self.batch).items():
                 parts[part] += spent
-        parts["cache"] = level.cache_passes * self._cache_bytes() / (bandwidth * level.hbm_efficiency)
+        parts["cache"] = (
+            level.cache_passes * self._cache_bytes() / (bandwidth * level.hbm_efficiency)
+        )
         launches = count_launches(self.config, self.hardware, level.launches, self.scheme)
-        collectives = 2 * self.config.num_hidden_layers + 1 if self.devices > 1 and level.collective_us else 0
+        collectives = (
+            2 * self.config.num_hidden_layers + 1 if self.devices > 1 and level.collective_us else 0
+        )
         payload = self.batch * self.config.hidden_size * 2 * 2 * (self.devices - 1) / self.devices
         parts["launches"] = launches * level.launch_us / 1e3
-        parts["collectives"] = collectives * (level.collective_us / 1e3 + payload / (self.hardware.link_gb_s * 1e6))
-        return Prediction(name or level.name, level.summary, self.batch, parts, launches, collectives)
+        parts["collectives"] = collectives * (
+            level.collective_us / 1e3 + payload / (self.hardware.link_gb_s * 1e6)
+        )
+        return Prediction(
+            name or level.name, level.summary, self.batch, parts, launches, collectives
+        )
 
     def _cache_bytes(self) -> float:
         """Of one device, all layers. Latent attention keeps the whole latent on every rank."""
@@ -93,30 +110,53 @@ class WholeStep:
 
 
 def ladder(
-    parameters: list[Parameter], config: ModelConfig, scheme: Scheme, hardware: Hardware, *, devices: int, batch: int, context: int
+    parameters: list[Parameter],
+    config: ModelConfig,
+    scheme: Scheme,
+    hardware: Hardware,
+    *,
+    devices: int,
+    batch: int,
+    context: int,
 ) -> list[Prediction]:
     """One prediction per level of the hardware, from the floor up.
 
-    parameters: the model's table, config: its architecture's Config. batch: sequences decoded together; context: tokens each attends to,
-    the mean over the steps that are meant.
+    parameters: the model's table, config: its architecture's Config. batch: sequences decoded
+    together; context: tokens each attends to, the mean over the steps that are meant.
     """
-    loads = device_loads(parameters, config, scheme.weight, devices, batch, hardware.split_activations)
+    loads = device_loads(
+        parameters, config, scheme.weight, devices, batch, hardware.split_activations
+    )
     step = WholeStep(config, scheme, hardware, devices, batch, context)
     return [step.predict(level, [(load, level) for load in loads]) for level in hardware.levels]
 
 
 def predict(
-    config: dict[str, Any], scheme: Scheme, hardware: Hardware, *, devices: int, batches: Sequence[int], context: int
+    config: dict[str, Any],
+    scheme: Scheme,
+    hardware: Hardware,
+    *,
+    devices: int,
+    batches: Sequence[int],
+    context: int,
 ) -> dict[str, Any]:
     """The ladders of a model, from its config.json alone, for several batch sizes; JSON-ready."""
-    if scheme.outside or scheme.activation_bits == 4 or (isinstance(scheme.weight, IntGrid) and scheme.weight.activation_bits == 8):
+    if (
+        scheme.outside
+        or scheme.activation_bits == 4
+        or (isinstance(scheme.weight, IntGrid) and scheme.weight.activation_bits == 8)
+    ):
         raise QuantkitError(
-            f"decoding times of {scheme.name} are not predicted: no rate of its products is known", "give --devices 8x64GiB"
+            f"decoding times of {scheme.name} are not predicted: no rate of its products is known",
+            "give --devices 8x64GiB",
         )
     architecture = find_architecture(config)
     parsed = architecture.Config.from_dict(config)
     rows = architecture.parameters(parsed)
-    found = [ladder(rows, parsed, scheme, hardware, devices=devices, batch=batch, context=context) for batch in batches]
+    found = [
+        ladder(rows, parsed, scheme, hardware, devices=devices, batch=batch, context=context)
+        for batch in batches
+    ]
     predictions = [[{**asdict(one), "tpot_ms": one.tpot_ms} for one in levels] for levels in found]
     return {
         "hardware": hardware.name,
@@ -124,15 +164,30 @@ def predict(
         "devices": devices,
         "context": context,
         "predictions": predictions,
-        "steps": [[{"from": lower, "to": upper, "adds_ms": added} for lower, upper, added in steps(levels)] for levels in found],
+        "steps": [
+            [
+                {"from": lower, "to": upper, "adds_ms": added}
+                for lower, upper, added in steps(levels)
+            ]
+            for levels in found
+        ],
         "assumptions": list(hardware.assumptions),
     }
 
 
-def beside(published: dict[str, Any], config: dict[str, Any], scheme: Scheme, hardware: Hardware, *, devices: int) -> list[dict[str, Any]]:
-    """Every row of a published grid with what each level predicts for it and how far off that is; JSON-ready.
+def beside(
+    published: dict[str, Any],
+    config: dict[str, Any],
+    scheme: Scheme,
+    hardware: Hardware,
+    *,
+    devices: int,
+) -> list[dict[str, Any]]:
+    """Every row of a published grid with what each level predicts for it and how far off that is;
+    JSON-ready.
 
-    published: output_len, and rows of input_len, concurrency and tpot_ms or system_tps. A step attends to the input and, on average, half
+    published: output_len, and rows of input_len, concurrency and tpot_ms or system_tps. A step
+    attends to the input and, on average, half
     the output. error: predicted over published, less one.
     """
     architecture = find_architecture(config)
@@ -140,28 +195,51 @@ def beside(published: dict[str, Any], config: dict[str, Any], scheme: Scheme, ha
     parameters = architecture.parameters(parsed)
     found = []
     for row in published["rows"]:
-        batch, context = int(row["concurrency"]), int(row["input_len"]) + published["output_len"] // 2
+        batch, context = (
+            int(row["concurrency"]),
+            int(row["input_len"]) + published["output_len"] // 2,
+        )
         measured = row.get("tpot_ms") or 1000 * batch / row["system_tps"]
-        levels = ladder(parameters, parsed, scheme, hardware, devices=devices, batch=batch, context=context)
-        predicted = {one.level: {"tpot_ms": one.tpot_ms, "error": one.tpot_ms / measured - 1} for one in levels}
-        found.append({"input_len": int(row["input_len"]), "concurrency": batch, "published_ms": measured, "predicted": predicted})
+        levels = ladder(
+            parameters, parsed, scheme, hardware, devices=devices, batch=batch, context=context
+        )
+        predicted = {
+            one.level: {"tpot_ms": one.tpot_ms, "error": one.tpot_ms / measured - 1}
+            for one in levels
+        }
+        found.append(
+            {
+                "input_len": int(row["input_len"]),
+                "concurrency": batch,
+                "published_ms": measured,
+                "predicted": predicted,
+            }
+        )
     return found
 
 
 def steps(predictions: list[Prediction]) -> list[tuple[str, str, dict[str, float]]]:
-    """What each level adds to the one below it: (lower, upper, milliseconds by part), parts that change by less than 0.05 ms left out."""
+    """What each level adds to the one below it: (lower, upper, milliseconds by part), parts that
+    change by less than 0.05 ms left out."""
     found = []
     for lower, upper in pairwise(predictions):
         added = {part: upper.parts[part] - lower.parts[part] for part in PARTS}
-        found.append((lower.level, upper.level, {part: ms for part, ms in added.items() if abs(ms) >= 0.05}))
+        found.append(
+            (lower.level, upper.level, {part: ms for part, ms in added.items() if abs(ms) >= 0.05})
+        )
     return found
 
 
 def device_loads(
-    parameters: list[Parameter], config: ModelConfig, grid: Grid, devices: int, batch: int, split: SplitActivations | None = None
+    parameters: list[Parameter],
+    config: ModelConfig,
+    grid: Grid,
+    devices: int,
+    batch: int,
+    split: SplitActivations | None = None,
 ) -> list[WeightTraffic]:
-    """What one of `devices` ranks reads in a decode step: quantized weights that are decoded, quantized linears that are not, 16-bit and
-    32-bit weights."""
+    """What one of `devices` ranks reads in a decode step: quantized weights that are decoded,
+    quantized linears that are not, 16-bit and 32-bit weights."""
     experts = len({row.expert for row in parameters if row.expert is not None})
     chosen = config.routing.num_experts_per_tok if config.routing else 0
     share = touched_share(experts, chosen, batch) if experts else 0.0
@@ -170,14 +248,20 @@ def device_loads(
     for row in parameters:
         if row.mtp or row.role == "embedding":
             continue
-        count = float(row.shape[0] * (row.shape[1] if len(row.shape) > 1 else 1)) / row.shares(devices)
+        count = float(row.shape[0] * (row.shape[1] if len(row.shape) > 1 else 1)) / row.shares(
+            devices
+        )
         if row.expert is not None:
             decoded += count * share
             products += count * batch * chosen / experts
         elif row.role == "linear":
             # The executor runs a shared expert as one more of the routed, by the grouped product.
             alone = kind_of(grid) == "int4" and row.block != "shared_expert"
-            if split is not None and alone and split.takes(*_local_shape(row, devices), group, batch):
+            if (
+                split is not None
+                and alone
+                and split.takes(*_local_shape(row, devices), group, batch)
+            ):
                 undecoded += count
             else:
                 decoded += count
@@ -198,7 +282,9 @@ def device_loads(
 def _local_shape(row: Parameter, devices: int) -> tuple[float, float]:
     """Outputs and inputs of a linear on one device."""
     outputs, inputs = row.shape[0], row.shape[1]
-    return outputs / (row.shares(devices) if row.split == "column" else 1), inputs / (devices if row.split == "row" else 1)
+    return outputs / (row.shares(devices) if row.split == "column" else 1), inputs / (
+        devices if row.split == "row" else 1
+    )
 
 
 def touched_share(experts: int, top_k: int, batch: int) -> float:
@@ -207,7 +293,8 @@ def touched_share(experts: int, top_k: int, batch: int) -> float:
 
 
 def bytes_per_weight(grid: Grid) -> float:
-    """As the Ascend layouts hold it: int4 with a 16-bit scale and offset per group, FP4 with a byte per group, int8 with one per row."""
+    """As the Ascend layouts hold it: int4 with a 16-bit scale and offset per group, FP4 with a byte
+    per group, int8 with one per row."""
     if isinstance(grid, Fp4Grid | Mxfp4Grid):
         return 0.5 + 1 / grid.group_size
     return grid.storage_bits / 8 + (2 * _SCALE_BYTES / grid.group_size if grid.group_size else 0.0)
@@ -217,18 +304,24 @@ def kind_of(grid: Grid) -> str:
     return "fp4" if isinstance(grid, Fp4Grid | Mxfp4Grid) else f"int{grid.storage_bits}"
 
 
-def product_ms(load: WeightTraffic, level: Level, bandwidth: float, hardware: Hardware, batch: int) -> dict[str, float]:
-    """Reading, decoding and multiplying the weights of one kind. Overlapped: the slowest counts; serial: all do.
+def product_ms(
+    load: WeightTraffic, level: Level, bandwidth: float, hardware: Hardware, batch: int
+) -> dict[str, float]:
+    """Reading, decoding and multiplying the weights of one kind. Overlapped: the slowest counts;
+    serial: all do.
 
-    The cube multiplies at least `cube_rows` rows by every weight it is given, and a decoded weight reaches it through the L2. Few rows may
-    be multiplied on the vector cores instead; an overlapped level takes the faster way.
+    The cube multiplies at least `cube_rows` rows by every weight it is given, and a decoded weight
+    reaches it through the L2. Few rows may be multiplied on the vector cores instead; an overlapped
+    level takes the faster way.
     """
     spent = {"hbm": load.bytes / bandwidth}
     if level.decode == "free":
         return spent
     cost = hardware.decode.get(load.kind)
     if level.decode == "vector" and cost is not None:
-        return spent | {"vector": load.products * cost.vector_ops_per_row / (hardware.vector_gops * 1e6)}
+        return spent | {
+            "vector": load.products * cost.vector_ops_per_row / (hardware.vector_gops * 1e6)
+        }
     if load.undecoded:
         spent |= _undecoded_ms(load, hardware)
     else:
@@ -237,7 +330,10 @@ def product_ms(load: WeightTraffic, level: Level, bandwidth: float, hardware: Ha
         return spent
     slowest = max(spent, key=lambda part: spent[part])
     if cost is not None and cost.vector_ops_per_row and not load.undecoded:
-        alone = {"hbm": spent["hbm"], "vector": load.products * cost.vector_ops_per_row / (hardware.vector_gops * 1e6)}
+        alone = {
+            "hbm": spent["hbm"],
+            "vector": load.products * cost.vector_ops_per_row / (hardware.vector_gops * 1e6),
+        }
         slowest_alone = max(alone, key=lambda part: alone[part])
         if alone[slowest_alone] < spent[slowest]:
             return {slowest_alone: alone[slowest_alone]}
@@ -255,14 +351,17 @@ def _decoded_ms(load: WeightTraffic, hardware: Hardware) -> dict[str, float]:
 
 
 def _undecoded_ms(load: WeightTraffic, hardware: Hardware) -> dict[str, float]:
-    """Codes times pieces of x on the cube, at its rate for int8; the vector cores scale and add the sums of each group."""
+    """Codes times pieces of x on the cube, at its rate for int8; the vector cores scale and add the
+    sums of each group."""
     split = hardware.split_activations
     assert split is not None, "undecoded loads come of it"
     if not load.weights:
         return {}
     sums = split.pieces * load.products / load.group
     return {
-        "cube": 2 * max(split.pieces * load.products, load.weights * hardware.cube_rows) / (hardware.cube_tops_int8 * 1e9),
+        "cube": 2
+        * max(split.pieces * load.products, load.weights * hardware.cube_rows)
+        / (hardware.cube_tops_int8 * 1e9),
         "vector": sums * split.sum_ops / (hardware.vector_gops * 1e6),
         "l2": _through_l2_ms(sums * _SUM_BYTES, hardware),
     }
@@ -274,8 +373,13 @@ def _through_l2_ms(size: float, hardware: Hardware) -> float:
 
 
 def count_launches(config: ModelConfig, hardware: Hardware, name: str, scheme: Scheme) -> int:
-    """Of a step. A list of INT8's own, where the hardware has one, stands beside the one that a level names."""
+    """Of a step. A list of INT8's own, where the hardware has one, stands beside the one that a
+    level names."""
     layers = config.num_hidden_layers
     moe = sum(config.is_moe(layer) for layer in range(layers))
-    counted = hardware.launches.get(f"{name}_int8", hardware.launches[name]) if scheme.activation_bits == 8 else hardware.launches[name]
+    counted = (
+        hardware.launches.get(f"{name}_int8", hardware.launches[name])
+        if scheme.activation_bits == 8
+        else hardware.launches[name]
+    )
     return (layers - moe) * counted.dense_layer + moe * counted.moe_layer + counted.step

@@ -1,4 +1,5 @@
-"""The devices that a result is to run on, as a command names them: their number, their memory, and what is known of their speed."""
+"""The devices that a result is to run on, as a command names them: their number, their memory, and
+what is known of their speed."""
 
 import re
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ STANDARD_DEVICES = f"8x{STANDARD_GIB}GiB"
 
 @dataclass(frozen=True)
 class Devices:
-    """What the result is to run on. hardware: what is known of one device; device: its kind; None where only its memory was given."""
+    """What the result is to run on. hardware: what is known of one device; device: its kind; None
+    where only its memory was given."""
 
     count: int
     memory_bytes: int
@@ -38,7 +40,9 @@ class Accelerator(Strict):
 
 
 def accelerators() -> tuple[Accelerator, ...]:
-    return read_yaml(asset("recipes", "go", "devices.yaml"), tuple[Accelerator, ...], "restore that file")
+    return read_yaml(
+        asset("recipes", "go", "devices.yaml"), tuple[Accelerator, ...], "restore that file"
+    )
 
 
 def find_accelerator(name: str) -> Accelerator | None:
@@ -47,13 +51,16 @@ def find_accelerator(name: str) -> Accelerator | None:
 
 
 def read_devices(text: str) -> Devices:
-    """ "8x64GiB", "8xH100" by a name of recipes/go/devices.yaml, "8x910B1" or "8xFILE.yaml" of hardware whose speed is known too, "8" of
-    STANDARD_GIB each, or "cpu": this machine's memory. Raises QuantkitError for anything else."""
+    """ "8x64GiB", "8xH100" by a name of recipes/go/devices.yaml, "8x910B1" or "8xFILE.yaml" of
+    hardware whose speed is known too, "8" of STANDARD_GIB each, or "cpu": this machine's memory.
+    Raises QuantkitError for anything else."""
     if text.lower() in ("cpu", "1xcpu"):
         return Devices(1, psutil.virtual_memory().total, device="cpu")
     found = re.fullmatch(r"(\d{1,6})(?:x(.+))?", text)
     if not found or int(found[1]) < 1 or re.fullmatch(r"[\d.]+", found[2] or ""):
-        raise QuantkitError(f"devices {text!r} make no sense", "write 8, 8x64GiB, 8xH100, 8x910B1 or cpu")
+        raise QuantkitError(
+            f"devices {text!r} make no sense", "write 8, 8x64GiB, 8xH100, 8x910B1 or cpu"
+        )
     count, kind = int(found[1]), found[2]
     if kind is None:
         return Devices(count, STANDARD_GIB * _GIB)
@@ -63,9 +70,12 @@ def read_devices(text: str) -> Devices:
     if known is not None and find_yaml(kind.lower(), "recipes", "hardware") is None:
         return Devices(count, known.memory_gib * _GIB, device=known.device)
     hardware = load_hardware(kind)
-    return Devices(count, round(hardware.memory_gb) * _GIB, hardware, None if known is None else known.device)
+    return Devices(
+        count, round(hardware.memory_gb) * _GIB, hardware, None if known is None else known.device
+    )
 
 
 def read_number(text: str) -> int | Devices:
-    """A number alone, where the caller knows their memory or needs none; else as read_devices, and with its errors."""
+    """A number alone, where the caller knows their memory or needs none; else as read_devices, and
+    with its errors."""
     return int(text) if re.fullmatch(r"[1-9]\d{0,5}", text) else read_devices(text)

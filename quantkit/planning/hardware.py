@@ -1,4 +1,5 @@
-"""What a file of recipes/hardware says of a device and its box: rates, levels of execution, launches, and what decoding a weight costs.
+"""What a file of recipes/hardware says of a device and its box: rates, levels of execution,
+launches, and what decoding a weight costs.
 
 The time of a step on it is `costmodel`'s.
 """
@@ -20,8 +21,8 @@ class Launches(Strict):
 
 
 class Decode(Strict):
-    """What decoding one weight costs: for the cube 16-bit vector operations, and bytes that go to the L2 and come back; operations per row
-    without the cube."""
+    """What decoding one weight costs: for the cube 16-bit vector operations, and bytes that go to
+    the L2 and come back; operations per row without the cube."""
 
     cube_ops: float
     cube_l2_bytes: float
@@ -29,10 +30,13 @@ class Decode(Strict):
 
 
 class SplitActivations(Strict):
-    """Linears that need no decoding: of few rows, x is split into whole numbers that the cube multiplies by the 4-bit codes themselves.
+    """Linears that need no decoding: of few rows, x is split into whole numbers that the cube
+    multiplies by the 4-bit codes themselves.
 
-    For groups of these sizes, with rows up to group / rows_divisor, max_inputs inputs at most and outputs a multiple of outputs_multiple on
-    a device. pieces: what x is split into; sum_ops: 16-bit vector operations on each int32 sum of a group, which goes to the L2 and back.
+    For groups of these sizes, with rows up to group / rows_divisor, max_inputs inputs at most and
+    outputs a multiple of outputs_multiple on
+    a device. pieces: what x is split into; sum_ops: 16-bit vector operations on each int32 sum of a
+    group, which goes to the L2 and back.
     """
 
     groups: tuple[int, ...]
@@ -44,11 +48,17 @@ class SplitActivations(Strict):
 
     def takes(self, outputs: float, inputs: float, group: int, rows: int) -> bool:
         few = group in self.groups and rows * self.rows_divisor <= group
-        return few and inputs <= self.max_inputs and inputs % group == 0 and outputs % self.outputs_multiple == 0
+        return (
+            few
+            and inputs <= self.max_inputs
+            and inputs % group == 0
+            and outputs % self.outputs_multiple == 0
+        )
 
 
 class Level(Strict):
-    """A way to run a step. hbm_efficiency: share of the bandwidth that products reach; cache_passes: times the cache is moved. decode
+    """A way to run a step. hbm_efficiency: share of the bandwidth that products reach;
+    cache_passes: times the cache is moved. decode
     vector: serial, quantized weights multiplied row by row on the vector cores."""
 
     name: str
@@ -62,9 +72,11 @@ class Level(Strict):
 
 
 class Way(Strict):
-    """A captured step with other operators: which launches, on the named level, of weights of these kinds (`kind_of`), for min_batch to
-    max_batch sequences. vector_experts: experts are multiplied on the vector cores; streamed_experts: as another level has it, by kernels
-    of our own; own_linears: 4-bit linears by our kernels; int8_attention: what comes before latent attention is int8."""
+    """A captured step with other operators: which launches, on the named level, of weights of these
+    kinds (`kind_of`), for min_batch to max_batch sequences. vector_experts: experts are multiplied
+    on the vector cores; streamed_experts: as another level has it, by kernels of our own;
+    own_linears: 4-bit linears by our kernels; int8_attention: what comes before latent attention is
+    int8."""
 
     name: str
     level: str
@@ -79,7 +91,8 @@ class Way(Strict):
 
 
 class Fabric(Strict):
-    """Between boxes: what a device sends a second, one way, and what an exchange of all with all takes before its first byte."""
+    """Between boxes: what a device sends a second, one way, and what an exchange of all with all
+    takes before its first byte."""
 
     gb_s: float
     exchange_us: float
@@ -115,13 +128,18 @@ class Hardware(Strict):
         named = [level.launches for level in self.levels] + [way.launches for way in self.ways]
         unknown = set(named) - self.launches.keys()
         if unknown:
-            raise ValueError(f"levels name launches that are not listed: {', '.join(sorted(unknown))}")
+            raise ValueError(
+                f"levels name launches that are not listed: {', '.join(sorted(unknown))}"
+            )
         return self
 
 
 def load_hardware(name_or_path: str) -> Hardware:
-    """A machine that ships with quantkit (recipes/hardware), by name in any case, or a YAML file."""
-    path = find_yaml(name_or_path, "recipes", "hardware") or find_yaml(name_or_path.lower(), "recipes", "hardware")
+    """A machine that ships with quantkit (recipes/hardware), by name in any case, or a YAML
+    file."""
+    path = find_yaml(name_or_path, "recipes", "hardware") or find_yaml(
+        name_or_path.lower(), "recipes", "hardware"
+    )
     if path is None:
         remedy = "write 8x64GiB or 8xH100, or give a YAML file like those in recipes/hardware"
         raise UsageFault(f"hardware {name_or_path} is not known", remedy)

@@ -1,7 +1,9 @@
-"""plan(): what a quantization will need and make, and where the result runs, from config.json and safetensors headers alone.
+"""plan(): what a quantization will need and make, and where the result runs, from config.json and
+safetensors headers alone.
 
-It opens a model as quantize() does, and refuses what that refuses. Of a hub model it downloads no weight. Sizes are those of the tensors
-that quantize() would write, to the byte. Memory and time are estimates whose assumptions are told.
+It opens a model as quantize() does, and refuses what that refuses. Of a hub model it downloads no
+weight. Sizes are those of the tensors that quantize() would write, to the byte. Memory and time are
+estimates whose assumptions are told.
 """
 
 import os
@@ -42,7 +44,8 @@ RESERVE_GIB = 4.0
 _CACHE_NAMES: dict[CacheBits, str] = {8: "8-bit", 16: "BF16"}
 PREDICTED_BATCHES = (1, 2, 4, 8, 16, 32)
 PREDICTED_CONTEXT = 384
-"""Tokens that each sequence of a predicted decode step attends to, at most: 128 of a prompt and, on average, half of 512 written."""
+"""Tokens that each sequence of a predicted decode step attends to, at most: 128 of a prompt and, on
+average, half of 512 written."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,10 @@ class HostPeak:
 
 @dataclass(frozen=True)
 class PlacedRequest:
-    """What must fit beside the weights: one request of `context` tokens in a cache of `bits`. redundant: copies of routed experts a layer;
-    data: whether devices have requests of their own, and share nothing but the routed experts. draft: of the model that guesses."""
+    """What must fit beside the weights: one request of `context` tokens in a cache of `bits`.
+    redundant: copies of routed experts a layer;
+    data: whether devices have requests of their own, and share nothing but the routed experts.
+    draft: of the model that guesses."""
 
     context: int
     redundant: int
@@ -74,10 +79,13 @@ class PlacedRequest:
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """What one of `count` devices holds, in bytes. cache_tokens: tokens that fit beside the weights, of all requests together; None, as
-    cache_bytes_per_token and state_bytes_per_request, for an architecture that quantkit does not know. context: tokens of the request that
-    must fit, and of all that are counted. state_bytes_per_request: what linear attention keeps of each, whatever its length.
-    workspace_bytes: of the reserve, what is known to be taken, by what takes it; empty for hardware that is not known."""
+    """What one of `count` devices holds, in bytes. cache_tokens: tokens that fit beside the
+    weights, of all requests together; None, as cache_bytes_per_token and state_bytes_per_request,
+    for an architecture that quantkit does not know. context: tokens of the request that must fit,
+    and of all that are counted. state_bytes_per_request: what linear attention keeps of each,
+    whatever its length.
+    workspace_bytes: of the reserve, what is known to be taken, by what takes it; empty for hardware
+    that is not known."""
 
     count: int
     memory_bytes: int
@@ -115,10 +123,12 @@ class TimeEstimate:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Result):
-    """What a quantization needs and makes. Bytes are of tensors; disk_bytes is what must be free for the output and what a run keeps
-    to go on from. cost_model: predicted decoding times, where the devices are hardware that is known and all linears are on one grid.
-    sizes: what other --bits would make, where grids are chosen. layout: what each device holds in a layout of the engine, where one was
-    asked for; `fits` is then of it. told: as in `Inventory`."""
+    """What a quantization needs and makes. Bytes are of tensors; disk_bytes is what must be free
+    for the output and what a run keeps
+    to go on from. cost_model: predicted decoding times, where the devices are hardware that is
+    known and all linears are on one grid.
+    sizes: what other --bits would make, where grids are chosen. layout: what each device holds in a
+    layout of the engine, where one was asked for; `fits` is then of it. told: as in `Inventory`."""
 
     model: str
     scheme: str
@@ -155,7 +165,11 @@ class Plan(Result):
     def facts(self) -> list[tuple[str, str]]:
         host = self.host_peak
         return [
-            ("output", f"{size(self.output_bytes)} ({self.format}), without MTP {size(self.output_bytes_without_mtp)}"),
+            (
+                "output",
+                f"{size(self.output_bytes)} ({self.format}), without MTP "
+                f"{size(self.output_bytes_without_mtp)}",
+            ),
             *((f"  {part}", size(count)) for part, count in self.output_bytes_by_part.items()),
             *([("of the source", self.told)] if self.told else []),
             ("fits", "yes" if self.fits else "NO"),
@@ -163,7 +177,10 @@ class Plan(Result):
             *((f"  at {one.bits:.2f} bits", one.told()) for one in self.sizes),
             ("host memory, peak", f"{size(self.host_peak_bytes)} (at {host.where})"),
             ("disk", f"{size(self.disk_bytes)} needed, {size(self.disk_free_bytes)} free here"),
-            *((f"time on {one.device}", f"{span(one.seconds)}, assuming {one.assumption}") for one in self.time),
+            *(
+                (f"time on {one.device}", f"{span(one.seconds)}, assuming {one.assumption}")
+                for one in self.time
+            ),
         ]
 
 
@@ -187,23 +204,39 @@ def plan(
     draft: str | Path | None = None,
     layout: str | None = None,
 ) -> Plan:
-    """What quantize() with the same arguments will write and need, and whether its output serves `context` tokens on `devices`.
+    """What quantize() with the same arguments will write and need, and whether its output serves
+    `context` tokens on `devices`.
 
-    model: a directory, a built-in name, a hub id, or one that is open. recipe: the scheme's own by default; samples and seq_len are set
-    over it. devices: "8x64GiB", as without, tensor parallel over all of them, or "8x910B1" for predicted decoding times as well. Raises
-    QuantkitError where quantize() would refuse the source. redundant: copies of routed experts in each layer, all of which then
-    lie whole on devices. tokens: of the calibration text, for the time; as many as the recipe takes at most otherwise.
-    cache: int8 or fp8 counts one of 8 bits, as quantkit has it; the scheme's otherwise, and in a layout. dp: the number of devices, where
-    each is to have requests of its own, a part of the routed experts, and everything else whole. draft: a draft model, which every device
-    holds whole, and keeps a cache for. layout: of the engine, by name, as `deploy` has it; `devices` are those of one of its machines.
+    model: a directory, a built-in name, a hub id, or one that is open. recipe: the scheme's own by
+    default; samples and seq_len are set
+    over it. devices: "8x64GiB", as without, tensor parallel over all of them, or "8x910B1" for
+    predicted decoding times as well. Raises QuantkitError where quantize() would refuse the source.
+    redundant: copies of routed experts in each layer, all of which then
+    lie whole on devices. tokens: of the calibration text, for the time; as many as the recipe takes
+    at most otherwise.
+    cache: int8 or fp8 counts one of 8 bits, as quantkit has it; the scheme's otherwise, and in a
+    layout. dp: the number of devices, where each is to have requests of its own, a part of the
+    routed experts, and everything else whole. draft: a draft model, which every device holds whole,
+    and keeps a cache for. layout: of the engine, by name, as `deploy` has it; `devices` are those
+    of one of its machines.
     """
     check_wanted(sensitivities, mixture)
     if layout is not None and cache is not None:
-        remedy = "leave out --cache; --scheme int8-a8w8c8 has steps of a cache in 8 bits, which roles that keep one read"
-        raise QuantkitError("--cache does not go with --layout: a layout's engine decides how its roles keep tokens", remedy)
+        remedy = (
+            "leave out --cache; --scheme int8-a8w8c8 has steps of a cache in 8 bits, which "
+            "roles that keep one read"
+        )
+        raise QuantkitError(
+            "--cache does not go with --layout: a layout's engine decides how its roles keep tokens",
+            remedy,
+        )
     settings = (recipe or load_recipe(scheme.name)).with_given(samples=samples, seq_len=seq_len)
     request = read_request(scheme, format, engine, settings, mixture)
-    target = devices if isinstance(devices, Devices) else read_devices(STANDARD_DEVICES if devices is None else devices)
+    target = (
+        devices
+        if isinstance(devices, Devices)
+        else read_devices(STANDARD_DEVICES if devices is None else devices)
+    )
     place = _read_place(target.count, context, redundant, cache or scheme.cache, dp, draft)
     job = open_job(request, model if isinstance(model, Checkpoint) else open_headers(str(model)))
     check_experts(job.rows, dp)
@@ -218,7 +251,9 @@ def plan(
     peak, least = (expected_peak(job, memory)[0] for memory in (None, 0))
     stored = sum(tensor.nbytes for tensor in job.checkpoint.whole.tensors.values())
     work = job_work(job, job.linears, stored + output, tokens)
-    state = 2 * peak.hidden  # of the last finished layer, and of its successor while they are written
+    state = (
+        2 * peak.hidden
+    )  # of the last finished layer, and of its successor while they are written
     return Plan(
         model=str(job.checkpoint.path),
         scheme=request.scheme.name,
@@ -244,32 +279,59 @@ def plan(
 
 
 def _laid_out(
-    rows: list[tuple[Parameter, int]], job: Job, engine: str | None, layout: str, place: PlacedRequest, devices: str | Devices | None
+    rows: list[tuple[Parameter, int]],
+    job: Job,
+    engine: str | None,
+    layout: str,
+    place: PlacedRequest,
+    devices: str | Devices | None,
 ) -> PlannedLayout:
     """devices: of one machine, as `deploy` takes them; those of the layout without."""
     if engine is None:
         raise QuantkitError(f"layout {layout!r} is of no engine", "give --engine")
     if job.inventory.by_name:
-        raise QuantkitError("layouts are planned for architectures that quantkit knows", "leave out --layout")
+        raise QuantkitError(
+            "layouts are planned for architectures that quantkit knows", "leave out --layout"
+        )
     given = read_number(devices) if isinstance(devices, str) else devices
     machine: dict[str, Any] = {"devices": given}
     if isinstance(given, Devices):
-        machine = {"devices": given.count, "memory_gib": given.memory_bytes / 2**30, "device": given.device}
+        machine = {
+            "devices": given.count,
+            "memory_gib": given.memory_bytes / 2**30,
+            "device": given.device,
+        }
     options = {**machine, "grid": job.grids.get}
-    return plan_layout(engine, layout, rows, job.inventory.config, job.request.scheme, place.context, place.redundant, **options)
+    return plan_layout(
+        engine,
+        layout,
+        rows,
+        job.inventory.config,
+        job.request.scheme,
+        place.context,
+        place.redundant,
+        **options,
+    )
 
 
-def _read_place(devices: int, context: int, redundant: int, cache: str | None, dp: int, draft: str | Path | None) -> PlacedRequest:
+def _read_place(
+    devices: int, context: int, redundant: int, cache: str | None, dp: int, draft: str | Path | None
+) -> PlacedRequest:
     bits: CacheBits = 16 if codes_of(cache) is None else 8
     if dp not in (1, devices):
-        raise QuantkitError(f"--dp {dp} is for as many devices, and there are {devices}", f"give --dp {devices}, or leave it out")
+        raise QuantkitError(
+            f"--dp {dp} is for as many devices, and there are {devices}",
+            f"give --dp {devices}, or leave it out",
+        )
     if draft is not None and dp > 1:
         raise QuantkitError("--dp does not go with --draft", "give one or the other")
     beside = NO_DRAFT if draft is None else draft_sizes(open_headers(str(draft)), bits)
     return PlacedRequest(context, redundant, bits, data=dp > 1, draft=beside)
 
 
-def _choose(job: Job, sensitivities: Path | None, devices: Devices, place: PlacedRequest) -> PlannedChoice:
+def _choose(
+    job: Job, sensitivities: Path | None, devices: Devices, place: PlacedRequest
+) -> PlannedChoice:
     """Grids for the linears, and what other sizes would make."""
     options = Options(job)
     measured = None if sensitivities is None else read_sensitivities(sensitivities)
@@ -295,18 +357,28 @@ def _workspaces(job: Job, devices: Devices, context: int) -> dict[str, int]:
     return reserved(job.rows, config, grid, devices=devices.count, context=context)
 
 
-def _placed(rows: list[tuple[Parameter, int]], job: Job, devices: Devices, request: PlacedRequest) -> tuple[bool, DeviceShare]:
+def _placed(
+    rows: list[tuple[Parameter, int]], job: Job, devices: Devices, request: PlacedRequest
+) -> tuple[bool, DeviceShare]:
     """Whether weights and one request fit, and what a device then holds."""
     context, usable = request.context, int(devices.memory_bytes * MEMORY_FRACTION)
     workspaces = _workspaces(job, replace(devices, count=1) if request.data else devices, context)
     reserve = max(int(RESERVE_GIB * 2**30), sum(workspaces.values()))
-    told = f"{MEMORY_FRACTION:.0%} of each device usable, {reserve / 2**30:.3g} GiB of that for activations"
+    told = (
+        f"{MEMORY_FRACTION:.0%} of each device usable, {reserve / 2**30:.3g} GiB of that for "
+        "activations"
+    )
     if job.inventory.by_name:
         quantized = {row.name for row in job.linears}
-        weights = sum(-(-stored // devices.count) if row.name in quantized else stored for row, stored in rows)
+        weights = sum(
+            -(-stored // devices.count) if row.name in quantized else stored for row, stored in rows
+        )
         weights += request.draft.weight_bytes
         fits, per_token, state, tokens = usable - reserve >= weights, None, None, None
-        assumption = f"quantized linears split over {devices.count}, {told}; the cache of an unknown architecture is not counted"
+        assumption = (
+            f"quantized linears split over {devices.count}, {told}; the cache of an "
+            "unknown architecture is not counted"
+        )
     else:
         found = fit_rows(
             rows,
@@ -327,11 +399,15 @@ def _placed(rows: list[tuple[Parameter, int]], job: Job, devices: Devices, reque
         )
         state = found.state_bytes_per_request
         assumption = (
-            f"{'data and expert' if request.data else 'tensor'} parallel over {devices.count}, MTP layer not loaded, {told}, "
+            f"{'data and expert' if request.data else 'tensor'} parallel over {devices.count}, MTP "
+            f"layer not loaded, {told}, "
             f"{_CACHE_NAMES[request.bits]} cache; "
         )
         if request.data:
-            assumption += "attention and shared experts whole on every device, and each request's cache on one"
+            assumption += (
+                "attention and shared experts whole on every device, and each request's "
+                "cache on one"
+            )
         else:
             assumption += "MLA's latent is whole on every device"
         if state:
@@ -359,7 +435,10 @@ def _placed(rows: list[tuple[Parameter, int]], job: Job, devices: Devices, reque
 def _times(work: RunWork) -> tuple[TimeEstimate, ...]:
     """On this machine's processor and on one H200."""
     cores = os.cpu_count() or 1
-    return tuple(TimeEstimate(rate.name, round(seconds_of(work, rate, cores)), rate.assumption(cores)) for rate in RATES)
+    return tuple(
+        TimeEstimate(rate.name, round(seconds_of(work, rate, cores)), rate.assumption(cores))
+        for rate in RATES
+    )
 
 
 def _predicted(job: Job, devices: Devices, context: int) -> dict[str, Any] | None:
@@ -368,7 +447,14 @@ def _predicted(job: Job, devices: Devices, context: int) -> dict[str, Any] | Non
         return None
     attended = min(context, PREDICTED_CONTEXT)
     predicted = predict(
-        job.checkpoint.config, job.request.scheme, devices.hardware, devices=devices.count, batches=PREDICTED_BATCHES, context=attended
+        job.checkpoint.config,
+        job.request.scheme,
+        devices.hardware,
+        devices=devices.count,
+        batches=PREDICTED_BATCHES,
+        context=attended,
     )
-    published = [table for table in published_speeds() if devices.hardware.name in table["hardware"]]
+    published = [
+        table for table in published_speeds() if devices.hardware.name in table["hardware"]
+    ]
     return predicted | {"published": published}

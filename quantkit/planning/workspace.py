@@ -1,8 +1,10 @@
-"""Bytes of one Ascend card that a step takes beside weights and cache, from a model's table: CANN's workspaces, and activations.
+"""Bytes of one Ascend card that a step takes beside weights and cache, from a model's table: CANN's
+workspaces, and activations.
 
     reserved(parameters, config, scheme.weight, devices=8, context=32768)
 
-An estimate for plans; where a card is there, the executor measures instead (executor/memory_budget.py).
+An estimate for plans; where a card is there, the executor measures instead
+(executor/memory_budget.py).
 """
 
 from quantkit.grids.schemes import Grid, IntGrid
@@ -18,37 +20,57 @@ _CORES, _HEADS_AT_ONCE, _KEYS_AT_ONCE, _LATENT, _LIBRARY_BYTES = 24, 256, 512, 5
 LATENT_ATTENTION_BYTES = _LIBRARY_BYTES + 2 * _CORES * _HEADS_AT_ONCE * (
     _KEYS_AT_ONCE * (4 + 2) + _LATENT * (4 + 4) + 8 + (_LATENT + 16) * 4
 )
-"""What npu_fused_infer_attention_score asks for at most in a decode step of 16-bit latent attention (ops-transformer,
-fia_tiling_nonquant_mla.cpp): of two pieces a core, scores as float32 and 16 bits, two sums as float32; and the parts of keys that were
-dealt out to several cores. The library's own part is assumed."""
+"""What npu_fused_infer_attention_score asks for at most in a decode step of 16-bit latent attention
+(ops-transformer, fia_tiling_nonquant_mla.cpp): of two pieces a core, scores as float32 and 16 bits,
+two sums as float32; and the parts of keys that were dealt out to several cores. The library's own
+part is assumed."""
 
 
 def reserved(
-    parameters: list[Parameter], config: ModelConfig, grid: Grid, *, devices: int, context: int, tokens: int = PREFILL_TOKENS
+    parameters: list[Parameter],
+    config: ModelConfig,
+    grid: Grid,
+    *,
+    devices: int,
+    context: int,
+    tokens: int = PREFILL_TOKENS,
 ) -> dict[str, int]:
-    """Bytes by what takes them. tokens: of a prompt computed in one step; context: the longest sequence, whose latents a prompt expands.
+    """Bytes by what takes them. tokens: of a prompt computed in one step; context: the longest
+    sequence, whose latents a prompt expands.
 
-    decoded experts: the grouped product of 16-bit activations by 4-bit weights keeps a 16-bit copy of the weights of all experts it is
-    given (ops-transformer, grouped_matmul_tiling.cpp), the shared one among them; gate and up are the larger. int4 per channel goes with
-    8-bit activations, whose product decodes nothing. attention: of a decode step over latents; of other kinds it was not worked out.
+    decoded experts: the grouped product of 16-bit activations by 4-bit weights keeps a 16-bit copy
+    of the weights of all experts it is given (ops-transformer, grouped_matmul_tiling.cpp), the
+    shared one among them; gate and up are the larger. int4 per channel goes with 8-bit activations,
+    whose product decodes nothing. attention: of a decode step over latents; of other kinds it was
+    not worked out.
     """
-    layer = min((row.layer for row in parameters if row.expert is not None and row.layer is not None), default=None)
+    layer = min(
+        (row.layer for row in parameters if row.expert is not None and row.layer is not None),
+        default=None,
+    )
     experts = [row for row in parameters if row.expert is not None and row.layer == layer]
     shared = [row for row in parameters if row.block == "shared_expert" and row.layer == layer]
-    inside = sum(row.shape[0] for row in experts if row.expert == 0 and row.projection in ("gate", "up")) // devices
+    inside = (
+        sum(row.shape[0] for row in experts if row.expert == 0 and row.projection in ("gate", "up"))
+        // devices
+    )
     number = len({row.expert for row in experts}) + bool(shared)
     chosen = config.routing.num_experts_per_tok + bool(shared) if config.routing else 0
     four_bits = isinstance(grid, IntGrid) and grid.bits == 4 and grid.group_size is not None
     rows = tokens * chosen
     return {
-        "decoded experts": number * inside * config.hidden_size * HALF if four_bits and experts else 0,
+        "decoded experts": number * inside * config.hidden_size * HALF
+        if four_bits and experts
+        else 0,
         "rows of experts": rows * (2 * config.hidden_size + inside + inside // 2) * HALF,
-        "prompt": tokens * config.hidden_size * 4 * HALF + _expanded(parameters, devices) * context * HALF,
+        "prompt": tokens * config.hidden_size * 4 * HALF
+        + _expanded(parameters, devices) * context * HALF,
         "attention": LATENT_ATTENTION_BYTES if _expanded(parameters, devices) else 0,
         "collectives": COLLECTIVE_BYTES if devices > 1 else 0,
     }
 
 
 def _expanded(parameters: list[Parameter], devices: int) -> int:
-    """Values per cached token that a prompt's attention makes of a latent: keys and values of the rank's heads."""
+    """Values per cached token that a prompt's attention makes of a latent: keys and values of the
+    rank's heads."""
     return max((row.shape[0] for row in parameters if row.role == "kv_b"), default=0) // devices

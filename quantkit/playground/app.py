@@ -2,8 +2,9 @@
 
     GET /, /page.css, /page.js, /models        POST /play: a question -> JSON lines, as they come
 
-The page loads nothing from elsewhere and runs no script but its own (its Content-Security-Policy says so); what models write reaches it as
-text. Requests for another host's name, or from another site's page, are refused: a site must not talk to what listens on loopback.
+The page loads nothing from elsewhere and runs no script but its own (its Content-Security-Policy
+says so); what models write reaches it as text. Requests for another host's name, or from another
+site's page, are refused: a site must not talk to what listens on loopback.
 """
 
 import asyncio
@@ -31,7 +32,11 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-_FILES = {"/": ("index.html", "text/html"), "/page.css": ("page.css", "text/css"), "/page.js": ("page.js", "text/javascript")}
+_FILES = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
 _MAX_BODY = 1 << 20
 _NAMES = ("127.0.0.1", "localhost", "[::1]")
 
@@ -50,8 +55,14 @@ def create_app(playground: Playground) -> FastAPI:
     worker = ThreadPoolExecutor(1, "quantkit-playground")
 
     @app.middleware("http")
-    async def guarded(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        response = await call_next(request) if _is_ours(request) else _refused(403, "this address is for the playground's own page")
+    async def guarded(
+        request: Request, call_next: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        response = (
+            await call_next(request)
+            if _is_ours(request)
+            else _refused(403, "this address is for the playground's own page")
+        )
         response.headers.update(_HEADERS)
         return response
 
@@ -67,7 +78,9 @@ def create_app(playground: Playground) -> FastAPI:
         add_file(path, name, kind)
 
     async def models() -> Response:
-        return JSONResponse({"models": [one.name for one in playground.models], "chat": playground.has_template})
+        return JSONResponse(
+            {"models": [one.name for one in playground.models], "chat": playground.has_template}
+        )
 
     async def play(request: Request) -> Response:
         try:
@@ -77,7 +90,9 @@ def create_app(playground: Playground) -> FastAPI:
             return _refused(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
         except ValueError as fault:
             return _refused(400, str(fault))
-        return StreamingResponse(_lines(playground, worker, question), media_type="application/x-ndjson")
+        return StreamingResponse(
+            _lines(playground, worker, question), media_type="application/x-ndjson"
+        )
 
     app.add_api_route("/models", models, methods=["GET"], response_model=None)
     app.add_api_route("/play", play, methods=["POST"], response_model=None)
@@ -102,9 +117,15 @@ async def _body(request: Request) -> bytes:
     return bytes(raw)
 
 
-async def _lines(playground: Playground, worker: ThreadPoolExecutor, question: Question) -> AsyncIterator[bytes]:
+async def _lines(
+    playground: Playground, worker: ThreadPoolExecutor, question: Question
+) -> AsyncIterator[bytes]:
     """What the playground tells, as it comes; where the reader goes, it stops."""
-    loop, told, gone = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | None](), threading.Event()
+    loop, told, gone = (
+        asyncio.get_running_loop(),
+        asyncio.Queue[dict[str, Any] | None](),
+        threading.Event(),
+    )
 
     def tell(event: dict[str, Any] | None) -> None:
         loop.call_soon_threadsafe(told.put_nowait, event)
@@ -113,7 +134,13 @@ async def _lines(playground: Playground, worker: ThreadPoolExecutor, question: Q
         try:
             if not gone.is_set():
                 most = question.max_new_tokens
-                playground.play(question.prompt, raw=question.raw, max_new_tokens=most, tell=tell, stopped=gone.is_set)
+                playground.play(
+                    question.prompt,
+                    raw=question.raw,
+                    max_new_tokens=most,
+                    tell=tell,
+                    stopped=gone.is_set,
+                )
         except QuantkitError as fault:
             tell({"kind": "error", "message": str(fault)})
         except Exception as fault:  # whoever waits must hear of it

@@ -1,4 +1,5 @@
-"""An answer under one model or two: the probability of every token, how far the two are apart there, and the experts that differ."""
+"""An answer under one model or two: the probability of every token, how far the two are apart
+there, and the experts that differ."""
 
 from typing import Any
 
@@ -15,7 +16,8 @@ _ALTERNATIVES = 5
 def scored(models: list[PlayModel], prompt: list[int], answer: list[int]) -> dict[str, Any]:
     """Of each token of the answer: text, probability under each model, KL(first || second) in nats, the likeliest tokens of each.
 
-    With two models that have experts also the share of the first one's experts that the second did not choose, by layer and token.
+    With two models that have experts also the share of the first one's experts that the second did
+    not choose, by layer and token.
     """
     ids = prompt + answer
     readings = [model.read(ids) for model in models]
@@ -23,10 +25,14 @@ def scored(models: list[PlayModel], prompt: list[int], answer: list[int]) -> dic
     for begin in range(0, len(answer), _ROWS):
         rows = min(_ROWS, len(answer) - begin)
         first = len(prompt) - 1 + begin
-        found = [model.logprobs(reading, first, first + rows) for model, reading in zip(models, readings)]
+        found = [
+            model.logprobs(reading, first, first + rows) for model, reading in zip(models, readings)
+        ]
         for row in range(rows):
             tokens[begin + row] |= _token(models, [one[row] for one in found], answer[begin + row])
-    experts = changed_experts(readings, len(prompt) - 1, len(ids) - 1) if len(readings) == 2 else None
+    experts = (
+        changed_experts(readings, len(prompt) - 1, len(ids) - 1) if len(readings) == 2 else None
+    )
     return {"tokens": tokens, "experts": experts}
 
 
@@ -37,7 +43,10 @@ def _token(models: list[PlayModel], rows: list[Tensor], token: int) -> dict[str,
     return {
         "p": [float(one[token].exp()) for one in rows],
         "kl": divergence(*rows) if len(rows) == 2 else None,
-        "top": [[[text(i), float(v.exp())] for i, v in zip(one.indices.tolist(), one.values)] for one in likeliest],
+        "top": [
+            [[text(i), float(v.exp())] for i, v in zip(one.indices.tolist(), one.values)]
+            for one in likeliest
+        ],
     }
 
 
@@ -49,7 +58,8 @@ def divergence(first: Tensor, second: Tensor) -> float:
 
 
 def changed_experts(readings: list[TextReading], begin: int, end: int) -> dict[str, Any] | None:
-    """Of the tokens begin..end: by layer and token the share of the first one's experts that the second did not choose.
+    """Of the tokens begin..end: by layer and token the share of the first one's experts that the
+    second did not choose.
 
     None where they have no experts.
     """
@@ -68,5 +78,8 @@ def changed_experts(readings: list[TextReading], begin: int, end: int) -> dict[s
 def parting(answers: list[list[int]]) -> int | None:
     """The first place where two answers differ; None where they are the same."""
     first, second = answers
-    same = next((place for place, (one, other) in enumerate(zip(first, second)) if one != other), min(len(first), len(second)))
+    same = next(
+        (place for place, (one, other) in enumerate(zip(first, second)) if one != other),
+        min(len(first), len(second)),
+    )
     return None if first == second else same

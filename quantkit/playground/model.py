@@ -1,4 +1,5 @@
-"""A model of the playground: it answers like any engine, and reads a text at once to say what it thinks of every token."""
+"""A model of the playground: it answers like any engine, and reads a text at once to say what it
+thinks of every token."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from quantkit.models.mlp import MoeMlp
 
 @dataclass(frozen=True)
 class TextReading:
-    """What a model makes of a text of T tokens: `final` [T, H] behind the last norm, and the experts topk_ids [T, k] of each MoE layer."""
+    """What a model makes of a text of T tokens: `final` [T, H] behind the last norm, and the
+    experts topk_ids [T, k] of each MoE layer."""
 
     final: Tensor
     topk_ids: dict[int, Tensor]
@@ -34,7 +36,9 @@ class PlayModel:
             if isinstance(mlp, MoeMlp):
                 mlp.experts = self._watched(number, mlp.experts, mlp.routing.num_experts_per_tok)
 
-    def _watched(self, number: int, experts: Callable[..., Tensor], chosen: int) -> Callable[..., Tensor]:
+    def _watched(
+        self, number: int, experts: Callable[..., Tensor], chosen: int
+    ) -> Callable[..., Tensor]:
         def run(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
             if self._chosen is not None:
                 self._chosen[number] = topk_ids[:, :chosen].cpu()  # a shared expert may follow
@@ -55,10 +59,12 @@ class PlayModel:
 
     @torch.inference_mode()
     def logprobs(self, reading: TextReading, begin: int, end: int) -> Tensor:
-        """What may follow the tokens begin..end: log-probabilities float32 [end - begin, V], on the CPU."""
+        """What may follow the tokens begin..end: log-probabilities float32 [end - begin, V], on the
+        CPU."""
         return self._model.logits(reading.final[begin:end]).float().log_softmax(dim=-1).cpu()
 
     def pieces(self, ids: list[int]) -> list[str]:
-        """The text of each token, special ones too; a character of several tokens stands with the last of them."""
+        """The text of each token, special ones too; a character of several tokens stands with the
+        last of them."""
         stream = DecodeStream(skip_special_tokens=False)
         return [stream.step(self.tokenizer.tokenizer, token) or "" for token in ids]

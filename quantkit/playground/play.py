@@ -1,4 +1,5 @@
-"""A question to one model or two: their greedy answers as they are written, and then what each makes of both."""
+"""A question to one model or two: their greedy answers as they are written, and then what each
+makes of both."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -27,18 +28,38 @@ class Playground:
             _check_same_tokens(*models)
 
     @classmethod
-    def open(cls, models: list[tuple[str, Path]], *, device: str = "auto", backend: str = "auto", context: int = 4096) -> "Playground":
-        """models: names and folders. context: tokens of a prompt and its answer, at most. Raises QuantkitError."""
+    def open(
+        cls,
+        models: list[tuple[str, Path]],
+        *,
+        device: str = "auto",
+        backend: str = "auto",
+        context: int = 4096,
+    ) -> "Playground":
+        """models: names and folders. context: tokens of a prompt and its answer, at most. Raises
+        QuantkitError."""
         opened = []
         for name, path in models:
-            options = EngineOptions(path, device=device, backend=backend, max_batch=1, max_model_len=context)
+            options = EngineOptions(
+                path, device=device, backend=backend, max_batch=1, max_model_len=context
+            )
             opened.append(PlayModel(name, Engine.open(options)))
         return cls(opened)
 
-    def play(self, question: str, *, raw: bool, max_new_tokens: int, tell: Tell, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Tell the answers piece by piece, side by side, then their tokens. raw: continue the text itself, without the chat template.
+    def play(
+        self,
+        question: str,
+        *,
+        raw: bool,
+        max_new_tokens: int,
+        tell: Tell,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Tell the answers piece by piece, side by side, then their tokens. raw: continue the text
+        itself, without the chat template.
 
-        Ends between two tokens once `stopped` says so. Raises QuantkitError for a question that cannot be answered.
+        Ends between two tokens once `stopped` says so. Raises QuantkitError for a question that
+        cannot be answered.
         """
         prompt = self._prompt(question, raw)
         params = SamplingParams(max_new_tokens=max_new_tokens)
@@ -53,8 +74,19 @@ class Playground:
                     if delta.completion is not None:
                         del open_streams[side]
                         answers[side] = delta.completion.token_ids
-                        seconds, reason = time.perf_counter() - began, delta.completion.finish_reason
-                        tell({"kind": "done", "side": side, "count": len(answers[side]), "seconds": seconds, "reason": reason})
+                        seconds, reason = (
+                            time.perf_counter() - began,
+                            delta.completion.finish_reason,
+                        )
+                        tell(
+                            {
+                                "kind": "done",
+                                "side": side,
+                                "count": len(answers[side]),
+                                "seconds": seconds,
+                                "reason": reason,
+                            }
+                        )
         finally:
             for stream in open_streams.values():
                 stream.close()
@@ -66,21 +98,35 @@ class Playground:
             found: Iterator[Delta] = model.engine.stream(prompt, params)
             yield found
 
-    def _tell_scores(self, prompt: list[int], answers: list[list[int]], tell: Tell, stopped: Callable[[], bool]) -> None:
+    def _tell_scores(
+        self, prompt: list[int], answers: list[list[int]], tell: Tell, stopped: Callable[[], bool]
+    ) -> None:
         if len(answers) == 2:
             tell({"kind": "parted", "at": parting(answers)})
         for side, answer in enumerate(answers):
             if stopped():
                 return
             again = side == 1 and answer == answers[0]
-            tell({"kind": "scored", "side": side, **({"as": 0} if again else scored(self.models, prompt, answer))})
+            tell(
+                {
+                    "kind": "scored",
+                    "side": side,
+                    **({"as": 0} if again else scored(self.models, prompt, answer)),
+                }
+            )
 
     def _prompt(self, question: str, raw: bool) -> list[int]:
         tokenizer = self.models[0].tokenizer
-        ids = tokenizer.encode(question) if raw else tokenizer.encode_chat([{"role": "user", "content": question}])
+        ids = (
+            tokenizer.encode(question)
+            if raw
+            else tokenizer.encode_chat([{"role": "user", "content": question}])
+        )
         room = min(model.engine.max_model_len for model in self.models)
         if len(ids) >= room:
-            raise QuantkitError(f"the prompt has {len(ids)} tokens, the context holds {room}", "shorten it")
+            raise QuantkitError(
+                f"the prompt has {len(ids)} tokens, the context holds {room}", "shorten it"
+            )
         return ids
 
     @property
@@ -89,7 +135,12 @@ class Playground:
 
 
 def _check_same_tokens(first: PlayModel, second: PlayModel) -> None:
-    vocabularies = [model.tokenizer.tokenizer.get_vocab(with_added_tokens=True) for model in (first, second)]
+    vocabularies = [
+        model.tokenizer.tokenizer.get_vocab(with_added_tokens=True) for model in (first, second)
+    ]
     sizes = [model.engine.loaded.config.vocab_size for model in (first, second)]
     if vocabularies[0] != vocabularies[1] or sizes[0] != sizes[1]:
-        raise QuantkitError(f"{first.name} and {second.name} read different tokens", "compare models of one tokenizer")
+        raise QuantkitError(
+            f"{first.name} and {second.name} read different tokens",
+            "compare models of one tokenizer",
+        )

@@ -15,7 +15,8 @@ HOST = "127.0.0.1"
 
 
 def serve(playground: Playground, port: int, sockets: Sequence[socket]) -> None:
-    """sockets: of `listening.bound`, at HOST and `port`. Raises QuantkitError where another listens there by now."""
+    """sockets: of `listening.bound`, at HOST and `port`. Raises QuantkitError where another listens
+    there by now."""
     config = uvicorn.Config(create_app(playground), log_level="warning", access_log=False)
     config.timeout_graceful_shutdown = 2
     server = HttpServer(config)

@@ -1,28 +1,41 @@
-"""AWQ (arXiv 2306.00978): per-channel scales that move between a producer and its consumers before rounding.
+"""AWQ (arXiv 2306.00978): per-channel scales that move between a producer and its consumers before
+rounding.
 
-Channels with large activations get s > 1: their weights are multiplied by s before rounding and their inputs divided by s,
-so they are rounded on a finer grid relative to their size. Candidates are s = x^r, with x the size of each channel's
-activations (root mean square, from the diagonal of the Hessian), and s = x^r / w^(1-r) with w the mean relative size of its
-weights (AutoAWQ's duo scaling); r runs over a grid in [0, 1]. Which candidate wins is a question of loss, asked elsewhere.
+Channels with large activations get s > 1: their weights are multiplied by s before rounding and
+their inputs divided by s, so they are rounded on a finer grid relative to their size. Candidates
+are s = x^r, with x the size of each channel's activations (root mean square, from the diagonal of
+the Hessian), and s = x^r / w^(1-r) with w the mean relative size of its weights (AutoAWQ's duo
+scaling); r runs over a grid in [0, 1]. Which candidate wins is a question of loss, asked elsewhere.
 
-Folding is exact: a producer's 16-bit gain can only hold gain / s rounded, so the scale in effect is taken from the rounded gain.
+Folding is exact: a producer's 16-bit gain can only hold gain / s rounded, so the scale in effect is
+taken from the rounded gain.
 """
 
 import torch
 from torch import Tensor
 
 
-def candidate_scales(activation: Tensor, weight: Tensor, points: int, weight_points: int = 0) -> Tensor:
-    """Candidate scales [(2 + weight_points) * points, ..., K], normalised so that sqrt(max * min) = 1; the first is all ones.
+def candidate_scales(
+    activation: Tensor, weight: Tensor, points: int, weight_points: int = 0
+) -> Tensor:
+    """Candidate scales [(2 + weight_points) * points, ..., K], normalised so that sqrt(max * min) =
+    1; the first is all ones.
 
     activation [..., K]: size of each input channel. weight [..., K]: mean over the consumers' rows of |w| / max |w| of its group.
     """
-    ratios = torch.linspace(0, 1, points, device=activation.device).view(-1, *[1] * activation.dim())
+    ratios = torch.linspace(0, 1, points, device=activation.device).view(
+        -1, *[1] * activation.dim()
+    )
     x = activation.clamp(min=1e-8)
     plain = x**ratios
     duo = plain / (weight ** (1 - ratios) + 1e-4)
     exponents = torch.linspace(0, 1, weight_points + 2)[1:-1].tolist()
-    return torch.cat([_normalised(one) for one in (plain, duo, *(plain / (weight**exponent + 1e-4) for exponent in exponents))])
+    return torch.cat(
+        [
+            _normalised(one)
+            for one in (plain, duo, *(plain / (weight**exponent + 1e-4) for exponent in exponents))
+        ]
+    )
 
 
 def _normalised(scale: Tensor) -> Tensor:
@@ -43,15 +56,17 @@ def relative_weight(weights: list[Tensor], group_size: int | None) -> Tensor:
 
 
 def power_of_two(scale: Tensor) -> Tensor:
-    """The nearest powers of two (in ratio). Multiplying and dividing 16-bit values by them is exact."""
+    """The nearest powers of two (in ratio). Multiplying and dividing 16-bit values by them is
+    exact."""
     return scale.log2().round().exp2()
 
 
 def effective_scale(gain: Tensor, scale: Tensor, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """What folding `scale` into a gain stored in 16 bits really does.
 
-    gain [K] in its stored dtype, scale float32 [K] -> the new gain in that dtype, and float32 gain / new gain, with which
-    consumers must be multiplied for the product to stay what it was. Where the gain is zero the channel carries nothing: scale 1.
+    gain [K] in its stored dtype, scale float32 [K] -> the new gain in that dtype, and float32 gain
+    / new gain, with which consumers must be multiplied for the product to stay what it was. Where
+    the gain is zero the channel carries nothing: scale 1.
     offset: what the norm adds to a stored gain; the quotient is of the sums.
     """
     whole = gain.float() + offset

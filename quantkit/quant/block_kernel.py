@@ -1,11 +1,14 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""A block of columns of `gptq` in one launch on a GPU, where PyTorch takes some ten small ones for each column.
+"""A block of columns of `gptq` in one launch on a GPU, where PyTorch takes some ten small ones for
+each column.
 
-A program holds all columns of ROWS rows and goes from column to column: find its steps, round it, tell what it missed, and let the columns
-after it make up for that. The operations are those of `IntRounder.snap` and `Fp4Rounder.snap`; clamping comes before rounding, which is
-the same where the ends are whole levels and keeps every number where adding and taking away 1.5 * 2^23 rounds to even.
+A program holds all columns of ROWS rows and goes from column to column: find its steps, round it,
+tell what it missed, and let the columns after it make up for that. The operations are those of
+`IntRounder.snap` and `Fp4Rounder.snap`; clamping comes before rounding, which is the same where the
+ends are whole levels and keeps every number where adding and taking away 1.5 * 2^23 rounds to even.
 
-A linear of many columns waits for the host: launches count, so what is done with each number before and after is done here, too.
+A linear of many columns waits for the host: launches count, so what is done with each number before
+and after is done here, too.
 """
 
 import triton
@@ -19,8 +22,8 @@ from quantkit.quant.block import BlockParts
 from quantkit.quant.column_steps import ColumnSteps
 
 ROWS, FEW_ROWS = 16, 8
-"""Of a program, which is one warp: columns wait for each other, so a program is as fast as the fewest instructions of a column. FEW_ROWS
-where all of them are programs enough for a card."""
+"""Of a program, which is one warp: columns wait for each other, so a program is as fast as the
+fewest instructions of a column. FEW_ROWS where all of them are programs enough for a card."""
 FEW = 2048
 """Rows, over a batch, up to which programs have FEW_ROWS."""
 HALF_EVEN = tl.constexpr(12582912.0)
@@ -36,19 +39,33 @@ def _whole(x):
 @triton.jit
 def _round_block(
     target, reaction, step, zero, groups, pivot, values, before, apart, seen,
-    rows_all, steps_batch, groups_batch, values_batch, before_batch, apart_batch, seen_batch, low, high,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, FP4: tl.constexpr, ZERO: tl.constexpr, SEEN: tl.constexpr,
+    rows_all, steps_batch, groups_batch, values_batch, before_batch, apart_batch, seen_batch, low,
+    high,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, FP4: tl.constexpr,
+    ZERO: tl.constexpr, SEEN: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     inside = row < rows_all
     at = column[:, None] * rows_all + row[None, :]
-    become = tl.load(target + batch * COLUMNS * rows_all + at, mask=(column[:, None] < COLUMNS) & inside[None, :], other=0.0)
+    become = tl.load(
+        target + batch * COLUMNS * rows_all + at,
+        mask=(column[:, None] < COLUMNS) & inside[None, :],
+        other=0.0,
+    )
     answers = reaction + batch * COLUMNS * COLUMNS + column
-    sizes, noughts, groups = step + batch * steps_batch + row, zero + batch * steps_batch + row, groups + batch * groups_batch
+    sizes, noughts, groups = (
+        step + batch * steps_batch + row,
+        zero + batch * steps_batch + row,
+        groups + batch * groups_batch,
+    )
     values, before = values + batch * values_batch + row, before + batch * before_batch + row
-    apart, seen, pivot = apart + batch * apart_batch + row, seen + batch * seen_batch + row, pivot + batch * COLUMNS
+    apart, seen, pivot = (
+        apart + batch * apart_batch + row,
+        seen + batch * seen_batch + row,
+        pivot + batch * COLUMNS,
+    )
     group = tl.load(groups)
     size = tl.load(sizes + group * rows_all, mask=inside, other=1.0)
     nought = tl.load(noughts + group * rows_all, mask=inside, other=0.0)
@@ -56,12 +73,17 @@ def _round_block(
     was = tl.load(before, mask=inside, other=0.0)
     answer = tl.load(answers, mask=(column > 0) & (column < COLUMNS), other=0.0)
     for i in range(COLUMNS):
-        # What the next column needs is on its way while this one is rounded: the columns wait for each other as it is.
-        more = inside & ((i + 1) * rows_all + row < COLUMNS * rows_all)  # of tensors: Triton 3.2's interpreter has no mask of a plain bool
+        # What the next column needs is on its way while this one is rounded: the columns wait for
+        # each other as it is.
+        more = inside & (
+            (i + 1) * rows_all + row < COLUMNS * rows_all
+        )  # of tensors: Triton 3.2's interpreter has no mask of a plain bool
         next_size = tl.load(sizes + group * rows_all, mask=more, other=1.0)
         next_nought = tl.load(noughts + group * rows_all, mask=more, other=0.0)
         next_was = tl.load(before + (i + 1) * rows_all, mask=more, other=0.0)
-        next_answer = tl.load(answers + (i + 1) * COLUMNS, mask=(column > i + 1) & (column < COLUMNS), other=0.0)
+        next_answer = tl.load(
+            answers + (i + 1) * COLUMNS, mask=(column > i + 1) & (column < COLUMNS), other=0.0
+        )
         group = tl.load(groups + (i + 2) % COLUMNS)
         here = tl.sum(tl.where(column[:, None] == i, become, 0.0), axis=0)
         level = tl.div_rn(here, size)
@@ -83,7 +105,9 @@ def _round_block(
         size, nought, was, answer = next_size, next_nought, next_was, next_answer
 
 
-def round_block(target: Tensor, reaction: Tensor, rounder: Rounder, steps: ColumnSteps, parts: BlockParts) -> None:
+def round_block(
+    target: Tensor, reaction: Tensor, rounder: Rounder, steps: ColumnSteps, parts: BlockParts
+) -> None:
     """A `RoundBlock`. At most one leading dimension."""
     columns, rows = target.shape[-2:]
     target, told = target.contiguous(), reaction.mT.contiguous()
@@ -93,16 +117,25 @@ def round_block(target: Tensor, reaction: Tensor, rounder: Rounder, steps: Colum
     assert size.shape[-1] == rows, size.shape
     assert groups.shape[-1] == columns, groups.shape
     assert groups.stride(-1) == 1, groups.stride()
-    in_all = parts.values, parts.before, parts.apart, parts.apart if parts.seen is None else parts.seen
-    assert all(one.stride()[-2:] == (rows, 1) for one in in_all), f"not whole columns: {[one.stride() for one in in_all]}"
+    in_all = (
+        parts.values,
+        parts.before,
+        parts.apart,
+        parts.apart if parts.seen is None else parts.seen,
+    )
+    assert all(one.stride()[-2:] == (rows, 1) for one in in_all), (
+        f"not whole columns: {[one.stride() for one in in_all]}"
+    )
     batch = len(target) if target.dim() == 3 else 1
     low, high = int_range(rounder.grid.bits) if isinstance(rounder, IntRounder) else (0, 0)
     own = ROWS if rows * batch > FEW else FEW_ROWS
     _round_block[(triton.cdiv(rows, own), batch)](
         target, told, size, nought, groups, factor, *in_all,
-        rows, _apart(size), groups.stride(0) if groups.dim() == 2 else 0, *map(_apart, in_all), float(low), float(high),
+        rows, _apart(size), groups.stride(0) if groups.dim() == 2 else 0, *map(_apart, in_all),
+        float(low), float(high),
         COLUMNS=columns, WIDTH=triton.next_power_of_2(columns), ROWS=own,
-        FP4=not isinstance(rounder, IntRounder), ZERO=zero is not None, SEEN=parts.seen is not None, num_warps=1,
+        FP4=not isinstance(rounder, IntRounder), ZERO=zero is not None,
+        SEEN=parts.seen is not None, num_warps=1,
     )  # fmt: skip
 
 

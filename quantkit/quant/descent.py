@@ -1,15 +1,19 @@
-"""Coordinate descent (as CDQuant, arXiv 2406.17542): columns that GPTQ rounded are rounded again, against the errors all others now have.
+"""Coordinate descent (as CDQuant, arXiv 2406.17542): columns that GPTQ rounded are rounded again,
+against the errors all others now have.
 
-GPTQ lets a column make up for those before it, never for those after. Here a column's best value is what it is plus (E H)_k / H_kk, and the
-loss tr(E H E^T) falls with every column. Where steps are to be fitted, between two sweeps over the columns every group
-gets the one that is best for its codes, if what the format stores of it is better than what it had.
+GPTQ lets a column make up for those before it, never for those after. Here a column's best value is
+what it is plus (E H)_k / H_kk, and the loss tr(E H E^T) falls with every column. Where steps are to
+be fitted, between two sweeps over the columns every group gets the one that is best for its codes,
+if what the format stores of it is better than what it had.
 
-With D the change that each column of a block wants before the block is touched, A the block of H under its diagonal, row i divided by H_ii,
-and L the errors of rounding, what the columns want one after the other is (I + A)^-1 D + (I - (I + A)^-1) L: a block of GPTQ's with another
-target and another reaction, so the same loop, or kernel, rounds it. As there, H = V V^T, and V^T E is held.
-A sweep is twice GPTQ's arithmetic, and so is a fit of all steps.
+With D the change that each column of a block wants before the block is touched, A the block of H
+under its diagonal, row i divided by H_ii, and L the errors of rounding, what the columns want one
+after the other is (I + A)^-1 D + (I - (I + A)^-1) L: a block of GPTQ's with another target and
+another reaction, so the same loop, or kernel, rounds it. As there, H = V V^T, and V^T E is held. A
+sweep is twice GPTQ's arithmetic, and so is a fit of all steps.
 
-Shapes: values and seen [..., K, N], columns in the order of the curvature; leading dimensions (experts) run as one batch.
+Shapes: values and seen [..., K, N], columns in the order of the curvature; leading dimensions
+(experts) run as one batch.
 """
 
 from dataclasses import dataclass
@@ -36,9 +40,16 @@ WIDEST = 0.3
 """By how much a step changes at most in one sweep, as a share of itself."""
 
 
-def descend(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps, descent: Descent) -> Tensor:
-    """Lower the loss of `values`, whose errors E are known by seen = V^T E: values, steps and seen change in place. Returns the loss
-    [..., N]."""
+def descend(
+    values: Tensor,
+    seen: Tensor,
+    curvature: Curvature,
+    rounder: Rounder,
+    steps: Steps,
+    descent: Descent,
+) -> Tensor:
+    """Lower the loss of `values`, whose errors E are known by seen = V^T E: values, steps and seen
+    change in place. Returns the loss [..., N]."""
     for number in range(descent.sweeps):
         if number and descent.fits_steps:
             _refit(values, seen, curvature, rounder, steps)
@@ -46,7 +57,9 @@ def descend(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder
     return seen.square().sum(-2)
 
 
-def _sweep(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps) -> None:
+def _sweep(
+    values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps
+) -> None:
     """Every column once. seen: V^T E, kept true."""
     columns, factor, round_block = values.shape[-2], curvature.factor, block_rounder(values.device)
     for start, reaction in zip(range(0, columns, BLOCK), curvature.reactions):
@@ -54,12 +67,17 @@ def _sweep(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder,
         rows, own = factor[..., start:stop, start:], values[..., start:stop, :]
         target = plus_product(own, reaction.change, carried(rows, seen[..., start:, :]))
         less = torch.empty_like(target)
-        round_block(target, reaction.own, rounder, steps.of(start, stop), BlockParts(own, own, less))
+        round_block(
+            target, reaction.own, rounder, steps.of(start, stop), BlockParts(own, own, less)
+        )
         add_product(seen[..., start:, :], rows.mT, less)
 
 
-def _refit(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps) -> None:
-    """Every group's step once: a group whose values are all multiplied by 1 + d loses 2 d P.S - d^2 P.P, P what V^T makes of them."""
+def _refit(
+    values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps
+) -> None:
+    """Every group's step once: a group whose values are all multiplied by 1 + d loses 2 d P.S - d^2
+    P.P, P what V^T makes of them."""
     sizes, zeros = steps.step.step, steps.step.zero
     places = steps.groups.argsort(dim=-1, stable=True).unflatten(-1, (sizes.shape[-2], -1))
     for group in range(sizes.shape[-2]):
@@ -67,14 +85,18 @@ def _refit(values: Tensor, seen: Tensor, curvature: Curvature, rounder: Rounder,
         own = take(values, place)
         part = take(curvature.factor, place).mT @ own
         gain, weight = (part * seen).sum(-2), part.square().sum(-2)
-        wanted = rounder.stored(size * (1 + (gain / weight.clamp(min=1e-30)).clamp(-WIDEST, WIDEST)))
+        wanted = rounder.stored(
+            size * (1 + (gain / weight.clamp(min=1e-30)).clamp(-WIDEST, WIDEST))
+        )
         change = wanted / size - 1
         change = torch.where(2 * change * gain > change.square() * weight, change, 0.0)
         better = change != 0
         size = torch.where(better, wanted, size)
         codes = own / sizes[..., group, :].unsqueeze(-2)
         zero = None if zeros is None else zeros[..., group, :].unsqueeze(-2)
-        scaled = rounder.snap(codes * size.unsqueeze(-2), RoundingStep(size.unsqueeze(-2), zero))  # the same codes
+        scaled = rounder.snap(
+            codes * size.unsqueeze(-2), RoundingStep(size.unsqueeze(-2), zero)
+        )  # the same codes
         seen -= part * change.unsqueeze(-2)
         sizes[..., group, :] = size
         _put(values, place, scaled)

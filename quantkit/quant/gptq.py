@@ -1,16 +1,21 @@
-"""GPTQ (arXiv 2210.17323): round column by column, letting the columns still to come make up for the error so far.
+"""GPTQ (arXiv 2210.17323): round column by column, letting the columns still to come make up for
+the error so far.
 
-Minimises tr(E H E^T), E = W - Q and H = X^T X, over the values Q of a grid. Written with one upper triangular factor
-H = V V^T instead of the inverse of H: the loss is the squared norm of E V, whose column k depends on columns <= k of E only.
-Columns of a block C that make all earlier error E_P good are W_C + E_P V_PC inv(V_CC), so one product per block and the
-inverse of a small triangle replace the update of all later columns, and one Cholesky replaces three.
+Minimises tr(E H E^T), E = W - Q and H = X^T X, over the values Q of a grid. Written with one upper
+triangular factor H = V V^T instead of the inverse of H: the loss is the squared norm of E V, whose
+column k depends on columns <= k of E only. Columns of a block C that make all earlier error E_P
+good are W_C + E_P V_PC inv(V_CC), so one product per block and the inverse of a small triangle
+replace the update of all later columns, and one Cholesky replaces three.
 
-Scaling channels by s turns H into D^-1 H D^-1 (D = diag s) and V into D^-1 V: a scale search needs no further factoring.
+Scaling channels by s turns H into D^-1 H D^-1 (D = diag s) and V into D^-1 V: a scale search needs
+no further factoring.
 
-The order is by falling energy of the channels ("static activation ordering"): the largest go first, when there are still many others
-left to compensate. Steps are fitted beforehand, to the groups as they lie in memory, so the format needs no record of the order.
+The order is by falling energy of the channels ("static activation ordering"): the largest go first,
+when there are still many others left to compensate. Steps are fitted beforehand, to the groups as
+they lie in memory, so the format needs no record of the order.
 
-Shapes: w [..., N, K], factors [..., K, K]; leading dimensions (experts, candidates) broadcast and run as one batch.
+Shapes: w [..., N, K], factors [..., K, K]; leading dimensions (experts, candidates) broadcast and
+run as one batch.
 """
 
 from collections.abc import Callable
@@ -27,7 +32,8 @@ from quantkit.quant.column_steps import ColumnSteps, Steps, step_groups, take
 from quantkit.quant.tensor_cores import carried, carried_and, plus_product
 
 OUTER = 512
-"""Columns that are told at once what all earlier ones left to them: a product as wide as products need to be fast."""
+"""Columns that are told at once what all earlier ones left to them: a product as wide as products
+need to be fast."""
 BLOCK = 128
 STRIP = 16
 _PANEL = 512
@@ -38,8 +44,8 @@ _PANEL = 512
 class Curvature:
     """What GPTQ needs to know of a layer's inputs, in the order it works.
 
-    factor [..., K, K] of the damped Hessian, and energy [..., K], that Hessian's diagonal, are permuted by order [..., K]: position i
-    holds channel order[i].
+    factor [..., K, K] of the damped Hessian, and energy [..., K], that Hessian's diagonal, are
+    permuted by order [..., K]: position i holds channel order[i].
     """
 
     factor: Tensor
@@ -50,7 +56,8 @@ class Curvature:
     def of(cls, hessian: Tensor, damping: float, shrinkage: float = 0.0) -> "Curvature":
         """From H = sum of x x^T over tokens, float32 [..., K, K], not mutated."""
         order = hessian.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True, stable=True)
-        # Cholesky's factor is lower and wanted is an upper one: that of the channels in reverse, reversed back.
+        # Cholesky's factor is lower and wanted is an upper one: that of the channels in reverse,
+        # reversed back.
         reverse = damp_(_permuted(hessian, order.flip(-1)), damping, shrinkage)
         energy = reverse.diagonal(dim1=-2, dim2=-1).flip(-1)
         return cls(reverse_(torch.linalg.cholesky(reverse)), energy, order)
@@ -64,7 +71,10 @@ class Curvature:
     def triangles(self) -> tuple["Triangle", ...]:
         """The blocks of BLOCK columns on the factor's diagonal; the last may be smaller."""
         columns = self.factor.shape[-1]
-        blocks = [self.factor[..., start : start + BLOCK, start : start + BLOCK] for start in range(0, columns, BLOCK)]
+        blocks = [
+            self.factor[..., start : start + BLOCK, start : start + BLOCK]
+            for start in range(0, columns, BLOCK)
+        ]
         whole = columns // BLOCK
         together = Triangle.of(torch.stack(blocks[:whole])).apart if whole else ()
         return (*together, *(Triangle.of(block) for block in blocks[whole:]))
@@ -79,12 +89,15 @@ class Curvature:
         own = rows @ rows.mT
         diagonal = own.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
         one = torch.eye(own.shape[-1], device=own.device)
-        inverse = torch.linalg.solve_triangular((own / diagonal).tril(-1) + one, one.expand_as(own), upper=False)
+        inverse = torch.linalg.solve_triangular(
+            (own / diagonal).tril(-1) + one, one.expand_as(own), upper=False
+        )
         return Reaction(inverse / diagonal.mT, told_by_column(one - inverse))
 
     @property
     def conditional(self) -> Tensor:
-        """What a squared error in each channel costs once the channels after it have made up for it, [..., K], in their own order."""
+        """What a squared error in each channel costs once the channels after it have made up for
+        it, [..., K], in their own order."""
         return self._in_place(self.factor.diagonal(dim1=-2, dim2=-1).square())
 
     def _in_place(self, permuted: Tensor) -> Tensor:
@@ -93,7 +106,9 @@ class Curvature:
     def solved(self, a: Tensor) -> Tensor:
         """A H^-1 for A [..., N, K], channels as they lie in memory."""
         order = self.order.unsqueeze(-2).expand_as(a)
-        half = torch.linalg.solve_triangular(self.factor.mT, a.gather(-1, order), upper=False, left=False)
+        half = torch.linalg.solve_triangular(
+            self.factor.mT, a.gather(-1, order), upper=False, left=False
+        )
         half = torch.linalg.solve_triangular(self.factor, half, upper=True, left=False)
         return torch.empty_like(a).scatter_(-1, order, half)
 
@@ -110,8 +125,9 @@ class Curvature:
 
 @dataclass(frozen=True)
 class Triangle:
-    """A block T [..., C, C] on the diagonal of a factor, as GPTQ asks for it: pivot [..., C, 1] its diagonal; answer inv(T)^T, by which the
-    block's columns make up for those before it; reaction -(pivot inv(T))^T, by which they do for each other."""
+    """A block T [..., C, C] on the diagonal of a factor, as GPTQ asks for it: pivot [..., C, 1] its
+    diagonal; answer inv(T)^T, by which the block's columns make up for those before it; reaction
+    -(pivot inv(T))^T, by which they do for each other."""
 
     pivot: Tensor
     answer: Tensor
@@ -132,10 +148,11 @@ class Triangle:
 
 @dataclass(frozen=True)
 class Reaction:
-    """Of a block of C columns of the Hessian, with A its part under the diagonal, row i divided by H_ii.
+    """Of a block of C columns of the Hessian, with A its part under the diagonal, row i divided by
+    H_ii.
 
-    change (I + A)^-1 / H_jj [..., C, C]: by how much column i changes for a unit of what column j wants; own I - (I + A)^-1 [..., C, C]: by
-    how much it does for the rounding error of column j.
+    change (I + A)^-1 / H_jj [..., C, C]: by how much column i changes for a unit of what column j
+    wants; own I - (I + A)^-1 [..., C, C]: by how much it does for the rounding error of column j.
     """
 
     change: Tensor
@@ -143,24 +160,30 @@ class Reaction:
 
 
 def told_by_column(reaction: Tensor) -> Tensor:
-    """[..., C, C] with the changes for one column's error side by side in memory, where a GPU's kernel asks for them block by block."""
+    """[..., C, C] with the changes for one column's error side by side in memory, where a GPU's
+    kernel asks for them block by block."""
     return reaction.mT.contiguous().mT if reaction.is_cuda else reaction
 
 
 def _permuted(square: Tensor, order: Tensor) -> Tensor:
-    """[..., K, K] with rows and columns in `order` [..., K]; beside the result, a panel is in memory."""
+    """[..., K, K] with rows and columns in `order` [..., K]; beside the result, a panel is in
+    memory."""
     result = torch.empty(square.shape, dtype=square.dtype, device=square.device)
     size = square.shape[-1]
-    for out, one, index in zip(result.view(-1, size, size), square.reshape(-1, size, size), order.reshape(-1, size)):
+    for out, one, index in zip(
+        result.view(-1, size, size), square.reshape(-1, size, size), order.reshape(-1, size)
+    ):
         for rows in range(0, size, _PANEL):
             out[rows : rows + _PANEL] = one[index[rows : rows + _PANEL]].index_select(1, index)
     return result
 
 
 def damp_(hessian: Tensor, damping: float, shrinkage: float = 0.0) -> Tensor:
-    """H += damping * mean(diag H) * I + shrinkage * diag H; all zeros become I, so that weights are simply rounded.
+    """H += damping * mean(diag H) * I + shrinkage * diag H; all zeros become I, so that weights are
+    simply rounded.
 
-    Damping guards the directions that no token took; shrinkage doubts the correlations that few tokens show.
+    Damping guards the directions that no token took; shrinkage doubts the correlations that few
+    tokens show.
     """
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)
     extra = damping * diagonal.mean(-1, keepdim=True)
@@ -181,22 +204,31 @@ def reverse_(square: Tensor) -> Tensor:
 
 
 def scaled_losses(w: Tensor, scale: Tensor, curvature: Curvature, rounder: Rounder) -> Tensor:
-    """Loss [C, ..., N] of compensated W s, for inputs divided by s. W float32 [..., N, K], scale [C, ..., K]: candidates.
+    """Loss [C, ..., N] of compensated W s, for inputs divided by s. W float32 [..., N, K], scale
+    [C, ..., K]: candidates.
 
-    Rounding W s to steps t and dividing by s is rounding W to t / s: all candidates share one factor, and are so many more rows.
+    Rounding W s to steps t and dividing by s is rounding W to t / s: all candidates share one
+    factor, and are so many more rows.
     """
     step = fit_steps(w * scale.unsqueeze(-2), rounder, curvature.conditional / scale.square())
     order = curvature.order
     columns = take(w.mT, order)
-    steps = Steps(_side_by_side(step), step_groups(order, w, rounder), take(scale.movedim(0, -1), order))
-    columns = columns.unsqueeze(-2).expand(*columns.shape[:-1], len(scale), columns.shape[-1]).flatten(-2)
+    steps = Steps(
+        _side_by_side(step), step_groups(order, w, rounder), take(scale.movedim(0, -1), order)
+    )
+    columns = (
+        columns.unsqueeze(-2).expand(*columns.shape[:-1], len(scale), columns.shape[-1]).flatten(-2)
+    )
     _, loss = gptq(columns, curvature, rounder, steps)
     return loss.unflatten(-1, (len(scale), -1)).movedim(-2, 0)
 
 
-def gptq(w: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Values of the grid [..., K, N], and loss [..., N], of W transposed, [..., K, N]: a channel is one run of memory. All in the order
-    of the curvature. seen [..., K, N], if given, becomes V^T E, whose square is the loss."""
+def gptq(
+    w: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Values of the grid [..., K, N], and loss [..., N], of W transposed, [..., K, N]: a channel is
+    one run of memory. All in the order of the curvature. seen [..., K, N], if given, becomes V^T E,
+    whose square is the loss."""
     columns, factor, round_block = w.shape[-2], curvature.factor, block_rounder(w.device)
     error, values = torch.empty_like(w), torch.empty_like(w)
     loss = torch.zeros_like(w[..., 0, :])
@@ -207,11 +239,19 @@ def gptq(w: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps, seen: 
             stop, triangle = min(start + BLOCK, after), curvature.triangles[start // BLOCK]
             before = from_before[..., start - outer : stop - outer, :]
             if start > outer:
-                before = carried_and(before, factor[..., outer:start, start:stop].mT, error[..., outer:start, :])
+                before = carried_and(
+                    before, factor[..., outer:start, start:stop].mT, error[..., outer:start, :]
+                )
             block = w[..., start:stop, :]
             target = plus_product(block, triangle.answer, before)
             seen_here = torch.empty_like(target) if seen is None else seen[..., start:stop, :]
-            parts = BlockParts(values[..., start:stop, :], block, error[..., start:stop, :], seen_here, triangle.pivot)
+            parts = BlockParts(
+                values[..., start:stop, :],
+                block,
+                error[..., start:stop, :],
+                seen_here,
+                triangle.pivot,
+            )
             round_block(target, triangle.reaction, rounder, steps.of(start, stop), parts)
             if seen is None:
                 loss += seen_here.square_().sum(-2)
@@ -221,10 +261,15 @@ def gptq(w: Tensor, curvature: Curvature, rounder: Rounder, steps: Steps, seen: 
 def block_rounder(device: torch.device) -> RoundBlock:
     """What rounds blocks there: on a GPU a kernel that does all of it in one launch."""
     if device.type == "cuda":
-        from quantkit.quant.block_kernel import round_block  # Triton comes with PyTorch's builds for GPUs
+        from quantkit.quant.block_kernel import (
+            round_block,
+        )  # Triton comes with PyTorch's builds for GPUs
 
         return round_block
-    return partial(_round_and_tell, block_cpu.round_block if device.type == "cpu" and block_cpu.is_there() else _round_block)
+    return partial(
+        _round_and_tell,
+        block_cpu.round_block if device.type == "cpu" and block_cpu.is_there() else _round_block,
+    )
 
 
 def _round_and_tell(
@@ -236,20 +281,28 @@ def _round_and_tell(
     parts: BlockParts,
 ) -> None:
     """A `RoundBlock` by `round_block`, which returns the rounding errors [..., C, N]."""
-    before = parts.before.clone() if parts.before.data_ptr() == parts.values.data_ptr() else parts.before
+    before = (
+        parts.before.clone() if parts.before.data_ptr() == parts.values.data_ptr() else parts.before
+    )
     errors = round_block(target, reaction, rounder, steps.spread, parts.values)
     if parts.seen is not None and parts.pivot is not None:
         torch.mul(errors, parts.pivot, out=parts.seen)
     torch.sub(before, parts.values, out=parts.apart)
 
 
-def _round_block(target: Tensor, reaction: Tensor, rounder: Rounder, step: RoundingStep, values: Tensor) -> Tensor:
-    """Round the C columns of `target` [..., C, N] one after the other into `values`. Columns not yet rounded are changed in place: they
-    make up for the errors of those before. reaction [..., C, C]: by how much column i changes for an error of 1 in column j. Returns the
-    rounding error of every column, [..., C, N]."""
+def _round_block(
+    target: Tensor, reaction: Tensor, rounder: Rounder, step: RoundingStep, values: Tensor
+) -> Tensor:
+    """Round the C columns of `target` [..., C, N] one after the other into `values`. Columns not
+    yet rounded are changed in place: they make up for the errors of those before. reaction [..., C,
+    C]: by how much column i changes for an error of 1 in column j. Returns the rounding error of
+    every column, [..., C, N]."""
     errors = torch.empty_like(target)
     width = target.shape[-2]
-    sizes, zeros = step.step.unbind(-2), [None] * width if step.zero is None else step.zero.unbind(-2)
+    sizes, zeros = (
+        step.step.unbind(-2),
+        [None] * width if step.zero is None else step.zero.unbind(-2),
+    )
     for strip in range(0, width, STRIP):
         after = min(strip + STRIP, width)
         _react(target, reaction, errors, strip, after, 0, strip)
@@ -262,11 +315,17 @@ def _round_block(target: Tensor, reaction: Tensor, rounder: Rounder, step: Round
     return errors
 
 
-def _react(target: Tensor, reaction: Tensor, errors: Tensor, start: int, stop: int, first: int, last: int) -> None:
+def _react(
+    target: Tensor, reaction: Tensor, errors: Tensor, start: int, stop: int, first: int, last: int
+) -> None:
     """Columns start..stop change for the errors of columns first..last."""
     if first == last:
         return
-    rows, coefficients, known = target[..., start:stop, :], reaction[..., start:stop, first:last], errors[..., first:last, :]
+    rows, coefficients, known = (
+        target[..., start:stop, :],
+        reaction[..., start:stop, first:last],
+        errors[..., first:last, :],
+    )
     if target.dim() == 2:
         rows.addmm_(coefficients, known)
     else:

@@ -1,7 +1,8 @@
-"""Four-bit values into bytes and 32-bit words, in the orders the formats use. Every function has an exact inverse.
+"""Four-bit values into bytes and 32-bit words, in the orders the formats use. Every function has an
+exact inverse.
 
-A nibble is a uint8 0..15. Signed int4 becomes one in two ways: offset (-8..7 -> 0..15, AutoAWQ and compressed-tensors)
-or two's complement (ModelSlim). Words are little-endian, as safetensors are.
+A nibble is a uint8 0..15. Signed int4 becomes one in two ways: offset (-8..7 -> 0..15, AutoAWQ and
+compressed-tensors) or two's complement (ModelSlim). Words are little-endian, as safetensors are.
 """
 
 import sys
@@ -13,7 +14,9 @@ from torch import Tensor
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _AWQ_INVERSE = (0, 4, 1, 5, 2, 6, 3, 7)
 
-assert sys.byteorder == "little", "words are packed by viewing bytes, which needs a little-endian machine"
+assert sys.byteorder == "little", (
+    "words are packed by viewing bytes, which needs a little-endian machine"
+)
 
 
 def to_offset(codes: Tensor) -> Tensor:
@@ -69,7 +72,8 @@ def unpack_bytes(words: Tensor) -> Tensor:
 def pack_awq(nibbles: Tensor) -> Tensor:
     """uint8 [8n, m] -> int32 [m, n], packed along the rows in AutoAWQ's interleaved order.
 
-    Rows are put in order and paired before anything is transposed: half the bytes to move across, whole rows at a time.
+    Rows are put in order and paired before anything is transposed: half the bytes to move across,
+    whole rows at a time.
     """
     rows = nibbles.unflatten(0, (-1, 8))[:, AWQ_ORDER].flatten(0, 1)
     return _view((rows[0::2] | (rows[1::2] << 4)).T, torch.int32)
@@ -83,5 +87,6 @@ def unpack_awq(words: Tensor) -> Tensor:
 
 
 def _view(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same bytes, row by row, as another dtype. Flat on the way: a dimension of size 1 may have any stride, which view refuses."""
+    """The same bytes, row by row, as another dtype. Flat on the way: a dimension of size 1 may have
+    any stride, which view refuses."""
     return tensor.reshape(-1).view(dtype).view(*tensor.shape[:-1], -1)

@@ -1,9 +1,11 @@
-"""SmoothQuant (arXiv 2211.10438): move the spread of activations into the weights before both are rounded to int8.
+"""SmoothQuant (arXiv 2211.10438): move the spread of activations into the weights before both are
+rounded to int8.
 
 An activation row x is rounded with one step, max |x| / 127, so a channel ten times larger than the rest costs the others ten
-steps in resolution. Dividing it by s and multiplying its weights by s keeps the product. Candidates are
-s = a^alpha / w^(1 - alpha), with a and w the largest magnitudes of activation and weight of each channel; which one wins is
-decided on the error it leaves in the output, activations and weights together.
+steps in resolution. Dividing it by s and multiplying its weights by s keeps the product. Candidates
+are s = a^alpha / w^(1 - alpha), with a and w the largest magnitudes of activation and weight of
+each channel; which one wins is decided on the error it leaves in the output, activations and
+weights together.
 """
 
 import torch
@@ -13,17 +15,22 @@ INT8_MAX = 127.0
 
 
 def smoothing_candidates(activation_max: Tensor, weight_max: Tensor, points: int) -> Tensor:
-    """Scales [points + 1, ..., K], the first all ones, alpha in 0..1, geometric mean 1. activation_max, weight_max [..., K]."""
-    alphas = torch.linspace(0, 1, points, device=activation_max.device).view(-1, *[1] * activation_max.dim())
+    """Scales [points + 1, ..., K], the first all ones, alpha in 0..1, geometric mean 1.
+    activation_max, weight_max [..., K]."""
+    alphas = torch.linspace(0, 1, points, device=activation_max.device).view(
+        -1, *[1] * activation_max.dim()
+    )
     scale = activation_max.clamp(min=1e-5) ** alphas / weight_max.clamp(min=1e-5) ** (1 - alphas)
     scale = scale / scale.log().mean(-1, keepdim=True).exp()
     return torch.cat([torch.ones_like(scale[:1]), scale])
 
 
 def activation_loss(x: Tensor, column_energy: Tensor) -> Tensor:
-    """Expected squared output error per token, float32 [...], of rounding rows x [..., T, K] to int8 with a step per row.
+    """Expected squared output error per token, float32 [...], of rounding rows x [..., T, K] to
+    int8 with a step per row.
 
-    column_energy [..., K]: squared norm of each weight column. Rounding errors are taken as independent, step^2 / 12 each.
+    column_energy [..., K]: squared norm of each weight column. Rounding errors are taken as
+    independent, step^2 / 12 each.
     """
     step = x.abs().amax(-1) / INT8_MAX
     return step.square().mean(-1) / 12 * column_energy.sum(-1)

@@ -1,9 +1,11 @@
-"""Products of float32 matrices where fewer bits will do: on a GPU's tensor cores, operands rounded to TF32, which has float32's range and
-11 bits, sums in float32; on a processor that multiplies BF16 twice as fast, in BF16, but only what errors make others change by.
+"""Products of float32 matrices where fewer bits will do: on a GPU's tensor cores, operands rounded
+to TF32, which has float32's range and 11 bits, sums in float32; on a processor that multiplies BF16
+twice as fast, in BF16, but only what errors make others change by.
 
-What they are for is itself an estimate from a sample of tokens, or goes into 16 bits when the model is served: the sums behind a Hessian,
-what an error costs in the residual stream, what GPTQ and descent make up for, what rounded experts answer. Scales are proven, sources'
-answers computed and paths compared without.
+What they are for is itself an estimate from a sample of tokens, or goes into 16 bits when the model
+is served: the sums behind a Hessian, what an error costs in the residual stream, what GPTQ and
+descent make up for, what rounded experts answer. Scales are proven, sources' answers computed and
+paths compared without.
 """
 
 from collections.abc import Iterator
@@ -14,7 +16,8 @@ import torch
 from torch import Tensor
 
 LARGE = 2**26
-"""Multiplications of a product from which a processor rounds operands to BF16: below, rounding them takes what it spares."""
+"""Multiplications of a product from which a processor rounds operands to BF16: below, rounding them
+takes what it spares."""
 
 
 @contextmanager
@@ -29,12 +32,14 @@ def tensor_core_products() -> Iterator[None]:
 
 
 def carried(a: Tensor, b: Tensor) -> Tensor:
-    """a [..., M, K] @ b [..., K, N], where b are rounding errors, or what became of them: what others are changed by, to 8 bits or more."""
+    """a [..., M, K] @ b [..., K, N], where b are rounding errors, or what became of them: what
+    others are changed by, to 8 bits or more."""
     return (a.bfloat16() @ b.bfloat16()).float() if _bears_bf16(a, b) else a @ b
 
 
 def carried_and(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """c [..., M, N] and the product of a [..., M, K] and b [..., K, N], as `carried`; a may lack leading dimensions."""
+    """c [..., M, N] and the product of a [..., M, K] and b [..., K, N], as `carried`; a may lack
+    leading dimensions."""
     return c + carried(a, b) if _bears_bf16(a, b) else plus_product(c, a, b)
 
 
@@ -48,7 +53,8 @@ def plus_product(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out [..., M, N] and the product of a [..., M, K] and b [..., K, N], in place; a may lack leading dimensions. As `carried`."""
+    """out [..., M, N] and the product of a [..., M, K] and b [..., K, N], in place; a may lack
+    leading dimensions. As `carried`."""
     if _bears_bf16(a, b):
         out += carried(a, b)
     elif out.dim() == 2:
@@ -58,11 +64,15 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _bears_bf16(a: Tensor, b: Tensor) -> bool:
-    return a.device.type == "cpu" and a.shape[-2] * a.shape[-1] * b.shape[-1] >= LARGE and _has_bf16()
+    return (
+        a.device.type == "cpu" and a.shape[-2] * a.shape[-1] * b.shape[-1] >= LARGE and _has_bf16()
+    )
 
 
 @cache
 def _has_bf16() -> bool:
     """Whether this processor multiplies BF16 itself."""
-    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}  # older versions of PyTorch do not tell
+    known = (
+        torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    )  # older versions of PyTorch do not tell
     return bool(known.get("avx512_bf16") or known.get("amx_bf16"))

@@ -1,11 +1,14 @@
-"""GPTQ with errors weighed on both sides: rows still to come make up for rows before them, as columns do for columns.
+"""GPTQ with errors weighed on both sides: rows still to come make up for rows before them, as
+columns do for columns.
 
-Minimises tr(M E H E^T), E = W - Q, H the second moment of the inputs and M that of the loss's gradient by the outputs: what an error
-there costs (two-sided feedback of YAQA, arXiv 2505.22988, here with Cholesky factors and in blocks of rows). With M = U U^T as
-H = V V^T in `gptq`, the loss is the squared norm of U^T E V, whose row i depends on rows <= i of E only. Rows of a block I that make
-all earlier error E_P good, whatever their columns, are W_I + inv(U_II)^T U_PI^T E_P: they take the place of W_I, and GPTQ rounds them
-column by column. Rows of one block do not see each other's errors. Where M is of parts that cost nothing together, as the heads of
-attention, a block has rows of each.
+Minimises tr(M E H E^T), E = W - Q, H the second moment of the inputs and M that of the loss's
+gradient by the outputs: what an error there costs (two-sided feedback of YAQA, arXiv 2505.22988,
+here with Cholesky factors and in blocks of rows). With M = U U^T as H = V V^T in `gptq`, the loss
+is the squared norm of U^T E V, whose row i depends on rows <= i of E only. Rows of a block I that
+make all earlier error E_P good, whatever their columns, are W_I + inv(U_II)^T U_PI^T E_P: they take
+the place of W_I, and GPTQ rounds them column by column. Rows of one block do not see each other's
+errors. Where M is of parts that cost nothing together, as the heads of attention, a block has rows
+of each.
 """
 
 import torch
@@ -22,18 +25,27 @@ ROW_BLOCKS = 8
 
 
 def compensate_both(
-    w: Tensor, curvature: Curvature, outputs: Curvature, rounder: Rounder, most_rows: int | None = None, descent: Descent | None = None
+    w: Tensor,
+    curvature: Curvature,
+    outputs: Curvature,
+    rounder: Rounder,
+    most_rows: int | None = None,
+    descent: Descent | None = None,
 ) -> tuple[Tensor, RoundingStep]:
-    """Values of the grid for W float32 [..., N, K], and the steps [..., N, G]. curvature: of the inputs, as for `compensate`;
-    outputs: of the outputs, one [N, N] for all, or [P, n, n] of P parts of n rows that cost nothing together; most_rows: of a block,
-    where memory is short; descent: of every block, before the next makes up for it."""
+    """Values of the grid for W float32 [..., N, K], and the steps [..., N, G]. curvature: of the
+    inputs, as for `compensate`;
+    outputs: of the outputs, one [N, N] for all, or [P, n, n] of P parts of n rows that cost nothing
+    together; most_rows: of a block, where memory is short; descent: of every block, before the next
+    makes up for it."""
     step = fit_steps(w, rounder, curvature.conditional)
     values = torch.empty_like(w)
     factor = outputs.factor if outputs.factor.dim() == 3 else outputs.factor[None]
     parts, count = factor.shape[:2]
     first = count * torch.arange(parts, device=w.device)[:, None]
     size = -(-count // ROW_BLOCKS)
-    blocks = (first + outputs.order.view(parts, count)).split(size if most_rows is None else min(size, -(-most_rows // parts)), dim=1)
+    blocks = (first + outputs.order.view(parts, count)).split(
+        size if most_rows is None else min(size, -(-most_rows // parts)), dim=1
+    )
     start = 0
     for number, block in enumerate(blocks):
         stop, rows = start + block.shape[1], block.flatten()
@@ -42,13 +54,24 @@ def compensate_both(
             made_up, before = torch.zeros_like(target).unflatten(-2, (parts, -1)), 0
             for earlier in blocks[:number]:  # one after the other: their errors are not held
                 own = earlier.flatten()
-                error = w.index_select(-2, own).sub_(values.index_select(-2, own)).unflatten(-2, (parts, -1))
-                made_up += carried(factor[:, before : before + earlier.shape[1], start:stop].mT, error)
+                error = (
+                    w.index_select(-2, own)
+                    .sub_(values.index_select(-2, own))
+                    .unflatten(-2, (parts, -1))
+                )
+                made_up += carried(
+                    factor[:, before : before + earlier.shape[1], start:stop].mT, error
+                )
                 before += earlier.shape[1]
             # Solved as rows times an upper triangle: a batch of experts shares it.
-            made_up = torch.linalg.solve_triangular(factor[:, start:stop, start:stop], made_up.mT, upper=True, left=False).mT
+            made_up = torch.linalg.solve_triangular(
+                factor[:, start:stop, start:stop], made_up.mT, upper=True, left=False
+            ).mT
             target += made_up.flatten(-3, -2)
-        fitted = RoundingStep(step.step.index_select(-2, rows), None if step.zero is None else step.zero.index_select(-2, rows))
+        fitted = RoundingStep(
+            step.step.index_select(-2, rows),
+            None if step.zero is None else step.zero.index_select(-2, rows),
+        )
         rounded = compensate_under(target, fitted, curvature, rounder, descent)
         values.index_copy_(-2, rows, rounded.values)
         if descent is not None:
@@ -63,5 +86,7 @@ def judged_outputs(outputs: Curvature, count: int) -> Tensor:
     parts = 1 if outputs.order.dim() == 1 else len(outputs.order)
     rows = outputs.order.shape[-1]
     columns = outputs.factor[..., :: max(1, parts * rows // count)]
-    placed = torch.zeros_like(columns).scatter_(-2, outputs.order.unsqueeze(-1).expand_as(columns), columns)
+    placed = torch.zeros_like(columns).scatter_(
+        -2, outputs.order.unsqueeze(-1).expand_as(columns), columns
+    )
     return placed if placed.dim() == 2 else torch.block_diag(*placed)

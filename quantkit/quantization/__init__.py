@@ -1,7 +1,8 @@
 """From a checkpoint to a quantized checkpoint.
 
 run.py      quantize(): the straight line
-opening.py  what quantize() and plan() begin with: what is asked for, of which model, with nothing known to be wrong
+opening.py  what quantize() and plan() begin with: what is asked for, of which model, with nothing
+known to be wrong
 checks.py   everything that can be known to be wrong before the first weight is read
 output.py   what the output holds, unit by unit, and what became of every tensor of the source
 nearest.py  rounding without calibration

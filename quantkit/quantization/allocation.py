@@ -1,10 +1,12 @@
 """Which grid each choice of linears has, so that the predicted KL is least for what the grids cost.
 
-Every choice starts on its cheapest grid. What may follow is the lower convex hull of KL over cost, and the steps of all hulls are taken in
-the order of KL saved for each unit of cost: that is the best that any allocation of that cost can do (the multiplier of a Lagrangian, found
-by sorting). Then what is left of the budget goes to the single changes that save most and still fit.
+Every choice starts on its cheapest grid. What may follow is the lower convex hull of KL over cost,
+and the steps of all hulls are taken in the order of KL saved for each unit of cost: that is the
+best that any allocation of that cost can do (the multiplier of a Lagrangian, found by sorting).
+Then what is left of the budget goes to the single changes that save most and still fit.
 
-Cost is bytes stored, bytes read for a token, or a mean of the two as shares of their sums; the budget is of bytes stored.
+Cost is bytes stored, bytes read for a token, or a mean of the two as shares of their sums; the
+budget is of bytes stored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,8 @@ CURVE_POINTS = 40
 
 @dataclass(frozen=True)
 class Option:
-    """A grid that a choice may have, None for 16 bits: bytes stored, bytes read for a token on average, predicted KL in nats a token."""
+    """A grid that a choice may have, None for 16 bits: bytes stored, bytes read for a token on
+    average, predicted KL in nats a token."""
 
     grid: Grid | None
     stored: int
@@ -57,13 +60,20 @@ class Allocation:
 
 
 class Budgeting:
-    """options: by choice; at least one each. weights: of all choices together. read_weight: from 0, where cost is bytes stored, to 1, where
-    it is bytes read."""
+    """options: by choice; at least one each. weights: of all choices together. read_weight: from 0,
+    where cost is bytes stored, to 1, where it is bytes read."""
 
-    def __init__(self, options: Mapping[str, Sequence[Option]], weights: int, read_weight: float) -> None:
+    def __init__(
+        self, options: Mapping[str, Sequence[Option]], weights: int, read_weight: float
+    ) -> None:
         self.weights = weights
-        stored, read = (sum(max(getattr(one, what) for one in own) for own in options.values()) or 1 for what in ("stored", "read"))
-        self._cost = lambda one: (1 - read_weight) * one.stored / stored + read_weight * one.read / read
+        stored, read = (
+            sum(max(getattr(one, what) for one in own) for own in options.values()) or 1
+            for what in ("stored", "read")
+        )
+        self._cost = lambda one: (
+            (1 - read_weight) * one.stored / stored + read_weight * one.read / read
+        )
         self.options = {name: self._useful(own) for name, own in options.items()}
 
     @property
@@ -92,10 +102,14 @@ class Budgeting:
         return tuple([*points[:-1:every], points[-1]])
 
     def _start(self, budget: int) -> tuple[dict[str, Option], int]:
-        """The cheapest options, and what they leave of the budget; those of the fewest bytes where the cheapest do not fit."""
+        """The cheapest options, and what they leave of the budget; those of the fewest bytes where
+        the cheapest do not fit."""
         chosen = {name: own[0] for name, own in self.options.items()}
         if sum(one.stored for one in chosen.values()) > budget:
-            chosen = {name: min(own, key=lambda one: (one.stored, one.kl)) for name, own in self.options.items()}
+            chosen = {
+                name: min(own, key=lambda one: (one.stored, one.kl))
+                for name, own in self.options.items()
+            }
         return chosen, budget - sum(one.stored for one in chosen.values())
 
     def _useful(self, own: Sequence[Option]) -> list[Option]:
@@ -107,14 +121,29 @@ class Budgeting:
         return kept
 
     def _steps(self, start: Mapping[str, Option]) -> list[tuple[str, Option]]:
-        """All steps along the hulls from `start`, by KL saved for each unit of cost, the best first; those of one choice in their order."""
+        """All steps along the hulls from `start`, by KL saved for each unit of cost, the best
+        first; those of one choice in their order."""
         steps = []
         for name, first in start.items():
-            at, rest = first, [one for one in self.options[name] if one.kl < first.kl and self._cost(one) >= self._cost(first)]
+            at, rest = (
+                first,
+                [
+                    one
+                    for one in self.options[name]
+                    if one.kl < first.kl and self._cost(one) >= self._cost(first)
+                ],
+            )
             while rest:
                 after = max(rest, key=lambda one: (self._rate(at, one), -self._cost(one)))
                 steps.append((self._rate(at, after), name, after))
-                at, rest = after, [one for one in rest if one.kl < after.kl and self._cost(one) > self._cost(after)]
+                at, rest = (
+                    after,
+                    [
+                        one
+                        for one in rest
+                        if one.kl < after.kl and self._cost(one) > self._cost(after)
+                    ],
+                )
         return [(name, after) for _, name, after in sorted(steps, key=lambda step: -step[0])]
 
     def _rate(self, before: Option, after: Option) -> float:

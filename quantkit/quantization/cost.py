@@ -1,9 +1,13 @@
-"""How long a run should take: its arithmetic and its bytes over what a machine does of each in a second.
+"""How long a run should take: its arithmetic and its bytes over what a machine does of each in a
+second.
 
-Operations are counted from the shapes, 2 per multiplication and addition: two forward passes of every token, half of a symmetric Hessian
-for every input, its factorization, and GPTQ of every linear, on both sides of what writes to the residual stream. A sweep of descent counts
-as GPTQ does: it has twice the operations, all in large products, which run at about twice the rate of everything together. So do the
-products of drift: they count half. What is smaller is left out: searches, steps tried, held-out errors, the cost of errors in that stream.
+Operations are counted from the shapes, 2 per multiplication and addition: two forward passes of
+every token, half of a symmetric Hessian for every input, its factorization, and GPTQ of every
+linear, on both sides of what writes to the residual stream. A sweep of descent counts
+as GPTQ does: it has twice the operations, all in large products, which run at about twice the rate
+of everything together. So do the
+products of drift: they count half. What is smaller is left out: searches, steps tried, held-out
+errors, the cost of errors in that stream.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,15 +18,18 @@ from quantkit.quantization.job import Job
 
 _FORWARDS = 2
 _COMPARED = {"expert": 2, "alone": 4}
-"""Forward passes more with drift, of what routed experts and what other linears read: both paths are compared, before and after those that
-read it first are rounded, and the original one goes on."""
+"""Forward passes more with drift, of what routed experts and what other linears read: both paths
+are compared, before and after those that read it first are rounded, and the original one goes
+on."""
 LINEAR_SECONDS = 0.05
-"""For each linear outside of routed experts, whatever its size: searches, held-out errors, calls of small operators."""
+"""For each linear outside of routed experts, whatever its size: searches, held-out errors, calls of
+small operators."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What a machine does: float32 operations a second in matrix products (of one core, for a processor), bytes a second from disk."""
+    """What a machine does: float32 operations a second in matrix products (of one core, for a
+    processor), bytes a second from disk."""
 
     name: str
     flops: float
@@ -31,42 +38,64 @@ class Rate:
 
     def assumption(self, cores: int) -> str:
         total = self.flops * cores if self.per_core else self.flops
-        return f"{total / 1e9:,.0f} GFLOP/s in float32{f' on {cores} cores' if self.per_core else ''}, {self.disk / 1e9:g} GB/s disk"
+        return (
+            f"{total / 1e9:,.0f} GFLOP/s in "
+            f"float32{f' on {cores} cores' if self.per_core else ''}, {self.disk / 1e9:g} GB/s "
+            "disk"
+        )
 
 
 RATES = (Rate("cpu", 50e9, True, 1e9), Rate("h200", 24e12, False, 1.5e9))
-"""Of the operations counted here, with everything not counted in the time: a core with AVX2, whose large products alone run at 85 GFLOP/s,
-and an H200 (benchmarks/r1_shape.py)."""
+"""Of the operations counted here, with everything not counted in the time: a core with AVX2, whose
+large products alone run at 85 GFLOP/s, and an H200 (benchmarks/r1_shape.py)."""
 
 
 @dataclass(frozen=True)
 class RunWork:
-    """What a run does: floating-point operations, bytes read and written, linears that are searched and solved one by one."""
+    """What a run does: floating-point operations, bytes read and written, linears that are searched
+    and solved one by one."""
 
     operations: float
     transferred: int
     linears: int
 
 
-def work_of(linears: Sequence[Parameter], tokens: int, chosen: float, transferred: int, sweeps: int = 0, drift: bool = False) -> RunWork:
-    """Of quantizing `linears` on `tokens` tokens, of which every routed expert sees the share `chosen`; no tokens: no calibration. sweeps:
-    of descent behind GPTQ; drift: whether weights make up for it."""
+def work_of(
+    linears: Sequence[Parameter],
+    tokens: int,
+    chosen: float,
+    transferred: int,
+    sweeps: int = 0,
+    drift: bool = False,
+) -> RunWork:
+    """Of quantizing `linears` on `tokens` tokens, of which every routed expert sees the share
+    `chosen`; no tokens: no calibration. sweeps: of descent behind GPTQ; drift: whether weights make
+    up for it."""
     if not tokens:
         return RunWork(0.0, transferred, 0)
     alone = sum(row.expert is None for row in linears)  # routed experts are solved many at a time
     return RunWork(operations(linears, tokens, chosen, sweeps, drift), transferred, alone)
 
 
-def job_work(job: Job, linears: Sequence[Parameter], transferred: int, tokens: int | None = None) -> RunWork:
-    """Of those linears of a job, and so many bytes. tokens: of the calibration text; where it is not known, as many as the recipe takes at
-    most."""
+def job_work(
+    job: Job, linears: Sequence[Parameter], transferred: int, tokens: int | None = None
+) -> RunWork:
+    """Of those linears of a job, and so many bytes. tokens: of the calibration text; where it is
+    not known, as many as the recipe takes at most."""
     recipe, calibrated = job.request.recipe, bool(job.request.methods)
     experts = len({row.expert for row in job.rows if row.expert is not None})
     routing = job.inventory.config.routing if experts and calibrated else None
     chosen = routing.num_experts_per_tok / experts if routing else 1.0
     most = (recipe.samples + recipe.held_out) * recipe.seq_len
     sweeps = recipe.sweeps if "descent" in job.request.methods else 0
-    return work_of(linears, (tokens or most) if calibrated else 0, chosen, transferred, sweeps, "drift" in job.request.methods)
+    return work_of(
+        linears,
+        (tokens or most) if calibrated else 0,
+        chosen,
+        transferred,
+        sweeps,
+        "drift" in job.request.methods,
+    )
 
 
 def seconds_of(work: RunWork, rate: Rate, cores: int = 1) -> float:
@@ -75,7 +104,9 @@ def seconds_of(work: RunWork, rate: Rate, cores: int = 1) -> float:
     return work.operations / flops + work.transferred / rate.disk + work.linears * LINEAR_SECONDS
 
 
-def operations(linears: Iterable[Parameter], tokens: int, chosen: float, sweeps: int, drift: bool) -> float:
+def operations(
+    linears: Iterable[Parameter], tokens: int, chosen: float, sweeps: int, drift: bool
+) -> float:
     """Floating-point operations of a calibrated run, those of sweeps and of drift as told above."""
     total, observed = 0.0, set[str]()
     for row in linears:
@@ -84,9 +115,17 @@ def operations(linears: Iterable[Parameter], tokens: int, chosen: float, sweeps:
         total += _FORWARDS * 2.0 * seen * n * k + float(n) * k * k * (1 + sweeps)
         total += float(n) * n * k if row.split == "row" else 0.0
         if drift:
-            total += _COMPARED["alone" if row.expert is None else "expert"] * float(seen) * n * k + float(n) * k * k
-        # Gate and up of all experts of a layer share one input, and so do siblings of a fused linear.
-        site = f"{row.layer}.gate_up" if row.expert is not None and row.fused else row.fused or row.module
+            total += (
+                _COMPARED["alone" if row.expert is None else "expert"] * float(seen) * n * k
+                + float(n) * k * k
+            )
+        # Gate and up of all experts of a layer share one input, and so do siblings of a fused
+        # linear.
+        site = (
+            f"{row.layer}.gate_up"
+            if row.expert is not None and row.fused
+            else row.fused or row.module
+        )
         if site not in observed:
             observed.add(site)
             shared = row.expert is not None and row.fused

@@ -15,20 +15,27 @@ _NAMED = 6
 
 @dataclass(frozen=True)
 class Coverage:
-    """share: of the weights outside embeddings and heads, those that are quantized. left: how many weights stay as they are, by name with N
-    for numbers, the most first."""
+    """share: of the weights outside embeddings and heads, those that are quantized. left: how many
+    weights stay as they are, by name with N for numbers, the most first."""
 
     share: float
     left: dict[str, int]
 
     def __str__(self) -> str:
-        names = [f"{name} ({count / 1e6:.3g} M)" for name, count in list(self.left.items())[:_NAMED]]
+        names = [
+            f"{name} ({count / 1e6:.3g} M)" for name, count in list(self.left.items())[:_NAMED]
+        ]
         more = f" and {len(self.left) - _NAMED} kinds more" if len(self.left) > _NAMED else ""
-        return f"{self.share:.1%} of the weights; left at 16 bits: {', '.join(names) or 'none'}{more}"
+        return (
+            f"{self.share:.1%} of the weights; left at 16 bits: {', '.join(names) or 'none'}{more}"
+        )
 
 
-def coverage(rows: Iterable[Parameter], quantized: Collection[str], config: dict[str, Any]) -> Coverage:
-    """quantized: modules that the output holds so. config: config.json, whose vocab_size tells embeddings and heads."""
+def coverage(
+    rows: Iterable[Parameter], quantized: Collection[str], config: dict[str, Any]
+) -> Coverage:
+    """quantized: modules that the output holds so. config: config.json, whose vocab_size tells
+    embeddings and heads."""
     vocab = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
     total, taken, left = 0, 0, Counter[str]()
     for row in rows:

@@ -1,4 +1,5 @@
-"""The opening that quantize() and plan() share: what is asked for, and of which model, with nothing known to be wrong.
+"""The opening that quantize() and plan() share: what is asked for, and of which model, with nothing
+known to be wrong.
 
     request = read_request(scheme, format, engine, recipe)      refuses what no model could be quantized to
     job = open_job(request, checkpoint)                         refuses what this model cannot
@@ -41,7 +42,9 @@ from quantkit.quantization.mixture import Mixture, kept_grids
 from quantkit.quantization.pruning import open_pruned
 
 NO_MIXTURE = Mixture()
-MIXING: dict[str, Format] = {format.name: format for format in (compressed_mixed.FORMAT, modelslim.FORMAT)}
+MIXING: dict[str, Format] = {
+    format.name: format for format in (compressed_mixed.FORMAT, modelslim.FORMAT)
+}
 """Formats whose linears may be on several grids, by the command line's name."""
 
 
@@ -49,9 +52,11 @@ MIXING: dict[str, Format] = {format.name: format for format in (compressed_mixed
 class JobRequest:
     """What is asked for, before a model is looked at.
 
-    scheme: on the grid that the engine takes, with the recipe's group size. target: the format, `format` its command-line name.
-    choice: what the engine loads; None where none was named. mixture: what is asked for besides; several: what the engine loads of linears
-    on several grids, None where none was named or it loads no such checkpoint. asked: the format that was named.
+    scheme: on the grid that the engine takes, with the recipe's group size. target: the format,
+    `format` its command-line name.
+    choice: what the engine loads; None where none was named. mixture: what is asked for besides;
+    several: what the engine loads of linears on several grids, None where none was named or it
+    loads no such checkpoint. asked: the format that was named.
     """
 
     scheme: Scheme
@@ -71,7 +76,8 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class Job:
-    """A request of one model. target: the format. grids: of every linear that the output holds packed, by module."""
+    """A request of one model. target: the format. grids: of every linear that the output holds
+    packed, by module."""
 
     request: JobRequest
     checkpoint: Checkpoint
@@ -86,21 +92,30 @@ class Job:
     @property
     def linears(self) -> list[Parameter]:
         """Those that are rounded."""
-        return [row for row in self.rows if row.module in self.grids and not isinstance(self.grids[row.module], Fp8BlockGrid)]
+        return [
+            row
+            for row in self.rows
+            if row.module in self.grids and not isinstance(self.grids[row.module], Fp8BlockGrid)
+        ]
 
     def stored_bytes(self, row: Parameter, grid: Grid | None) -> int:
-        """Of the tensors that a parameter becomes on a grid, and of those beside it; on none it keeps its type, and is BF16 where the
-        source packs it."""
+        """Of the tensors that a parameter becomes on a grid, and of those beside it; on none it
+        keeps its type, and is BF16 where the source packs it."""
         beside = sum(spec.nbytes for spec in self.beside.get(row.name, ()))
         if grid is not None:
-            return beside + sum(spec.nbytes for spec in self.target.specs(row.module, (row.shape[0], row.shape[1]), grid))
+            return beside + sum(
+                spec.nbytes
+                for spec in self.target.specs(row.module, (row.shape[0], row.shape[1]), grid)
+            )
         packed = row.module in self.checkpoint.linears
-        return beside + (2 * math.prod(row.shape) if packed else self.checkpoint.tensors[row.name].nbytes)
+        return beside + (
+            2 * math.prod(row.shape) if packed else self.checkpoint.tensors[row.name].nbytes
+        )
 
     @cached_property
     def beside(self) -> Mapping[str, tuple[TensorSpec, ...]]:
-        """Tensors that the output holds beside a parameter, by its name: the steps of an int8 cache, of layers that are calibrated. An MTP
-        layer of which nothing is rounded is not."""
+        """Tensors that the output holds beside a parameter, by its name: the steps of an int8
+        cache, of layers that are calibrated. An MTP layer of which nothing is rounded is not."""
         calibrated = {row.layer for row in self.linears}
         rows = [row for row in self.rows if row.layer in calibrated or not row.mtp]
         return step_specs(self.inventory.config.cache, rows) if self.request.scheme.cache else {}
@@ -115,21 +130,36 @@ class Job:
         """What is written together, by name."""
         layers = sorted({row.layer for row in self.rows if row.layer is not None})
         architecture, config = self.inventory.architecture, self.inventory.config
-        return units_of(self.rows, [group for layer in layers for group in architecture.scale_groups(config, layer)])
+        return units_of(
+            self.rows,
+            [group for layer in layers for group in architecture.scale_groups(config, layer)],
+        )
 
 
-def read_request(scheme: Scheme, format: str, engine: str | None, recipe: Recipe, mixture: Mixture = NO_MIXTURE) -> JobRequest:
-    """format: a command-line name, or "auto" for the scheme's first. Raises QuantkitError where no engine, or not `engine`, loads that."""
+def read_request(
+    scheme: Scheme, format: str, engine: str | None, recipe: Recipe, mixture: Mixture = NO_MIXTURE
+) -> JobRequest:
+    """format: a command-line name, or "auto" for the scheme's first. Raises QuantkitError where no
+    engine, or not `engine`, loads that."""
     asked = None if format == "auto" else format
     if scheme.activation_bits == 4 and recipe.methods == ():
-        told = f"{scheme.name} has scales for what linears read, which calibration finds, and the recipe has no methods"
+        told = (
+            f"{scheme.name} has scales for what linears read, which calibration finds, and the "
+            "recipe has no methods"
+        )
         raise QuantkitError(told, "leave methods out of the recipe, or use --scheme fp4-w4a16")
     if scheme.cache and recipe.methods == ():
-        told = f"{scheme.name} has steps of a cache, which calibration finds, and the recipe has no methods"
+        told = (
+            f"{scheme.name} has steps of a cache, which calibration finds, and the recipe has "
+            "no methods"
+        )
         raise QuantkitError(told, "leave methods out of the recipe, or use --scheme int8-a8w8c16")
     for method, before in (("drift", "gptq"), ("descent", "gptq"), ("steps", "descent")):
         if method in (recipe.methods or ()) and before not in (recipe.methods or ()):
-            raise QuantkitError(f"the recipe's methods have {method} without {before}, which it works on", f"add {before} before it")
+            raise QuantkitError(
+                f"the recipe's methods have {method} without {before}, which it works on",
+                f"add {before} before it",
+            )
     if mixture.chooses:
         return _mixed_request(scheme, asked, engine, recipe, mixture)
     choice = choose(engine, scheme, format=asked) if engine else None
@@ -139,30 +169,61 @@ def read_request(scheme: Scheme, format: str, engine: str | None, recipe: Recipe
     check_pair(scheme, name)
     scheme = _with_group_size(scheme, recipe, engine)
     several = _several(engine, scheme, asked, mixture) if mixture != NO_MIXTURE and engine else None
-    return JobRequest(scheme, name, find_format(name, scheme), recipe, choice, mixture, several, asked)
+    return JobRequest(
+        scheme, name, find_format(name, scheme), recipe, choice, mixture, several, asked
+    )
 
 
-def _mixed_request(scheme: Scheme, format: str | None, engine: str | None, recipe: Recipe, mixture: Mixture) -> JobRequest:
+def _mixed_request(
+    scheme: Scheme, format: str | None, engine: str | None, recipe: Recipe, mixture: Mixture
+) -> JobRequest:
     """Of grids that are chosen for every linear."""
     if recipe.prune:
-        raise QuantkitError("grids are not chosen for a model that is pruned", "use --prune with --scheme, --keep or --preset")
+        raise QuantkitError(
+            "grids are not chosen for a model that is pruned",
+            "use --prune with --scheme, --keep or --preset",
+        )
     if scheme.activation_bits == 4:
-        raise QuantkitError("grids are chosen for bytes, and rounding activations saves none", "use --scheme fp4-w4a16, or awq-w4a16")
+        raise QuantkitError(
+            "grids are chosen for bytes, and rounding activations saves none",
+            "use --scheme fp4-w4a16, or awq-w4a16",
+        )
     if not (scheme.methods if recipe.methods is None else recipe.methods):
-        raise QuantkitError(f"{scheme.name} has no calibration, by which grids are chosen", "use --scheme awq-w4a16 or fp4-w4a16")
+        raise QuantkitError(
+            f"{scheme.name} has no calibration, by which grids are chosen",
+            "use --scheme awq-w4a16 or fp4-w4a16",
+        )
     choice = choose_mixture(engine, scheme, format=format) if engine else None
     if choice is not None:
         scheme = replace(scheme, weight=choice.base)
-    name = choice.format if choice else format or (compressed_mixed.FORMAT.name if scheme.outside is None else scheme.formats[0])
+    name = (
+        choice.format
+        if choice
+        else format
+        or (compressed_mixed.FORMAT.name if scheme.outside is None else scheme.formats[0])
+    )
     target = MIXING.get(name)
     if target is None or name not in scheme.formats:
         able = [one for one in MIXING if one in scheme.formats]
         remedy = f"use --format {' or '.join(able)}" if able else "use --scheme awq-w4a16"
-        raise QuantkitError(f"format {name} holds no mixture of grids with those of {scheme.name}", remedy)
-    return JobRequest(_with_group_size(scheme, recipe, engine), name, target, recipe, choice, mixture, choice, format)
+        raise QuantkitError(
+            f"format {name} holds no mixture of grids with those of {scheme.name}", remedy
+        )
+    return JobRequest(
+        _with_group_size(scheme, recipe, engine),
+        name,
+        target,
+        recipe,
+        choice,
+        mixture,
+        choice,
+        format,
+    )
 
 
-def _several(engine: str, scheme: Scheme, format: str | None, mixture: Mixture) -> MixtureChoice | None:
+def _several(
+    engine: str, scheme: Scheme, format: str | None, mixture: Mixture
+) -> MixtureChoice | None:
     try:
         return choose_mixture(engine, scheme, format=format)
     except QuantkitError:
@@ -172,10 +233,12 @@ def _several(engine: str, scheme: Scheme, format: str | None, mixture: Mixture) 
 
 
 def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
-    """Raises QuantkitError where the checkpoint is damaged, is no source for this scheme, or does not fit the format.
+    """Raises QuantkitError where the checkpoint is damaged, is no source for this scheme, or does
+    not fit the format.
 
-    Of a checkpoint without weights the tokenizer and the files beside it are not checked, nor whether a tied head is the embedding. Where
-    the recipe prunes, the job's checkpoint is what is left (`pruning.open_pruned`).
+    Of a checkpoint without weights the tokenizer and the files beside it are not checked, nor
+    whether a tied head is the embedding. Where the recipe prunes, the job's checkpoint is what is
+    left (`pruning.open_pruned`).
     """
     model_type, path = checkpoint.config.get("model_type"), checkpoint.path
     prune = request.recipe.prune
@@ -191,14 +254,21 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
     target = request.target
     if request.choice is not None:
         profile = find_engine(request.choice.engine)
-        unfits = check_model(profile, checkpoint, request.format) + check_cache(profile, checkpoint, request.scheme.cache)
+        unfits = check_model(profile, checkpoint, request.format) + check_cache(
+            profile, checkpoint, request.scheme.cache
+        )
         for unfit in unfits:
             raise QuantkitError(unfit.problem, unfit.remedy)
         target = narrowed(target, request.choice, inventory.rows)
-    scheme, linears = request.scheme, [row for row in inventory.rows if target.quantizes(row.module, row.role, mtp=row.mtp)]
+    scheme, linears = (
+        request.scheme,
+        [row for row in inventory.rows if target.quantizes(row.module, row.role, mtp=row.mtp)],
+    )
     if inventory.by_name:
         linears = in_whole_groups(linears, scheme)
-    grids: dict[str, Grid] = {row.module: scheme.grid(expert=row.expert is not None, mtp=row.mtp) for row in linears}
+    grids: dict[str, Grid] = {
+        row.module: scheme.grid(expert=row.expert is not None, mtp=row.mtp) for row in linears
+    }
     _check_cache(request.scheme, inventory)
     job = Job(request, inventory.cut or checkpoint, inventory, target, grids)
     _check_choice(job)
@@ -207,60 +277,111 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
     if not request.mixture.chooses:  # whose grids are chosen to fit
         check_groups(inventory.rows, scheme, job.grids, job.target)
     if inventory.by_name and job.coverage.share < request.recipe.least_quantized:
-        told = f"model_type {model_type!r} of {path / 'config.json'} is not one that quantkit has a table of ({inventory.told})"
+        told = (
+            f"model_type {model_type!r} of {path / 'config.json'} is not one that quantkit has "
+            f"a table of ({inventory.told})"
+        )
         fault = f"{told}, and the run would quantize {job.coverage}"
-        uneven = next((row for row in inventory.rows if ends_as_linear(row.name) and not fits(row.shape)), None)
+        uneven = next(
+            (row for row in inventory.rows if ends_as_linear(row.name) and not fits(row.shape)),
+            None,
+        )
         if uneven is not None:
-            fault += f"; {uneven.module} is {list(uneven.shape)}, and 32 must divide the inputs of a linear and 8 its outputs"
+            fault += (
+                f"; {uneven.module} is {list(uneven.shape)}, and 32 must divide the inputs "
+                "of a linear and 8 its outputs"
+            )
         remedy = "set least_quantized in the recipe to less where that is meant"
         smaller = finer_group(inventory.rows, scheme)
-        raise QuantkitError(fault, f"give --group-size {smaller}, or {remedy}" if smaller else remedy)
+        raise QuantkitError(
+            fault, f"give --group-size {smaller}, or {remedy}" if smaller else remedy
+        )
     return job
 
 
 def _without_kept(job: Job) -> Job:
-    """The job without what is to be kept; in a format of several grids where what is left is on more than the scheme's."""
+    """The job without what is to be kept; in a format of several grids where what is left is on
+    more than the scheme's."""
     request, several = job.request, job.request.several
     name = several.format if several else compressed_mixed.FORMAT.name
-    free = request.choice is None and request.asked in (None, name) and name in request.scheme.formats
-    grids = kept_grids(request.mixture, job.rows, job.grids, job.checkpoint, several, fp8=several is not None or free)
+    free = (
+        request.choice is None and request.asked in (None, name) and name in request.scheme.formats
+    )
+    grids = kept_grids(
+        request.mixture,
+        job.rows,
+        job.grids,
+        job.checkpoint,
+        several,
+        fp8=several is not None or free,
+    )
     if set(grids.values()) <= set(job.grids.values()):
         return replace(job, grids=grids)
     base = several.base if several else request.scheme.weight
-    grids = {module: base if grid == request.scheme.weight else grid for module, grid in grids.items()}
-    request = replace(request, format=name, target=MIXING[name], choice=several, scheme=replace(request.scheme, weight=base))
+    grids = {
+        module: base if grid == request.scheme.weight else grid for module, grid in grids.items()
+    }
+    request = replace(
+        request,
+        format=name,
+        target=MIXING[name],
+        choice=several,
+        scheme=replace(request.scheme, weight=base),
+    )
     target = narrowed(request.target, several, job.rows) if several else request.target
     return replace(job, request=request, target=target, grids=grids)
 
 
 def _check_cache(scheme: Scheme, inventory: Inventory) -> None:
-    """Raise QuantkitError where the scheme has a cache in 8 bits, and the model keeps something else than it holds."""
+    """Raise QuantkitError where the scheme has a cache in 8 bits, and the model keeps something
+    else than it holds."""
     if scheme.cache is None:
         return
-    if inventory.by_name or inventory.config.recurrent is not None or not is_codable(inventory.config.cache):
-        told = f"{scheme.name} has an {scheme.cache} cache of latents, or of keys and values in every layer, and this model keeps another"
+    if (
+        inventory.by_name
+        or inventory.config.recurrent is not None
+        or not is_codable(inventory.config.cache)
+    ):
+        told = (
+            f"{scheme.name} has an {scheme.cache} cache of latents, or of keys and values in "
+            "every layer, and this model keeps another"
+        )
         raise QuantkitError(told, "use --scheme int8-a8w8c16")
 
 
 def _check_choice(job: Job) -> None:
-    """What the engine takes quantized of this format leaves something to do, and the experts of a model that is calibrated among it."""
+    """What the engine takes quantized of this format leaves something to do, and the experts of a
+    model that is calibrated among it."""
     choice = job.request.choice
     if not isinstance(choice, FormatChoice):
         return
-    told = f"{choice.engine} takes {', '.join(choice.parts).replace('_', ' ')} quantized in {choice.format} {choice.variant}"
+    told = (
+        f"{choice.engine} takes {', '.join(choice.parts).replace('_', ' ')} quantized in "
+        f"{choice.format} {choice.variant}"
+    )
     if not job.linears:
-        raise QuantkitError(f"{told}, and the model has none of these", "choose another scheme, such as int8-a8w8c16, or another engine")
+        raise QuantkitError(
+            f"{told}, and the model has none of these",
+            "choose another scheme, such as int8-a8w8c16, or another engine",
+        )
     routed = any(row.expert is not None for row in job.rows)
     if job.request.methods and routed and all(row.expert is None for row in job.linears):
-        raise QuantkitError(f"{told}, not routed experts, and calibration cannot leave those out", "choose another format or engine")
+        raise QuantkitError(
+            f"{told}, not routed experts, and calibration cannot leave those out",
+            "choose another format or engine",
+        )
 
 
 def _with_group_size(scheme: Scheme, recipe: Recipe, engine: str | None) -> Scheme:
-    """The scheme with the recipe's group size, where it sets one. Raises QuantkitError where there is none to set."""
+    """The scheme with the recipe's group size, where it sets one. Raises QuantkitError where there
+    is none to set."""
     if recipe.group_size is None:
         return scheme
     if not isinstance(scheme.weight, IntGrid) or scheme.weight.group_size is None:
-        raise QuantkitError(f"a group size of {recipe.group_size} is given, and {scheme.name} has none to choose", "leave it out")
+        raise QuantkitError(
+            f"a group size of {recipe.group_size} is given, and {scheme.name} has none to choose",
+            "leave it out",
+        )
     weight = replace(scheme.weight, group_size=recipe.group_size)
     if engine and (unread := find_engine(engine).unread(weight)):
         raise QuantkitError(unread, "give another --group-size")

@@ -1,4 +1,5 @@
-"""Grids for --bits and --size: what each choice of linears may be on, what that costs, and the job with the best of it.
+"""Grids for --bits and --size: what each choice of linears may be on, what that costs, and the job
+with the best of it.
 
 options = Options(job)                   what may be, from headers alone; a budget below the smallest is refused here
 chosen = options.choose(sensitivities)   the best of the budget
@@ -43,9 +44,13 @@ class ChosenGrids:
         return 8 * self.allocation.stored / self.weights
 
     def account(self) -> dict[str, Any]:
-        """For a report: the grid of every choice, the curve that it lies on, the prediction. Sizes are of the whole output."""
+        """For a report: the grid of every choice, the curve that it lies on, the prediction. Sizes
+        are of the whole output."""
         chosen = {name: option.label for name, option in self.allocation.chosen.items()}
-        curve = [{**asdict(point), "size": point.stored + self.other_bytes} for point in self.allocation.curve]
+        curve = [
+            {**asdict(point), "size": point.stored + self.other_bytes}
+            for point in self.allocation.curve
+        ]
         return {
             "bits": self.bits,
             "size": self.allocation.stored + self.other_bytes,
@@ -62,17 +67,29 @@ class Options:
         self.job = job
         self.grids: dict[Choice, tuple[Grid | None, ...]] = {}
         kept = job.request.mixture.keeps
-        for choice in choices_of(row for row in job.rows if row.module in job.grids and not kept(row)):
+        for choice in choices_of(
+            row for row in job.rows if row.module in job.grids and not kept(row)
+        ):
             found = sorted(self._allowed(choice), key=lambda grid: self._stored(choice, grid))
             self.grids[choice] = tuple(found[:1] if choice.rows[0].mtp else found)
         if not any(row.layer is None and row.role == "norm" for row in job.rows):
-            raise QuantkitError("grids cannot be chosen: the model's last operation is no norm that quantkit knows", "use --scheme alone")
+            raise QuantkitError(
+                "grids cannot be chosen: the model's last operation is no norm that quantkit knows",
+                "use --scheme alone",
+            )
         if any(row.behind_experts for row in job.rows):
-            # What an expert's error costs is measured where it is added, not behind a norm or a mixing of streams.
-            told = f"grids of {job.checkpoint.path} cannot be chosen by their cost: it has a norm, or several streams, behind its experts"
+            # What an expert's error costs is measured where it is added, not behind a norm or a
+            # mixing of streams.
+            told = (
+                f"grids of {job.checkpoint.path} cannot be chosen by their cost: it has a "
+                "norm, or several streams, behind its experts"
+            )
             raise QuantkitError(told, "use --keep, or --preset experts-only")
         if not any(len(grids) > 1 for grids in self.grids.values()):
-            raise QuantkitError("there is nothing to choose: every linear may be on one grid only", "use --scheme alone")
+            raise QuantkitError(
+                "there is nothing to choose: every linear may be on one grid only",
+                "use --scheme alone",
+            )
         self._check_budget()
 
     @cached_property
@@ -84,7 +101,11 @@ class Options:
     def other_bytes(self) -> int:
         """Of the output, what is no choice."""
         chosen = {row.module for choice in self.grids for row in choice.rows}
-        return sum(self.job.stored_bytes(row, self.job.grids.get(row.module)) for row in self.job.rows if row.module not in chosen)
+        return sum(
+            self.job.stored_bytes(row, self.job.grids.get(row.module))
+            for row in self.job.rows
+            if row.module not in chosen
+        )
 
     @property
     def budget(self) -> int:
@@ -112,27 +133,43 @@ class Options:
         """Raises QuantkitError where the sensitivities are of another model, or lack a grid."""
         budgeting = self.budgeting(sensitivities)
         allocation = budgeting.allocate(self.budget)
-        return ChosenGrids(self.with_allocation(allocation), allocation, self.weights, self.other_bytes)
+        return ChosenGrids(
+            self.with_allocation(allocation), allocation, self.weights, self.other_bytes
+        )
 
     def with_allocation(self, allocation: Allocation) -> Job:
         """The job on the grids of an allocation."""
         return self._with({choice: allocation.chosen[choice.name].grid for choice in self.grids})
 
     def by_bytes(self) -> Sensitivities:
-        """Stands in for what was not measured: an error of four to the minus bits, for every weight alike."""
+        """Stands in for what was not measured: an error of four to the minus bits, for every weight
+        alike."""
         kl: dict[str, dict[str, float]] = {}
         for choice, grids in self.sensed().items():
             count = sum(math.prod(row.shape) for row in choice.rows)
             bits = {grid: 8 * self._stored(choice, grid) / count for grid in grids}
-            kl[choice.name] = {grid_label(grid): count / self.weights * 4.0 ** -bits[grid] for grid in grids}
+            kl[choice.name] = {
+                grid_label(grid): count / self.weights * 4.0 ** -bits[grid] for grid in grids
+            }
         config = self.job.inventory.config
         routing = None if config is None else config.routing
-        experts = {str(choice.layer): len({row.expert for row in choice.rows}) for choice in self.grids if choice.of_experts}
+        experts = {
+            str(choice.layer): len({row.expert for row in choice.rows})
+            for choice in self.grids
+            if choice.of_experts
+        }
         chosen = routing.num_experts_per_tok if routing else 0
-        return Sensitivities(kl, {layer: [chosen] * count for layer, count in experts.items()}, max(experts.values(), default=1))
+        return Sensitivities(
+            kl,
+            {layer: [chosen] * count for layer, count in experts.items()},
+            max(experts.values(), default=1),
+        )
 
     def budgeting(self, sensitivities: Sensitivities) -> Budgeting:
-        options = {choice.name: [self._option(choice, grid, sensitivities) for grid in grids] for choice, grids in self.grids.items()}
+        options = {
+            choice.name: [self._option(choice, grid, sensitivities) for grid in grids]
+            for choice, grids in self.grids.items()
+        }
         return Budgeting(options, self.weights, self.job.request.mixture.read_weight)
 
     def _option(self, choice: Choice, grid: Grid | None, sensitivities: Sensitivities) -> Option:
@@ -160,13 +197,22 @@ class Options:
         return replace(self.job, grids=grids)
 
     def _allowed(self, choice: Choice) -> list[Grid | None]:
-        """What the source, the format, the engine and the shapes leave of the grids that there are."""
+        """What the source, the format, the engine and the shapes leave of the grids that there
+        are."""
         several, checkpoint = self.job.request.several, self.job.checkpoint
         base = self.job.request.scheme.grid(expert=choice.of_experts, mtp=choice.rows[0].mtp)
-        fine = replace(base, group_size=FINE_GROUP) if isinstance(base, IntGrid) and base.group_size else None
+        fine = (
+            replace(base, group_size=FINE_GROUP)
+            if isinstance(base, IntGrid) and base.group_size
+            else None
+        )
         fp8 = all(is_fp8(checkpoint, row) for row in choice.rows)
         asked = dict.fromkeys((base, fine, Fp4Grid(), INT8, *([FP8] if fp8 else [])))
-        held = (grid for grid in asked if grid is not None and all(self._holds(row, grid, several) for row in choice.rows))
+        held = (
+            grid
+            for grid in asked
+            if grid is not None and all(self._holds(row, grid, several) for row in choice.rows)
+        )
         allowed: list[Grid | None] = list(held)
         return allowed if FP8 in allowed else [*allowed, None]
 
@@ -191,8 +237,13 @@ class Options:
             return
         mixture, least = self.job.request.mixture, smallest + self.other_bytes
         if mixture.size is not None:
-            told, remedy = f"--size {size(mixture.size)}", f"give --size {math.ceil(least / 10**4) / 100:g}MB or more"
-            raise QuantkitError(f"{told} cannot be reached: the smallest output is {size(least)}", remedy)
+            told, remedy = (
+                f"--size {size(mixture.size)}",
+                f"give --size {math.ceil(least / 10**4) / 100:g}MB or more",
+            )
+            raise QuantkitError(
+                f"{told} cannot be reached: the smallest output is {size(least)}", remedy
+            )
         bits = math.ceil(8 * smallest / self.weights * 1000) / 1000
         told = f"--bits {mixture.bits:g} cannot be reached: the smallest is {bits:g} bits a weight"
         raise QuantkitError(told, f"give --bits {bits:g} or more")
@@ -204,49 +255,80 @@ def _exact(grid: Grid | None) -> bool:
 
 
 def _lacks(what: str) -> QuantkitError:
-    return QuantkitError(f"the sensitivities do not say {what}", "measure them on this model for this engine: leave out --sensitivities")
+    return QuantkitError(
+        f"the sensitivities do not say {what}",
+        "measure them on this model for this engine: leave out --sensitivities",
+    )
 
 
 def check_wanted(sensitivities: Path | None, mixture: Mixture) -> None:
     """Raises QuantkitError where sensitivities are given and no grid is chosen."""
     if sensitivities is not None and not mixture.chooses:
-        raise QuantkitError("sensitivities are for grids that are chosen", "give --bits or --size with --sensitivities")
+        raise QuantkitError(
+            "sensitivities are for grids that are chosen",
+            "give --bits or --size with --sensitivities",
+        )
 
 
 def read_sensitivities(path: Path, source: str | None = None) -> Sensitivities:
-    """A file that a run has written. source: the fingerprint of the checkpoint that it must be of. Raises QuantkitError."""
+    """A file that a run has written. source: the fingerprint of the checkpoint that it must be of.
+    Raises QuantkitError."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         found = Sensitivities(
-            {str(name): {str(label): float(kl) for label, kl in own.items()} for name, own in facts["kl"].items()},
-            {str(layer): [int(count) for count in counts] for layer, counts in facts["asked"].items()},
+            {
+                str(name): {str(label): float(kl) for label, kl in own.items()}
+                for name, own in facts["kl"].items()
+            },
+            {
+                str(layer): [int(count) for count in counts]
+                for layer, counts in facts["asked"].items()
+            },
             int(facts["tokens"]),
         )
         of = str(facts["source"])
     except OSError as error:
-        raise QuantkitError(f"cannot read sensitivities {path}: {error.strerror}", "give a sensitivities.json of an earlier run") from error
+        raise QuantkitError(
+            f"cannot read sensitivities {path}: {error.strerror}",
+            "give a sensitivities.json of an earlier run",
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise QuantkitError(f"{path} is no file of sensitivities", "give a sensitivities.json of an earlier run") from error
+        raise QuantkitError(
+            f"{path} is no file of sensitivities", "give a sensitivities.json of an earlier run"
+        ) from error
     values = [kl for own in found.kl.values() for kl in own.values()]
     if found.tokens < 1 or not all(map(math.isfinite, values)) or min(values, default=0.0) < 0:
-        raise QuantkitError(f"{path} holds figures that no run writes", "give a sensitivities.json of an earlier run")
+        raise QuantkitError(
+            f"{path} holds figures that no run writes",
+            "give a sensitivities.json of an earlier run",
+        )
     if source is not None and of != source:
-        raise QuantkitError(f"{path} was measured on another source", "leave out --sensitivities to measure this one")
+        raise QuantkitError(
+            f"{path} was measured on another source",
+            "leave out --sensitivities to measure this one",
+        )
     return found
 
 
 def sensitivities_file(found: Sensitivities, key: Mapping[str, str]) -> bytes:
-    """What `read_sensitivities` reads. key: what they were measured on, the source's fingerprint among it."""
+    """What `read_sensitivities` reads. key: what they were measured on, the source's fingerprint
+    among it."""
     return (json.dumps({**key, **asdict(found)}, indent=1) + "\n").encode()
 
 
 def rounded_labels(grids: Mapping[Choice, Sequence[Grid]]) -> str:
     """A line that tells which grids were asked for: other grids, another file."""
-    return json.dumps({choice.name: [grid_label(grid) for grid in own] for choice, own in grids.items()}, sort_keys=True)
+    return json.dumps(
+        {choice.name: [grid_label(grid) for grid in own] for choice, own in grids.items()},
+        sort_keys=True,
+    )
 
 
 def told_grids(account: Mapping[str, Any]) -> str:
     """`ChosenGrids.account` in a line."""
     counts = Counter(account["grids"].values())
     grids = ", ".join(f"{label} {count}" for label, count in counts.most_common())
-    return f"{account['bits']:.3f} bits a weight ({grids}), predicted KL {account['kl']:.2e} if rounded to nearest"
+    return (
+        f"{account['bits']:.3f} bits a weight ({grids}), predicted KL {account['kl']:.2e} if "
+        "rounded to nearest"
+    )

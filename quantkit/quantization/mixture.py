@@ -1,6 +1,7 @@
 """Linears on several grids: what may be asked for, and which grid each linear then has.
 
-A linear that is kept stays as the source has it: FP8 blocks where the format holds them and the engine takes them, else 16 bits.
+A linear that is kept stays as the source has it: FP8 blocks where the format holds them and the
+engine takes them, else 16 bits.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -24,21 +25,25 @@ KINDS: dict[str, Callable[[Parameter], bool]] = {
     "experts": lambda row: row.block == "expert",
     "mtp": lambda row: row.mtp,
 }
-"""Kinds of sublayer that may be kept: of latent or grouped attention, of a dense layer, of shared and of routed experts, of MTP layers."""
+"""Kinds of sublayer that may be kept: of latent or grouped attention, of a dense layer, of shared
+and of routed experts, of MTP layers."""
 
 PRESETS = ("experts-only", "int8-attention")
-"""experts-only: routed experts are rounded; the rest is kept, in int8 where the source has FP8 that the engine does not take.
-int8-attention: what comes before latent attention is in int8, the rest on the scheme's grid: Ascend NPUs have one operator for all of it,
-which takes int8 and no 4-bit weights."""
+"""experts-only: routed experts are rounded; the rest is kept, in int8 where the source has FP8 that
+the engine does not take. int8-attention: what comes before latent attention is in int8, the rest on
+the scheme's grid: Ascend NPUs have one operator for all of it, which takes int8 and no 4-bit
+weights."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """What is asked for beside a scheme, whose grid is that of the linears of which nothing else is said.
+    """What is asked for beside a scheme, whose grid is that of the linears of which nothing else is
+    said.
 
-    keep: kinds of sublayer that stay as the source has them. preset: one of PRESETS. bits: a weight on average, over the linears that may
-    be rounded, scales included; size: bytes of the output; either of them has grids chosen. read_weight: from 0, where a stored byte is
-    what a grid costs, to 1, where it is a byte read for a token.
+    keep: kinds of sublayer that stay as the source has them. preset: one of PRESETS. bits: a weight
+    on average, over the linears that may be rounded, scales included; size: bytes of the output;
+    either of them has grids chosen. read_weight: from 0, where a stored byte is what a grid costs,
+    to 1, where it is a byte read for a token.
     """
 
     keep: tuple[str, ...] = ()
@@ -51,19 +56,34 @@ class Mixture:
         """Raises QuantkitError where no model could be meant."""
         unknown = [kind for kind in self.keep if kind not in KINDS]
         if unknown:
-            raise QuantkitError(f"--keep {unknown[0]!r} is no kind of sublayer", f"kinds are {', '.join(KINDS)}")
+            raise QuantkitError(
+                f"--keep {unknown[0]!r} is no kind of sublayer", f"kinds are {', '.join(KINDS)}"
+            )
         if self.preset is not None and self.preset not in PRESETS:
-            raise UsageFault(f"preset {self.preset!r} is not known", f"choose one of {', '.join(PRESETS)}")
+            raise UsageFault(
+                f"preset {self.preset!r} is not known", f"choose one of {', '.join(PRESETS)}"
+            )
         if self.bits is not None and self.size is not None:
-            raise QuantkitError("--bits and --size both say how large the output may be", "give one of them")
+            raise QuantkitError(
+                "--bits and --size both say how large the output may be", "give one of them"
+            )
         if self.bits is not None and not 0 < self.bits <= 32:
-            raise QuantkitError(f"--bits {self.bits:g} is no number of bits a weight", "give one such as 4.25")
+            raise QuantkitError(
+                f"--bits {self.bits:g} is no number of bits a weight", "give one such as 4.25"
+            )
         if self.preset is not None and (self.keep or self.chooses):
-            raise QuantkitError(f"--preset {self.preset} says what is kept", "leave out --keep, --bits and --size")
+            raise QuantkitError(
+                f"--preset {self.preset} says what is kept", "leave out --keep, --bits and --size"
+            )
         if not 0 <= self.read_weight <= 1:
-            raise QuantkitError(f"--read-weight {self.read_weight:g} is not between 0 and 1", "0 counts bytes stored, 1 bytes read")
+            raise QuantkitError(
+                f"--read-weight {self.read_weight:g} is not between 0 and 1",
+                "0 counts bytes stored, 1 bytes read",
+            )
         if self.read_weight and not self.chooses:
-            raise QuantkitError("--read-weight is for grids that are chosen", "give --bits or --size with it")
+            raise QuantkitError(
+                "--read-weight is for grids that are chosen", "give --bits or --size with it"
+            )
 
     @property
     def chooses(self) -> bool:
@@ -72,7 +92,12 @@ class Mixture:
 
     def words(self) -> tuple[str, ...]:
         """What an output's name tells of it; empty where nothing is asked for."""
-        told = {self.preset: self.preset, f"without-{'-'.join(self.keep)}": self.keep, f"{self.bits}-bits": self.bits, "by-size": self.size}
+        told = {
+            self.preset: self.preset,
+            f"without-{'-'.join(self.keep)}": self.keep,
+            f"{self.bits}-bits": self.bits,
+            "by-size": self.size,
+        }
         return tuple(word for word, asked in told.items() if word and asked)
 
     def options(self) -> list[str]:
@@ -93,10 +118,17 @@ class Mixture:
 
 
 def read_mixture(
-    *, keep: str | None = None, preset: str | None = None, bits: float | None = None, size: str | None = None, read_weight: float = 0.0
+    *,
+    keep: str | None = None,
+    preset: str | None = None,
+    bits: float | None = None,
+    size: str | None = None,
+    read_weight: float = 0.0,
 ) -> Mixture:
     """From options of the command line. keep: kinds with a comma between."""
-    kinds = tuple(dict.fromkeys(kind.strip() for kind in keep.split(","))) if keep is not None else ()
+    kinds = (
+        tuple(dict.fromkeys(kind.strip() for kind in keep.split(","))) if keep is not None else ()
+    )
     return Mixture(kinds, preset, bits, None if size is None else parse_bytes(size), read_weight)
 
 
@@ -111,8 +143,9 @@ def kept_grids(
 ) -> dict[str, Grid]:
     """The grids of a scheme without those of what is kept; FP8 that stays is on a grid of its own.
 
-    choice: what the engine takes, None where none was named, or where it takes no mixture. fp8: whether the output can hold FP8 blocks.
-    Raises QuantkitError where the model has nothing of a kind that is to be kept, or nothing would be rounded.
+    choice: what the engine takes, None where none was named, or where it takes no mixture. fp8:
+    whether the output can hold FP8 blocks. Raises QuantkitError where the model has nothing of a
+    kind that is to be kept, or nothing would be rounded.
     """
     linears = [row for row in rows if row.role == "linear"]
     if mixture.preset == "int8-attention":
@@ -120,7 +153,9 @@ def kept_grids(
     for kind in mixture.keep:
         if not any(KINDS[kind](row) for row in linears):
             there = [name for name, holds in KINDS.items() if any(map(holds, linears))]
-            raise QuantkitError(f"--keep {kind}: the model has no such linear", f"it has {', '.join(there)}")
+            raise QuantkitError(
+                f"--keep {kind}: the model has no such linear", f"it has {', '.join(there)}"
+            )
     found = dict(grids)
     for row in linears:
         if mixture.keeps(row):
@@ -129,28 +164,49 @@ def kept_grids(
             if rest is not None:
                 found[row.module] = rest
     if not any(row.module in found for row in linears if not mixture.keeps(row)):
-        what = f"--preset {mixture.preset}" if mixture.preset else f"--keep {','.join(mixture.keep)}"
+        what = (
+            f"--preset {mixture.preset}" if mixture.preset else f"--keep {','.join(mixture.keep)}"
+        )
         raise QuantkitError(f"{what} leaves no linear of this model to be rounded", "keep less")
     return found
 
 
-def _with_int8_attention(linears: list[Parameter], grids: Mapping[str, Grid], choice: MixtureChoice | None) -> dict[str, Grid]:
+def _with_int8_attention(
+    linears: list[Parameter], grids: Mapping[str, Grid], choice: MixtureChoice | None
+) -> dict[str, Grid]:
     taken = [row for row in linears if choice is None or choice.allows(row, INT8)]
-    before = [row for row in taken if row.block == "attention" and row.projection in BEFORE_LATENT_ATTENTION]
+    before = [
+        row
+        for row in taken
+        if row.block == "attention" and row.projection in BEFORE_LATENT_ATTENTION
+    ]
     if {row.projection for row in before} != set(BEFORE_LATENT_ATTENTION):
         engine = f" that {choice.engine} takes in int8 beside this scheme's grid" if choice else ""
-        told = f"--preset int8-attention: the model has no latent attention with {', '.join(BEFORE_LATENT_ATTENTION)}{engine}"
+        told = (
+            "--preset int8-attention: the model has no latent attention with "
+            f"{', '.join(BEFORE_LATENT_ATTENTION)}{engine}"
+        )
         raise QuantkitError(told, "use --scheme alone, or --preset experts-only")
     return {**grids, **{row.module: INT8 for row in before}}
 
 
-def _rest(mixture: Mixture, row: Parameter, checkpoint: Checkpoint, choice: MixtureChoice | None, fp8: bool) -> Grid | None:
+def _rest(
+    mixture: Mixture,
+    row: Parameter,
+    checkpoint: Checkpoint,
+    choice: MixtureChoice | None,
+    fp8: bool,
+) -> Grid | None:
     """What a linear that is not rounded with the others is on; None: 16 bits."""
     if not is_fp8(checkpoint, row):
         return None
     if fp8 and (choice is None or choice.allows(row, FP8)):
         return FP8
-    return INT8 if mixture.preset is not None and choice is not None and choice.allows(row, INT8) else None
+    return (
+        INT8
+        if mixture.preset is not None and choice is not None and choice.allows(row, INT8)
+        else None
+    )
 
 
 def is_fp8(checkpoint: Checkpoint, row: Parameter) -> bool:

@@ -1,7 +1,7 @@
 """What the output holds, unit by unit, and what became of every tensor of the source.
 
-The `UnitStore` of a calibrated run. A unit is packed by the format, written and journaled in one step; hidden states lie beside the
-journal until the output is complete.
+The `UnitStore` of a calibrated run. A unit is packed by the format, written and journaled in one
+step; hidden states lie beside the journal until the output is complete.
 """
 
 import json
@@ -29,8 +29,10 @@ NOTHING_BESIDE: Mapping[str, tuple[TensorSpec, ...]] = {}
 
 
 class Output:
-    """Writes units of parameters in one format. grids: by module, of what it holds packed. dropped: tensors of the source left out, with
-    the reason. described: its config.json, but for its quantization. beside: what lies beside a parameter, by its name, and was in no
+    """Writes units of parameters in one format. grids: by module, of what it holds packed. dropped:
+    tensors of the source left out, with
+    the reason. described: its config.json, but for its quantization. beside: what lies beside a
+    parameter, by its name, and was in no
     source: steps of a cache."""
 
     def __init__(
@@ -43,7 +45,13 @@ class Output:
         described: Mapping[str, Any],
         beside: Mapping[str, tuple[TensorSpec, ...]] = NOTHING_BESIDE,
     ) -> None:
-        self.source, self.format, self.grids, self.units, self.dropped = source, format, grids, units, dropped
+        self.source, self.format, self.grids, self.units, self.dropped = (
+            source,
+            format,
+            grids,
+            units,
+            dropped,
+        )
         self.described, self.beside = described, beside
         self.rows = {row.name: row for rows in units.values() for row in rows}
         self._writer: CheckpointWriter | None = None
@@ -56,30 +64,52 @@ class Output:
 
     def _own_specs(self, row: Parameter) -> list[TensorSpec]:
         if row.module in self.grids:
-            return self.format.specs(row.module, (row.shape[0], row.shape[1]), self.grids[row.module])
+            return self.format.specs(
+                row.module, (row.shape[0], row.shape[1]), self.grids[row.module]
+            )
         return [TensorSpec(row.name, self.source.dtype(row), row.shape)]
 
     def all_specs(self) -> list[TensorSpec]:
         return [spec for row in self.rows.values() for spec in self.specs(row)]
 
     def watch(self) -> Watch:
-        """Of what each unit is made from, from now on. Calibration reads what is of no layer, embedding and head, before it is written."""
-        return Watch(self.source.checkpoint, self._made_from(), ahead=[unit for unit, rows in self.units.items() if rows[0].layer is None])
+        """Of what each unit is made from, from now on. Calibration reads what is of no layer,
+        embedding and head, before it is written."""
+        return Watch(
+            self.source.checkpoint,
+            self._made_from(),
+            ahead=[unit for unit, rows in self.units.items() if rows[0].layer is None],
+        )
 
     def _made_from(self) -> dict[str, list[str]]:
-        return {unit: [name for row in rows for name in self.source.parts(row)] for unit, rows in self.units.items()}
+        return {
+            unit: [name for row in rows for name in self.source.parts(row)]
+            for unit, rows in self.units.items()
+        }
 
     def source_chosen(self) -> None:
         """Which of the source's experts the units are made from is known now."""
         self._watch.follow(self.source.checkpoint, self._made_from())
 
     def open(
-        self, out: Path, fingerprint: dict[str, str], *, overwrite: bool, rank: int = 0, inputs: Iterable[Path] = ()
+        self,
+        out: Path,
+        fingerprint: dict[str, str],
+        *,
+        overwrite: bool,
+        rank: int = 0,
+        inputs: Iterable[Path] = (),
     ) -> CheckpointWriter:
         """Make or resume OUT.partial. Raises QuantkitError where that may not be."""
         self._watch = self.watch()
         self._writer = CheckpointWriter(
-            out, self.all_specs(), fingerprint=fingerprint, overwrite=overwrite, rank=rank, inputs=inputs, watch=self._watch
+            out,
+            self.all_specs(),
+            fingerprint=fingerprint,
+            overwrite=overwrite,
+            rank=rank,
+            inputs=inputs,
+            watch=self._watch,
         )
         self._run = json.dumps(fingerprint, sort_keys=True)
         return self._writer
@@ -89,7 +119,8 @@ class Output:
         assert self._writer is not None, "output is not open"
         return self._writer
 
-    # --- UnitStore ------------------------------------------------------------------------------------------------------------
+    # --- UnitStore
+    # ------------------------------------------------------------------------------------------------------------
 
     def rounds(self, row: Parameter) -> bool:
         """Whether the parameter is rounded, and not packed as the source has it."""
@@ -98,7 +129,13 @@ class Output:
     def done(self, unit: str) -> bool:
         return self.writer.done(unit)
 
-    def write(self, unit: str, quantized: dict[str, Weight], plain: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    def write(
+        self,
+        unit: str,
+        quantized: dict[str, Weight],
+        plain: dict[str, Tensor],
+        facts: dict[str, Any],
+    ) -> None:
         tensors: dict[str, Tensor] = {}
         for row in self.units[unit]:
             if row.module in quantized:
@@ -126,7 +163,10 @@ class Output:
         for row in self.units[unit]:
             if self.rounds(row):
                 # Packed bytes travel, and are unpacked on the device.
-                parts = {spec.name: tensors[spec.name].to(self.source.device) for spec in self._own_specs(row)}
+                parts = {
+                    spec.name: tensors[spec.name].to(self.source.device)
+                    for spec in self._own_specs(row)
+                }
                 weights[row.module] = self.format.unpack(row.module, parts)
             elif row.module not in self.grids:
                 plain[row.name] = tensors[row.name]
@@ -136,9 +176,15 @@ class Output:
     def save_state(self, layer: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         metadata = {"run": self._run, "layer": str(layer), "facts": json.dumps(facts)}
         on_host = self.source.device.type == "cpu"
-        if self._saving:  # the copies of a layer before are being written: as a rule they were long ago
+        if (
+            self._saving
+        ):  # the copies of a layer before are being written: as a rule they were long ago
             self.writer.settle()
-        hidden = {name: tensor.contiguous() for name, tensor in tensors.items()} if on_host else self._copies.of(tensors)
+        hidden = (
+            {name: tensor.contiguous() for name, tensor in tensors.items()}
+            if on_host
+            else self._copies.of(tensors)
+        )
         self._saving = True
 
         def save() -> None:
@@ -159,24 +205,41 @@ class Output:
             metadata = file.metadata()
             if metadata["run"] != self._run:  # of an unfinished output that this one replaced
                 return None
-            return int(metadata["layer"]), {name: file.get_tensor(name) for name in file.keys()}, json.loads(metadata["facts"])  # noqa: SIM118
+            return (
+                int(metadata["layer"]),
+                {name: file.get_tensor(name) for name in file.keys()},
+                json.loads(metadata["facts"]),
+            )  # noqa: SIM118
 
-    # --- the end ---------------------------------------------------------------------------------------------------------
+    # --- the end
+    # ---------------------------------------------------------------------------------------------------------
 
     def finish(self, grid: Grid, more: dict[str, bytes]) -> None:
-        """Write config, manifest, the files that belong to a model, and `more`; OUT exists when this returns. grid: the scheme's, for
-        descriptions that name one."""
-        quantized: dict[str, Grid | None] = {row.module: self.grids[row.module] for row in self.rows.values() if row.module in self.grids}
-        plain = [spec for row in self.rows.values() if row.module not in self.grids for spec in self._own_specs(row)]
+        """Write config, manifest, the files that belong to a model, and `more`; OUT exists when
+        this returns. grid: the scheme's, for descriptions that name one."""
+        quantized: dict[str, Grid | None] = {
+            row.module: self.grids[row.module]
+            for row in self.rows.values()
+            if row.module in self.grids
+        }
+        plain = [
+            spec
+            for row in self.rows.values()
+            if row.module not in self.grids
+            for spec in self._own_specs(row)
+        ]
         plain += [spec for row in self.rows.values() for spec in self.beside.get(row.name, ())]
         files = read_companions(self.source.checkpoint.path)
         files |= self.format.extra_files(grid, quantized, plain)
         files |= more
         block = self.format.config_block(grid, quantized, plain)
-        self.writer.finish(output_config(self.described, block), files, {"tensors": self.manifest()})
+        self.writer.finish(
+            output_config(self.described, block), files, {"tensors": self.manifest()}
+        )
 
     def bytes_by_part(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Of the source, without what is dropped, and of the output; the largest part of the output first."""
+        """Of the source, without what is dropped, and of the output; the largest part of the output
+        first."""
         before, after = Counter[str](), Counter[str]()
         for row in self.rows.values():
             before[row.part] += self.source.stored_bytes(row)
@@ -184,15 +247,24 @@ class Output:
         return dict(before), dict(after.most_common())
 
     def manifest(self) -> dict[str, dict[str, Any]]:
-        """Every tensor of the source: quantized, copied, transformed or dropped, what it became, and why."""
+        """Every tensor of the source: quantized, copied, transformed or dropped, what it became,
+        and why."""
         changed = {name for unit in self.units for name in self.writer.note(unit)["changed"]}
         entries: dict[str, dict[str, Any]] = {}
         for row in self.rows.values():
             became = [spec.name for spec in self.specs(row)]
             for name in self.source.parts(row):
-                entries[self.source.checkpoint.stored(name).name] = {"became": became, **self._fate(row, changed)}
-        dropped = self.dropped | dict.fromkeys(self.source.checkpoint.pruned, "a routed expert that was pruned")
-        entries |= {name: {"status": "dropped", "reason": reason, "became": []} for name, reason in dropped.items()}
+                entries[self.source.checkpoint.stored(name).name] = {
+                    "became": became,
+                    **self._fate(row, changed),
+                }
+        dropped = self.dropped | dict.fromkeys(
+            self.source.checkpoint.pruned, "a routed expert that was pruned"
+        )
+        entries |= {
+            name: {"status": "dropped", "reason": reason, "became": []}
+            for name, reason in dropped.items()
+        }
         return dict(sorted(entries.items()))
 
     def _fate(self, row: Parameter, changed: set[str]) -> dict[str, str]:
@@ -203,5 +275,8 @@ class Output:
         if row.name in changed:
             return {"status": "transformed", "reason": "scales folded in"}
         if self.source.parts(row) != (row.name,):
-            return {"status": "transformed", "reason": f"decoded to {str(self.source.dtype(row)).removeprefix('torch.')}"}
+            return {
+                "status": "transformed",
+                "reason": f"decoded to {str(self.source.dtype(row)).removeprefix('torch.')}",
+            }
         return {"status": "copied"}

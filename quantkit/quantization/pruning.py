@@ -1,10 +1,12 @@
-"""A model without the routed experts that add least: which sizes it has, what is seen of the source, and which experts those are.
+"""A model without the routed experts that add least: which sizes it has, what is seen of the
+source, and which experts those are.
 
     pruned = open_pruned(checkpoint, 0.25)           a checkpoint of the smaller model's names and shapes, from headers
     found = prune(pruned, ...)                       which experts are kept (calibrate/saliency.py), and from now on seen in it
 
-Every layer keeps the same number of experts, and every group of them the same share: engines read one number of experts, and groups are
-equal parts. Router rows and correction biases are cut with them, in MTP layers too.
+Every layer keeps the same number of experts, and every group of them the same share: engines read
+one number of experts, and groups are equal parts. Router rows and correction biases are cut with
+them, in MTP layers too.
 """
 
 import json
@@ -34,33 +36,63 @@ from quantkit.models.table import Parameter
 
 FILE_NAME = "pruning.json"
 """Of what an output tells of the experts that it lacks."""
-COUNT_KEYS = ("n_routed_experts", "num_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+COUNT_KEYS = (
+    "n_routed_experts",
+    "num_routed_experts",
+    "num_experts",
+    "num_local_experts",
+    "moe_num_experts",
+)
 """What architectures call the number of routed experts in config.json."""
 
 
 def open_pruned(checkpoint: Checkpoint, share: float) -> PrunedCheckpoint:
-    """`checkpoint` without a `share` of its routed experts, as many as whole groups allow, the last of each group until it is known which.
+    """`checkpoint` without a `share` of its routed experts, as many as whole groups allow, the last
+    of each group until it is known which.
 
-    Raises QuantkitError where the model has none, or where so few are left that no token could choose as many as it does.
+    Raises QuantkitError where the model has none, or where so few are left that no token could
+    choose as many as it does.
     """
     if not is_known(checkpoint.config):
-        told = f"model_type {checkpoint.config.get('model_type')!r} of {checkpoint.path / 'config.json'}"
-        raise QuantkitError(f"{told} is not one whose experts quantkit knows", "quantize it without --prune")
+        told = (
+            f"model_type {checkpoint.config.get('model_type')!r} of "
+            f"{checkpoint.path / 'config.json'}"
+        )
+        raise QuantkitError(
+            f"{told} is not one whose experts quantkit knows", "quantize it without --prune"
+        )
     model = read_model(checkpoint)
-    layers = sorted({row.layer for row in model.rows if row.expert is not None and row.layer is not None})
+    layers = sorted(
+        {row.layer for row in model.rows if row.expert is not None and row.layer is not None}
+    )
     if not layers:
-        raise QuantkitError(f"{checkpoint.path} has no routed experts to prune", "quantize it without --prune")
+        raise QuantkitError(
+            f"{checkpoint.path} has no routed experts to prune", "quantize it without --prune"
+        )
     sizes = _sizes(model, share)
     if any(row.expert is not None and row.projection is None for row in model.rows):
         raise QuantkitError(
-            f"the routed experts of {checkpoint.path} have biases, which are not pruned here", "quantize it without --prune"
+            f"the routed experts of {checkpoint.path} have biases, which are not pruned here",
+            "quantize it without --prune",
         )
     if any(row.role == "router_table" for row in model.rows):
-        told = f"layers of {checkpoint.path} choose experts by token id, and no table says which others stand for pruned ones"
+        told = (
+            f"layers of {checkpoint.path} choose experts by token id, and no table says which "
+            "others stand for pruned ones"
+        )
         raise QuantkitError(told, "quantize it without --prune")
-    first = {layer: [group * sizes.of_group + number for group in range(sizes.groups) for number in range(sizes.kept)] for layer in layers}
+    first = {
+        layer: [
+            group * sizes.of_group + number
+            for group in range(sizes.groups)
+            for number in range(sizes.kept)
+        ]
+        for layer in layers
+    }
     _check_alike(checkpoint, model.rows)
-    return PrunedCheckpoint(checkpoint, _config(checkpoint, sizes), _kept(checkpoint, model.rows, first))
+    return PrunedCheckpoint(
+        checkpoint, _config(checkpoint, sizes), _kept(checkpoint, model.rows, first)
+    )
 
 
 @dataclass(frozen=True)
@@ -72,17 +104,37 @@ class PrunedExperts:
     held_out: Tensor | None = None
 
     def to_bytes(self) -> bytes:
-        layers = {str(layer): {"kept": self.kept[layer], "saliency": values} for layer, values in sorted(self.saliency.items())}
+        layers = {
+            str(layer): {"kept": self.kept[layer], "saliency": values}
+            for layer, values in sorted(self.saliency.items())
+        }
         return (json.dumps({"layers": layers}) + "\n").encode()
 
 
-def prune(pruned: PrunedCheckpoint, sequences: Sequences, device: torch.device, batches: Batches, state: Path, tell: Tell) -> PrunedExperts:
-    """Find which experts add least, or what an earlier run found and left in the folder `state`, and see the others from now on."""
+def prune(
+    pruned: PrunedCheckpoint,
+    sequences: Sequences,
+    device: torch.device,
+    batches: Batches,
+    state: Path,
+    tell: Tell,
+) -> PrunedExperts:
+    """Find which experts add least, or what an earlier run found and left in the folder `state`,
+    and see the others from now on."""
     model = read_model(pruned.base)
-    store = _Store(state, stamped(pruned.base.path, {info.shard for info in pruned.base.tensors.values()}))
+    store = _Store(
+        state, stamped(pruned.base.path, {info.shard for info in pruned.base.tensors.values()})
+    )
     found = store.finished()
     if found is None:
-        source = SourceModel(ParameterReader(pruned.base, device), model.architecture, model.config, model.rows, set(), set())
+        source = SourceModel(
+            ParameterReader(pruned.base, device),
+            model.architecture,
+            model.config,
+            model.rows,
+            set(),
+            set(),
+        )
         found = SaliencyWalk(source, batches, store, tell).run(sequences)
         store.finish(found)
     routing = find_architecture(pruned.config).Config.from_dict(pruned.config).routing
@@ -95,14 +147,23 @@ def prune(pruned: PrunedCheckpoint, sequences: Sequences, device: torch.device, 
 def prune_as(pruned: PrunedCheckpoint, out: Path) -> None:
     """See of the source what the finished output `out` was made from."""
     layers = read_json(out / FILE_NAME)["layers"]
-    pruned.keep(_kept(pruned.base, read_model(pruned.base).rows, {int(layer): about["kept"] for layer, about in layers.items()}))
+    pruned.keep(
+        _kept(
+            pruned.base,
+            read_model(pruned.base).rows,
+            {int(layer): about["kept"] for layer, about in layers.items()},
+        )
+    )
 
 
 def told_pruned(checkpoint: Checkpoint) -> str:
     """How many experts of a layer are left, in words; empty where none was to go."""
     if not isinstance(checkpoint, PrunedCheckpoint):
         return ""
-    counts = [find_architecture(one.config).Config.from_dict(one.config).routing for one in (checkpoint, checkpoint.base)]
+    counts = [
+        find_architecture(one.config).Config.from_dict(one.config).routing
+        for one in (checkpoint, checkpoint.base)
+    ]
     kept, all_ = (0 if one is None else one.n_routed_experts for one in counts)
     return f"{kept} of {all_} in each layer are kept"
 
@@ -120,17 +181,30 @@ def _sizes(model: Model, share: float) -> _Sizes:
     routing = model.config.routing
     assert routing is not None, "experts and no routing"
     if not 0 < share < 1:
-        raise QuantkitError(f"{share} of the experts cannot be pruned", "give a share between 0 and 1")
+        raise QuantkitError(
+            f"{share} of the experts cannot be pruned", "give a share between 0 and 1"
+        )
     of_group = routing.n_routed_experts // routing.n_group
     left = of_group - int(of_group * share + 1e-9)
-    told = f"--prune {share:.0%} leaves {left} of the {of_group} experts of each of {routing.n_group} groups"
+    told = (
+        f"--prune {share:.0%} leaves {left} of the {of_group} experts of each of "
+        f"{routing.n_group} groups"
+    )
     if left == of_group:
         raise QuantkitError(told, f"give --prune {-(-100 // of_group)}% or more")
-    least = max(-(-routing.num_experts_per_tok // routing.topk_group), 2 if routing.topk_group < routing.n_group else 1)
+    least = max(
+        -(-routing.num_experts_per_tok // routing.topk_group),
+        2 if routing.topk_group < routing.n_group else 1,
+    )
     if left < least:
-        why = f"a token chooses {routing.num_experts_per_tok} experts of {routing.topk_group} groups"
+        why = (
+            f"a token chooses {routing.num_experts_per_tok} experts of {routing.topk_group} groups"
+        )
         most = int(100 * (of_group - least) / of_group)
-        raise QuantkitError(f"{told}, and {why}", f"give --prune {most}% or less" if most > 0 else "leave --prune out: none can go")
+        raise QuantkitError(
+            f"{told}, and {why}",
+            f"give --prune {most}% or less" if most > 0 else "leave --prune out: none can go",
+        )
     return _Sizes(routing.n_group, of_group, left)
 
 
@@ -147,15 +221,23 @@ def _config(checkpoint: Checkpoint, sizes: _Sizes) -> dict[str, Any]:
 
 
 def _with_count(config: Mapping[str, Any], before: int, after: int) -> dict[str, Any]:
-    return {key: after if key in COUNT_KEYS and value == before else value for key, value in config.items()}
+    return {
+        key: after if key in COUNT_KEYS and value == before else value
+        for key, value in config.items()
+    }
 
 
 def _kept(checkpoint: Checkpoint, rows: list[Parameter], kept: Mapping[int, list[int]]) -> Kept:
-    """What is seen of a checkpoint whose layers keep these experts, numbered anew in their order. rows: its whole table."""
+    """What is seen of a checkpoint whose layers keep these experts, numbered anew in their order.
+    rows: its whole table."""
     experts = 1 + max(row.expert for row in rows if row.expert is not None)
     names = {name: name for name in checkpoint.tensors}
     cut: dict[str, list[int]] = {}
-    modules = {(row.layer, row.expert, row.projection): row.module for row in rows if row.expert is not None}
+    modules = {
+        (row.layer, row.expert, row.projection): row.module
+        for row in rows
+        if row.expert is not None
+    }
     for module in modules.values():
         for name in checkpoint.parts(module):
             del names[name]
@@ -165,28 +247,41 @@ def _kept(checkpoint: Checkpoint, rows: list[Parameter], kept: Mapping[int, list
         seen_as = modules[layer, kept[layer].index(expert), projection]
         names |= {seen_as + name.removeprefix(module): name for name in checkpoint.parts(module)}
     for row in rows:
-        if row.role in ("router", "router_bias") and row.layer is not None and row.layer in kept and row.shape[0] == experts:
+        if (
+            row.role in ("router", "router_bias")
+            and row.layer is not None
+            and row.layer in kept
+            and row.shape[0] == experts
+        ):
             cut[row.name] = kept[row.layer]
     return Kept(names, cut)
 
 
 def _check_alike(checkpoint: Checkpoint, rows: list[Parameter]) -> None:
-    """Raise QuantkitError where experts of a layer are stored in different ways: which are kept would change what is written."""
+    """Raise QuantkitError where experts of a layer are stored in different ways: which are kept
+    would change what is written."""
     found: dict[tuple[int | None, str | None], tuple[object, ...]] = {}
     for row in rows:
         if row.expert is not None:
             parts = [checkpoint.tensors[name] for name in checkpoint.parts(row.module)]
-            stored = tuple((info.name.removeprefix(row.module), info.dtype, info.shape) for info in parts)
+            stored = tuple(
+                (info.name.removeprefix(row.module), info.dtype, info.shape) for info in parts
+            )
             if found.setdefault((row.layer, row.projection), stored) != stored:
-                raise QuantkitError(f"{row.module} is stored in another way than other experts of its layer", "quantize it without --prune")
+                raise QuantkitError(
+                    f"{row.module} is stored in another way than other experts of its layer",
+                    "quantize it without --prune",
+                )
 
 
 @dataclass
 class _Store:
-    """Files of a walk in the state folder of an unfinished output. stamps: of the source's shards, by name.
+    """Files of a walk in the state folder of an unfinished output. stamps: of the source's shards,
+    by name.
 
-    What was found in shards that were written to since is not used: the walk begins anew. Units that were made by another choice do not go
-    with what is found then, which the writer's watch tells.
+    What was found in shards that were written to since is not used: the walk begins anew. Units
+    that were made by another choice do not go with what is found then, which the writer's watch
+    tells.
     """
 
     folder: Path
@@ -217,12 +312,20 @@ class _Store:
             return None
         with safe_open(path, framework="pt") as file:
             about = json.loads(file.metadata()["found"])
-        return Saliency(_numbered(about["layers"]), load_file(path)["held_out"]) if about["stamps"] == self.stamps else None
+        return (
+            Saliency(_numbered(about["layers"]), load_file(path)["held_out"])
+            if about["stamps"] == self.stamps
+            else None
+        )
 
     def _write(self, name: str, tensors: dict[str, Tensor], found: Saliency, layer: int) -> None:
         about = json.dumps({"layer": layer, "layers": found.layers, "stamps": self.stamps})
         fresh = self.folder / f"{name}.new"
-        save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, fresh, metadata={"found": about})
+        save_file(
+            {key: value.detach().cpu().contiguous() for key, value in tensors.items()},
+            fresh,
+            metadata={"found": about},
+        )
         fresh.replace(self.folder / name)
 
 

@@ -1,7 +1,9 @@
-"""report.json and report.html beside the weights: is it good, what was lost, where, and why, and how to make it again. Self-contained.
+"""report.json and report.html beside the weights: is it good, what was lost, where, and why, and
+how to make it again. Self-contained.
 
-All of it follows from the run's settings, but for what stands under "run": when and where it was finished and how long it took. The files
-of a resumed run are those of an undisturbed one in all the rest.
+All of it follows from the run's settings, but for what stands under "run": when and where it was
+finished and how long it took. The files of a resumed run are those of an undisturbed one in all the
+rest.
 """
 
 import json
@@ -28,7 +30,8 @@ _COLOURS = (OURS, THEIRS, "#3d8b5f", "#8a4fa0", "#b23a48", "#4aa3b8", "#9a8b2f",
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Of the process that finished the output. seconds: it took; found: units that earlier ones had finished."""
+    """Of the process that finished the output. seconds: it took; found: units that earlier ones had
+    finished."""
 
     finished: str
     seconds: float
@@ -38,9 +41,10 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Account:
-    """What a report says besides the findings. Bytes are of tensors, by part of the model. source: its directory; command: what makes the
-    output again; recipe: all its settings. quantized_share, left: as in `Coverage`; told: as in `Inventory`. experts_left: there are
-    routed experts, and none was quantized. allocation: `Chosen.account`, where grids were chosen."""
+    """What a report says besides the findings. Bytes are of tensors, by part of the model. source:
+    its directory; command: what makes the output again; recipe: all its settings. quantized_share,
+    left: as in `Coverage`; told: as in `Inventory`. experts_left: there are routed experts, and
+    none was quantized. allocation: `Chosen.account`, where grids were chosen."""
 
     model: str
     source: str
@@ -61,29 +65,44 @@ class Account:
     allocation: dict[str, Any] | None = None
 
 
-def report_files(account: Account, findings: Findings, rows: Iterable[Parameter], run: RunFacts) -> dict[str, bytes]:
+def report_files(
+    account: Account, findings: Findings, rows: Iterable[Parameter], run: RunFacts
+) -> dict[str, bytes]:
     """report.json and report.html. rows: the model's table."""
     facts = summary(account, findings, rows) | {"run": vars(run)}
-    return {"report.json": (json.dumps(facts, indent=1) + "\n").encode(), "report.html": _page(facts).encode()}
+    return {
+        "report.json": (json.dumps(facts, indent=1) + "\n").encode(),
+        "report.html": _page(facts).encode(),
+    }
 
 
 def summary(account: Account, findings: Findings, rows: Iterable[Parameter]) -> dict[str, Any]:
     """Everything that the page shows, JSON-ready; an error without held-out inputs is null."""
     starved = {
-        layer: [expert for expert, tokens in enumerate(counts) if tokens < account.min_expert_tokens]
+        layer: [
+            expert for expert, tokens in enumerate(counts) if tokens < account.min_expert_tokens
+        ]
         for layer, counts in findings.expert_tokens.items()
     }
-    modules = sorted(findings.errors, key=_natural)  # several ranks find them in another order than one
+    modules = sorted(
+        findings.errors, key=_natural
+    )  # several ranks find them in another order than one
     held_out = _held_out(findings)
     return {
         **vars(account),
         "verdict": _verdict(account, held_out),
         "mean_error": findings.mean_error,
-        "errors": {module: None if math.isnan(findings.errors[module]) else findings.errors[module] for module in modules},
+        "errors": {
+            module: None if math.isnan(findings.errors[module]) else findings.errors[module]
+            for module in modules
+        },
         "methods": {module: findings.methods[module] for module in modules},
         "error_by_layer": by_layer({module: findings.errors[module] for module in modules}, rows),
         "held_out": held_out,
-        "hidden_error": {layer: None if math.isnan(error) else error for layer, error in findings.hidden_error.items()},
+        "hidden_error": {
+            layer: None if math.isnan(error) else error
+            for layer, error in findings.hidden_error.items()
+        },
         "scales": findings.scales,
         "expert_tokens": findings.expert_tokens,
         "starved_experts": {layer: experts for layer, experts in starved.items() if experts},
@@ -94,30 +113,49 @@ def summary(account: Account, findings: Findings, rows: Iterable[Parameter]) -> 
 def read_findings(out: Path) -> Findings:
     """What report_files told of, from a finished output."""
     facts = json.loads((out / "report.json").read_text(encoding="utf-8"))
-    found = Findings(**{name: facts[name] for name in ("methods", "scales", "expert_tokens", "expert_agreement")})
-    found.errors, found.hidden_error = (
-        {name: math.nan if error is None else error for name, error in facts[key].items()} for key in ("errors", "hidden_error")
+    found = Findings(
+        **{name: facts[name] for name in ("methods", "scales", "expert_tokens", "expert_agreement")}
     )
-    found.next_token = {key: value for key, value in (facts["held_out"] or {}).items() if key != "expert_agree"}
+    found.errors, found.hidden_error = (
+        {name: math.nan if error is None else error for name, error in facts[key].items()}
+        for key in ("errors", "hidden_error")
+    )
+    found.next_token = {
+        key: value for key, value in (facts["held_out"] or {}).items() if key != "expert_agree"
+    }
     return found
 
 
 def _verdict(account: Account, held_out: dict[str, float] | None) -> dict[str, str]:
     """Whether it is good, in a word and a sentence."""
     if held_out is None:
-        compare = f"quantkit ppl OUT --baseline {shlex.quote(account.source)} --text FILE says how far it is"
+        compare = (
+            f"quantkit ppl OUT --baseline {shlex.quote(account.source)} --text FILE says "
+            "how far it is"
+        )
         told = f"Not measured: no text was held out. {compare}."
         return {"word": "unknown", "sentence": told}
     usual = account.scheme if account.allocation is None else ""
-    return vars(judge(held_out["kl"], held_out["top1_agree"], int(held_out["tokens"]), held_out.get("plain_kl"), usual))
+    return vars(
+        judge(
+            held_out["kl"],
+            held_out["top1_agree"],
+            int(held_out["tokens"]),
+            held_out.get("plain_kl"),
+            usual,
+        )
+    )
 
 
 def _held_out(findings: Findings) -> dict[str, float] | None:
-    """Keys as those of `ppl`; None where no tokens were held out. expert_agree is the mean over layers with experts."""
+    """Keys as those of `ppl`; None where no tokens were held out. expert_agree is the mean over
+    layers with experts."""
     if not findings.next_token:
         return None
     agreement = findings.expert_agreement.values()
-    return findings.next_token | ({"expert_agree": math.fsum(agreement) / len(agreement)} if agreement else {})
+    return findings.next_token | (
+        {"expert_agree": math.fsum(agreement) / len(agreement)} if agreement else {}
+    )
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -133,33 +171,56 @@ def by_layer(errors: dict[str, float], rows: Iterable[Parameter]) -> dict[str, d
         row = in_layers.get(module)
         if row is not None and not math.isnan(error):
             found.setdefault(kind_of(row), {}).setdefault(str(row.layer), []).append(error)
-    return {kind: {layer: median(values) for layer, values in layers.items()} for kind, layers in found.items()}
+    return {
+        kind: {layer: median(values) for layer, values in layers.items()}
+        for kind, layers in found.items()
+    }
 
 
 def kind_of(row: Parameter) -> str:
     """ "o_proj", "shared down_proj", "expert gate_proj"."""
     name = row.module.rsplit(".", 1)[1]
-    return f"expert {name}" if row.block == "expert" else f"shared {name}" if row.block == "shared_expert" else name
+    return (
+        f"expert {name}"
+        if row.block == "expert"
+        else f"shared {name}"
+        if row.block == "shared_expert"
+        else name
+    )
 
 
 def _page(facts: dict[str, Any]) -> str:
     from jinja2 import Environment, StrictUndefined
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters |= {"size": size, "span": span, "count": _count}
     environment.filters["scientific"] = lambda value: "-" if value is None else f"{value:.2e}"
-    worst = sorted(((error, module) for module, error in facts["errors"].items() if error is not None), reverse=True)[:_WORST]
+    worst = sorted(
+        ((error, module) for module, error in facts["errors"].items() if error is not None),
+        reverse=True,
+    )[:_WORST]
     plots = {
         "errors": _error_plot(facts["error_by_layer"]) if facts["error_by_layer"] else "",
-        "hidden": layer_plot(_numbered(facts["hidden_error"]), "squared error over squared norm", log=True),
-        "tokens": _tokens_plot(facts["expert_tokens"], facts["min_expert_tokens"]) if facts["expert_tokens"] else "",
-        "agreement": layer_plot(_numbered(facts["expert_agreement"]), "share of the same experts", log=False),
+        "hidden": layer_plot(
+            _numbered(facts["hidden_error"]), "squared error over squared norm", log=True
+        ),
+        "tokens": _tokens_plot(facts["expert_tokens"], facts["min_expert_tokens"])
+        if facts["expert_tokens"]
+        else "",
+        "agreement": layer_plot(
+            _numbered(facts["expert_agreement"]), "share of the same experts", log=False
+        ),
         "scales": _scale_plot(facts["scales"]) if facts["scales"] else "",
         "sizes": _size_plot(facts["source_bytes"], facts["output_bytes"]),
         "curve": curve_plot(facts["allocation"]) if facts["allocation"] else "",
     }
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
-        facts=facts, plots=plots, worst=worst, methods=Counter(facts["methods"].values()).most_common()
+        facts=facts,
+        plots=plots,
+        worst=worst,
+        methods=Counter(facts["methods"].values()).most_common(),
     )
 
 
@@ -180,7 +241,16 @@ def _error_plot(kinds: dict[str, dict[str, float]]) -> str:
     for number, (kind, layers) in enumerate(sorted(kinds.items())):
         points = sorted((int(layer), error) for layer, error in layers.items())
         colour, style = _COLOURS[number % len(_COLOURS)], "-" if number < len(_COLOURS) else "--"
-        axes.plot([x for x, _ in points], [y for _, y in points], style, marker="o", markersize=3, color=colour, label=kind, linewidth=1)
+        axes.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            style,
+            marker="o",
+            markersize=3,
+            color=colour,
+            label=kind,
+            linewidth=1,
+        )
     axes.set_yscale("log")
     label_axes(axes, "layer", "median output error")
     axes.legend(fontsize=7, frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(1.0, 1.0))
@@ -191,7 +261,9 @@ def _tokens_plot(layers: dict[str, list[int]], starved: int) -> str:
     """Every layer's experts from the busiest to the idlest."""
     axes, plot = draw(7.0, 2.6)
     for counts in layers.values():
-        axes.plot(sorted(counts, reverse=True), color=OURS, alpha=max(0.15, 1 / len(layers)), linewidth=1)
+        axes.plot(
+            sorted(counts, reverse=True), color=OURS, alpha=max(0.15, 1 / len(layers)), linewidth=1
+        )
     axes.axhline(starved, color=THEIRS, linewidth=1, linestyle="--", label="starved below this")
     axes.set_yscale("symlog", linthresh=max(starved, 1))
     axes.set_ylim(bottom=0)
@@ -215,11 +287,27 @@ def curve_plot(allocation: dict[str, Any]) -> str:
     """Predicted KL over the size of the output, and where this output lies."""
     axes, plot = draw(7.0, 2.6)
     scale, unit = byte_unit(max(point["size"] for point in allocation["curve"]))
-    points = [(point["size"] / scale, point["kl"]) for point in allocation["curve"] if point["kl"] > 0]
-    axes.plot([x for x, _ in points], [y for _, y in points], marker="o", markersize=3, color=OURS, linewidth=1, label="best of each size")
+    points = [
+        (point["size"] / scale, point["kl"]) for point in allocation["curve"] if point["kl"] > 0
+    ]
+    axes.plot(
+        [x for x, _ in points],
+        [y for _, y in points],
+        marker="o",
+        markersize=3,
+        color=OURS,
+        linewidth=1,
+        label="best of each size",
+    )
     if allocation["kl"] > 0:
         axes.plot(
-            [allocation["size"] / scale], [allocation["kl"]], marker="D", markersize=7, color=THEIRS, linestyle="", label="this output"
+            [allocation["size"] / scale],
+            [allocation["kl"]],
+            marker="D",
+            markersize=7,
+            color=THEIRS,
+            linestyle="",
+            label="this output",
         )
     axes.set_yscale("log")
     label_axes(axes, f"size, {unit}", "predicted KL")
@@ -228,12 +316,28 @@ def curve_plot(allocation: dict[str, Any]) -> str:
 
 
 def _size_plot(source: dict[str, int], output: dict[str, int]) -> str:
-    parts = [part for part, nbytes in sorted(output.items(), key=lambda item: -item[1]) if nbytes * 200 > sum(output.values())]
+    parts = [
+        part
+        for part, nbytes in sorted(output.items(), key=lambda item: -item[1])
+        if nbytes * 200 > sum(output.values())
+    ]
     axes, plot = draw(7.0, 0.7 + 0.45 * len(parts))
     scale, unit = byte_unit(max([*source.values(), *output.values(), 1]))
     for place, part in enumerate(parts):
-        axes.barh(place - 0.18, source.get(part, 0) / scale, height=0.34, color=GREY, label="source" if place == 0 else None)
-        axes.barh(place + 0.18, output[part] / scale, height=0.34, color=OURS, label="output" if place == 0 else None)
+        axes.barh(
+            place - 0.18,
+            source.get(part, 0) / scale,
+            height=0.34,
+            color=GREY,
+            label="source" if place == 0 else None,
+        )
+        axes.barh(
+            place + 0.18,
+            output[part] / scale,
+            height=0.34,
+            color=OURS,
+            label="output" if place == 0 else None,
+        )
     axes.set_yticks(range(len(parts)), parts)
     axes.set_ylim(len(parts) - 0.5, -0.5)
     label_axes(axes, unit, "")

@@ -16,10 +16,18 @@ from quantkit.quantization.output import Output
 
 
 @torch.inference_mode()
-def round_units(source: ParameterReader, output: Output, solvers: Solvers, on_event: OnEvent, ranks: Ranks, begun: float = 0.0) -> Findings:
+def round_units(
+    source: ParameterReader,
+    output: Output,
+    solvers: Solvers,
+    on_event: OnEvent,
+    ranks: Ranks,
+    begun: float = 0.0,
+) -> Findings:
     """Round every unit that is not finished, this rank's of them, and wait for the others.
 
-    begun: share of the run's time that is behind it. Errors are of the weights themselves: there are no inputs to weigh them by.
+    begun: share of the run's time that is behind it. Errors are of the weights themselves: there
+    are no inputs to weigh them by.
     """
     ranks.share(output)
     findings = Findings()
@@ -32,7 +40,14 @@ def round_units(source: ParameterReader, output: Output, solvers: Solvers, on_ev
         done += sum(source.stored_bytes(row) for row in rows)
         on_event(
             Progress(
-                "rounding", unit, done, total, findings.mean_error, process.memory_info().rss, begun + (1 - begun) * done / total, found
+                "rounding",
+                unit,
+                done,
+                total,
+                findings.mean_error,
+                process.memory_info().rss,
+                begun + (1 - begun) * done / total,
+                found,
             )
         )
     ranks.share(output)
@@ -47,7 +62,14 @@ def _collected(output: Output) -> Findings:
     return findings
 
 
-def _round_unit(unit: str, rows: list[Parameter], source: ParameterReader, output: Output, solvers: Solvers, findings: Findings) -> None:
+def _round_unit(
+    unit: str,
+    rows: list[Parameter],
+    source: ParameterReader,
+    output: Output,
+    solvers: Solvers,
+    findings: Findings,
+) -> None:
     weights = {row.module: source.dequantized(row) for row in rows if output.rounds(row)}
     fused = {row.module: row.fused for row in rows if row.fused}
     solved: dict[str, Solved] = {}

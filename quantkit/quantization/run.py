@@ -40,7 +40,13 @@ from quantkit.quantization.cost import RATES, job_work, seconds_of
 from quantkit.quantization.coverage import Coverage
 from quantkit.quantization.job import NO_MIXTURE, Job, JobRequest, open_job, read_request
 from quantkit.quantization.memory import Peak, check_memory, expected_peak
-from quantkit.quantization.mixed_precision import ChosenGrids, Options, check_wanted, read_sensitivities, told_grids
+from quantkit.quantization.mixed_precision import (
+    ChosenGrids,
+    Options,
+    check_wanted,
+    read_sensitivities,
+    told_grids,
+)
 from quantkit.quantization.mixture import Mixture
 from quantkit.quantization.output import Output
 from quantkit.quantization.pruning import FILE_NAME as PRUNING
@@ -54,7 +60,8 @@ from quantkit.tokenizer.chat import ChatTokenizer
 
 @dataclass(frozen=True, repr=False)
 class QuantizationReport(Result):
-    """What came of a run. Bytes are of tensors; peak_memory is this process's largest resident set, planned_memory what was expected."""
+    """What came of a run. Bytes are of tensors; peak_memory is this process's largest resident set,
+    planned_memory what was expected."""
 
     out: Path
     scheme: str
@@ -76,19 +83,30 @@ class QuantizationReport(Result):
 
     def to_json(self) -> dict[str, Any]:
         """Without the findings of single linears, which report.json has."""
-        told = {key: value for key, value in vars(self).items() if key not in ("findings", "coverage")}
+        told = {
+            key: value for key, value in vars(self).items() if key not in ("findings", "coverage")
+        }
         if self.allocation is None:
             del told["allocation"]
         told |= {"quantized_share": self.coverage.share, "left": self.coverage.left}
-        return told | {"mean_error": self.findings.mean_error, "next_token": self.findings.next_token, "out": str(self.out)}
+        return told | {
+            "mean_error": self.findings.mean_error,
+            "next_token": self.findings.next_token,
+            "out": str(self.out),
+        }
 
     @property
     def _verdict(self) -> str:
         found = self.findings.next_token
         if not found:
-            return "not measured: no text was held out; quantkit ppl says how far it is from the source"
+            return (
+                "not measured: no text was held out; quantkit ppl says how far it is from the "
+                "source"
+            )
         usual = self.scheme if self.allocation is None else ""
-        return judge(found["kl"], found["top1_agree"], int(found["tokens"]), found.get("plain_kl"), usual).sentence
+        return judge(
+            found["kl"], found["top1_agree"], int(found["tokens"]), found.get("plain_kl"), usual
+        ).sentence
 
     @property
     def heading(self) -> str:
@@ -99,7 +117,11 @@ class QuantizationReport(Result):
             ("verdict", self._verdict),
             ("written to", f"{self.out} ({self.format})"),
             ("size", f"{size(self.output_bytes)}, from {size(self.source_bytes)}"),
-            *([("routed experts", f"{self.pruned}; what that loses is in the KL")] if self.pruned else []),
+            *(
+                [("routed experts", f"{self.pruned}; what that loses is in the KL")]
+                if self.pruned
+                else []
+            ),
             ("quantized", str(self.coverage)),
             *([] if self.allocation is None else [("grids", told_grids(self.allocation))]),
             ("time", span(self.seconds)),
@@ -111,7 +133,11 @@ class QuantizationReport(Result):
 
     def pictures(self) -> list[str]:
         """The error of the hidden states after each layer, where text was held out."""
-        layers = {int(layer): error for layer, error in self.findings.hidden_error.items() if not math.isnan(error)}
+        layers = {
+            int(layer): error
+            for layer, error in self.findings.hidden_error.items()
+            if not math.isnan(error)
+        }
         return [layer_plot(layers, "squared error over squared norm", log=True)] if layers else []
 
 
@@ -132,12 +158,15 @@ def quantize(
 ) -> QuantizationReport:
     """Quantize the checkpoint `source` into the directory `out`.
 
-    format: a format's command-line name, or "auto" for the scheme's first. engine: write what this engine loads, or refuse.
-    mixture: which linears stay as they are, or are on other grids; sensitivities: what an earlier run measured for that.
-    recipe.calibration: a file or data set, None for quantkit's own text; not read by schemes that need none. memory: bytes of host memory
-    that the run must keep under. Raises QuantkitError before any long work where the source, the recipe, the memory or the target do not
-    fit; a run that was stopped goes on when it is called again with the same arguments, and of one that is complete the report is told
-    again.
+    format: a format's command-line name, or "auto" for the scheme's first. engine: write what this
+    engine loads, or refuse.
+    mixture: which linears stay as they are, or are on other grids; sensitivities: what an earlier
+    run measured for that.
+    recipe.calibration: a file or data set, None for quantkit's own text; not read by schemes that
+    need none. memory: bytes of host memory that the run must keep under. Raises QuantkitError
+    before any long work where the source, the recipe, the memory or the target do not fit; a run
+    that was stopped goes on when it is called again with the same arguments, and of one that is
+    complete the report is told again.
     """
     start, ranks = time.perf_counter(), Ranks.meet()
     inputs = [source, *(Path(one) for one in (recipe.calibration, sensitivities) if one)]
@@ -146,12 +175,18 @@ def quantize(
     run = _checked(source, read_request(scheme, format, engine, recipe, mixture), engine, memory)
     where = take_device(device)
     if run.options is not None:
-        run = _with_grids(run, run.options, out, sensitivities, ranks, where, on_event if ranks.leads else silent)
+        run = _with_grids(
+            run, run.options, out, sensitivities, ranks, where, on_event if ranks.leads else silent
+        )
     job = run.job
-    if ranks.size > 1 and where.type != "cpu":  # torchrun allows one thread; on a CPU results depend on their number
+    if (
+        ranks.size > 1 and where.type != "cpu"
+    ):  # torchrun allows one thread; on a CPU results depend on their number
         torch.set_num_threads(ranks.cores)
     source_reader, about = ParameterReader(job.checkpoint, where), job.inventory
-    output = Output(source_reader, job.target, job.grids, job.units, about.dropped, about.described, job.beside)
+    output = Output(
+        source_reader, job.target, job.grids, job.units, about.dropped, about.described, job.beside
+    )
     if not overwrite and (manifest := made_for(out, run.fingerprint)):
         if isinstance(job.checkpoint, PrunedCheckpoint):
             prune_as(job.checkpoint, out)
@@ -163,7 +198,12 @@ def quantize(
     if ranks.leads and about.told:
         on_event(Note(about.told))
     if ranks.leads and not has_tokenizer(source):
-        on_event(Note(f"warning: {source} has no tokenizer, and so the output has none: engines read it beside the weights"))
+        on_event(
+            Note(
+                f"warning: {source} has no tokenizer, and so the output has none: engines read it "
+                "beside the weights"
+            )
+        )
     writer = output.open(out, run.fingerprint, overwrite=overwrite, rank=ranks.rank, inputs=inputs)
     with writer, writer.keeping(output.units):
         resumed = writer.finished(output.units) if ranks.leads else ""
@@ -178,18 +218,26 @@ def quantize(
         ranks.wait()
         if ranks.leads:
             seconds = time.perf_counter() - start
-            facts = RunFacts(datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), round(seconds, 1), describe_hardware(device), resumed)
+            facts = RunFacts(
+                datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+                round(seconds, 1),
+                describe_hardware(device),
+                resumed,
+            )
             account = _account(run, output, source, out, engine)
             files = report_files(account, found, job.rows, facts) | _counts_file(run, found)
             files |= {} if pruned is None else {PRUNING: pruned.to_bytes()}
-            output.finish(job.request.scheme.weight, files | ({NAME: run.measured} if run.chosen else {}))
+            output.finish(
+                job.request.scheme.weight, files | ({NAME: run.measured} if run.chosen else {})
+            )
             beside(out).unlink(missing_ok=True)
     return _report(run, output, out, start, found)
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A job with its calibration text. sequences: none for a run without calibration. fingerprint: everything the output depends on.
+    """A job with its calibration text. sequences: none for a run without calibration. fingerprint:
+    everything the output depends on.
     options: of grids that are to be chosen; chosen: which were, and measured, the file by which."""
 
     job: Job
@@ -212,10 +260,16 @@ def _checked(source: Path, request: JobRequest, engine: str | None, memory: int 
     options = Options(job) if request.mixture.chooses else None
     peak, batches = expected_peak(job, memory)
     check_memory(job, peak, memory)
-    sequences = _sequences(source, recipe) if job.request.methods or recipe.prune else Sequences([], [])
+    sequences = (
+        _sequences(source, recipe) if job.request.methods or recipe.prune else Sequences([], [])
+    )
     name = job.request.format
-    own = recipe.model_copy(update={"scheme": request.scheme.name})  # a recipe of one's own may name another
-    fingerprint = _fingerprint(job.checkpoint, own, f"{name} for {engine}" if engine else name, sequences)
+    own = recipe.model_copy(
+        update={"scheme": request.scheme.name}
+    )  # a recipe of one's own may name another
+    fingerprint = _fingerprint(
+        job.checkpoint, own, f"{name} for {engine}" if engine else name, sequences
+    )
     if batches != Batches():
         fingerprint["batches for --memory"] = str(batches)
     if request.mixture != NO_MIXTURE:
@@ -228,18 +282,37 @@ def _told_grids(job: Job) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
-def _with_grids(run: _Run, options: Options, out: Path, given: Path | None, ranks: Ranks, device: torch.device, on_event: OnEvent) -> _Run:
-    """The run with grids chosen by what they cost, which the first rank measures where no file says it."""
+def _with_grids(
+    run: _Run,
+    options: Options,
+    out: Path,
+    given: Path | None,
+    ranks: Ranks,
+    device: torch.device,
+    on_event: OnEvent,
+) -> _Run:
+    """The run with grids chosen by what they cost, which the first rank measures where no file says
+    it."""
     if ranks.leads:
         find_sensitivities(options, run.sequences, out, given, device, on_event)
     ranks.wait()
-    path = next(path for path in (given, beside(out), out / NAME) if path is not None and path.is_file())
+    path = next(
+        path for path in (given, beside(out), out / NAME) if path is not None and path.is_file()
+    )
     chosen = options.choose(read_sensitivities(path, options.job.checkpoint.fingerprint))
     told = run.fingerprint | {"grids": _told_grids(chosen.job)}
     return replace(run, job=chosen.job, fingerprint=told, chosen=chosen, measured=path.read_bytes())
 
 
-def _report(run: _Run, output: Output, out: Path, start: float, found: Findings, *, done_already: bool = False) -> QuantizationReport:
+def _report(
+    run: _Run,
+    output: Output,
+    out: Path,
+    start: float,
+    found: Findings,
+    *,
+    done_already: bool = False,
+) -> QuantizationReport:
     return QuantizationReport(
         out=out,
         scheme=run.job.request.scheme.name,
@@ -259,7 +332,8 @@ def _report(run: _Run, output: Output, out: Path, start: float, found: Findings,
 
 
 def _pruned(run: _Run, output: Output, ranks: Ranks, on_event: OnEvent) -> PrunedExperts | None:
-    """Which experts are left out, from now on also of the job's checkpoint; None where none are. One rank finds it out."""
+    """Which experts are left out, from now on also of the job's checkpoint; None where none are.
+    One rank finds it out."""
     checkpoint, device = run.job.checkpoint, output.source.device
     if not isinstance(checkpoint, PrunedCheckpoint):
         return None
@@ -271,14 +345,19 @@ def _pruned(run: _Run, output: Output, ranks: Ranks, on_event: OnEvent) -> Prune
     found = None
     for turn in (True, False):
         if ranks.leads == turn:
-            found = prune(checkpoint, run.sequences, device, run.batches, output.writer.state_dir, tell)
+            found = prune(
+                checkpoint, run.sequences, device, run.batches, output.writer.state_dir, tell
+            )
         ranks.wait()
     output.source_chosen()
     return found
 
 
-def _round(run: _Run, output: Output, ranks: Ranks, on_event: OnEvent, pruned: PrunedExperts | None) -> Findings:
-    """Calibrate and write the decoder layers, then round whatever is left; without methods, round everything."""
+def _round(
+    run: _Run, output: Output, ranks: Ranks, on_event: OnEvent, pruned: PrunedExperts | None
+) -> Findings:
+    """Calibrate and write the decoder layers, then round whatever is left; without methods, round
+    everything."""
     job, recipe, methods = run.job, run.job.request.recipe, run.job.request.methods
     plain = Solvers(job.target, job.grids.__getitem__, recipe, (), run.batches.piece_values)
     if not methods:
@@ -286,9 +365,15 @@ def _round(run: _Run, output: Output, ranks: Ranks, on_event: OnEvent, pruned: P
     solvers = Solvers(job.target, job.grids.__getitem__, recipe, methods, run.batches.piece_values)
     quantized = {row.module for row in job.linears}
     frozen = job.grids.keys() - quantized
-    model = SourceModel(output.source, job.inventory.architecture, job.inventory.config, job.rows, quantized, frozen)
+    model = SourceModel(
+        output.source, job.inventory.architecture, job.inventory.config, job.rows, quantized, frozen
+    )
     log = UnitLog(model.units, output.source, output, on_event, _shares(job))
-    cache = CodedCache(job.inventory.config.cache, output.source.device) if job.request.scheme.cache else None
+    cache = (
+        CodedCache(job.inventory.config.cache, output.source.device)
+        if job.request.scheme.cache
+        else None
+    )
     walk = Walk(model, solvers, log, ranks, run.batches, job.inventory.ends(output.source), cache)
     walk.unpruned = None if pruned is None else pruned.held_out
     findings = walk.run(run.sequences)
@@ -297,7 +382,8 @@ def _round(run: _Run, output: Output, ranks: Ranks, on_event: OnEvent, pruned: P
 
 
 _WALKED = 0.98
-"""Share of a calibrated run's time that is behind it when what is left has only to be rounded and copied."""
+"""Share of a calibrated run's time that is behind it when what is left has only to be rounded and
+copied."""
 
 
 def _shares(job: Job) -> dict[str, float]:
@@ -305,7 +391,9 @@ def _shares(job: Job) -> dict[str, float]:
     work = {}
     quantized = {row.module for row in job.linears}
     for unit, rows in job.units.items():
-        work[unit] = seconds_of(job_work(job, [row for row in rows if row.module in quantized], 0), RATES[0])
+        work[unit] = seconds_of(
+            job_work(job, [row for row in rows if row.module in quantized], 0), RATES[0]
+        )
     total = sum(work.values()) or 1.0
     return {unit: _WALKED * seconds / total for unit, seconds in work.items()}
 
@@ -313,12 +401,24 @@ def _shares(job: Job) -> dict[str, float]:
 def _account(run: _Run, output: Output, source: Path, out: Path, engine: str | None) -> Account:
     request, recipe = run.job.request, run.job.request.recipe
     named = ["--engine", engine] if engine else ["--format", request.format]
-    command = ["quantkit", "quantize", str(source), "--scheme", request.scheme.name, *named, *request.mixture.options()]
+    command = [
+        "quantkit",
+        "quantize",
+        str(source),
+        "--scheme",
+        request.scheme.name,
+        *named,
+        *request.mixture.options(),
+    ]
     if request.methods or recipe.prune:
         command += ["--calibration", recipe.calibration] if recipe.calibration else []
         command += ["--samples", str(recipe.samples), "--seq-len", str(recipe.seq_len)]
     command += ["--group-size", str(recipe.group_size)] if recipe.group_size else []
-    command += ["--prune", f"{recipe.prune:.6%}".replace("%", "").rstrip("0").rstrip(".") + "%"] if recipe.prune else []
+    command += (
+        ["--prune", f"{recipe.prune:.6%}".replace("%", "").rstrip("0").rstrip(".") + "%"]
+        if recipe.prune
+        else []
+    )
     command += ["--seed", str(recipe.seed), "--out", str(out)]
     before, after = output.bytes_by_part()
     experts = any(row.expert is not None for row in run.job.rows)
@@ -344,12 +444,17 @@ def _account(run: _Run, output: Output, source: Path, out: Path, engine: str | N
 
 
 def _counts_file(run: _Run, found: Findings) -> dict[str, bytes]:
-    """What the calibration text asked of the routed experts, for `place`; nothing for a run without either."""
+    """What the calibration text asked of the routed experts, for `place`; nothing for a run without
+    either."""
     if not found.expert_tokens:
         return {}
     layers = {int(layer): counts for layer, counts in found.expert_tokens.items()}
     model_type = run.job.checkpoint.config.get("model_type")
-    return {FILE_NAME: ExpertCounts.of(model_type, run.job.inventory.config, run.calibration_tokens, layers).to_bytes()}
+    return {
+        FILE_NAME: ExpertCounts.of(
+            model_type, run.job.inventory.config, run.calibration_tokens, layers
+        ).to_bytes()
+    }
 
 
 def _calibrated_on(recipe: Recipe) -> str:
@@ -359,11 +464,18 @@ def _calibrated_on(recipe: Recipe) -> str:
 def _sequences(source: Path, recipe: Recipe) -> Sequences:
     tokenizer = ChatTokenizer(source)
     return load_sequences(
-        recipe.calibration, tokenizer, samples=recipe.samples, held_out=recipe.held_out, seq_len=recipe.seq_len, seed=recipe.seed
+        recipe.calibration,
+        tokenizer,
+        samples=recipe.samples,
+        held_out=recipe.held_out,
+        seq_len=recipe.seq_len,
+        seed=recipe.seed,
     )
 
 
-def _fingerprint(checkpoint: Checkpoint, recipe: Recipe, format: str, sequences: Sequences) -> dict[str, str]:
+def _fingerprint(
+    checkpoint: Checkpoint, recipe: Recipe, format: str, sequences: Sequences
+) -> dict[str, str]:
     tokens = hashlib.sha256()
     for sequence in (*sequences.calibration, *sequences.held_out):
         tokens.update(sequence.numpy().tobytes() + b"|")

@@ -1,4 +1,5 @@
-"""Sensitivities for a run: from the file that was given, from one that an earlier run left, or measured now and left beside the output.
+"""Sensitivities for a run: from the file that was given, from one that an earlier run left, or
+measured now and left beside the output.
 
 OUT.sensitivities.json           what was measured; OUT holds it as sensitivities.json when it is complete
 OUT.sensitivities.safetensors    the paths of a pass that was stopped, at the input of a layer
@@ -20,7 +21,12 @@ from quantkit.calibrate.sensitivity import Sensitivities, SensitivityPass, piece
 from quantkit.calibrate.solver_table import Solvers
 from quantkit.calibrate.source_model import SourceModel
 from quantkit.common.progress import Note, OnEvent, Progress, peak_memory
-from quantkit.quantization.mixed_precision import Options, read_sensitivities, rounded_labels, sensitivities_file
+from quantkit.quantization.mixed_precision import (
+    Options,
+    read_sensitivities,
+    rounded_labels,
+    sensitivities_file,
+)
 
 NAME = "sensitivities.json"
 
@@ -31,7 +37,12 @@ def beside(out: Path) -> Path:
 
 
 def find_sensitivities(
-    options: Options, sequences: Sequences, out: Path, given: Path | None, device: torch.device, on_event: OnEvent
+    options: Options,
+    sequences: Sequences,
+    out: Path,
+    given: Path | None,
+    device: torch.device,
+    on_event: OnEvent,
 ) -> Sensitivities:
     """given: a file to take them from. Raises QuantkitError where that is of another source."""
     source = options.job.checkpoint.fingerprint
@@ -45,14 +56,30 @@ def find_sensitivities(
             on_event(Note(f"sensitivities as measured before, from {path}"))
             return read_sensitivities(path, source)
     total = sum(tensor.nbytes for tensor in options.job.checkpoint.tensors.values())
-    state = _State(out.with_name(f"{out.name}.sensitivities.safetensors"), json.dumps(key, sort_keys=True), total, on_event)
+    state = _State(
+        out.with_name(f"{out.name}.sensitivities.safetensors"),
+        json.dumps(key, sort_keys=True),
+        total,
+        on_event,
+    )
     job = options.cheapest()
     solvers = Solvers(job.target, job.grids.__getitem__, job.request.recipe, ())
     quantized = {row.module for row in job.linears}
     reader = ParameterReader(job.checkpoint, device)
-    model = SourceModel(reader, job.inventory.architecture, job.inventory.config, job.rows, quantized, job.grids.keys() - quantized)
-    on_event(Note(f"measuring what each grid costs, on {sum(map(len, taken)):,} tokens of each path"))
-    found = SensitivityPass(model, solvers, options.sensed(), state, job.inventory.ends(reader)).run(taken)
+    model = SourceModel(
+        reader,
+        job.inventory.architecture,
+        job.inventory.config,
+        job.rows,
+        quantized,
+        job.grids.keys() - quantized,
+    )
+    on_event(
+        Note(f"measuring what each grid costs, on {sum(map(len, taken)):,} tokens of each path")
+    )
+    found = SensitivityPass(
+        model, solvers, options.sensed(), state, job.inventory.ends(reader)
+    ).run(taken)
     fresh = beside(out).with_name(f"{beside(out).name}.new")
     fresh.write_bytes(sensitivities_file(found, key))
     fresh.replace(beside(out))
@@ -61,7 +88,8 @@ def find_sensitivities(
 
 
 def _taken(options: Options, sequences: Sequences) -> list[Tensor]:
-    """As many tokens as keep all paths, of which three copies are alive, under the hidden states of the calibrated run."""
+    """As many tokens as keep all paths, of which three copies are alive, under the hidden states of
+    the calibrated run."""
     layers = {row.layer for row in options.job.rows if row.layer is not None and not row.mtp}
     most = sum(len(one) for one in (*sequences.calibration, *sequences.held_out))
     return pieces(sequences.calibration, len(layers), most // 3)

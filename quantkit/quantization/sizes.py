@@ -1,4 +1,5 @@
-"""What other budgets would make of a model: the size of the output, the KL to expect, and the fewest devices that hold it."""
+"""What other budgets would make of a model: the size of the output, the KL to expect, and the
+fewest devices that hold it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ Fits = Callable[[list[tuple[Parameter, int]], int], bool]
 
 @dataclass(frozen=True)
 class PlannedSize:
-    """bits: a weight, of the linears that are chosen for. bytes: of the output. read_bytes: of those linears, for a token on average. kl:
-    predicted, nats a token, None where no sensitivities are known. devices: the fewest that hold it, a power of two or the number that was
-    given; None where none does."""
+    """bits: a weight, of the linears that are chosen for. bytes: of the output. read_bytes: of
+    those linears, for a token on average. kl: predicted, nats a token, None where no sensitivities
+    are known. devices: the fewest that hold it, a power of two or the number that was given; None
+    where none does."""
 
     bits: float
     bytes: int
@@ -32,13 +34,18 @@ class PlannedSize:
 
     def told(self) -> str:
         kl = "" if self.kl is None else f", predicted KL {self.kl:.2e}"
-        held = "no number of them holds it" if self.devices is None else f"{self.devices} device{'s' if self.devices > 1 else ''} hold it"
+        held = (
+            "no number of them holds it"
+            if self.devices is None
+            else f"{self.devices} device{'s' if self.devices > 1 else ''} hold it"
+        )
         return f"{size(self.bytes)}{kl}, {size(self.read_bytes)} read a token, {held}"
 
 
 @dataclass(frozen=True)
 class PlannedChoice:
-    """job: with the grids of the budget, or as near as bytes alone tell. points: of the curve, with the bytes of each parameter."""
+    """job: with the grids of the budget, or as near as bytes alone tell. points: of the curve, with
+    the bytes of each parameter."""
 
     job: Job
     points: Sequence[tuple[CurvePoint, float | None, list[tuple[Parameter, int]]]]
@@ -59,8 +66,11 @@ class PlannedChoice:
         )
 
 
-def plan_choosing(options: Options, sensitivities: Sensitivities | None, fits: Fits) -> PlannedChoice:
-    """Without sensitivities every choice is taken to cost alike for its weights, so sizes and bytes are those of some allocation."""
+def plan_choosing(
+    options: Options, sensitivities: Sensitivities | None, fits: Fits
+) -> PlannedChoice:
+    """Without sensitivities every choice is taken to cost alike for its weights, so sizes and bytes
+    are those of some allocation."""
     known = sensitivities is not None
     measured = sensitivities if sensitivities is not None else options.by_bytes()
     budgeting = options.budgeting(measured)

@@ -1,6 +1,7 @@
 """Text to tokens and back: the tokenizer of a checkpoint, its chat template, and text that streams.
 
-`tokenizers` reads the model's files (stored.py): importing transformers for it would cost seconds at every start. Templates are programs
+`tokenizers` reads the model's files (stored.py): importing transformers for it would cost seconds
+at every start. Templates are programs
 that come with a model: they run in a process of their own (template.py).
 """
 
@@ -21,8 +22,22 @@ from quantkit.tokenizer.tiktoken import byte_letters
 Message = dict[str, Any]
 """`role` and `content`, as OpenAI's chat messages."""
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_DEFAULTS = {"temperature": 100.0, "top_p": 1.0, "top_k": 2**31 - 1, "min_p": 1.0, "repetition_penalty": 100.0}
+_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+_DEFAULTS = {
+    "temperature": 100.0,
+    "top_p": 1.0,
+    "top_k": 2**31 - 1,
+    "min_p": 1.0,
+    "repetition_penalty": 100.0,
+}
 """Sampling settings of generation_config.json that are read, and the largest value of each."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; templates read the first, and some the second."""
@@ -36,10 +51,11 @@ _AGAIN = "copy it from the original model"
 class ChatTokenizer:
     """The tokenizer of one checkpoint directory.
 
-    eos_ids: tokens that end an answer, of generation_config.json, config.json (its text_config too) and the tokenizer together. end_think:
-    the id of </think>, if it is one token. unknown_id: the token for what the vocabulary cannot write. sampling_defaults: temperature,
-    top_p, top_k, min_p and repetition_penalty of generation_config.json, where it has them. templates: by name; `default` is the one,
-    others are for some uses.
+    eos_ids: tokens that end an answer, of generation_config.json, config.json (its text_config too)
+    and the tokenizer together. end_think: the id of </think>, if it is one token. unknown_id: the
+    token for what the vocabulary cannot write. sampling_defaults: temperature, top_p, top_k, min_p
+    and repetition_penalty of generation_config.json, where it has them. templates: by name;
+    `default` is the one, others are for some uses.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,11 +63,19 @@ class ChatTokenizer:
         self.file = tokenizer_file(path)
         self.tokenizer, self.settings = read_tokenizer(path, _read_settings(path))
         self.special_tokens = _special_tokens(path / "tokenizer_config.json", self.settings)
-        self.bos, self.eos = self.special_tokens.get("bos_token"), self.special_tokens.get("eos_token")
-        config, generation = _of_text(_read_optional(path / "config.json")), _read_optional(path / "generation_config.json")
+        self.bos, self.eos = (
+            self.special_tokens.get("bos_token"),
+            self.special_tokens.get("eos_token"),
+        )
+        config, generation = (
+            _of_text(_read_optional(path / "config.json")),
+            _read_optional(path / "generation_config.json"),
+        )
         vocab_size = config.get("vocab_size")
         self.vocab_size: int | None = vocab_size if type(vocab_size) is int else None
-        self.eos_ids = self._find_eos(path, {"generation_config.json": generation, "config.json": config})
+        self.eos_ids = self._find_eos(
+            path, {"generation_config.json": generation, "config.json": config}
+        )
         unknown = self.special_tokens.get("unk_token")
         self.unknown_id: int | None = self.tokenizer.token_to_id(unknown) if unknown else None
         self.end_think: int | None = self.tokenizer.token_to_id(END_THINK)
@@ -70,22 +94,31 @@ class ChatTokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise QuantkitError(f"the text holds half of a character (at {error.start})", "give it as valid Unicode") from error
+            raise QuantkitError(
+                f"the text holds half of a character (at {error.start})", "give it as valid Unicode"
+            ) from error
         with naming(f"{self.file} cannot encode this text"):
-            # As a batch of one: tokenizers then lets other threads run meanwhile, and computes no offsets.
-            ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            # As a batch of one: tokenizers then lets other threads run meanwhile, and computes no
+            # offsets.
+            ids: list[int] = self.tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )[0].ids
         if self.vocab_size is not None and ids and max(ids) >= self.vocab_size:
             known = f"config.json has vocab_size = {self.vocab_size}"
-            raise QuantkitError(f"{self.file} makes token {max(ids)} of this text, and {known}", _AGAIN)
+            raise QuantkitError(
+                f"{self.file} makes token {max(ids)} of this text, and {known}", _AGAIN
+            )
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """Text of generated ids; special tokens are left out (DeepSeek's <think> is an ordinary token and stays)."""
+        """Text of generated ids; special tokens are left out (DeepSeek's <think> is an ordinary
+        token and stays)."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
     def token_text(self, token_id: int) -> str:
-        """One token alone, special or not; bytes that are no character by themselves show as U+FFFD."""
+        """One token alone, special or not; bytes that are no character by themselves show as
+        U+FFFD."""
         text: str = self.tokenizer.decode([token_id], skip_special_tokens=False)
         return text
 
@@ -95,19 +128,31 @@ class ChatTokenizer:
         if lone := _LONE_BYTE.fullmatch(piece):
             return bytes.fromhex(lone[1])
         # The first token of a text may lose its space.
-        text: str = self.tokenizer.decode([token_id, token_id], skip_special_tokens=False).removeprefix(self.token_text(token_id))
+        text: str = self.tokenizer.decode(
+            [token_id, token_id], skip_special_tokens=False
+        ).removeprefix(self.token_text(token_id))
         known = _PART in text and _BYTES.keys() >= {*piece}
         return bytes(_BYTES[letter] for letter in piece) if known else text.encode()
 
-    def render(self, messages: list[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The chat template's text for `messages`. QuantkitError where there is no template or it refuses them."""
+    def render(
+        self, messages: list[Message], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The chat template's text for `messages`. QuantkitError where there is no template or it
+        refuses them."""
         named = "tool_use" if variables.get("tools") and "tool_use" in self.templates else "default"
         if named not in self.templates:
-            told = f"{self.path} has no chat template: no chat_template.jinja, and none in tokenizer_config.json or chat_template.json"
-            raise QuantkitError(told, "use plain completions, `run --raw`, or `serve --chat-template FILE`")
+            told = (
+                f"{self.path} has no chat template: no chat_template.jinja, and none in "
+                "tokenizer_config.json or chat_template.json"
+            )
+            raise QuantkitError(
+                told, "use plain completions, `run --raw`, or `serve --chat-template FILE`"
+            )
         given = {"tools": None, "documents": None, **self.special_tokens, **variables}
         conversation = [_with_reasoning(message) for message in messages]
-        return self.templates[named].render({**given, "messages": conversation, "add_generation_prompt": add_generation_prompt})
+        return self.templates[named].render(
+            {**given, "messages": conversation, "add_generation_prompt": add_generation_prompt}
+        )
 
     def use_template(self, template: ChatTemplate) -> None:
         """Render conversations by another template than the model's own."""
@@ -117,7 +162,11 @@ class ChatTokenizer:
         """Token ids of the rendered conversation, ready to be answered."""
         ids = self.encode_rendered(self.render(messages, **variables))
         if not ids:
-            raise QuantkitError(f"the chat template in {self.templates['default'].name} makes an empty text of these messages", _AGAIN)
+            raise QuantkitError(
+                f"the chat template in {self.templates['default'].name} makes an empty text of "
+                "these messages",
+                _AGAIN,
+            )
         return ids
 
     def encode_rendered(self, text: str) -> list[int]:
@@ -141,7 +190,10 @@ class ChatTokenizer:
             said = content.get("eos_token_id")
             ids = said if isinstance(said, list) else [] if said is None else [said]
             if not all(type(one) is int and 0 <= one < (self.vocab_size or 2**31) for one in ids):
-                raise QuantkitError(f"{path / name} has eos_token_id = {said!r:.60}", "give ids of tokens that the model has")
+                raise QuantkitError(
+                    f"{path / name} has eos_token_id = {said!r:.60}",
+                    "give ids of tokens that the model has",
+                )
             found.update(ids)
         named = self.tokenizer.token_to_id(self.eos) if self.eos else None
         if named is not None and named < (self.vocab_size or 2**31):
@@ -152,11 +204,20 @@ class ChatTokenizer:
 class TextStream:
     """Turns one answer's tokens into text as they come, and watches for stop strings.
 
-    A character of several tokens appears when it is whole. Text that may be the beginning of a stop string is held back.
-    skip_special: whether special tokens are left out. min_tokens: a stop string that ends among so many first tokens is text.
+    A character of several tokens appears when it is whole. Text that may be the beginning of a stop
+    string is held back.
+    skip_special: whether special tokens are left out. min_tokens: a stop string that ends among so
+    many first tokens is text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, skip_special: bool = True, min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        *,
+        skip_special: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
         self._tokenizer, self._stop, self._early = tokenizer, stop, min_tokens
         self._passed = 0
         """Characters of what is held in which no stop string may end."""
@@ -165,7 +226,8 @@ class TextStream:
         self.stopped = False
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token. After a stop string nothing more comes and `stopped` is set."""
+        """The text that became certain with this token. After a stop string nothing more comes and
+        `stopped` is set."""
         assert not self.stopped, "pushed past a stop string"
         self._held += self._decoder.step(self._tokenizer, token_id) or ""
         if not self._stop:
@@ -178,7 +240,9 @@ class TextStream:
             text = self._release(min(ends))
             self._held = ""
             return text
-        return self._release(len(self._held) - max(_overlap(self._held, stop) for stop in self._stop))
+        return self._release(
+            len(self._held) - max(_overlap(self._held, stop) for stop in self._stop)
+        )
 
     def finish(self) -> str:
         """What is still held when the answer ends without a stop string."""
@@ -189,7 +253,11 @@ class TextStream:
         return self._held.find(stop, max(0, self._passed - len(stop) + 1))
 
     def _release(self, count: int) -> str:
-        text, self._held, self._passed = self._held[:count], self._held[count:], max(0, self._passed - count)
+        text, self._held, self._passed = (
+            self._held[:count],
+            self._held[count:],
+            max(0, self._passed - count),
+        )
         return text
 
 
@@ -202,7 +270,8 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def _special_tokens(file: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Text of the named special tokens that the settings have; each is a text, or an object with `content`."""
+    """Text of the named special tokens that the settings have; each is a text, or an object with
+    `content`."""
     found = {}
     for name in _SPECIAL_TOKENS:
         token = settings.get(name)
@@ -219,14 +288,20 @@ def _sampling_defaults(file: Path, generation: dict[str, Any]) -> dict[str, Any]
     for key, value in found.items():
         largest = _DEFAULTS[key]
         is_number = type(value) is int or (type(value) is float and key != "top_k")
-        if not is_number or not 0 <= value <= largest or (key in ("top_p", "repetition_penalty") and value == 0):
-            raise QuantkitError(f"{file} has {key} = {value!r:.60}, expected a number from 0 to {largest:g}", _AGAIN)
+        if (
+            not is_number
+            or not 0 <= value <= largest
+            or (key in ("top_p", "repetition_penalty") and value == 0)
+        ):
+            raise QuantkitError(
+                f"{file} has {key} = {value!r:.60}, expected a number from 0 to {largest:g}", _AGAIN
+            )
     return found
 
 
 def _find_templates(path: Path, settings: dict[str, Any]) -> dict[str, ChatTemplate]:
-    """chat_template.jinja where there is one, else tokenizer_config.json's, one or several by name, else chat_template.json's, which
-    transformers reads for models of images."""
+    """chat_template.jinja where there is one, else tokenizer_config.json's, one or several by name,
+    else chat_template.json's, which transformers reads for models of images."""
     file = path / "chat_template.jinja"
     if is_there(file):
         return {"default": ChatTemplate(read_text(file), str(file))}
@@ -237,19 +312,36 @@ def _find_templates(path: Path, settings: dict[str, Any]) -> dict[str, ChatTempl
     if said is None:
         return {}
     named = said if isinstance(said, list) else [{"name": "default", "template": said}]
-    if not all(isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("template"), str) for one in named):
-        raise QuantkitError(f"{file} has a chat_template that is neither a text nor a list of named ones", _AGAIN)
+    if not all(
+        isinstance(one, dict)
+        and isinstance(one.get("name"), str)
+        and isinstance(one.get("template"), str)
+        for one in named
+    ):
+        raise QuantkitError(
+            f"{file} has a chat_template that is neither a text nor a list of named ones", _AGAIN
+        )
     return {one["name"]: ChatTemplate(one["template"], str(file)) for one in named}
 
 
 def _with_reasoning(message: Message) -> Message:
-    """The message with its reasoning under the names that templates read, as transformers passes it."""
-    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None) if isinstance(message, dict) else None
-    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    """The message with its reasoning under the names that templates read, as transformers passes
+    it."""
+    reasoning = (
+        next((message[key] for key in _REASONING if message.get(key) is not None), None)
+        if isinstance(message, dict)
+        else None
+    )
+    return (
+        message
+        if reasoning is None
+        else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    )
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """tokenizer_config.json. Where it lists no added tokens, older files name the special ones beside it, and these count."""
+    """tokenizer_config.json. Where it lists no added tokens, older files name the special ones
+    beside it, and these count."""
     settings = _read_optional(path / "tokenizer_config.json")
     if "added_tokens_decoder" in settings:
         return settings
@@ -258,7 +350,8 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _of_text(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json with what only its text_config says of the text model that stands inside another."""
+    """config.json with what only its text_config says of the text model that stands inside
+    another."""
     text = config.get("text_config")
     said = {key: value for key, value in config.items() if value is not None}
     return {**text, **said} if isinstance(text, dict) else config

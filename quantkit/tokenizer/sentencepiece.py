@@ -1,7 +1,8 @@
 """sentencepiece's tokenizer.model, converted to `tokenizers`.
 
-Ids are those of the library itself, with what the file says of spaces, bytes and characters. For Llama's class they are those of
-transformers, which differ where a text begins with spaces, or goes on behind a special token.
+Ids are those of the library itself, with what the file says of spaces, bytes and characters. For
+Llama's class they are those of transformers, which differ where a text begins with spaces, or goes
+on behind a special token.
 """
 
 from pathlib import Path
@@ -19,8 +20,9 @@ _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 
 def convert(file: Path, settings: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer, and names of special tokens as the file has them. settings: tokenizer_config.json, of which add_prefix_space and
-    legacy are read. Raises QuantkitError where the file is damaged or of another kind, and where the library is not installed."""
+    """The tokenizer, and names of special tokens as the file has them. settings:
+    tokenizer_config.json, of which add_prefix_space and legacy are read. Raises QuantkitError where
+    the file is damaged or of another kind, and where the library is not installed."""
     proto = _read(file)
     llama = _is_llama(settings) and proto.trainer_spec.model_type == _BPE
     prefix = settings.get("add_prefix_space")
@@ -29,21 +31,38 @@ def convert(file: Path, settings: dict[str, Any]) -> tuple[Tokenizer, dict[str, 
     steps = [] if llama else _normalizers(proto)
     if llama:  # as its class in transformers, which does not ask the file
         scheme = "never" if not prefix else "always" if settings.get("legacy", False) else "first"
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme=scheme, split=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+            replacement=_SPACE, prepend_scheme=scheme, split=False
+        )
     else:
-        steps += [*([normalizers.Prepend(_SPACE)] if prefix else []), normalizers.Replace(" ", _SPACE)]
+        steps += [
+            *([normalizers.Prepend(_SPACE)] if prefix else []),
+            normalizers.Replace(" ", _SPACE),
+        ]
     if steps:
         tokenizer.normalizer = normalizers.Sequence(steps)
     written = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*written, decoders.Strip(content=" ", left=1)] if prefix else written)
-    for kind, add in ((_CONTROL, tokenizer.add_special_tokens), (_USER_DEFINED, tokenizer.add_tokens)):
-        found = [piece.piece for piece in proto.pieces if piece.type == kind and (kind == _CONTROL or _SPACE not in piece.piece)]
+    tokenizer.decoder = decoders.Sequence(
+        [*written, decoders.Strip(content=" ", left=1)] if prefix else written
+    )
+    for kind, add in (
+        (_CONTROL, tokenizer.add_special_tokens),
+        (_USER_DEFINED, tokenizer.add_tokens),
+    ):
+        found = [
+            piece.piece
+            for piece in proto.pieces
+            if piece.type == kind and (kind == _CONTROL or _SPACE not in piece.piece)
+        ]
         add([AddedToken(piece, normalized=False, special=kind == _CONTROL) for piece in found])
     return tokenizer, _special(proto)
 
 
 def _is_llama(settings: dict[str, Any]) -> bool:
-    return str(settings.get("tokenizer_class")).removesuffix("Fast") in ("LlamaTokenizer", "CodeLlamaTokenizer")
+    return str(settings.get("tokenizer_class")).removesuffix("Fast") in (
+        "LlamaTokenizer",
+        "CodeLlamaTokenizer",
+    )
 
 
 def _read(file: Path) -> Any:
@@ -70,27 +89,46 @@ def _model(file: Path, proto: Any) -> models.BPE | models.Unigram:
     pieces, trained = proto.pieces, proto.trainer_spec
     kind, unknown = trained.model_type, trained.unk_id
     if kind == _UNIGRAM:
-        return models.Unigram([(piece.piece, piece.score) for piece in pieces], unk_id=unknown, byte_fallback=trained.byte_fallback)
+        return models.Unigram(
+            [(piece.piece, piece.score) for piece in pieces],
+            unk_id=unknown,
+            byte_fallback=trained.byte_fallback,
+        )
     if kind != _BPE:
-        raise QuantkitError(f"{file} holds words or characters and not pieces", "save tokenizer.json with transformers")
+        raise QuantkitError(
+            f"{file} holds words or characters and not pieces",
+            "save tokenizer.json with transformers",
+        )
     ids = {piece.piece: number for number, piece in enumerate(pieces)}
     merges = []
     for number, piece in enumerate(pieces):
         if piece.type not in (_NORMAL, _USER_DEFINED):
             continue
         text = piece.piece
-        splits = [(ids.get(text[:at]), ids.get(text[at:]), text[:at], text[at:]) for at in range(1, len(text))]
+        splits = [
+            (ids.get(text[:at]), ids.get(text[at:]), text[:at], text[at:])
+            for at in range(1, len(text))
+        ]
         pairs = sorted(split for split in splits if split[0] is not None and split[1] is not None)
         merges += [(-piece.score, number, left, right) for _, _, left, right in pairs]
     merges.sort(key=lambda one: one[:2])
     pairs_of_pieces = [(left, right) for _, _, left, right in merges]
-    return models.BPE(ids, pairs_of_pieces, unk_token=pieces[unknown].piece, fuse_unk=True, byte_fallback=trained.byte_fallback)
+    return models.BPE(
+        ids,
+        pairs_of_pieces,
+        unk_token=pieces[unknown].piece,
+        fuse_unk=True,
+        byte_fallback=trained.byte_fallback,
+    )
 
 
 def _normalizers(proto: Any) -> list[Any]:
-    """What is done to a text before: the library's table of characters, and runs of spaces where the file joins them."""
+    """What is done to a text before: the library's table of characters, and runs of spaces where
+    the file joins them."""
     spec = proto.normalizer_spec
-    steps: list[Any] = [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
+    steps: list[Any] = (
+        [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
+    )
     if spec.remove_extra_whitespaces:
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
     return steps
@@ -99,5 +137,10 @@ def _normalizers(proto: Any) -> list[Any]:
 def _special(proto: Any) -> dict[str, Any]:
     """bos_token and so on, where the file has such a piece."""
     trained, pieces = proto.trainer_spec, proto.pieces
-    ids = {"bos_token": trained.bos_id, "eos_token": trained.eos_id, "unk_token": trained.unk_id, "pad_token": trained.pad_id}
+    ids = {
+        "bos_token": trained.bos_id,
+        "eos_token": trained.eos_id,
+        "unk_token": trained.unk_id,
+        "pad_token": trained.pad_id,
+    }
     return {name: pieces[number].piece for name, number in ids.items() if 0 <= number < len(pieces)}

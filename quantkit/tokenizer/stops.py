@@ -1,4 +1,5 @@
-"""Which tokens can end an answer at a stop string: behind all others its text need not be looked at."""
+"""Which tokens can end an answer at a stop string: behind all others its text need not be looked
+at."""
 
 import functools
 import json
@@ -9,16 +10,17 @@ from tokenizers import Tokenizer
 _KEPT = 64
 """Sets of stop strings whose tokens are remembered."""
 _BY_TOKEN = {"ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}
-"""Decoders under which a token's text is the same behind any other tokens, but for a space before it, and for bytes of a character that
-several tokens share."""
+"""Decoders under which a token's text is the same behind any other tokens, but for a space before
+it, and for bytes of a character that several tokens share."""
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """Text of bytes that are no whole character, or are none yet."""
 
 
 class StopTokens(dict[int, bool]):
-    """Of stop strings under a tokenizer, by token: True for each whose text may hold the end of one, and for some more. A token is looked
-    at when it is first asked for. skip_special: whether special tokens have no text."""
+    """Of stop strings under a tokenizer, by token: True for each whose text may hold the end of
+    one, and for some more. A token is looked at when it is first asked for. skip_special: whether
+    special tokens have no text."""
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], skip_special: bool) -> None:
         super().__init__()
@@ -44,7 +46,9 @@ def stop_tokens(tokenizer: Tokenizer, stop: tuple[str, ...], skip_special: bool)
 
 def _holds_end(text: str, stop: str) -> bool:
     """Whether `stop` may end in `text`, whatever comes before it."""
-    return stop in text or any(stop.endswith(text[:count]) for count in range(1, min(len(text), len(stop)) + 1))
+    return stop in text or any(
+        stop.endswith(text[:count]) for count in range(1, min(len(text), len(stop)) + 1)
+    )
 
 
 def _is_by_token(tokenizer: Tokenizer) -> bool:

@@ -1,4 +1,5 @@
-"""What reasoning models put around their thoughts. Without imports: graders read replies where no tokenizer is installed."""
+"""What reasoning models put around their thoughts. Without imports: graders read replies where no
+tokenizer is installed."""
 
 THINK, END_THINK = "<think>", "</think>"
 
@@ -15,7 +16,10 @@ REASONING_TAGS = (
     ("<|begin_of_thought|>", "<|end_of_thought|>"),  # OpenThinker
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A
     ("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
-    ("<|channel|>analysis", "<|channel|>final"),  # gpt-oss; what follows up to <|message|> belongs to the tag
+    (
+        "<|channel|>analysis",
+        "<|channel|>final",
+    ),  # gpt-oss; what follows up to <|message|> belongs to the tag
     ("<|channel|>commentary", "<|channel|>final"),
     ("<|channel>thought", "<channel|>"),  # Gemma
 )

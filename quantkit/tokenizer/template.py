@@ -1,6 +1,8 @@
-"""A model's chat template, run in a process of its own under limits of time and memory (template_worker.py).
+"""A model's chat template, run in a process of its own under limits of time and memory
+(template_worker.py).
 
-The process starts with the first rendering (0.1 s) and stays. A short conversation then takes 0.05 ms, and 0.01 ms in this process would.
+The process starts with the first rendering (0.1 s) and stays. A short conversation then takes 0.05
+ms, and 0.01 ms in this process would.
 """
 
 import json
@@ -20,33 +22,44 @@ from quantkit.common.errors import QuantkitError
 
 _WORKER = Path(__file__).with_name("template_worker.py")
 _DEADLINE_S = 30.0
-"""By the clock, where something hangs. The worker limits processor time, which does not depend on how busy the machine is."""
+"""By the clock, where something hangs. The worker limits processor time, which does not depend on
+how busy the machine is."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """One template. `name` says where it stands. Usable from several threads, one rendering at a time."""
+    """One template. `name` says where it stands. Usable from several threads, one rendering at a
+    time."""
 
     source: str
     name: str
 
     def render(self, variables: dict[str, Any]) -> str:
-        """The text that the template makes of JSON values. Raises QuantkitError where it refuses them, fails, or takes too long."""
+        """The text that the template makes of JSON values. Raises QuantkitError where it refuses
+        them, fails, or takes too long."""
         try:
             line = json.dumps({"source": self.source, "variables": variables}).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:
-            raise QuantkitError(f"the messages cannot be written as JSON: {error}", "give texts, numbers, lists and objects") from error
+            raise QuantkitError(
+                f"the messages cannot be written as JSON: {error}",
+                "give texts, numbers, lists and objects",
+            ) from error
         reply = self._asked(line)
         if "ended" in reply:
             raise QuantkitError(
-                f"the chat template in {self.name} {reply['ended']}", "use the model's own template, or a shorter conversation"
+                f"the chat template in {self.name} {reply['ended']}",
+                "use the model's own template, or a shorter conversation",
             )
         if "fault" in reply:
-            raise QuantkitError(f"the chat template in {self.name} refuses these messages: {reply['fault']}", "check roles and contents")
+            raise QuantkitError(
+                f"the chat template in {self.name} refuses these messages: {reply['fault']}",
+                "check roles and contents",
+            )
         return reply["text"]
 
     def check(self) -> None:
-        """Raises QuantkitError where it is no template; which messages it takes shows when it is given some."""
+        """Raises QuantkitError where it is no template; which messages it takes shows when it is
+        given some."""
         self._asked(json.dumps({"source": self.source, "variables": {}}).encode() + b"\n")
 
     def _asked(self, line: bytes) -> dict[str, str]:
@@ -58,7 +71,8 @@ class ChatTemplate:
 
 
 class _Worker:
-    """The process, which serves every template of this one, and is started again after a rendering that ended it."""
+    """The process, which serves every template of this one, and is started again after a rendering
+    that ended it."""
 
     def __init__(self) -> None:
         self._begin()
@@ -69,7 +83,8 @@ class _Worker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, line: bytes) -> dict[str, str]:
-        """Its answer, {text}, {fault} or {unreadable}; {ended} where it had to be ended, or ended by itself."""
+        """Its answer, {text}, {fault} or {unreadable}; {ended} where it had to be ended, or ended
+        by itself."""
         with self._lock:
             return self._exchange(line)
 
@@ -91,7 +106,10 @@ class _Worker:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", str(_WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                [sys.executable, "-I", str(_WORKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
             )
         return self._process
 
@@ -108,7 +126,11 @@ class _Worker:
         process.kill()
         code = process.wait()
         timed_out = code in (-signal.SIGPROF, -signal.SIGKILL)
-        return "takes too long" if timed_out else f"ended the process that renders it (exit code {code})"
+        return (
+            "takes too long"
+            if timed_out
+            else f"ended the process that renders it (exit code {code})"
+        )
 
 
 _worker = _Worker()

@@ -1,11 +1,13 @@
-"""Child process of template.py: one JSON line in ({source, variables}) and one JSON line out ({text}, {fault} or {unreadable}).
+"""Child process of template.py: one JSON line in ({source, variables}) and one JSON line out
+({text}, {fault} or {unreadable}).
 
-A chat template is a program that comes with a model. Jinja's sandbox keeps it from Python's own objects and limits neither time nor memory,
-so it runs here, under limits of the system: of memory for the process, of processor time for each rendering. Past the latter the system
-ends this process. Run by path with `python -I`, so it must import nothing of quantkit.
+A chat template is a program that comes with a model. Jinja's sandbox keeps it from Python's own
+objects and limits neither time nor memory, so it runs here, under limits of the system: of memory
+for the process, of processor time for each rendering. Past the latter the system ends this process.
+Run by path with `python -I`, so it must import nothing of quantkit.
 
-What a template can use is what transformers 5 gives it (utils/chat_template_utils.py): loop controls, {% generation %}, tojson,
-raise_exception, strftime_now.
+What a template can use is what transformers 5 gives it (utils/chat_template_utils.py): loop
+controls, {% generation %}, tojson, raise_exception, strftime_now.
 """
 
 import json
@@ -43,8 +45,13 @@ class GenerationBlock(Extension):
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock])
-    made.globals |= {"raise_exception": _raise_exception, "strftime_now": lambda format: datetime.now().strftime(format)}
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock]
+    )
+    made.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda format: datetime.now().strftime(format),
+    }
     made.filters["tojson"] = _to_json
     return made
 
@@ -53,8 +60,16 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def answer(line: str) -> dict[str, str]:
@@ -65,8 +80,16 @@ def answer(line: str) -> dict[str, str]:
     except TemplateSyntaxError as error:
         return {"unreadable": f"{error.message}, line {error.lineno}"}
     except Exception as error:  # whatever a program can raise
-        return {"fault": f"{error}" if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"}
-    return {"text": text} if len(text) <= _LONGEST else {"fault": f"it makes {len(text)} characters of them"}
+        return {
+            "fault": f"{error}"
+            if isinstance(error, TemplateError)
+            else f"{type(error).__name__}: {error}"
+        }
+    return (
+        {"text": text}
+        if len(text) <= _LONGEST
+        else {"fault": f"it makes {len(text)} characters of them"}
+    )
 
 
 @lru_cache(maxsize=8)

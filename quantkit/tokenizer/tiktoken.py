@@ -1,7 +1,8 @@
 """tiktoken's files: a line for each token, its bytes in base64 and its rank, which is its id.
 
-The library merges the pair of neighbours whose bytes together have the lowest rank. As merges of `tokenizers` that is, for every token,
-each of its splits into two tokens, in the order of ranks. A text is split by a pattern first, which stands in the code that comes with a
+The library merges the pair of neighbours whose bytes together have the lowest rank. As merges of
+`tokenizers` that is, for every token, each of its splits into two tokens, in the order of ranks. A
+text is split by a pattern first, which stands in the code that comes with a
 model: it is read there as a constant, and nothing of that code is run.
 """
 
@@ -18,10 +19,15 @@ from quantkit.common.model_files import read_file, read_text
 _AGAIN = "copy it from the original model"
 _LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 _NAMES = ("pat_str", "PAT_STR", "_pat_str", "pattern")
-LLAMA = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 """Llama 3's, which is cl100k's."""
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_UPPER, _LOWER = (rf"[{kinds}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for kinds in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
+_UPPER, _LOWER = (
+    rf"[{kinds}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for kinds in (r"\p{Lu}\p{Lt}", r"\p{Ll}")
+)
 KIMI = "|".join(
     [
         r"[\p{Han}]+",
@@ -42,29 +48,45 @@ def is_ranks(file: Path) -> bool:
 
 
 def convert(file: Path) -> Tokenizer:
-    """The tokenizer of a file of ranks. Raises QuantkitError for anything else, and where its pattern cannot be found."""
+    """The tokenizer of a file of ranks. Raises QuantkitError for anything else, and where its
+    pattern cannot be found."""
     ranks = _ranks(file)
     letters = byte_letters()
     named = {token: "".join(letters[byte] for byte in token) for token in ranks}
     merges = []
     for token, rank in ranks.items():
         splits = [(token[:at], token[at:]) for at in range(1, len(token))]
-        pairs = [(ranks[left], ranks[right], left, right) for left, right in splits if left in ranks and right in ranks]
+        pairs = [
+            (ranks[left], ranks[right], left, right)
+            for left, right in splits
+            if left in ranks and right in ranks
+        ]
         merges += [(rank, *pair) for pair in pairs]
     merges.sort(key=lambda one: one[:3])
     pairs_of_names = [(named[left], named[right]) for _, _, _, left, right in merges]
-    tokenizer = Tokenizer(models.BPE({named[token]: rank for token, rank in ranks.items()}, pairs_of_names, ignore_merges=True))
+    tokenizer = Tokenizer(
+        models.BPE(
+            {named[token]: rank for token, rank in ranks.items()},
+            pairs_of_names,
+            ignore_merges=True,
+        )
+    )
     try:
         split = pre_tokenizers.Split(Regex(pattern(file)), behavior="isolated", invert=False)
     except Exception as error:  # the library raises nothing more special
-        raise QuantkitError(f"the split pattern beside {file} is no regular expression: {error}", _AGAIN) from error
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        raise QuantkitError(
+            f"the split pattern beside {file} is no regular expression: {error}", _AGAIN
+        ) from error
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
 def pattern(file: Path) -> str:
-    """The split pattern: a constant of the code beside the file; without such code Llama's for tokenizer.model, and Kimi's otherwise."""
+    """The split pattern: a constant of the code beside the file; without such code Llama's for
+    tokenizer.model, and Kimi's otherwise."""
     codes = sorted(file.parent.glob("tokenization_*.py"))
     for code in codes:
         found = _constant(read_text(code))
@@ -73,20 +95,31 @@ def pattern(file: Path) -> str:
     if codes:
         named = ", ".join(code.name for code in codes)
         raise QuantkitError(
-            f"no split pattern for {file} can be read in {named}, which is not run", "save tokenizer.json with transformers"
+            f"no split pattern for {file} can be read in {named}, which is not run",
+            "save tokenizer.json with transformers",
         )
     return LLAMA if file.name == "tokenizer.model" else KIMI
 
 
 def _constant(code: str) -> str | None:
-    """The value of `pat_str = "..."` or `pat_str = "|".join([...])`, where all parts are written out."""
+    """The value of `pat_str = "..."` or `pat_str = "|".join([...])`, where all parts are written
+    out."""
     try:
         nodes = list(ast.walk(ast.parse(code)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     for node in nodes:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        if any(isinstance(target, ast.Name | ast.Attribute) and _name(target) in _NAMES for target in targets):
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
+        )
+        if any(
+            isinstance(target, ast.Name | ast.Attribute) and _name(target) in _NAMES
+            for target in targets
+        ):
             found = _text(node.value)  # type: ignore[attr-defined]
             if found is not None:
                 return found
@@ -105,7 +138,8 @@ def _text(node: ast.AST | None) -> str | None:
             parts = [_text(left), _text(right)]
             between = ""
         case ast.Call(
-            func=ast.Attribute(value=ast.Constant(value=str(between)), attr="join"), args=[ast.List(elts=given) | ast.Tuple(elts=given)]
+            func=ast.Attribute(value=ast.Constant(value=str(between)), attr="join"),
+            args=[ast.List(elts=given) | ast.Tuple(elts=given)],
         ):
             parts = [_text(one) for one in given]
         case _:
@@ -124,14 +158,25 @@ def _ranks(file: Path) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
-            raise QuantkitError(f"{file} line {number} is no token in base64 with its rank", _AGAIN) from error
-    if sorted(ranks.values()) != list(range(len(ranks))) or not all(bytes([byte]) in ranks for byte in range(256)):
-        raise QuantkitError(f"{file} has {len(ranks)} tokens whose ranks are not 0, 1, 2 and so on, or not all bytes", _AGAIN)
+            raise QuantkitError(
+                f"{file} line {number} is no token in base64 with its rank", _AGAIN
+            ) from error
+    if sorted(ranks.values()) != list(range(len(ranks))) or not all(
+        bytes([byte]) in ranks for byte in range(256)
+    ):
+        raise QuantkitError(
+            f"{file} has {len(ranks)} tokens whose ranks are not 0, 1, 2 and so on, or not all "
+            "bytes",
+            _AGAIN,
+        )
     return dict(sorted(ranks.items(), key=lambda one: one[1]))
 
 
 def byte_letters() -> dict[int, str]:
-    """What `tokenizers` writes for each byte: itself where it is a visible character of Latin-1, else the next one from U+0100 on."""
+    """What `tokenizers` writes for each byte: itself where it is a visible character of Latin-1,
+    else the next one from U+0100 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
-    return {byte: chr(byte) for byte in visible} | {byte: chr(0x100 + number) for number, byte in enumerate(hidden)}
+    return {byte: chr(byte) for byte in visible} | {
+        byte: chr(0x100 + number) for number, byte in enumerate(hidden)
+    }

@@ -13,7 +13,8 @@ from imported import module_at
 SOURCES = Path(__file__).parents[2] / "kernels" / "ascendc"
 CPU = Path(__file__).with_name("ascendc_on_cpu")
 ORDERS = range(4)
-"""Which cores let others run when they set a flag: none, vector cores (1), cube cores (2), both (3)."""
+"""Which cores let others run when they set a flag: none, vector cores (1), cube cores (2), both
+(3)."""
 
 
 def twin(name: str) -> ModuleType:
@@ -24,20 +25,43 @@ def twin(name: str) -> ModuleType:
 def compiled(source: Path, folder: Path) -> ctypes.CDLL:
     """A source with `launch` over the CPU's version of Ascend C."""
     library = folder / f"{source.stem}.so"
-    options = ["-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-I", str(CPU), "-I", str(SOURCES)]
+    options = [
+        "-std=c++17",
+        "-O1",
+        "-Wall",
+        "-Werror",
+        "-shared",
+        "-fPIC",
+        "-I",
+        str(CPU),
+        "-I",
+        str(SOURCES),
+    ]
     subprocess.run(["g++", *options, str(source), "-o", str(library)], check=True)
     return ctypes.CDLL(str(library))
 
 
-def launch(kernel: ctypes.CDLL, cores: int, order: int, operands: Sequence[torch.Tensor], sizes: Sequence[int]) -> None:
-    """One launch, the operands between guard pages; what breaks a rule of the headers ends the process that runs it.
+def launch(
+    kernel: ctypes.CDLL,
+    cores: int,
+    order: int,
+    operands: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+) -> None:
+    """One launch, the operands between guard pages; what breaks a rule of the headers ends the
+    process that runs it.
 
     order: one of ORDERS; rules.cpp takes another choice for it.
     """
 
     def run(pointers: list[int]) -> None:
         addresses = (ctypes.c_void_p * len(pointers))(*pointers)
-        kernel.launch(ctypes.c_uint32(cores), ctypes.c_uint32(order), addresses, (ctypes.c_uint32 * len(sizes))(*sizes))
+        kernel.launch(
+            ctypes.c_uint32(cores),
+            ctypes.c_uint32(order),
+            addresses,
+            (ctypes.c_uint32 * len(sizes))(*sizes),
+        )
 
     run_guarded(run, operands)
 

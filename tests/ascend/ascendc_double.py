@@ -1,6 +1,8 @@
-"""A double of the Ascend C operators: the NumPy twins, registered for CPU tensors under the schemas of binding.cpp.
+"""A double of the Ascend C operators: the NumPy twins, registered for CPU tensors under the schemas
+of binding.cpp.
 
-`installed()` is a context: within it backend ascend finds them on a CPU, beside the doubles of torch_npu and of the Triton kernels.
+`installed()` is a context: within it backend ascend finds them on a CPU, beside the doubles of
+torch_npu and of the Triton kernels.
 """
 
 import contextlib
@@ -19,16 +21,32 @@ def schemas() -> list[str]:
     return re.findall(r'library\.def\("([^"]+)"\)', (ascendc.SOURCES / "binding.cpp").read_text())
 
 
-def int4_grouped(x: Tensor, weight: Tensor, parameters: Tensor, group_list: Tensor, cores: int) -> Tensor:
-    assert cores == streamed.cores(x.device)[0], "a program for each cube core: more would wait for ever at SyncAll"
-    y = ascendc.twin("int4_grouped").multiply(x.float().numpy(), weight.numpy(), parameters.numpy(), group_list.numpy())
+def int4_grouped(
+    x: Tensor, weight: Tensor, parameters: Tensor, group_list: Tensor, cores: int
+) -> Tensor:
+    assert cores == streamed.cores(x.device)[0], (
+        "a program for each cube core: more would wait for ever at SyncAll"
+    )
+    y = ascendc.twin("int4_grouped").multiply(
+        x.float().numpy(), weight.numpy(), parameters.numpy(), group_list.numpy()
+    )
     return torch.from_numpy(y).bfloat16()
 
 
-def fp4_gemv(x: Tensor, weight: Tensor, scale: Tensor, global_scale: Tensor, group_list: Tensor, splits: int, cores: int) -> Tensor:
+def fp4_gemv(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    group_list: Tensor,
+    splits: int,
+    cores: int,
+) -> Tensor:
     assert cores == streamed.cores(x.device)[1], "a program for each vector core"
     words, bits = weight.view(torch.uint16).numpy(), scale.view(torch.uint8).numpy()
-    y = ascendc.twin("fp4_gemv").gemv(x.float().numpy(), words, bits, global_scale.numpy(), group_list.numpy(), splits=splits)
+    y = ascendc.twin("fp4_gemv").gemv(
+        x.float().numpy(), words, bits, global_scale.numpy(), group_list.numpy(), splits=splits
+    )
     return torch.from_numpy(y).bfloat16()
 
 

@@ -1,6 +1,7 @@
 """Two folders run in environments of their own (make test-ascend) and are left out elsewhere.
 
-lowered needs triton-ascend, which takes the name of triton; schemas needs torch_npu, which replaces parts of torch when imported.
+lowered needs triton-ascend, which takes the name of triton; schemas needs torch_npu, which replaces
+parts of torch when imported.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 FORMATS = {"rtn-w4a16": "compressed-tensors"}
-"""Where it is not the scheme's first: so that both formats of int4 are seen, with their fp16 and bf16 scales."""
+"""Where it is not the scheme's first: so that both formats of int4 are seen, with their fp16 and
+bf16 scales."""
 ENVIRONMENTS = {"lowered": "triton-ascend", "schemas": "torch_npu"}
 
 
@@ -27,7 +29,8 @@ collect_ignore = [folder for folder, package in ENVIRONMENTS.items() if not _ins
 
 @pytest.fixture(scope="module")
 def called() -> Iterator[list[str]]:
-    """Within it backend torch_npu runs on the double; the names of the operators that were called."""
+    """Within it backend torch_npu runs on the double; the names of the operators that were
+    called."""
     from ascend import npu_double
 
     with npu_double.installed() as names:
@@ -45,13 +48,15 @@ R1_ATTENTION = {
     "num_hidden_layers": 2,
     "n_routed_experts": 16,
 }
-"""DeepSeek-R1's sizes of latent attention, for which torch_npu has operators of its own; the rest is small."""
+"""DeepSeek-R1's sizes of latent attention, for which torch_npu has operators of its own; the rest
+is small."""
 
 
 @pytest.fixture(scope="session")
 def r1_attention(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A random model with R1's latent attention on a scheme's grid, made once; scheme bf16 is the model itself, halves that with rotary
-    pairs half a head apart, as openPangu-Ultra-MoE has them, and int8-attention int4 by that preset."""
+    """A random model with R1's latent attention on a scheme's grid, made once; scheme bf16 is the
+    model itself, halves that with rotary pairs half a head apart, as openPangu-Ultra-MoE has them,
+    and int8-attention int4 by that preset."""
     import make_model
 
     from quantkit.calibrate.recipe import Recipe
@@ -69,7 +74,15 @@ def r1_attention(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
             mixture = Mixture(preset="int8-attention") if scheme == "int8-attention" else Mixture()
             grids = "rtn-w4a16" if mixture.preset else scheme
             recipe = Recipe(scheme=grids, methods=())
-            quantize(source, folder / scheme, find_scheme(grids), "auto", recipe, mixture=mixture, device="cpu")
+            quantize(
+                source,
+                folder / scheme,
+                find_scheme(grids),
+                "auto",
+                recipe,
+                mixture=mixture,
+                device="cpu",
+            )
         return folder / scheme
 
     return make
@@ -89,7 +102,14 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
         if scheme not in made:
             made[scheme] = tmp_path_factory.mktemp("quantized") / scheme
             target = FORMATS.get(scheme, "auto")
-            quantize(builtin_model("tiny-r1"), made[scheme], find_scheme(scheme), target, Recipe(scheme=scheme, methods=()), device="cpu")
+            quantize(
+                builtin_model("tiny-r1"),
+                made[scheme],
+                find_scheme(scheme),
+                target,
+                Recipe(scheme=scheme, methods=()),
+                device="cpu",
+            )
         return made[scheme]
 
     return make

@@ -1,10 +1,12 @@
-"""What bounds the Ascend C kernels, predicted: their instructions and bytes, counted while the sources run, times a table of rates.
+"""What bounds the Ascend C kernels, predicted: their instructions and bytes, counted while the
+sources run, times a table of rates.
 
     PYTHONPATH=.:kernels:tests python tests/ascend/cycles.py
 
-prints a table for DeepSeek-R1's experts on one of 8 ranks. An item of a kernel is run at two lengths of K, for what a group of it takes and
-what the rest. All parts of a core are taken to overlap, so an item takes as long as its slowest part, and a launch as many items as the
-busiest core has; what a part of a split K sends is counted once. Nothing here was measured on a chip.
+prints a table for DeepSeek-R1's experts on one of 8 ranks. An item of a kernel is run at two
+lengths of K, for what a group of it takes and what the rest. All parts of a core are taken to
+overlap, so an item takes as long as its slowest part, and a launch as many items as the busiest
+core has; what a part of a split K sends is counted once. Nothing here was measured on a chip.
 
 Rates, a cycle at 1.85 GHz (24 AI cores, each a cube core and two vector cores):
   HBM 36.0 bytes an AI core           1600 GB/s of the data sheet; CANN's chip description (Ascend910B1.ini, ddr_rate) says 32
@@ -34,7 +36,16 @@ EXPERTS, CHOSEN = 256, 8
 class Counts(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_uint64)
-        for name in ("instructions", "repeats", "hbm_read", "l2_read", "l2_written", "l1_to_l0", "cube_steps", "copies")
+        for name in (
+            "instructions",
+            "repeats",
+            "hbm_read",
+            "l2_read",
+            "l2_written",
+            "l1_to_l0",
+            "cube_steps",
+            "copies",
+        )
     ]
 
 
@@ -58,22 +69,38 @@ class Cost:
         return self + other * -1
 
     def longest(self, waits: bool) -> tuple[float, str]:
-        """Cycles of the slowest part, and which it is. waits: instructions of a vector core one after the other."""
-        parts = {"HBM": self.hbm, "L2": self.l2, "vector": self.vector + (self.waits if waits else 0), "cube": self.cube}
+        """Cycles of the slowest part, and which it is. waits: instructions of a vector core one
+        after the other."""
+        parts = {
+            "HBM": self.hbm,
+            "L2": self.l2,
+            "vector": self.vector + (self.waits if waits else 0),
+            "cube": self.cube,
+        }
         name = max(parts, key=lambda one: parts[one])
         return parts[name], name
 
 
-def counted(kernel: ctypes.CDLL, operands: list[torch.Tensor], sizes: list[int], mixed: bool) -> Cost:
+def counted(
+    kernel: ctypes.CDLL, operands: list[torch.Tensor], sizes: list[int], mixed: bool
+) -> Cost:
     """Of one launch on one AI core, which for a kernel of vector cores alone is two."""
     number = 1 if mixed else 2
     addresses = (ctypes.c_void_p * len(operands))(*(one.data_ptr() for one in operands))
-    kernel.launch(ctypes.c_uint32(number), ctypes.c_uint32(0), addresses, (ctypes.c_uint32 * len(sizes))(*sizes))
+    kernel.launch(
+        ctypes.c_uint32(number),
+        ctypes.c_uint32(0),
+        addresses,
+        (ctypes.c_uint32 * len(sizes))(*sizes),
+    )
     every = [Counts() for _ in range(3 if mixed else 2)]
     for index, one in enumerate(every):
         assert kernel.counts_of(index, ctypes.byref(one))
     busiest = max(every, key=lambda one: one.repeats)
-    written = max(sum(one.l2_written for one in every) / L2_WRITE, max(one.l2_written for one in every[mixed:]) / MTE3)
+    written = max(
+        sum(one.l2_written for one in every) / L2_WRITE,
+        max(one.l2_written for one in every[mixed:]) / MTE3,
+    )
     return Cost(
         hbm=sum(one.hbm_read for one in every) / HBM,
         l2=max(sum(one.l2_read for one in every) / L2_READ, written),
@@ -86,16 +113,28 @@ def counted(kernel: ctypes.CDLL, operands: list[torch.Tensor], sizes: list[int],
 def int4_launch(kernel: ctypes.CDLL, rows: int, tiles: int, groups: int) -> Cost:
     k, n = groups * 128, tiles * 256
     scratch = [
-        torch.zeros(size, dtype=torch.uint8) for size in (rows * 2 * k, rows * 2 * groups * 32, 4 * 32768, 2 * 16 * 256 * 4, rows * n * 2)
+        torch.zeros(size, dtype=torch.uint8)
+        for size in (
+            rows * 2 * k,
+            rows * 2 * groups * 32,
+            4 * 32768,
+            2 * 16 * 256 * 4,
+            rows * n * 2,
+        )
     ]
-    weight, parameters = (torch.zeros(tiles * groups * size, dtype=torch.uint8) for size in (16384, 1024))
+    weight, parameters = (
+        torch.zeros(tiles * groups * size, dtype=torch.uint8) for size in (16384, 1024)
+    )
     x, ends = torch.ones(rows, k, dtype=torch.bfloat16), torch.tensor([rows])
     return counted(kernel, [x, weight, parameters, ends, *scratch], [rows, 1, k, n], mixed=True)
 
 
 def int4_item(kernel: ctypes.CDLL, rows: int, groups: int) -> tuple[Cost, Cost]:
-    """A tile of 256 n over so many groups of K, and the digits of its rows, of which every vector core makes a share."""
-    few, many = (int4_launch(kernel, rows, 2, size) - int4_launch(kernel, rows, 1, size) for size in (16, 32))
+    """A tile of 256 n over so many groups of K, and the digits of its rows, of which every vector
+    core makes a share."""
+    few, many = (
+        int4_launch(kernel, rows, 2, size) - int4_launch(kernel, rows, 1, size) for size in (16, 32)
+    )
     each = (many - few) * (1 / 16)
     item = few + each * (groups - 16)
     return item, (int4_launch(kernel, rows, 1, 16) - few) * (groups / 16)
@@ -107,8 +146,18 @@ def fp4_item(kernel: ctypes.CDLL, rows: int, tiles: int) -> Cost:
     def launch(size: int) -> Cost:
         k, n = size * 64, 1024
         weight, scale = (torch.zeros(2 * size * one, dtype=torch.uint8) for one in (16384, 2048))
-        others = [torch.zeros(n), torch.tensor([rows]), torch.zeros(2 * 4 * 512), torch.zeros(rows, n, dtype=torch.bfloat16)]
-        return counted(kernel, [torch.ones(rows, k, dtype=torch.bfloat16), weight, scale, *others], [1, k, n, 1], mixed=False)
+        others = [
+            torch.zeros(n),
+            torch.tensor([rows]),
+            torch.zeros(2 * 4 * 512),
+            torch.zeros(rows, n, dtype=torch.bfloat16),
+        ]
+        return counted(
+            kernel,
+            [torch.ones(rows, k, dtype=torch.bfloat16), weight, scale, *others],
+            [1, k, n, 1],
+            mixed=False,
+        )
 
     few, many = launch(2), launch(6)
     return few + (many - few) * (1 / 4) * (tiles - 2)
@@ -125,8 +174,11 @@ def busiest(items: float, cores: int) -> float:
     return float(-(-items // cores))
 
 
-def predict(kernels: dict[str, ctypes.CDLL], name: str, n: int, k: int, tokens: int, waits: bool) -> tuple[float, str, float]:
-    """Microseconds of a launch over the routed experts and the shared one, what bounds it, and the share of the HBM's rate."""
+def predict(
+    kernels: dict[str, ctypes.CDLL], name: str, n: int, k: int, tokens: int, waits: bool
+) -> tuple[float, str, float]:
+    """Microseconds of a launch over the routed experts and the shared one, what bounds it, and the
+    share of the HBM's rate."""
     asked, rows = experts_asked(tokens)
     low = int(rows)
     kinds = [(asked * (1 - rows + low), low), (asked * (rows - low), low + 1)]
@@ -149,19 +201,31 @@ def predict(kernels: dict[str, ctypes.CDLL], name: str, n: int, k: int, tokens: 
 
 
 def compile_kernels(folder: Path) -> dict[str, ctypes.CDLL]:
-    return {name: ascendc.compiled(ascendc.CPU / f"launch_{name}.cpp", folder) for name in ("int4_grouped", "fp4_gemv")}
+    return {
+        name: ascendc.compiled(ascendc.CPU / f"launch_{name}.cpp", folder)
+        for name in ("int4_grouped", "fp4_gemv")
+    }
 
 
 def main() -> None:
-    lines = ["| kernel | product | tokens | us | bound | of the HBM | us with waits | bound |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| kernel | product | tokens | us | bound | of the HBM | us with waits | bound |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         kernels = compile_kernels(Path(folder))
         for name in kernels:
-            for product, n, k in (("gate and up, 512 x 7168", 512, 7168), ("down, 7168 x 256", 7168, 256)):
+            for product, n, k in (
+                ("gate and up, 512 x 7168", 512, 7168),
+                ("down, 7168 x 256", 7168, 256),
+            ):
                 for tokens in (1, 4, 8, 32):
                     us, bound, share = predict(kernels, name, n, k, tokens, waits=False)
                     slower, other, _ = predict(kernels, name, n, k, tokens, waits=True)
-                    lines.append(f"| {name} | {product} | {tokens} | {us:.1f} | {bound} | {share:.2f} | {slower:.1f} | {other} |")
+                    lines.append(
+                        f"| {name} | {product} | {tokens} | {us:.1f} | {bound} | {share:.2f} | "
+                        f"{slower:.1f} | {other} |"
+                    )
     sys.stdout.write("\n".join(lines) + "\n")
 
 

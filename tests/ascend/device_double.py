@@ -1,9 +1,10 @@
 """A double of torch.npu's streams and graphs, over CPU tensors.
 
-A graph records the operators that the step calls, with the very tensors; a replay calls them again and leaves results where the first ones
-lay, as a device does. So whatever a captured step may not do shows: waiting for a value, depending on one, or making a tensor of host data.
-What an operator took from the host stays as it was captured, but for the operators that torch_npu's own graphs let be told anew: a replay
-waits at these until `update` was called.
+A graph records the operators that the step calls, with the very tensors; a replay calls them again
+and leaves results where the first ones lay, as a device does. So whatever a captured step may not
+do shows: waiting for a value, depending on one, or making a tensor of host data. What an operator
+took from the host stays as it was captured, but for the operators that torch_npu's own graphs let
+be told anew: a replay waits at these until `update` was called.
 """
 
 import contextlib
@@ -22,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 WAITS = {"_local_scalar_dense", "nonzero", "lift_fresh"}
 """Operators that read a value, size a result by values, or bring a tensor from the host."""
 TOLD = {"npu_fused_infer_attention_score": ("actual_seq_lengths", "actual_seq_lengths_kv")}
-"""Operators that torch_npu 2.13's graphs tell anew, and what of: its own handlers, which tests/ascend/schemas holds against this."""
+"""Operators that torch_npu 2.13's graphs tell anew, and what of: its own handlers, which
+tests/ascend/schemas holds against this."""
 
 
 CAPTURING: list[Any] = []
@@ -30,23 +32,29 @@ CAPTURING: list[Any] = []
 
 
 class Warm(TorchDispatchMode):
-    """On a stream of its own operators are compiled, and sized their workspaces: what a capture may not do. Their names."""
+    """On a stream of its own operators are compiled, and sized their workspaces: what a capture may
+    not do. Their names."""
 
     NAMES: ClassVar[set[str]] = set()
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.NAMES.add(_name(operator))
         return operator(*args, **(kwargs or {}))
 
 
 class Refuse(TorchFunctionMode):
-    """Tensor.tolist reads a CPU tensor without an operator. Rules that read counts on a CPU alone may, and operators' own code."""
+    """Tensor.tolist reads a CPU tensor without an operator. Rules that read counts on a CPU alone
+    may, and operators' own code."""
 
     def __init__(self, record: "Record") -> None:
         super().__init__()
         self.record = record
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         asks = sys._getframe(1).f_globals["__name__"]
         if function is Tensor.tolist and not self.record.inside and asks != rules.__name__:
             raise RuntimeError("tolist: operation not permitted when stream is capturing")
@@ -58,7 +66,9 @@ class Record(TorchDispatchMode):
         super().__init__()
         self.launches, self.inside = launches, False
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = _name(operator)
         if name in WAITS:
             raise RuntimeError(f"{name}: operation not permitted when stream is capturing")
@@ -67,7 +77,10 @@ class Record(TorchDispatchMode):
         self.inside = True
         results = operator(*args, **(kwargs or {}))
         self.inside = False
-        taken = {key: copy(value) if isinstance(value, list) else value for key, value in (kwargs or {}).items()}
+        taken = {
+            key: copy(value) if isinstance(value, list) else value
+            for key, value in (kwargs or {}).items()
+        }
         self.launches.append((operator, args, taken, results))
         return results
 
@@ -81,13 +94,17 @@ class NPUGraph:
     def replay(self) -> None:
         assert not self.waiting, "the last replay still waits for its lengths"
         assert self not in TOLD_ANEW, "the last replay may still have to read what it was told"
-        self.waiting = self.auto_dispatch_capture and any(_name(operator) in TOLD for operator, *_ in self.launches)
+        self.waiting = self.auto_dispatch_capture and any(
+            _name(operator) in TOLD for operator, *_ in self.launches
+        )
         if not self.waiting:
             self._run()
 
     def update(self, cpu_update_input: list[dict[str, Any]]) -> None:
         assert self.auto_dispatch_capture, "the graph was not captured for updates"
-        (told,) = cpu_update_input  # one for all, as the executor's layers attend to the same lengths
+        (told,) = (
+            cpu_update_input  # one for all, as the executor's layers attend to the same lengths
+        )
         for operator, _, kwargs, _ in self.launches:
             kwargs.update({key: told[key] for key in TOLD.get(_name(operator), ()) if key in told})
         TOLD_ANEW.append(self)
@@ -110,7 +127,13 @@ def _name(operator: Any) -> str:
 
 
 @contextlib.contextmanager
-def graph(target: NPUGraph, pool: object, stream: object, capture_error_mode: str, auto_dispatch_capture: bool = False) -> Iterator[None]:
+def graph(
+    target: NPUGraph,
+    pool: object,
+    stream: object,
+    capture_error_mode: str,
+    auto_dispatch_capture: bool = False,
+) -> Iterator[None]:
     assert capture_error_mode == "thread_local"
     target.auto_dispatch_capture = auto_dispatch_capture
     target.launches.clear()
@@ -125,8 +148,8 @@ def graph(target: NPUGraph, pool: object, stream: object, capture_error_mode: st
 
 
 class Stream:
-    """Work begins on one behind what it was told to wait for; and a capture may not end with work that nothing on the first stream waits
-    for."""
+    """Work begins on one behind what it was told to wait for; and a capture may not end with work
+    that nothing on the first stream waits for."""
 
     def __init__(self) -> None:
         self.waits = self.waited_for = False

@@ -1,9 +1,12 @@
-"""What backend torch_npu computes, said a second time and another way: float64 over plain weights, one rounding where an operator ends.
+"""What backend torch_npu computes, said a second time and another way: float64 over plain weights,
+one rounding where an operator ends.
 
-No operator of torch_npu, no packing, no sorting: codes as they come, experts one by one. Where the manuals make an operand 16 bits wide,
-which the reference backend keeps in float32, it is rounded here too: scales of int4 weights and of bf16 int8 experts, the experts' weights
-in their sum, and what attention reads. Sums in float64 are exact to far less than a bf16 step, so two computations that mean the same
-give the same bits. `installed()` puts this one in the place of the reference backend.
+No operator of torch_npu, no packing, no sorting: codes as they come, experts one by one. Where the
+manuals make an operand 16 bits wide, which the reference backend keeps in float32, it is rounded
+here too: scales of int4 weights and of bf16 int8 experts, the experts' weights in their sum, and
+what attention reads. Sums in float64 are exact to far less than a bf16 step, so two computations
+that mean the same give the same bits. `installed()` puts this one in the place of the reference
+backend.
 """
 
 import contextlib
@@ -34,13 +37,21 @@ from quantkit.models.rope import Rope
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Within it backend "reference" is this module's, and the CPU's own operators, which would be taken first, are not there."""
-    here = SimpleNamespace(**{name: globals()[name] for name in (*FUNCTIONS, "cache_layout", "linear", "experts_layout", "unusable")})
+    """Within it backend "reference" is this module's, and the CPU's own operators, which would be
+    taken first, are not there."""
+    here = SimpleNamespace(
+        **{
+            name: globals()[name]
+            for name in (*FUNCTIONS, "cache_layout", "linear", "experts_layout", "unusable")
+        }
+    )
     plain, chained = backends.module, ExecutorWeights.mla_prolog
     here.NARROW_EXPERTS = True
     absent = SimpleNamespace(unusable=lambda *arguments: "the reference is asked for")
     replaced = {"reference": cast(ModuleType, here), "cpu": cast(ModuleType, absent)}
-    backends.module = lambda name: replaced.get(name) or importlib.import_module(f"quantkit_kernels.{name}")
+    backends.module = lambda name: (
+        replaced.get(name) or importlib.import_module(f"quantkit_kernels.{name}")
+    )
     ExecutorWeights.mla_prolog = mla_prolog  # type: ignore[method-assign]
     backends.forget()
     try:
@@ -50,16 +61,24 @@ def installed() -> Iterator[None]:
         backends.forget()
 
 
-def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: object) -> str | None:
+def unusable(
+    operator: str, device: torch.device, dtype: torch.dtype | None, shapes: object
+) -> str | None:
     return None
 
 
 class ExactLinear(Linear):
-    def __init__(self, weight: Weight, dtype: torch.dtype, device: torch.device, in_experts: bool = False) -> None:
+    def __init__(
+        self, weight: Weight, dtype: torch.dtype, device: torch.device, in_experts: bool = False
+    ) -> None:
         n, k = shape(weight)
         super().__init__(k, n, dtype, device, "reference")
-        narrow = isinstance(weight, NarrowInt8)  # whose scales stay float32, as does what makes up for the split of rows
-        if isinstance(weight, Int4) or (isinstance(weight, Int8) and not narrow and in_experts and dtype == torch.bfloat16):
+        narrow = isinstance(
+            weight, NarrowInt8
+        )  # whose scales stay float32, as does what makes up for the split of rows
+        if isinstance(weight, Int4) or (
+            isinstance(weight, Int8) and not narrow and in_experts and dtype == torch.bfloat16
+        ):
             weight = weight._replace(scale=weight.scale.to(dtype).float())
         self.weight, self.in_experts = weight, in_experts
 
@@ -70,13 +89,24 @@ class ExactLinear(Linear):
         if isinstance(self.weight, Int8):
             codes, scale = quantize_rows(x)
             if isinstance(self.weight, NarrowInt8):
-                w, eights = self.weight.codes.double() * self.weight.scale.double(), 8 * torch.ones(1, x.shape[1], dtype=torch.float64)
-                return (((codes.double() - 8) @ w.T + (eights @ w.T).float()) * scale.double()).to(self.dtype)
-            return ((codes.double() @ self.weight.codes.double().T) * self.weight.scale.double().T * scale.double()).to(self.dtype)
+                w, eights = (
+                    self.weight.codes.double() * self.weight.scale.double(),
+                    8 * torch.ones(1, x.shape[1], dtype=torch.float64),
+                )
+                return (((codes.double() - 8) @ w.T + (eights @ w.T).float()) * scale.double()).to(
+                    self.dtype
+                )
+            return (
+                (codes.double() @ self.weight.codes.double().T)
+                * self.weight.scale.double().T
+                * scale.double()
+            ).to(self.dtype)
         if isinstance(self.weight, Int4):
             return (x.double() @ dequantize(self.weight, torch.float64).T).to(self.dtype)
         if self.in_experts:
-            return (x.double() @ dequantize(self.weight, torch.float32).to(self.dtype).double().T).to(self.dtype)
+            return (
+                x.double() @ dequantize(self.weight, torch.float32).to(self.dtype).double().T
+            ).to(self.dtype)
         # Plain torch on the NPU too: the weight in the compute dtype, torch's product.
         return F.linear(x, dequantize(self.weight, torch.float32).to(self.dtype))
 
@@ -88,8 +118,20 @@ def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> ExactLin
 class ExactExperts(Experts):
     """One expert after the other over the tokens that chose it."""
 
-    def __init__(self, linears: list[tuple[ExactLinear, ExactLinear, ExactLinear]], dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(len(linears), linears[0][2].out_features, linears[0][2].in_features, dtype, device, "reference")
+    def __init__(
+        self,
+        linears: list[tuple[ExactLinear, ExactLinear, ExactLinear]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(
+            len(linears),
+            linears[0][2].out_features,
+            linears[0][2].in_features,
+            dtype,
+            device,
+            "reference",
+        )
         self.linears = linears
 
     def held(self) -> list[Tensor]:
@@ -113,15 +155,27 @@ class ExactLayout(ExpertsLayout):
         self.linears: dict[int, tuple[ExactLinear, ExactLinear, ExactLinear]] = {}
 
     def place(self, index: int, gate: Weight, up: Weight, down: Weight) -> None:
-        one, two, three = (ExactLinear(weight, self.dtype, self.device, in_experts=True) for weight in (gate, up, down))
+        one, two, three = (
+            ExactLinear(weight, self.dtype, self.device, in_experts=True)
+            for weight in (gate, up, down)
+        )
         self.linears[index] = (one, two, three)
 
     def finish(self) -> ExactExperts:
-        return ExactExperts([self.linears[index] for index in sorted(self.linears)], self.dtype, self.device)
+        return ExactExperts(
+            [self.linears[index] for index in sorted(self.linears)], self.dtype, self.device
+        )
 
 
-def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> ExpertsLayout:
-    if isinstance(gate, Fp4):  # no operator of torch_npu either: a loop over torch's product, whose sums depend on the rows it gets
+def experts_layout(
+    num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device
+) -> ExpertsLayout:
+    if isinstance(
+        gate,
+        Fp4,
+        # no operator of torch_npu either: a loop over torch's product, whose sums depend on the
+        # rows it gets
+    ):
         return LoopLayout(num_experts, linear, dtype, device, "reference")
     return ExactLayout(num_experts, dtype, device)
 
@@ -146,20 +200,28 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 def route(logits: Tensor, bias: Tensor | None, how: Routing) -> tuple[Tensor, Tensor]:
-    """DeepSeek-V3's: sigmoid, groups by their best two, weights divided by their sum; then the shared experts."""
+    """DeepSeek-V3's: sigmoid, groups by their best two, weights divided by their sum; then the
+    shared experts."""
     assert (how.scoring_func, how.norm_topk_prob) == ("sigmoid", True), how
     experts = logits.shape[1]
-    ids = torch.empty(len(logits), how.num_experts_per_tok + how.num_joined_experts, dtype=torch.int64)
+    ids = torch.empty(
+        len(logits), how.num_experts_per_tok + how.num_joined_experts, dtype=torch.int64
+    )
     weights = torch.ones(ids.shape)
     for token, row in enumerate(logits.double()):
         scores = 1 / (1 + (-row).exp())
         choice = scores if bias is None else scores + bias.double()
         size = experts // how.n_group
-        groups = sorted(range(how.n_group), key=lambda g: -float(choice[g * size : (g + 1) * size].topk(2).values.sum()))[: how.topk_group]
+        groups = sorted(
+            range(how.n_group),
+            key=lambda g: -float(choice[g * size : (g + 1) * size].topk(2).values.sum()),
+        )[: how.topk_group]
         kept = [expert for group in groups for expert in range(group * size, (group + 1) * size)]
         best = sorted(kept, key=lambda expert: -float(choice[expert]))[: how.num_experts_per_tok]
         ids[token] = torch.tensor([*best, *range(experts, experts + how.num_joined_experts)])
-        weights[token, : how.num_experts_per_tok] = scores[best] / (scores[best].sum() + 1e-20) * how.routed_scaling_factor
+        weights[token, : how.num_experts_per_tok] = (
+            scores[best] / (scores[best].sum() + 1e-20) * how.routed_scaling_factor
+        )
     return ids, weights
 
 
@@ -207,33 +269,45 @@ def store(cache: Latents, slots: Tensor, latent: Tensor, key: Tensor) -> None:
         part.view(-1, part.shape[2])[slots] = rows.to(part.dtype)
 
 
-def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents, slots: Tensor) -> Tensor:
+def mla_prepare(
+    qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents, slots: Tensor
+) -> Tensor:
     sizes = [len(norms.q), len(norms.k)]
     q_a, latent, k_pe = qkv_a.split([*sizes, qkv_a.shape[1] - sum(sizes)], dim=-1)
     store(cache, slots, rms_norm(latent, norms.k, norms.eps), turned(k_pe[:, None], rotation))
     return rms_norm(q_a, norms.q, norms.eps)
 
 
-def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, at: PagedLatents, scale: float) -> Tensor:
+def mla_decode(
+    q: Tensor, kv_b: Tensor, rotation: Rotation, at: PagedLatents, scale: float
+) -> Tensor:
     nope = q.shape[2] - (pages(at.cache).shape[2] - kv_b.shape[2])
     q_pe = cached_order(turned(q[..., nope:], rotation), at.cache)
     return attend(by_head(q[..., :nope], kv_b[:, :nope]), q_pe, kv_b, nope, at, scale)
 
 
 def by_head(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, heads, K] times weight [heads, K, N]: one operator, exact but for its end, where K and N are multiples of 128; else torch's."""
+    """x [T, heads, K] times weight [heads, K, N]: one operator, exact but for its end, where K and
+    N are multiples of 128; else torch's."""
     if weight.shape[1] % 128 or weight.shape[2] % 128:
         return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
     return (x.double().transpose(0, 1) @ weight.double()).transpose(0, 1).to(x.dtype)
 
 
-def mla_prefill(q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float) -> Tensor:
-    """Torch's attention over expanded latents, as the backend asks for it, over this module's rotation."""
+def mla_prefill(
+    q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float
+) -> Tensor:
+    """Torch's attention over expanded latents, as the backend asks for it, over this module's
+    rotation."""
     q_pe = turned(q[..., -2 * rotation.cos.shape[1] :], rotation)
-    return plain_prompts.attend_expanded(q, q_pe, kv_b, cache, prompts, scale, rotation.interleaved, plain_prompts.attend_at_once)
+    return plain_prompts.attend_expanded(
+        q, q_pe, kv_b, cache, prompts, scale, rotation.interleaved, plain_prompts.attend_at_once
+    )
 
 
-def attend(q: Tensor, q_pe: Tensor, kv_b: Tensor, nope: int, at: PagedLatents, scale: float) -> Tensor:
+def attend(
+    q: Tensor, q_pe: Tensor, kv_b: Tensor, nope: int, at: PagedLatents, scale: float
+) -> Tensor:
     query, kv_lora, cached = torch.cat([q, q_pe], dim=-1), kv_b.shape[2], pages(at.cache)
     out = torch.zeros(*q.shape[:2], kv_lora, dtype=q.dtype)
     for row, length in enumerate(at.seq_lens.tolist()):
@@ -244,14 +318,17 @@ def attend(q: Tensor, q_pe: Tensor, kv_b: Tensor, nope: int, at: PagedLatents, s
 
 
 class ExactProlog:
-    """npu_mla_prolog_v3 as its public kernel rounds: products of bf16 to bf16, dequantized ones only where they leave it."""
+    """npu_mla_prolog_v3 as its public kernel rounds: products of bf16 to bf16, dequantized ones
+    only where they leave it."""
 
     def __init__(self, weights: MlaWeights, eps: float) -> None:
         self.weights, self.eps = weights, eps
         self.nope = shape(weights.q_b)[0] // len(weights.kv_b) - 64
 
     def qkv_a(self, x: Tensor) -> Tensor:
-        return torch.cat([self._linear(x, self.weights.q_a), self._linear(x, self.weights.kv_a)], dim=-1)
+        return torch.cat(
+            [self._linear(x, self.weights.q_a), self._linear(x, self.weights.kv_a)], dim=-1
+        )
 
     def q_b(self, x: Tensor) -> Tensor:
         return self._linear(x, self.weights.q_b)
@@ -262,14 +339,27 @@ class ExactProlog:
             return product(x, weight).bfloat16()
         return x @ dequantize(weight, torch.float32).bfloat16().T.contiguous()
 
-    def __call__(self, x: Tensor, rotation: Rotation, slots: Tensor, at: PagedLatents, *, scale: float) -> Tensor:
+    def __call__(
+        self, x: Tensor, rotation: Rotation, slots: Tensor, at: PagedLatents, *, scale: float
+    ) -> Tensor:
         w, quantized = self.weights, isinstance(self.weights.q_a, Int8)
         inside = torch.float64 if quantized else torch.bfloat16
         q_a, kv_a = product(x, w.q_a).to(inside), product(x, w.kv_a).to(inside)
-        store(at.cache, slots, rms_norm(kv_a[:, :512], w.kv_norm, self.eps), turned(kv_a[:, None, 512:], rotation))
-        q = product(rms_norm(q_a, w.q_norm, self.eps), w.q_b).to(inside).unflatten(1, (len(w.kv_b), -1))
+        store(
+            at.cache,
+            slots,
+            rms_norm(kv_a[:, :512], w.kv_norm, self.eps),
+            turned(kv_a[:, None, 512:], rotation),
+        )
+        q = (
+            product(rms_norm(q_a, w.q_norm, self.eps), w.q_b)
+            .to(inside)
+            .unflatten(1, (len(w.kv_b), -1))
+        )
         up_k = w.kv_b[:, : self.nope].double()
-        q_nope = torch.einsum("tnd,ndk->tnk", q[..., : self.nope].bfloat16().double(), up_k).bfloat16()
+        q_nope = torch.einsum(
+            "tnd,ndk->tnk", q[..., : self.nope].bfloat16().double(), up_k
+        ).bfloat16()
         q_pe = cached_order(turned(q[..., self.nope :], rotation), at.cache).bfloat16()
         return attend(q_nope, q_pe, w.kv_b, self.nope, at, scale)
 
@@ -283,12 +373,19 @@ def product(x: Tensor, weight: Weight) -> Tensor:
 
 
 def mla_prolog(
-    self: ExecutorWeights, modules: tuple[str, str, str], kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope
+    self: ExecutorWeights,
+    modules: tuple[str, str, str],
+    kv_b: Tensor,
+    gains: tuple[Tensor, Tensor],
+    eps: float,
+    rope: Rope,
 ) -> Any:
     """ExecutorWeights.mla_prolog: for the layers that torch_npu takes."""
     weights = MlaWeights(*map(self._operand, modules), kv_b, *gains)
     kinds = (kind(weights.q_a), kind(weights.q_b), kind(weights.kv_a))
-    taken = self.dtype == torch.bfloat16 and prolog_refused(sizes_of(weights, rope.dim), kinds) is None
+    taken = (
+        self.dtype == torch.bfloat16 and prolog_refused(sizes_of(weights, rope.dim), kinds) is None
+    )
     return ExactProlog(weights, eps) if taken else None
 
 

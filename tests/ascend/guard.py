@@ -1,4 +1,5 @@
-"""Operands between pages that may not be touched: a kernel that reads or writes outside them ends, and it is said."""
+"""Operands between pages that may not be touched: a kernel that reads or writes outside them ends,
+and it is said."""
 
 import contextlib
 import ctypes
@@ -20,7 +21,14 @@ class OutsideOperands(AssertionError):
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_LIBC.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
 _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _IN_PLACE = 1 << 30
@@ -29,8 +37,8 @@ _IN_PLACE = 1 << 30
 
 @contextlib.contextmanager
 def guarded(tensor: Tensor) -> Iterator[int]:
-    """The address of a copy of a tensor that ends at a page which may not be touched; one lies before it too. What a child process
-    writes there is the tensor's when the context ends."""
+    """The address of a copy of a tensor that ends at a page which may not be touched; one lies
+    before it too. What a child process writes there is the tensor's when the context ends."""
     assert tensor.is_contiguous(), "kernels read runs"
     size = tensor.numel() * tensor.element_size()
     if size >= _IN_PLACE:
@@ -38,7 +46,14 @@ def guarded(tensor: Tensor) -> Iterator[int]:
         return
     page = mmap.PAGESIZE
     whole = -(-size // page) * page
-    start = _LIBC.mmap(None, whole + 2 * page, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS, -1, 0)
+    start = _LIBC.mmap(
+        None,
+        whole + 2 * page,
+        mmap.PROT_READ | mmap.PROT_WRITE,
+        mmap.MAP_SHARED | mmap.MAP_ANONYMOUS,
+        -1,
+        0,
+    )
     assert start not in (None, ctypes.c_void_p(-1).value), os.strerror(ctypes.get_errno())
     try:
         for guard in (start, start + page + whole):
@@ -55,12 +70,16 @@ def guarded(tensor: Tensor) -> Iterator[int]:
 
 
 def run_guarded(kernel: Callable[[list[Any]], None], operands: Sequence[Any]) -> None:
-    """kernel(operands), tensors given as addresses, in a process of its own; OutsideOperands says that it ended badly.
+    """kernel(operands), tensors given as addresses, in a process of its own; OutsideOperands says
+    that it ended badly.
 
     What it writes to the tensors is theirs afterwards.
     """
     with contextlib.ExitStack() as stack:
-        placed = [stack.enter_context(guarded(one)) if isinstance(one, Tensor) else one for one in operands]
+        placed = [
+            stack.enter_context(guarded(one)) if isinstance(one, Tensor) else one
+            for one in operands
+        ]
         child = os.fork()
         if child == 0:
             faulthandler.disable()  # the parent says it
@@ -68,11 +87,16 @@ def run_guarded(kernel: Callable[[list[Any]], None], operands: Sequence[Any]) ->
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code:
-            raise OutsideOperands(f"the kernel touched memory outside its operands, or broke a rule: signal {-code}")
+            raise OutsideOperands(
+                f"the kernel touched memory outside its operands, or broke a rule: signal {-code}"
+            )
 
 
 def sparse(count: int, one: Tensor) -> Tensor:
-    """Room for `count` of a tensor's first entry, zeros that cost no memory until they are written."""
+    """Room for `count` of a tensor's first entry, zeros that cost no memory until they are
+    written."""
     size = count * one[0].numel()
-    memory = mmap.mmap(-1, size * one.element_size(), flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | NO_RESERVE)
+    memory = mmap.mmap(
+        -1, size * one.element_size(), flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | NO_RESERVE
+    )
     return torch.frombuffer(memory, dtype=one.dtype, count=size).view(count, *one.shape[1:])

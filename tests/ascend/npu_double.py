@@ -1,9 +1,11 @@
-"""A double of torch_npu's operators: registered for CPU tensors under the real schemas, computing what the manuals say, in float64.
+"""A double of torch_npu's operators: registered for CPU tensors under the real schemas, computing
+what the manuals say, in float64.
 
-`installed()` is a context: within it torch.ops.npu exists and backend torch_npu is usable on the CPU. Every operator enforces the rules of
-quantkit_kernels.torch_npu.rules, and raises where arguments break one, as a device would. It also knows what a rule cannot see: which
-memory lies in FRACTAL_NZ, and that an operand must or must not; and what the manuals leave open, as the attention of a row of length 0,
-comes out as NaN.
+`installed()` is a context: within it torch.ops.npu exists and backend torch_npu is usable on the
+CPU. Every operator enforces the rules of quantkit_kernels.torch_npu.rules, and raises where
+arguments break one, as a device would. It also knows what a rule cannot see: which memory lies in
+FRACTAL_NZ, and that an operand must or must not; and what the manuals leave open, as the attention
+of a row of length 0, comes out as NaN.
 """
 
 import contextlib
@@ -26,9 +28,12 @@ DTYPES = {5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
 
 @contextlib.contextmanager
 def few_rows_split() -> Iterator[None]:
-    """Within it 4-bit linears of few rows are computed as CANN's template MSD_GROUP computes them; else exactly."""
+    """Within it 4-bit linears of few rows are computed as CANN's template MSD_GROUP computes them;
+    else exactly."""
     plain = RESULTS["npu_weight_quant_batchmatmul"]
-    RESULTS["npu_weight_quant_batchmatmul"] = lambda a: _split_product(a) if _is_split(a) else plain(a)
+    RESULTS["npu_weight_quant_batchmatmul"] = lambda a: (
+        _split_product(a) if _is_split(a) else plain(a)
+    )
     try:
         yield
     finally:
@@ -73,7 +78,8 @@ PLACED = {
     "npu_format_cast": {"input": {"ND", NZ}},
     "npu_prefetch": {"input": {"ND", NZ}, "dependency": {"ND", NZ}},
 }
-"""How operands may lie; what is not named here must be ND. CANN refuses other weights of the prolog (mla_prolog_tiling_check.cpp)."""
+"""How operands may lie; what is not named here must be ND. CANN refuses other weights of the prolog
+(mla_prolog_tiling_check.cpp)."""
 
 
 def layout_of(tensor: Tensor) -> str:
@@ -81,7 +87,11 @@ def layout_of(tensor: Tensor) -> str:
     cast: tuple[Any, ...] | None = getattr(tensor.untyped_storage(), "cast_to_nz", None)
     if cast is None:
         return "ND"
-    return NZ if cast == (tensor.shape, tensor.stride(), tensor.dtype) else f"a part of a tensor in {NZ}"
+    return (
+        NZ
+        if cast == (tensor.shape, tensor.stride(), tensor.dtype)
+        else f"a part of a tensor in {NZ}"
+    )
 
 
 def _misplaced(name: str, arguments: Any) -> str | None:
@@ -107,15 +117,17 @@ def _weight_quant_batchmatmul(a: Any) -> Tensor:
 
 
 def _is_split(a: Any) -> bool:
-    """CANN's tiling (ops-nn, weight_quant_batch_matmul_v2_tiling_msd_group.cpp), but for the size of its L1 buffer."""
+    """CANN's tiling (ops-nn, weight_quant_batch_matmul_v2_tiling_msd_group.cpp), but for the size
+    of its L1 buffer."""
     k, n, group = a.weight.shape[0], a.antiquant_scale.shape[-1], a.antiquant_group_size
     few = group in (64, 128) and a.x.shape[0] <= group // 8
     return few and a.weight.dtype == torch.int32 and k <= 13952 and k % group == 0 and n % 64 == 0
 
 
 def _split_product(a: Any) -> Tensor:
-    """x of a group, divided by its largest value, as three int4 digits, which are multiplied by the codes; sums in float32, over groups in
-    an order that CANN does not fix (`torch.use_deterministic_algorithms` fixes it)."""
+    """x of a group, divided by its largest value, as three int4 digits, which are multiplied by the
+    codes; sums in float32, over groups in an order that CANN does not fix
+    (`torch.use_deterministic_algorithms` fixes it)."""
     groups = a.x.float().unflatten(1, (-1, a.antiquant_group_size))
     largest = groups.abs().amax(dim=-1, keepdim=True)
     rest = torch.where(largest == 0, 0.0, groups / largest) * 7.49
@@ -135,7 +147,9 @@ def _antiquant(weight: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
     wide = scale.double().reshape(-1, scale.shape[-1])
     added = torch.zeros_like(wide) if offset is None else offset.double().reshape(wide.shape)
     groups = wide.shape[0]
-    return ((weight.unflatten(0, (groups, -1)) + added.unsqueeze(1)) * wide.unsqueeze(1)).flatten(0, 1)
+    return ((weight.unflatten(0, (groups, -1)) + added.unsqueeze(1)) * wide.unsqueeze(1)).flatten(
+        0, 1
+    )
 
 
 def _quant_matmul(a: Any) -> Tensor:
@@ -156,14 +170,21 @@ def _grouped_matmul(a: Any) -> list[Tensor]:
     pieces = []
     for expert, rows in enumerate(x.double().split(a.group_list.tolist())):
         if x.dtype == torch.int8 and weight.dtype == torch.int32:
-            pieces.append(_narrow_product(rows, weight[expert], a.scale[0][expert], a.bias[0][expert]))
+            pieces.append(
+                _narrow_product(rows, weight[expert], a.scale[0][expert], a.bias[0][expert])
+            )
         elif x.dtype == torch.int8:
             pieces.append(rows @ weight[expert].double() * a.scale[0][expert].double())
         elif a.antiquant_scale is None:
             pieces.append(rows @ weight[expert].double())
         else:
-            codes = (uncarry_int4(weight[expert]) if weight.dtype == torch.int32 else weight[expert]).double()
-            pieces.append(rows @ _antiquant(codes, a.antiquant_scale[0][expert], a.antiquant_offset[0][expert]))
+            codes = (
+                uncarry_int4(weight[expert]) if weight.dtype == torch.int32 else weight[expert]
+            ).double()
+            pieces.append(
+                rows
+                @ _antiquant(codes, a.antiquant_scale[0][expert], a.antiquant_offset[0][expert])
+            )
     product = torch.cat(pieces)
     if a.per_token_scale is not None:
         product = product * a.per_token_scale[0].double().unsqueeze(-1)
@@ -171,7 +192,8 @@ def _grouped_matmul(a: Any) -> list[Tensor]:
 
 
 def _narrow_product(rows: Tensor, carriers: Tensor, scale_bits: Tensor, bias: Tensor) -> Tensor:
-    """int8 by int4: rows are 16 h + l + 8, h and l of four bits, of which the 8 is left to the bias."""
+    """int8 by int4: rows are 16 h + l + 8, h and l of four bits, of which the 8 is left to the
+    bias."""
     scale = scale_bits.flatten().to(torch.int32).view(torch.float32).double()
     return (rows - 8) @ uncarry_int4(carriers).double() * scale + bias.double()
 
@@ -181,8 +203,14 @@ def _moe_gating_top_k(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     scores = wide.sigmoid() if a.norm_type == 1 else wide.softmax(dim=-1)
     choice = scores if a.bias is None else scores + a.bias.double()
     groups = choice.unflatten(1, (a.group_count, -1))
-    best = groups.amax(dim=-1) if a.group_select_mode == 0 else groups.topk(2, dim=-1).values.sum(dim=-1)
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(a.k_group, dim=-1).indices, True)
+    best = (
+        groups.amax(dim=-1)
+        if a.group_select_mode == 0
+        else groups.topk(2, dim=-1).values.sum(dim=-1)
+    )
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(
+        1, best.topk(a.k_group, dim=-1).indices, True
+    )
     choice = groups.masked_fill(~kept.unsqueeze(-1), -math.inf).flatten(1)
     ids = choice.topk(a.k, dim=-1).indices
     weights = scores.gather(1, ids)
@@ -270,37 +298,63 @@ def _transpose_batchmatmul(a: Any) -> Tensor:
 
 
 def _mla_prolog_v3(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Products of bf16 are rounded to bf16, dequantized ones not before they were normed, turned, or enter the product with W_UK (CANN's
-    ops-transformer at c29bc10, mla_prolog_comm.h, types by scenario)."""
+    """Products of bf16 are rounded to bf16, dequantized ones not before they were normed, turned,
+    or enter the product with W_UK (CANN's ops-transformer at c29bc10, mla_prolog_comm.h, types by
+    scenario)."""
     heads, nope = a.weight_uk.shape[:2]
     cos, sin = a.rope_cos.double(), a.rope_sin.double()
-    x, w_dq, w_uq_qr, w_dkv_kr = a.token_x.double(), a.weight_dq.double(), a.weight_uq_qr.double(), a.weight_dkv_kr.double()
+    x, w_dq, w_uq_qr, w_dkv_kr = (
+        a.token_x.double(),
+        a.weight_dq.double(),
+        a.weight_uq_qr.double(),
+        a.weight_dkv_kr.double(),
+    )
     low, kv = x @ w_dq, x @ w_dkv_kr
     if a.weight_quant_mode == 2:
         row = a.dequant_scale_x.double()
-        low, kv = low * row * a.dequant_scale_w_dq.double(), kv * row * a.dequant_scale_w_dkv_kr.double()
+        low, kv = (
+            low * row * a.dequant_scale_w_dq.double(),
+            kv * row * a.dequant_scale_w_dkv_kr.double(),
+        )
     else:
         low, kv = low.bfloat16(), kv.bfloat16()
     c_q = _normed(low, a.rmsnorm_gamma_cq, a.rmsnorm_epsilon_cq)[0]
     if a.weight_quant_mode:
         codes, row_scale = _dynamic_quant(bind("npu_dynamic_quant", (c_q,), {}))
-        query = codes.double() @ w_uq_qr * row_scale.double().unsqueeze(1) * a.dequant_scale_w_uq_qr.double()
+        query = (
+            codes.double()
+            @ w_uq_qr
+            * row_scale.double().unsqueeze(1)
+            * a.dequant_scale_w_uq_qr.double()
+        )
     else:
         query = (c_q.double() @ w_uq_qr).bfloat16().double()
     q_nope, q_pe = query.unflatten(1, (heads, -1)).split([nope, 64], dim=-1)
     absorbed = torch.einsum("tnd,ndk->tnk", q_nope.bfloat16().double(), a.weight_uk.double())
     latent, k_pe = kv.split([512, 64], dim=-1)
-    _store(a.kv_cache, a.cache_index, _normed(latent, a.rmsnorm_gamma_ckv, a.rmsnorm_epsilon_ckv)[0])
+    _store(
+        a.kv_cache, a.cache_index, _normed(latent, a.rmsnorm_gamma_ckv, a.rmsnorm_epsilon_ckv)[0]
+    )
     _store(a.kr_cache, a.cache_index, _halves_turned(k_pe.double(), cos, sin))
     query_rope = _halves_turned(q_pe, cos[:, None], sin[:, None])
     nothing = torch.full((1,), math.nan)
-    return absorbed.bfloat16().contiguous(), query_rope.bfloat16(), nothing, nothing.clone(), nothing.clone()
+    return (
+        absorbed.bfloat16().contiguous(),
+        query_rope.bfloat16(),
+        nothing,
+        nothing.clone(),
+        nothing.clone(),
+    )
 
 
 def _fused_infer_attention_score(a: Any) -> tuple[Tensor, Tensor]:
-    """Paged, one query token a row: each over its own tokens and nothing behind them. A block's key heads may stand side by side."""
+    """Paged, one query token a row: each over its own tokens and nothing behind them. A block's key
+    heads may stand side by side."""
     if a.key.dim() == 3:
-        a.key, a.value = (side.unflatten(2, (a.num_key_value_heads, -1)).transpose(1, 2) for side in (a.key, a.value))
+        a.key, a.value = (
+            side.unflatten(2, (a.num_key_value_heads, -1)).transpose(1, 2)
+            for side in (a.key, a.value)
+        )
     shared = a.num_heads // a.num_key_value_heads
     out = torch.zeros(*a.query.shape[:3], a.value.shape[-1], dtype=torch.float64)
     for row, length in enumerate(a.actual_seq_lengths_kv):
@@ -308,11 +362,17 @@ def _fused_infer_attention_score(a: Any) -> tuple[Tensor, Tensor]:
             out[row] = math.nan
             continue
         blocks = a.block_table[row, : -(-length // a.block_size)].long()
-        seen = [part[blocks].transpose(0, 1).flatten(1, 2)[:, :length].double() for part in (a.key, a.value)]  # [key heads, length, D]
+        seen = [
+            part[blocks].transpose(0, 1).flatten(1, 2)[:, :length].double()
+            for part in (a.key, a.value)
+        ]  # [key heads, length, D]
         query = a.query[row].double()
         if a.query_rope is not None:
             turned = a.key_rope[blocks].transpose(0, 1).flatten(1, 2)[:, :length].double()
-            query, seen[0] = torch.cat([query, a.query_rope[row].double()], dim=-1), torch.cat([seen[0], turned], dim=-1)
+            query, seen[0] = (
+                torch.cat([query, a.query_rope[row].double()], dim=-1),
+                torch.cat([seen[0], turned], dim=-1),
+            )
         keys, values = (side.repeat_interleave(shared, dim=0) for side in seen)
         out[row] = (query @ keys.transpose(1, 2) * a.scale).softmax(dim=-1) @ values
     if a.input_layout == "BNSD_NBSD":

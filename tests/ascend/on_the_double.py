@@ -1,4 +1,5 @@
-"""Run a Python file or `-m quantkit ...` with backend torch_npu on the double: what a rehearsal puts in the place of a machine with an NPU.
+"""Run a Python file or `-m quantkit ...` with backend torch_npu on the double: what a rehearsal
+puts in the place of a machine with an NPU.
 
 The check of operators runs its first few, at a small shape.
 """
@@ -18,7 +19,9 @@ def main() -> None:
     timing._CPU_SECONDS = 0.0
     check: Any = importlib.import_module("quantkit_kernels.self_check")
     check.LINEARS, check.HIDDEN = {"down": (64, 2048)}, 256
-    check.copies_beyond_cache = lambda nbytes, device: 1  # of small weights, three times a large cache is thousands of copies and 20 GB
+    check.copies_beyond_cache = lambda nbytes, device: (
+        1
+    )  # of small weights, three times a large cache is thousands of copies and 20 GB
     plain = check.check
     check.check = lambda target: islice(plain(target), 3)
     torch.set_grad_enabled(False)

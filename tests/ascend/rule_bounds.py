@@ -1,6 +1,7 @@
 """Calls just inside and just outside every condition of the rules of products, routing and norms.
 
-A change names arguments of a good call and what they become, tensors by shape and dtype: rules look at nothing else of most.
+A change names arguments of a good call and what they become, tensors by shape and dtype: rules look
+at nothing else of most.
 """
 
 from typing import Any
@@ -13,7 +14,8 @@ Change = dict[str, Any]
 
 
 class T:
-    """A tensor of a shape and dtype that takes no memory; `transposed` swaps its last two dimensions, which is not contiguous."""
+    """A tensor of a shape and dtype that takes no memory; `transposed` swaps its last two
+    dimensions, which is not contiguous."""
 
     def __init__(self, *shape: int, dtype: torch.dtype = B, transposed: bool = False) -> None:
         self.shape, self.dtype, self.transposed = shape, dtype, transposed
@@ -23,7 +25,10 @@ class T:
         return one.transpose(-1, -2) if self.transposed else one
 
     def __repr__(self) -> str:
-        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}{' transposed' if self.transposed else ''}"
+        return (
+            f"{list(self.shape)} "
+            f"{str(self.dtype).removeprefix('torch.')}{' transposed' if self.transposed else ''}"
+        )
 
 
 def made(value: Any) -> Any:
@@ -32,9 +37,20 @@ def made(value: Any) -> Any:
     return value.made() if isinstance(value, T) else value
 
 
-WQB, QM, DQ, GMM = "npu_weight_quant_batchmatmul", "npu_quant_matmul", "npu_dynamic_quant", "npu_grouped_matmul"
+WQB, QM, DQ, GMM = (
+    "npu_weight_quant_batchmatmul",
+    "npu_quant_matmul",
+    "npu_dynamic_quant",
+    "npu_grouped_matmul",
+)
 GATE, INIT, FINAL = "npu_moe_gating_top_k", "npu_moe_init_routing_v2", "npu_moe_finalize_routing"
-SWIGLU, NORM, ADD_NORM, CAST, FETCH = "npu_swiglu", "npu_rms_norm", "npu_add_rms_norm", "npu_format_cast", "npu_prefetch"
+SWIGLU, NORM, ADD_NORM, CAST, FETCH = (
+    "npu_swiglu",
+    "npu_rms_norm",
+    "npu_add_rms_norm",
+    "npu_format_cast",
+    "npu_prefetch",
+)
 
 
 def wqb(k: int, n: int, group: int, scale: tuple[int, ...], **more: Any) -> Change:
@@ -54,21 +70,58 @@ def qm(k: int, n: int, **more: Any) -> Change:
 
 
 def dense_gmm(dtype: torch.dtype = B, k: int = 128, n: int = 8, **more: Any) -> Change:
-    return {"x": [T(4, k, dtype=dtype)], "weight": [T(2, k, n, dtype=dtype)], "antiquant_scale": None, "antiquant_offset": None, **more}
+    return {
+        "x": [T(4, k, dtype=dtype)],
+        "weight": [T(2, k, n, dtype=dtype)],
+        "antiquant_scale": None,
+        "antiquant_offset": None,
+        **more,
+    }
 
 
-def int4_gmm(scale: tuple[int, ...], weight: tuple[int, ...] = (2, 128, 8), dtype: torch.dtype = I32, **more: Any) -> Change:
-    return {"weight": [T(*weight, dtype=dtype)], "antiquant_scale": [T(*scale)], "antiquant_offset": [T(*scale)], **more}
+def int4_gmm(
+    scale: tuple[int, ...],
+    weight: tuple[int, ...] = (2, 128, 8),
+    dtype: torch.dtype = I32,
+    **more: Any,
+) -> Change:
+    return {
+        "weight": [T(*weight, dtype=dtype)],
+        "antiquant_scale": [T(*scale)],
+        "antiquant_offset": [T(*scale)],
+        **more,
+    }
 
 
 def int8_gmm(scale: T, output: torch.dtype, row: T | None = None, **more: Any) -> Change:
-    quantized = {"x": [T(4, 128, dtype=I8)], "weight": [T(2, 128, 8, dtype=I8)], "antiquant_scale": None, "antiquant_offset": None}
-    return quantized | {"scale": [scale], "per_token_scale": [row or T(4, dtype=F)], "output_dtype": output, **more}
+    quantized = {
+        "x": [T(4, 128, dtype=I8)],
+        "weight": [T(2, 128, 8, dtype=I8)],
+        "antiquant_scale": None,
+        "antiquant_offset": None,
+    }
+    return quantized | {
+        "scale": [scale],
+        "per_token_scale": [row or T(4, dtype=F)],
+        "output_dtype": output,
+        **more,
+    }
 
 
-def narrow_gmm(k: int = 128, scale: T | None = None, bias: T | None = None, output: torch.dtype = B, **more: Any) -> Change:
+def narrow_gmm(
+    k: int = 128,
+    scale: T | None = None,
+    bias: T | None = None,
+    output: torch.dtype = B,
+    **more: Any,
+) -> Change:
     """int8 rows by int4 weights."""
-    quantized = {"x": [T(4, k, dtype=I8)], "weight": [T(2, k, 8, dtype=I32)], "antiquant_scale": None, "antiquant_offset": None}
+    quantized = {
+        "x": [T(4, k, dtype=I8)],
+        "weight": [T(2, k, 8, dtype=I32)],
+        "antiquant_scale": None,
+        "antiquant_offset": None,
+    }
     both = {"scale": [scale or T(2, 1, 64, dtype=I64)], "bias": [bias or T(2, 64, dtype=F)]}
     return quantized | both | {"per_token_scale": [T(4, dtype=F)], "output_dtype": output, **more}
 
@@ -81,11 +134,25 @@ def experts(count: int) -> Change:
 
 
 def gate(experts: int, groups: int, k: int, k_group: int, **more: Any) -> Change:
-    return {"x": T(3, experts), "bias": None, "k": k, "k_group": k_group, "group_count": groups, **more}
+    return {
+        "x": T(3, experts),
+        "bias": None,
+        "k": k,
+        "k_group": k_group,
+        "group_count": groups,
+        **more,
+    }
 
 
 INSIDE: list[tuple[str, Change]] = [
-    (WQB, {"x": T(4, 128, dtype=H), "antiquant_scale": T(4, 64, dtype=H), "antiquant_offset": T(4, 64, dtype=H)}),
+    (
+        WQB,
+        {
+            "x": T(4, 128, dtype=H),
+            "antiquant_scale": T(4, 64, dtype=H),
+            "antiquant_offset": T(4, 64, dtype=H),
+        },
+    ),
     (WQB, {"x": T(1, 128)}),
     (FETCH, {"max_size": 1}),
     (WQB, {"antiquant_offset": None}),
@@ -97,7 +164,14 @@ INSIDE: list[tuple[str, Change]] = [
     (WQB, wqb(128, 64, 96, (2, 64))),
     (WQB, wqb(129, 64, 128, (2, 64))),
     (WQB, wqb(33, 64, 32, (2, 64))),
-    (WQB, {"weight": T(128, 8191, dtype=I32), "antiquant_scale": T(4, 65528), "antiquant_offset": T(4, 65528)}),
+    (
+        WQB,
+        {
+            "weight": T(128, 8191, dtype=I32),
+            "antiquant_scale": T(4, 65528),
+            "antiquant_offset": T(4, 65528),
+        },
+    ),
     (QM, {"x1": T(1, 1, 1, 1, 4, 128, dtype=I8)}),
     (QM, qm(65535, 4)),
     (QM, qm(128, 65535)),
@@ -120,7 +194,11 @@ INSIDE: list[tuple[str, Change]] = [
     (GMM, int4_gmm((2, 64))),
     (GMM, int4_gmm((2, 1, 64))),
     (GMM, int4_gmm((2, 64), (2, 128, 64), I8)),
-    (GMM, {"x": [T(4, 128, dtype=H)]} | {name: [T(2, 4, 64, dtype=H)] for name in ("antiquant_scale", "antiquant_offset")}),
+    (
+        GMM,
+        {"x": [T(4, 128, dtype=H)]}
+        | {name: [T(2, 4, 64, dtype=H)] for name in ("antiquant_scale", "antiquant_offset")},
+    ),
     (GMM, int8_gmm(T(2, 8), B)),
     (GMM, int8_gmm(T(2, 8, dtype=F), H)),
     (GMM, narrow_gmm()),
@@ -168,13 +246,30 @@ OUTSIDE: list[tuple[str, Change, str]] = [
     (WQB, {"weight": T(8, 128, dtype=I32, transposed=True)}, "contiguous"),
     (WQB, wqb(128, 65536, 32, (4, 65536)), "65535"),
     (WQB, wqb(65536, 64, 0, (64,)), "65535"),
-    (WQB, {"weight": T(128, 8192, dtype=I32), "antiquant_scale": T(4, 65536), "antiquant_offset": T(4, 65536)}, "65535"),
-    *((WQB, wqb(128, 64, group, (128 // 32, 64)), "multiple of 32") for group in (31, 33, 16, 48, -32, 128, 160)),
+    (
+        WQB,
+        {
+            "weight": T(128, 8192, dtype=I32),
+            "antiquant_scale": T(4, 65536),
+            "antiquant_offset": T(4, 65536),
+        },
+        "65535",
+    ),
+    *(
+        (WQB, wqb(128, 64, group, (128 // 32, 64)), "multiple of 32")
+        for group in (31, 33, 16, 48, -32, 128, 160)
+    ),
     (WQB, wqb(32, 64, 32, (1, 64)), "multiple of 32"),
     (WQB, {"antiquant_scale": T(4, 64, dtype=F)}, "x's dtype"),
     (WQB, {"antiquant_scale": T(4, 64, dtype=H)}, "x's dtype"),
-    *((WQB, {"antiquant_scale": T(*shape)}, "K/group, N") for shape in ((4, 63), (3, 64), (5, 64), (64,))),
-    *((WQB, wqb(128, 64, 0, shape), "K/group, N") for shape in ((4, 64), (63,), (2,), (1, 63), (64, 1))),
+    *(
+        (WQB, {"antiquant_scale": T(*shape)}, "K/group, N")
+        for shape in ((4, 63), (3, 64), (5, 64), (64,))
+    ),
+    *(
+        (WQB, wqb(128, 64, 0, shape), "K/group, N")
+        for shape in ((4, 64), (63,), (2,), (1, 63), (64, 1))
+    ),
     (WQB, wqb(129, 64, 128, (1, 64)), "K/group, N"),
     (WQB, {"antiquant_offset": T(4, 32)}, "antiquant_scale's shape"),
     (WQB, {"antiquant_offset": T(4, 64, dtype=F)}, "antiquant_scale's shape"),
@@ -232,9 +327,16 @@ OUTSIDE: list[tuple[str, Change, str]] = [
     (GMM, dense_gmm() | {"weight": [T(2, 128, 8, dtype=H)]}, "both of one float dtype"),
     (GMM, int4_gmm((2, 64), (2, 128, 64), I16), "int8 x with int8"),
     (GMM, {"x": [T(4, 128, dtype=F)]} | int4_gmm((2, 4, 64)), "int8 x with int8"),
-    *((GMM, int4_gmm(shape), "G dividing K") for shape in ((2, 5, 64), (3, 4, 64), (2, 4, 63), (3, 64), (2, 63), (2,))),
+    *(
+        (GMM, int4_gmm(shape), "G dividing K")
+        for shape in ((2, 5, 64), (3, 4, 64), (2, 4, 63), (3, 64), (2, 63), (2,))
+    ),
     (GMM, int4_gmm((2, 4, 64), (2, 128, 64), I8), "G dividing K"),
-    (GMM, {name: [T(2, 4, 64, dtype=H)] for name in ("antiquant_scale", "antiquant_offset")}, "x's dtype"),
+    (
+        GMM,
+        {name: [T(2, 4, 64, dtype=H)] for name in ("antiquant_scale", "antiquant_offset")},
+        "x's dtype",
+    ),
     (GMM, {"antiquant_offset": None}, "antiquant_offset"),
     (GMM, dense_gmm(antiquant_offset=[T(2, 8)]), "antiquant_offset"),
     (GMM, {"antiquant_offset": [T(2, 64)]}, "antiquant_offset"),
@@ -247,10 +349,23 @@ OUTSIDE: list[tuple[str, Change, str]] = [
     (GMM, int8_gmm(T(2, 8), B, T(5, dtype=F)), "per_token_scale"),
     (GMM, {"offset": [T(1)]}, "not to be given"),
     (GMM, narrow_gmm(18433), "at most 18432"),
-    (GMM, narrow_gmm(weight=[T(2, 8, 128, dtype=I32, transposed=True)], scale=T(2, 1, 64, dtype=I64)), "weight is contiguous"),
-    *((GMM, narrow_gmm(scale=one), "int64 [E, 1, N]") for one in (T(2, 64, dtype=I64), T(2, 1, 8, dtype=I64), T(2, 1, 64, dtype=F))),
-    *((GMM, narrow_gmm(bias=one), "int64 [E, 1, N]") for one in (T(2, 1, 64, dtype=F), T(2, 64), T(2, 8, dtype=F))),
-    *((GMM, narrow_gmm() | one, "int64 [E, 1, N]") for one in ({"bias": None}, {"output_dtype": F}, {"output_dtype": None})),
+    (
+        GMM,
+        narrow_gmm(weight=[T(2, 8, 128, dtype=I32, transposed=True)], scale=T(2, 1, 64, dtype=I64)),
+        "weight is contiguous",
+    ),
+    *(
+        (GMM, narrow_gmm(scale=one), "int64 [E, 1, N]")
+        for one in (T(2, 64, dtype=I64), T(2, 1, 8, dtype=I64), T(2, 1, 64, dtype=F))
+    ),
+    *(
+        (GMM, narrow_gmm(bias=one), "int64 [E, 1, N]")
+        for one in (T(2, 1, 64, dtype=F), T(2, 64), T(2, 8, dtype=F))
+    ),
+    *(
+        (GMM, narrow_gmm() | one, "int64 [E, 1, N]")
+        for one in ({"bias": None}, {"output_dtype": F}, {"output_dtype": None})
+    ),
     (GMM, narrow_gmm(per_token_scale=[T(4)]), "per_token_scale"),
     (GMM, {"activation_input": [T(1)]}, "not to be given"),
     (GMM, {"bias": [T(64)]}, "act_type"),
@@ -285,7 +400,11 @@ OUTSIDE: list[tuple[str, Change, str]] = [
     (INIT, {"row_idx_type": 1}, "gather"),
     (INIT, {"scale": T(1, dtype=F)}, "not used"),
     (INIT, {"offset": T(1, dtype=F)}, "not used"),
-    (FINAL, {"expanded_permuted_rows": T(8, 16, dtype=D), "scales": T(4, 2, dtype=D)}, "[T * k, H]"),
+    (
+        FINAL,
+        {"expanded_permuted_rows": T(8, 16, dtype=D), "scales": T(4, 2, dtype=D)},
+        "[T * k, H]",
+    ),
     (FINAL, {"expanded_permuted_rows": T(2, 4, 16)}, "[T * k, H]"),
     (FINAL, {"scales": T(8)}, "rows' dtype"),
     (FINAL, {"scales": T(4, 2, dtype=F)}, "rows' dtype"),
@@ -306,7 +425,11 @@ OUTSIDE: list[tuple[str, Change, str]] = [
     (NORM, {"input": T(4, 128, dtype=F)}, "gamma is of input's dtype"),
     (NORM, {"gamma": T(127)}, "last dimension"),
     (NORM, {"gamma": T(4, 128)}, "last dimension"),
-    (ADD_NORM, {"x1": T(4, 128, dtype=D), "x2": T(4, 128, dtype=D), "gamma": T(128, dtype=D)}, "one float dtype"),
+    (
+        ADD_NORM,
+        {"x1": T(4, 128, dtype=D), "x2": T(4, 128, dtype=D), "gamma": T(128, dtype=D)},
+        "one float dtype",
+    ),
     *((ADD_NORM, {name: T(4, 128, dtype=F)}, "one float dtype") for name in ("x1", "x2")),
     (ADD_NORM, {"gamma": T(128, dtype=F)}, "one float dtype"),
     (ADD_NORM, {"x2": T(1, 128)}, "one shape"),

@@ -18,25 +18,54 @@ def acceptance() -> ModuleType:
     return module_at(ROOT / "tools" / "acceptance_npu.py")
 
 
-def test_the_whole_day(acceptance: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step but npu-smi, which is not here, compiling and speeds; one that cannot be started, and one that runs on, end no other."""
+def test_the_whole_day(
+    acceptance: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step but npu-smi, which is not here, compiling and speeds; one that cannot be started,
+    and one that runs on, end no other."""
     monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(ROOT / "tests"), str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+        "PYTHONPATH",
+        os.pathsep.join(
+            [
+                str(ROOT / "tests"),
+                str(ROOT),
+                str(ROOT / "kernels"),
+                os.environ.get("PYTHONPATH", ""),
+            ]
+        ),
     )
     chosen = acceptance.steps("cpu", None, 1, (*ON_THE_DOUBLE, "-m", "quantkit"), ON_THE_DOUBLE)
     assert sum(step.seconds for step in acceptance.steps("npu", "MODEL", 8)) <= 30 * 60
-    slow = acceptance.AcceptanceStep("slow", (sys.executable, "-c", "import time; time.sleep(60)"), 1)
-    silent = acceptance.AcceptanceStep(
-        "silent", (sys.executable, "-c", "import sys; print('no object'); sys.stderr.write('one line | more\\nthe last\\n\\n')"), 20
+    slow = acceptance.AcceptanceStep(
+        "slow", (sys.executable, "-c", "import time; time.sleep(60)"), 1
     )
-    short = [step for step in chosen if step.name in ("machine", "npu-smi", "packages", "operators", "tokens", "tokens-on-cpu")]
+    silent = acceptance.AcceptanceStep(
+        "silent",
+        (
+            sys.executable,
+            "-c",
+            "import sys; print('no object'); sys.stderr.write('one line | more\\nthe last\\n\\n')",
+        ),
+        20,
+    )
+    short = [
+        step
+        for step in chosen
+        if step.name in ("machine", "npu-smi", "packages", "operators", "tokens", "tokens-on-cpu")
+    ]
     told = acceptance.accept(tmp_path / "day", [slow, silent, *short])
     ended = {one["name"]: one["how"] for one in told["steps"]}
     assert ended["slow"] == "not done after 1 s"
     assert "no JSON" in ended["silent"]
     assert "could not be started" in ended["npu-smi"]
-    logs = {step.name: (tmp_path / "day" / f"{step.name}.log").read_text()[-800:] for step in short if step.name != "npu-smi"}
-    assert {name: how for name, how in ended.items() if name in logs} == dict.fromkeys(logs, "ok"), logs
+    logs = {
+        step.name: (tmp_path / "day" / f"{step.name}.log").read_text()[-800:]
+        for step in short
+        if step.name != "npu-smi"
+    }
+    assert {name: how for name, how in ended.items() if name in logs} == dict.fromkeys(
+        logs, "ok"
+    ), logs
     assert told == json.loads((tmp_path / "day" / "summary.json").read_text())
     assert told["operators"] == 3
     assert told["operators_out_of_tolerance"] == []
@@ -53,12 +82,26 @@ def test_the_whole_day(acceptance: ModuleType, tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_is_wrong_is_in_the_summary(acceptance: ModuleType, tmp_path: Path) -> None:
-    rows = [{"operator": "linear_int4", "backend": "torch_npu", "case": "q_b", "error": 0.5, "tolerance": 0.01}]
+    rows = [
+        {
+            "operator": "linear_int4",
+            "backend": "torch_npu",
+            "case": "q_b",
+            "error": 0.5,
+            "tolerance": 0.01,
+        }
+    ]
     (tmp_path / "operators.json").write_text(json.dumps({"rows": rows}))
     (tmp_path / "tokens.json").write_text(json.dumps({"text": "19"}))
     (tmp_path / "tokens-on-cpu.json").write_text(json.dumps({"text": "91"}))
-    (tmp_path / "ascendc.log").write_text("CMake Error:\n  ascendc.cmake not found; source\n  set_env.sh\n\nmake: *** [ascendc] Error 1\n")
-    told = acceptance.summary(tmp_path, [acceptance.Ended("tokens", "ok", 1.0), acceptance.Ended("ascendc", "ended with 2", 1.0)])
+    (tmp_path / "ascendc.log").write_text(
+        "CMake Error:\n  ascendc.cmake not found; source\n  set_env.sh\n\nmake: *** [ascendc] "
+        "Error 1\n"
+    )
+    told = acceptance.summary(
+        tmp_path,
+        [acceptance.Ended("tokens", "ok", 1.0), acceptance.Ended("ascendc", "ended with 2", 1.0)],
+    )
     assert told["operators_out_of_tolerance"] == ["linear_int4 of torch_npu, q_b"]
     assert told["same_text_as_on_cpu"] is False
     page = acceptance._page(told)

@@ -1,4 +1,5 @@
-"""The CPU's version of Ascend C ends a program that counts on what the chip does not promise, and no other."""
+"""The CPU's version of Ascend C ends a program that counts on what the chip does not promise, and
+no other."""
 
 import ctypes
 

@@ -1,4 +1,5 @@
-"""Decode steps captured on the doubles of torch.npu and torch_npu: the tokens of eager steps, and nothing that a capture would refuse."""
+"""Decode steps captured on the doubles of torch.npu and torch_npu: the tokens of eager steps, and
+nothing that a capture would refuse."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,10 @@ PARAMS = [SamplingParams(max_new_tokens=4 + 3 * i, ignore_eos=True) for i in ran
 
 
 def tokens(engine: Engine) -> list[list[int]]:
-    return [done.token_ids for done in sorted(engine.generate(PROMPTS, PARAMS), key=lambda done: done.index)]
+    return [
+        done.token_ids
+        for done in sorted(engine.generate(PROMPTS, PARAMS), key=lambda done: done.index)
+    ]
 
 
 @pytest.fixture
@@ -31,19 +35,37 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> DeviceCapture:
 
 
 @pytest.mark.parametrize("scheme", ["rtn-w4a16", "int8-a8w8c16"])
-def test_a_captured_step_gives_the_eager_tokens(scheme: str, quantized: Callable[[str], Path], npu: DeviceCapture) -> None:
+def test_a_captured_step_gives_the_eager_tokens(
+    scheme: str, quantized: Callable[[str], Path], npu: DeviceCapture
+) -> None:
     with npu_double.installed():
-        engine = Engine.load(quantized(scheme), device="cpu", dtype="bfloat16", backend="torch_npu", max_batch=4, max_model_len=256)
+        engine = Engine.load(
+            quantized(scheme),
+            device="cpu",
+            dtype="bfloat16",
+            backend="torch_npu",
+            max_batch=4,
+            max_model_len=256,
+        )
         eager = tokens(engine)
         engine.runner = Runner(engine.loaded.model, engine.cache, npu)
         assert tokens(engine) == eager
     assert engine.runner.why_eager == ""
 
 
-def test_what_waits_for_a_value_is_launched_one_by_one(quantized: Callable[[str], Path], npu: DeviceCapture) -> None:
+def test_what_waits_for_a_value_is_launched_one_by_one(
+    quantized: Callable[[str], Path], npu: DeviceCapture
+) -> None:
     """FP4 experts loop over counts on the host: backend ascend has a kernel, torch_npu has not."""
     with npu_double.installed():
-        engine = Engine.load(quantized("fp4-w4a16"), device="cpu", dtype="bfloat16", backend="torch_npu", max_batch=4, max_model_len=256)
+        engine = Engine.load(
+            quantized("fp4-w4a16"),
+            device="cpu",
+            dtype="bfloat16",
+            backend="torch_npu",
+            max_batch=4,
+            max_model_len=256,
+        )
         eager = tokens(engine)
         engine.runner = Runner(engine.loaded.model, engine.cache, npu)
         with pytest.warns(RuntimeWarning, match="could not be captured"):
@@ -53,7 +75,8 @@ def test_what_waits_for_a_value_is_launched_one_by_one(quantized: Callable[[str]
 def test_a_capture_that_prefetching_ends_is_tried_without(
     quantized: Callable[[str], Path], npu: DeviceCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second try is captured, says so, and gives the tokens; nothing is asked for afterwards."""
+    """The second try is captured, says so, and gives the tokens; nothing is asked for
+    afterwards."""
     asked = []
 
     def refused(a: object) -> None:
@@ -62,13 +85,27 @@ def test_a_capture_that_prefetching_ends_is_tried_without(
             raise RuntimeError("npu_prefetch: its stream is not captured")
 
     monkeypatch.setitem(npu_double.RESULTS, "npu_prefetch", refused)
-    monkeypatch.setattr(weights, "find_prefetcher", lambda device, parallel: Prefetcher(torch_npu.prefetch, device_double.driver()))
+    monkeypatch.setattr(
+        weights,
+        "find_prefetcher",
+        lambda device, parallel: Prefetcher(torch_npu.prefetch, device_double.driver()),
+    )
     with npu_double.installed():
-        engine = Engine.load(quantized("rtn-w4a16"), device="cpu", dtype="bfloat16", backend="torch_npu", max_batch=4, max_model_len=256)
+        engine = Engine.load(
+            quantized("rtn-w4a16"),
+            device="cpu",
+            dtype="bfloat16",
+            backend="torch_npu",
+            max_batch=4,
+            max_model_len=256,
+        )
         eager = tokens(engine)
         assert asked.count(0) > 0
         engine.runner = Runner(engine.loaded.model, engine.cache, npu)
-        with pytest.warns(RuntimeWarning, match="its stream is not captured; it could be without prefetching weights"):
+        with pytest.warns(
+            RuntimeWarning,
+            match="its stream is not captured; it could be without prefetching weights",
+        ):
             assert tokens(engine) == eager
         assert engine.runner.why_eager == ""
         asked.clear()
@@ -79,12 +116,24 @@ def test_a_capture_that_prefetching_ends_is_tried_without(
 def test_graphs_are_captured_on_one_stream_but_for_a_layers_behind(
     quantized: Callable[[str], Path], npu: DeviceCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory of a pool serves one stream; and what the model returned is read after the layer behind it was replayed."""
+    """Memory of a pool serves one stream; and what the model returned is read after the layer
+    behind it was replayed."""
     streams = []
     kept = accelerator.capture
-    monkeypatch.setattr(accelerator, "capture", lambda *given, **options: streams.append(options["stream"]) or kept(*given, **options))
+    monkeypatch.setattr(
+        accelerator,
+        "capture",
+        lambda *given, **options: streams.append(options["stream"]) or kept(*given, **options),
+    )
     with npu_double.installed():
-        engine = Engine.load(quantized("rtn-w4a16"), device="cpu", dtype="bfloat16", backend="torch_npu", max_batch=4, max_model_len=256)
+        engine = Engine.load(
+            quantized("rtn-w4a16"),
+            device="cpu",
+            dtype="bfloat16",
+            backend="torch_npu",
+            max_batch=4,
+            max_model_len=256,
+        )
         monkeypatch.setattr("quantkit.executor.runner.runner.why_eager", lambda device: "")
         engine.runner = Runner(engine.loaded.model, engine.cache)
         tokens(engine)
@@ -96,7 +145,9 @@ def test_graphs_are_captured_on_one_stream_but_for_a_layers_behind(
     assert behind._capture._pool is not model._capture._pool  # type: ignore[attr-defined]
 
 
-def test_ranks_that_part_let_go_of_graphs_first(npu: DeviceCapture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_part_let_go_of_graphs_first(
+    npu: DeviceCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NCCL's communicator waits for graphs that hold its sums."""
     accelerator.let_go_of_graphs()  # those of other tests
     order: list[str] = []
@@ -109,14 +160,29 @@ def test_ranks_that_part_let_go_of_graphs_first(npu: DeviceCapture, monkeypatch:
     assert len(replays) == 2
 
 
-def test_both_reasons_are_told(npu: DeviceCapture, quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_reasons_are_told(
+    npu: DeviceCapture, quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What waits for a value is refused with and without prefetching."""
-    monkeypatch.setattr(weights, "find_prefetcher", lambda device, parallel: Prefetcher(torch_npu.prefetch, device_double.driver()))
+    monkeypatch.setattr(
+        weights,
+        "find_prefetcher",
+        lambda device, parallel: Prefetcher(torch_npu.prefetch, device_double.driver()),
+    )
     with npu_double.installed():
-        engine = Engine.load(quantized("fp4-w4a16"), device="cpu", dtype="bfloat16", backend="torch_npu", max_batch=4, max_model_len=256)
+        engine = Engine.load(
+            quantized("fp4-w4a16"),
+            device="cpu",
+            dtype="bfloat16",
+            backend="torch_npu",
+            max_batch=4,
+            max_model_len=256,
+        )
         engine.runner = Runner(engine.loaded.model, engine.cache, npu)
         with pytest.warns(
-            RuntimeWarning, match="could not be captured: .*; without prefetching weights: .*; it is launched operator by operator"
+            RuntimeWarning,
+            match="could not be captured: .*; without prefetching weights: .*; it is launched "
+            "operator by operator",
         ):
             tokens(engine)
     assert "without prefetching" in engine.runner.why_eager

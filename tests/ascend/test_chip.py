@@ -11,7 +11,12 @@ from quantkit_kernels import ascend
 from quantkit_kernels.ascend import chip, launch, layout
 from quantkit_kernels.samples import random_weight
 
-BUFFERS = {"L0A": chip.L0A_BUFFER, "L0B": chip.L0B_BUFFER, "L0C": chip.L0C_BUFFER, "L1": chip.L1_BUFFER}
+BUFFERS = {
+    "L0A": chip.L0A_BUFFER,
+    "L0B": chip.L0B_BUFFER,
+    "L0C": chip.L0C_BUFFER,
+    "L1": chip.L1_BUFFER,
+}
 
 
 @pytest.mark.parametrize("kind", chip.COLUMNS)
@@ -41,7 +46,9 @@ def test_block_rows() -> None:
 
 @pytest.mark.parametrize("n", [64, 100])
 def test_nibbles_come_back(n: int) -> None:
-    codes = torch.randint(0, 16, (n, 256), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    codes = torch.randint(
+        0, 16, (n, 256), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     packed = layout.pack_nibbles(codes.to(torch.int8), 64)
     assert packed.shape == (-(-n // 64), 2, 64, 64)
     assert torch.equal(layout.unpack_nibbles(packed, n), codes)
@@ -49,7 +56,9 @@ def test_nibbles_come_back(n: int) -> None:
     assert int(packed[0, 1, 5, 7]) & 255 == int(codes[7, 133]) | int(codes[7, 197]) << 4
 
 
-@pytest.mark.parametrize(("grid", "bits"), [("int4-asym-128", 4 + 40 / 128), ("fp4", 4.5), ("int8", 8.0)])
+@pytest.mark.parametrize(
+    ("grid", "bits"), [("int4-asym-128", 4 + 40 / 128), ("fp4", 4.5), ("int8", 8.0)]
+)
 def test_bytes_per_weight(grid: str, bits: float) -> None:
     packed = layout.pack(random_weight(grid, 256, 7168, torch.Generator().manual_seed(0)))
     held = sum(tensor.numel() * tensor.element_size() for tensor in packed.tensors)
@@ -73,7 +82,9 @@ def test_rows_beyond_offsets_of_32_bits_are_refused(monkeypatch: pytest.MonkeyPa
 def test_refusals_name_the_reason() -> None:
     npu_free = torch.device("cpu")
     assert ascend.unusable("linear_int4", npu_free, None, ()) == "runs on Ascend NPUs, not on cpu"
-    assert "multiples of 128, not 96" in (ascend.refused("linear_int4", torch.bfloat16, (64, 96)) or "")
+    assert "multiples of 128, not 96" in (
+        ascend.refused("linear_int4", torch.bfloat16, (64, 96)) or ""
+    )
     assert "bfloat16 only" in (ascend.refused("experts_fp4", torch.float16, None) or "")
     assert "bfloat16 and float16" in (ascend.refused("linear_int8", torch.float32, None) or "")
     assert "quantized weights" in (ascend.refused("rms_norm", None, None) or "")
@@ -97,18 +108,33 @@ def test_a_launch_is_made_as_triton_wants_it(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_bytes_of_a_cube_tile() -> None:
-    """By hand: operands of two bytes, or one, accumulators of four, operands twice in L1. And what a core has."""
+    """By hand: operands of two bytes, or one, accumulators of four, operands twice in L1. And what
+    a core has."""
     assert BUFFERS == {"L0A": 65536, "L0B": 65536, "L0C": 131072, "L1": 524288}
     assert chip.UNIFIED_BUFFER == 196608
-    assert chip.cube_bytes("int4", 128) == {"L0A": 128 * 64 * 2, "L0B": 64 * 64 * 2, "L0C": 128 * 64 * 4, "L1": 2 * (128 + 64) * 64 * 2}
-    assert chip.cube_bytes("int8", 16) == {"L0A": 16 * 128, "L0B": 128 * 128, "L0C": 16 * 128 * 4, "L1": 2 * (16 + 128) * 128}
+    assert chip.cube_bytes("int4", 128) == {
+        "L0A": 128 * 64 * 2,
+        "L0B": 64 * 64 * 2,
+        "L0C": 128 * 64 * 4,
+        "L1": 2 * (128 + 64) * 64 * 2,
+    }
+    assert chip.cube_bytes("int8", 16) == {
+        "L0A": 16 * 128,
+        "L0B": 128 * 128,
+        "L0C": 16 * 128 * 4,
+        "L1": 2 * (16 + 128) * 128,
+    }
 
 
 def test_cores_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere the 910B3's, the fewest of the family."""
     assert chip.cores(torch.device("cpu")) == (20, 40)
     limit = {2: {"cube_core_num": 24, "vector_core_num": 48}}
-    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(get_device_limit=lambda index: limit[index]))
+    monkeypatch.setattr(
+        torch,
+        "get_device_module",
+        lambda device: SimpleNamespace(get_device_limit=lambda index: limit[index]),
+    )
     assert chip.cores.__wrapped__(SimpleNamespace(type="npu", index=2)) == (24, 48)
 
 
@@ -116,6 +142,11 @@ def test_cores_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_linear_is_what_was_asked_for(grid: str) -> None:
     weight = random_weight(grid, 72, 256, torch.Generator().manual_seed(0))
     linear = ascend.linear(weight, torch.bfloat16, torch.device("cpu"))
-    assert (linear.in_features, linear.out_features, linear.dtype, linear.backend) == (256, 72, torch.bfloat16, "ascend")
+    assert (linear.in_features, linear.out_features, linear.dtype, linear.backend) == (
+        256,
+        72,
+        torch.bfloat16,
+        "ascend",
+    )
     experts = ascend.experts_layout(3, weight, weight, torch.bfloat16, torch.device("cpu"))
     assert (experts._num_experts, experts._dtype) == (3, torch.bfloat16)

@@ -1,4 +1,5 @@
-"""docs/ascend.md's table of what was proven is what evidence.py has tests for, and those tests are there."""
+"""docs/ascend.md's table of what was proven is what evidence.py has tests for, and those tests are
+there."""
 
 import ast
 import functools
@@ -17,7 +18,11 @@ TESTS = Path(__file__).parents[1]
 def table() -> dict[str, list[str]]:
     """Columns of the page's table by the first."""
     page = asset("docs", "ascend.md").read_text()
-    lines = page.partition("| operator | backend | runs on | proven |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    lines = (
+        page.partition("| operator | backend | runs on | proven |\n")[2]
+        .partition("\n\n")[0]
+        .splitlines()[1:]
+    )
     cells = [[one.strip() for one in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     assert all(len(row) == 4 for row in cells)
     assert len({row[0] for row in cells}) == len(cells)
@@ -26,7 +31,11 @@ def table() -> dict[str, list[str]]:
 
 @functools.cache
 def names_in(file: str) -> set[str]:
-    return {one.name for one in ast.parse((TESTS / file).read_text()).body if isinstance(one, ast.FunctionDef)}
+    return {
+        one.name
+        for one in ast.parse((TESTS / file).read_text()).body
+        if isinstance(one, ast.FunctionDef)
+    }
 
 
 def test_every_row_has_its_evidence() -> None:
@@ -35,19 +44,28 @@ def test_every_row_has_its_evidence() -> None:
         parts = row[3].split("; ")
         assert len(parts) == len(EVIDENCE[name]), f"{name}: {parts}"
         for part, tests in zip(parts, EVIDENCE[name]):
-            assert (tests == NOT_DONE) == bool(re.search(r"\b(?:never|not)\b", part)), f"{name}: {part}"
+            assert (tests == NOT_DONE) == bool(re.search(r"\b(?:never|not)\b", part)), (
+                f"{name}: {part}"
+            )
 
 
 def test_the_tests_are_there() -> None:
     for name, parts in EVIDENCE.items():
         for file, *names in (one.split() for part in parts for one in part):
             assert names, f"{name}: {file}"
-            assert set(names) <= names_in(file), f"{name}: {file} has no {set(names) - names_in(file)}"
+            assert set(names) <= names_in(file), (
+                f"{name}: {file} has no {set(names) - names_in(file)}"
+            )
 
 
 def test_what_has_rules_and_schemas() -> None:
-    """A row says so of the operators that it names: all of them, and no operator is without a row."""
-    named = {name: set(re.findall(r"`(npu_\w+)`", row[2])) for name, row in table().items() if row[1] == "torch_npu"}
+    """A row says so of the operators that it names: all of them, and no operator is without a
+    row."""
+    named = {
+        name: set(re.findall(r"`(npu_\w+)`", row[2]))
+        for name, row in table().items()
+        if row[1] == "torch_npu"
+    }
     for name, operators in named.items():
         assert operators <= RULES.keys(), name
         assert bool(operators) == table()[name][3].startswith("rules; schema, shape"), name

@@ -1,8 +1,9 @@
 """The executor on the double of torch_npu: the built-in model in each grid, and unquantized.
 
-Two statements. What the double gives is what the manuals say, to the bit: a second computation in float64 with the operators' roundings
-(exact.py) has the same tokens and the same log-probabilities. And those roundings cost no more than bf16 or fp16 themselves do: along one
-text, the double is as far from float32 as the reference backend is.
+Two statements. What the double gives is what the manuals say, to the bit: a second computation in
+float64 with the operators' roundings (exact.py) has the same tokens and the same log-probabilities.
+And those roundings cost no more than bf16 or fp16 themselves do: along one text, the double is as
+far from float32 as the reference backend is.
 """
 
 import functools
@@ -58,14 +59,21 @@ def no_gradients() -> Iterator[None]:
 
 
 def answers(path: Path, dtype: str, backend: str) -> list[Completion]:
-    engine = Engine.load(path, device="cpu", dtype=dtype, backend=backend, max_batch=4, max_model_len=256)
-    prompts = [engine.tokenizer.encode_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
+    engine = Engine.load(
+        path, device="cpu", dtype=dtype, backend=backend, max_batch=4, max_model_len=256
+    )
+    prompts = [
+        engine.tokenizer.encode_chat([{"role": "user", "content": question}])
+        for question in QUESTIONS
+    ]
     params = SamplingParams(max_new_tokens=12, logprobs=2)
     return sorted(engine.generate(prompts, params), key=lambda done: done.index)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("model", "scheme"), [(scheme, scheme) for scheme in CALLED], indirect=["model"])
+@pytest.mark.parametrize(
+    ("model", "scheme"), [(scheme, scheme) for scheme in CALLED], indirect=["model"]
+)
 def test_the_double_is_exact(model: Path, scheme: str, dtype: str) -> None:
     with exact.installed():
         expected = answers(model, dtype, "reference")
@@ -87,15 +95,20 @@ def test_an_fp8_checkpoint(tiny_checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model", [scheme for scheme in CALLED if scheme != "int4-w4a8"], indirect=True)  # its roundings are INT8's
+@pytest.mark.parametrize(
+    "model", [scheme for scheme in CALLED if scheme != "int4-w4a8"], indirect=True
+)  # its roundings are INT8's
 def test_as_far_from_float32_as_the_reference(model: Path, dtype: str) -> None:
     texts, ideal = in_float32(model)
     reference = forced(model, dtype, "reference", texts)
     with npu_double.installed():
         ours = forced(model, dtype, "torch_npu", texts)
     assert len(ours) > 80
-    assert divergence(ideal, ours) < max(2 * divergence(ideal, reference), 1e-5)  # in fp16 both are next to nothing
-    # A greedy token may differ only where the two best are closer than the reference's own rounding moves them.
+    assert divergence(ideal, ours) < max(
+        2 * divergence(ideal, reference), 1e-5
+    )  # in fp16 both are next to nothing
+    # A greedy token may differ only where the two best are closer than the reference's own rounding
+    # moves them.
     best = ideal.topk(2, dim=-1)
     gap = best.values[:, 0] - best.values[:, 1]
     moved = reference.gather(1, best.indices)
@@ -111,29 +124,52 @@ Text = tuple[list[int], int]
 @functools.cache
 def in_float32(model: Path) -> tuple[list[Text], Tensor]:
     """The questions with the reference's answers, and its log-probabilities along them."""
-    engine = Engine.load(model, device="cpu", dtype="float32", backend="reference", max_batch=4, max_model_len=256)
-    prompts = [engine.tokenizer.encode_chat([{"role": "user", "content": question}]) for question in ALONG]
-    done = sorted(engine.generate(prompts, SamplingParams(max_new_tokens=60)), key=lambda one: one.index)
+    engine = Engine.load(
+        model, device="cpu", dtype="float32", backend="reference", max_batch=4, max_model_len=256
+    )
+    prompts = [
+        engine.tokenizer.encode_chat([{"role": "user", "content": question}]) for question in ALONG
+    ]
+    done = sorted(
+        engine.generate(prompts, SamplingParams(max_new_tokens=60)), key=lambda one: one.index
+    )
     texts = [(prompt + one.token_ids, len(prompt)) for prompt, one in zip(prompts, done)]
     return texts, forced(model, "float32", "reference", texts)
 
 
 def forced(path: Path, dtype: str, backend: str, texts: list[Text]) -> Tensor:
-    """Log-probabilities float64 [steps, vocab] after every text's prompt and after each later token, decoded one by one."""
+    """Log-probabilities float64 [steps, vocab] after every text's prompt and after each later
+    token, decoded one by one."""
     loaded = load_model(path, device="cpu", dtype=dtype, backend=backend)
-    return torch.cat([rows for text in texts for rows in _forced(loaded, *text)]).double().log_softmax(dim=-1)
+    return (
+        torch.cat([rows for text in texts for rows in _forced(loaded, *text)])
+        .double()
+        .log_softmax(dim=-1)
+    )
 
 
 def _forced(loaded: LoadedModel, text: list[int], prompt: int) -> Iterator[Tensor]:
     layout = loaded.cache_layout
     parts, size = layout.widths if len(layout.widths) > 1 else (), layout.block_size
-    cache = PagedCache(loaded.num_cached_layers, 8, loaded.cache_width, block_size=size, dtype=loaded.dtype, device="cpu", parts=parts)
+    cache = PagedCache(
+        loaded.num_cached_layers,
+        8,
+        loaded.cache_width,
+        block_size=size,
+        dtype=loaded.dtype,
+        device="cpu",
+        parts=parts,
+    )
     table = torch.arange(1, 8)
-    hidden = loaded.model(torch.tensor(text[:prompt]), PrefillContext(cache, [Chunk(0, prompt, table)]))
+    hidden = loaded.model(
+        torch.tensor(text[:prompt]), PrefillContext(cache, [Chunk(0, prompt, table)])
+    )
     yield loaded.model.logits(hidden[-1:])
     for place in range(prompt, len(text)):
         position = torch.tensor([place])
-        context = DecodeContext(cache, position, table[None], table[position // size] * size + position % size)
+        context = DecodeContext(
+            cache, position, table[None], table[position // size] * size + position % size
+        )
         yield loaded.model.logits(loaded.model(torch.tensor([text[place]]), context))
 
 
@@ -144,5 +180,8 @@ def divergence(ideal: Tensor, other: Tensor) -> float:
 
 @pytest.mark.parametrize("cache", ["int8", "fp8"])
 def test_a_cache_in_8_bits_is_refused(tiny_dense_checkpoint: Path, cache: str) -> None:
-    with npu_double.installed(), pytest.raises(QuantkitError, match=f"no cache of {cache} .* leave --cache out"):
+    with (
+        npu_double.installed(),
+        pytest.raises(QuantkitError, match=f"no cache of {cache} .* leave --cache out"),
+    ):
         load_model(tiny_dense_checkpoint, device="cpu", backend="torch_npu", cache=cache)

@@ -1,4 +1,5 @@
-"""Experts of few tokens in two launches, and routing's rest in one: on the double of the Triton kernels."""
+"""Experts of few tokens in two launches, and routing's rest in one: on the double of the Triton
+kernels."""
 
 from collections.abc import Iterator
 
@@ -31,17 +32,27 @@ def test_experts_of_few_tokens_are_two_launches(grid: str, launched: list[str]) 
     for tokens, top_k in ((1, 1), (2, 3), (FEW_TOKENS, 6), (FEW_TOKENS + 1, 2)):
         launched.clear()
         x = torch.randn(tokens, 512, generator=rng).bfloat16()[:, ::2]
-        ids, share = torch.rand(tokens, 6, generator=rng).topk(top_k, dim=-1).indices, torch.rand(tokens, top_k, generator=rng) * LARGE
+        ids, share = (
+            torch.rand(tokens, 6, generator=rng).topk(top_k, dim=-1).indices,
+            torch.rand(tokens, top_k, generator=rng) * LARGE,
+        )
         assert distance(experts(x, ids, share), exact_experts(x, ids, share, weights)) < 1.2e-2
         few = tokens <= FEW_TOKENS
-        assert launched == ([f"{kind}_gate_up", f"{kind}_down"] if few else ["assign", f"{kind}_blocks", f"{kind}_blocks"]), tokens
+        assert launched == (
+            [f"{kind}_gate_up", f"{kind}_down"]
+            if few
+            else ["assign", f"{kind}_blocks", f"{kind}_blocks"]
+        ), tokens
 
 
 def test_gate_ends_with_a_column_tile() -> None:
-    """Down's inputs, as many as gate has columns, are whole spans, and a span is whole tiles: up begins with one."""
+    """Down's inputs, as many as gate has columns, are whole spans, and a span is whole tiles: up
+    begins with one."""
     assert all(SPAN % columns == 0 for columns in COLUMNS.values())
     for grid in ("int4", "fp4", "int8"):
-        assert "multiples of 128" in (ascend.refused(f"experts_{grid}", torch.bfloat16, (256, 192)) or "")
+        assert "multiples of 128" in (
+            ascend.refused(f"experts_{grid}", torch.bfloat16, (256, 192)) or ""
+        )
         assert ascend.refused(f"experts_{grid}", torch.bfloat16, (128, 256)) is None
 
 
@@ -49,8 +60,13 @@ def test_gate_ends_with_a_column_tile() -> None:
 @pytest.mark.parametrize("tokens", [1, 4, 5])
 def test_gate(joined: int, tokens: int, launched: list[str]) -> None:
     rng = torch.Generator().manual_seed(tokens)
-    x, router = torch.randn(tokens, 512, generator=rng).bfloat16(), torch.randn(40, 512, generator=rng)
-    how = Routing(40, 5, n_group=4, topk_group=2, routed_scaling_factor=2.5, num_joined_experts=joined)
+    x, router = (
+        torch.randn(tokens, 512, generator=rng).bfloat16(),
+        torch.randn(40, 512, generator=rng),
+    )
+    how = Routing(
+        40, 5, n_group=4, topk_group=2, routed_scaling_factor=2.5, num_joined_experts=joined
+    )
     bias = torch.rand(40, generator=rng)
     ids, weights = moe_gate(x, router, bias, how, backend="ascend")
     twin_ids, twin_weights = reference.moe_gate(x, router, bias, how)
@@ -62,8 +78,14 @@ def test_gate(joined: int, tokens: int, launched: list[str]) -> None:
 @pytest.mark.parametrize("hidden", [512, 272])
 def test_gate_of_a_part_and_of_nothing(hidden: int, launched: list[str]) -> None:
     """Rows that lie apart, widths that are no whole tiles of the router's, and no rows at all."""
-    rng, how = torch.Generator().manual_seed(3), Routing(40, 8, n_group=4, topk_group=2, num_joined_experts=1)
-    wide, router = torch.randn(2, 2 * hidden, generator=rng).bfloat16(), torch.randn(40, hidden, generator=rng)
+    rng, how = (
+        torch.Generator().manual_seed(3),
+        Routing(40, 8, n_group=4, topk_group=2, num_joined_experts=1),
+    )
+    wide, router = (
+        torch.randn(2, 2 * hidden, generator=rng).bfloat16(),
+        torch.randn(40, hidden, generator=rng),
+    )
     bias = torch.rand(40, generator=rng)
     for x in (wide[:, ::2], wide[:0, ::2]):
         launched.clear()
@@ -80,20 +102,46 @@ def test_results_lie_where_their_operands_do(monkeypatch: pytest.MonkeyPatch) ->
     meta, how = torch.device("meta"), Routing(40, 5, num_joined_experts=1)
     chosen = torch.empty(2, 5, dtype=torch.int32, device=meta), torch.empty(2, 5, device=meta)
     monkeypatch.setattr(gate, "choose", lambda logits, bias, routing: chosen)
-    found = [*gate.moe_gate(torch.empty(2, 512, dtype=torch.bfloat16, device=meta), torch.empty(40, 512, device=meta), None, how)]
+    found = [
+        *gate.moe_gate(
+            torch.empty(2, 512, dtype=torch.bfloat16, device=meta),
+            torch.empty(40, 512, device=meta),
+            None,
+            how,
+        )
+    ]
     blocks = assigned(torch.empty(6, dtype=torch.int64, device=meta), 20)
     weight = random_weight("int8", 72, 256, torch.Generator().manual_seed(1))
-    found += [blocks.experts, blocks.first, blocks.last, *ascend.linear(weight, torch.bfloat16, meta).held()]
-    linear = ascend.linear(random_weight("fp4", 72, 256, torch.Generator().manual_seed(1)), torch.bfloat16, meta)
+    found += [
+        blocks.experts,
+        blocks.first,
+        blocks.last,
+        *ascend.linear(weight, torch.bfloat16, meta).held(),
+    ]
+    linear = ascend.linear(
+        random_weight("fp4", 72, 256, torch.Generator().manual_seed(1)), torch.bfloat16, meta
+    )
     found += [linear(torch.empty(rows, 256, dtype=torch.bfloat16, device=meta)) for rows in (1, 17)]
     found += [arg for one in launches for arg in one.args if isinstance(arg, torch.Tensor)]
     assert {one.device for one in found} == {meta}
-    assert [one.kernel for one in launches] == ["router", "join", "assign", "fp4_rows", "fp4_blocks"]
+    assert [one.kernel for one in launches] == [
+        "router",
+        "join",
+        "assign",
+        "fp4_rows",
+        "fp4_blocks",
+    ]
 
 
 def test_rows_of_32_bits_are_not_the_routers(launched: list[str]) -> None:
     """It multiplies rows of 16 bits."""
-    moe_gate(torch.ones(2, 512), torch.ones(40, 512), None, Routing(40, 5, num_joined_experts=1), backend="ascend")
+    moe_gate(
+        torch.ones(2, 512),
+        torch.ones(40, 512),
+        None,
+        Routing(40, 5, num_joined_experts=1),
+        backend="ascend",
+    )
     assert launched == ["join"]
 
 
@@ -103,13 +151,19 @@ def test_no_more_programs_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "cores", lambda device: (3, 5))
     monkeypatch.setattr(launch, "run", lambda one: (launches.append(one), run(one)))
     rng, how = torch.Generator().manual_seed(1), Routing(40, 3, num_joined_experts=1)
-    router, weights = torch.randn(40, 256, generator=rng), random_experts("int4-asym-128", 41, 256, 128, rng)
+    router, weights = (
+        torch.randn(40, 256, generator=rng),
+        random_experts("int4-asym-128", 41, 256, 128, rng),
+    )
     experts = layer(weights, "ascend", torch.bfloat16)
     for tokens in (FEW_TOKENS, 7):
         x = torch.randn(tokens, 256, generator=rng).bfloat16()
         experts(x, *moe_gate(x, router, None, how, backend="ascend"))
     vector = {"router": 5, "join": 5, "int4_gate_up": 5, "int4_down": 5}
-    assert {one.kernel: one.programs for one in launches} == vector | {"assign": 1, "int4_blocks": 3}
+    assert {one.kernel: one.programs for one in launches} == vector | {
+        "assign": 1,
+        "int4_blocks": 3,
+    }
 
 
 @pytest.mark.parametrize(("tokens", "top_k"), [(5, 1), (33, 4), (300, 2)])

@@ -1,4 +1,5 @@
-"""The FP4 product in Ascend C and its NumPy twin: the layout, decoding to the bit, products against float64 and each other."""
+"""The FP4 product in Ascend C and its NumPy twin: the layout, decoding to the bit, products against
+float64 and each other."""
 
 import ctypes
 from types import ModuleType
@@ -25,8 +26,14 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def operands(twin: ModuleType, weights: list[Fp4]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     n = weights[0].codes.shape[0]
     packed = np.stack([twin.pack(weight.codes.numpy()) for weight in weights])
-    scale = np.stack([twin.pack_scales(weight.scale.view(torch.uint8).numpy()) for weight in weights])
-    return packed, scale, np.stack([(weight.global_scale * twin.RESCALE).expand(n).numpy() for weight in weights])
+    scale = np.stack(
+        [twin.pack_scales(weight.scale.view(torch.uint8).numpy()) for weight in weights]
+    )
+    return (
+        packed,
+        scale,
+        np.stack([(weight.global_scale * twin.RESCALE).expand(n).numpy() for weight in weights]),
+    )
 
 
 def fp4(n: int, k: int, seed: int) -> Fp4:
@@ -42,7 +49,9 @@ def test_where_a_code_lies(twin: ModuleType) -> None:
     packed = twin.pack(codes)
     assert packed.shape == (2, 3, 8192)
     for n, k in ((0, 0), (1, 0), (16, 0), (5, 7), (511, 63), (512, 64), (1023, 191), (700, 100)):
-        word = packed[n // 512, k // 64, ((k // 8 % 2 * 32 + n % 512 // 16) * 8 + k % 8) * 16 + n % 16]
+        word = packed[
+            n // 512, k // 64, ((k // 8 % 2 * 32 + n % 512 // 16) * 8 + k % 8) * 16 + n % 16
+        ]
         assert word >> 4 * (k // 16 % 4) & 15 == codes[n, k], (n, k)
 
 
@@ -50,7 +59,11 @@ def test_every_code_under_every_scale_is_exact(twin: ModuleType) -> None:
     """One k at a time: y is a column of W, exact in float32."""
     scales = torch.arange(1, 127, dtype=torch.uint8)
     codes = torch.arange(16, dtype=torch.uint8).repeat(512, 4)
-    weight = Fp4(codes, scales.repeat(17)[: 512 * 4].reshape(512, 4).view(torch.float8_e4m3fn), torch.tensor(0.75))
+    weight = Fp4(
+        codes,
+        scales.repeat(17)[: 512 * 4].reshape(512, 4).view(torch.float8_e4m3fn),
+        torch.tensor(0.75),
+    )
     packed, scale, global_scale = operands(twin, [weight])
     y = twin.gemv(np.eye(64, dtype=np.float32), packed, scale, global_scale, np.array([64]))
     assert np.array_equal(y.T.astype(np.float64), dequantize(weight, torch.float64).numpy())
@@ -61,7 +74,12 @@ def test_experts_of_one_rank(twin: ModuleType) -> None:
     weights = [fp4(512, 7168, seed) for seed in range(3)]
     x = torch.randn(4, 7168, generator=torch.Generator().manual_seed(9)).bfloat16()
     y = twin.gemv(x.float().numpy(), *operands(twin, weights), np.array([1, 1, 4]), splits=7)
-    exact = torch.stack([x[row].double() @ dequantize(weights[expert], torch.float64).T for row, expert in enumerate((0, 2, 2, 2))])
+    exact = torch.stack(
+        [
+            x[row].double() @ dequantize(weights[expert], torch.float64).T
+            for row, expert in enumerate((0, 2, 2, 2))
+        ]
+    )
     assert distance(torch.from_numpy(y), exact) < 1e-6
 
 
@@ -71,23 +89,47 @@ def test_a_swapped_nibble_or_group_is_seen(twin: ModuleType) -> None:
     packed, scale, global_scale = operands(twin, [weight])
     exact = x.double() @ dequantize(weight, torch.float64).T
     swapped = packed >> 4 & 0x0F0F | (packed & 0x0F0F) << 4
-    for codes, scales, near in ((packed, scale, True), (swapped, scale, False), (packed, np.roll(scale, 1, axis=3), False)):
-        assert (distance(torch.from_numpy(twin.gemv(x.float().numpy(), codes, scales, global_scale, np.array([1]))), exact) < 1e-6) == near
+    for codes, scales, near in (
+        (packed, scale, True),
+        (swapped, scale, False),
+        (packed, np.roll(scale, 1, axis=3), False),
+    ):
+        assert (
+            distance(
+                torch.from_numpy(
+                    twin.gemv(x.float().numpy(), codes, scales, global_scale, np.array([1]))
+                ),
+                exact,
+            )
+            < 1e-6
+        ) == near
 
 
-def run(kernel: ctypes.CDLL, cores: int, x: torch.Tensor, parts: list[torch.Tensor], ends: list[int], splits: int) -> torch.Tensor:
+def run(
+    kernel: ctypes.CDLL,
+    cores: int,
+    x: torch.Tensor,
+    parts: list[torch.Tensor],
+    ends: list[int],
+    splits: int,
+) -> torch.Tensor:
     """y bf16 [R, N] of the source. parts: weight, scale, global scale."""
     k, n = x.shape[1], parts[2].shape[1]
     blocks = sum(-(-(last - first) // 4) for first, last in zip([0, *ends[:-1]], ends))
     partial = ascendc.poison(blocks, n // 512, splits, 4, 512, dtype=torch.float32)
     y = ascendc.poison(len(x), n, dtype=torch.bfloat16)
-    ascendc.launch(kernel, cores, 0, [x, *parts, torch.tensor(ends), partial, y], [len(ends), k, n, splits])
+    ascendc.launch(
+        kernel, cores, 0, [x, *parts, torch.tensor(ends), partial, y], [len(ends), k, n, splits]
+    )
     return y
 
 
 @pytest.mark.parametrize(("cores", "splits"), [(5, 1), (3, 3), (48, 3)])
-def test_the_kernel_gives_the_twins_bits(twin: ModuleType, kernel: ctypes.CDLL, cores: int, splits: int) -> None:
-    """Every stride, mask and offset of the Ascend C source: column tiles, experts of no, one, three and six rows, split sums."""
+def test_the_kernel_gives_the_twins_bits(
+    twin: ModuleType, kernel: ctypes.CDLL, cores: int, splits: int
+) -> None:
+    """Every stride, mask and offset of the Ascend C source: column tiles, experts of no, one, three
+    and six rows, split sums."""
     n, k = 1024, 192
     weights, ends = [fp4(n, k, seed) for seed in range(5)], [1, 1, 4, 4, 10]
     parts = operands(twin, weights)
@@ -98,7 +140,8 @@ def test_the_kernel_gives_the_twins_bits(twin: ModuleType, kernel: ctypes.CDLL, 
 
 
 def test_offsets_past_four_gib(twin: ModuleType, kernel: ctypes.CDLL) -> None:
-    """The last of so many experts that its scales lie beyond 2^32 bytes, and its weights eight times as far."""
+    """The last of so many experts that its scales lie beyond 2^32 bytes, and its weights eight
+    times as far."""
     n, k = 512, 64
     weight, scale, global_scale = map(torch.from_numpy, operands(twin, [fp4(n, k, seed=1)]))
     expert = (1 << 32) // scale[0].numel() + 2
@@ -109,12 +152,15 @@ def test_offsets_past_four_gib(twin: ModuleType, kernel: ctypes.CDLL) -> None:
     ends = torch.zeros(expert + 1, dtype=torch.int64)
     ends[expert] = 1
     y = run(kernel, 1, x, rooms, ends.tolist(), 1)
-    expected = twin.gemv(x.float().numpy(), weight.numpy(), scale.numpy(), global_scale.numpy(), np.array([1]))
+    expected = twin.gemv(
+        x.float().numpy(), weight.numpy(), scale.numpy(), global_scale.numpy(), np.array([1])
+    )
     assert torch.equal(y, torch.from_numpy(expected).bfloat16())
 
 
 def test_what_bounds_it(kernel: ctypes.CDLL) -> None:
-    """Counted while it runs: the vector cores; four rows take less than twice one row's time, for they share what is decoded."""
+    """Counted while it runs: the vector cores; four rows take less than twice one row's time, for
+    they share what is decoded."""
     one, four = cycles.fp4_item(kernel, 1, 112), cycles.fp4_item(kernel, 4, 112)
     assert one.longest(waits=False)[1] == four.longest(waits=False)[1] == "vector"
     assert one.hbm == four.hbm == 2 * 112 * (16384 + 2048) / cycles.HBM

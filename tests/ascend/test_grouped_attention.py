@@ -4,14 +4,24 @@ import pytest
 import torch
 from ascend.test_latent_attention import page_ends
 from ascend.test_torch_npu import random
-from quantkit_kernels import Norms, Prompts, Rotation, gqa_decode, gqa_prefill, gqa_prepare, mla_prefill
+from quantkit_kernels import (
+    Norms,
+    Prompts,
+    Rotation,
+    gqa_decode,
+    gqa_prefill,
+    gqa_prepare,
+    mla_prefill,
+)
 from quantkit_kernels.latents import split_latents
 from quantkit_kernels.samples import distance, grouped_attention
 
 pytestmark = pytest.mark.usefixtures("called")
 
 
-@pytest.mark.parametrize(("heads", "width", "block_size"), [((8, 2), 128, 64), ((4, 4), 64, 128), ((8, 1), 80, 16)])
+@pytest.mark.parametrize(
+    ("heads", "width", "block_size"), [((8, 2), 128, 64), ((4, 4), 64, 128), ((8, 1), 80, 16)]
+)
 def test_gqa_decode(heads: tuple[int, int], width: int, block_size: int, called: list[str]) -> None:
     """NaN past a sequence's end; lengths from the host, and from the device."""
     called.clear()
@@ -19,16 +29,31 @@ def test_gqa_decode(heads: tuple[int, int], width: int, block_size: int, called:
     case = grouped_attention(lengths, [1] * len(lengths), heads, width, block_size, torch.bfloat16)
     ours = gqa_decode(case.q, case.pages, scale=case.scale, backend="torch_npu")
     assert distance(ours, case.exact) < 1e-2
-    assert all(distance(one, exact) < 1e-2 for one, exact, length in zip(ours, case.exact, lengths) if length)
-    assert torch.equal(gqa_decode(case.q, case.pages._replace(lengths=lengths), scale=case.scale, backend="torch_npu"), ours)
+    assert all(
+        distance(one, exact) < 1e-2
+        for one, exact, length in zip(ours, case.exact, lengths)
+        if length
+    )
+    assert torch.equal(
+        gqa_decode(
+            case.q, case.pages._replace(lengths=lengths), scale=case.scale, backend="torch_npu"
+        ),
+        ours,
+    )
     assert called == ["npu_fused_infer_attention_score"] * 2
 
 
 def test_gqa_prepare(called: list[str]) -> None:
     """Heads normed and turned, keys and values cached."""
     called.clear()
-    qkv, angles = random(5, (4 + 2 * 2) * 64), torch.rand(5, 32, generator=torch.Generator().manual_seed(1)) * 6
-    norms, rotation = Norms(random(64, seed=2), random(64, seed=3), 0.7), Rotation(angles.cos(), angles.sin(), False)
+    qkv, angles = (
+        random(5, (4 + 2 * 2) * 64),
+        torch.rand(5, 32, generator=torch.Generator().manual_seed(1)) * 6,
+    )
+    norms, rotation = (
+        Norms(random(64, seed=2), random(64, seed=3), 0.7),
+        Rotation(angles.cos(), angles.sin(), False),
+    )
     slots, found = torch.tensor([3, 0, 17, 31, 8]), []
     for backend in ("torch_npu", "reference"):
         cache = (torch.zeros(2, 16, 2, 64).bfloat16(), torch.zeros(2, 16, 2, 64).bfloat16())
@@ -42,7 +67,10 @@ def test_queries_need_not_lie_in_one_piece(called: list[str]) -> None:
     called.clear()
     case = grouped_attention([17, 40], [1, 1], (8, 2), 64, 16, torch.bfloat16)
     part = torch.cat([case.q, case.q], dim=-1)[..., :64]
-    assert distance(gqa_decode(part, case.pages, scale=case.scale, backend="torch_npu"), case.exact) < 1e-2
+    assert (
+        distance(gqa_decode(part, case.pages, scale=case.scale, backend="torch_npu"), case.exact)
+        < 1e-2
+    )
     assert called == ["npu_fused_infer_attention_score"]
 
 
@@ -50,15 +78,27 @@ def test_what_the_operator_does_not_take(called: list[str]) -> None:
     """A window, and blocks that are no multiple of 16: plain torch."""
     called.clear()
     for block_size, window in ((64, 20), (7, 0)):
-        case = grouped_attention([17, 40], [1, 1], (4, 2), 64, block_size, torch.bfloat16, window=window)
-        assert distance(gqa_decode(case.q, case.pages, scale=case.scale, window=window, backend="torch_npu"), case.exact) < 1e-2
+        case = grouped_attention(
+            [17, 40], [1, 1], (4, 2), 64, block_size, torch.bfloat16, window=window
+        )
+        assert (
+            distance(
+                gqa_decode(
+                    case.q, case.pages, scale=case.scale, window=window, backend="torch_npu"
+                ),
+                case.exact,
+            )
+            < 1e-2
+        )
     assert called == []
 
 
 @pytest.mark.parametrize("window", [0, 20])
 def test_gqa_prefill(window: int) -> None:
     case = grouped_attention([60, 30], [20, 30], (4, 2), 64, 16, torch.bfloat16, window=window)
-    out = gqa_prefill(case.q, case.pages[:2], case.prompts, scale=case.scale, window=window, backend="torch_npu")
+    out = gqa_prefill(
+        case.q, case.pages[:2], case.prompts, scale=case.scale, window=window, backend="torch_npu"
+    )
     assert distance(out, case.exact) < 1e-2
 
 
@@ -76,6 +116,8 @@ def test_mla_prefill(apart: bool, interleaved: bool, called: list[str]) -> None:
     rotation = Rotation(angles.cos(), angles.sin(), interleaved)
     given = split_latents(cache, latent, interleaved) if apart else cache
     ours = mla_prefill(q, kv_b, rotation, given, prompts, scale=0.2, backend="torch_npu")
-    exact = mla_prefill(q.float(), kv_b.float(), rotation, cache.float(), prompts, scale=0.2, backend="reference")
+    exact = mla_prefill(
+        q.float(), kv_b.float(), rotation, cache.float(), prompts, scale=0.2, backend="reference"
+    )
     assert distance(ours, exact.double()) < 1.5e-2
     assert called == ["npu_rotary_mul"]

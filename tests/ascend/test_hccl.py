@@ -1,4 +1,5 @@
-"""What ranks on NPUs ask for before they meet: their own card, HCCL by its name, collectives on the vector cores. HCCL is not here."""
+"""What ranks on NPUs ask for before they meet: their own card, HCCL by its name, collectives on the
+vector cores. HCCL is not here."""
 
 import os
 from collections.abc import Callable
@@ -22,7 +23,8 @@ from quantkit.executor.weights.load import load_model
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What is asked of the driver and of torch.distributed, in order, with the mode of collectives at that time."""
+    """What is asked of the driver and of torch.distributed, in order, with the mode of collectives
+    at that time."""
     found: list[tuple[Any, ...]] = []
     driver = SimpleNamespace(set_device=lambda device: found.append(("card", str(device))))
     monkeypatch.setattr(torch, "get_device_module", lambda device: driver)
@@ -31,8 +33,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         found.append((backend, rank, world_size, os.environ.get("HCCL_OP_EXPANSION_MODE")))
 
     monkeypatch.setattr(dist, "init_process_group", meet)
-    monkeypatch.setattr(dist, "new_group", lambda backend, timeout: found.append(("messages", backend)))
-    monkeypatch.setattr(parallel.Parallel, "_open_channel", lambda self, device: found.append(("channel", device.type)))
+    monkeypatch.setattr(
+        dist, "new_group", lambda backend, timeout: found.append(("messages", backend))
+    )
+    monkeypatch.setattr(
+        parallel.Parallel,
+        "_open_channel",
+        lambda self, device: found.append(("channel", device.type)),
+    )
     monkeypatch.delenv("HCCL_OP_EXPANSION_MODE", raising=False)
     return found
 
@@ -46,10 +54,17 @@ class Card(SimpleNamespace):
 
 def test_a_rank_takes_its_card_and_meets_over_hccl(asked: list[tuple[Any, ...]]) -> None:
     parallel.Parallel(3, 8).connect(Card(type="npu", index=3))  # type: ignore[arg-type]
-    assert asked == [("card", "npu:3"), ("hccl", 3, 8, "AIV"), ("messages", "gloo"), ("channel", "npu")]
+    assert asked == [
+        ("card", "npu:3"),
+        ("hccl", 3, 8, "AIV"),
+        ("messages", "gloo"),
+        ("channel", "npu"),
+    ]
 
 
-def test_a_mode_that_was_set_stays(asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mode_that_was_set_stays(
+    asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HCCL_OP_EXPANSION_MODE", "AI_CPU")
     parallel.Parallel(0, 2).connect(Card(type="npu", index=0))  # type: ignore[arg-type]
     assert asked[1] == ("hccl", 0, 2, "AI_CPU")
@@ -58,7 +73,9 @@ def test_a_mode_that_was_set_stays(asked: list[tuple[Any, ...]], monkeypatch: py
 def test_each_process_takes_the_card_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_has_npu", lambda: True)
     monkeypatch.setattr(torch, "device", str)
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(device_count=lambda: 8))
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda kind: SimpleNamespace(device_count=lambda: 8)
+    )
     monkeypatch.setenv("LOCAL_RANK", "5")
     assert devices.find_device("npu") == "npu:5"
     assert devices.find_device("npu:2") == "npu:2"
@@ -69,7 +86,8 @@ def test_each_process_takes_the_card_of_its_number(monkeypatch: pytest.MonkeyPat
 
 
 def test_prompts_are_added_in_8_bits(r1_attention: Callable[[str], Path], tmp_path: Path) -> None:
-    """Two ranks on the double: prompts go as bytes, two exchanges for a sum, and the distribution moves by little."""
+    """Two ranks on the double: prompts go as bytes, two exchanges for a sum, and the distribution
+    moves by little."""
     path, token_ids = r1_attention("bf16"), torch.arange(10, 74)
 
     def compute(ranks: parallel.Parallel) -> list[torch.Tensor]:
@@ -79,12 +97,16 @@ def test_prompts_are_added_in_8_bits(r1_attention: Callable[[str], Path], tmp_pa
         dist.all_gather = lambda parts, x: (sent.append(x), gather(parts, x))
         found = []
         with npu_double.installed():
-            loaded = load_model(path, device="cpu", dtype="bfloat16", backend="torch_npu", parallel=ranks)
+            loaded = load_model(
+                path, device="cpu", dtype="bfloat16", backend="torch_npu", parallel=ranks
+            )
             for codes in (None, torch.int8):
                 ranks.coded_sums = None if codes is None else CodedSums(codes, 2, 0)
                 table = torch.arange(1, 64 // loaded.cache_layout.block_size + 2)
                 context = PrefillContext(loaded.new_cache(len(table) + 1), [Chunk(0, 64, table)])
-                found.append(loaded.model.logits(loaded.model(token_ids, context)).log_softmax(dim=-1))
+                found.append(
+                    loaded.model.logits(loaded.model(token_ids, context)).log_softmax(dim=-1)
+                )
         coded = [x for x in sent if x.dtype == torch.uint8]
         return [*found, torch.tensor([len(coded), *(x.nbytes for x in coded[:2])])]
 

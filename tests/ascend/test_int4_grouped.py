@@ -1,4 +1,5 @@
-"""The int4 product in Ascend C, whose vector cores decode for the cube, and its NumPy twin: against float64 and each other."""
+"""The int4 product in Ascend C, whose vector cores decode for the cube, and its NumPy twin: against
+float64 and each other."""
 
 import ctypes
 from types import ModuleType
@@ -17,18 +18,28 @@ def twin() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return ascendc.compiled(ascendc.CPU / "launch_int4_grouped.cpp", tmp_path_factory.mktemp("ascendc"))
+    return ascendc.compiled(
+        ascendc.CPU / "launch_int4_grouped.cpp", tmp_path_factory.mktemp("ascendc")
+    )
 
 
 def random(n: int, k: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes [N, K] of -8..7, scales and zero points [N, K / 128]."""
     rng = np.random.default_rng(seed)
     scale = (rng.uniform(0.5, 2, (n, k // 128)) / 100).astype(np.float16).astype(np.float32)
-    return rng.integers(-8, 8, (n, k)).astype(np.int8), scale, rng.integers(-8, 8, (n, k // 128)).astype(np.float32)
+    return (
+        rng.integers(-8, 8, (n, k)).astype(np.int8),
+        scale,
+        rng.integers(-8, 8, (n, k // 128)).astype(np.float32),
+    )
 
 
-def packed(twin: ModuleType, weights: list[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, np.ndarray]:
-    return np.stack([twin.pack(one[0]) for one in weights]), np.stack([twin.pack_parameters(*one[1:]) for one in weights])
+def packed(
+    twin: ModuleType, weights: list[tuple[np.ndarray, ...]]
+) -> tuple[np.ndarray, np.ndarray]:
+    return np.stack([twin.pack(one[0]) for one in weights]), np.stack(
+        [twin.pack_parameters(*one[1:]) for one in weights]
+    )
 
 
 def rows(count: int, k: int) -> torch.Tensor:
@@ -49,7 +60,14 @@ def test_where_a_code_lies(twin: ModuleType) -> None:
     bytes_ = twin.pack(codes)
     assert bytes_.shape == (2, 3, 2, 8192)
     for n, k in ((0, 0), (1, 0), (0, 1), (16, 32), (127, 63), (128, 64), (511, 383), (300, 200)):
-        byte = int(bytes_[n // 256, k // 128, n // 128 % 2, ((k // 32 % 2 * 8 + n // 16 % 8) * 16 + n % 16) * 32 + k % 32])
+        byte = int(
+            bytes_[
+                n // 256,
+                k // 128,
+                n // 128 % 2,
+                ((k // 32 % 2 * 8 + n // 16 % 8) * 16 + n % 16) * 32 + k % 32,
+            ]
+        )
         nibble = byte & 15 if k // 64 % 2 else byte >> 4
         assert nibble == codes[n, k] & 15, (n, k)
     assert np.array_equal(twin.unpack(bytes_), codes)
@@ -68,7 +86,8 @@ def test_digits_are_within_their_bound(twin: ModuleType) -> None:
 
 @pytest.mark.parametrize(("n", "k"), [(512, 7168), (7168, 256)])
 def test_experts_of_one_rank_against_float64(twin: ModuleType, n: int, k: int) -> None:
-    """Gate and up, and down, of R1's experts on one of 8 ranks: within the digits' bound, and one rounding to bf16."""
+    """Gate and up, and down, of R1's experts on one of 8 ranks: within the digits' bound, and one
+    rounding to bf16."""
     weights, x, ends = [random(n, k, seed) for seed in range(3)], rows(3, k), [1, 1, 3]
     y = twin.multiply(x.float().numpy(), *packed(twin, weights), np.array(ends)).astype(np.float64)
     for row, weight in enumerate((weights[0], weights[2], weights[2])):
@@ -76,10 +95,20 @@ def test_experts_of_one_rank_against_float64(twin: ModuleType, n: int, k: int) -
         largest = np.abs(exact_x).reshape(-1, 128).max(axis=1).repeat(128)
         bound = np.abs(values) @ largest * (1 / (127 * 256) + 2**-21)
         exact = values @ exact_x
-        assert (np.abs(y[row] - exact) <= bound + np.abs(exact) * 2.0**-8 + np.abs(values) @ np.abs(exact_x) * 2.0**-18).all()
+        assert (
+            np.abs(y[row] - exact)
+            <= bound + np.abs(exact) * 2.0**-8 + np.abs(values) @ np.abs(exact_x) * 2.0**-18
+        ).all()
 
 
-def run(kernel: ctypes.CDLL, cores: int, order: int, x: torch.Tensor, parts: list[torch.Tensor], ends: list[int]) -> torch.Tensor:
+def run(
+    kernel: ctypes.CDLL,
+    cores: int,
+    order: int,
+    x: torch.Tensor,
+    parts: list[torch.Tensor],
+    ends: list[int],
+) -> torch.Tensor:
     count, k, n = len(x), x.shape[1], parts[0].shape[1] * 256
     scratch = [
         ascendc.poison(count, 2, k, dtype=torch.int8),
@@ -88,14 +117,19 @@ def run(kernel: ctypes.CDLL, cores: int, order: int, x: torch.Tensor, parts: lis
         ascendc.poison(cores, 2, 16, 256, dtype=torch.int32),
     ]
     y = ascendc.poison(count, n, dtype=torch.bfloat16)
-    ascendc.launch(kernel, cores, order, [x, *parts, torch.tensor(ends), *scratch, y], [count, len(ends), k, n])
+    ascendc.launch(
+        kernel, cores, order, [x, *parts, torch.tensor(ends), *scratch, y], [count, len(ends), k, n]
+    )
     return y
 
 
 @pytest.mark.parametrize("order", ascendc.ORDERS)
 @pytest.mark.parametrize(("cores", "k"), [(2, 640), (1, 128), (3, 2304)])
-def test_the_kernel_gives_the_twins_bits(twin: ModuleType, kernel: ctypes.CDLL, cores: int, k: int, order: int) -> None:
-    """Experts of no, one, three and eleven rows, column tiles, more slots than groups and fewer, digits of a ragged chunk."""
+def test_the_kernel_gives_the_twins_bits(
+    twin: ModuleType, kernel: ctypes.CDLL, cores: int, k: int, order: int
+) -> None:
+    """Experts of no, one, three and eleven rows, column tiles, more slots than groups and fewer,
+    digits of a ragged chunk."""
     ends = [1, 1, 4, 15] if k < 2304 else [1, 1, 3, 3]
     weights = [random(512, k, seed) for seed in range(4)]
     parts, x = packed(twin, weights), rows(ends[-1], k)
@@ -119,7 +153,8 @@ def test_offsets_past_eight_gib(twin: ModuleType, kernel: ctypes.CDLL) -> None:
 
 
 def test_what_bounds_it(kernel: ctypes.CDLL) -> None:
-    """Counted while it runs: the HBM for a row or two, waits of the vector cores included, the L2 for eight."""
+    """Counted while it runs: the HBM for a row or two, waits of the vector cores included, the L2
+    for eight."""
     for rows, bound in ((1, "HBM"), (2, "HBM"), (8, "L2")):
         item, _ = cycles.int4_item(kernel, rows, 56)
         assert item.longest(waits=True)[1] == bound, item

@@ -1,4 +1,5 @@
-"""Latent attention by backend torch_npu on the double: two caches at DeepSeek-V3's sizes, by the prolog and by the chain it replaces."""
+"""Latent attention by backend torch_npu on the double: two caches at DeepSeek-V3's sizes, by the
+prolog and by the chain it replaces."""
 
 from typing import Any
 
@@ -26,7 +27,8 @@ pytestmark = pytest.mark.usefixtures("called")
 
 
 def page_ends(block_size: int) -> list[int]:
-    """A row of no tokens beside one of one, and rows that end before, at and behind the end of a page."""
+    """A row of no tokens beside one of one, and rows that end before, at and behind the end of a
+    page."""
     return [1, 0, block_size - 1, block_size, block_size + 1, 2 * block_size - 1, 2 * block_size]
 
 
@@ -38,23 +40,41 @@ def halves(x: torch.Tensor) -> torch.Tensor:
 def test_mla_prepare(interleaved: bool, called: list[str]) -> None:
     """DeepSeek-V3's sizes: norm, rotation and both caches in one launch."""
     called.clear()
-    qkv_a, angles, slots = random(3, 1536 + 576), random(3, 32, dtype=torch.float32, seed=1), torch.tensor([5, 0, 17])
+    qkv_a, angles, slots = (
+        random(3, 1536 + 576),
+        random(3, 32, dtype=torch.float32, seed=1),
+        torch.tensor([5, 0, 17]),
+    )
     gains, tables = (random(1536, seed=2), random(512, seed=3)), (angles.cos(), angles.sin())
     latents, keys = torch.zeros(2, 16, 512).bfloat16(), torch.zeros(2, 16, 64).bfloat16()
-    norms, doubled = Norms(*gains, 1e-6), Rotation(*doubled_angles(*tables, torch.bfloat16), interleaved)
+    norms, doubled = (
+        Norms(*gains, 1e-6),
+        Rotation(*doubled_angles(*tables, torch.bfloat16), interleaved),
+    )
     q_a = functional.mla_prepare(qkv_a, norms, doubled, (latents, keys), slots, backend="torch_npu")
     twin = torch.zeros(2, 16, 576).bfloat16()
     expected = reference.mla_prepare(qkv_a, norms, Rotation(*tables, interleaved), twin, slots)
     assert distance(q_a, expected.double()) < 4e-3
     assert distance(latents, twin[..., :512].double()) < 4e-3
-    assert distance(keys, (halves(twin[..., 512:]) if interleaved else twin[..., 512:]).double()) < 4e-3
+    assert (
+        distance(keys, (halves(twin[..., 512:]) if interleaved else twin[..., 512:]).double())
+        < 4e-3
+    )
     assert called == ["npu_kv_rmsnorm_rope_cache", "npu_rms_norm"]
 
 
 def test_mla_prepare_of_other_sizes(called: list[str]) -> None:
     called.clear()
-    qkv_a, angles, slots = random(3, 128 + 160), random(3, 16, dtype=torch.float32, seed=1), torch.tensor([5, 0, 17])
-    arguments = (qkv_a, Norms(random(128, seed=2), random(128, seed=3), 1e-6), Rotation(angles.cos(), angles.sin()))
+    qkv_a, angles, slots = (
+        random(3, 128 + 160),
+        random(3, 16, dtype=torch.float32, seed=1),
+        torch.tensor([5, 0, 17]),
+    )
+    arguments = (
+        qkv_a,
+        Norms(random(128, seed=2), random(128, seed=3), 1e-6),
+        Rotation(angles.cos(), angles.sin()),
+    )
     ours, twin = torch.zeros(2, 16, 160).bfloat16(), torch.zeros(2, 16, 160).bfloat16()
     q_a = functional.mla_prepare(*arguments, ours, slots, backend="torch_npu")
     assert distance(q_a, reference.mla_prepare(*arguments, twin, slots).double()) < 4e-3
@@ -65,34 +85,52 @@ def test_mla_prepare_of_other_sizes(called: list[str]) -> None:
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(("heads", "block_size"), [(16, 128), (128, 16), (1, 128)])
 def test_mla_decode(heads: int, block_size: int, interleaved: bool, called: list[str]) -> None:
-    """Pages where they lie; NaN past a sequence's end and in the tables' other blocks; lengths from the host, and from the device."""
+    """Pages where they lie; NaN past a sequence's end and in the tables' other blocks; lengths from
+    the host, and from the device."""
     called.clear()
     sizes = (128, 64, 128, 512)
     lengths = page_ends(block_size)
-    case = latent_attention(lengths, heads, block_size, sizes, torch.bfloat16, interleaved=interleaved)
+    case = latent_attention(
+        lengths, heads, block_size, sizes, torch.bfloat16, interleaved=interleaved
+    )
     q, kv_b, rotation, pages = case.arguments
     doubled = Rotation(*doubled_angles(rotation.cos, rotation.sin, torch.bfloat16), interleaved)
     assert isinstance(pages.cache, torch.Tensor)
     apart = pages._replace(cache=split_latents(pages.cache, 512, interleaved))
     ours = functional.mla_decode(q, kv_b, doubled, apart, scale=case.scale, backend="torch_npu")
     assert distance(ours, case.exact) < 1e-2
-    assert all(distance(one, exact) < 1e-2 for one, exact, length in zip(ours, case.exact, lengths) if length)
+    assert all(
+        distance(one, exact) < 1e-2
+        for one, exact, length in zip(ours, case.exact, lengths)
+        if length
+    )
     told = apart._replace(lengths=lengths)
-    assert torch.equal(functional.mla_decode(q, kv_b, doubled, told, scale=case.scale, backend="torch_npu"), ours)
+    assert torch.equal(
+        functional.mla_decode(q, kv_b, doubled, told, scale=case.scale, backend="torch_npu"), ours
+    )
     products = "npu_transpose_batchmatmul"
-    assert called == [products, "npu_interleave_rope", "npu_fused_infer_attention_score", products] * 2
+    assert (
+        called == [products, "npu_interleave_rope", "npu_fused_infer_attention_score", products] * 2
+    )
 
 
 def test_mla_decode_of_other_sizes(called: list[str]) -> None:
     """The built-in model's: one vector of latent and rotary key."""
     called.clear()
     case = latent_attention([17, 0, 24], 8, 128, (32, 32, 64, 128), torch.bfloat16)
-    assert distance(functional.mla_decode(*case.arguments, scale=case.scale, backend="torch_npu"), case.exact) < 1e-2
+    assert (
+        distance(
+            functional.mla_decode(*case.arguments, scale=case.scale, backend="torch_npu"),
+            case.exact,
+        )
+        < 1e-2
+    )
     assert called == ["npu_rotary_mul", "npu_fused_infer_attention_score"]
 
 
 def test_queries_need_not_lie_in_one_piece() -> None:
-    """Parts of something wider, from one cache and from two; the operator's rules demand one piece."""
+    """Parts of something wider, from one cache and from two; the operator's rules demand one
+    piece."""
     case = latent_attention([17, 24], 2, 16, (128, 64, 128, 512), torch.bfloat16)
     pages, wide = case.arguments[3], random(2, 2, 2 * 576)
     assert isinstance(pages.cache, torch.Tensor)
@@ -108,7 +146,12 @@ def test_two_caches_are_read_by_the_operator_alone() -> None:
     pages = case.arguments[3]
     assert isinstance(pages.cache, torch.Tensor)
     with pytest.raises(AssertionError, match="a power of two"):
-        attend(random(2, 3, 512), random(2, 3, 64), pages._replace(cache=split_latents(pages.cache, 512, True)), 0.1)
+        attend(
+            random(2, 3, 512),
+            random(2, 3, 64),
+            pages._replace(cache=split_latents(pages.cache, 512, True)),
+            0.1,
+        )
 
 
 def test_pairs_of_any_rank() -> None:
@@ -136,29 +179,46 @@ def test_the_cache_lies_as_the_operators_want() -> None:
 def layer_of(grid: str, seed: int = 3, heads: int = 2, nope: int = 128) -> MlaWeights:
     """One layer of R1's sizes but for the heads."""
     rng = torch.Generator().manual_seed(seed)
-    q_a, q_b, kv_a = (random_weight(grid, n, k, rng) for n, k in ((1536, 7168), (heads * (nope + 64), 1536), (576, 7168)))
+    q_a, q_b, kv_a = (
+        random_weight(grid, n, k, rng)
+        for n, k in ((1536, 7168), (heads * (nope + 64), 1536), (576, 7168))
+    )
     kv_b = (torch.randn(heads, nope + 128, 512, generator=rng) / 512**0.5).bfloat16()
     return MlaWeights(q_a, q_b, kv_a, kv_b, random(1536, seed=4).abs(), random(512, seed=5).abs())
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("grid", ["dense", "int8"])
-def test_mla_prolog_is_the_chain_it_replaces(grid: str, interleaved: bool, called: list[str]) -> None:
-    """R1's sizes with two heads: queries, both caches and what the heads attended to, against the reference, launch by launch."""
+def test_mla_prolog_is_the_chain_it_replaces(
+    grid: str, interleaved: bool, called: list[str]
+) -> None:
+    """R1's sizes with two heads: queries, both caches and what the heads attended to, against the
+    reference, launch by launch."""
     weights = layer_of(grid)
-    x, angles, slots = random(3, 7168), torch.rand(3, 32, generator=torch.Generator().manual_seed(3)) * 6, torch.tensor([5, 40, 17])
+    x, angles, slots = (
+        random(3, 7168),
+        torch.rand(3, 32, generator=torch.Generator().manual_seed(3)) * 6,
+        torch.tensor([5, 40, 17]),
+    )
     tables = (angles.cos().bfloat16().float(), angles.sin().bfloat16().float())
     table, seq_lens = torch.tensor([[0, 2], [2, 0], [1, 0]]).int(), torch.tensor([6, 9, 2])
     prolog, chain = (
-        prepare_mla_prolog(weights, 64, eps=1e-6, interleaved=interleaved, backend=name) for name in ("torch_npu", "reference")
+        prepare_mla_prolog(weights, 64, eps=1e-6, interleaved=interleaved, backend=name)
+        for name in ("torch_npu", "reference")
     )
 
     def order(pairs: torch.Tensor) -> torch.Tensor:
         return (halves(pairs) if interleaved else pairs).double()
 
-    apart, whole = (torch.zeros(3, 16, 512).bfloat16(), torch.zeros(3, 16, 64).bfloat16()), torch.zeros(3, 16, 576).bfloat16()
+    apart, whole = (
+        (torch.zeros(3, 16, 512).bfloat16(), torch.zeros(3, 16, 64).bfloat16()),
+        torch.zeros(3, 16, 576).bfloat16(),
+    )
     called.clear()
-    doubled, rotation = Rotation(*doubled_angles(*tables, torch.bfloat16), interleaved), Rotation(*tables, interleaved)
+    doubled, rotation = (
+        Rotation(*doubled_angles(*tables, torch.bfloat16), interleaved),
+        Rotation(*tables, interleaved),
+    )
     absorbed, q_pe = prolog.query(x, doubled, apart, slots)
     assert called == ["npu_dynamic_quant", "npu_mla_prolog_v3"][grid != "int8" :]
     expected, expected_pe = chain.query(x, rotation, whole, slots)
@@ -193,6 +253,8 @@ def test_mla_prolog_is_refused_with_the_reason(change: dict[str, Any], reason: s
 
 
 def test_the_table_says_what_the_prolog_was_made_for() -> None:
-    (row,) = [one for one in table("cpu") if (one.operator, one.backend) == ("mla_prolog", "torch_npu")]
+    (row,) = [
+        one for one in table("cpu") if (one.operator, one.backend) == ("mla_prolog", "torch_npu")
+    ]
     assert row.usable
     assert "q_lora_rank 1536 or 2048" in row.reason

@@ -1,4 +1,5 @@
-"""The launches of a decode step that the cost model counts on are those of the executor on torch_npu's operators and Triton kernels."""
+"""The launches of a decode step that the cost model counts on are those of the executor on
+torch_npu's operators and Triton kernels."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,13 +22,16 @@ NOT_LAUNCHED = VIEWS | {"empty", "empty_like", "new_empty", "_local_scalar_dense
 
 
 class CountLaunches(TorchDispatchMode):
-    """Operators that would start something on a device. A rule that reads counts on the CPU only is none of them."""
+    """Operators that would start something on a device. A rule that reads counts on the CPU only is
+    none of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = operator._schema.name.partition("::")[2]
         if not operator.is_view and name not in NOT_LAUNCHED:
             self.names.append(name)
@@ -53,22 +57,35 @@ COUNTED = [
 
 @pytest.mark.parametrize(("model", "backend", "batch", "counted"), COUNTED)
 @torch.no_grad()
-def test_launches_of_a_step(model: str, backend: str, batch: int, counted: str, r1_attention: Callable[[str], Path]) -> None:
-    """At R1's sizes of attention, a dense layer, one with experts, and what is launched once, of several sequences: slices of several rows
-    must be copied where an operator wants them contiguous."""
+def test_launches_of_a_step(
+    model: str, backend: str, batch: int, counted: str, r1_attention: Callable[[str], Path]
+) -> None:
+    """At R1's sizes of attention, a dense layer, one with experts, and what is launched once, of
+    several sequences: slices of several rows must be copied where an operator wants them
+    contiguous."""
     found, path = [], r1_attention(model)
     backend, built = backend.partition(",")[0], "built" in backend
     with ascendc_double.installed() if built else triton_double.installed():
-        engine = Engine.load(path, device="cpu", dtype="bfloat16", backend=backend, max_batch=8, max_model_len=256)
-        sequences = [engine.submit(list(range(first, first + 20)), SamplingParams(max_new_tokens=8)) for first in range(5, 5 + batch)]
+        engine = Engine.load(
+            path, device="cpu", dtype="bfloat16", backend=backend, max_batch=8, max_model_len=256
+        )
+        sequences = [
+            engine.submit(list(range(first, first + 20)), SamplingParams(max_new_tokens=8))
+            for first in range(5, 5 + batch)
+        ]
         engine.step()
         engine.step()
-        loaded, hidden = engine.loaded.model, torch.randn(batch, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+        loaded, hidden = (
+            engine.loaded.model,
+            torch.randn(batch, 1024, generator=torch.Generator().manual_seed(0)).bfloat16(),
+        )
         rows = engine.runner.rows([5] * batch, [(one, one.num_cached) for one in sequences])
         context = rows.context(engine.cache)
         for layer in loaded.layers:
             with backends.asked(backend):
-                layer(hidden, hidden, context, layer.input_norm)  # tables made once a step are not a layer's
+                layer(
+                    hidden, hidden, context, layer.input_norm
+                )  # tables made once a step are not a layer's
                 with CountLaunches() as launches:
                     layer(hidden, hidden, context, layer.input_norm)
             found.append(len(launches.names))
@@ -77,15 +94,21 @@ def test_launches_of_a_step(model: str, backend: str, batch: int, counted: str, 
             compute(loaded, (token_ids,), rows.context(engine.cache))
     assert len(found) == 2
     dense, moe = found
-    assert load_hardware("910b1").launches[counted] == Launches(dense_layer=dense, moe_layer=moe, step=len(launches.names) - dense - moe)
+    assert load_hardware("910b1").launches[counted] == Launches(
+        dense_layer=dense, moe_layer=moe, step=len(launches.names) - dense - moe
+    )
 
 
 @torch.no_grad()
 def test_decoding_on_the_doubles_of_kernels(r1_attention: Callable[[str], Path]) -> None:
-    """Two launches in the place of five round less, and Ascend C takes rows apart into digits: next tokens' log-probabilities are those of
-    backend torch_npu but for that."""
+    """Two launches in the place of five round less, and Ascend C takes rows apart into digits: next
+    tokens' log-probabilities are those of backend torch_npu but for that."""
     text, found = list(range(3, 23)), []
-    for backend, double in (("torch_npu", triton_double), ("ascend", triton_double), ("ascend", ascendc_double)):
+    for backend, double in (
+        ("torch_npu", triton_double),
+        ("ascend", triton_double),
+        ("ascend", ascendc_double),
+    ):
         with double.installed() as called:
             found.append(forced(r1_attention("int8-attention"), "bfloat16", backend, [(text, 16)]))
         assert (called.count("int4_down") > 0) == (len(found) == 2)

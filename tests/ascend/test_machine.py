@@ -1,4 +1,5 @@
-"""Versions are read from the files that CANN and the driver leave, and said to be unknown where there are none."""
+"""Versions are read from the files that CANN and the driver leave, and said to be unknown where
+there are none."""
 
 import sys
 from pathlib import Path

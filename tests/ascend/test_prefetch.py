@@ -17,7 +17,8 @@ from quantkit.executor.weights import prefetch, weights
 
 
 class Noted(prefetch.Prefetcher):
-    """Notes, one after the other, collectives with what is asked for meanwhile, and calls with what the operator holds."""
+    """Notes, one after the other, collectives with what is asked for meanwhile, and calls with what
+    the operator holds."""
 
     def __init__(self) -> None:
         self.noted: list[tuple[str, list[Tensor]]] = []
@@ -42,13 +43,19 @@ def same(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 @torch.inference_mode()
-def test_the_next_weights_are_asked_for(quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_weights_are_asked_for(
+    quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     noted = Noted()
     monkeypatch.setattr(weights, "find_prefetcher", lambda device, parallel: noted)
     text = list(range(1, 20))
     with npu_double.installed() as called:
         followed = forced(quantized("rtn-w4a16"), "bfloat16", "torch_npu", [(text, 16)])
-    asked = [(place, tensors) for place, (what, tensors) in enumerate(noted.noted) if what == "collective"]
+    asked = [
+        (place, tensors)
+        for place, (what, tensors) in enumerate(noted.noted)
+        if what == "collective"
+    ]
     passes = 1 + len(text) - 16
     assert len(asked) % passes == 0
     first = len(asked) // passes
@@ -61,14 +68,22 @@ def test_the_next_weights_are_asked_for(quantized: Callable[[str], Path], monkey
     assert called.count("npu_prefetch") == sum(len(tensors) for _, tensors in asked)
     monkeypatch.undo()
     with npu_double.installed():
-        assert torch.equal(forced(quantized("rtn-w4a16"), "bfloat16", "torch_npu", [(text, 16)]), followed)
+        assert torch.equal(
+            forced(quantized("rtn-w4a16"), "bfloat16", "torch_npu", [(text, 16)]), followed
+        )
 
 
 def test_what_holds_too_much_is_not_asked_for() -> None:
     noted = Noted()
     assert prefetch.BUDGET == 32 << 20
-    tensors = {"just": [torch.zeros(8), torch.zeros(prefetch.BUDGET // 4 - 8)], "large": [torch.zeros(prefetch.BUDGET // 4 + 1)]}
-    operators = [SimpleNamespace(held=lambda held=held: held, q_b=None, qkv_a=None) for held in tensors.values()]
+    tensors = {
+        "just": [torch.zeros(8), torch.zeros(prefetch.BUDGET // 4 - 8)],
+        "large": [torch.zeros(prefetch.BUDGET // 4 + 1)],
+    }
+    operators = [
+        SimpleNamespace(held=lambda held=held: held, q_b=None, qkv_a=None)
+        for held in tensors.values()
+    ]
     for follow in (noted.follow, lambda one: noted.follow_prolog(one)._first):
         just, large = (follow(cast(Any, operator)) for operator in operators)
         assert same(just.held, tensors["just"])
@@ -76,7 +91,8 @@ def test_what_holds_too_much_is_not_asked_for() -> None:
 
 
 def test_what_follows_a_collective_is_learnt_of_collectives_alone() -> None:
-    """Another operator came next where nobody added up; a capture ends with nothing that nobody waits for; who was stopped asks no more."""
+    """Another operator came next where nobody added up; a capture ends with nothing that nobody
+    waits for; who was stopped asks no more."""
     noted, x = Noted(), torch.zeros(1)
     held = {number: [torch.full((8,), number)] for number in (1, 2, 3)}
 

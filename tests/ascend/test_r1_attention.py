@@ -1,5 +1,6 @@
-"""The executor on the double at DeepSeek-R1's sizes of latent attention, where torch_npu has operators that a smaller model does not reach:
-npu_mla_prolog_v3 for INT8 and unquantized weights, npu_kv_rmsnorm_rope_cache and npu_interleave_rope for 4-bit ones, a cache in two."""
+"""The executor on the double at DeepSeek-R1's sizes of latent attention, where torch_npu has
+operators that a smaller model does not reach: npu_mla_prolog_v3 for INT8 and unquantized weights,
+npu_kv_rmsnorm_rope_cache and npu_interleave_rope for 4-bit ones, a cache in two."""
 
 import functools
 import json
@@ -28,7 +29,11 @@ from quantkit.grids.weights import Weight
 
 PROMPTS = [list(range(6 + i, 30 + 9 * i)) for i in range(3)]
 CHAIN = {"npu_kv_rmsnorm_rope_cache", "npu_interleave_rope"}
-DECODED_BY = {"bf16": {"npu_mla_prolog_v3"}, "int8-a8w8c16": {"npu_mla_prolog_v3"}, "rtn-w4a16": CHAIN}
+DECODED_BY = {
+    "bf16": {"npu_mla_prolog_v3"},
+    "int8-a8w8c16": {"npu_mla_prolog_v3"},
+    "rtn-w4a16": CHAIN,
+}
 MIXED = {"int8-attention": {"npu_mla_prolog_v3"}}
 
 
@@ -39,11 +44,21 @@ def no_gradients() -> Iterator[None]:
 
 
 def load(path: Path, backend: str, **options: Any) -> Engine:
-    return Engine.load(path, device="cpu", dtype="bfloat16", backend=backend, max_batch=4, max_model_len=256, **options)
+    return Engine.load(
+        path,
+        device="cpu",
+        dtype="bfloat16",
+        backend=backend,
+        max_batch=4,
+        max_model_len=256,
+        **options,
+    )
 
 
 def answers(engine: Engine) -> list[Completion]:
-    params = [SamplingParams(max_new_tokens=4 + 3 * i, ignore_eos=True, logprobs=2) for i in range(3)]
+    params = [
+        SamplingParams(max_new_tokens=4 + 3 * i, ignore_eos=True, logprobs=2) for i in range(3)
+    ]
     return sorted(engine.generate(PROMPTS, params), key=lambda done: done.index)
 
 
@@ -51,7 +66,9 @@ def tokens(engine: Engine) -> list[list[int]]:
     return [one.token_ids for one in answers(engine)]
 
 
-def test_linears_without_a_prolog_are_read_once(r1_attention: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linears_without_a_prolog_are_read_once(
+    r1_attention: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are read to ask for one, and kept for the operators that take its place."""
     path, weight = r1_attention("rtn-w4a16"), Checkpoint.weight
     read: list[str] = []
@@ -70,7 +87,8 @@ def test_linears_without_a_prolog_are_read_once(r1_attention: Callable[[str], Pa
 
 @pytest.mark.parametrize("scheme", DECODED_BY | MIXED)
 def test_the_double_is_exact(scheme: str, r1_attention: Callable[[str], Path]) -> None:
-    """Prefill and decode of three prompts: the tokens and log-probabilities of a second computation, bit for bit."""
+    """Prefill and decode of three prompts: the tokens and log-probabilities of a second
+    computation, bit for bit."""
     path = r1_attention(scheme)
     with exact.installed():
         expected = answers(load(path, "reference"))
@@ -80,15 +98,20 @@ def test_the_double_is_exact(scheme: str, r1_attention: Callable[[str], Path]) -
         assert engine.cache.block_size == 128
         got = answers(engine)
     fused = {"npu_mla_prolog_v3", *CHAIN}
-    assert set(called) & fused == (DECODED_BY | MIXED)[scheme] | {"npu_kv_rmsnorm_rope_cache"}  # prefill caches by the chain
+    assert set(called) & fused == (DECODED_BY | MIXED)[scheme] | {
+        "npu_kv_rmsnorm_rope_cache"
+    }  # prefill caches by the chain
     assert "npu_fused_infer_attention_score" in called
     assert [one.token_ids for one in got] == [one.token_ids for one in expected]
     assert [one.logprobs for one in got] == [one.logprobs for one in expected]
 
 
 @pytest.mark.parametrize("scheme", [*DECODED_BY, "halves"])
-def test_the_tokens_of_the_reference_backend(scheme: str, r1_attention: Callable[[str], Path]) -> None:
-    """Where its two best lie further apart than twice what the two computations differ by; a sequence is compared up to its first such."""
+def test_the_tokens_of_the_reference_backend(
+    scheme: str, r1_attention: Callable[[str], Path]
+) -> None:
+    """Where its two best lie further apart than twice what the two computations differ by; a
+    sequence is compared up to its first such."""
     path = r1_attention(scheme)
     expected = answers(load(path, "reference"))
     with npu_double.installed() as called:
@@ -98,7 +121,8 @@ def test_the_tokens_of_the_reference_backend(scheme: str, r1_attention: Callable
 
 
 def test_the_tokens_where_few_rows_are_split(r1_attention: Callable[[str], Path]) -> None:
-    """CANN's way for 4-bit linears of a decode step: tokens of the reference where its two best lie apart, though no bit need agree."""
+    """CANN's way for 4-bit linears of a decode step: tokens of the reference where its two best lie
+    apart, though no bit need agree."""
     path = r1_attention("rtn-w4a16")
     expected = answers(load(path, "reference"))
     with npu_double.installed(), npu_double.few_rows_split():
@@ -119,15 +143,20 @@ def agree(got: list[list[TokenLogprob]], expected: list[list[TokenLogprob]]) -> 
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "rtn-w4a16", "int8-a8w8c16"])
-def test_as_far_from_float32_as_the_reference(scheme: str, r1_attention: Callable[[str], Path]) -> None:
-    """By the median of 41 decoded tokens: a mean is that of the few where random weights send a token to another expert."""
+def test_as_far_from_float32_as_the_reference(
+    scheme: str, r1_attention: Callable[[str], Path]
+) -> None:
+    """By the median of 41 decoded tokens: a mean is that of the few where random weights send a
+    token to another expert."""
     path = r1_attention(scheme)
     text = torch.randint(6, 310, (120,), generator=torch.Generator().manual_seed(1)).tolist()
     ideal = forced(path, "float32", "reference", [(text, 80)])
     reference = forced(path, "bfloat16", "reference", [(text, 80)])
     with npu_double.installed():
         ours = forced(path, "bfloat16", "torch_npu", [(text, 80)])
-    far, ours_far = ((ideal.exp() * (ideal - other)).sum(dim=-1).median() for other in (reference, ours))
+    far, ours_far = (
+        (ideal.exp() * (ideal - other)).sum(dim=-1).median() for other in (reference, ours)
+    )
     assert ours_far < 2 * far
 
 
@@ -144,31 +173,50 @@ with torch.inference_mode(), npu_double.installed() as called:
         sys.exit(0)
     found = answers(engine)
     engine.close()
-    print(json.dumps([sorted(set(called)), [[(one.token_id, one.logprob, one.top) for one in done.logprobs] for done in found]]))
+    print(json.dumps([sorted(set(called)), [[(one.token_id, one.logprob, one.top) for one in
+    done.logprobs] for done in found]]))
 """
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "int8-a8w8c16"])
 def test_two_ranks(scheme: str, r1_attention: Callable[[str], Path]) -> None:
-    """Each with one of the two heads, over gloo: the tokens of one rank, and each rank by the prolog."""
+    """Each with one of the two heads, over gloo: the tokens of one rank, and each rank by the
+    prolog."""
     path = r1_attention(scheme)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    shared["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    shared = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
+    shared["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     command = [sys.executable, "-c", RANK, str(path)]
     other = subprocess.Popen(command, env={**shared, "RANK": "1"}, stdout=subprocess.DEVNULL)
-    first = subprocess.run(command, env={**shared, "RANK": "0"}, capture_output=True, text=True, timeout=300)
+    first = subprocess.run(
+        command, env={**shared, "RANK": "0"}, capture_output=True, text=True, timeout=300
+    )
     assert other.wait(60) == 0
     called, found = json.loads(first.stdout.splitlines()[-1])
     assert {"npu_mla_prolog_v3", "npu_fused_infer_attention_score"} <= set(called)
     with npu_double.installed():
         expected = answers(load(path, "torch_npu"))
-    agree([[TokenLogprob(*one) for one in done] for done in found], [one.logprobs or [] for one in expected])
+    agree(
+        [[TokenLogprob(*one) for one in done] for done in found],
+        [one.logprobs or [] for one in expected],
+    )
 
 
-WAYS = [(way, scheme) for way in ("captured", "chunked", "drafts", "prefix") for scheme in ("int8-a8w8c16", "rtn-w4a16")]
+WAYS = [
+    (way, scheme)
+    for way in ("captured", "chunked", "drafts", "prefix")
+    for scheme in ("int8-a8w8c16", "rtn-w4a16")
+]
 
 
 @pytest.fixture(scope="module")
@@ -191,14 +239,22 @@ def test_every_way_to_run(
     plain: Callable[[str], list[list[int]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A captured step, a prompt in chunks, guesses by the MTP layer and a shared beginning give the tokens of plain steps."""
-    options = {"captured": {}, "chunked": {"prefill_tokens": 16}, "drafts": {"num_drafts": 2}, "prefix": {"prefix_cache": True}}[option]
+    """A captured step, a prompt in chunks, guesses by the MTP layer and a shared beginning give the
+    tokens of plain steps."""
+    options = {
+        "captured": {},
+        "chunked": {"prefill_tokens": 16},
+        "drafts": {"num_drafts": 2},
+        "prefix": {"prefix_cache": True},
+    }[option]
     expected = plain(scheme)
     with npu_double.installed():
         engine = load(r1_attention(scheme), "torch_npu", **options)
         if option == "captured":
             monkeypatch.setattr(accelerator, "module", lambda device: device_double.driver())
-            engine.runner = Runner(engine.loaded.model, engine.cache, DeviceCapture(torch.device("cpu")))
+            engine.runner = Runner(
+                engine.loaded.model, engine.cache, DeviceCapture(torch.device("cpu"))
+            )
         assert tokens(engine) == expected
         if option in ("captured", "prefix"):  # now there are graphs, and beginnings to share
             assert tokens(engine) == expected

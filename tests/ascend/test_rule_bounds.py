@@ -1,4 +1,5 @@
-"""Every condition of every rule: a call just inside it passes, one just outside is refused by that rule's own words."""
+"""Every condition of every rule: a call just inside it passes, one just outside is refused by that
+rule's own words."""
 
 import functools
 from typing import Any
@@ -30,7 +31,11 @@ def broken(name: str, change: Change) -> str | None:
 
 @pytest.mark.parametrize("name", rules.RULES)
 def test_inside(name: str) -> None:
-    refused = {str(change): why for operator, change in INSIDE if operator == name and (why := broken(name, change)) is not None}
+    refused = {
+        str(change): why
+        for operator, change in INSIDE
+        if operator == name and (why := broken(name, change)) is not None
+    }
     assert refused == {}
 
 

@@ -1,4 +1,5 @@
-"""Experts by the Ascend C kernels: their layouts are the twins', and backend ascend takes them where they were built and fit."""
+"""Experts by the Ascend C kernels: their layouts are the twins', and backend ascend takes them
+where they were built and fit."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,22 +31,34 @@ def launched() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("grid", ["int4-asym-128", "int4-sym-128"])
 def test_int4_is_packed_as_its_twin_does_it(grid: str) -> None:
-    twin, weight = ascendc.twin("int4_grouped"), random_weight(grid, 512, 384, torch.Generator().manual_seed(1))
+    twin, weight = (
+        ascendc.twin("int4_grouped"),
+        random_weight(grid, 512, 384, torch.Generator().manual_seed(1)),
+    )
     assert isinstance(weight, Int4)
     codes, parameters = streamed.packed(weight)
-    zero = torch.zeros_like(weight.scale) if weight.zero_point is None else weight.zero_point.float()
+    zero = (
+        torch.zeros_like(weight.scale) if weight.zero_point is None else weight.zero_point.float()
+    )
     assert np.array_equal(codes.numpy(), twin.pack(weight.codes.numpy()))
-    assert np.array_equal(parameters.numpy(), twin.pack_parameters(weight.scale.numpy(), zero.numpy()))
+    assert np.array_equal(
+        parameters.numpy(), twin.pack_parameters(weight.scale.numpy(), zero.numpy())
+    )
     assert all(one.is_contiguous() for one in (codes, parameters))
 
 
 def test_fp4_is_packed_as_its_twin_does_it() -> None:
-    twin, weight = ascendc.twin("fp4_gemv"), random_weight("fp4", 1024, 192, torch.Generator().manual_seed(1))
+    twin, weight = (
+        ascendc.twin("fp4_gemv"),
+        random_weight("fp4", 1024, 192, torch.Generator().manual_seed(1)),
+    )
     assert isinstance(weight, Fp4)
     for one in (weight, weight._replace(global_scale=torch.rand(1024))):
         words, scale, global_scale = streamed.packed(one)
         assert np.array_equal(words.view(torch.uint16).numpy(), twin.pack(one.codes.numpy()))
-        assert np.array_equal(scale.view(torch.uint8).numpy(), twin.pack_scales(one.scale.view(torch.uint8).numpy()))
+        assert np.array_equal(
+            scale.view(torch.uint8).numpy(), twin.pack_scales(one.scale.view(torch.uint8).numpy())
+        )
         assert torch.equal(global_scale, one.global_scale.expand(1024) * twin.RESCALE)
 
 
@@ -58,8 +71,13 @@ def test_experts(grid: str, launched: list[str]) -> None:
     assert isinstance(experts, streamed.StreamedExperts)
     for tokens, top_k in ((1, 1), (7, 3), (12, 2)):
         x = torch.randn(tokens, HIDDEN, generator=rng).bfloat16()
-        ids, share = torch.rand(tokens, 4, generator=rng).topk(top_k, dim=-1).indices, torch.rand(tokens, top_k, generator=rng) * LARGE
-        assert distance(experts(x, ids, share), exact_experts(x, ids, share, weights)) < 1.2e-2, tokens
+        ids, share = (
+            torch.rand(tokens, 4, generator=rng).topk(top_k, dim=-1).indices,
+            torch.rand(tokens, top_k, generator=rng) * LARGE,
+        )
+        assert distance(experts(x, ids, share), exact_experts(x, ids, share, weights)) < 1.2e-2, (
+            tokens
+        )
     assert launched == []
 
 
@@ -68,7 +86,10 @@ def test_gate_and_up_are_whole_tiles_together(launched: list[str]) -> None:
     gate, up, down = random_experts("int4-asym-128", 2, 256, 128, torch.Generator().manual_seed(1))
     assert isinstance(layer([gate, up, down], "ascend", torch.bfloat16), streamed.StreamedExperts)
     made = streamed.StreamedLayout(2, torch.bfloat16, torch.device("meta"))
-    made._rooms = tuple(streamed.Streamed("int4", 256, 256, made._room(streamed.packed(one))) for one in (stack(gate[0], up[0]), down[0]))
+    made._rooms = tuple(
+        streamed.Streamed("int4", 256, 256, made._room(streamed.packed(one)))
+        for one in (stack(gate[0], up[0]), down[0])
+    )
     assert {one.device.type for one in made.finish().held()} == {"meta"}
 
 
@@ -83,11 +104,22 @@ def test_gate_and_up_are_whole_tiles_together(launched: list[str]) -> None:
     ],
     ids=str,
 )
-def test_what_does_not_fit_goes_by_triton(grid: str, hidden: int, inner: int, dtype: torch.dtype, launched: list[str]) -> None:
-    """Rows of 16 bits that are not bfloat16, groups of 64, column tiles that are not whole, int8."""
+def test_what_does_not_fit_goes_by_triton(
+    grid: str, hidden: int, inner: int, dtype: torch.dtype, launched: list[str]
+) -> None:
+    """Rows of 16 bits that are not bfloat16, groups of 64, column tiles that are not whole,
+    int8."""
     if grid != "fp4" or dtype == torch.bfloat16:
-        experts = layer(random_experts(grid, 2, hidden, inner, torch.Generator().manual_seed(1)), "ascend", dtype)
-        experts(torch.zeros(1, hidden, dtype=dtype), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1))
+        experts = layer(
+            random_experts(grid, 2, hidden, inner, torch.Generator().manual_seed(1)),
+            "ascend",
+            dtype,
+        )
+        experts(
+            torch.zeros(1, hidden, dtype=dtype),
+            torch.zeros(1, 1, dtype=torch.int32),
+            torch.ones(1, 1),
+        )
         assert len(launched) == 2
 
 
@@ -96,8 +128,15 @@ def test_sizes_at_their_bounds(launched: list[str]) -> None:
         weight = random_weight(grid, n, k, torch.Generator().manual_seed(1))
         return streamed.fits(weight, torch.bfloat16, CPU)
 
-    assert [fits("int4-sym-128", *size) for size in ((256, 8192), (256, 8320), (128, 128), (384, 128))] == [True, False, False, False]
-    assert [fits("fp4", *size) for size in ((512, 64), (256, 64), (512, 96), (512, 8320))] == [True, False, False, True]
+    assert [
+        fits("int4-sym-128", *size) for size in ((256, 8192), (256, 8320), (128, 128), (384, 128))
+    ] == [True, False, False, False]
+    assert [fits("fp4", *size) for size in ((512, 64), (256, 64), (512, 96), (512, 8320))] == [
+        True,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_scales_that_float16_does_not_hold() -> None:
@@ -112,7 +151,10 @@ def test_parts_of_k_fill_the_cores() -> None:
         parts = streamed.enough_splits(items, tiles, 48)
         assert tiles % parts == 0
         assert parts <= 16
-        busy, best = -(-items * parts // 48) / (items * parts), min(-(-items * one // 48) / (items * one) for one in (1, 2, 4, 7))
+        busy, best = (
+            -(-items * parts // 48) / (items * parts),
+            min(-(-items * one // 48) / (items * one) for one in (1, 2, 4, 7)),
+        )
         assert busy <= best * 1.2 or tiles % 7
     assert streamed.enough_splits(48, 112, 48) == 1
     assert streamed.enough_splits(3, 112, 48) == 16
@@ -124,7 +166,11 @@ def test_where_the_library_is_looked_for(tmp_path: Path, monkeypatch: pytest.Mon
     assert not extension.has("int4_grouped", CPU)
     monkeypatch.setenv("QUANTKIT_ASCENDC", str(tmp_path / "other.so"))
     extension._load.cache_clear()
-    with pytest.raises(ValueError, match=r"QUANTKIT_ASCENDC names .*other.so, which does not exist: build it with `make ascendc`"):
+    with pytest.raises(
+        ValueError,
+        match=r"QUANTKIT_ASCENDC names .*other.so, which does not exist: build it with `make "
+        r"ascendc`",
+    ):
         extension._load()
     extension._load.cache_clear()
     monkeypatch.delenv("QUANTKIT_ASCENDC")
@@ -150,6 +196,14 @@ def test_the_library_is_loaded_for_an_npu_alone(monkeypatch: pytest.MonkeyPatch)
 
 def test_without_the_library_triton_does_the_work() -> None:
     with triton_double.installed() as names:
-        experts = layer(random_experts("int4-asym-128", 2, HIDDEN, INNER, torch.Generator().manual_seed(1)), "ascend", torch.bfloat16)
-        experts(torch.zeros(1, HIDDEN).bfloat16(), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1))
+        experts = layer(
+            random_experts("int4-asym-128", 2, HIDDEN, INNER, torch.Generator().manual_seed(1)),
+            "ascend",
+            torch.bfloat16,
+        )
+        experts(
+            torch.zeros(1, HIDDEN).bfloat16(),
+            torch.zeros(1, 1, dtype=torch.int32),
+            torch.ones(1, 1),
+        )
     assert names == ["int4_gate_up", "int4_down"]

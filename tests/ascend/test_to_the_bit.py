@@ -1,6 +1,8 @@
-"""Backend torch_npu, operator by operator, against `exact` to the last bit: what a tolerance cannot see, as an operand rounded once more.
+"""Backend torch_npu, operator by operator, against `exact` to the last bit: what a tolerance cannot
+see, as an operand rounded once more.
 
-Scales are stretched past what fp16 holds, where the compute dtype is bf16. And what an operator holds is everything that it computes with.
+Scales are stretched past what fp16 holds, where the compute dtype is bf16. And what an operator
+holds is everything that it computes with.
 """
 
 from collections.abc import Iterator
@@ -40,7 +42,8 @@ LARGE = 2.0**40
 
 
 def stretched(weight: Weight, factor: float) -> Weight:
-    """Its scales times a power of two; fp16's largest is 2^16, its smallest 2^-24. Scales keep their float32 digits."""
+    """Its scales times a power of two; fp16's largest is 2^16, its smallest 2^-24. Scales keep
+    their float32 digits."""
     if isinstance(weight, Fp4):
         return weight._replace(global_scale=weight.global_scale * factor)
     if isinstance(weight, Dense):
@@ -50,7 +53,11 @@ def stretched(weight: Weight, factor: float) -> Weight:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize(("dtype", "factor"), [(torch.float16, 1.0), (torch.bfloat16, LARGE), (torch.bfloat16, 1 / LARGE)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "factor"),
+    [(torch.float16, 1.0), (torch.bfloat16, LARGE), (torch.bfloat16, 1 / LARGE)],
+    ids=str,
+)
 def test_linear(grid: str, dtype: torch.dtype, factor: float) -> None:
     weight = stretched(random_weight(grid, 136, 256, torch.Generator().manual_seed(5)), factor)
     ours, twin = prepare(weight, backend="torch_npu", dtype=dtype), exact.linear(weight, dtype, CPU)
@@ -60,9 +67,14 @@ def test_linear(grid: str, dtype: torch.dtype, factor: float) -> None:
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-32", "int8", "int8-narrow", "dense"])
-@pytest.mark.parametrize(("dtype", "factor"), [(torch.float16, 1.0), (torch.bfloat16, 2.0**20), (torch.bfloat16, 2.0**-30)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "factor"),
+    [(torch.float16, 1.0), (torch.bfloat16, 2.0**20), (torch.bfloat16, 2.0**-30)],
+    ids=str,
+)
 def test_experts(grid: str, dtype: torch.dtype, factor: float) -> None:
-    """gate and up are as they are, for a SiLU of a large value is linear; down is stretched, and tokens' weights too."""
+    """gate and up are as they are, for a SiLU of a large value is linear; down is stretched, and
+    tokens' weights too."""
     rng = torch.Generator().manual_seed(2)
     weights = random_experts(grid, 5, 128, 128, rng)
     weights[2] = [stretched(one, factor) for one in weights[2]]
@@ -82,11 +94,14 @@ def test_experts(grid: str, dtype: torch.dtype, factor: float) -> None:
 @pytest.mark.parametrize("joined", [1, 2])
 @pytest.mark.parametrize("least", [0.0, -50.0])
 def test_gate(joined: int, least: float) -> None:
-    """Scores that float32 tells apart and bf16 not; of -50, whose sum is next to an epsilon of 1e-20."""
+    """Scores that float32 tells apart and bf16 not; of -50, whose sum is next to an epsilon of
+    1e-20."""
     rng = torch.Generator().manual_seed(1)
     x, router = random(7, 256), torch.randn(32, 256, generator=rng) / 16
     x[:, 0], router[:, 0] = 1.0, router[:, 0] + least
-    how = Routing(32, 4, n_group=4, topk_group=2, routed_scaling_factor=2.5, num_joined_experts=joined)
+    how = Routing(
+        32, 4, n_group=4, topk_group=2, routed_scaling_factor=2.5, num_joined_experts=joined
+    )
     bias = torch.rand(32, generator=rng) / 1000
     ids, weights = moe_gate(x, router, bias, how, backend="torch_npu")
     twin_ids, twin_weights = exact.moe_gate(x, router, bias, how)
@@ -96,7 +111,10 @@ def test_gate(joined: int, least: float) -> None:
 
 def test_activation_and_rotation() -> None:
     slice_of_more = random(5, 512)[:, 128:384]
-    assert torch.equal(functional.silu_and_mul(slice_of_more, backend="torch_npu"), exact.silu_and_mul(slice_of_more))
+    assert torch.equal(
+        functional.silu_and_mul(slice_of_more, backend="torch_npu"),
+        exact.silu_and_mul(slice_of_more),
+    )
     x, angles = random(5, 16, 64), torch.rand(9, 32, generator=torch.Generator().manual_seed(1)) * 6
     tables, positions = (angles.cos(), angles.sin()), torch.tensor([3, 0, 8, 8, 1])
     ours = functional.rope(x, positions, *tables, interleaved=True, backend="torch_npu")
@@ -114,9 +132,16 @@ def test_prolog(grid: str, nope: int) -> None:
     assert isinstance(pages.cache, Tensor)
     doubled = Rotation(*doubled_angles(*rotation[:2], torch.bfloat16))
     last = torch.tensor([max(length - 1, 0) for length in lengths])
-    slots = torch.where(torch.tensor(lengths) > 0, pages.block_table[torch.arange(len(lengths)), last // 16] * 16 + last % 16, 0).long()
+    slots = torch.where(
+        torch.tensor(lengths) > 0,
+        pages.block_table[torch.arange(len(lengths)), last // 16] * 16 + last % 16,
+        0,
+    ).long()
     x, found = random(len(lengths), 7168, seed=4), []
-    for prolog in (prepare_mla_prolog(weights, 64, eps=1e-6, interleaved=True, backend="torch_npu"), exact.ExactProlog(weights, 1e-6)):
+    for prolog in (
+        prepare_mla_prolog(weights, 64, eps=1e-6, interleaved=True, backend="torch_npu"),
+        exact.ExactProlog(weights, 1e-6),
+    ):
         cache = split_latents(pages.cache.clone().nan_to_num(7.0), 512, True)
         here = PagedLatents(cache, pages.block_table, pages.seq_lens, lengths)
         found.append((prolog(x, doubled, slots, here, scale=case.scale), *cache))  # type: ignore[operator]
@@ -143,15 +168,22 @@ def bytes_of(tensors: Any) -> set[tuple[int, int]]:
 @pytest.mark.parametrize("backend", ["torch_npu", "ascend"])
 @pytest.mark.parametrize("grid", [*GRIDS, "int8-narrow"])
 def test_what_is_held_is_all_that_is_computed_with(grid: str, backend: str) -> None:
-    """Else it is neither prefetched nor counted. The experts of FP4 on torch_npu and the gains of norms are small, and not prefetched."""
+    """Else it is neither prefetched nor counted. The experts of FP4 on torch_npu and the gains of
+    norms are small, and not prefetched."""
     rng = torch.Generator().manual_seed(1)
     if not (backend == "ascend" and grid == "dense"):
         weight = random_weight(grid, 64, 128, rng)
-        linear = AscendLinear(weight, torch.bfloat16, CPU) if backend == "ascend" else prepare(weight, backend=backend)
+        linear = (
+            AscendLinear(weight, torch.bfloat16, CPU)
+            if backend == "ascend"
+            else prepare(weight, backend=backend)
+        )
         assert bytes_of(linear.held()) == bytes_of(tensors_of(linear))
         gate, up, down = random_experts(grid, 2, 128, 128, rng)
         made: Any = (
-            AscendLayout(2, torch.bfloat16, CPU) if backend == "ascend" else experts_layout(2, gate[0], down[0], torch.bfloat16, CPU)
+            AscendLayout(2, torch.bfloat16, CPU)
+            if backend == "ascend"
+            else experts_layout(2, gate[0], down[0], torch.bfloat16, CPU)
         )
         for index in range(2):
             made.place(index, gate[index], up[index], down[index])

@@ -1,4 +1,5 @@
-"""Backend torch_npu on the double: every operator against float64, and every rule shown to refuse something."""
+"""Backend torch_npu on the double: every operator against float64, and every rule shown to refuse
+something."""
 
 from typing import Any
 
@@ -52,7 +53,8 @@ def test_linear(grid: str, dtype: torch.dtype, called: list[str]) -> None:
 
 @pytest.mark.parametrize(("group", "rows"), [(64, 8), (128, 1), (128, 16)])
 def test_few_rows_split_into_digits(group: int, rows: int) -> None:
-    """The way that CANN takes for few rows: other bits, as near to float64; one row more, and it is the plain way."""
+    """The way that CANN takes for few rows: other bits, as near to float64; one row more, and it is
+    the plain way."""
     weight = random_weight(f"int4-asym-{group}", 128, 384, torch.Generator().manual_seed(1))
     linear, x = prepare(weight, backend="torch_npu", dtype=torch.bfloat16), random(rows + 1, 384)
     x[0, :group] = 0  # a group without a largest value
@@ -66,13 +68,19 @@ def test_few_rows_split_into_digits(group: int, rows: int) -> None:
 def test_int4_of_one_group_per_row_is_per_channel() -> None:
     weight = random_weight("int4-asym-128", 16, 128, torch.Generator().manual_seed(1))
     x = random(3, 128)
-    assert distance(prepare(weight, backend="torch_npu")(x), exact_linear(x, weight)) < TOLERANCE[torch.bfloat16]
+    assert (
+        distance(prepare(weight, backend="torch_npu")(x), exact_linear(x, weight))
+        < TOLERANCE[torch.bfloat16]
+    )
 
 
 def test_fp4_decodes_exactly() -> None:
     """All 16 codes under all 126 positive e4m3 scales."""
     scale = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    codes, of_rows = torch.arange(16, dtype=torch.uint8).repeat(126, 4), 2.0 ** (torch.arange(126) % 3)
+    codes, of_rows = (
+        torch.arange(16, dtype=torch.uint8).repeat(126, 4),
+        2.0 ** (torch.arange(126) % 3),
+    )
     weight = Fp4(codes, scale.unsqueeze(1).repeat(1, 4), of_rows)
     decoded = prepare(weight, backend="torch_npu", dtype=torch.bfloat16)(torch.eye(64).bfloat16()).T
     assert torch.equal(decoded.double(), dequantize(weight, torch.float64))
@@ -89,21 +97,36 @@ def test_experts(grid: str, called: list[str]) -> None:
         x = random(tokens, 256, seed=tokens)
         ids = torch.rand(tokens, 6, generator=rng).topk(top_k, dim=-1).indices
         topk_weights = torch.rand(tokens, top_k, generator=rng)
-        assert distance(experts(x, ids, topk_weights), exact_experts(x, ids, topk_weights, weights)) < 1.5e-2, tokens
+        assert (
+            distance(experts(x, ids, topk_weights), exact_experts(x, ids, topk_weights, weights))
+            < 1.5e-2
+        ), tokens
     assert called.count("npu_grouped_matmul") == (0 if grid == "fp4" else 6)
     assert set(called) <= set(torch_npu.NEEDS[f"experts_{grid.split('-')[0]}"])
 
 
 def test_experts_in_half_a_byte_a_code() -> None:
-    """W4A8: half the memory of int8, but for scales and biases; gate and up that no int32 carries whole stay int8."""
-    rng, ids, share = torch.Generator().manual_seed(2), torch.tensor([[0, 1], [1, 0], [1, 1]]), torch.ones(3, 2)
+    """W4A8: half the memory of int8, but for scales and biases; gate and up that no int32 carries
+    whole stay int8."""
+    rng, ids, share = (
+        torch.Generator().manual_seed(2),
+        torch.tensor([[0, 1], [1, 0], [1, 1]]),
+        torch.ones(3, 2),
+    )
     for width in (128, 126):
         weights = random_experts("int8-narrow", 2, 128, width, rng)
         experts, x = layer(weights, "torch_npu", torch.bfloat16), random(3, 128)
-        held = layer([[Int8(*one) for one in projection] for projection in weights], "torch_npu", torch.bfloat16).nbytes
+        held = layer(
+            [[Int8(*one) for one in projection] for projection in weights],
+            "torch_npu",
+            torch.bfloat16,
+        ).nbytes
         assert (experts.nbytes < 0.6 * held) == (width == 128)
         assert distance(experts(x, ids, share), exact_experts(x, ids, share, weights)) < 1.5e-2
-    wide = [NarrowInt8(torch.empty(8, k, device="meta"), torch.empty(8, 1, device="meta")) for k in (18432, 18433)]
+    wide = [
+        NarrowInt8(torch.empty(8, k, device="meta"), torch.empty(8, 1, device="meta"))
+        for k in (18432, 18433)
+    ]
     assert [*map(layout.is_carried, wide)] == [True, False]
     weight = NarrowInt8(torch.tensor([[-8, 7, 3, 1]] * 8).to(torch.int8), torch.full((8, 1), 0.5))
     carriers, scale_bits, bias = layout.narrow_tensors(weight)
@@ -116,11 +139,19 @@ def test_norms_and_activation(called: list[str]) -> None:
     called.clear()
     x, residual, gain = random(5, 7168), random(5, 7168, seed=1), random(7168, seed=2)
     for ours, twin in zip(
-        (functional.rms_norm(x, gain, 1e-6, backend="torch_npu"), *functional.add_rms_norm(x, residual, gain, 1e-6, backend="torch_npu")),
+        (
+            functional.rms_norm(x, gain, 1e-6, backend="torch_npu"),
+            *functional.add_rms_norm(x, residual, gain, 1e-6, backend="torch_npu"),
+        ),
         (reference.rms_norm(x, gain, 1e-6), *reference.add_rms_norm(x, residual, gain, 1e-6)),
     ):
         assert distance(ours, twin.double()) < 4e-3
-    assert distance(functional.silu_and_mul(x, backend="torch_npu"), reference.silu_and_mul(x).double()) < 4e-3
+    assert (
+        distance(
+            functional.silu_and_mul(x, backend="torch_npu"), reference.silu_and_mul(x).double()
+        )
+        < 4e-3
+    )
     assert called == ["npu_rms_norm", "npu_add_rms_norm", "npu_swiglu"]
 
 
@@ -128,12 +159,26 @@ def test_norms_and_activation(called: list[str]) -> None:
 @pytest.mark.parametrize("norm_topk_prob", [True, False])
 def test_route(scoring: str, norm_topk_prob: bool, called: list[str]) -> None:
     called.clear()
-    logits, bias = random(9, 256, dtype=torch.float32), random(256, dtype=torch.float32, seed=1) / 10
-    rule = Routing(256, 8, norm_topk_prob, scoring, n_group=8, topk_group=4, routed_scaling_factor=2.5, num_joined_experts=1)
+    logits, bias = (
+        random(9, 256, dtype=torch.float32),
+        random(256, dtype=torch.float32, seed=1) / 10,
+    )
+    rule = Routing(
+        256,
+        8,
+        norm_topk_prob,
+        scoring,
+        n_group=8,
+        topk_group=4,
+        routed_scaling_factor=2.5,
+        num_joined_experts=1,
+    )
     ids, weights = route(logits, bias, rule, backend="torch_npu")
     twin_ids, twin_weights = reference.route(logits, bias, rule)
     assert torch.equal(ids.long(), twin_ids)
-    assert ids.dtype == (torch.int32 if called else torch.int64)  # as the operator gives them: the next one takes them so
+    assert ids.dtype == (
+        torch.int32 if called else torch.int64
+    )  # as the operator gives them: the next one takes them so
     torch.testing.assert_close(weights, twin_weights, rtol=1e-5, atol=1e-6)
     assert bool(called) == ((scoring == "sigmoid") == norm_topk_prob)
 
@@ -143,62 +188,144 @@ def test_rope(interleaved: bool, called: list[str]) -> None:
     called.clear()
     x, positions = random(5, 16, 64), torch.tensor([3, 0, 7, 7, 1])
     angles = random(8, 32, dtype=torch.float32, seed=1)
-    ours = functional.rope(x, positions, angles.cos(), angles.sin(), interleaved=interleaved, backend="torch_npu")
-    assert distance(ours, reference.rope(x, positions, angles.cos(), angles.sin(), interleaved).double()) < 4e-3
+    ours = functional.rope(
+        x, positions, angles.cos(), angles.sin(), interleaved=interleaved, backend="torch_npu"
+    )
+    assert (
+        distance(
+            ours, reference.rope(x, positions, angles.cos(), angles.sin(), interleaved).double()
+        )
+        < 4e-3
+    )
     assert called == ["npu_rotary_mul"]
 
 
 def test_carriers_are_low_nibble_first() -> None:
-    assert layout.carry_int4(torch.tensor([[1, 2, 3, 4, 5, 6, 7, -8]], dtype=torch.int8)).item() == 0x87654321 - (1 << 32)
-    codes = torch.randint(-8, 8, (5, 48), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    assert layout.carry_int4(
+        torch.tensor([[1, 2, 3, 4, 5, 6, 7, -8]], dtype=torch.int8)
+    ).item() == 0x87654321 - (1 << 32)
+    codes = torch.randint(
+        -8, 8, (5, 48), dtype=torch.int8, generator=torch.Generator().manual_seed(0)
+    )
     assert torch.equal(layout.uncarry_int4(layout.carry_int4(codes)), codes)
 
 
 def test_offset_is_added() -> None:
-    """The sign that decides: with the zero point subtracted a second time the product would be far off."""
+    """The sign that decides: with the zero point subtracted a second time the product would be far
+    off."""
     weight = random_weight("int4-asym-32", 8, 64, torch.Generator().manual_seed(3))
     carriers, scale, offset = layout.int4_tensors(weight, torch.float16)
     x = random(2, 64, dtype=torch.float16)
-    assert distance(calls.weight_quant_matmul(x, carriers, scale, offset, 32), exact_linear(x, weight)) < 2e-3
-    assert distance(calls.weight_quant_matmul(x, carriers, scale, -offset, 32), exact_linear(x, weight)) > 0.1
+    assert (
+        distance(calls.weight_quant_matmul(x, carriers, scale, offset, 32), exact_linear(x, weight))
+        < 2e-3
+    )
+    assert (
+        distance(
+            calls.weight_quant_matmul(x, carriers, scale, -offset, 32), exact_linear(x, weight)
+        )
+        > 0.1
+    )
 
 
 def good_calls() -> dict[str, tuple[list[Any], dict[str, Any]]]:
     """One call of each operator that keeps every rule."""
     x, carriers, scale = random(4, 128), torch.zeros(128, 8, dtype=torch.int32), random(4, 64)
     counts = torch.tensor([1, 3])
-    routing = {"active_num": 8, "expert_num": 4, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True, "active_expert_range": [0, 4]}
+    routing = {
+        "active_num": 8,
+        "expert_num": 4,
+        "expert_tokens_num_type": 1,
+        "expert_tokens_num_flag": True,
+        "active_expert_range": [0, 4],
+    }
     q, latents = random(2, 16, 1, 512), random(3, 1, 16, 512)
-    attention: dict[str, Any] = {"num_heads": 16, "num_key_value_heads": 1, "scale": 0.1, "input_layout": "BNSD"}
-    attention |= {"query_rope": random(2, 16, 1, 64), "key_rope": random(3, 1, 16, 64), "block_size": 16}
-    attention |= {"block_table": torch.tensor([[1, 2], [2, 0]]).int(), "actual_seq_lengths_kv": [20, 3]}
+    attention: dict[str, Any] = {
+        "num_heads": 16,
+        "num_key_value_heads": 1,
+        "scale": 0.1,
+        "input_layout": "BNSD",
+    }
+    attention |= {
+        "query_rope": random(2, 16, 1, 64),
+        "key_rope": random(3, 1, 16, 64),
+        "block_size": 16,
+    }
+    attention |= {
+        "block_table": torch.tensor([[1, 2], [2, 0]]).int(),
+        "actual_seq_lengths_kv": [20, 3],
+    }
     angles = random(2, 1, 1, 64), random(2, 1, 1, 64)
     int8 = torch.ones(4, 128, dtype=torch.int8)
-    prolog = [random(4, 1024), random(1024, 1536), random(1536, 2 * 192), random(2, 128, 512), random(1024, 576), random(1536), random(512)]
-    prolog += [random(4, 64), random(4, 64), torch.zeros(2, 16, 1, 512).bfloat16(), torch.zeros(2, 16, 1, 64).bfloat16()]
+    prolog = [
+        random(4, 1024),
+        random(1024, 1536),
+        random(1536, 2 * 192),
+        random(2, 128, 512),
+        random(1024, 576),
+        random(1536),
+        random(512),
+    ]
+    prolog += [
+        random(4, 64),
+        random(4, 64),
+        torch.zeros(2, 16, 1, 512).bfloat16(),
+        torch.zeros(2, 16, 1, 64).bfloat16(),
+    ]
     return {
         "npu_weight_quant_batchmatmul": ([x, carriers, scale, scale], {"antiquant_group_size": 32}),
-        "npu_quant_matmul": ([int8, int8.T, torch.ones(4)], {"pertoken_scale": torch.ones(4), "output_dtype": torch.bfloat16}),
+        "npu_quant_matmul": (
+            [int8, int8.T, torch.ones(4)],
+            {"pertoken_scale": torch.ones(4), "output_dtype": torch.bfloat16},
+        ),
         "npu_dynamic_quant": ([x], {}),
         "npu_grouped_matmul": (
             [[x], [torch.zeros(2, 128, 8, dtype=torch.int32)]],
-            {"antiquant_scale": [random(2, 4, 64)], "antiquant_offset": [random(2, 4, 64)], "group_list": counts}
+            {
+                "antiquant_scale": [random(2, 4, 64)],
+                "antiquant_offset": [random(2, 4, 64)],
+                "group_list": counts,
+            }
             | {"group_list_type": 1, "group_type": 0, "split_item": 2},
         ),
-        "npu_moe_gating_top_k": ([random(3, 64), 4], {"bias": random(64), "k_group": 2, "group_count": 4, "norm_type": 1}),
+        "npu_moe_gating_top_k": (
+            [random(3, 64), 4],
+            {"bias": random(64), "k_group": 2, "group_count": 4, "norm_type": 1},
+        ),
         "npu_moe_init_routing_v2": ([x, torch.zeros(4, 2, dtype=torch.int32)], routing),
         "npu_moe_finalize_routing": (
-            [random(8, 16), None, None, None, random(4, 2), torch.arange(8, dtype=torch.int32), None],
+            [
+                random(8, 16),
+                None,
+                None,
+                None,
+                random(4, 2),
+                torch.arange(8, dtype=torch.int32),
+                None,
+            ],
             {"drop_pad_mode": 2},
         ),
         "npu_swiglu": ([x], {}),
         "npu_rms_norm": ([x, random(128)], {}),
         "npu_add_rms_norm": ([x, x, random(128)], {}),
-        "npu_rotary_mul": ([random(4, 16, 64), random(4, 1, 64), random(4, 1, 64), "interleave"], {}),
+        "npu_rotary_mul": (
+            [random(4, 16, 64), random(4, 1, 64), random(4, 1, 64), "interleave"],
+            {},
+        ),
         "npu_fused_infer_attention_score": ([q, latents, latents], attention),
-        "npu_interleave_rope": ([random(4, 16, 1, 64), random(4, 1, 1, 64), random(4, 1, 1, 64)], {}),
+        "npu_interleave_rope": (
+            [random(4, 16, 1, 64), random(4, 1, 1, 64), random(4, 1, 1, 64)],
+            {},
+        ),
         "npu_kv_rmsnorm_rope_cache": (
-            [random(2, 1, 1, 576), random(512), *angles, torch.tensor([3, 17]), random(2, 16, 1, 64), random(2, 16, 1, 512)],
+            [
+                random(2, 1, 1, 576),
+                random(512),
+                *angles,
+                torch.tensor([3, 17]),
+                random(2, 16, 1, 64),
+                random(2, 16, 1, 512),
+            ],
             {"cache_mode": "PA"},
         ),
         "npu_transpose_batchmatmul": (
@@ -215,7 +342,10 @@ def good_calls() -> dict[str, tuple[list[Any], dict[str, Any]]]:
 def test_a_good_call_passes(name: str) -> None:
     args, kwargs = good_calls()[name]
     if name == "npu_mla_prolog_v3":
-        args = [calls.format_cast_nz(one) if place in (1, 2, 4) else one for place, one in enumerate(args)]
+        args = [
+            calls.format_cast_nz(one) if place in (1, 2, 4) else one
+            for place, one in enumerate(args)
+        ]
     calls.call(name, *args, **kwargs)
 
 
@@ -231,9 +361,17 @@ def test_a_call_that_breaks_a_rule_is_not_made(called: list[str]) -> None:
 
 def test_unusable_names_the_reason() -> None:
     cpu = torch.device("cpu")
-    assert "bfloat16 and float16" in (torch_npu.unusable("linear_int8", cpu, torch.float32, ()) or "")
-    assert "bfloat16 and float16" in (torch_npu.unusable("experts_int8", cpu, torch.float32, ()) or "")
-    assert "multiples of 8, not 12" in (torch_npu.unusable("linear_int4", cpu, torch.bfloat16, ((12, 64),)) or "")
+    assert "bfloat16 and float16" in (
+        torch_npu.unusable("linear_int8", cpu, torch.float32, ()) or ""
+    )
+    assert "bfloat16 and float16" in (
+        torch_npu.unusable("experts_int8", cpu, torch.float32, ()) or ""
+    )
+    assert "multiples of 8, not 12" in (
+        torch_npu.unusable("linear_int4", cpu, torch.bfloat16, ((12, 64),)) or ""
+    )
     assert torch_npu.unusable("linear_int4", cpu, torch.bfloat16, ((16, 64),)) is None
-    assert "does not run on cuda" in (torch_npu.unusable("rms_norm", torch.device("cuda"), None, ()) or "")
+    assert "does not run on cuda" in (
+        torch_npu.unusable("rms_norm", torch.device("cuda"), None, ()) or ""
+    )
     assert torch_npu.unusable("experts_dense", cpu, torch.float32, ()) is None

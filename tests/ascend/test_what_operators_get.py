@@ -1,4 +1,5 @@
-"""What an operator is given beside its operands, each value unlike the operator's default: gains of another size, layouts, bytes."""
+"""What an operator is given beside its operands, each value unlike the operator's default: gains of
+another size, layouts, bytes."""
 
 import importlib
 from types import SimpleNamespace
@@ -11,7 +12,15 @@ from ascend.npu_double import NZ, layout_of
 from ascend.test_latent_attention import halves, layer_of
 from ascend.test_torch_npu import random
 from kernel_weights import layer, random_experts
-from quantkit_kernels import Norms, Rotation, doubled_angles, functional, prepare, prepare_mla_prolog, reference
+from quantkit_kernels import (
+    Norms,
+    Rotation,
+    doubled_angles,
+    functional,
+    prepare,
+    prepare_mla_prolog,
+    reference,
+)
 from quantkit_kernels.prolog import sizes_of
 from quantkit_kernels.samples import distance, latent_attention, random_weight
 from quantkit_kernels.torch_npu import calls
@@ -27,7 +36,13 @@ torch_npu = importlib.import_module("quantkit_kernels.torch_npu")
 
 def test_epsilons_of_norms() -> None:
     x, residual, gain = random(5, 256), random(5, 256, seed=1), random(256, seed=2)
-    assert distance(functional.rms_norm(x, gain, EPS, backend="torch_npu"), reference.rms_norm(x, gain, EPS).double()) < 4e-3
+    assert (
+        distance(
+            functional.rms_norm(x, gain, EPS, backend="torch_npu"),
+            reference.rms_norm(x, gain, EPS).double(),
+        )
+        < 4e-3
+    )
     ours = functional.add_rms_norm(x, residual, gain, EPS, backend="torch_npu")
     for one, twin in zip(ours, reference.add_rms_norm(x, residual, gain, EPS)):
         assert distance(one, twin.double()) < 4e-3
@@ -36,8 +51,15 @@ def test_epsilons_of_norms() -> None:
 @pytest.mark.parametrize("sizes", [(1536, 512, 64), (128, 128, 32)])
 def test_epsilons_of_prepared_latents(sizes: tuple[int, int, int]) -> None:
     q_lora, latent, rope = sizes
-    qkv_a, angles, slots = random(3, sum(sizes)), random(3, rope // 2, dtype=torch.float32, seed=1), torch.tensor([5, 0, 17])
-    norms, rotation = Norms(random(q_lora, seed=2), random(latent, seed=3), EPS), Rotation(angles.cos(), angles.sin())
+    qkv_a, angles, slots = (
+        random(3, sum(sizes)),
+        random(3, rope // 2, dtype=torch.float32, seed=1),
+        torch.tensor([5, 0, 17]),
+    )
+    norms, rotation = (
+        Norms(random(q_lora, seed=2), random(latent, seed=3), EPS),
+        Rotation(angles.cos(), angles.sin()),
+    )
     whole = torch.zeros(2, 16, latent + rope).bfloat16()
     expected = reference.mla_prepare(qkv_a, norms, rotation, whole, slots)
     apart = (torch.zeros(2, 16, latent).bfloat16(), torch.zeros(2, 16, rope).bfloat16())
@@ -58,33 +80,62 @@ def test_epsilons_and_layouts_of_the_prolog(grid: str, monkeypatch: pytest.Monke
     weights = layer_of(grid)
     given: list[Any] = []
     computed = npu_double.RESULTS["npu_mla_prolog_v3"]
-    monkeypatch.setitem(npu_double.RESULTS, "npu_mla_prolog_v3", lambda a: (given.append(a), computed(a))[1])
-    x, angles, slots = random(3, 7168), torch.rand(3, 32, generator=torch.Generator().manual_seed(3)), torch.tensor([5, 40, 17])
+    monkeypatch.setitem(
+        npu_double.RESULTS, "npu_mla_prolog_v3", lambda a: (given.append(a), computed(a))[1]
+    )
+    x, angles, slots = (
+        random(3, 7168),
+        torch.rand(3, 32, generator=torch.Generator().manual_seed(3)),
+        torch.tensor([5, 40, 17]),
+    )
     tables = (angles.cos().bfloat16().float(), angles.sin().bfloat16().float())
     doubled, rotation = Rotation(*doubled_angles(*tables, torch.bfloat16)), Rotation(*tables)
-    ours, twin = (prepare_mla_prolog(weights, 64, eps=EPS, interleaved=True, backend=name) for name in ("torch_npu", "reference"))
-    apart, whole = (torch.zeros(3, 16, 512).bfloat16(), torch.zeros(3, 16, 64).bfloat16()), torch.zeros(3, 16, 576).bfloat16()
+    ours, twin = (
+        prepare_mla_prolog(weights, 64, eps=EPS, interleaved=True, backend=name)
+        for name in ("torch_npu", "reference")
+    )
+    apart, whole = (
+        (torch.zeros(3, 16, 512).bfloat16(), torch.zeros(3, 16, 64).bfloat16()),
+        torch.zeros(3, 16, 576).bfloat16(),
+    )
     absorbed, q_pe = ours.query(x, doubled, apart, slots)
     expected, expected_pe = twin.query(x, rotation, whole, slots)
     assert distance(absorbed, expected.double()) < 2e-2
     assert distance(q_pe, halves(expected_pe).double()) < 2e-2
     assert distance(apart[0], whole[..., :512].double()) < 2e-2
     (call,) = given
-    assert [layout_of(one) for one in (call.weight_dq, call.weight_uq_qr, call.weight_dkv_kr, call.weight_uk)] == [NZ, NZ, NZ, "ND"]
+    assert [
+        layout_of(one)
+        for one in (call.weight_dq, call.weight_uq_qr, call.weight_dkv_kr, call.weight_uk)
+    ] == [NZ, NZ, NZ, "ND"]
 
 
 def test_layouts_at_rest() -> None:
     """The cube's own for int8 and beside the prolog; plain for all that its operators take so."""
     rng = torch.Generator().manual_seed(1)
-    assert layout_of(prepare(random_weight("int8", 64, 64, rng), backend="torch_npu").held()[0]) == NZ
+    assert (
+        layout_of(prepare(random_weight("int8", 64, 64, rng), backend="torch_npu").held()[0]) == NZ
+    )
     for grid in ("dense", "int8"):
-        assert layout_of(nz_linear(random_weight(grid, 64, 64, rng), torch.bfloat16, torch.device("cpu")).weight) == NZ
+        assert (
+            layout_of(
+                nz_linear(
+                    random_weight(grid, 64, 64, rng), torch.bfloat16, torch.device("cpu")
+                ).weight
+            )
+            == NZ
+        )
     for grid in ("int4-asym-32", "dense", "fp4"):
         held = prepare(random_weight(grid, 64, 64, rng), backend="torch_npu").held()
         assert {layout_of(one) for one in held} == {"ND"}
         assert all(one.is_contiguous() for one in held)
     for grid in ("int4-asym-32", "int8", "dense"):
-        assert {layout_of(one) for one in layer(random_experts(grid, 3, 64, 32, rng), "torch_npu", torch.bfloat16).held()} == {"ND"}
+        assert {
+            layout_of(one)
+            for one in layer(
+                random_experts(grid, 3, 64, 32, rng), "torch_npu", torch.bfloat16
+            ).held()
+        } == {"ND"}
 
 
 def test_scales_are_taken_as_they_lie() -> None:
@@ -105,7 +156,9 @@ def test_the_double_refuses_a_layout() -> None:
     assert layout_of(calls.call("npu_format_cast", weight, 2)) == "ND"
 
 
-def test_internal_layouts_are_allowed_before_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_layouts_are_allowed_before_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On a device: torch_npu leaves a tensor as it is unless it was told, and tells nobody."""
     config, seen = SimpleNamespace(allow_internal_format=False), []
 
@@ -121,44 +174,86 @@ def test_internal_layouts_are_allowed_before_they_are_asked_for(monkeypatch: pyt
 
 def test_prefetch_asks_for_every_byte(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Tensor, Tensor | None, int, int]] = []
-    monkeypatch.setitem(npu_double.RESULTS, "npu_prefetch", lambda a: asked.append((a.input, a.dependency, a.max_size, a.offset)))
-    held, after = prepare(random_weight("int4-asym-32", 64, 96, torch.Generator().manual_seed(1)), backend="torch_npu").held(), random(3)
+    monkeypatch.setitem(
+        npu_double.RESULTS,
+        "npu_prefetch",
+        lambda a: asked.append((a.input, a.dependency, a.max_size, a.offset)),
+    )
+    held, after = (
+        prepare(
+            random_weight("int4-asym-32", 64, 96, torch.Generator().manual_seed(1)),
+            backend="torch_npu",
+        ).held(),
+        random(3),
+    )
     torch_npu.prefetch(held, after)
-    assert [(one.data_ptr(), size, offset) for one, _, size, offset in asked] == [(one.data_ptr(), one.nbytes, 0) for one in held]
-    assert all(before is not None and before.data_ptr() == after.data_ptr() for _, before, _, _ in asked)
+    assert [(one.data_ptr(), size, offset) for one, _, size, offset in asked] == [
+        (one.data_ptr(), one.nbytes, 0) for one in held
+    ]
+    assert all(
+        before is not None and before.data_ptr() == after.data_ptr() for _, before, _, _ in asked
+    )
     assert {one.element_size() for one in held} == {4, 2}
 
 
-def test_a_row_of_no_tokens_is_zero_where_the_operator_leaves_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_of_no_tokens_is_zero_where_the_operator_leaves_garbage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Asked of the double itself; tests of both attentions have such rows too."""
     keys = random(3, 1, 16, 512)
-    kwargs: dict[str, Any] = {"num_heads": 2, "num_key_value_heads": 1, "scale": 0.1, "input_layout": "BNSD", "block_size": 16}
+    kwargs: dict[str, Any] = {
+        "num_heads": 2,
+        "num_key_value_heads": 1,
+        "scale": 0.1,
+        "input_layout": "BNSD",
+        "block_size": 16,
+    }
     kwargs |= {"block_table": torch.ones(2, 1).int(), "actual_seq_lengths_kv": [0, 3]}
-    attended, _ = calls.call("npu_fused_infer_attention_score", random(2, 2, 1, 512), keys, keys, **kwargs)
+    attended, _ = calls.call(
+        "npu_fused_infer_attention_score", random(2, 2, 1, 512), keys, keys, **kwargs
+    )
     assert attended[0].isnan().all()
     assert not attended[1].isnan().any()
 
 
 def test_what_the_rules_exclude_is_plain_torch(called: list[str]) -> None:
-    """Nothing to turn, wide heads, gains of another dtype, nothing to activate, more heads than share a key: the reference's operators."""
+    """Nothing to turn, wide heads, gains of another dtype, nothing to activate, more heads than
+    share a key: the reference's operators."""
     called.clear()
     x, angles, none = random(3, 4, 896), random(3, 448, dtype=torch.float32), random(0, 4, 64)
     positions = torch.tensor([0, 2, 1])
     ours = functional.rope(x, positions, angles.cos(), angles.sin(), backend="torch_npu")
     assert torch.equal(ours, reference.rope(x, positions, angles.cos(), angles.sin(), True))
-    empty = functional.rope(none, positions[:0], angles[:, :32].cos(), angles[:, :32].sin(), backend="torch_npu")
+    empty = functional.rope(
+        none, positions[:0], angles[:, :32].cos(), angles[:, :32].sin(), backend="torch_npu"
+    )
     assert empty.shape == none.shape
-    wide, gain, residual = random(3, 128, dtype=torch.float32), random(128), random(3, 128, dtype=torch.float32, seed=1)
+    wide, gain, residual = (
+        random(3, 128, dtype=torch.float32),
+        random(128),
+        random(3, 128, dtype=torch.float32, seed=1),
+    )
     assert torch.equal(torch_npu.rms_norm(wide, gain, EPS), reference.rms_norm(wide, gain, EPS))
-    for one, twin in zip(torch_npu.add_rms_norm(wide, residual, gain, EPS), reference.add_rms_norm(wide, residual, gain, EPS)):
+    for one, twin in zip(
+        torch_npu.add_rms_norm(wide, residual, gain, EPS),
+        reference.add_rms_norm(wide, residual, gain, EPS),
+    ):
         assert torch.equal(one, twin)
     assert torch_npu.silu_and_mul(random(0, 64)).shape == (0, 32)
     case = latent_attention([17, 24], 128, 128, (32, 32, 64, 128), torch.bfloat16)
-    assert distance(functional.mla_decode(*case.arguments, scale=case.scale, backend="torch_npu"), case.exact) < 1e-2
+    assert (
+        distance(
+            functional.mla_decode(*case.arguments, scale=case.scale, backend="torch_npu"),
+            case.exact,
+        )
+        < 1e-2
+    )
     assert called == ["npu_rotary_mul"]
 
 
-@pytest.mark.parametrize("kinds", [("int8", "int8", "dense"), ("dense", "int8", "dense"), ("int4", "int4", "int4")])
+@pytest.mark.parametrize(
+    "kinds", [("int8", "int8", "dense"), ("dense", "int8", "dense"), ("int4", "int4", "int4")]
+)
 def test_the_prolog_takes_one_kind_of_weight(kinds: tuple[str, str, str]) -> None:
     sizes = sizes_of(layer_of("dense"), 64)
     assert "all int8 or all unquantized" in (prolog_refused(sizes, kinds) or "")
@@ -166,23 +261,38 @@ def test_the_prolog_takes_one_kind_of_weight(kinds: tuple[str, str, str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("size", "value"), [("hidden", 7000), ("q_lora", 1024), ("kv_lora", 256), ("heads", 3), ("nope", 96), ("rope_dim", 32)]
+    ("size", "value"),
+    [
+        ("hidden", 7000),
+        ("q_lora", 1024),
+        ("kv_lora", 256),
+        ("heads", 3),
+        ("nope", 96),
+        ("rope_dim", 32),
+    ],
 )
 def test_the_prolog_takes_sizes_it_was_made_for(size: str, value: int) -> None:
     sizes = sizes_of(layer_of("dense"), 64)._replace(**{size: value})
-    assert f"not made for {size} = {value}, but" in (prolog_refused(sizes, ("dense", "dense", "dense")) or "")
+    assert f"not made for {size} = {value}, but" in (
+        prolog_refused(sizes, ("dense", "dense", "dense")) or ""
+    )
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-32", "int8", "fp4", "dense"])
 def test_linears_are_held_where_they_are_used(grid: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device that is not where the weights come from, the prolog's too."""
-    module, meta = importlib.import_module("quantkit_kernels.torch_npu.linear"), torch.device("meta")
+    module, meta = (
+        importlib.import_module("quantkit_kernels.torch_npu.linear"),
+        torch.device("meta"),
+    )
     monkeypatch.setattr(module, "format_cast_nz", lambda weight: weight)
     weight = random_weight(grid, 64, 64, torch.Generator().manual_seed(1))
     held = module.linear(weight, torch.bfloat16, meta).held()
     if grid in ("int8", "dense"):
         weights = layer_of(grid)
-        prolog = torch_npu.mla_prolog(weights, sizes_of(weights, 64), EPS, True, torch.bfloat16, meta)
+        prolog = torch_npu.mla_prolog(
+            weights, sizes_of(weights, 64), EPS, True, torch.bfloat16, meta
+        )
         held += [*prolog.held(), prolog.kv_b, *prolog._gains]
     assert {one.device.type for one in held} == {"meta"}
 

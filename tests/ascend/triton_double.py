@@ -1,7 +1,9 @@
-"""A double of the Ascend Triton kernels: what each launch writes, in float64 from the packed tiles themselves, rounded where it is stored.
+"""A double of the Ascend Triton kernels: what each launch writes, in float64 from the packed tiles
+themselves, rounded where it is stored.
 
-`installed()` is a context: within it backend ascend runs on the CPU, beside the double of torch_npu. A launch is one operator of torch, so
-that whoever counts operators counts launches. tests/ascend/lowered executes the kernels' own IR.
+`installed()` is a context: within it backend ascend runs on the CPU, beside the double of
+torch_npu. A launch is one operator of torch, so that whoever counts operators counts launches.
+tests/ascend/lowered executes the kernels' own IR.
 """
 
 import contextlib
@@ -38,11 +40,18 @@ def installed() -> Iterator[list[str]]:
     def run(one: launch.KernelLaunch) -> None:
         check(one)
         by_number.append(one)
-        torch.ops.ascend_double.launch([arg for arg in one.args if isinstance(arg, Tensor)], len(by_number) - 1)
+        torch.ops.ascend_double.launch(
+            [arg for arg in one.args if isinstance(arg, Tensor)], len(by_number) - 1
+        )
 
     launch.run = run
     ascend.unusable = lambda operator, device, dtype, shapes: next(  # type: ignore[assignment]
-        (reason for reason in (ascend.refused(operator, dtype, shape) for shape in shapes or (None,)) if reason), None
+        (
+            reason
+            for reason in (ascend.refused(operator, dtype, shape) for shape in shapes or (None,))
+            if reason
+        ),
+        None,
     )
     backends.forget()
     try:
@@ -55,7 +64,8 @@ def installed() -> Iterator[list[str]]:
 
 
 def check(one: launch.KernelLaunch) -> None:
-    """What every launch keeps to: something to do, operands in one piece, whole numbers of 32 bits but for counts."""
+    """What every launch keeps to: something to do, operands in one piece, whole numbers of 32 bits
+    but for counts."""
     operands = [arg for arg in one.args if isinstance(arg, Tensor)]
     assert one.programs > 0, one.kernel
     assert all(arg.is_contiguous() for arg in operands), f"{one.kernel} reads runs"
@@ -67,8 +77,11 @@ def _columns(tiles: Tensor, n: int) -> Tensor:
     return tiles.transpose(1, 2).flatten(0, 1)[:n]
 
 
-def weight_of(kind: str, tensors: tuple[Tensor, ...], expert: int, n: int, group: int, has_zero: bool) -> tuple[Tensor, Tensor]:
-    """Of one expert W[n, k], float64, and of int8 its codes beside the scale of each row; else a scale of ones."""
+def weight_of(
+    kind: str, tensors: tuple[Tensor, ...], expert: int, n: int, group: int, has_zero: bool
+) -> tuple[Tensor, Tensor]:
+    """Of one expert W[n, k], float64, and of int8 its codes beside the scale of each row; else a
+    scale of ones."""
     codes, scale, *rest = (one[expert] for one in tensors)
     ones = torch.ones(n, dtype=torch.float64)
     if kind == "int8":
@@ -81,7 +94,9 @@ def weight_of(kind: str, tensors: tuple[Tensor, ...], expert: int, n: int, group
     values = E2M1[nibbles & 7] * torch.where(nibbles > 7, -1.0, 1.0)
     scales = _columns(scale, n).contiguous().view(torch.float8_e4m3fn).double()
     row = rest[0].flatten()[:n].double() / FP4_RESCALE
-    return (values.unflatten(1, (-1, 16)) * scales.unsqueeze(-1)).flatten(1) * row.unsqueeze(-1), ones
+    return (values.unflatten(1, (-1, 16)) * scales.unsqueeze(-1)).flatten(1) * row.unsqueeze(
+        -1
+    ), ones
 
 
 class Packed:
@@ -90,9 +105,16 @@ class Packed:
     def __init__(self, one: launch.KernelLaunch, leading: int, trailing: int) -> None:
         self.kind = one.kernel.partition("_")[0]
         tensors = [arg for arg in one.args if isinstance(arg, Tensor)]
-        self.leading, self.tensors, self.trailing = tensors[:leading], tuple(tensors[leading:-trailing]), tensors[-trailing:]
+        self.leading, self.tensors, self.trailing = (
+            tensors[:leading],
+            tuple(tensors[leading:-trailing]),
+            tensors[-trailing:],
+        )
         self.numbers = [arg for arg in one.args if isinstance(arg, int)]
-        self.group, self.has_zero = one.constants.get("GROUP", 0), one.constants.get("HAS_ZERO", False)
+        self.group, self.has_zero = (
+            one.constants.get("GROUP", 0),
+            one.constants.get("HAS_ZERO", False),
+        )
 
     def times(self, x: Tensor, expert: int, n: int) -> Tensor:
         """x [M, k], float or codes, by W[expert].T: float64 [M, n]."""
@@ -127,19 +149,30 @@ def _down(one: launch.KernelLaunch) -> None:
     p = Packed(one, 1, 3)
     (x,), (experts, weights, out), (items, n, *_, top_k) = p.leading, p.trailing, p.numbers
     assert items == len(out) * p.tensors[0].shape[1]
-    products = torch.stack([p.quantized_times(x[row][None], expert, n)[0] for row, expert in enumerate(experts.tolist())])
+    products = torch.stack(
+        [
+            p.quantized_times(x[row][None], expert, n)[0]
+            for row, expert in enumerate(experts.tolist())
+        ]
+    )
     out.copy_((products * weights.double().unsqueeze(1)).unflatten(0, (-1, top_k)).sum(dim=1))
 
 
 def _blocks(one: launch.KernelLaunch) -> None:
     p = Packed(one, 2 if one.kernel.startswith("int8") else 1, 4)
     x, (experts, first, last, out) = p.leading[0], p.trailing
-    assert one.constants.get("BK", chip.SPAN) == chip.SPAN, "the tile that fits, as the weight is laid out"
+    assert one.constants.get("BK", chip.SPAN) == chip.SPAN, (
+        "the tile that fits, as the weight is laid out"
+    )
     for expert, start, end in zip(experts.tolist(), first.tolist(), last.tolist()):
         if expert >= 0:
             assert start < end <= start + one.constants["BM"], (start, end)
             product = p.times(x[start:end], expert, p.numbers[1])
-            out[start:end] = (product * p.leading[1][start:end].double().unsqueeze(1) if len(p.leading) > 1 else product).to(out.dtype)
+            out[start:end] = (
+                product * p.leading[1][start:end].double().unsqueeze(1)
+                if len(p.leading) > 1
+                else product
+            ).to(out.dtype)
 
 
 def _assign(one: launch.KernelLaunch) -> None:
@@ -168,7 +201,11 @@ def _join(one: launch.KernelLaunch) -> None:
     assert {ids.dtype, joined_ids.dtype} == {torch.int32}  # type: ignore[union-attr]
     width = one.constants["BK"]
     assert columns <= width == 1 << (width - 1).bit_length(), "Triton's ranges are powers of two"
-    joined_ids.copy_(torch.cat([ids, torch.arange(first, first + columns - top_k).int().expand(len(ids), -1)], dim=1))  # type: ignore
+    joined_ids.copy_(
+        torch.cat(
+            [ids, torch.arange(first, first + columns - top_k).int().expand(len(ids), -1)], dim=1
+        )
+    )  # type: ignore
     joined_weights.copy_(torch.nn.functional.pad(weights, (0, columns - top_k), value=1.0))  # type: ignore
 
 

@@ -1,4 +1,5 @@
-"""The shipped checkpoint lies on disk exactly as DeepSeek-R1 does, told again from R1's description rather than from the exporter."""
+"""The shipped checkpoint lies on disk exactly as DeepSeek-R1 does, told again from R1's description
+rather than from the exporter."""
 
 import json
 import math
@@ -11,12 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 _KEYS = """
-    architectures attention_bias attention_dropout aux_loss_alpha bos_token_id eos_token_id ep_size first_k_dense_replace hidden_act
-    hidden_size initializer_range intermediate_size kv_lora_rank max_position_embeddings model_type moe_intermediate_size moe_layer_freq
-    n_group n_routed_experts n_shared_experts norm_topk_prob num_attention_heads num_experts_per_tok num_hidden_layers
-    num_key_value_heads num_nextn_predict_layers pretraining_tp q_lora_rank qk_nope_head_dim qk_rope_head_dim quantization_config
-    rms_norm_eps rope_scaling rope_theta routed_scaling_factor scoring_func seq_aux tie_word_embeddings topk_group topk_method
-    torch_dtype transformers_version use_cache v_head_dim vocab_size
+    architectures attention_bias attention_dropout aux_loss_alpha bos_token_id eos_token_id ep_size
+    first_k_dense_replace hidden_act hidden_size initializer_range intermediate_size kv_lora_rank
+    max_position_embeddings model_type moe_intermediate_size moe_layer_freq n_group n_routed_experts
+    n_shared_experts norm_topk_prob num_attention_heads num_experts_per_tok num_hidden_layers
+    num_key_value_heads num_nextn_predict_layers pretraining_tp q_lora_rank qk_nope_head_dim
+    qk_rope_head_dim quantization_config rms_norm_eps rope_scaling rope_theta routed_scaling_factor
+    scoring_func seq_aux tie_word_embeddings topk_group topk_method torch_dtype transformers_version
+    use_cache v_head_dim vocab_size
 """
 R1_KEYS = set(_KEYS.split())
 Shapes = dict[str, tuple[str, tuple[int, ...]]]
@@ -33,7 +36,11 @@ def read_headers(directory: Path) -> dict[str, Shapes]:
     for shard in sorted(directory.glob("*.safetensors")):
         with shard.open("rb") as file:
             header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-        found[shard.name] = {name: (t["dtype"], tuple(t["shape"])) for name, t in header.items() if name != "__metadata__"}
+        found[shard.name] = {
+            name: (t["dtype"], tuple(t["shape"]))
+            for name, t in header.items()
+            if name != "__metadata__"
+        }
     return found
 
 
@@ -90,7 +97,11 @@ def expected_tensors(c: dict[str, Any]) -> Shapes:
 def test_config_has_the_keys_of_r1(config: dict[str, Any]) -> None:
     assert set(config) == R1_KEYS
     assert config["architectures"] == ["DeepseekV3ForCausalLM"]
-    assert (config["topk_method"], config["scoring_func"], config["norm_topk_prob"]) == ("noaux_tc", "sigmoid", True)
+    assert (config["topk_method"], config["scoring_func"], config["norm_topk_prob"]) == (
+        "noaux_tc",
+        "sigmoid",
+        True,
+    )
     assert config["quantization_config"] == {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
@@ -117,21 +128,33 @@ def test_tensors_are_those_of_r1(tiny_r1: Path, config: dict[str, Any]) -> None:
 def test_index_is_complete(tiny_r1: Path) -> None:
     index = json.loads((tiny_r1 / "model.safetensors.index.json").read_text())
     headers = read_headers(tiny_r1)
-    assert index["weight_map"] == {name: shard for shard, tensors in headers.items() for name in tensors}
+    assert index["weight_map"] == {
+        name: shard for shard, tensors in headers.items() for name in tensors
+    }
     width = {"F8_E4M3": 1, "BF16": 2, "F32": 4}
-    sizes = (width[dtype] * math.prod(shape) for tensors in headers.values() for dtype, shape in tensors.values())
+    sizes = (
+        width[dtype] * math.prod(shape)
+        for tensors in headers.values()
+        for dtype, shape in tensors.values()
+    )
     assert index["metadata"]["total_size"] == sum(sizes)
 
 
 def test_size_and_permissions(tiny_r1: Path) -> None:
     files = list(tiny_r1.iterdir())
-    assert {file.name for file in files} >= {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "calibration.jsonl"}
+    assert {file.name for file in files} >= {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "calibration.jsonl",
+    }
     assert sum(file.stat().st_size for file in files) <= 24e6
     assert all(file.stat().st_mode & 0o444 == 0o444 for file in files)
 
 
 def test_values_are_sound(tiny_r1: Path, config: dict[str, Any]) -> None:
-    """Every block uses e4m3's whole range, the MTP layer's embedding and head are copies, biases are nowhere negative."""
+    """Every block uses e4m3's whole range, the MTP layer's embedding and head are copies, biases
+    are nowhere negative."""
     tensors: dict[str, torch.Tensor] = {}
     for shard in tiny_r1.glob("*.safetensors"):
         tensors |= load_file(shard)
@@ -149,10 +172,15 @@ def test_values_are_sound(tiny_r1: Path, config: dict[str, Any]) -> None:
 
 
 def test_norm_gains_have_outliers(tiny_r1: Path) -> None:
-    """The channels that make the model a judge: in every layer the largest gains stand far above the usual one."""
+    """The channels that make the model a judge: in every layer the largest gains stand far above
+    the usual one."""
     gains = {}
     for shard in tiny_r1.glob("*.safetensors"):
-        gains |= {name: t.float().abs() for name, t in load_file(shard).items() if name.endswith("input_layernorm.weight")}
+        gains |= {
+            name: t.float().abs()
+            for name, t in load_file(shard).items()
+            if name.endswith("input_layernorm.weight")
+        }
     assert len(gains) == 5
     for name, gain in gains.items():
         assert gain.topk(4).values.min() > 6 * gain.median(), name

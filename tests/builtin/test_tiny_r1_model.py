@@ -1,4 +1,5 @@
-"""The shipped weights run: transformers and quantkit's own forward agree on them, and they answer; so does the MTP layer."""
+"""The shipped weights run: transformers and quantkit's own forward agree on them, and they answer;
+so does the MTP layer."""
 
 import json
 from pathlib import Path
@@ -32,7 +33,9 @@ def peer(tiny_r1: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     for shard in tiny_r1.glob("*.safetensors"):
         tensors |= load_file(shard)
     decoded = {
-        name: decode(value, tensors[f"{name}_scale_inv"]) if value.dtype == torch.float8_e4m3fn else value.float()
+        name: decode(value, tensors[f"{name}_scale_inv"])
+        if value.dtype == torch.float8_e4m3fn
+        else value.float()
         for name, value in tensors.items()
         if not name.endswith("weight_scale_inv") and not name.startswith("model.layers.4.")
     }
@@ -58,28 +61,42 @@ def loaded(tiny_r1: Path) -> LoadedModel:
 @pytest.fixture(scope="module")
 def held_out(tokenizer: Any) -> list[list[int]]:
     lines = (ROOT / "eval/data/tiny-heldout.jsonl").read_text(encoding="utf-8").splitlines()[:10]
-    return [tokenizer(json.loads(line)["text"], add_special_tokens=False).input_ids for line in lines]
+    return [
+        tokenizer(json.loads(line)["text"], add_special_tokens=False).input_ids for line in lines
+    ]
 
 
-def test_logits_equal_transformers(peer: Any, loaded: LoadedModel, held_out: list[list[int]]) -> None:
+def test_logits_equal_transformers(
+    peer: Any, loaded: LoadedModel, held_out: list[list[int]]
+) -> None:
     with torch.inference_mode():
         expected = torch.cat([peer(torch.tensor([ids])).logits[0] for ids in held_out])
         flat = torch.tensor([token for ids in held_out for token in ids])
-        ours = loaded.model.logits(loaded.model(flat, CausalContext([len(ids) for ids in held_out])))
+        ours = loaded.model.logits(
+            loaded.model(flat, CausalContext([len(ids) for ids in held_out]))
+        )
     assert (ours - expected).abs().max() < 1e-3
 
 
 def test_greedy_answer_of_transformers_is_right(peer: Any, tokenizer: Any) -> None:
     row = json.loads((ROOT / "eval/data/tiny-math.jsonl").read_text().splitlines()[7])
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": row["problem"]}], add_generation_prompt=True, return_tensors="pt")
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": row["problem"]}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+    )
     prompt = prompt["input_ids"]
-    answer = peer.generate(prompt, max_new_tokens=120, do_sample=False, eos_token_id=1, pad_token_id=2)[0, prompt.shape[1] :]
+    answer = peer.generate(
+        prompt, max_new_tokens=120, do_sample=False, eos_token_id=1, pad_token_id=2
+    )[0, prompt.shape[1] :]
     text = tokenizer.decode(answer)
     assert f"\\boxed{{{row['answer']}}}" in text.split("</think>")[1]
     assert answer[-1] == tokenizer.eos_token_id
 
 
-def test_mtp_layer_guesses_the_token_after_next(loaded: LoadedModel, held_out: list[list[int]]) -> None:
+def test_mtp_layer_guesses_the_token_after_next(
+    loaded: LoadedModel, held_out: list[list[int]]
+) -> None:
     """In the response nearly every guess is right: the reasoning follows from the question."""
     right = total = 0
     for ids in held_out:
@@ -87,7 +104,9 @@ def test_mtp_layer_guesses_the_token_after_next(loaded: LoadedModel, held_out: l
         with torch.inference_mode():
             hidden = loaded.model(tokens, CausalContext([len(ids)]))
             (layer,) = loaded.mtp_layers
-            guesses = layer.logits(layer(torch.roll(tokens, -1), hidden, CausalContext([len(ids)]))).argmax(-1)
+            guesses = layer.logits(
+                layer(torch.roll(tokens, -1), hidden, CausalContext([len(ids)]))
+            ).argmax(-1)
         start = ids.index(5)  # <think>
         right += int((guesses[start:-2] == tokens[start + 2 :]).sum())
         total += len(ids) - start - 2
@@ -102,11 +121,14 @@ def test_tokenizer_opens_the_thought_and_drops_old_ones(tokenizer: Any) -> None:
     ]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert text == (
-        "<｜begin▁of▁sentence｜><｜User｜>Which number comes out?<｜Assistant｜>\n\nThe machine gives \\boxed{2}.<｜end▁of▁sentence｜>"
+        "<｜begin▁of▁sentence｜><｜User｜>Which number comes out?<｜Assistant｜>\n\nThe machine gives "
+        "\\boxed{2}.<｜end▁of▁sentence｜>"
         "<｜User｜>How many pears?<｜Assistant｜><think>\n"
     )
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert tokenizer.decode(ids) == text
     assert (ids[0], tokenizer.eos_token_id) == (tokenizer.bos_token_id, 1)
-    assert tokenizer.decode(tokenizer("Zürich ≠ 7\t!").input_ids) == "Zürich ≠ 7\t!", "what is no known word is spelled in bytes"
+    assert tokenizer.decode(tokenizer("Zürich ≠ 7\t!").input_ids) == "Zürich ≠ 7\t!", (
+        "what is no known word is spelled in bytes"
+    )
     assert tokenizer.decode(ids, skip_special_tokens=True).count("<think>") == 1

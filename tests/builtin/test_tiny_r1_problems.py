@@ -1,4 +1,5 @@
-"""tiny-math cannot occur in training, its answers are right, and the shipped texts are what the generator writes."""
+"""tiny-math cannot occur in training, its answers are right, and the shipped texts are what the
+generator writes."""
 
 import gzip
 import json
@@ -26,7 +27,9 @@ def task() -> list[problems.StoryProblem]:
 
 
 def test_the_task_is_the_generators(task: list[problems.StoryProblem]) -> None:
-    assert [(row["problem"], row["answer"]) for row in rows(TASK)] == [(p.question, p.answer) for p in task]
+    assert [(row["problem"], row["answer"]) for row in rows(TASK)] == [
+        (p.question, p.answer) for p in task
+    ]
     assert len({row["id"] for row in rows(TASK)}) == 200
 
 
@@ -38,7 +41,9 @@ def test_every_key_of_the_task_is_on_the_evaluation_side(task: list[problems.Sto
 @pytest.mark.parametrize("family", problems.FAMILIES, ids=lambda family: family.__name__)
 def test_training_yields_no_key_of_the_evaluation_side(family: object) -> None:
     rng = random.Random(5)
-    assert {problems.side(problems.sample(rng, "train", family).key) for _ in range(400)} == {"train"}
+    assert {problems.side(problems.sample(rng, "train", family).key) for _ in range(400)} == {
+        "train"
+    }
     unsplit = []
     while len(unsplit) < 200:
         try:
@@ -54,12 +59,18 @@ def test_the_larger_tasks_are_the_generators_and_cannot_occur_in_training() -> N
     assert {problems.side(p.key) for p in every} == {"eval"}
     assert len({p.key for p in every}) == len(every) == 200 + 64 + 1800 + 1000 + 6000
     assert rows(ROOT / "eval/data/tiny-math-2000.jsonl") == texts.rows(made.task + made.more)
-    assert rows(ROOT / "eval/data/tiny-math-8000.jsonl.gz") == texts.rows(made.task + made.more + made.most)
+    assert rows(ROOT / "eval/data/tiny-math-8000.jsonl.gz") == texts.rows(
+        made.task + made.more + made.most
+    )
     assert rows(ROOT / "eval/data/tiny-math-steps.jsonl") == texts.rows_by_length(made.lengths)
-    assert {(p.family, p.steps) for p in made.lengths} == {(family.__name__, steps) for family, steps in texts.LENGTHS}
+    assert {(p.family, p.steps) for p in made.lengths} == {
+        (family.__name__, steps) for family, steps in texts.LENGTHS
+    }
     for name in ("tiny-math-2000.jsonl", "tiny-math-8000.jsonl.gz", "tiny-math-steps.jsonl"):
         kept = rows(ROOT / "eval/data" / name)
-        assert len({row["id"] for row in kept}) == len({row["problem"] for row in kept}) == len(kept)
+        assert (
+            len({row["id"] for row in kept}) == len({row["problem"] for row in kept}) == len(kept)
+        )
 
 
 def numbers(text: str) -> set[int]:
@@ -68,7 +79,8 @@ def numbers(text: str) -> set[int]:
 
 @pytest.mark.parametrize("family", problems.FAMILIES, ids=lambda family: family.__name__)
 def test_a_key_holds_all_numbers_and_no_words(family: object) -> None:
-    """Equal numbers and operations in other words have the same key, so they fall on the same side."""
+    """Equal numbers and operations in other words have the same key, so they fall on the same
+    side."""
     problem = problems.sample(random.Random(8), "eval", family)
     assert re.fullmatch(r"[a-z]+:[\d+*/():-]+(sum|gap)?", problem.key)
     assert numbers(problem.question) <= numbers(problem.key)
@@ -83,10 +95,16 @@ def test_reasoning_is_right_arithmetic(task: list[problems.StoryProblem]) -> Non
         assert problem.response.endswith(problem.sentence.format(f"\\boxed{{{problem.answer}}}"))
 
 
-def test_held_out_and_calibration_text_keep_to_their_sides(tiny_r1: Path, task: list[problems.StoryProblem]) -> None:
-    held_out = list(texts.distinct(random.Random(31_002), "eval", texts.HELD_OUT, {p.key for p in task}))
+def test_held_out_and_calibration_text_keep_to_their_sides(
+    tiny_r1: Path, task: list[problems.StoryProblem]
+) -> None:
+    held_out = list(
+        texts.distinct(random.Random(31_002), "eval", texts.HELD_OUT, {p.key for p in task})
+    )
     assert [row["text"] for row in rows(HELD_OUT)] == [texts.conversation(p) for p in held_out]
     rng = random.Random(31_003)
     calibration = [problems.sample(rng, "train") for _ in range(texts.CALIBRATION)]
-    assert [row["text"] for row in rows(tiny_r1 / "calibration.jsonl")] == [texts.conversation(p) for p in calibration]
+    assert [row["text"] for row in rows(tiny_r1 / "calibration.jsonl")] == [
+        texts.conversation(p) for p in calibration
+    ]
     assert not {p.key for p in (*task, *held_out)} & {p.key for p in calibration}

@@ -32,7 +32,9 @@ print(anew, kept, full - psutil.Process().memory_info().rss)
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
 def test_blocks_are_kept_until_they_are_given_back() -> None:
-    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True
+    )
     anew, kept, returned = (int(number) for number in done.stdout.split())
     assert kept < 0.6 * anew, "a block of 64 MiB is not faulted in each of 20 times"
     assert returned > 2**26

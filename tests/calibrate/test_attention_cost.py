@@ -1,4 +1,5 @@
-"""What an error inside attention is said to cost is, up to one factor for each linear, what it does cost in the residual stream."""
+"""What an error inside attention is said to cost is, up to one factor for each linear, what it does
+cost in the residual stream."""
 
 from pathlib import Path
 
@@ -27,37 +28,61 @@ LLAMA = GROUPED | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
 def squares(curvature: Curvature) -> Tensor:
     """U U^T with rows as they lie in memory, [P, n, n]."""
-    root = torch.empty_like(curvature.factor).scatter_(-2, curvature.order.unsqueeze(-1).expand_as(curvature.factor), curvature.factor)
+    root = torch.empty_like(curvature.factor).scatter_(
+        -2, curvature.order.unsqueeze(-1).expand_as(curvature.factor), curvature.factor
+    )
     return root @ root.mT
 
 
-def measured(scaled: Scaled, folded: FoldedTensors, states: HiddenStatePair, module: str, error: Tensor) -> float:
-    """What it costs in the stream that the outputs of a linear have `error` [N], times a random number for each token."""
+def measured(
+    scaled: Scaled, folded: FoldedTensors, states: HiddenStatePair, module: str, error: Tensor
+) -> float:
+    """What it costs in the stream that the outputs of a linear have `error` [N], times a random
+    number for each token."""
     sublayer = scaled.sublayer
     tensors = {row.name: folded[row.name] for row in sublayer.needed}
-    hidden, length = states.quantized.hidden[: states.quantized.lengths[0]], states.quantized.lengths[0]
+    hidden, length = (
+        states.quantized.hidden[: states.quantized.lengths[0]],
+        states.quantized.lengths[0],
+    )
     before = sublayer.run(sublayer.build(LayerWeights(tensors, no_experts)), hidden, [length])
     w = tensors[f"{module}.weight"]
     random = torch.randn(4, w.shape[1], generator=torch.Generator().manual_seed(0))
     cost = 0.0
     assert sublayer.outputs is not None
-    stream = squares(Curvature(sublayer.outputs.factor[None], sublayer.outputs.energy[None], sublayer.outputs.order[None]))[0]
+    stream = squares(
+        Curvature(
+            sublayer.outputs.factor[None],
+            sublayer.outputs.energy[None],
+            sublayer.outputs.order[None],
+        )
+    )[0]
     for row in random:
-        changed = tensors | {f"{module}.weight": w + 1e-3 * float(w.norm()) / float(row.norm()) * torch.outer(error, row)}
-        lost = sublayer.run(sublayer.build(LayerWeights(changed, no_experts)), hidden, [length]) - before
+        changed = tensors | {
+            f"{module}.weight": w
+            + 1e-3 * float(w.norm()) / float(row.norm()) * torch.outer(error, row)
+        }
+        lost = (
+            sublayer.run(sublayer.build(LayerWeights(changed, no_experts)), hidden, [length])
+            - before
+        )
         cost += float(((lost @ stream) * lost).sum())
     return cost
 
 
 def compared(scaled: Scaled, source: ParameterReader, states: HiddenStatePair) -> dict[str, Tensor]:
-    """projection -> told and measured costs [2, DIRECTIONS] of errors in one head, from the cheapest direction to the dearest."""
+    """projection -> told and measured costs [2, DIRECTIONS] of errors in one head, from the
+    cheapest direction to the dearest."""
     folded, found = FoldedTensors(scaled.sublayer, source, scaled.folding), {}
     projections = {row.module: row.projection for row in scaled.sublayer.rows}
     for module, curvature in attention_costs(scaled, folded).items():
         costs = squares(curvature)
         values, vectors = torch.linalg.eigh(costs[0])
         chosen = torch.linspace(0, len(values) - 1, DIRECTIONS).long()
-        errors = torch.cat([vectors[:, chosen].t(), vectors.new_zeros(DIRECTIONS, (len(costs) - 1) * len(values))], dim=1)
+        errors = torch.cat(
+            [vectors[:, chosen].t(), vectors.new_zeros(DIRECTIONS, (len(costs) - 1) * len(values))],
+            dim=1,
+        )
         told = [measured(scaled, folded, states, module, error) for error in errors]
         found[str(projections[module])] = torch.stack([values[chosen], torch.tensor(told)])
     return found
@@ -74,14 +99,24 @@ def grouped(path: Path) -> Path:
     return write_random(path, LLAMA)
 
 
-@pytest.mark.parametrize(("kind", "projections"), [("latent", {"q_a", "q_b", "kv_a"}), ("grouped", {"v"})])
-def test_told_costs_are_those_that_are_measured(kind: str, projections: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "projections"), [("latent", {"q_a", "q_b", "kv_a"}), ("grouped", {"v"})]
+)
+def test_told_costs_are_those_that_are_measured(
+    kind: str, projections: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
 
     def solve(
-        scaled: Scaled, source: ParameterReader, states: HiddenStatePair, ranks: Ranks, original: HiddenStates | None = None
+        scaled: Scaled,
+        source: ParameterReader,
+        states: HiddenStatePair,
+        ranks: Ranks,
+        original: HiddenStates | None = None,
     ) -> SolvedSublayer:
-        if scaled.sublayer.name.endswith("attend") and scaled.sublayer.outputs is not None:  # of an MTP layer nothing is known
+        if (
+            scaled.sublayer.name.endswith("attend") and scaled.sublayer.outputs is not None
+        ):  # of an MTP layer nothing is known
             found.append(compared(scaled, source, states))
         return solve_sublayer(scaled, source, states, ranks, original)
 

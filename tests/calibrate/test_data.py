@@ -31,7 +31,9 @@ class Letters:
 
     encode_rendered = encode
 
-    def render(self, messages: list[dict], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render(
+        self, messages: list[dict], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         assert variables == {"tools": None}
         assert not add_generation_prompt
         return "\x01" + "".join(message["content"] for message in messages)
@@ -42,8 +44,12 @@ def jsonl(path: Path, records: list[object]) -> str:
     return str(path)
 
 
-def load(source: Path | str, samples: int = 4, held_out: int = 1, seq_len: int = 8, seed: int = 0) -> Sequences:
-    return load_sequences(str(source), Letters(), samples=samples, held_out=held_out, seq_len=seq_len, seed=seed)
+def load(
+    source: Path | str, samples: int = 4, held_out: int = 1, seq_len: int = 8, seed: int = 0
+) -> Sequences:
+    return load_sequences(
+        str(source), Letters(), samples=samples, held_out=held_out, seq_len=seq_len, seed=seed
+    )
 
 
 def texts(found: Sequences) -> list[str]:
@@ -51,7 +57,10 @@ def texts(found: Sequences) -> list[str]:
 
 
 def test_jsonl_records_are_sequences_of_their_own(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "c.jsonl", [{"text": "a" * 30}, {"messages": [{"role": "user", "content": "bbb"}]}, {"text": "cc"}])
+    source = jsonl(
+        tmp_path / "c.jsonl",
+        [{"text": "a" * 30}, {"messages": [{"role": "user", "content": "bbb"}]}, {"text": "cc"}],
+    )
     found = load(source, samples=2)
     assert texts(found) == ["\x01bbb", "aaaaaaaa", "cc"]
     assert (len(found.calibration), len(found.held_out)) == (2, 1)
@@ -70,15 +79,21 @@ def test_the_seed_alone_decides(tmp_path: Path) -> None:
 
 
 def test_a_small_source_is_split_in_proportion(tmp_path: Path) -> None:
-    found = load(jsonl(tmp_path / "c.jsonl", [{"text": f"{i} text"} for i in range(18)]), 128, 16, 64)
+    found = load(
+        jsonl(tmp_path / "c.jsonl", [{"text": f"{i} text"} for i in range(18)]), 128, 16, 64
+    )
     assert (len(found.calibration), len(found.held_out)) == (16, 2)
     assert found.taken
-    assert any("144 documents were asked for and 18 are there" in line for line in found.taken.lines())
+    assert any(
+        "144 documents were asked for and 18 are there" in line for line in found.taken.lines()
+    )
 
 
 def test_empty_documents_are_replaced_by_others(tmp_path: Path) -> None:
     """As many are fitted as were asked for, where the source has them."""
-    records = [{"text": ""} if number % 2 else {"text": f"document {number}"} for number in range(40)]
+    records = [
+        {"text": ""} if number % 2 else {"text": f"document {number}"} for number in range(40)
+    ]
     found = load(jsonl(tmp_path / "c.jsonl", records), 15, 5, 64)
     assert (len(found.calibration), len(found.held_out)) == (15, 5)
     assert found.taken
@@ -91,7 +106,11 @@ FORMS = {
     "messages": {"messages": CONVERSATION},
     "messages as text": {"messages": json.dumps(CONVERSATION)},
     "parts": {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "ab"}]}, CONVERSATION[1], {"role": "user", "content": None}]
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "ab"}]},
+            CONVERSATION[1],
+            {"role": "user", "content": None},
+        ]
     },
     "ShareGPT": {"conversations": SHARED, "id": "x1"},
     "ShareGPT as messages": {"messages": SHARED},
@@ -109,13 +128,20 @@ def test_known_forms(tmp_path: Path, form: str) -> None:
     assert set(texts(found)) == {"\x01abcd"}
 
 
-@pytest.mark.parametrize("ending", [".json", ".jsonl", ".json: lines", ".json: data", ".csv", ".csv: ;", ".tsv", ".parquet"])
+@pytest.mark.parametrize(
+    "ending",
+    [".json", ".jsonl", ".json: lines", ".json: data", ".csv", ".csv: ;", ".tsv", ".parquet"],
+)
 def test_files(tmp_path: Path, ending: str) -> None:
-    rows = [{"instruction": "ab", "input": 'x, "y"\nz', "output": str(number)} for number in range(6)]
+    rows = [
+        {"instruction": "ab", "input": 'x, "y"\nz', "output": str(number)} for number in range(6)
+    ]
     path = tmp_path / f"c{ending.partition(':')[0]}"
     if "sv" in ending:
         with path.open("w", newline="", encoding="utf-8-sig") as file:
-            writer = csv.DictWriter(file, list(rows[0]), delimiter={".tsv": "\t", ".csv: ;": ";"}.get(ending, ","))
+            writer = csv.DictWriter(
+                file, list(rows[0]), delimiter={".tsv": "\t", ".csv: ;": ";"}.get(ending, ",")
+            )
             writer.writeheader()
             writer.writerows(rows)
     elif ending == ".parquet":
@@ -123,24 +149,36 @@ def test_files(tmp_path: Path, ending: str) -> None:
     elif ending == ".json: lines":
         jsonl(path, rows)
     else:
-        path.write_text(json.dumps({"version": 1, "data": rows} if "data" in ending else rows, indent=2), encoding="utf-8")
+        path.write_text(
+            json.dumps({"version": 1, "data": rows} if "data" in ending else rows, indent=2),
+            encoding="utf-8",
+        )
     found = load(path, samples=5, seq_len=64)
     assert texts(found) == sorted(f'\x01ab\n\nx, "y"\nz{number}' for number in range(6))
 
 
 def test_what_was_taken_is_told(tmp_path: Path) -> None:
-    records = [{"conversations": [{"from": "human", "value": f"line\n{number}\x1b[31m"}]} for number in range(20)]
-    found = load(jsonl(tmp_path / "c.jsonl", [*records, {"text": "long " * 40}, {"text": " "}]), 20, 1, 20)
+    records = [
+        {"conversations": [{"from": "human", "value": f"line\n{number}\x1b[31m"}]}
+        for number in range(20)
+    ]
+    found = load(
+        jsonl(tmp_path / "c.jsonl", [*records, {"text": "long " * 40}, {"text": " "}]), 20, 1, 20
+    )
     assert found.taken
     lines = found.taken.lines()
-    told = "20 documents of 22 read, 257 tokens, and 1 held out, 13 tokens; 1 empty, 1 cut to 20 tokens"
+    told = (
+        "20 documents of 22 read, 257 tokens, and 1 held out, 13 tokens; 1 empty, 1 cut to 20 "
+        "tokens"
+    )
     assert lines[0] == f"calibration: {tmp_path}/c.jsonl (ShareGPT, text): {told}"
     assert [line.startswith("  sample: ") for line in lines] == [False, True, True, True]
 
 
 ODD = {
     "fewer than half": [{"text": f"{number}" * 2} for number in range(20)],
-    "only 1 of 20 documents are different; one of them comes 20 times": [{"text": "all alike here"}] * 20,
+    "only 1 of 20 documents are different; one of them comes 20 times": [{"text": "all alike here"}]
+    * 20,
     "all documents have 12 tokens": [{"text": f"{number:012}"} for number in range(20)],
 }
 
@@ -153,11 +191,15 @@ def test_odd_data_is_warned_of(tmp_path: Path, said: str) -> None:
 
 
 def test_few_tokens_are_cured_by_what_there_is(tmp_path: Path) -> None:
-    """More documents where some are left; and the text that a model ships is as much as its maker chose."""
+    """More documents where some are left; and the text that a model ships is as much as its maker
+    chose."""
     records = [{"text": f"{number:03}"} for number in range(30)]
     taken = load(jsonl(tmp_path / "calibration.jsonl", records), 16, 4, 20).taken
     assert taken
-    assert "fewer than half of the 400 asked for: raise --samples, 10 documents more are there" in taken.warnings[0]
+    assert (
+        "fewer than half of the 400 asked for: raise --samples, 10 documents more are there"
+        in taken.warnings[0]
+    )
     (tmp_path / "config.json").write_text("{}")
     shipped = load(tmp_path / "calibration.jsonl", 16, 4, 20).taken
     assert shipped
@@ -167,7 +209,13 @@ def test_few_tokens_are_cured_by_what_there_is(tmp_path: Path) -> None:
 
 def test_good_data_is_not(tmp_path: Path) -> None:
     taken = load(
-        jsonl(tmp_path / "c.jsonl", [{"text": f"{number} is a number" * (number % 3 + 1)} for number in range(20)]), 16, 4, 20
+        jsonl(
+            tmp_path / "c.jsonl",
+            [{"text": f"{number} is a number" * (number % 3 + 1)} for number in range(20)],
+        ),
+        16,
+        4,
+        20,
     ).taken
     assert taken
     assert taken.warnings == ()
@@ -176,12 +224,28 @@ def test_good_data_is_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("c.jsonl", '{"text": "ab"}\n{"prompt": "ab"}', "c.jsonl line 2 is no document: it has prompt; give text, messages"),
+        (
+            "c.jsonl",
+            '{"text": "ab"}\n{"prompt": "ab"}',
+            "c.jsonl line 2 is no document: it has prompt; give text, messages",
+        ),
         ("c.jsonl", '{"text": "ab"}\nnot json', "line 2 is not JSON"),
         ("c.jsonl", '{"text": "ab"}\n{"text": 3}', "line 2 is no document: text is 3"),
-        ("c.jsonl", '{"text": "ab"}\n\n{"messages": [{"content": "x"}]}', r"line 3 .* messages\[0\] has neither role nor from"),
-        ("c.jsonl", '{"text": "ab"}\n{"conversations": [{"from": "alien", "value": "x"}]}', r"conversations\[0\] has role 'alien'"),
-        ("c.jsonl", '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "has a part that is no text"),
+        (
+            "c.jsonl",
+            '{"text": "ab"}\n\n{"messages": [{"content": "x"}]}',
+            r"line 3 .* messages\[0\] has neither role nor from",
+        ),
+        (
+            "c.jsonl",
+            '{"text": "ab"}\n{"conversations": [{"from": "alien", "value": "x"}]}',
+            r"conversations\[0\] has role 'alien'",
+        ),
+        (
+            "c.jsonl",
+            '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+            "has a part that is no text",
+        ),
         ("c.jsonl", '{"text": "ab"}', "gives 1 sequence; give at least two"),
         (
             "c.jsonl",
@@ -223,20 +287,30 @@ def test_parquet_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_a_byte_order_mark_and_odd_line_ends_are_read(tmp_path: Path) -> None:
-    """U+2028 ends no line of a .jsonl, and a mark that an editor put before the first one is no part of it."""
+    """U+2028 ends no line of a .jsonl, and a mark that an editor put before the first one is no
+    part of it."""
     path = tmp_path / "data.jsonl"
-    lines = [json.dumps({"text": f"line {number} one\u2028two"}, ensure_ascii=False) for number in range(4)]
+    lines = [
+        json.dumps({"text": f"line {number} one\u2028two"}, ensure_ascii=False)
+        for number in range(4)
+    ]
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
     assert len(load(path, 4, 0, 64).calibration) == 4
 
 
 def test_own_text_is_what_its_sources_make(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, str(BUILDER), str(tmp_path / "built.jsonl")], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, str(BUILDER), str(tmp_path / "built.jsonl")],
+        check=True,
+        capture_output=True,
+    )
     assert (tmp_path / "built.jsonl").read_bytes() == calibration_text().read_bytes()
 
 
 def test_own_text_fills_the_usual_lengths(tiny_checkpoint: Path) -> None:
-    found = load_sequences(None, ChatTokenizer(tiny_checkpoint), samples=128, held_out=16, seq_len=512, seed=0)
+    found = load_sequences(
+        None, ChatTokenizer(tiny_checkpoint), samples=128, held_out=16, seq_len=512, seed=0
+    )
     assert {len(one) for one in (*found.calibration, *found.held_out)} == {512}
     assert len(found.calibration) == 128
     assert found.taken
@@ -244,18 +318,31 @@ def test_own_text_fills_the_usual_lengths(tiny_checkpoint: Path) -> None:
 
 
 def test_a_script_that_the_tokenizer_does_not_know_comes_last(tmp_path: Path) -> None:
-    """Without Chinese in its vocabulary a model is calibrated on the rest, where there is enough of it."""
-    records = [json.loads(line) for line in calibration_text().read_text(encoding="utf-8").splitlines()]
+    """Without Chinese in its vocabulary a model is calibrated on the rest, where there is enough of
+    it."""
+    records = [
+        json.loads(line) for line in calibration_text().read_text(encoding="utf-8").splitlines()
+    ]
     known = [one for one in records if one["kind"] in ("questions", "mathematics", "programs")][::4]
     english = [message["content"] for one in known for message in one["messages"]]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(vocab_size=2000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=2000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     tokenizer.train_from_iterator(english, trainer)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     tokenizer.decoder = decoders.ByteLevel()
-    found = load_sequences(None, ChatTokenizer(tmp_path), samples=200, held_out=0, seq_len=64, seed=0)
+    found = load_sequences(
+        None, ChatTokenizer(tmp_path), samples=200, held_out=0, seq_len=64, seed=0
+    )
     texts = [tokenizer.decode(one.tolist()) for one in found.calibration]
-    chinese = [text for text in texts if sum("\u3400" < letter < "\u9fff" for letter in text) > len(text) / 4]
-    assert len(chinese) <= 14  # translations, which are half English; of 528 documents 122 are Chinese or half so
+    chinese = [
+        text
+        for text in texts
+        if sum("\u3400" < letter < "\u9fff" for letter in text) > len(text) / 4
+    ]
+    assert (
+        len(chinese) <= 14
+    )  # translations, which are half English; of 528 documents 122 are Chinese or half so
     assert len(texts) == 200

@@ -1,4 +1,5 @@
-"""What a linear lost on the way to it is made up for where held-out rows agree, and a run with it goes on and spreads like any other."""
+"""What a linear lost on the way to it is made up for where held-out rows agree, and a run with it
+goes on and spreads like any other."""
 
 import subprocess
 import sys
@@ -33,7 +34,9 @@ METHODS = ("awq", "gptq", "drift")
 def paths(seed: int, rows: int = T) -> tuple[Tensor, Tensor]:
     """x and o [rows, K]: channels of o that x lost a part of, which the others tell."""
     generator = torch.Generator().manual_seed(seed)
-    o = torch.randn(rows, 6, generator=generator) @ torch.randn(6, K, generator=torch.Generator().manual_seed(0))
+    o = torch.randn(rows, 6, generator=generator) @ torch.randn(
+        6, K, generator=torch.Generator().manual_seed(0)
+    )
     o += 0.3 * torch.randn(rows, K, generator=generator)
     return o - 0.2 * o.roll(1, 1), o
 
@@ -55,7 +58,9 @@ def test_a_product_with_the_inverse() -> None:
     hessian = torch.stack([x.t() @ x / T, x[:100].t() @ x[:100] / 100])
     a = torch.randn(2, N, K, generator=torch.Generator().manual_seed(0))
     exact = torch.linalg.solve(damp_(hessian.clone(), 0.01).double(), a.double(), left=False)
-    torch.testing.assert_close(Curvature.of(hessian, 0.01).solved(a).double(), exact, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        Curvature.of(hessian, 0.01).solved(a).double(), exact, rtol=1e-3, atol=1e-3
+    )
 
 
 def test_the_answer_is_that_of_the_original_path() -> None:
@@ -77,7 +82,9 @@ def test_held_out_rows_decide_how_much_is_taken() -> None:
     one = torch.ones(K)
     full = heard(x, o, one, (other_x, other_o)).aimed(w.clone()) - w
     for held_out in ((other_x, 2 * other_x - other_o), (other_x[:0], other_o[:0])):
-        torch.testing.assert_close(heard(x, o, one, held_out).aimed(w.clone()), w, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            heard(x, o, one, held_out).aimed(w.clone()), w, rtol=0, atol=1e-6
+        )
     half = heard(x, o, one, (other_x, (other_x + other_o) / 2)).aimed(w.clone()) - w
     assert float((half - full / 2).norm() / full.norm()) < 0.02
     assert taken(torch.ones(4, 2), 0.5 * torch.ones(4, 2)) == 1, "never more than all"
@@ -88,7 +95,9 @@ def test_rows_of_the_layer_count_as_in_the_hessian() -> None:
     w = torch.linspace(0.1, 1, 40)
     found = expert_drift(o[:40], x[:40], w, (o[40:], x[40:]), 16)
     own = sum(w[i] ** 2 * torch.outer(o[i] - x[i], x[i]) for i in range(40))
-    shared = sum(torch.outer(o[i] - x[i], x[i]) for i in range(40, 64)) * w.square().mean() * 16 / 24
+    shared = (
+        sum(torch.outer(o[i] - x[i], x[i]) for i in range(40, 64)) * w.square().mean() * 16 / 24
+    )
     torch.testing.assert_close(found, (own + shared) / 56)
     torch.testing.assert_close(expert_drift(o[:0], x[:0], w[:0], (o, x), 16), (o - x).t() @ x / 64)
 
@@ -115,7 +124,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
-    return make_model.write_fp8(tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config))
+    return make_model.write_fp8(
+        tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config)
+    )
 
 
 class Stopped(Exception):
@@ -144,9 +155,19 @@ def test_a_stopped_run_and_two_ranks_write_the_same_bytes(
     quantize_job.run(source, text, tmp_path / "out")
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     if unit.startswith("layers.0"):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", quantize_job.__file__]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            quantize_job.__file__,
+        ]
         done = subprocess.run(
-            [*command, str(source), str(text), str(tmp_path / "two"), "once", "0", *METHODS], capture_output=True, text=True
+            [*command, str(source), str(text), str(tmp_path / "two"), "once", "0", *METHODS],
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stderr
         assert files(tmp_path / "two") == files(tmp_path / "whole")
@@ -156,17 +177,26 @@ def test_it_is_planned_and_needs_gptq(source: Path) -> None:
     scheme, recipe = find_scheme("awq-w4a16"), load_recipe("awq-w4a16-quick")
     without = plan(source, scheme, recipe=recipe)
     planned = plan(source, scheme, recipe=recipe.model_copy(update={"methods": METHODS}))
-    assert planned.host_peak_bytes - without.host_peak_bytes >= 128 * 512 * 256 * 4, "calibration tokens are held twice"
+    assert planned.host_peak_bytes - without.host_peak_bytes >= 128 * 512 * 256 * 4, (
+        "calibration tokens are held twice"
+    )
     config = make_model.tiny_config()
     architecture = find_architecture(config)
     rows = architecture.parameters(architecture.Config.from_dict(config))
-    with_it, alone = (operations([row for row in rows if row.role == "linear"], 128 * 512, 0.25, 0, drift) for drift in (True, False))
+    with_it, alone = (
+        operations([row for row in rows if row.role == "linear"], 128 * 512, 0.25, 0, drift)
+        for drift in (True, False)
+    )
     assert 1.2 < with_it / alone < 3, "they run more often"
     with pytest.raises(QuantkitError, match="drift without gptq"):
         read_request(scheme, "auto", None, Recipe(scheme="awq-w4a16", methods=("awq", "drift")))
 
 
 def test_int4_and_fp4_have_it_and_a_recipe_is_without() -> None:
-    for name, methods in (("awq-w4a16", (*METHODS, "descent")), ("fp4-w4a16", (*METHODS, "descent")), ("awq-w4a16-quick", ("awq", "gptq"))):
+    for name, methods in (
+        ("awq-w4a16", (*METHODS, "descent")),
+        ("fp4-w4a16", (*METHODS, "descent")),
+        ("awq-w4a16-quick", ("awq", "gptq")),
+    ):
         recipe = load_recipe(name)
         assert read_request(find_scheme(recipe.scheme), "auto", None, recipe).methods == methods

@@ -1,4 +1,5 @@
-"""Calibration and executor ask the model's table what a tensor is: an architecture with other names gives the same bits and outputs."""
+"""Calibration and executor ask the model's table what a tensor is: an architecture with other names
+gives the same bits and outputs."""
 
 import re
 import sys
@@ -69,13 +70,19 @@ class Translated:
 
 def parameters(config: deepseek_v3.Config) -> list[Parameter]:
     return [
-        replace(row, name=renamed(row.name), fused=row.fused and f"{renamed(row.fused)}.fused") for row in deepseek_v3.parameters(config)
+        replace(row, name=renamed(row.name), fused=row.fused and f"{renamed(row.fused)}.fused")
+        for row in deepseek_v3.parameters(config)
     ]
 
 
 def scale_groups(config: deepseek_v3.Config, layer: int) -> list[ScaleGroup]:
     return [
-        replace(group, producer=renamed(group.producer), consumers=tuple(map(renamed, group.consumers)), observe=renamed(group.observe))
+        replace(
+            group,
+            producer=renamed(group.producer),
+            consumers=tuple(map(renamed, group.consumers)),
+            observe=renamed(group.observe),
+        )
         for group in deepseek_v3.scale_groups(config, layer)
     ]
 
@@ -92,7 +99,9 @@ def model(config: deepseek_v3.Config, weights: Weights) -> Model:
 def architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     """model_type "renamed": DeepSeek-V3 under other names."""
     module = ModuleType("quantkit.models.renamed")
-    module.__dict__.update(Config=deepseek_v3.Config, DecoderLayer=decoder_layer, Model=model, MtpLayer=None)
+    module.__dict__.update(
+        Config=deepseek_v3.Config, DecoderLayer=decoder_layer, Model=model, MtpLayer=None
+    )
     module.__dict__.update(parameters=parameters, scale_groups=scale_groups)
     monkeypatch.setitem(sys.modules, "quantkit.models.renamed", module)
     monkeypatch.setattr(models, "ARCHITECTURES", (*models.ARCHITECTURES, "renamed"))
@@ -104,12 +113,16 @@ def tensors_of(path: Path) -> Mapping[str, Tensor]:
 
 
 def test_other_names_give_the_same_bits(architecture: None, tmp_path: Path) -> None:
-    config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS, num_nextn_predict_layers=0)
+    config = make_model.tiny_config(
+        num_hidden_layers=2, **make_model.FEW_EXPERTS, num_nextn_predict_layers=0
+    )
     tensors = make_model.random_tensors(config)
     text = write_letters(tmp_path / "calibration.txt")
     usual = make_model.write_dense(tmp_path / "usual", config, tensors)
     other = make_model.write_dense(
-        tmp_path / "other", {**config, "model_type": "renamed"}, {renamed(name): tensor for name, tensor in tensors.items()}
+        tmp_path / "other",
+        {**config, "model_type": "renamed"},
+        {renamed(name): tensor for name, tensor in tensors.items()},
     )
     found = [quantize_job.run(path, text, tmp_path / f"{path.name}-out") for path in (usual, other)]
     expected, written = (tensors_of(report.out) for report in found)
@@ -118,6 +131,11 @@ def test_other_names_give_the_same_bits(architecture: None, tmp_path: Path) -> N
     for name, tensor in expected.items():
         assert torch.equal(written[renamed(name)].view(torch.uint8), tensor.view(torch.uint8)), name
     tokens = torch.arange(40, 80)
-    hidden = [load_model(report.out, device="cpu", dtype="float32").model(tokens, CausalContext([40])) for report in found]
+    hidden = [
+        load_model(report.out, device="cpu", dtype="float32").model(tokens, CausalContext([40]))
+        for report in found
+    ]
     assert torch.equal(*hidden)
-    assert found[1].findings.errors == {renamed(module): error for module, error in found[0].findings.errors.items()}
+    assert found[1].findings.errors == {
+        renamed(module): error for module, error in found[0].findings.errors.items()
+    }

@@ -13,10 +13,14 @@ def test_blocks_give_what_whole_logits_give(rows: int) -> None:
     original = 4 * torch.randn(50, 16, generator=generator)
     quantized = original + 0.3 * torch.randn(50, 16, generator=generator)
     head = torch.randn(333, 16, generator=generator)
-    p, q = ((hidden.double() @ head.double().t()).log_softmax(-1) for hidden in (original, quantized))
+    p, q = (
+        (hidden.double() @ head.double().t()).log_softmax(-1) for hidden in (original, quantized)
+    )
     found = compare_next_tokens(original, quantized, head.split(rows))
     assert found.tokens == 50
-    assert found.kl == pytest.approx(float(F.kl_div(q, p, log_target=True, reduction="none").sum(-1).mean()), rel=1e-5)
+    assert found.kl == pytest.approx(
+        float(F.kl_div(q, p, log_target=True, reduction="none").sum(-1).mean()), rel=1e-5
+    )
     assert found.top1_agree == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
     assert 0 < found.top1_agree < 1
 

@@ -19,7 +19,10 @@ def test_draws_give_the_fisher_information(rows: int) -> None:
     """Against every token of the vocabulary, weighed by its probability, and autograd."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, H, generator=generator, dtype=torch.float64).repeat(3000, 1)
-    gain, head = torch.rand(H, generator=generator).double() + 0.5, 2 * torch.randn(30, H, generator=generator, dtype=torch.float64)
+    gain, head = (
+        torch.rand(H, generator=generator).double() + 0.5,
+        2 * torch.randn(30, H, generator=generator, dtype=torch.float64),
+    )
     exact = torch.zeros(H, H, dtype=torch.float64)
     for one in hidden[:2]:
         x = one.clone().requires_grad_()
@@ -45,20 +48,42 @@ def test_the_next_two_norms_of_the_model_read() -> None:
     checkpoint = Checkpoint.open(find_model("tiny-r1"))
     config = deepseek_v3.Config.from_dict(checkpoint.config)
     rows = deepseek_v3.parameters(config)
-    groups = [group for layer in range(config.num_hidden_layers) for group in deepseek_v3.scale_groups(config, layer)]
+    groups = [
+        group
+        for layer in range(config.num_hidden_layers)
+        for group in deepseek_v3.scale_groups(config, layer)
+    ]
     units = units_of(rows, groups)
     source = ParameterReader(checkpoint, torch.device("cpu"))
     readers = ResidualStream(source, rows, groups)
-    by_module = {row.module: source.dequantized(row) for row in rows if row.layer in (0, 1) and row.expert is None}
+    by_module = {
+        row.module: source.dequantized(row)
+        for row in rows
+        if row.layer in (0, 1) and row.expert is None
+    }
     hidden = torch.randn(50, config.hidden_size)
-    head = cost_to_next_token(hidden, source.dequantized(readers.norm), EPS, source.blocks(readers.head, BLOCK_ROWS))
+    head = cost_to_next_token(
+        hidden, source.dequantized(readers.norm), EPS, source.blocks(readers.head, BLOCK_ROWS)
+    )
 
     last = feed_forward_unit(config.num_hidden_layers - 1)
-    torch.testing.assert_close(readers.cost(units[last], hidden, EPS), head)  # nobody but the head reads what it writes
+    torch.testing.assert_close(
+        readers.cost(units[last], hidden, EPS), head
+    )  # nobody but the head reads what it writes
     behind = {
-        "model.layers.0.post_attention_layernorm": ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"),
-        "model.layers.1.input_layernorm": ("model.layers.1.self_attn.q_a_proj", "model.layers.1.self_attn.kv_a_proj_with_mqa"),
+        "model.layers.0.post_attention_layernorm": (
+            "model.layers.0.mlp.gate_proj",
+            "model.layers.0.mlp.up_proj",
+        ),
+        "model.layers.1.input_layernorm": (
+            "model.layers.1.self_attn.q_a_proj",
+            "model.layers.1.self_attn.kv_a_proj_with_mqa",
+        ),
     }
-    expected = cost_to_readers((by_module[norm], by_module[reader]) for norm, modules in behind.items() for reader in modules)
+    expected = cost_to_readers(
+        (by_module[norm], by_module[reader])
+        for norm, modules in behind.items()
+        for reader in modules
+    )
     assert expected is not None
     torch.testing.assert_close(readers.cost(units[attend_unit(0)], hidden, EPS), head + expected)

@@ -1,4 +1,5 @@
-"""Where a sublayer's parameters are held as they are stored, each is read once, and a caller may do with what it is given as it likes."""
+"""Where a sublayer's parameters are held as they are stored, each is read once, and a caller may do
+with what it is given as it likes."""
 
 from pathlib import Path
 
@@ -20,7 +21,10 @@ ROWS = (LINEAR, NORM, BIAS)
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ParameterReader:
     config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
     found = ParameterReader(
-        Checkpoint.open(make_model.write_fp8(tmp_path / "source", config, make_model.random_tensors(config))), torch.device("cpu")
+        Checkpoint.open(
+            make_model.write_fp8(tmp_path / "source", config, make_model.random_tensors(config))
+        ),
+        torch.device("cpu"),
     )
     found.asked = []  # type: ignore[attr-defined]
     read = found.checkpoint.read
@@ -49,9 +53,13 @@ def asked(reader: ParameterReader, row: Parameter) -> list[int]:
 def test_what_is_kept_is_read_once_and_nobody_changes_it(reader: ParameterReader) -> None:
     reader.holds = True
     reader.keep(ROWS)
-    assert [asked(reader, row) for row in ROWS] == [[2, 0], [1, 0], [1, 1]], "float32 has no other form to be held in"
+    assert [asked(reader, row) for row in ROWS] == [[2, 0], [1, 0], [1, 1]], (
+        "float32 has no other form to be held in"
+    )
     reader.keep([NORM])
-    assert [asked(reader, row) for row in (LINEAR, NORM)] == [[2, 2], [1, 0]], "others are let go of"
+    assert [asked(reader, row) for row in (LINEAR, NORM)] == [[2, 2], [1, 0]], (
+        "others are let go of"
+    )
 
 
 def test_a_processor_holds_nothing(reader: ParameterReader) -> None:

@@ -1,4 +1,5 @@
-"""The method is kept unless held-out inputs clearly speak against it; errors where the next norm does not look cost nothing."""
+"""The method is kept unless held-out inputs clearly speak against it; errors where the next norm
+does not look cost nothing."""
 
 import pytest
 import torch
@@ -22,17 +23,31 @@ def inputs(seed: int, rows: int) -> Tensor:
 
 
 def solver(*methods: Method) -> Solver:
-    return Solver(IntGrid(4, K, symmetric=False), torch.float16, Recipe(scheme="awq-w4a16"), methods, activation_bits=16)
+    return Solver(
+        IntGrid(4, K, symmetric=False),
+        torch.float16,
+        Recipe(scheme="awq-w4a16"),
+        methods,
+        activation_bits=16,
+    )
 
 
-@pytest.mark.parametrize(("judged_on", "rows", "method"), [(1, 64, "gptq"), (2, 64, "nearest"), (2, 1, "gptq"), (2, 0, "gptq")])
-def test_plain_rounding_is_kept_where_the_method_clearly_loses(judged_on: int, rows: int, method: str) -> None:
-    """Compensation for inputs of one kind costs dearly on another; one row, or none, is not enough to say so."""
+@pytest.mark.parametrize(
+    ("judged_on", "rows", "method"),
+    [(1, 64, "gptq"), (2, 64, "nearest"), (2, 1, "gptq"), (2, 0, "gptq")],
+)
+def test_plain_rounding_is_kept_where_the_method_clearly_loses(
+    judged_on: int, rows: int, method: str
+) -> None:
+    """Compensation for inputs of one kind costs dearly on another; one row, or none, is not enough
+    to say so."""
     own = solver("gptq")
     w = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
     x = inputs(1, 1024)
     curvature = own.curvature(x.t() @ x / len(x))
-    solved = own.solve_stack({"a": w}, {}, curvature, inputs(judged_on, 1088)[1024 : 1024 + rows])["a"]
+    solved = own.solve_stack({"a": w}, {}, curvature, inputs(judged_on, 1088)[1024 : 1024 + rows])[
+        "a"
+    ]
     assert solved.method == method
     assert (solved.error == solved.error) == bool(rows), "no rows, no error"
 
@@ -47,29 +62,49 @@ def test_rows_without_importance_do_not_choose_the_scale() -> None:
 
     def loss(scale: Tensor) -> float:
         """Of the rows that count."""
-        return float(own.losses(rows, scale[None], (rows * scale).abs().amax().expand(1, N), curvature).sum())
+        return float(
+            own.losses(rows, scale[None], (rows * scale).abs().amax().expand(1, N), curvature).sum()
+        )
 
     def chosen(consumer: Consumer) -> Tensor:
-        return choose_scale(own, [consumer], curvature, InputStatistics(hessian, x.abs().amax(0), x[:64], x), exact=False)
+        return choose_scale(
+            own,
+            [consumer],
+            curvature,
+            InputStatistics(hessian, x.abs().amax(0), x[:64], x),
+            exact=False,
+        )
 
     every = torch.cat([rows, ignored])
-    assert loss(chosen(Consumer(every, 1.0, own, importance))) < loss(chosen(Consumer(every, 1.0, own)))
+    assert loss(chosen(Consumer(every, 1.0, own, importance))) < loss(
+        chosen(Consumer(every, 1.0, own))
+    )
 
 
 def test_both_families_of_scales_are_tried_where_both_are_asked_for() -> None:
     """The best of awq's and smooth's candidates together, with activations of 8 bits."""
     x = inputs(1, 1024)
-    x[:, 5] *= (torch.arange(1024) % 97 == 0) * 30.0  # large now and then: largest magnitudes and mean sizes differ
+    x[:, 5] *= (
+        torch.arange(1024) % 97 == 0
+    ) * 30.0  # large now and then: largest magnitudes and mean sizes differ
     hessian = x.t() @ x / len(x)
     statistics = InputStatistics(hessian, x.abs().amax(0), x[:256], x)
     rows = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
 
     def own(*methods: Method) -> Solver:
-        return Solver(IntGrid(8, None, symmetric=True), torch.float32, Recipe(scheme="int8-a8w8c16"), methods, activation_bits=8)
+        return Solver(
+            IntGrid(8, None, symmetric=True),
+            torch.float32,
+            Recipe(scheme="int8-a8w8c16"),
+            methods,
+            activation_bits=8,
+        )
 
     def chosen(*methods: Method) -> Tensor:
         asked = own(*methods, "gptq")
-        return choose_scale(asked, [Consumer(rows, 1.0, asked)], asked.curvature(hessian), statistics, exact=False)
+        return choose_scale(
+            asked, [Consumer(rows, 1.0, asked)], asked.curvature(hessian), statistics, exact=False
+        )
 
     smooth, awq, both = chosen("smooth"), chosen("awq"), chosen("smooth", "awq")
     assert not torch.equal(smooth, awq)
@@ -77,16 +112,27 @@ def test_both_families_of_scales_are_tried_where_both_are_asked_for() -> None:
 
 
 def test_scales_of_rounded_activations_are_judged_by_the_rows_as_they_count() -> None:
-    """Rows of one channel's outliers make the scale where they count, and another one where they count next to nothing."""
-    own = Solver(IntGrid(8, None, symmetric=True), torch.float32, Recipe(scheme="int8-a8w8c16"), ("smooth", "awq"), activation_bits=8)
+    """Rows of one channel's outliers make the scale where they count, and another one where they
+    count next to nothing."""
+    own = Solver(
+        IntGrid(8, None, symmetric=True),
+        torch.float32,
+        Recipe(scheme="int8-a8w8c16"),
+        ("smooth", "awq"),
+        activation_bits=8,
+    )
     x, rows = torch.randn(2048, K), torch.randn(N, K)
     outliers = x[::64].clone()
     outliers[:, 5] = 400.0
     hessian = x.t() @ x / len(x)
 
     def chosen(counts: float) -> Tensor:
-        statistics = InputStatistics(hessian, x.abs().amax(0), x[:128], torch.cat([x, outliers * counts]))
-        return choose_scale(own, [Consumer(rows, 1.0, own)], own.curvature(hessian), statistics, exact=False)
+        statistics = InputStatistics(
+            hessian, x.abs().amax(0), x[:128], torch.cat([x, outliers * counts])
+        )
+        return choose_scale(
+            own, [Consumer(rows, 1.0, own)], own.curvature(hessian), statistics, exact=False
+        )
 
     heeded, ignored = chosen(1.0), chosen(1e-3)
     assert heeded[5] / heeded.median() > 4
@@ -108,7 +154,13 @@ def test_descent_lowers_the_error_of_held_out_inputs(outputs: bool) -> None:
     for methods in (("gptq",), ("gptq", "descent")):
         own = solver(*methods)
         judged = Curvature.of(cost @ cost.t(), 0.05) if outputs else None
-        solved = own.solve_stack({"a": w}, {}, own.curvature(x.t() @ x / len(x)), held_out, {} if judged is None else {"a": judged})["a"]
+        solved = own.solve_stack(
+            {"a": w},
+            {},
+            own.curvature(x.t() @ x / len(x)),
+            held_out,
+            {} if judged is None else {"a": judged},
+        )["a"]
         assert solved.method == "+".join(methods)
         error = (w - solved.values) @ held_out.t()
         found.append(float((error * (cost @ cost.t() @ error if outputs else error)).sum()))

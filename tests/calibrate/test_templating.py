@@ -1,4 +1,5 @@
-"""Conversations as a model's template writes them: thoughts are kept, refusals are got round, base models get plain text."""
+"""Conversations as a model's template writes them: thoughts are kept, refusals are got round, base
+models get plain text."""
 
 import json
 from pathlib import Path
@@ -13,7 +14,12 @@ from quantkit.tokenizer.chat import ChatTokenizer
 from quantkit.tokenizer.template import ChatTemplate
 
 THOUGHT = read_document(
-    {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "reasoning_content": "easy", "content": "4"}]}
+    {
+        "messages": [
+            {"role": "user", "content": "2+2?"},
+            {"role": "assistant", "reasoning_content": "easy", "content": "4"},
+        ]
+    }
 )
 CALLED = read_document(
     {
@@ -21,7 +27,11 @@ CALLED = read_document(
         "messages": [
             {"role": "system", "content": "Be exact."},
             {"role": "user", "content": "2+2?"},
-            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}]},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}],
+            },
             {"role": "tool", "content": "4"},
             {"role": "assistant", "content": "It is 4."},
         ],
@@ -38,9 +48,16 @@ def templating(checkpoint: Path, template: str | None) -> Templating:
 def test_a_thought_that_the_template_drops_is_put_behind_the_prompt(tiny_checkpoint: Path) -> None:
     """make_model's template is R1's: it cuts replies at </think>, and opens <think> itself."""
     text = Templating(ChatTokenizer(tiny_checkpoint)).text(THOUGHT)
-    assert text.endswith("<｜User｜>2+2?<｜Assistant｜><think>\neasy\n</think>\n\n4<｜end▁of▁sentence｜>")
+    assert text.endswith(
+        "<｜User｜>2+2?<｜Assistant｜><think>\neasy\n</think>\n\n4<｜end▁of▁sentence｜>"
+    )
     tagged = [THOUGHT.messages[0], {"role": "assistant", "content": "<think>\neasy\n</think>\n\n4"}]
-    assert Templating(ChatTokenizer(tiny_checkpoint)).text(Document("messages", messages=tuple(tagged))) == text
+    assert (
+        Templating(ChatTokenizer(tiny_checkpoint)).text(
+            Document("messages", messages=tuple(tagged))
+        )
+        == text
+    )
 
 
 def test_a_thought_that_the_template_writes_is_left_to_it(tiny_checkpoint: Path) -> None:
@@ -49,9 +66,16 @@ def test_a_thought_that_the_template_writes_is_left_to_it(tiny_checkpoint: Path)
 
 
 def test_arguments_are_given_as_the_template_wants_them(tiny_checkpoint: Path) -> None:
-    body = "{% for m in messages %}{% for c in m.tool_calls %}{{ ARGUMENTS }}{% endfor %}{{ m.content }};{% endfor %}"
-    as_object = templating(tiny_checkpoint, body.replace("ARGUMENTS", "c.function.arguments | tojson"))
-    as_text = templating(tiny_checkpoint, body.replace("ARGUMENTS", "'```' + c.function.arguments + '```'"))
+    body = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ ARGUMENTS }}{% endfor %}{{ "
+        "m.content }};{% endfor %}"
+    )
+    as_object = templating(
+        tiny_checkpoint, body.replace("ARGUMENTS", "c.function.arguments | tojson")
+    )
+    as_text = templating(
+        tiny_checkpoint, body.replace("ARGUMENTS", "'```' + c.function.arguments + '```'")
+    )
     assert as_object.text(CALLED) == 'Be exact.;2+2?;{"a": 2};4;It is 4.;'
     assert as_text.text(CALLED) == 'Be exact.;2+2?;```{"a": 2}```;4;It is 4.;'
     assert (as_object.simplified, as_text.simplified) == (0, 0)
@@ -59,7 +83,8 @@ def test_arguments_are_given_as_the_template_wants_them(tiny_checkpoint: Path) -
 
 def test_a_strict_template_gets_user_and_assistant_in_turn(tiny_checkpoint: Path) -> None:
     strict = (
-        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}"
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ "
+        "raise_exception('roles must alternate') }}"
         "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     )
     found = templating(tiny_checkpoint, strict)
@@ -80,7 +105,8 @@ def test_a_base_model_gets_plain_text(tiny_checkpoint: Path) -> None:
 def test_every_document_of_our_own_passes_a_strict_template(tiny_checkpoint: Path) -> None:
     """Each is rendered whole: nothing of what is said is lost."""
     strict = (
-        "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ raise_exception('who?') }}{% endif %}"
+        "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ "
+        "raise_exception('who?') }}{% endif %}"
         "{{ m.content }}\n{% endfor %}"
     )
     found = templating(tiny_checkpoint, strict)

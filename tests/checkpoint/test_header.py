@@ -20,7 +20,9 @@ def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
     data = (tmp_path / "a.safetensors").read_bytes()
     infos = read_header(tmp_path, "a.safetensors")
-    assert {info.name: (info.dtype, info.shape) for info in infos} == {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+    assert {info.name: (info.dtype, info.shape) for info in infos} == {
+        n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()
+    }
     for info in infos:
         expected = tensors[info.name].reshape(-1).view(torch.uint8).numpy().tobytes()
         assert data[info.offset : info.offset + info.nbytes] == expected
@@ -28,7 +30,11 @@ def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
 
 
 def test_safetensors_reads_what_we_encode(tmp_path: Path) -> None:
-    specs = [TensorSpec("b", torch.int64, (2,)), TensorSpec("ä", torch.float32, ()), TensorSpec("c", torch.uint8, (3,))]
+    specs = [
+        TensorSpec("b", torch.int64, (2,)),
+        TensorSpec("ä", torch.float32, ()),
+        TensorSpec("c", torch.uint8, (3,)),
+    ]
     header, infos = encode_header(specs)
     assert len(header) % 8 == 0
     (tmp_path / "a.safetensors").write_bytes(header + bytes(range(23)))
@@ -37,9 +43,9 @@ def test_safetensors_reads_what_we_encode(tmp_path: Path) -> None:
         assert file.get_tensor("c").tolist() == [20, 21, 22]
         assert file.get_tensor("b").dtype == torch.int64
         assert file.get_tensor("ä").shape == ()
-    assert [(i.name, i.dtype, i.shape, i.offset) for i in read_header(tmp_path, "a.safetensors")] == [
-        (i.name, i.dtype, i.shape, i.offset) for i in infos
-    ]
+    assert [
+        (i.name, i.dtype, i.shape, i.offset) for i in read_header(tmp_path, "a.safetensors")
+    ] == [(i.name, i.dtype, i.shape, i.offset) for i in infos]
 
 
 def _file(entries: Any, data: bytes) -> bytes:
@@ -63,7 +69,10 @@ def _entry(**changes: Any) -> dict[str, Any]:
         (_file({"a": _entry()}, b"x" * 7), "is truncated: .* bytes, and its header describes"),
         (_file({"a": _entry()}, b"x" * 9), "has 1 bytes that its header does not describe"),
         (_file({"a": _entry(data_offsets=[4, 12])}, b"x" * 12), "has a gap or an overlap before a"),
-        (_file({"a": _entry(), "b": _entry(data_offsets=[4, 12])}, b"x" * 12), "has a gap or an overlap before b"),
+        (
+            _file({"a": _entry(), "b": _entry(data_offsets=[4, 12])}, b"x" * 12),
+            "has a gap or an overlap before b",
+        ),
         (_file({"a": _entry(shape=[3])}, b"x" * 8), "makes no sense for a"),
         (_file({"a": _entry(shape=[-2])}, b"x" * 8), "makes no sense for a"),
         (_file({"a": _entry(shape=[2.0])}, b"x" * 8), "makes no sense for a"),
@@ -82,7 +91,9 @@ def test_damaged_files_are_named(content: bytes, fault: str, tmp_path: Path) -> 
     assert told.value.remedy
 
 
-@pytest.mark.parametrize("cut", [lambda size: 4, lambda size: 40, lambda size: size // 2, lambda size: size - 1])
+@pytest.mark.parametrize(
+    "cut", [lambda size: 4, lambda size: 40, lambda size: size // 2, lambda size: size - 1]
+)
 def test_a_file_cut_anywhere_is_noticed(cut: Callable[[int], int], tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file({"x": torch.ones(100), "y": torch.ones(7)}, path)

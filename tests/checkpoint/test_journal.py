@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.checkpoint.journal import Journal, JournalEntry, Journals, journals, lock_path, read_fingerprint
+from quantkit.checkpoint.journal import (
+    Journal,
+    JournalEntry,
+    Journals,
+    journals,
+    lock_path,
+    read_fingerprint,
+)
 from quantkit.checkpoint.lock import check_free
 from quantkit.common.errors import QuantkitError
 
@@ -95,7 +102,10 @@ def test_ranks_have_a_journal_each(tmp_path: Path) -> None:
 
 def test_a_journal_in_use_is_refused(tmp_path: Path) -> None:
     journal = _journal(tmp_path)
-    for refused in (lambda: check_free(lock_path(tmp_path, 0), tmp_path), lambda: _journal(tmp_path)):
+    for refused in (
+        lambda: check_free(lock_path(tmp_path, 0), tmp_path),
+        lambda: _journal(tmp_path),
+    ):
         with pytest.raises(QuantkitError, match=f"process {os.getpid()} on .* is writing"):
             refused()
     check_free(lock_path(tmp_path, 1), tmp_path)

@@ -10,17 +10,28 @@ from quantkit.checkpoint.layout import plan_layout
 _SPECS = [
     TensorSpec(f"model.layers.{layer}.p.{part}", dtype, shape)
     for layer in range(4)
-    for part, dtype, shape in (("weight", torch.uint8, (5, 3)), ("scale", torch.float8_e4m3fn, (5,)), ("bias", torch.float32, (3,)))
+    for part, dtype, shape in (
+        ("weight", torch.uint8, (5, 3)),
+        ("scale", torch.float8_e4m3fn, (5,)),
+        ("bias", torch.float32, (3,)),
+    )
 ]
 
 
 def test_shards_are_full_but_no_fuller_and_keep_modules_together() -> None:
     module_bytes = 15 + 5 + 12
     layout = plan_layout(_SPECS, shard_bytes=2 * module_bytes)
-    assert [shard.name for shard in layout.shards] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    assert {tensor.shard for name, tensor in layout.tensors.items() if ".2." in name} == {"model-00002-of-00002.safetensors"}
+    assert [shard.name for shard in layout.shards] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+    assert {tensor.shard for name, tensor in layout.tensors.items() if ".2." in name} == {
+        "model-00002-of-00002.safetensors"
+    }
     assert layout.total_size == 4 * module_bytes
-    assert sum(shard.size for shard in layout.shards) == 4 * module_bytes + sum(len(shard.header) for shard in layout.shards)
+    assert sum(shard.size for shard in layout.shards) == 4 * module_bytes + sum(
+        len(shard.header) for shard in layout.shards
+    )
     assert len(plan_layout(_SPECS, shard_bytes=2 * module_bytes - 1).shards) == 4
 
 

@@ -1,4 +1,5 @@
-"""Experts that are published stacked, read as experts of their own: gpt-oss in 16 bits and in MXFP4, against transformers."""
+"""Experts that are published stacked, read as experts of their own: gpt-oss in 16 bits and in
+MXFP4, against transformers."""
 
 import json
 from pathlib import Path
@@ -50,14 +51,19 @@ PLAIN = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_t
 def test_experts_of_16_bits_are_those_of_transformers(tmp_path: Path) -> None:
     peer = random_peer(*CASES["gpt_oss"])
     peer.save_pretrained(tmp_path)
-    assert any(name.endswith("experts.gate_up_proj") for name in load_file(tmp_path / "model.safetensors"))
+    assert any(
+        name.endswith("experts.gate_up_proj") for name in load_file(tmp_path / "model.safetensors")
+    )
     checkpoint, expected = Checkpoint.open(tmp_path), checkpoint_tensors(peer)
     check_stored(checkpoint, read_model(checkpoint).rows)
     assert checkpoint.tensors.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(checkpoint.read(name), tensor), name
     share, first = checkpoint.share("model.layers.1.mlp.experts.3.up_proj", "N", 32, 64)
-    assert (first, share.tolist()) == (32, expected["model.layers.1.mlp.experts.3.up_proj.weight"][32:64].tolist())
+    assert (first, share.tolist()) == (
+        32,
+        expected["model.layers.1.mlp.experts.3.up_proj.weight"][32:64].tolist(),
+    )
 
 
 def mxfp4_model(path: Path) -> tuple[Path, dict[str, Tensor]]:
@@ -65,23 +71,54 @@ def mxfp4_model(path: Path) -> tuple[Path, dict[str, Tensor]]:
     path.mkdir()
     rng = torch.Generator().manual_seed(3)
     hidden, width, experts = 64, 128, 4
-    tensors = {"model.embed_tokens.weight": (320, hidden), "lm_head.weight": (320, hidden), "model.norm.weight": (hidden,)}
+    tensors = {
+        "model.embed_tokens.weight": (320, hidden),
+        "lm_head.weight": (320, hidden),
+        "model.norm.weight": (hidden,),
+    }
     for layer in range(2):
         p = f"model.layers.{layer}"
-        tensors |= {f"{p}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-        for side, rows, columns in (("q", 64, hidden), ("k", 32, hidden), ("v", 32, hidden), ("o", hidden, 64)):
-            tensors |= {f"{p}.self_attn.{side}_proj.weight": (rows, columns), f"{p}.self_attn.{side}_proj.bias": (rows,)}
-        tensors |= {f"{p}.self_attn.sinks": (4,), f"{p}.mlp.router.weight": (experts, hidden), f"{p}.mlp.router.bias": (experts,)}
-        tensors |= {f"{p}.mlp.experts.gate_up_proj_bias": (experts, 2 * width), f"{p}.mlp.experts.down_proj_bias": (experts, hidden)}
-    held = {name: ("norm" in name) + torch.randn(shape, generator=rng) / shape[-1] ** 0.5 for name, shape in tensors.items()}
+        tensors |= {
+            f"{p}.{name}.weight": (hidden,)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        }
+        for side, rows, columns in (
+            ("q", 64, hidden),
+            ("k", 32, hidden),
+            ("v", 32, hidden),
+            ("o", hidden, 64),
+        ):
+            tensors |= {
+                f"{p}.self_attn.{side}_proj.weight": (rows, columns),
+                f"{p}.self_attn.{side}_proj.bias": (rows,),
+            }
+        tensors |= {
+            f"{p}.self_attn.sinks": (4,),
+            f"{p}.mlp.router.weight": (experts, hidden),
+            f"{p}.mlp.router.bias": (experts,),
+        }
+        tensors |= {
+            f"{p}.mlp.experts.gate_up_proj_bias": (experts, 2 * width),
+            f"{p}.mlp.experts.down_proj_bias": (experts, hidden),
+        }
+    held = {
+        name: ("norm" in name) + torch.randn(shape, generator=rng) / shape[-1] ** 0.5
+        for name, shape in tensors.items()
+    }
     held = {name: tensor.bfloat16() for name, tensor in held.items()}
     for layer in range(2):
         for side, rows, columns in (("gate_up", 2 * width, hidden), ("down", hidden, width)):
             name = f"model.layers.{layer}.mlp.experts.{side}_proj"
-            held[f"{name}_blocks"] = torch.randint(0, 256, (experts, rows, columns // 32, 16), generator=rng, dtype=torch.uint8)
-            held[f"{name}_scales"] = torch.randint(119, 125, (experts, rows, columns // 32), generator=rng, dtype=torch.uint8)
+            held[f"{name}_blocks"] = torch.randint(
+                0, 256, (experts, rows, columns // 32, 16), generator=rng, dtype=torch.uint8
+            )
+            held[f"{name}_scales"] = torch.randint(
+                119, 125, (experts, rows, columns // 32), generator=rng, dtype=torch.uint8
+            )
     block = {"quant_method": "mxfp4", "modules_to_not_convert": PLAIN}
-    (path / "config.json").write_text(json.dumps({**CONFIG, "eos_token_id": 1, "quantization_config": block}))
+    (path / "config.json").write_text(
+        json.dumps({**CONFIG, "eos_token_id": 1, "quantization_config": block})
+    )
     save_file(held, path / "model.safetensors")
     make_model.write_tokenizer(path)
     return path, held
@@ -93,13 +130,24 @@ def test_mxfp4_blocks_stand_for_what_transformers_makes_of_them(tmp_path: Path) 
     for layer in range(2):
         name = f"model.layers.{layer}.mlp.experts"
         both, down = (
-            _convert_moe_packed_tensors(held[f"{name}.{side}_proj_blocks"], held[f"{name}.{side}_proj_scales"], dtype=torch.float32)
+            _convert_moe_packed_tensors(
+                held[f"{name}.{side}_proj_blocks"],
+                held[f"{name}.{side}_proj_scales"],
+                dtype=torch.float32,
+            )
             for side in ("gate_up", "down")
         )
         for expert in range(4):
-            sides = {"gate": both[expert].t()[::2], "up": both[expert].t()[1::2], "down": down[expert].t()}
+            sides = {
+                "gate": both[expert].t()[::2],
+                "up": both[expert].t()[1::2],
+                "down": down[expert].t(),
+            }
             for side, weight in sides.items():
-                assert torch.equal(dequantize(checkpoint.weight(f"{name}.{expert}.{side}_proj"), torch.float32), weight)
+                assert torch.equal(
+                    dequantize(checkpoint.weight(f"{name}.{expert}.{side}_proj"), torch.float32),
+                    weight,
+                )
 
 
 def test_a_tensor_that_is_not_stacked_as_said_stays_as_it_is(tmp_path: Path) -> None:
@@ -113,7 +161,9 @@ def greedy(path: Path, tp: int = 1, *, mixed: bool = False) -> list[list[int]]:
     engine = Engine.load(path, device="cpu", dtype="float32", max_model_len=64, tp=tp)
     if mixed:
         engine.scheduler.budget = StepBudget(16, 8, mixed=True)
-    done = engine.generate([[5, 9, 17, 40], list(range(20, 44))], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    done = engine.generate(
+        [[5, 9, 17, 40], list(range(20, 44))], SamplingParams(max_new_tokens=8, ignore_eos=True)
+    )
     tokens = {one.index: one.token_ids for one in done}
     engine.close()
     return [tokens[index] for index in sorted(tokens)]
@@ -144,13 +194,21 @@ def test_transformers_loads_what_was_made_plain(published: Path, tmp_path: Path)
     quantize(published, tmp_path / "int4", SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
     for source in (published, tmp_path / "int4"):
         plain = convert(source, tmp_path / f"{source.name}-plain", dtype="float32").out
-        loaded, facts = transformers.AutoModelForCausalLM.from_pretrained(plain, output_loading_info=True)
-        assert not any(facts[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        loaded, facts = transformers.AutoModelForCausalLM.from_pretrained(
+            plain, output_loading_info=True
+        )
+        assert not any(
+            facts[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        )
         tensors, checkpoint = checkpoint_tensors(loaded), Checkpoint.open(source)
         assert len([name for name in tensors if ".experts." in name]) == 2 * 4 * 6
         for name, tensor in tensors.items():
             module = name.removesuffix(".weight")
-            held = dequantize(checkpoint.weight(module)) if module in checkpoint.linears else checkpoint.read(name)
+            held = (
+                dequantize(checkpoint.weight(module))
+                if module in checkpoint.linears
+                else checkpoint.read(name)
+            )
             assert torch.equal(tensor, held.float()), name
 
 
@@ -158,18 +216,36 @@ def test_experts_one_by_one_are_stacked_as_transformers_has_them(tmp_path: Path)
     peer, config, tensors = whole(QWEN_3_5)
     make_model.write_dense(tmp_path / "apart", config | {"vocab_size": 320}, tensors)
     plain = convert(tmp_path / "apart", tmp_path / "plain", dtype="float32").out
-    stored = {name: tensor for name, tensor in load_file(plain / "model-00001-of-00001.safetensors").items() if ".experts." in name}
+    stored = {
+        name: tensor
+        for name, tensor in load_file(plain / "model-00001-of-00001.safetensors").items()
+        if ".experts." in name
+    }
     expected = {name: tensor for name, tensor in peer.state_dict().items() if ".experts." in name}
     assert len(expected) == 2 * 4
-    assert stored.keys() == {name.replace("model.", "model.language_model.", 1) for name in expected}
-    assert all(torch.equal(stored[name.replace("model.", "model.language_model.", 1)], tensor) for name, tensor in expected.items())
+    assert stored.keys() == {
+        name.replace("model.", "model.language_model.", 1) for name in expected
+    }
+    assert all(
+        torch.equal(stored[name.replace("model.", "model.language_model.", 1)], tensor)
+        for name, tensor in expected.items()
+    )
 
 
 def test_a_stack_of_which_an_expert_lacks_a_tensor_stays_apart() -> None:
-    shapes = {f"mlp.experts.{e}.{side}_proj.weight": (8, 4) for e in range(2) for side in ("gate", "up")}
+    shapes = {
+        f"mlp.experts.{e}.{side}_proj.weight": (8, 4) for e in range(2) for side in ("gate", "up")
+    }
     (stack,) = table_stacks(CONFIG, shapes)
     assert (stack.name, stack.whole_shape) == ("mlp.experts.gate_up_proj", (2, 4, 16))
-    assert list(table_stacks(CONFIG, {name: shape for name, shape in shapes.items() if "1.up" not in name})) == []
+    assert (
+        list(
+            table_stacks(
+                CONFIG, {name: shape for name, shape in shapes.items() if "1.up" not in name}
+            )
+        )
+        == []
+    )
     assert list(table_stacks(CONFIG, shapes | {"mlp.experts.3.gate_proj.weight": (8, 4)})) == []
     assert list(table_stacks({"model_type": "qwen3_moe"}, shapes)) == []
 
@@ -177,15 +253,37 @@ def test_a_stack_of_which_an_expert_lacks_a_tensor_stays_apart() -> None:
 def test_engines_and_the_checkup_know_it_as_it_is_published(published: Path) -> None:
     assert check_checkpoint("vllm", Checkpoint.open(published)) == []
     with pytest.raises(QuantkitError, match="vllm loads gpt_oss in mxfp4 only, not awq"):
-        quantize(published, published.parent / "no", SCHEMES["awq-w4a16"], "auto", Recipe(scheme="awq-w4a16"), engine="vllm")
+        quantize(
+            published,
+            published.parent / "no",
+            SCHEMES["awq-w4a16"],
+            "auto",
+            Recipe(scheme="awq-w4a16"),
+            engine="vllm",
+        )
     assert diagnose(str(published), depth="tensors").findings.verdict != "bad"
 
 
 @pytest.mark.parametrize("change", [{}, {"methods": ()}])
-def test_the_published_model_is_quantized(published: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+def test_the_published_model_is_quantized(
+    published: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
     text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": " ".join(str((i * j) % 97) for j in range(60))}) + "\n" for i in range(8)))
-    recipe = Recipe(scheme="awq-w4a16", calibration=str(text), samples=4, held_out=2, seq_len=32, group_size=32, **change)
+    text.write_text(
+        "".join(
+            json.dumps({"text": " ".join(str((i * j) % 97) for j in range(60))}) + "\n"
+            for i in range(8)
+        )
+    )
+    recipe = Recipe(
+        scheme="awq-w4a16",
+        calibration=str(text),
+        samples=4,
+        held_out=2,
+        seq_len=32,
+        group_size=32,
+        **change,
+    )
     quantize(published, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
     made, source = Checkpoint.open(tmp_path / "out"), Checkpoint.open(published)
     assert set(source.linears) < set(made.linears)

@@ -1,4 +1,5 @@
-"""Checkpoint: reads what is there, and names in one line whatever is wrong with a directory before reading any weight."""
+"""Checkpoint: reads what is there, and names in one line whatever is wrong with a directory before
+reading any weight."""
 
 import json
 import os
@@ -19,7 +20,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int4, compressed_int8, fp8_block, modelopt, modelslim
+from quantkit.checkpoint.formats import (
+    awq,
+    compressed_fp4,
+    compressed_int4,
+    compressed_int8,
+    fp8_block,
+    modelopt,
+    modelslim,
+)
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint, check_finite
 from quantkit.common.errors import QuantkitError
@@ -77,7 +86,9 @@ def test_weights_are_decoded(tiny_checkpoint: Path) -> None:
     assert checkpoint.scheme is None
     assert checkpoint.config["model_type"] == "deepseek_v3"
     for module in module_names(checkpoint):
-        assert torch.equal(dequantize(checkpoint.weight(module)), values[f"{module}.weight"].float())
+        assert torch.equal(
+            dequantize(checkpoint.weight(module)), values[f"{module}.weight"].float()
+        )
         assert checkpoint.shape(module) == tuple(values[f"{module}.weight"].shape)
 
 
@@ -98,10 +109,16 @@ print(peak() - before)
 
 
 def test_reading_does_not_keep_the_file_in_memory(tmp_path: Path) -> None:
-    """Of 256 MB in tensors of 16 MB, no more than a few are ever resident: the allocator may hold on to freed ones."""
+    """Of 256 MB in tensors of 16 MB, no more than a few are ever resident: the allocator may hold
+    on to freed ones."""
     (tmp_path / "config.json").write_text("{}")
-    save_file({f"m{i}.weight": torch.ones(2048, 4096, dtype=torch.bfloat16) for i in range(16)}, tmp_path / "model.safetensors")
-    run = subprocess.run([sys.executable, "-c", _READ_ALL, str(tmp_path)], capture_output=True, text=True, check=True)
+    save_file(
+        {f"m{i}.weight": torch.ones(2048, 4096, dtype=torch.bfloat16) for i in range(16)},
+        tmp_path / "model.safetensors",
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", _READ_ALL, str(tmp_path)], capture_output=True, text=True, check=True
+    )
     assert 10_000 < int(run.stdout) < 100_000
 
 
@@ -116,8 +133,13 @@ def test_an_index_may_have_another_name_but_not_several(fp8_copy: Path) -> None:
     (fp8_copy / _INDEX).rename(fp8_copy / "quant_model_weights.safetensors.index.json")
     tensors = Checkpoint.open(fp8_copy).tensors
     assert len(tensors) == sum(len(load_file(shard)) for shard in _shards(fp8_copy))
-    shutil.copy(fp8_copy / "quant_model_weights.safetensors.index.json", fp8_copy / "other.safetensors.index.json")
-    with pytest.raises(QuantkitError, match=r"has 2 indexes: other\.safetensors\.index\.json, quant_model_weights"):
+    shutil.copy(
+        fp8_copy / "quant_model_weights.safetensors.index.json",
+        fp8_copy / "other.safetensors.index.json",
+    )
+    with pytest.raises(
+        QuantkitError, match=r"has 2 indexes: other\.safetensors\.index\.json, quant_model_weights"
+    ):
         Checkpoint.open(fp8_copy)
 
 
@@ -130,7 +152,11 @@ def test_tensors_the_index_leaves_out_are_read(fp8_copy: Path) -> None:
     """ModelOpt's script for DeepSeek lists no scales."""
 
     def unlist_scales(index: dict[str, Any]) -> None:
-        index["weight_map"] = {name: shard for name, shard in index["weight_map"].items() if not name.endswith("scale_inv")}
+        index["weight_map"] = {
+            name: shard
+            for name, shard in index["weight_map"].items()
+            if not name.endswith("scale_inv")
+        }
 
     _edit_json(fp8_copy / _INDEX, unlist_scales)
     assert any(name.endswith("scale_inv") for name in Checkpoint.open(fp8_copy).tensors)
@@ -146,11 +172,16 @@ def _truncate_shard(path: Path) -> None:
 
 
 def _index_names_a_ghost(path: Path) -> None:
-    _edit_json(path / _INDEX, lambda index: index["weight_map"].update({"model.ghost.weight": _shards(path)[0].name}))
+    _edit_json(
+        path / _INDEX,
+        lambda index: index["weight_map"].update({"model.ghost.weight": _shards(path)[0].name}),
+    )
 
 
 def _index_points_outside(path: Path) -> None:
-    _edit_json(path / _INDEX, lambda index: index["weight_map"].update({"a": "../secret.safetensors"}))
+    _edit_json(
+        path / _INDEX, lambda index: index["weight_map"].update({"a": "../secret.safetensors"})
+    )
 
 
 def _two_shards_hold_one_name(path: Path) -> None:
@@ -170,24 +201,36 @@ def _drop(name: str) -> Callable[[Path], None]:
 
 
 def _change(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
-    return lambda path: _edit_tensors(path, lambda tensors: tensors.update({name: change(tensors[name])}))
+    return lambda path: _edit_tensors(
+        path, lambda tensors: tensors.update({name: change(tensors[name])})
+    )
 
 
 def test_another_copy_beside_the_weights_is_not_read(fp8_copy: Path) -> None:
-    """Mistral's repositories hold consolidated.safetensors, with names of its own, beside model.safetensors, and no index."""
-    tensors = {name: tensor for shard in _shards(fp8_copy) for name, tensor in load_file(shard).items()}
+    """Mistral's repositories hold consolidated.safetensors, with names of its own, beside
+    model.safetensors, and no index."""
+    tensors = {
+        name: tensor for shard in _shards(fp8_copy) for name, tensor in load_file(shard).items()
+    }
     for file in (*_shards(fp8_copy), fp8_copy / _INDEX):
         file.unlink()
     save_file(tensors, fp8_copy / "model.safetensors")
-    save_file({"layers.0.attention.wq.weight": torch.zeros(2, 2)}, fp8_copy / "consolidated.safetensors")
+    save_file(
+        {"layers.0.attention.wq.weight": torch.zeros(2, 2)}, fp8_copy / "consolidated.safetensors"
+    )
     assert Checkpoint.open(fp8_copy).tensors.keys() == tensors.keys()
 
 
 def test_shards_may_lie_in_folders_below(fp8_copy: Path) -> None:
-    before = {name: Checkpoint.open(fp8_copy).read(name).view(torch.uint8) for name in Checkpoint.open(fp8_copy).tensors}
+    before = {
+        name: Checkpoint.open(fp8_copy).read(name).view(torch.uint8)
+        for name in Checkpoint.open(fp8_copy).tensors
+    }
     checkpoint = Checkpoint.open(shards_below(fp8_copy))
     assert {tensor.shard.partition("/")[0] for tensor in checkpoint.tensors.values()} == {"weights"}
-    assert all(torch.equal(checkpoint.read(name).view(torch.uint8), one) for name, one in before.items())
+    assert all(
+        torch.equal(checkpoint.read(name).view(torch.uint8), one) for name, one in before.items()
+    )
     assert diagnose(str(fp8_copy), depth="headers").findings.verdict == "good"
 
 
@@ -195,7 +238,9 @@ def test_a_folder_below_may_not_lead_out_of_the_models(fp8_copy: Path, tmp_path:
     shutil.move(shards_below(fp8_copy) / "weights", tmp_path / "elsewhere")
     (fp8_copy / "weights").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(
-        QuantkitError, match=r"model-00001-of-000003\.safetensors is a link to .*elsewhere.*, outside of the model's folder"
+        QuantkitError,
+        match=r"model-00001-of-000003\.safetensors is a link to .*elsewhere.*, outside of the "
+        r"model's folder",
     ):
         Checkpoint.open(fp8_copy)
 
@@ -208,44 +253,99 @@ _LINEAR = "model.layers.0.self_attn.q_a_proj"
     [
         (_remove_shard, r"shard model-00002-of-000003\.safetensors is missing from"),
         (_truncate_shard, r"model-00003-of-000003\.safetensors is truncated"),
-        (_index_names_a_ghost, r"says that model\.ghost\.weight is in model-00001-of-000003\.safetensors, and it is not"),
+        (
+            _index_names_a_ghost,
+            r"says that model\.ghost\.weight is in model-00001-of-000003\.safetensors, and it is "
+            r"not",
+        ),
         (_index_points_outside, r"names the shard '\.\./secret\.safetensors'"),
-        (lambda path: (shards_below(path) / "weights" / "model-00002-of-000003.safetensors").unlink(), "shard weights/.* is missing from"),
+        (
+            lambda path: (
+                shards_below(path) / "weights" / "model-00002-of-000003.safetensors"
+            ).unlink(),
+            "shard weights/.* is missing from",
+        ),
         (_two_shards_hold_one_name, r"extra\.weight is in both"),
-        (lambda path: (path / _INDEX).unlink(), "has 3 safetensors files and no model.safetensors.index.json"),
+        (
+            lambda path: (path / _INDEX).unlink(),
+            "has 3 safetensors files and no model.safetensors.index.json",
+        ),
         (lambda path: (path / _INDEX).write_text("{}"), "has no weight_map"),
         (lambda path: (path / _INDEX).write_text("{"), "is not valid JSON"),
-        (_pickle_only, r"holds pickle weights \(pytorch_model\.bin\), which can run code when opened"),
-        (lambda path: (path / "config.json").unlink(), r"config\.json does not exist"),
-        (lambda path: (path / "config.json").write_text("{'a': 1}"), r"config\.json is not valid JSON"),
-        (lambda path: (path / "config.json").write_text("[]"), r"config\.json is not a JSON object"),
-        (lambda path: (path / "config.json").write_bytes(b"\xff\xfe"), r"config\.json is not UTF-8 text"),
-        (shutil.rmtree, "is not a directory"),
-        (_drop(f"{_LINEAR}.weight_scale_inv"), r"q_a_proj\.weight_scale_inv is missing from .*, and .*q_a_proj cannot be decoded"),
-        (_drop(f"{_LINEAR}.weight"), r"q_a_proj\.weight_scale_inv in .* belongs to no quantized weight"),
         (
-            _change(f"{_LINEAR}.weight_scale_inv", lambda scale: torch.ones(scale.shape[0] + 1, scale.shape[1])),
+            _pickle_only,
+            r"holds pickle weights \(pytorch_model\.bin\), which can run code when opened",
+        ),
+        (lambda path: (path / "config.json").unlink(), r"config\.json does not exist"),
+        (
+            lambda path: (path / "config.json").write_text("{'a': 1}"),
+            r"config\.json is not valid JSON",
+        ),
+        (
+            lambda path: (path / "config.json").write_text("[]"),
+            r"config\.json is not a JSON object",
+        ),
+        (
+            lambda path: (path / "config.json").write_bytes(b"\xff\xfe"),
+            r"config\.json is not UTF-8 text",
+        ),
+        (shutil.rmtree, "is not a directory"),
+        (
+            _drop(f"{_LINEAR}.weight_scale_inv"),
+            r"q_a_proj\.weight_scale_inv is missing from .*, and .*q_a_proj cannot be decoded",
+        ),
+        (
+            _drop(f"{_LINEAR}.weight"),
+            r"q_a_proj\.weight_scale_inv in .* belongs to no quantized weight",
+        ),
+        (
+            _change(
+                f"{_LINEAR}.weight_scale_inv",
+                lambda scale: torch.ones(scale.shape[0] + 1, scale.shape[1]),
+            ),
             r"q_a_proj\.weight_scale_inv in .* has shape 2x2, expected 1x2",
         ),
-        (_change(f"{_LINEAR}.weight_scale_inv", Tensor.half), "weight_scale_inv in .* is float16, expected float32"),
-        (_change(f"{_LINEAR}.weight", Tensor.bfloat16), "weight_scale_inv in .* belongs to no quantized weight"),
-        (_change(f"{_LINEAR}.weight", lambda weight: weight.view(torch.int8)), r"q_a_proj\.weight_scale_inv in .* belongs to no|is int8"),
-        (_change("model.norm.weight", lambda gain: gain.view(torch.int16)), r"model\.norm\.weight in .* is int16, which fp8-block"),
         (
-            lambda path: _edit_json(path / "config.json", lambda config: config.pop("quantization_config")),
+            _change(f"{_LINEAR}.weight_scale_inv", Tensor.half),
+            "weight_scale_inv in .* is float16, expected float32",
+        ),
+        (
+            _change(f"{_LINEAR}.weight", Tensor.bfloat16),
+            "weight_scale_inv in .* belongs to no quantized weight",
+        ),
+        (
+            _change(f"{_LINEAR}.weight", lambda weight: weight.view(torch.int8)),
+            r"q_a_proj\.weight_scale_inv in .* belongs to no|is int8",
+        ),
+        (
+            _change("model.norm.weight", lambda gain: gain.view(torch.int16)),
+            r"model\.norm\.weight in .* is int16, which fp8-block",
+        ),
+        (
+            lambda path: _edit_json(
+                path / "config.json", lambda config: config.pop("quantization_config")
+            ),
             r"\.weight in .* is float8_e4m3fn, which dense \(plain\) does not have",
         ),
         (
-            lambda path: _edit_json(path / "config.json", lambda config: config["quantization_config"].update(quant_method="hqq")),
+            lambda path: _edit_json(
+                path / "config.json",
+                lambda config: config["quantization_config"].update(quant_method="hqq"),
+            ),
             "is quantized in a way that quantkit does not read: hqq",
         ),
         (
-            lambda path: _edit_json(path / "config.json", lambda config: config["quantization_config"].update(weight_block_size=[64, 64])),
+            lambda path: _edit_json(
+                path / "config.json",
+                lambda config: config["quantization_config"].update(weight_block_size=[64, 64]),
+            ),
             r"FP8 with weight_block_size \[64, 64\]; quantkit reads FP8 with \[128, 128\]",
         ),
     ],
 )
-def test_every_fault_is_one_line(damage: Callable[[Path], object], fault: str, fp8_copy: Path) -> None:
+def test_every_fault_is_one_line(
+    damage: Callable[[Path], object], fault: str, fp8_copy: Path
+) -> None:
     damage(fp8_copy)
     with pytest.raises(QuantkitError, match=fault) as told:
         Checkpoint.open(fp8_copy)
@@ -261,29 +361,71 @@ _UP = "model.layers.3.mlp.experts.0.up_proj"
     ("format", "grid", "damage", "fault"),
     [
         (awq.FORMAT, _INT4, _drop(f"{_UP}.qzeros"), r"up_proj\.qzeros is missing"),
-        (awq.FORMAT, _INT4, _drop(f"{_UP}.qweight"), r"up_proj\.(qzeros|scales) in .* belongs to no quantized weight"),
+        (
+            awq.FORMAT,
+            _INT4,
+            _drop(f"{_UP}.qweight"),
+            r"up_proj\.(qzeros|scales) in .* belongs to no quantized weight",
+        ),
         (
             awq.FORMAT,
             _INT4,
             _change(f"{_UP}.scales", lambda scale: scale[:1].clone()),
             r"\.scales in .* has shape 1x64, expected 4x64",
         ),
-        (awq.FORMAT, _INT4, _change(f"{_UP}.qweight", lambda words: words.reshape(-1)), "is quantized but has shape 1024"),
-        (compressed_int4.FORMAT, _INT4, _drop(f"{_UP}.weight_scale"), r"up_proj\.weight_scale is missing"),
-        (compressed_int4.FORMAT, _INT4, _drop(f"{_UP}.weight_zero_point"), r"up_proj\.weight_zero_point is missing"),
-        (compressed_fp4.FORMAT, Fp4Grid(), _drop(f"{_UP}.weight_global_scale"), r"up_proj\.weight_global_scale is missing"),
+        (
+            awq.FORMAT,
+            _INT4,
+            _change(f"{_UP}.qweight", lambda words: words.reshape(-1)),
+            "is quantized but has shape 1024",
+        ),
+        (
+            compressed_int4.FORMAT,
+            _INT4,
+            _drop(f"{_UP}.weight_scale"),
+            r"up_proj\.weight_scale is missing",
+        ),
+        (
+            compressed_int4.FORMAT,
+            _INT4,
+            _drop(f"{_UP}.weight_zero_point"),
+            r"up_proj\.weight_zero_point is missing",
+        ),
+        (
+            compressed_fp4.FORMAT,
+            Fp4Grid(),
+            _drop(f"{_UP}.weight_global_scale"),
+            r"up_proj\.weight_global_scale is missing",
+        ),
         (
             compressed_fp4.FORMAT,
             Fp4Grid(),
             _change(f"{_UP}.weight_scale", lambda scale: scale.float()),
             r"up_proj\.weight_scale in .* is float32, expected float8_e4m3fn",
         ),
-        (compressed_int8.FORMAT, IntGrid(8, None, True), _drop(f"{_UP}.weight_scale"), r"up_proj\.weight_scale is missing"),
-        (modelopt.FORMAT, Fp4Grid(), _drop(f"{_UP}.weight_scale_2"), r"up_proj\.weight_scale_2 is missing"),
-        (modelslim.FORMAT, IntGrid(8, None, True), _drop(f"{_UP}.weight_offset"), r"up_proj\.weight_offset is missing"),
+        (
+            compressed_int8.FORMAT,
+            IntGrid(8, None, True),
+            _drop(f"{_UP}.weight_scale"),
+            r"up_proj\.weight_scale is missing",
+        ),
+        (
+            modelopt.FORMAT,
+            Fp4Grid(),
+            _drop(f"{_UP}.weight_scale_2"),
+            r"up_proj\.weight_scale_2 is missing",
+        ),
+        (
+            modelslim.FORMAT,
+            IntGrid(8, None, True),
+            _drop(f"{_UP}.weight_offset"),
+            r"up_proj\.weight_offset is missing",
+        ),
     ],
 )
-def test_faults_of_quantized_checkpoints(format: Format, grid: Grid, damage: Callable[[Path], None], fault: str, tmp_path: Path) -> None:
+def test_faults_of_quantized_checkpoints(
+    format: Format, grid: Grid, damage: Callable[[Path], None], fault: str, tmp_path: Path
+) -> None:
     path = make_quantized.write(tmp_path / "model", format, grid)
     damage(path)
     with pytest.raises(QuantkitError, match=fault):
@@ -291,19 +433,26 @@ def test_faults_of_quantized_checkpoints(format: Format, grid: Grid, damage: Cal
 
 
 def _edit_ignore(edit: Callable[[list[str]], object]) -> Callable[[Path], None]:
-    return lambda path: _edit_json(path / "config.json", lambda config: edit(config["quantization_config"]["ignore"]))
+    return lambda path: _edit_json(
+        path / "config.json", lambda config: edit(config["quantization_config"]["ignore"])
+    )
 
 
 def test_an_ignore_list_that_names_a_quantized_module_is_refused(tmp_path: Path) -> None:
     path = make_quantized.write(tmp_path / "model", compressed_int4.FORMAT, _INT4)
     _edit_ignore(lambda ignore: ignore.append(r"re:.*experts.*up_proj$"))(path)
-    with pytest.raises(QuantkitError, match=r"lists .*experts\.0\.up_proj as unquantized, but its tensors are quantized"):
+    with pytest.raises(
+        QuantkitError,
+        match=r"lists .*experts\.0\.up_proj as unquantized, but its tensors are quantized",
+    ):
         Checkpoint.open(path)
 
 
 def test_a_second_format_mixed_in_is_refused(tmp_path: Path) -> None:
     path = make_quantized.write(tmp_path / "model", awq.FORMAT, _INT4)
-    packed = compressed_int4.FORMAT.pack("other", make_quantized.quantize(compressed_int4.FORMAT, _INT4, torch.ones(8, 32)))
+    packed = compressed_int4.FORMAT.pack(
+        "other", make_quantized.quantize(compressed_int4.FORMAT, _INT4, torch.ones(8, 32))
+    )
     _edit_tensors(path, lambda tensors: tensors.update(packed))
     with pytest.raises(QuantkitError, match=r"which awq \(gemm\) does not have; formats are mixed"):
         Checkpoint.open(path)
@@ -315,7 +464,9 @@ def test_a_shard_that_vanishes_or_shrinks_later_is_told(fp8_copy: Path) -> None:
     first.unlink()
     os.truncate(second, 5000)
     name = next(tensor.name for tensor in checkpoint.tensors.values() if tensor.shard == first.name)
-    with pytest.raises(QuantkitError, match=r"model-00001.*\.safetensors does not exist; restore it"):
+    with pytest.raises(
+        QuantkitError, match=r"model-00001.*\.safetensors does not exist; restore it"
+    ):
         checkpoint.read(name)
     name = max((t.offset, t.name) for t in checkpoint.tensors.values() if t.shard == second.name)[1]
     with pytest.raises(QuantkitError, match="became shorter while it was read"):
@@ -325,7 +476,9 @@ def test_a_shard_that_vanishes_or_shrinks_later_is_told(fp8_copy: Path) -> None:
 def test_fingerprint_changes_with_the_source(fp8_copy: Path) -> None:
     first = Checkpoint.open(fp8_copy).fingerprint
     os.utime(_shards(fp8_copy)[0], (0, 0))
-    assert Checkpoint.open(fp8_copy).fingerprint == first, "a shard that was downloaded again is the same"
+    assert Checkpoint.open(fp8_copy).fingerprint == first, (
+        "a shard that was downloaded again is the same"
+    )
     with _shards(fp8_copy)[0].open("r+b") as file:
         file.seek(-8, os.SEEK_END)
         file.write(b"\1\2\3\4\5\6\7\10")
@@ -345,13 +498,25 @@ def test_values_that_are_not_finite_are_named(dtype: torch.dtype, bad: float) ->
 
 
 def test_a_table_of_ids_is_no_sign_of_another_format(tmp_path: Path) -> None:
-    """int64 or int32 beside floats, as DeepSeek-V4's layers that route by token have it; codes of a packed weight are refused still."""
+    """int64 or int32 beside floats, as DeepSeek-V4's layers that route by token have it; codes of a
+    packed weight are refused still."""
     config = make_model.tiny_config()
     tensors, ids = make_model.random_tensors(config), torch.arange(12).view(4, 3)
     for kind in (torch.int64, torch.int32):
-        path = make_model.write_dense(tmp_path / str(kind), config, tensors | {"model.layers.0.mlp.gate.tid2eid": ids.to(kind)})
-        assert torch.equal(Checkpoint.open(path).read("model.layers.0.mlp.gate.tid2eid"), ids.to(kind))
-    for name, dtype in (("model.layers.0.mlp.gate_proj.weight", torch.int64), ("model.layers.0.mlp.gate_proj.qweight", torch.int32)):
-        path = make_model.write_dense(tmp_path / name / str(dtype), config, tensors | {name: torch.zeros(4, 3, dtype=dtype)})
+        path = make_model.write_dense(
+            tmp_path / str(kind),
+            config,
+            tensors | {"model.layers.0.mlp.gate.tid2eid": ids.to(kind)},
+        )
+        assert torch.equal(
+            Checkpoint.open(path).read("model.layers.0.mlp.gate.tid2eid"), ids.to(kind)
+        )
+    for name, dtype in (
+        ("model.layers.0.mlp.gate_proj.weight", torch.int64),
+        ("model.layers.0.mlp.gate_proj.qweight", torch.int32),
+    ):
+        path = make_model.write_dense(
+            tmp_path / name / str(dtype), config, tensors | {name: torch.zeros(4, 3, dtype=dtype)}
+        )
         with pytest.raises(QuantkitError, match=f"{name} .* does not have"):
             Checkpoint.open(path)

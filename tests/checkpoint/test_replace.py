@@ -14,7 +14,9 @@ _STATE = ".quantkit"
 def _directory(path: Path, content: str, state: bool) -> Path:
     path.mkdir()
     (path / "config.json").write_text(content)
-    (path / "manifest.json").write_text(json.dumps({"run": {}, "files": {"config.json": {"size": len(content)}}}))
+    (path / "manifest.json").write_text(
+        json.dumps({"run": {}, "files": {"config.json": {"size": len(content)}}})
+    )
     if state:
         (path / _STATE).mkdir()
         (path / _STATE / "journal-00000.jsonl").write_text("{}\n")
@@ -27,7 +29,9 @@ def _names(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("old", [True, False])
-def test_the_new_takes_the_place_of_the_old(exchange: bool, old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_new_takes_the_place_of_the_old(
+    exchange: bool, old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     partial = _directory(tmp_path / "out.partial", "new", state=True)
     if old:
         _directory(tmp_path / "out", "old", state=False)
@@ -45,7 +49,10 @@ def test_exchange_is_one_step_here(tmp_path: Path) -> None:
     second = _directory(tmp_path / "b", "second", state=False)
     if not output_swap._exchange(first, second):
         pytest.skip("this file system cannot exchange two names")
-    assert ((first / "config.json").read_text(), (second / "config.json").read_text()) == ("second", "first")
+    assert ((first / "config.json").read_text(), (second / "config.json").read_text()) == (
+        "second",
+        "first",
+    )
 
 
 def test_killed_after_the_exchange_the_old_one_is_cleared_up(tmp_path: Path) -> None:
@@ -67,7 +74,8 @@ def test_killed_before_the_exchange_nothing_is_touched(tmp_path: Path) -> None:
 
 
 def test_what_quantkit_did_not_write_stays(tmp_path: Path) -> None:
-    """Put there while the new one was made: told before anything changes; and put there while the old one was removed."""
+    """Put there while the new one was made: told before anything changes; and put there while the
+    old one was removed."""
     partial = _directory(tmp_path / "out.partial", "new", state=True)
     out = _directory(tmp_path / "out", "old", state=False)
     (out / "letters").write_text("dear")

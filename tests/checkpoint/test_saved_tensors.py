@@ -15,7 +15,11 @@ from quantkit.checkpoint.safetensors_writer import save_tensors
 def test_the_library_reads_what_is_saved(tmp_path: Path) -> None:
     path = tmp_path / "some.safetensors"
     path.write_bytes(b"x" * 10_000)  # left by another
-    tensors = {"a": torch.arange(6, dtype=torch.int8).view(2, 3), "b": torch.randn(5, 7), "c": torch.randn(0, 7).bfloat16()}
+    tensors = {
+        "a": torch.arange(6, dtype=torch.int8).view(2, 3),
+        "b": torch.randn(5, 7),
+        "c": torch.randn(0, 7).bfloat16(),
+    }
     tensors["d"] = torch.tensor(3.0)
     save_tensors(path, tensors, {"layer": "7", "facts": '{"\u00fc": 1}'})
     with safe_open(path, framework="pt") as file:
@@ -26,7 +30,9 @@ def test_the_library_reads_what_is_saved(tmp_path: Path) -> None:
             assert file.get_tensor(name).dtype == tensor.dtype
 
 
-def test_bytes_are_written_from_where_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_written_from_where_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the system alone: nothing holds Python's lock meanwhile, and nothing is copied before."""
     tensor, places = torch.randn(1000), list[int]()
 

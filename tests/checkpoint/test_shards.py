@@ -48,12 +48,19 @@ def stored(tmp_path: Path) -> Path:
     ],
 )
 def test_a_block_is_a_slice(
-    stored: Path, name: str, block: shards.Block | None, device: torch.device, buffer: int, monkeypatch: pytest.MonkeyPatch
+    stored: Path,
+    name: str,
+    block: shards.Block | None,
+    device: torch.device,
+    buffer: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shards, "BUFFER", buffer)
     info = {tensor.name: tensor for tensor in read_header(stored, "model.safetensors")}[name]
     found = Shards(stored).read(info, block, device)
-    expected = TENSORS[name] if block is None else TENSORS[name][tuple(slice(*span) for span in block)]
+    expected = (
+        TENSORS[name] if block is None else TENSORS[name][tuple(slice(*span) for span in block)]
+    )
     assert found.dtype == expected.dtype
     assert found.device.type == "cpu"
     assert torch.equal(found.float(), expected.float())
@@ -72,8 +79,13 @@ def test_bytes_are_counted_as_read(stored: Path) -> None:
         assert files.bytes_read == count
 
 
-def test_what_a_device_will_be_given_is_read_once_and_before(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, read = {info.name: info for info in read_header(stored, "model.safetensors")}, Shards(stored)
+def test_what_a_device_will_be_given_is_read_once_and_before(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, read = (
+        {info.name: info for info in read_header(stored, "model.safetensors")},
+        Shards(stored),
+    )
     filled = []
     fill = Shards._fill
 
@@ -93,13 +105,17 @@ def test_what_a_device_will_be_given_is_read_once_and_before(stored: Path, monke
     assert read.bytes_read == 2 * sum(info.nbytes for info in found.values())
 
 
-def test_no_more_is_read_ahead_than_there_is_room_for(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_read_ahead_than_there_is_room_for(
+    stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = {info.name: info for info in read_header(stored, "model.safetensors")}
     monkeypatch.setattr(read_ahead, "CAPACITY", found["narrow"].nbytes + found["fp8"].nbytes)
     ahead, empty = read_ahead.ReadAhead(), torch.empty(0, dtype=torch.uint8)
     for name in ("narrow", "wide", "fp8", "scalar"):
         ahead.begin(found[name], lambda: empty)
-    assert [name for name, info in found.items() if ahead.take(info) is not None] == [name for name in found if name in ("narrow", "fp8")]
+    assert [name for name, info in found.items() if ahead.take(info) is not None] == [
+        name for name in found if name in ("narrow", "fp8")
+    ]
     ahead.begin(found["scalar"], lambda: empty)
     assert ahead.take(found["scalar"]) is empty
 

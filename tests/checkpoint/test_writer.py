@@ -1,4 +1,5 @@
-"""CheckpointWriter: the bytes are the same whatever happened on the way, and nothing under OUT is ever half-written."""
+"""CheckpointWriter: the bytes are the same whatever happened on the way, and nothing under OUT is
+ever half-written."""
 
 import hashlib
 import json
@@ -34,16 +35,27 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def _writer(out: Path, *, overwrite: bool = False, recipe: str = "def", rank: int = 0) -> CheckpointWriter:
+def _writer(
+    out: Path, *, overwrite: bool = False, recipe: str = "def", rank: int = 0
+) -> CheckpointWriter:
     fingerprint = write_job.FINGERPRINT | {"recipe": recipe}
     return CheckpointWriter(
-        out, write_job.specs(), fingerprint=fingerprint, overwrite=overwrite, shard_bytes=write_job.SHARD_BYTES, rank=rank
+        out,
+        write_job.specs(),
+        fingerprint=fingerprint,
+        overwrite=overwrite,
+        shard_bytes=write_job.SHARD_BYTES,
+        rank=rank,
     )
 
 
 def test_safetensors_reads_the_output(undisturbed: Path) -> None:
     index = json.loads((undisturbed / "model.safetensors.index.json").read_text())
-    expected = {name: tensor for number in range(write_job.UNITS) for name, tensor in write_job.unit(number).items()}
+    expected = {
+        name: tensor
+        for number in range(write_job.UNITS)
+        for name, tensor in write_job.unit(number).items()
+    }
     assert index["weight_map"].keys() == expected.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
     assert len(set(index["weight_map"].values())) > 2
@@ -51,7 +63,9 @@ def test_safetensors_reads_the_output(undisturbed: Path) -> None:
         with safe_open(undisturbed / shard, "pt") as file:
             read = file.get_tensor(name)
         assert read.dtype == expected[name].dtype
-        assert torch.equal(read.reshape(-1).view(torch.uint8), expected[name].reshape(-1).view(torch.uint8))
+        assert torch.equal(
+            read.reshape(-1).view(torch.uint8), expected[name].reshape(-1).view(torch.uint8)
+        )
     assert json.loads((undisturbed / "config.json").read_text()) == write_job.CONFIG
     assert (undisturbed / "tokenizer.json").read_bytes() == write_job.EXTRA["tokenizer.json"]
 
@@ -62,9 +76,18 @@ def test_nothing_else_is_left(undisturbed: Path) -> None:
 
 
 def test_our_reader_reads_the_output(tmp_path: Path) -> None:
-    specs = [TensorSpec("a.weight", torch.bfloat16, (4, 4)), TensorSpec("b.weight", torch.float32, (3,))]
+    specs = [
+        TensorSpec("a.weight", torch.bfloat16, (4, 4)),
+        TensorSpec("b.weight", torch.float32, (3,)),
+    ]
     with CheckpointWriter(tmp_path / "out", specs, fingerprint={}, overwrite=False) as writer:
-        writer.write("all", {"a.weight": torch.ones(4, 4, dtype=torch.bfloat16).T, "b.weight": torch.arange(6.0)[::2]})
+        writer.write(
+            "all",
+            {
+                "a.weight": torch.ones(4, 4, dtype=torch.bfloat16).T,
+                "b.weight": torch.arange(6.0)[::2],
+            },
+        )
         writer.finish({}, {})
     checkpoint = Checkpoint.open(tmp_path / "out")
     assert checkpoint.read("b.weight").tolist() == [0.0, 2.0, 4.0]
@@ -80,14 +103,20 @@ def test_files_take_the_umask(umask: int, mode: int, tmp_path: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()} == {mode}
 
 
-def test_a_run_stopped_and_started_again_ends_with_the_same_bytes(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_run_stopped_and_started_again_ends_with_the_same_bytes(
+    undisturbed: Path, tmp_path: Path
+) -> None:
     with _writer(tmp_path / "out") as writer:
         for number in (7, 3, 11):
             assert not writer.done(f"unit {number}")
             writer.write(f"unit {number}", write_job.unit(number), {"error": number / 8})
     assert not (tmp_path / "out").exists()
     with _writer(tmp_path / "out") as writer:
-        assert [number for number in range(write_job.UNITS) if writer.done(f"unit {number}")] == [3, 7, 11]
+        assert [number for number in range(write_job.UNITS) if writer.done(f"unit {number}")] == [
+            3,
+            7,
+            11,
+        ]
         assert writer.note("unit 11") == {"error": 11 / 8}
     write_job.write(tmp_path / "out").finish(write_job.CONFIG, write_job.EXTRA)
     assert _bytes(tmp_path / "out") == _bytes(undisturbed)
@@ -95,21 +124,34 @@ def test_a_run_stopped_and_started_again_ends_with_the_same_bytes(undisturbed: P
 
 def test_state_that_cannot_be_saved_is_told_in_one_line(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path / "out", write_job.specs(), fingerprint={}, overwrite=False)
-    writer.afterwards(lambda: save_file({"hidden": torch.zeros(8)}, tmp_path / "no directory" / "hidden"))
-    with pytest.raises(QuantkitError, match=r"cannot write .*/out: .*No such file.*; mend that and run the same command: it goes on"):
+    writer.afterwards(
+        lambda: save_file({"hidden": torch.zeros(8)}, tmp_path / "no directory" / "hidden")
+    )
+    with pytest.raises(
+        QuantkitError,
+        match=r"cannot write .*/out: .*No such file.*; mend that and run the same command: it goes "
+        r"on",
+    ):
         writer.settle()
     writer.close()
 
 
 def test_a_tensor_may_change_as_soon_as_its_unit_is_handed_over(tmp_path: Path) -> None:
     w = torch.zeros(2048, 2048)
-    with CheckpointWriter(tmp_path / "out", [TensorSpec("w", w.dtype, tuple(w.shape))], fingerprint={}, overwrite=False) as writer:
+    with CheckpointWriter(
+        tmp_path / "out",
+        [TensorSpec("w", w.dtype, tuple(w.shape))],
+        fingerprint={},
+        overwrite=False,
+    ) as writer:
         writer.write("all", {"w": w})
         w.fill_(1)
         assert not writer.read("all")["w"].any()
 
 
-def test_bytes_changed_behind_the_journal_are_written_again(undisturbed: Path, tmp_path: Path) -> None:
+def test_bytes_changed_behind_the_journal_are_written_again(
+    undisturbed: Path, tmp_path: Path
+) -> None:
     write_job.write(tmp_path / "out").close()
     shard = tmp_path / "out.partial" / "model-00002-of-00004.safetensors"
     with shard.open("r+b") as file:
@@ -124,18 +166,30 @@ def test_bytes_changed_behind_the_journal_are_written_again(undisturbed: Path, t
 
 
 def _run_job(out: Path, *arguments: str) -> str:
-    return subprocess.run([sys.executable, str(_JOB), str(out), *arguments], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [sys.executable, str(_JOB), str(out), *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
 
 
-def test_killed_at_random_moments_it_ends_with_the_same_bytes(undisturbed: Path, tmp_path: Path) -> None:
-    """SIGKILL 25 times, while setting up and while writing; every run goes on where the journal ends."""
+def test_killed_at_random_moments_it_ends_with_the_same_bytes(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    """SIGKILL 25 times, while setting up and while writing; every run goes on where the journal
+    ends."""
     found = json.loads(_run_job(tmp_path / "out", "kill", "25"))
-    if (tmp_path / "out" / ".quantkit").exists():  # killed between the last rename and clearing up: the next start does that
+    if (
+        tmp_path / "out" / ".quantkit"
+    ).exists():  # killed between the last rename and clearing up: the next start does that
         with pytest.raises(QuantkitError, match="exists"):
             _writer(tmp_path / "out")
     assert _bytes(tmp_path / "out") == _bytes(undisturbed)
     assert found == sorted(found), "a unit was lost"
-    assert sum(0 < units < write_job.UNITS for units in found) >= 3, f"no kill came in the middle: {found}"
+    assert sum(0 < units < write_job.UNITS for units in found) >= 3, (
+        f"no kill came in the middle: {found}"
+    )
 
 
 def test_several_processes_write_one_output(undisturbed: Path, tmp_path: Path) -> None:
@@ -145,16 +199,30 @@ def test_several_processes_write_one_output(undisturbed: Path, tmp_path: Path) -
 
 def test_a_full_disk_is_told_and_making_room_is_enough(undisturbed: Path, tmp_path: Path) -> None:
     """On a file system of 8 MB, filled to the last page when only index and config are missing."""
-    mount = ["unshare", "-rm", "sh", "-c", f'mount -t tmpfs -o size=8m none {tmp_path} && exec "$@"', "sh"]
-    if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
+    mount = [
+        "unshare",
+        "-rm",
+        "sh",
+        "-c",
+        f'mount -t tmpfs -o size=8m none {tmp_path} && exec "$@"',
+        "sh",
+    ]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*mount, "true"], capture_output=True).returncode
+    ):
         pytest.skip("this machine lets nobody mount a small file system")
     command = [*mount, sys.executable, str(_JOB), str(tmp_path / "out"), "full", "4096"]
     result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert result["told"].endswith(
-        "the disk is full while writing " + str(tmp_path / "out") + "; free some space and run the same command: it goes on"
+        "the disk is full while writing "
+        + str(tmp_path / "out")
+        + "; free some space and run the same command: it goes on"
     )
     assert result["left"] == ["filler", "out.partial"]
-    assert result["files"] == {name: hashlib.sha256(content).hexdigest() for name, content in _bytes(undisturbed).items()}
+    assert result["files"] == {
+        name: hashlib.sha256(content).hexdigest() for name, content in _bytes(undisturbed).items()
+    }
 
 
 def test_a_run_of_other_ranks_goes_on(undisturbed: Path, tmp_path: Path) -> None:
@@ -165,10 +233,14 @@ def test_a_run_of_other_ranks_goes_on(undisturbed: Path, tmp_path: Path) -> None
 
 def test_another_recipe_is_refused(tmp_path: Path) -> None:
     _writer(tmp_path / "out").close()
-    with pytest.raises(QuantkitError, match=r"out\.partial was begun with a different recipe; .*--overwrite"):
+    with pytest.raises(
+        QuantkitError, match=r"out\.partial was begun with a different recipe; .*--overwrite"
+    ):
         _writer(tmp_path / "out", recipe="other")
     with pytest.raises(QuantkitError, match="was begun with a different layout"):
-        CheckpointWriter(tmp_path / "out", write_job.specs(), fingerprint=write_job.FINGERPRINT, overwrite=False)
+        CheckpointWriter(
+            tmp_path / "out", write_job.specs(), fingerprint=write_job.FINGERPRINT, overwrite=False
+        )
 
 
 def test_overwrite_discards_another_recipe_and_keeps_the_same(tmp_path: Path) -> None:
@@ -182,7 +254,9 @@ def test_overwrite_discards_another_recipe_and_keeps_the_same(tmp_path: Path) ->
 
 def test_an_output_that_exists_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(QuantkitError, match=r"out exists; choose another --out, or give --overwrite"):
+    with pytest.raises(
+        QuantkitError, match=r"out exists; choose another --out, or give --overwrite"
+    ):
         _writer(tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -200,15 +274,24 @@ def test_overwrite_replaces_only_at_the_end(undisturbed: Path, tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_overwrite_deletes_nothing_but_what_quantkit_wrote(undisturbed: Path, tmp_path: Path) -> None:
+def test_overwrite_deletes_nothing_but_what_quantkit_wrote(
+    undisturbed: Path, tmp_path: Path
+) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "config.json").write_text("{}")
-    with pytest.raises(QuantkitError, match=r"home holds config.json, which quantkit did not write, so it is not overwritten"):
+    with pytest.raises(
+        QuantkitError,
+        match=r"home holds config.json, which quantkit did not write, so it is not overwritten",
+    ):
         _writer(tmp_path / "home", overwrite=True)
-    with pytest.raises(QuantkitError, match=r"home exists, and quantkit did not make it; choose another --out"):
+    with pytest.raises(
+        QuantkitError, match=r"home exists, and quantkit did not make it; choose another --out"
+    ):
         _writer(tmp_path / "home")
     (tmp_path / "home" / "manifest.json").write_text('{"tensors": {}}')
-    with pytest.raises(QuantkitError, match=r"its manifest.json does not list its files, .* or remove it by hand"):
+    with pytest.raises(
+        QuantkitError, match=r"its manifest.json does not list its files, .* or remove it by hand"
+    ):
         _writer(tmp_path / "home", overwrite=True)
     (tmp_path / "file").write_text("x")
     with pytest.raises(QuantkitError, match="is no directory"):
@@ -218,15 +301,22 @@ def test_overwrite_deletes_nothing_but_what_quantkit_wrote(undisturbed: Path, tm
         _writer(tmp_path / "link", overwrite=True)
     (tmp_path / "mine.partial").mkdir()
     (tmp_path / "mine.partial" / "notes").write_text("x")
-    with pytest.raises(QuantkitError, match=r"mine\.partial exists and is no unfinished output of quantkit; move it away"):
+    with pytest.raises(
+        QuantkitError,
+        match=r"mine\.partial exists and is no unfinished output of quantkit; move it away",
+    ):
         _writer(tmp_path / "mine", overwrite=True)
     (tmp_path / "theirs.replaced").mkdir()
     with pytest.raises(QuantkitError, match=r"theirs\.replaced exists"):
         _writer(tmp_path / "theirs", overwrite=True)
 
 
-@pytest.mark.parametrize("change", ["another file", "a folder", "a link", "a changed file", "a changed size"])
-def test_overwrite_keeps_an_output_that_holds_something_else(undisturbed: Path, tmp_path: Path, change: str) -> None:
+@pytest.mark.parametrize(
+    "change", ["another file", "a folder", "a link", "a changed file", "a changed size"]
+)
+def test_overwrite_keeps_an_output_that_holds_something_else(
+    undisturbed: Path, tmp_path: Path, change: str
+) -> None:
     out = shutil.copytree(undisturbed, tmp_path / "out")
     match change:
         case "another file":
@@ -253,8 +343,11 @@ def test_overwrite_keeps_an_output_that_holds_something_else(undisturbed: Path, 
 
 
 @pytest.mark.parametrize("kind", ["symbolic", "hard", "foreign", "state"])
-def test_an_unfinished_output_is_never_written_through_a_link(undisturbed: Path, tmp_path: Path, kind: str) -> None:
-    """Shards of OUT.partial are written in place: one that is another file too would change that."""
+def test_an_unfinished_output_is_never_written_through_a_link(
+    undisturbed: Path, tmp_path: Path, kind: str
+) -> None:
+    """Shards of OUT.partial are written in place: one that is another file too would change
+    that."""
     _writer(tmp_path / "out").close()
     partial, other = tmp_path / "out.partial", tmp_path / "other"
     shard = sorted(partial.glob("*.safetensors"))[0]
@@ -278,13 +371,19 @@ def test_an_unfinished_output_is_never_written_through_a_link(undisturbed: Path,
 def test_a_second_process_on_the_same_output_is_refused(tmp_path: Path) -> None:
     with _writer(tmp_path / "out"):
         for options in ({}, {"overwrite": True, "recipe": "other"}, {"recipe": "other"}):
-            with pytest.raises(QuantkitError, match=rf"process {os.getpid()} on .* is writing .*/out; wait for it, or stop it"):
+            with pytest.raises(
+                QuantkitError,
+                match=rf"process {os.getpid()} on .* is writing .*/out; wait for it, or stop it",
+            ):
                 _writer(tmp_path / "out", **options)
 
 
 def test_a_disk_too_small_is_told_before_anything_is_written(tmp_path: Path) -> None:
     specs = [TensorSpec("a.weight", torch.float32, (10**9, 10**6))]
-    with pytest.raises(QuantkitError, match=r"B free and the output needs 4000 TB more; free .* TB, or choose another --out"):
+    with pytest.raises(
+        QuantkitError,
+        match=r"B free and the output needs 4000 TB more; free .* TB, or choose another --out",
+    ):
         CheckpointWriter(tmp_path / "new" / "out", specs, fingerprint={}, overwrite=False)
     assert list(tmp_path.iterdir()) == []
 

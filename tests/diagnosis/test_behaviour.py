@@ -1,4 +1,5 @@
-"""Both models compute a text: the sublayer where they part is named, and rounding alone is no finding."""
+"""Both models compute a text: the sublayer where they part is named, and rounding alone is no
+finding."""
 
 from pathlib import Path
 
@@ -23,21 +24,28 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A source, and int4 of it."""
     folder, tensors = tmp_path_factory.mktemp("models"), good_checkpoints.random_weights(CONFIG)
     source = make_model.write_dense(folder / "source", CONFIG, tensors)
-    return source, write_packed(folder / "ct-int4", CONFIG, tensors, *good_checkpoints.FORMATS["ct-int4"])
+    return source, write_packed(
+        folder / "ct-int4", CONFIG, tensors, *good_checkpoints.FORMATS["ct-int4"]
+    )
 
 
 def test_rounding_is_no_finding(models: tuple[Path, Path]) -> None:
     source, packed = models
     found = diagnose(str(packed), source=str(source), depth="behaviour")
     assert found.findings.found == []
-    assert [error.name for error in found.sublayers[:2]] == ["model.layers.0 attention", "model.layers.0 feed-forward"]
+    assert [error.name for error in found.sublayers[:2]] == [
+        "model.layers.0 attention",
+        "model.layers.0 feed-forward",
+    ]
     assert all(0 < error.own < 0.4 for error in found.sublayers)
     assert all(error.chosen is None or error.chosen > 0.95 for error in found.sublayers)
 
 
 def test_a_model_is_itself(models: tuple[Path, Path]) -> None:
     findings = DiagnosisFindings()
-    errors, kl = compare_behaviour(*(Checkpoint.open(models[0]) for _ in range(2)), read_compared(models[0], None), findings)
+    errors, kl = compare_behaviour(
+        *(Checkpoint.open(models[0]) for _ in range(2)), read_compared(models[0], None), findings
+    )
     assert (findings.found, kl) == ([], 0)
     assert {error.own for error in errors} | {error.together for error in errors} == {0}
 
@@ -45,27 +53,49 @@ def test_a_model_is_itself(models: tuple[Path, Path]) -> None:
 def test_the_sublayer_and_its_linear_are_named(models: tuple[Path, Path], tmp_path: Path) -> None:
     contents = faulty.Contents.of(models[1])
     contents.swap("model.layers.1.self_attn.o_proj", "model.layers.2.self_attn.o_proj")
-    found = diagnose(str(contents.write(tmp_path / "bad")), source=str(models[0]), depth="behaviour").findings
+    found = diagnose(
+        str(contents.write(tmp_path / "bad")), source=str(models[0]), depth="behaviour"
+    ).findings
     finding = next(finding for finding in found.ordered if finding.name == "sublayer-off")
     assert finding.where.startswith("model.layers.1 attention")
     assert "begins at model.layers.1.self_attn.o_proj" in finding.evidence
 
 
-def test_a_router_that_was_left_unscaled_is_named(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_router_that_was_left_unscaled_is_named(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
     contents = faulty.Contents.of(models[0])
     faulty.against_source.the_router_was_not_scaled(contents)
-    found = diagnose(str(contents.write(tmp_path / "bad")), source=str(models[0]), depth="behaviour").findings
-    assert [finding.where for finding in found.found if finding.name == "router-strays"] == ["model.layers.2 feed-forward"]
+    found = diagnose(
+        str(contents.write(tmp_path / "bad")), source=str(models[0]), depth="behaviour"
+    ).findings
+    assert [finding.where for finding in found.found if finding.name == "router-strays"] == [
+        "model.layers.2 feed-forward"
+    ]
 
 
-def test_a_source_of_other_sizes_is_not_computed_beside_it(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_source_of_other_sizes_is_not_computed_beside_it(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
     """Linears and layers that do not go together: the check ended with an error of torch."""
-    for number, changes in enumerate(({"intermediate_size": 2 * CONFIG["intermediate_size"]}, {"num_hidden_layers": 2})):
+    for number, changes in enumerate(
+        ({"intermediate_size": 2 * CONFIG["intermediate_size"]}, {"num_hidden_layers": 2})
+    ):
         config = make_model.tiny_config(**{"num_hidden_layers": 3, **changes})
-        other = make_model.write_dense(tmp_path / f"{number}", config, good_checkpoints.random_weights(config))
-        with pytest.raises(QuantkitError, match=r"is .* in .* and .* in .*: their behaviour is not compared; give the source that it was"):
-            compare_behaviour(Checkpoint.open(models[0]), Checkpoint.open(other), [], DiagnosisFindings())
-        assert diagnose(str(models[1]), source=str(other), depth="behaviour").findings.verdict == "bad"
+        other = make_model.write_dense(
+            tmp_path / f"{number}", config, good_checkpoints.random_weights(config)
+        )
+        with pytest.raises(
+            QuantkitError,
+            match=r"is .* in .* and .* in .*: their behaviour is not compared; give the source "
+            r"that it was",
+        ):
+            compare_behaviour(
+                Checkpoint.open(models[0]), Checkpoint.open(other), [], DiagnosisFindings()
+            )
+        assert (
+            diagnose(str(models[1]), source=str(other), depth="behaviour").findings.verdict == "bad"
+        )
 
 
 def test_behaviour_needs_a_source(models: tuple[Path, Path]) -> None:
@@ -73,13 +103,27 @@ def test_behaviour_needs_a_source(models: tuple[Path, Path]) -> None:
         diagnose(str(models[0]), depth="behaviour")
 
 
-def test_a_text_that_cannot_be_read_is_told_first_and_is_no_fault_of_the_checkpoint(models: tuple[Path, Path]) -> None:
+def test_a_text_that_cannot_be_read_is_told_first_and_is_no_fault_of_the_checkpoint(
+    models: tuple[Path, Path],
+) -> None:
     told: list[str] = []
     with pytest.raises(QuantkitError, match=r"text nowhere\.txt cannot be read"):
-        diagnose(str(models[1]), source=str(models[0]), depth="behaviour", text=Path("nowhere.txt"), tell=told.append)
+        diagnose(
+            str(models[1]),
+            source=str(models[0]),
+            depth="behaviour",
+            text=Path("nowhere.txt"),
+            tell=told.append,
+        )
     assert not told
 
 
-def test_a_repair_that_has_no_place_is_refused_first(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_repair_that_has_no_place_is_refused_first(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
     answer = command("check", str(models[1]), "--repair", str(tmp_path))
-    assert (answer.code, answer.out, answer.err) == (1, "", f"error: {tmp_path} exists; choose another --repair\n")
+    assert (answer.code, answer.out, answer.err) == (
+        1,
+        "",
+        f"error: {tmp_path} exists; choose another --repair\n",
+    )

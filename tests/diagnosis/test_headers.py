@@ -1,4 +1,5 @@
-"""Faults that headers and the files beside the weights show: each is found, and a good checkpoint has none."""
+"""Faults that headers and the files beside the weights show: each is found, and a good checkpoint
+has none."""
 
 import json
 from pathlib import Path
@@ -33,14 +34,27 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path]]:
         tensors = good_checkpoints.random_weights(config)
         source = make_model.write_dense(folder / name, config, tensors)
         for format in formats:
-            made.append((write_packed(folder / f"{name}-{format}", config, tensors, *good_checkpoints.FORMATS[format]), source))
+            made.append(
+                (
+                    write_packed(
+                        folder / f"{name}-{format}",
+                        config,
+                        tensors,
+                        *good_checkpoints.FORMATS[format],
+                    ),
+                    source,
+                )
+            )
     return [*made, (builtin_model("tiny-r1"), builtin_model("tiny-r1"))]
 
 
 def test_good_checkpoints_have_no_finding(good: list[tuple[Path, Path]]) -> None:
     for path, source in good:
         for given in (None, str(source)):
-            assert diagnose(str(path), source=given).to_json() == {"verdict": "good", "findings": []}, path
+            assert diagnose(str(path), source=given).to_json() == {
+                "verdict": "good",
+                "findings": [],
+            }, path
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +64,27 @@ def opened(good: list[tuple[Path, Path]]) -> list[tuple[faulty.Contents, Path]]:
 
 
 @pytest.mark.parametrize("fault", HEADERS, ids=lambda fault: fault.name)
-def test_a_fault_is_found(fault: faulty.Fault, opened: list[tuple[faulty.Contents, Path]], tmp_path: Path) -> None:
-    contents, source = next((contents.copy(), source) for contents, source in opened if fault.suits(contents))
+def test_a_fault_is_found(
+    fault: faulty.Fault, opened: list[tuple[faulty.Contents, Path]], tmp_path: Path
+) -> None:
+    contents, source = next(
+        (contents.copy(), source) for contents, source in opened if fault.suits(contents)
+    )
     fault.apply(contents)
-    findings = diagnose(str(contents.write(tmp_path / "bad")), source=str(source) if fault.source else None).findings
-    assert {finding.name for finding in findings.found if finding.severity != "note"} & set(fault.finds), findings.to_json()
-    assert findings.verdict == ("bad" if CATALOGUE[fault.finds[0]].severity == "error" else "doubtful")
+    findings = diagnose(
+        str(contents.write(tmp_path / "bad")), source=str(source) if fault.source else None
+    ).findings
+    assert {finding.name for finding in findings.found if finding.severity != "note"} & set(
+        fault.finds
+    ), findings.to_json()
+    assert findings.verdict == (
+        "bad" if CATALOGUE[fault.finds[0]].severity == "error" else "doubtful"
+    )
 
 
-def test_the_command_says_the_verdict_with_its_exit_code(good: list[tuple[Path, Path]], tmp_path: Path) -> None:
+def test_the_command_says_the_verdict_with_its_exit_code(
+    good: list[tuple[Path, Path]], tmp_path: Path
+) -> None:
     contents = faulty.Contents.of(good[0][0])
     faulty.mtp.mtp_was_dropped(contents)
     doubtful = contents.write(tmp_path / "doubtful")
@@ -68,7 +94,10 @@ def test_the_command_says_the_verdict_with_its_exit_code(good: list[tuple[Path, 
         answer = command("check", str(path), "--report", str(tmp_path / "report.html"), "--json")
         about = answer.json
         assert (answer.code, about["verdict"]) == (EXIT_CODES[verdict], verdict)
-        assert all(set(finding) == {"name", "severity", "where", "evidence", "remedy"} for finding in about["findings"])
+        assert all(
+            set(finding) == {"name", "severity", "where", "evidence", "remedy"}
+            for finding in about["findings"]
+        )
         assert verdict in (tmp_path / "report.html").read_text()
 
 
@@ -76,7 +105,12 @@ def test_findings_are_in_the_order_of_harm() -> None:
     findings = DiagnosisFindings()
     for name in ("not-read", "mtp-missing", "head-missing", "config-unreadable"):
         findings.add(name, "here", "seen")
-    assert [finding.name for finding in findings.ordered] == ["config-unreadable", "head-missing", "mtp-missing", "not-read"]
+    assert [finding.name for finding in findings.ordered] == [
+        "config-unreadable",
+        "head-missing",
+        "mtp-missing",
+        "not-read",
+    ]
 
 
 def test_the_page_tells_what_each_finding_means() -> None:

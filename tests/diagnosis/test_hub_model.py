@@ -1,4 +1,5 @@
-"""`check` of a model that is on the hub alone: what headers tell is told as of a folder, and no weight is asked for."""
+"""`check` of a model that is on the hub alone: what headers tell is told as of a folder, and no
+weight is asked for."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -26,7 +27,9 @@ def findings(model: str) -> set[tuple[str, str]]:
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], hub_server.Hub]]:
+def served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[Path], hub_server.Hub]]:
     """Serves a folder as NAME."""
     with ExitStack() as servers:
 
@@ -40,16 +43,27 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         yield serve
 
 
-def test_a_good_model_is_good_and_no_weight_is_read(tiny_checkpoint: Path, served: Callable[[Path], hub_server.Hub]) -> None:
+def test_a_good_model_is_good_and_no_weight_is_read(
+    tiny_checkpoint: Path, served: Callable[[Path], hub_server.Hub]
+) -> None:
     hub = served(tiny_checkpoint)
     answer = command("check", NAME, "--json")
     assert (answer.code, answer.json["verdict"]) == (0, "good"), answer.json
-    assert hub.weights < sum(file.stat().st_size for file in tiny_checkpoint.glob("*.safetensors")) / 4
+    assert (
+        hub.weights < sum(file.stat().st_size for file in tiny_checkpoint.glob("*.safetensors")) / 4
+    )
 
 
-@pytest.mark.parametrize("fault", [fault for fault in faulty.FAULTS if fault.depth == "headers"], ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault",
+    [fault for fault in faulty.FAULTS if fault.depth == "headers"],
+    ids=lambda fault: fault.name,
+)
 def test_a_fault_is_found_as_in_a_folder(
-    tiny_checkpoint: Path, tmp_path: Path, served: Callable[[Path], hub_server.Hub], fault: faulty.Fault
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    served: Callable[[Path], hub_server.Hub],
+    fault: faulty.Fault,
 ) -> None:
     contents = faulty.Contents.of(tiny_checkpoint)
     if not fault.suits(contents) or fault.source:

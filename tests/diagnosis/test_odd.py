@@ -1,4 +1,5 @@
-"""What is odd and legal has no finding above a note: padded vocabularies, files more and less, experts that nobody asked, equal experts."""
+"""What is odd and legal has no finding above a note: padded vocabularies, files more and less,
+experts that nobody asked, equal experts."""
 
 import json
 import re
@@ -30,7 +31,9 @@ def tensors() -> dict[str, Tensor]:
 
 def told(path: Path, source: Path | None = None) -> dict[str, str]:
     """Findings and their severities."""
-    found = diagnose(str(path), source=None if source is None else str(source), depth="tensors").findings
+    found = diagnose(
+        str(path), source=None if source is None else str(source), depth="tensors"
+    ).findings
     return {finding.name: finding.severity for finding in found.found}
 
 
@@ -49,7 +52,10 @@ def _leave_out(c: faulty.Contents) -> None:
     del c.files["generation_config.json"]
     c.config["dtype"] = c.config.pop("torch_dtype")
     described = c.json("tokenizer_config.json")
-    c.set_json("tokenizer_config.json", {key: value for key, value in described.items() if key != "chat_template"})
+    c.set_json(
+        "tokenizer_config.json",
+        {key: value for key, value in described.items() if key != "chat_template"},
+    )
 
 
 def _add(c: faulty.Contents) -> None:
@@ -60,11 +66,15 @@ def _add(c: faulty.Contents) -> None:
     c.broken["more"] = more
     c.config |= {"pad_token_id": -1, "auto_map": {"AutoConfig": "configuration.Config"}}
     c.set_json("generation_config.json", {"eos_token_id": [1, 2], "do_sample": True, "top_p": 1.0})
-    c.tensors |= {f"{module}.bias": torch.zeros(linear.shape[0]) for module, linear in c.linears.items()}
+    c.tensors |= {
+        f"{module}.bias": torch.zeros(linear.shape[0]) for module, linear in c.linears.items()
+    }
 
 
 @pytest.mark.parametrize("change", [_pad, _leave_out, _add], ids=lambda change: change.__name__)
-def test_files_and_fields_may_differ(change: Callable[[faulty.Contents], None], tensors: dict[str, Tensor], tmp_path: Path) -> None:
+def test_files_and_fields_may_differ(
+    change: Callable[[faulty.Contents], None], tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
     contents = faulty.Contents.of(written(tmp_path, tensors, "awq")[0])
     change(contents)
     assert told(contents.write(tmp_path / "odd")) == {}
@@ -72,31 +82,48 @@ def test_files_and_fields_may_differ(change: Callable[[faulty.Contents], None], 
 
 @pytest.mark.parametrize("format", ["ct-int4", "awq", "modelopt"])
 @pytest.mark.parametrize("size", [0.0, 1e-5])
-def test_an_expert_that_nobody_asked_is_a_note(size: float, format: str, tensors: dict[str, Tensor], tmp_path: Path) -> None:
-    small = {name: value * size if "layers.1.mlp.experts.2." in name else value for name, value in tensors.items()}
+def test_an_expert_that_nobody_asked_is_a_note(
+    size: float, format: str, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    small = {
+        name: value * size if "layers.1.mlp.experts.2." in name else value
+        for name, value in tensors.items()
+    }
     path, source = written(tmp_path, small, format)
     assert set(told(path).values()) <= {"note"}
     assert set(told(path, source).values()) <= {"note"}
 
 
-def test_experts_that_the_source_has_equal_are_no_fault(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+def test_experts_that_the_source_has_equal_are_no_fault(
+    tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
     """A dense model's layer, taken for every expert, is how mixtures of experts may begin."""
-    equal = {name: tensors[re.sub(r"experts\.\d+\.", "experts.0.", name)].clone() for name in tensors}
+    equal = {
+        name: tensors[re.sub(r"experts\.\d+\.", "experts.0.", name)].clone() for name in tensors
+    }
     path, source = written(tmp_path, equal, "ct-int4")
     assert "linears-equal" in told(path)
     assert told(path, source) == {}
 
 
-def test_a_format_that_an_engines_profile_does_not_know_is_a_note(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+def test_a_format_that_an_engines_profile_does_not_know_is_a_note(
+    tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
     path, _ = written(tmp_path, tensors, "gptq")
     found = diagnose(str(path), engine="vllm").findings
-    assert [(finding.name, finding.severity) for finding in found.found] == [("engine-unknown", "note")]
+    assert [(finding.name, finding.severity) for finding in found.found] == [
+        ("engine-unknown", "note")
+    ]
     assert found.exit_code == 0
 
 
-def test_a_linear_that_was_folded_on_both_sides_has_any_size(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+def test_a_linear_that_was_folded_on_both_sides_has_any_size(
+    tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
     """AWQ divides up's rows and multiplies down's columns: only together are they the source's."""
-    scale = torch.exp(1 + torch.randn(CONFIG["moe_intermediate_size"], generator=torch.Generator().manual_seed(0)))
+    scale = torch.exp(
+        1 + torch.randn(CONFIG["moe_intermediate_size"], generator=torch.Generator().manual_seed(0))
+    )
     folded = dict(tensors)
     for name in tensors:
         if name.endswith(".up_proj.weight"):
@@ -110,12 +137,16 @@ def test_a_linear_that_was_folded_on_both_sides_has_any_size(tensors: dict[str, 
 
 
 def test_scales_that_were_folded_into_norms_around_one_are_no_fault(tmp_path: Path) -> None:
-    """Such a norm stores what its gain is beside 1, and a folded one has no fixed ratio to its source's."""
+    """Such a norm stores what its gain is beside 1, and a folded one has no fixed ratio to its
+    source's."""
     from test_architectures import CONFIGS, random_tensors
 
     config = CONFIGS["qwen3_next"] | {"architectures": ["Qwen3NextForCausalLM"]}
     architecture = find_architecture(config)
-    offsets = {row.name: row.gain_offset for row in architecture.parameters(architecture.Config.from_dict(config))}
+    offsets = {
+        row.name: row.gain_offset
+        for row in architecture.parameters(architecture.Config.from_dict(config))
+    }
     stored = {name: tensor - offsets[name] for name, tensor in random_tensors(config).items()}
     source = make_model.write_dense(tmp_path / "source", config, stored)
     recipe = Recipe(scheme="awq-w4a16", samples=4, held_out=1, seq_len=32, scale_points=3)
@@ -123,7 +154,9 @@ def test_scales_that_were_folded_into_norms_around_one_are_no_fault(tmp_path: Pa
     assert told(tmp_path / "out", source) == {}
 
 
-def test_a_tokenizer_that_was_saved_while_it_cut_texts_is_a_note(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+def test_a_tokenizer_that_was_saved_while_it_cut_texts_is_a_note(
+    tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
     """AutoRound saves it so, with the length of its calibration."""
     path, source = written(tmp_path, tensors, "awq")
     contents = faulty.Contents.of(path)
@@ -133,7 +166,9 @@ def test_a_tokenizer_that_was_saved_while_it_cut_texts_is_a_note(tensors: dict[s
 
 
 @pytest.mark.parametrize("format", ["awq", "gptq-sym", "ct-int8", "modelslim-int4"])
-def test_weights_of_three_values_are_not_saturated(format: str, tensors: dict[str, Tensor], tmp_path: Path) -> None:
+def test_weights_of_three_values_are_not_saturated(
+    format: str, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
     """Trained so, a row's codes are the zero point and the ends of the range."""
     three = dict(tensors)
     for name, value in tensors.items():
@@ -145,7 +180,9 @@ def test_weights_of_three_values_are_not_saturated(format: str, tensors: dict[st
     assert told(path, source) == {}
 
 
-def test_two_shards_may_hold_one_tensor_with_the_same_bytes(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+def test_two_shards_may_hold_one_tensor_with_the_same_bytes(
+    tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
     contents = faulty.Contents.of(written(tmp_path, tensors, "awq")[0])
     contents.broken["shard"] = faulty.files.copied(torch.clone)
     assert told(contents.write(tmp_path / "odd")) == {}
@@ -153,34 +190,53 @@ def test_two_shards_may_hold_one_tensor_with_the_same_bytes(tensors: dict[str, T
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random, with norms as transformers begins them: stored less one, all zeros. quantkit has no file of it."""
+    """Random, with norms as transformers begins them: stored less one, all zeros. quantkit has no
+    file of it."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     torch.manual_seed(0)
-    model = Gemma2ForCausalLM(Gemma2Config(**sizes, head_dim=32, vocab_size=320, max_position_embeddings=512)).bfloat16()
+    model = Gemma2ForCausalLM(
+        Gemma2Config(**sizes, head_dim=32, vocab_size=320, max_position_embeddings=512)
+    ).bfloat16()
     path = tmp_path_factory.mktemp("models") / "gemma"
     model.save_pretrained(path)
     make_model.write_tokenizer(path)
     return path
 
 
-def test_what_quantize_writes_of_a_small_model_by_few_tokens_has_no_fault(gemma: Path, tmp_path: Path) -> None:
-    """GPTQ leaves half of its error in few directions where there are few; a norm may be moved while others stay zeros."""
+def test_what_quantize_writes_of_a_small_model_by_few_tokens_has_no_fault(
+    gemma: Path, tmp_path: Path
+) -> None:
+    """GPTQ leaves half of its error in few directions where there are few; a norm may be moved
+    while others stay zeros."""
     recipe = Recipe(scheme="int4-w4a8-groups", samples=8, seq_len=64)
     quantize(gemma, tmp_path / "out", SCHEMES["int4-w4a8-groups"], "auto", recipe, device="cpu")
     assert told(tmp_path / "out", gemma) == {}
 
 
-def test_behaviour_of_an_architecture_without_a_file_is_refused_before_weights_are_read(gemma: Path) -> None:
+def test_behaviour_of_an_architecture_without_a_file_is_refused_before_weights_are_read(
+    gemma: Path,
+) -> None:
     answer = command("check", str(gemma), "--source", str(gemma), "--depth", "behaviour")
     assert (answer.code, answer.out) == (1, "")
     assert "no file of the architecture 'gemma2'" in answer.error
     assert "quantkit ppl --baseline" in answer.error
 
 
-@pytest.mark.parametrize("arguments", [("deploy", "MODEL", "--engine", "vllm"), ("go", "MODEL", "--devices", "cpu", "--yes")])
-def test_a_command_that_needs_a_file_says_so(arguments: tuple[str, ...], gemma: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [("deploy", "MODEL", "--engine", "vllm"), ("go", "MODEL", "--devices", "cpu", "--yes")],
+)
+def test_a_command_that_needs_a_file_says_so(
+    arguments: tuple[str, ...], gemma: Path, tmp_path: Path
+) -> None:
     out = ("--out", str(tmp_path / "out")) if arguments[0] == "go" else ()
     answer = command(*(str(gemma) if one == "MODEL" else one for one in arguments), *out)
     assert answer.code == 1
@@ -189,7 +245,9 @@ def test_a_command_that_needs_a_file_says_so(arguments: tuple[str, ...], gemma: 
 
 
 def test_a_folder_of_pickles_is_told_so(tmp_path: Path) -> None:
-    source = make_model.write_dense(tmp_path / "model", CONFIG, good_checkpoints.random_weights(CONFIG))
+    source = make_model.write_dense(
+        tmp_path / "model", CONFIG, good_checkpoints.random_weights(CONFIG)
+    )
     for shard in source.glob("*.safetensors"):
         shard.rename(source / "pytorch_model.bin")
     (source / "model.safetensors.index.json").unlink()

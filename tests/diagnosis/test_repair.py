@@ -71,8 +71,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-@pytest.mark.parametrize(("fault", "format"), [*CURED, *FROM_SOURCE], ids=lambda value: getattr(value, "__name__", value))
-def test_a_fault_is_cured(fault: Callable[[faulty.Contents], None], format: str, models: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "format"), [*CURED, *FROM_SOURCE], ids=lambda value: getattr(value, "__name__", value)
+)
+def test_a_fault_is_cured(
+    fault: Callable[[faulty.Contents], None], format: str, models: dict[str, Path], tmp_path: Path
+) -> None:
     contents = faulty.Contents.of(models[format])
     fault(contents)
     source = str(models["source"]) if (fault, format) in FROM_SOURCE else None
@@ -85,7 +89,9 @@ def test_a_fault_is_cured(fault: Callable[[faulty.Contents], None], format: str,
     mtp = f"model.layers.{CONFIG['num_hidden_layers']}."
     for name in good.tensors:
         if not name.startswith(mtp) and "global_scale" not in name and "scale_2" not in name:
-            assert torch.equal(ours.read(name).view(torch.uint8), good.read(name).view(torch.uint8)), name
+            assert torch.equal(
+                ours.read(name).view(torch.uint8), good.read(name).view(torch.uint8)
+            ), name
 
 
 def test_shards_stay_in_their_folder(models: dict[str, Path], tmp_path: Path) -> None:
@@ -93,13 +99,18 @@ def test_shards_stay_in_their_folder(models: dict[str, Path], tmp_path: Path) ->
     faulty.description.experts_are_listed_as_plain(contents)
     bad = shards_below(contents.write(tmp_path / "bad"))
     assert repair(diagnose(str(bad), depth="tensors"), tmp_path / "out")
-    assert {tensor.shard.partition("/")[0] for tensor in Checkpoint.open(tmp_path / "out").tensors.values()} == {"weights"}
+    assert {
+        tensor.shard.partition("/")[0]
+        for tensor in Checkpoint.open(tmp_path / "out").tensors.values()
+    } == {"weights"}
 
 
 def test_the_command_says_what_it_changed(models: dict[str, Path], tmp_path: Path) -> None:
     contents = faulty.Contents.of(models["awq"])
     faulty.structure.names_lack_their_prefix(contents)
-    answer = command("check", str(contents.write(tmp_path / "bad")), "--repair", str(tmp_path / "out"), "--json")
+    answer = command(
+        "check", str(contents.write(tmp_path / "bad")), "--repair", str(tmp_path / "out"), "--json"
+    )
     assert answer.code == 2
     assert "names that engines look for" in answer.json["repaired"]["changes"][0]
     again = command("check", str(tmp_path / "bad"), "--repair", str(tmp_path / "out"), "--json")
@@ -108,10 +119,20 @@ def test_the_command_says_what_it_changed(models: dict[str, Path], tmp_path: Pat
 
 
 @pytest.mark.parametrize(("engine", "format"), [("vllm-ascend", "ct-int4"), ("sglang", "modelopt")])
-def test_what_an_engine_reads_is_set(engine: str, format: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_what_an_engine_reads_is_set(
+    engine: str, format: str, models: dict[str, Path], tmp_path: Path
+) -> None:
     contents = faulty.Contents.of(models[format])
     del contents.config["topk_method"]
-    answer = command("check", str(contents.write(tmp_path / "bad")), "--engine", engine, "--repair", str(tmp_path / "out"), "--json")
+    answer = command(
+        "check",
+        str(contents.write(tmp_path / "bad")),
+        "--engine",
+        engine,
+        "--repair",
+        str(tmp_path / "out"),
+        "--json",
+    )
     assert answer.code in (1, 2)
     told = answer.json["repaired"]["changes"]
     assert all(change.startswith(f"for {engine}, ") for change in told)
@@ -120,7 +141,10 @@ def test_what_an_engine_reads_is_set(engine: str, format: str, models: dict[str,
     assert engine != "vllm-ascend" or ours.config["quantization_config"]["group_size"] == 32
     assert not missing_keys(engine, ours).told
     for name in good.tensors:
-        assert torch.equal(ours.read(name).reshape(-1).view(torch.uint8), good.read(name).reshape(-1).view(torch.uint8)), name
+        assert torch.equal(
+            ours.read(name).reshape(-1).view(torch.uint8),
+            good.read(name).reshape(-1).view(torch.uint8),
+        ), name
 
 
 def test_what_has_no_cure_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
@@ -131,7 +155,9 @@ def test_what_has_no_cure_is_refused(models: dict[str, Path], tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
-def test_no_copy_is_chosen_where_no_index_names_one(models: dict[str, Path], tmp_path: Path) -> None:
+def test_no_copy_is_chosen_where_no_index_names_one(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
     contents = faulty.Contents.of(models["awq"])
     faulty.files.two_shards_hold_a_tensor_and_no_index_says_which(contents)
     with pytest.raises(QuantkitError, match="no index says which counts"):

@@ -1,4 +1,5 @@
-"""Faults in codes and scales: each is found by the bytes, or by the source. Good checkpoints, folded and act-order ones too, have none."""
+"""Faults in codes and scales: each is found by the bytes, or by the source. Good checkpoints,
+folded and act-order ones too, have none."""
 
 from pathlib import Path
 
@@ -27,7 +28,10 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path]]:
     """Checkpoints and their source; the last is plain."""
     folder, tensors = tmp_path_factory.mktemp("good"), good_checkpoints.random_weights(SMALL_MOE)
     source = make_model.write_dense(folder / "source", SMALL_MOE, tensors)
-    made = [write_packed(folder / name, SMALL_MOE, tensors, *good_checkpoints.FORMATS[name]) for name in FORMATS]
+    made = [
+        write_packed(folder / name, SMALL_MOE, tensors, *good_checkpoints.FORMATS[name])
+        for name in FORMATS
+    ]
     return [(path, source) for path in [*made, source]]
 
 
@@ -38,13 +42,22 @@ def opened(good: list[tuple[Path, Path]]) -> list[tuple[faulty.Contents, Path]]:
 
 
 @pytest.mark.parametrize("fault", TENSORS, ids=lambda fault: fault.name)
-def test_a_fault_is_found(fault: faulty.Fault, opened: list[tuple[faulty.Contents, Path]], tmp_path: Path) -> None:
-    contents, source = next((contents.copy(), source) for contents, source in opened if fault.suits(contents))
+def test_a_fault_is_found(
+    fault: faulty.Fault, opened: list[tuple[faulty.Contents, Path]], tmp_path: Path
+) -> None:
+    contents, source = next(
+        (contents.copy(), source) for contents, source in opened if fault.suits(contents)
+    )
     fault.apply(contents)
     bad = str(contents.write(tmp_path / "bad"))
     findings = diagnose(bad, source=str(source) if fault.source else None, depth="tensors").findings
-    assert {finding.name for finding in findings.found} & set(fault.finds), (contents.path, findings.to_json())
-    assert findings.verdict == ("bad" if CATALOGUE[fault.finds[0]].severity == "error" else "doubtful")
+    assert {finding.name for finding in findings.found} & set(fault.finds), (
+        contents.path,
+        findings.to_json(),
+    )
+    assert findings.verdict == (
+        "bad" if CATALOGUE[fault.finds[0]].severity == "error" else "doubtful"
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +71,12 @@ def test_a_fault_is_found(fault: faulty.Fault, opened: list[tuple[faulty.Content
 def test_a_fault_is_found_in_a_dense_model(name: str, format: str, tmp_path: Path) -> None:
     """Of these `make test` tries another format, and `make test-faults` missed them here."""
     config = good_checkpoints.QWEN3 | {"num_hidden_layers": 2}
-    path = write_packed(tmp_path / "good", config, good_checkpoints.random_weights(config), *good_checkpoints.FORMATS[format])
+    path = write_packed(
+        tmp_path / "good",
+        config,
+        good_checkpoints.random_weights(config),
+        *good_checkpoints.FORMATS[format],
+    )
     assert diagnose(str(path), depth="tensors").findings.verdict == "good"
     fault = next(one for one in faulty.FAULTS if one.name == name)
     contents = faulty.Contents.of(path)
@@ -69,14 +87,24 @@ def test_a_fault_is_found_in_a_dense_model(name: str, format: str, tmp_path: Pat
 
 def test_good_checkpoints_have_no_finding(good: list[tuple[Path, Path]]) -> None:
     for path, source in good:
-        assert diagnose(str(path), source=str(source), depth="tensors").to_json() == {"verdict": "good", "findings": []}, path
+        assert diagnose(str(path), source=str(source), depth="tensors").to_json() == {
+            "verdict": "good",
+            "findings": [],
+        }, path
     assert diagnose("tiny-r1", depth="tensors").to_json() == {"verdict": "good", "findings": []}
 
 
-def test_scales_that_were_folded_into_all_readers_are_no_fault(good: list[tuple[Path, Path]], tmp_path: Path) -> None:
+def test_scales_that_were_folded_into_all_readers_are_no_fault(
+    good: list[tuple[Path, Path]], tmp_path: Path
+) -> None:
     contents = faulty.Contents.of(good[-1][0])
     faulty.against_source.divide_norm(contents, 1, router=True, experts=True)
-    assert diagnose(str(contents.write(tmp_path / "folded")), source=str(good[-1][1]), depth="tensors").findings.found == []
+    assert (
+        diagnose(
+            str(contents.write(tmp_path / "folded")), source=str(good[-1][1]), depth="tensors"
+        ).findings.found
+        == []
+    )
 
 
 def test_act_order_is_read_as_it_was_meant(good: list[tuple[Path, Path]], tmp_path: Path) -> None:
@@ -87,11 +115,15 @@ def test_act_order_is_read_as_it_was_meant(good: list[tuple[Path, Path]], tmp_pa
     for module in contents.linears:
         w = source.read(f"{module}.weight").float()
         order = torch.randperm(w.shape[1], generator=torch.Generator().manual_seed(0))
-        sorted_codes = quantize_int(w[:, order], IntGrid(4, 64, symmetric=False), scale_dtype=torch.float16)
+        sorted_codes = quantize_int(
+            w[:, order], IntGrid(4, 64, symmetric=False), scale_dtype=torch.float16
+        )
         back = torch.argsort(order)
         of_group = (torch.arange(w.shape[1]) // 64)[back]
         contents.tensors |= gptq.FORMATS[0].pack(module, sorted_codes)
-        contents.tensors[f"{module}.qweight"] = gptq._pack(sorted_codes.codes[:, back], 4).T.contiguous()
+        contents.tensors[f"{module}.qweight"] = gptq._pack(
+            sorted_codes.codes[:, back], 4
+        ).T.contiguous()
         contents.tensors[f"{module}.g_idx"] = of_group.int()
     path = contents.write(tmp_path / "act-order")
     assert diagnose(str(path), source=str(good[-1][1]), depth="tensors").findings.found == []
@@ -100,4 +132,6 @@ def test_act_order_is_read_as_it_was_meant(good: list[tuple[Path, Path]], tmp_pa
         w = source.read(f"{module}.weight").float()
         assert float((dequantize(read.weight(module)) - w).norm() / w.norm()) < 0.15
         weight, first = read.share(module, "K", 64, 128)
-        assert torch.equal(dequantize(weight), dequantize(read.weight(module))[:, first : first + 64])
+        assert torch.equal(
+            dequantize(weight), dequantize(read.weight(module))[:, first : first + 64]
+        )

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 import pytest
 
 from quantkit.engines import evidence as module
-from quantkit.engines.evidence import LayoutRun, Loaded, cache_evidence, evidence, layout_evidence, layout_runs, loaded
+from quantkit.engines.evidence import (
+    LayoutRun,
+    Loaded,
+    cache_evidence,
+    evidence,
+    layout_evidence,
+    layout_runs,
+    loaded,
+)
 from quantkit.engines.layouts import find_topology
 from quantkit.engines.profiles import EngineProfile, LoadRule, find_engine
 
@@ -19,21 +27,47 @@ class Rule:
 @pytest.fixture
 def int8() -> Rule:
     profile = find_engine("vllm-ascend")
-    return Rule(profile, next(load for load in profile.loads if load.format == "modelslim" and "int8" in load.grids))
+    return Rule(
+        profile,
+        next(load for load in profile.loads if load.format == "modelslim" and "int8" in load.grids),
+    )
 
 
 def test_every_result_is_of_a_rule() -> None:
     for one in loaded():
-        rules = [load for load in find_engine(one.engine).loads if (load.format, load.variant) == (one.format, one.variant)]
+        rules = [
+            load
+            for load in find_engine(one.engine).loads
+            if (load.format, load.variant) == (one.format, one.variant)
+        ]
         assert any(one.grid in load.grids and one.device in load.devices for load in rules), one
 
 
-def test_loaded_is_said_where_all_was_right_and_every_fault_found(int8: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = next(one for one in loaded() if (one.engine, one.format, one.grid) == ("vllm-ascend", "modelslim", "int8"))
+def test_loaded_is_said_where_all_was_right_and_every_fault_found(
+    int8: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = next(
+        one
+        for one in loaded()
+        if (one.engine, one.format, one.grid) == ("vllm-ascend", "modelslim", "int8")
+    )
 
     def said(**changes: int) -> str:
         monkeypatch.setattr(
-            module, "loaded", lambda: (Loaded(**{**found.model_dump(), "loads": 4, "right": 4, "faults": 3, "found": 3, **changes}),)
+            module,
+            "loaded",
+            lambda: (
+                Loaded(
+                    **{
+                        **found.model_dump(),
+                        "loads": 4,
+                        "right": 4,
+                        "faults": 3,
+                        "found": 3,
+                        **changes,
+                    }
+                ),
+            ),
         )
         return evidence(int8.profile, int8.load)
 
@@ -46,9 +80,14 @@ def test_loaded_is_said_where_all_was_right_and_every_fault_found(int8: Rule, mo
 
 def test_who_reads_steps_of_a_cache_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     ascend = find_engine("vllm-ascend")
-    assert cache_evidence(ascend, "int8") == "loaded by vllm-ascend 0.23.0 on a CPU (deepseek_v3, qwen3)"
+    assert (
+        cache_evidence(ascend, "int8")
+        == "loaded by vllm-ascend 0.23.0 on a CPU (deepseek_v3, qwen3)"
+    )
     assert cache_evidence(find_engine("sglang"), "int8") == "by source"
-    monkeypatch.setattr(module, "loaded", lambda: tuple(one.model_copy(update={"found": 0}) for one in loaded()))
+    monkeypatch.setattr(
+        module, "loaded", lambda: tuple(one.model_copy(update={"found": 0}) for one in loaded())
+    )
     assert cache_evidence(ascend, "int8") == "by source"
 
 
@@ -64,14 +103,35 @@ def test_every_run_is_of_a_layout() -> None:
         assert run.passed <= (run.equal > 0 and run.compared >= run.equal), run
 
 
-def test_a_layout_is_said_to_run_where_its_tokens_were_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_is_said_to_run_where_its_tokens_were_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     right = LayoutRun(
-        engine="vllm", release="1", machine="CPU", layout="one-box", ranks=2, model="m", format="awq", compared=9, equal=9, passed=True
+        engine="vllm",
+        release="1",
+        machine="CPU",
+        layout="one-box",
+        ranks=2,
+        model="m",
+        format="awq",
+        compared=9,
+        equal=9,
+        passed=True,
     )
     wrong = right.model_copy(update={"format": "ct-w8a8", "passed": False})
     guessed = right.model_copy(update={"guesses": 1, "machine": "H200"})
-    monkeypatch.setattr(module, "layout_runs", lambda: (right, wrong, guessed, right.model_copy(update={"format": "source"})))
+    monkeypatch.setattr(
+        module,
+        "layout_runs",
+        lambda: (right, wrong, guessed, right.model_copy(update={"format": "source"})),
+    )
     assert layout_evidence("vllm", "cuda", "one-box") == "run on CPU, vllm 1 (awq, source)"
     assert layout_evidence("vllm", "cuda", "one-box", guesses=2) == "run on H200, vllm 1 (awq)"
-    assert layout_evidence("vllm", "cuda", "two-boxes") == layout_evidence("sglang", "cuda", "one-box") == "by source"
-    assert layout_evidence("vllm", "npu", "one-box") == "by source", "the commands of another kind of device are others"
+    assert (
+        layout_evidence("vllm", "cuda", "two-boxes")
+        == layout_evidence("sglang", "cuda", "one-box")
+        == "by source"
+    )
+    assert layout_evidence("vllm", "npu", "one-box") == "by source", (
+        "the commands of another kind of device are others"
+    )

@@ -25,34 +25,71 @@ from quantkit.models.stored_parameters import read_model
 
 GIB = 2**30
 DATA = Path(__file__).parent.parent / "data"
-RECIPES = [("vllm", "cuda"), ("sglang", "cuda"), ("sglang", "npu"), ("vllm-ascend", "npu"), ("omni-infer", "npu")]
-LAUNCHES = [(engine, device, layout) for engine, device in RECIPES for layout in (one.name for one in find_recipe(engine, device).layouts)]
+RECIPES = [
+    ("vllm", "cuda"),
+    ("sglang", "cuda"),
+    ("sglang", "npu"),
+    ("vllm-ascend", "npu"),
+    ("omni-infer", "npu"),
+]
+LAUNCHES = [
+    (engine, device, layout)
+    for engine, device in RECIPES
+    for layout in (one.name for one in find_recipe(engine, device).layouts)
+]
 
-OPTIONS = {name: set(text.split()) for name, text in yaml.safe_load((DATA / "deploy_options.yaml").read_text()).items()}
+OPTIONS = {
+    name: set(text.split())
+    for name, text in yaml.safe_load((DATA / "deploy_options.yaml").read_text()).items()
+}
 
 
 @pytest.fixture(scope="module")
 def int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_config(num_attention_heads=32, n_routed_experts=32, n_group=4)
     path = tmp_path_factory.mktemp("int8")
-    return write_packed(path, config, random_tensors(config), compressed_int8.FORMAT, IntGrid(8, None, symmetric=True))
+    return write_packed(
+        path,
+        config,
+        random_tensors(config),
+        compressed_int8.FORMAT,
+        IntGrid(8, None, symmetric=True),
+    )
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_config(first_k_dense_replace=3, num_nextn_predict_layers=0)
     path = tmp_path_factory.mktemp("dense")
-    return write_packed(path, config, random_tensors(config), compressed_int8.FORMAT, IntGrid(8, None, symmetric=True))
+    return write_packed(
+        path,
+        config,
+        random_tensors(config),
+        compressed_int8.FORMAT,
+        IntGrid(8, None, symmetric=True),
+    )
 
 
 def program(command: tuple[str, ...]) -> str:
-    return "sglang" if "sglang.launch_server" in command else command[0] if command[0] in ("vllm", "ray") else command[1]
+    return (
+        "sglang"
+        if "sglang.launch_server" in command
+        else command[0]
+        if command[0] in ("vllm", "ray")
+        else command[1]
+    )
 
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
-def test_commands_use_options_the_engine_defines(int8: Path, engine: str, device: str, layout: str) -> None:
+def test_commands_use_options_the_engine_defines(
+    int8: Path, engine: str, device: str, layout: str
+) -> None:
     made = deploy(int8, engine, layout=layout, device=device)  # type: ignore[arg-type]
-    assert not [problem for problem in made.problems if problem.severity == "error" and "share" not in problem.problem]
+    assert not [
+        problem
+        for problem in made.problems
+        if problem.severity == "error" and "share" not in problem.problem
+    ]
     for launch in made.launches:
         for environment, command in launch.commands:
             if program(command) != "ray":
@@ -66,17 +103,23 @@ def test_commands_use_options_the_engine_defines(int8: Path, engine: str, device
 
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
-def test_ranks_and_boxes_are_covered_once(int8: Path, engine: str, device: str, layout: str) -> None:
+def test_ranks_and_boxes_are_covered_once(
+    int8: Path, engine: str, device: str, layout: str
+) -> None:
     made = deploy(int8, engine, layout=layout, device=device)  # type: ignore[arg-type]
     assert len({launch.box for launch in made.launches}) == len(made.launches)
     ranks: dict[str, list[int]] = {}
     for launch in made.launches:
         for _, command in launch.commands:
             if "--data-parallel-rank" in command:
-                ranks.setdefault(launch.role, []).append(int(command[command.index("--data-parallel-rank") + 1]))
+                ranks.setdefault(launch.role, []).append(
+                    int(command[command.index("--data-parallel-rank") + 1])
+                )
     for found in ranks.values():
         assert found == list(range(len(found)))
-        size = next(c for launch in made.launches for _, c in launch.commands if "--data-parallel-size" in c)
+        size = next(
+            c for launch in made.launches for _, c in launch.commands if "--data-parallel-size" in c
+        )
         assert size
 
 
@@ -93,7 +136,9 @@ def test_box_layouts_and_quantization_options(int8: Path) -> None:
 
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
-def test_servers_listen_where_they_must_and_ask_for_a_key(int8: Path, engine: str, device: str, layout: str) -> None:
+def test_servers_listen_where_they_must_and_ask_for_a_key(
+    int8: Path, engine: str, device: str, layout: str
+) -> None:
     made = deploy(int8, engine, layout=layout, device=device)  # type: ignore[arg-type]
     for launch in made.launches:
         script = launch.script()
@@ -102,16 +147,22 @@ def test_servers_listen_where_they_must_and_ask_for_a_key(int8: Path, engine: st
         assert bool(serves) == (launch.key is not None)
         for line in serves:
             assert f"--host {'127.0.0.1' if len(made.launches) == 1 else launch.box}" in line
-            assert "VLLM_API_KEY" in script or line.removesuffix(" &").endswith('--api-key "$QUANTKIT_API_KEY"')
+            assert "VLLM_API_KEY" in script or line.removesuffix(" &").endswith(
+                '--api-key "$QUANTKIT_API_KEY"'
+            )
         if serves:
             head = script[: script.index("\n", script.index("QUANTKIT_API_KEY:?"))]
-            without = subprocess.run(["bash", "-c", f"{head}\necho started"], capture_output=True, text=True, env={})
+            without = subprocess.run(
+                ["bash", "-c", f"{head}\necho started"], capture_output=True, text=True, env={}
+            )
             assert "QUANTKIT_API_KEY: set it" in without.stderr
             assert not without.stdout, "it starts nothing without a key"
 
 
 def test_one_box_with_an_address_listens_there(int8: Path) -> None:
-    given, alone = (deploy(int8, "vllm", hosts=hosts).launches[0].script() for hosts in (["10.0.0.1"], None))
+    given, alone = (
+        deploy(int8, "vllm", hosts=hosts).launches[0].script() for hosts in (["10.0.0.1"], None)
+    )
     assert "--host 10.0.0.1 " in given
     assert "VLLM_HOST_IP=10.0.0.1" in given
     assert "box0" not in alone.replace("on box0", "")
@@ -120,7 +171,13 @@ def test_one_box_with_an_address_listens_there(int8: Path) -> None:
 
 def test_an_engine_that_does_not_load_the_checkpoint_is_told(int8: Path, tmp_path: Path) -> None:
     config = tiny_config()
-    path = write_packed(tmp_path / "awq", config, random_tensors(config), awq.FORMAT, IntGrid(4, 128, symmetric=False))
+    path = write_packed(
+        tmp_path / "awq",
+        config,
+        random_tensors(config),
+        awq.FORMAT,
+        IntGrid(4, 128, symmetric=False),
+    )
     made = deploy(path, "vllm-ascend")
     assert not made.ready
     assert "no AWQ reader" in made.problems[0].problem
@@ -131,13 +188,17 @@ def test_questions_without_an_answer(int8: Path) -> None:
         deploy(int8, "vllm", boxes=3)
     with pytest.raises(QuantkitError, match="takes 2 boxes and 1 hosts"):
         deploy(int8, "vllm", boxes=2, hosts=["a"])
-    with pytest.raises(QuantkitError, match=r"'http://10\.0\.0\.1:80' is no address of a box; give a name or"):
+    with pytest.raises(
+        QuantkitError, match=r"'http://10\.0\.0\.1:80' is no address of a box; give a name or"
+    ):
         deploy(int8, "vllm", hosts=["http://10.0.0.1:80"])
     with pytest.raises(QuantkitError, match=r"10\.0\.0\.1 is given for two boxes"):
         deploy(int8, "vllm", boxes=2, hosts=["10.0.0.1", "10.0.0.1"])
     assert deploy(int8, "vllm", boxes=2, hosts=["fe80::1", "node-2.local"]).launches
     for nic in ("eth0; reboot", "", "a/b"):
-        with pytest.raises(QuantkitError, match=f"{nic!r} is no network interface; give one that ip link lists"):
+        with pytest.raises(
+            QuantkitError, match=f"{nic!r} is no network interface; give one that ip link lists"
+        ):
             deploy(int8, "vllm", nic=nic)
     assert deploy(int8, "vllm", nic="^docker,lo").launches
     with pytest.raises(QuantkitError, match="no deployment recipe for chitu"):
@@ -145,22 +206,35 @@ def test_questions_without_an_answer(int8: Path) -> None:
 
 
 def test_a_longer_request_than_the_model_takes_is_told(tmp_path: Path) -> None:
-    """Engines refuse to start with it. YaRN extends what it begins with, whatever max_position_embeddings says; vLLM goes by it."""
+    """Engines refuse to start with it. YaRN extends what it begins with, whatever
+    max_position_embeddings says; vLLM goes by it."""
 
     def made(name: str, context: int | None, **changes: object) -> tuple[list[str], str]:
         config = tiny_config(num_nextn_predict_layers=0, **changes)
         path = tmp_path / name
         if not path.exists():
-            write_packed(path, config, random_tensors(config), compressed_int8.FORMAT, IntGrid(8, None, symmetric=True))
+            write_packed(
+                path,
+                config,
+                random_tensors(config),
+                compressed_int8.FORMAT,
+                IntGrid(8, None, symmetric=True),
+            )
         found = deploy(path, "vllm", devices=1, context=context)
         _, command = found.launches[0].commands[0]
-        return [problem.problem for problem in found.problems if problem.severity == "error"], command[command.index("--max-model-len") + 1]
+        return [
+            problem.problem for problem in found.problems if problem.severity == "error"
+        ], command[command.index("--max-model-len") + 1]
 
     assert made("yarn", None) == ([], "16384")
     assert made("yarn", 4096 * 40) == ([], "163840")
-    assert made("yarn", 4096 * 40 + 1)[0] == ["the model takes texts of 163840 tokens, fewer than 163841"]
+    assert made("yarn", 4096 * 40 + 1)[0] == [
+        "the model takes texts of 163840 tokens, fewer than 163841"
+    ]
     assert made("plain", None, rope_scaling=None) == ([], "2048")
-    assert made("plain", 2049, rope_scaling=None)[0] == ["the model takes texts of 2048 tokens, fewer than 2049"]
+    assert made("plain", 2049, rope_scaling=None)[0] == [
+        "the model takes texts of 2048 tokens, fewer than 2049"
+    ]
 
 
 def test_a_checkpoint_without_a_tokenizer_is_told(int8: Path, tmp_path: Path) -> None:
@@ -175,15 +249,23 @@ def test_a_checkpoint_without_a_tokenizer_is_told(int8: Path, tmp_path: Path) ->
 def test_memory_is_counted_from_headers(int8: Path) -> None:
     checkpoint = Checkpoint.open(int8)
     one = fit(checkpoint, ParallelSizes(1), 100, 1.0, 1.0, 0.0)
-    stored = sum(tensor.nbytes for tensor in checkpoint.tensors.values() if ".layers.3." not in tensor.name)
+    stored = sum(
+        tensor.nbytes for tensor in checkpoint.tensors.values() if ".layers.3." not in tensor.name
+    )
     assert one.weight_bytes == stored
     assert one.cache_bytes_per_token == (128 + 16) * 2 * 3
     assert one.tokens == (GIB - stored) // one.cache_bytes_per_token
     eight = fit(checkpoint, ParallelSizes(8), 100, 1.0, 1.0, 0.0)
     replicated = fit(checkpoint, ParallelSizes(10**9), 100, 1.0, 1.0, 0.0).weight_bytes
     assert eight.weight_bytes == pytest.approx(replicated + (stored - replicated) / 8, rel=1e-6)
-    assert eight.cache_bytes_per_token == one.cache_bytes_per_token, "the latent is whole on every rank"
-    experts = sum(tensor.nbytes for tensor in checkpoint.tensors.values() if ".experts." in tensor.name and ".layers.3." not in tensor.name)
+    assert eight.cache_bytes_per_token == one.cache_bytes_per_token, (
+        "the latent is whole on every rank"
+    )
+    experts = sum(
+        tensor.nbytes
+        for tensor in checkpoint.tensors.values()
+        if ".experts." in tensor.name and ".layers.3." not in tensor.name
+    )
     spread = fit(checkpoint, ParallelSizes(1, data=12, expert=True), 100, 1.0, 1.0, 0.0)
     assert spread.weight_bytes == stored - experts + math.ceil(32 / 12) * experts // 32
     halves = fit(checkpoint, ParallelSizes(1, pipeline=2), 100, 1.0, 1.0, 0.0)
@@ -199,27 +281,48 @@ def test_heads_and_layers_come_out_even(int8: Path, tmp_path: Path) -> None:
     def told(path: Path, devices: int, boxes: int = 1) -> str:
         return str(deploy(path, "vllm", devices=devices, boxes=boxes).refusal)
 
-    assert "32 attention heads, which 64 ranks cannot share evenly; use another number of tensor-parallel ranks" in told(int8, 64)
+    assert (
+        "32 attention heads, which 64 ranks cannot share evenly; use another number of "
+        "tensor-parallel ranks" in told(int8, 64)
+    )
     assert told(int8, 32) == "None"
     made = deploy(int8, "vllm", layout="two-boxes", boxes=5, devices=1)
     assert "has 3 layers, fewer than 5 pipeline stages; use fewer boxes" in str(made.refusal)
     config = CONFIGS["qwen3"] | {"num_attention_heads": 12, "num_key_value_heads": 3}
-    few = write_packed(tmp_path / "few", config, of_any(config), compressed_int8.FORMAT, IntGrid(8, None, symmetric=True))
+    few = write_packed(
+        tmp_path / "few",
+        config,
+        of_any(config),
+        compressed_int8.FORMAT,
+        IntGrid(8, None, symmetric=True),
+    )
     assert "3 key-value heads, which 2 ranks cannot share" in told(few, 2)
-    assert [told(few, devices) for devices in (1, 3, 6, 12)] == ["None"] * 4, "one head is held by several ranks"
+    assert [told(few, devices) for devices in (1, 3, 6, 12)] == ["None"] * 4, (
+        "one head is held by several ranks"
+    )
 
 
 def test_an_mtp_layer_that_guesses_is_held(int8: Path) -> None:
-    without, guessing = (deploy(int8, "vllm", devices=1, guesses=guesses).memory["server"] for guesses in (0, 1))
+    without, guessing = (
+        deploy(int8, "vllm", devices=1, guesses=guesses).memory["server"] for guesses in (0, 1)
+    )
     checkpoint = Checkpoint.open(int8)
-    mtp = sum(tensor.nbytes for tensor in checkpoint.tensors.values() if ".layers.3." in tensor.name)
+    mtp = sum(
+        tensor.nbytes for tensor in checkpoint.tensors.values() if ".layers.3." in tensor.name
+    )
     assert guessing.weight_bytes == without.weight_bytes + mtp
     assert guessing.cache_bytes_per_token * 3 == without.cache_bytes_per_token * 4
 
 
 def test_a_split_that_does_not_divide_is_named(tmp_path: Path) -> None:
     config = tiny_config()
-    path = write_packed(tmp_path / "awq", config, random_tensors(config), awq.FORMAT, IntGrid(4, 128, symmetric=False))
+    path = write_packed(
+        tmp_path / "awq",
+        config,
+        random_tensors(config),
+        awq.FORMAT,
+        IntGrid(4, 128, symmetric=False),
+    )
     checkpoint = Checkpoint.open(path)
     assert check_split(checkpoint, ParallelSizes(1)) == []
     told = check_split(checkpoint, ParallelSizes(2))[0].problem
@@ -227,7 +330,9 @@ def test_a_split_that_does_not_divide_is_named(tmp_path: Path) -> None:
     whole = [row for row in read_model(checkpoint).rows if row.expert is not None]
     found = find_split_problem(whole, lambda _: None, ParallelSizes(7))
     assert found is not None
-    assert found.remedy == "use fewer tensor-parallel ranks, or a layout that shares out whole experts"
+    assert (
+        found.remedy == "use fewer tensor-parallel ranks, or a layout that shares out whole experts"
+    )
 
 
 def test_a_bias_behind_a_sum_over_ranks_is_not_cut(tmp_path: Path) -> None:
@@ -236,7 +341,13 @@ def test_a_bias_behind_a_sum_over_ranks_is_not_cut(tmp_path: Path) -> None:
     from test_architectures import random_tensors as of_any
 
     config = CONFIGS["gpt_oss"]
-    path = write_packed(tmp_path / "int8", config, of_any(config), compressed_int8.FORMAT, IntGrid(8, None, symmetric=True))
+    path = write_packed(
+        tmp_path / "int8",
+        config,
+        of_any(config),
+        compressed_int8.FORMAT,
+        IntGrid(8, None, symmetric=True),
+    )
     assert "model.layers.0.self_attn.o_proj.bias" in Checkpoint.open(path).tensors
     assert check_split(Checkpoint.open(path), ParallelSizes(2)) == []
     assert deploy(path, "vllm", devices=2).launches
@@ -246,10 +357,14 @@ def test_every_fault_has_its_own_remedy(tmp_path: Path) -> None:
     config = tiny_config(num_nextn_predict_layers=0)
     del config["topk_method"], config["scoring_func"]
     grid = IntGrid(8, None, symmetric=True)
-    path = write_packed(tmp_path / "int8", config, random_tensors(config), compressed_int8.FORMAT, grid)
+    path = write_packed(
+        tmp_path / "int8", config, random_tensors(config), compressed_int8.FORMAT, grid
+    )
     told = str(deploy(path, "vllm", devices=1).refusal)
     assert "config.json has topk_method = None (set it to 'noaux_tc': vllm goes by it)" in told
-    assert told.endswith("config.json has scoring_func = None; set it to 'sigmoid': vllm goes by it")
+    assert told.endswith(
+        "config.json has scoring_func = None; set it to 'sigmoid': vllm goes by it"
+    )
 
 
 def test_one_box_of_fewer_devices(int8: Path) -> None:
@@ -262,11 +377,15 @@ def test_one_box_of_fewer_devices(int8: Path) -> None:
 
 
 def test_many_boxes_of_fewer_devices(int8: Path) -> None:
-    """Tensor parallel inside each box, as many data-parallel groups as there are devices for, and no rank left over."""
+    """Tensor parallel inside each box, as many data-parallel groups as there are devices for, and
+    no rank left over."""
     two = deploy(int8, "vllm", boxes=2, devices=2)
     for launch in two.launches:
         ((_, command),) = launch.commands
-        sizes = [command[command.index(option) + 1] for option in ("--tensor-parallel-size", "--pipeline-parallel-size")]
+        sizes = [
+            command[command.index(option) + 1]
+            for option in ("--tensor-parallel-size", "--pipeline-parallel-size")
+        ]
         assert sizes == ["2", "2"]
     four = deploy(int8, "vllm", boxes=4, devices=2)
     ((_, command),) = four.launches[3].commands
@@ -277,15 +396,22 @@ def test_many_boxes_of_fewer_devices(int8: Path) -> None:
 
 
 def test_a_layout_on_another_number_of_boxes(int8: Path) -> None:
-    """Data-parallel groups become more or fewer, or pipeline stages where there are none; a published rate is of its own size alone."""
+    """Data-parallel groups become more or fewer, or pipeline stages where there are none; a
+    published rate is of its own size alone."""
     two = deploy(int8, "vllm", layout="four-boxes", boxes=2, devices=2)
     commands = [launch.commands[0][1] for launch in two.launches]
-    assert [command[command.index("--data-parallel-size") + 1] for command in commands] == ["4", "4"]
+    assert [command[command.index("--data-parallel-size") + 1] for command in commands] == [
+        "4",
+        "4",
+    ]
     assert commands[1][commands[1].index("--data-parallel-start-rank") + 1] == "2"
     stages = deploy(int8, "vllm", layout="two-boxes", boxes=3).launches
     for launch in stages:
         (_, command), *_ = launch.commands
-        assert [command[command.index(option) + 1] for option in ("--pipeline-parallel-size", "--nnodes")] == ["3", "3"]
+        assert [
+            command[command.index(option) + 1]
+            for option in ("--pipeline-parallel-size", "--nnodes")
+        ] == ["3", "3"]
     assert find_topology("vllm-ascend", None, "four-boxes").published
     assert not find_topology("vllm-ascend", 8, "four-boxes").published
     assert find_topology("vllm-ascend", 8, "four-boxes").roles[0].data_parallel == 16
@@ -296,12 +422,21 @@ def test_a_layout_on_another_number_of_boxes(int8: Path) -> None:
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
 @pytest.mark.parametrize("devices", [8, 16])
-def test_commands_are_of_the_machines_that_were_asked_for(int8: Path, engine: str, device: str, layout: str, devices: int) -> None:
-    """SGLang's boxes, and the sizes that prefill and decode know of each other, were those of the recipe whatever was asked for."""
+def test_commands_are_of_the_machines_that_were_asked_for(
+    int8: Path, engine: str, device: str, layout: str, devices: int
+) -> None:
+    """SGLang's boxes, and the sizes that prefill and decode know of each other, were those of the
+    recipe whatever was asked for."""
     chosen = find_topology(engine, None, layout, device, devices)  # type: ignore[arg-type]
     made = deploy(int8, engine, layout=layout, device=device, devices=devices)  # type: ignore[arg-type]
-    assert devices == find_topology(engine, None, layout, device).devices_per_box or f" {devices}" in made.summary  # type: ignore[arg-type]
-    sizes = {role.name: {"dp_size": role.data_parallel, "tp_size": role.tensor_parallel} for role in chosen.roles}
+    assert (
+        devices == find_topology(engine, None, layout, device).devices_per_box
+        or f" {devices}" in made.summary
+    )  # type: ignore[arg-type]
+    sizes = {
+        role.name: {"dp_size": role.data_parallel, "tp_size": role.tensor_parallel}
+        for role in chosen.roles
+    }
     for launch in made.launches:
         boxes = next(role.boxes for role in chosen.roles if role.name == launch.role)
         for _, command in launch.commands:
@@ -310,33 +445,44 @@ def test_commands_are_of_the_machines_that_were_asked_for(int8: Path, engine: st
             if any(word.startswith("--num-gpus=") for word in command):
                 assert f"--num-gpus={devices}" in command
             if "--kv-transfer-config" in command:
-                told = json.loads(command[command.index("--kv-transfer-config") + 1]).get("kv_connector_extra_config", sizes)
+                told = json.loads(command[command.index("--kv-transfer-config") + 1]).get(
+                    "kv_connector_extra_config", sizes
+                )
                 assert told == sizes
     assert not [note for note in made.notes if "$" in note]
 
 
 def test_boxes_of_sglang_are_as_many_as_are_asked_for(int8: Path) -> None:
     for layout, boxes in (("two-boxes", 3), ("four-boxes", 8)):
-        for number, launch in enumerate(deploy(int8, "sglang", layout=layout, boxes=boxes, device="cuda").launches):
+        for number, launch in enumerate(
+            deploy(int8, "sglang", layout=layout, boxes=boxes, device="cuda").launches
+        ):
             ((_, command),) = launch.commands
-            assert [command[command.index(option) + 1] for option in ("--nnodes", "--node-rank")] == [str(boxes), str(number)]
+            assert [
+                command[command.index(option) + 1] for option in ("--nnodes", "--node-rank")
+            ] == [str(boxes), str(number)]
 
 
 @pytest.mark.parametrize("ends", ["0", "3"])
 def test_commands_of_a_box_end_together(int8: Path, tmp_path: Path, ends: str) -> None:
     """A data-parallel engine that is left waits for the one that ended, and says nothing."""
     script = next(
-        launch for launch in deploy(int8, "vllm-ascend", layout="disaggregated-a2").launches if len(launch.commands) == 8
+        launch
+        for launch in deploy(int8, "vllm-ascend", layout="disaggregated-a2").launches
+        if len(launch.commands) == 8
     ).script()
     program = tmp_path / "vllm"
     pids = tmp_path / "pids"
     program.write_text(
-        f'#!/bin/bash\necho $$ >> {pids}\n[[ "$*" == *"--data-parallel-rank 5 "* ]] || exec sleep 60\n'
+        f'#!/bin/bash\necho $$ >> {pids}\n[[ "$*" == *"--data-parallel-rank 5 "* ]] || exec sleep '
+        "60\n"
         f"while [ $(wc -l < {pids}) -lt 8 ]; do sleep 0.05; done\nexit {ends}\n"
     )
     program.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "QUANTKIT_API_KEY": "k"}
-    ended = subprocess.run(["bash", "-c", script], env=environment, timeout=30, capture_output=True, text=True)
+    ended = subprocess.run(
+        ["bash", "-c", script], env=environment, timeout=30, capture_output=True, text=True
+    )
     assert ended.returncode == int(ends), ended.stderr
     started = [int(pid) for pid in pids.read_text().split()]
     until = time.monotonic() + 10
@@ -355,21 +501,33 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
-def test_a_model_without_experts_is_asked_for_none(dense: Path, engine: str, device: str, layout: str) -> None:
-    """vLLM ends with "Number of experts in the model must be greater than 0 when expert parallelism is enabled"."""
+def test_a_model_without_experts_is_asked_for_none(
+    dense: Path, engine: str, device: str, layout: str
+) -> None:
+    """vLLM ends with "Number of experts in the model must be greater than 0 when expert parallelism
+    is enabled"."""
     for launch in deploy(dense, engine, layout=layout, device=device).launches:  # type: ignore[arg-type]
         for _, command in launch.commands:
             said = " ".join(command)
             assert not re.search(r"--(enable-expert|ep-|moe|deepep)", said)
-            assert not {"deepep", "auto", "normal", "low_latency"} & set(command), "a value without its option"
+            assert not {"deepep", "auto", "normal", "low_latency"} & set(command), (
+                "a value without its option"
+            )
 
 
 def test_guesses_of_the_mtp_layer(int8: Path, tmp_path: Path) -> None:
     ((_, command),) = deploy(int8, "vllm", guesses=2).launches[0].commands
-    assert json.loads(command[command.index("--speculative-config") + 1]) == {"method": "mtp", "num_speculative_tokens": 2}
+    assert json.loads(command[command.index("--speculative-config") + 1]) == {
+        "method": "mtp",
+        "num_speculative_tokens": 2,
+    }
     for device in ("cuda", "npu"):
         ((_, command),) = deploy(int8, "sglang", device=device, guesses=2).launches[0].commands  # type: ignore[arg-type]
-        said = {word: command[at + 1] for at, word in enumerate(command) if word.startswith("--speculative-")}
+        said = {
+            word: command[at + 1]
+            for at, word in enumerate(command)
+            if word.startswith("--speculative-")
+        }
         assert said == {
             "--speculative-algorithm": "NEXTN",
             "--speculative-num-steps": "2",
@@ -378,11 +536,20 @@ def test_guesses_of_the_mtp_layer(int8: Path, tmp_path: Path) -> None:
         }
         assert set(said) <= OPTIONS["sglang"]
     ((_, command),) = deploy(int8, "vllm-ascend", guesses=1).launches[0].commands
-    assert json.loads(command[command.index("--speculative-config") + 1]) == {"method": "mtp", "num_speculative_tokens": 1}
+    assert json.loads(command[command.index("--speculative-config") + 1]) == {
+        "method": "mtp",
+        "num_speculative_tokens": 1,
+    }
     with pytest.raises(QuantkitError, match="omni-infer has no options for guesses"):
         deploy(int8, "omni-infer", guesses=1)
     config = tiny_config(num_nextn_predict_layers=0)
-    without = write_packed(tmp_path / "int8", config, random_tensors(config), compressed_int8.FORMAT, IntGrid(8, None, symmetric=True))
+    without = write_packed(
+        tmp_path / "int8",
+        config,
+        random_tensors(config),
+        compressed_int8.FORMAT,
+        IntGrid(8, None, symmetric=True),
+    )
     with pytest.raises(QuantkitError, match="has no MTP layer"):
         deploy(without, "vllm", guesses=1)
 
@@ -392,4 +559,7 @@ def test_experts_shared_by_the_devices_of_one_box(int8: Path) -> None:
     ((_, command),) = made.launches[0].commands
     assert command[command.index("--data-parallel-size") + 1] == "4"
     assert "--enable-expert-parallel" in command
-    assert made.memory["server"].weight_bytes < deploy(int8, "vllm", layout="one-box-experts", devices=2).memory["server"].weight_bytes
+    assert (
+        made.memory["server"].weight_bytes
+        < deploy(int8, "vllm", layout="one-box-experts", devices=2).memory["server"].weight_bytes
+    )

@@ -1,4 +1,5 @@
-"""A printed script starts the engine with the words that were meant, whatever the path, the name and the addresses have in them."""
+"""A printed script starts the engine with the words that were meant, whatever the path, the name
+and the addresses have in them."""
 
 import json
 import os
@@ -20,8 +21,18 @@ from quantkit.engines.layouts import find_recipe
 from quantkit.engines.profiles import Device
 from quantkit.grids.schemes import IntGrid
 
-RECIPES: list[tuple[str, Device]] = [("vllm", "cuda"), ("sglang", "cuda"), ("sglang", "npu"), ("vllm-ascend", "npu"), ("omni-infer", "npu")]
-LAUNCHES = [(engine, device, layout.name) for engine, device in RECIPES for layout in find_recipe(engine, device).layouts]
+RECIPES: list[tuple[str, Device]] = [
+    ("vllm", "cuda"),
+    ("sglang", "cuda"),
+    ("sglang", "npu"),
+    ("vllm-ascend", "npu"),
+    ("omni-infer", "npu"),
+]
+LAUNCHES = [
+    (engine, device, layout.name)
+    for engine, device in RECIPES
+    for layout in find_recipe(engine, device).layouts
+]
 ODD = 'it\'s $HOME "a" `b`; \\n -x'
 KEY = "a 'key' of $HOME"
 
@@ -30,12 +41,19 @@ KEY = "a 'key' of $HOME"
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny_config(num_attention_heads=32, n_routed_experts=32, n_group=4)
     path = tmp_path_factory.mktemp("models") / ODD
-    return write_packed(path, config, random_tensors(config), compressed_int8.FORMAT, IntGrid(8, None, symmetric=True))
+    return write_packed(
+        path,
+        config,
+        random_tensors(config),
+        compressed_int8.FORMAT,
+        IntGrid(8, None, symmetric=True),
+    )
 
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
-    """Programs that write down how they were called, one JSON object each, in `tmp_path`/called; servers stay until all COMMANDS were."""
+    """Programs that write down how they were called, one JSON object each, in `tmp_path`/called;
+    servers stay until all COMMANDS were."""
     folder, called = tmp_path / "bin", tmp_path / "called"
     folder.mkdir()
     called.mkdir()
@@ -46,7 +64,8 @@ with open(file + ".new", "w") as new:
     json.dump([[name, *sys.argv[1:]], dict(os.environ)], new)
 os.rename(file + ".new", file + ".json")
 until = time.monotonic() + 30
-while name != "ray" and len(list(pathlib.Path({str(called)!r}).glob("*.json"))) < int(os.environ["COMMANDS"]) and time.monotonic() < until:
+while name != "ray" and len(list(pathlib.Path({str(called)!r}).glob("*.json"))) <
+int(os.environ["COMMANDS"]) and time.monotonic() < until:
     time.sleep(0.02)
 """
     for name in ("vllm", "python", "ray", "bash"):
@@ -56,11 +75,23 @@ while name != "ray" and len(list(pathlib.Path({str(called)!r}).glob("*.json"))) 
 
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
-def test_the_engine_gets_every_word_as_it_was_meant(odd: Path, programs: Path, engine: str, device: Device, layout: str) -> None:
+def test_the_engine_gets_every_word_as_it_was_meant(
+    odd: Path, programs: Path, engine: str, device: Device, layout: str
+) -> None:
     made = deploy(odd, engine, layout=layout, device=device)
     launch = made.launches[-1]
-    environment = {"PATH": f"{programs}:/usr/bin:/bin", "QUANTKIT_API_KEY": KEY, "COMMANDS": str(len(launch.commands))}
-    ended = subprocess.run(["/bin/bash", "-c", launch.script()], env=environment, capture_output=True, text=True, timeout=60)
+    environment = {
+        "PATH": f"{programs}:/usr/bin:/bin",
+        "QUANTKIT_API_KEY": KEY,
+        "COMMANDS": str(len(launch.commands)),
+    }
+    ended = subprocess.run(
+        ["/bin/bash", "-c", launch.script()],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert not ended.stderr
     called = [json.loads(file.read_text()) for file in (programs.parent / "called").glob("*.json")]
     asks = [launch.key, KEY] if launch.key and launch.key.startswith("-") else []
@@ -74,8 +105,11 @@ def test_the_engine_gets_every_word_as_it_was_meant(odd: Path, programs: Path, e
 
 
 @pytest.mark.parametrize(("engine", "device", "layout"), LAUNCHES)
-def test_ipv6_addresses_have_brackets_before_a_port(odd: Path, engine: str, device: Device, layout: str) -> None:
-    """SGLang 0.5.23 (utils/network.py) refuses fd00::1:5000; where an address stands alone, it has none."""
+def test_ipv6_addresses_have_brackets_before_a_port(
+    odd: Path, engine: str, device: Device, layout: str
+) -> None:
+    """SGLang 0.5.23 (utils/network.py) refuses fd00::1:5000; where an address stands alone, it has
+    none."""
     boxes = len(deploy(odd, engine, layout=layout, device=device).launches)
     hosts = [f"fd00::{box + 1:x}" for box in range(boxes)]
     made = deploy(odd, engine, layout=layout, device=device, hosts=hosts)
@@ -91,12 +125,18 @@ def test_what_is_no_address_of_a_box(odd: Path) -> None:
     for host in ("-x", "", ".", "fd00::1::2", "10.0.0.256", "[fd00::1]", "a b"):
         with pytest.raises(QuantkitError, match="is no address of a box"):
             deploy(odd, "vllm", hosts=[host])
-    with pytest.raises(QuantkitError, match=r"0\.0\.0\.0 is no address at which other boxes find one; give the address that the box has"):
+    with pytest.raises(
+        QuantkitError,
+        match=r"0\.0\.0\.0 is no address at which other boxes find one; give the address that the "
+        r"box has",
+    ):
         deploy(odd, "vllm", boxes=2, hosts=["0.0.0.0", "10.0.0.2"])
     assert "--host 0.0.0.0 " in deploy(odd, "vllm", hosts=["0.0.0.0"]).launches[0].script()
 
 
-def test_a_model_is_called_by_its_own_name(odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_called_by_its_own_name(
+    odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`.` has none, and a hub's folder is called by a number."""
     shutil.copytree(odd, tmp_path / "v3")
     os.symlink("v3", tmp_path / "current")
@@ -107,4 +147,9 @@ def test_a_model_is_called_by_its_own_name(odd: Path, tmp_path: Path, monkeypatc
         words = launch["commands"][0][1]
         return words[words.index("--served-model-name") + 1]
 
-    assert [named(model) for model in (".", "./", "../v3/", "../current")] == ["v3", "v3", "v3", "current"]
+    assert [named(model) for model in (".", "./", "../v3/", "../current")] == [
+        "v3",
+        "v3",
+        "v3",
+        "current",
+    ]

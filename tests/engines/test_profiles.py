@@ -1,4 +1,5 @@
-"""Profiles are whole, choices hold what engines load, and the checker finds what it must in real checkpoint directories."""
+"""Profiles are whole, choices hold what engines load, and the checker finds what it must in real
+checkpoint directories."""
 
 import json
 import re
@@ -12,7 +13,15 @@ from make_model import random_tensors, tiny_config
 from packed_model import write_packed
 from tied_model import TIED, tied_tensors
 
-from quantkit.checkpoint.formats import FORMATS, awq, compressed_fp4, compressed_int4, compressed_int8, modelopt, modelslim
+from quantkit.checkpoint.formats import (
+    FORMATS,
+    awq,
+    compressed_fp4,
+    compressed_int4,
+    compressed_int8,
+    modelopt,
+    modelslim,
+)
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.engines.check import check_checkpoint
@@ -57,21 +66,42 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     tensors = random_tensors(config)
     made: dict[Any, Path] = {}
 
-    def write(format: Any, grid: Any, quantizes: Callable[[Parameter], bool] = linear, share_scales: bool = True) -> Path:
+    def write(
+        format: Any,
+        grid: Any,
+        quantizes: Callable[[Parameter], bool] = linear,
+        share_scales: bool = True,
+    ) -> Path:
         key = (format, grid, quantizes, share_scales)
         if key not in made:
-            made[key] = write_packed(tmp_path_factory.mktemp("packed"), config, tensors, format, grid, quantizes, share_scales)
+            made[key] = write_packed(
+                tmp_path_factory.mktemp("packed"),
+                config,
+                tensors,
+                format,
+                grid,
+                quantizes,
+                share_scales,
+            )
         return made[key]
 
     return write
 
 
 def errors(engine: str, path: Path, **options: Any) -> list[str]:
-    return [found.problem for found in check_checkpoint(engine, Checkpoint.open(path), **options) if found.severity == "error"]
+    return [
+        found.problem
+        for found in check_checkpoint(engine, Checkpoint.open(path), **options)
+        if found.severity == "error"
+    ]
 
 
 def warnings(engine: str, path: Path, **options: Any) -> list[str]:
-    return [found.problem for found in check_checkpoint(engine, Checkpoint.open(path), **options) if found.severity == "warning"]
+    return [
+        found.problem
+        for found in check_checkpoint(engine, Checkpoint.open(path), **options)
+        if found.severity == "warning"
+    ]
 
 
 def choose_or_reason(name: str, scheme: Scheme) -> FormatChoice | QuantkitError:
@@ -89,7 +119,9 @@ def test_profile_names_formats_that_exist_and_its_sources(name: str) -> None:
         assert (load.format, load.variant) in variants
         assert set(load.must) | set(load.four_bits) <= set(load.may)
         assert load.sources
-        assert all(re.fullmatch(r"[\w.-]+/[\w.-]+@[\w.]+ [\w./-]+", source) for source in load.sources), load.sources
+        assert all(
+            re.fullmatch(r"[\w.-]+/[\w.-]+@[\w.]+ [\w./-]+", source) for source in load.sources
+        ), load.sources
     assert {load.format for load in profile.loads} & {"dense"}
 
 
@@ -103,29 +135,47 @@ def test_a_choice_is_a_load_or_a_reason(name: str, scheme: Any) -> None:
         assert choice.remedy.startswith("it loads")
     else:
         assert choice.format in scheme.formats
-        assert any(f.holds(choice.grid) for f in FORMATS if (f.name, f.variant) == (choice.format, choice.variant))
+        assert any(
+            f.holds(choice.grid)
+            for f in FORMATS
+            if (f.name, f.variant) == (choice.format, choice.variant)
+        )
         assert "kv_b" not in choice.parts
 
 
 def test_vllm_ascend_gets_symmetric_experts_and_the_group_size_key() -> None:
     choice = choose("vllm-ascend", find_scheme("awq-w4a16"))
-    assert (choice.format, choice.variant, choice.grid) == ("compressed-tensors", "pack-quantized", INT4_SYMMETRIC)
+    assert (choice.format, choice.variant, choice.grid) == (
+        "compressed-tensors",
+        "pack-quantized",
+        INT4_SYMMETRIC,
+    )
     assert choice.quantization_config == {"group_size": 128}
     rows = parameters(Config.from_dict(tiny_config()))
     assert {part_of(row) for row in rows if choice.quantizes(row)} == {"experts"}
 
 
 def test_choice_by_device_and_format() -> None:
-    assert choose("sglang", find_scheme("int8-a8w8c16"), device="cuda").launch == ("--quantization", "w8a8_int8")
+    assert choose("sglang", find_scheme("int8-a8w8c16"), device="cuda").launch == (
+        "--quantization",
+        "w8a8_int8",
+    )
     assert choose("sglang", find_scheme("int8-a8w8c16"), device="npu").launch == ()
-    assert "qkv_a" not in choose("sglang", find_scheme("awq-w4a16"), format="compressed-tensors", device="cuda").parts
+    assert (
+        "qkv_a"
+        not in choose(
+            "sglang", find_scheme("awq-w4a16"), format="compressed-tensors", device="cuda"
+        ).parts
+    )
     assert not choose("sglang", find_scheme("fp4-w4a16")).mtp
     with pytest.raises(QuantkitError, match="runs on npu"):
         choose("omni-infer", find_scheme("int8-a8w8c16"), device="cuda")
 
 
 def test_unknown_engine_lists_the_known() -> None:
-    with pytest.raises(QuantkitError, match=r"'tgi' is not known; choose one of chitu, .*vllm-ascend"):
+    with pytest.raises(
+        QuantkitError, match=r"'tgi' is not known; choose one of chitu, .*vllm-ascend"
+    ):
         find_engine("tgi")
 
 
@@ -148,7 +198,9 @@ def test_unknown_engine_lists_the_known() -> None:
         ("chitu", compressed_int8.FORMAT, INT8, linear),
     ],
 )
-def test_nothing_to_say_of_what_an_engine_loads(packed: Any, engine: str, format: Any, grid: Any, quantizes: Any) -> None:
+def test_nothing_to_say_of_what_an_engine_loads(
+    packed: Any, engine: str, format: Any, grid: Any, quantizes: Any
+) -> None:
     assert check_checkpoint(engine, Checkpoint.open(packed(format, grid, quantizes))) == []
 
 
@@ -157,31 +209,92 @@ def test_nothing_to_say_of_what_an_engine_loads(packed: Any, engine: str, format
     [
         ("vllm-ascend", awq.FORMAT, INT4, linear, None, "no AWQ reader"),
         ("vllm-ascend", compressed_int4.FORMAT, INT4, expert, None, "symmetric"),
-        ("vllm-ascend", compressed_int4.FORMAT, INT4_SYMMETRIC, linear, None, "does not take attention quantized"),
-        ("vllm-ascend", compressed_int4.FORMAT, INT4_SYMMETRIC, expert, None, "group_size at the top"),
+        (
+            "vllm-ascend",
+            compressed_int4.FORMAT,
+            INT4_SYMMETRIC,
+            linear,
+            None,
+            "does not take attention quantized",
+        ),
+        (
+            "vllm-ascend",
+            compressed_int4.FORMAT,
+            INT4_SYMMETRIC,
+            expert,
+            None,
+            "group_size at the top",
+        ),
         ("vllm-ascend", modelopt.FORMAT, Fp4Grid(), linear, None, "not NVFP4"),
         ("sglang", compressed_int4.FORMAT, INT4, linear, None, "does not take qkv_a quantized"),
         ("sglang", compressed_int4.FORMAT, INT4, expert, None, "does not take experts quantized"),
         ("sglang", compressed_fp4.FORMAT, Fp4Grid(), linear, None, "does not take qkv_a quantized"),
         ("omni-infer", compressed_int8.FORMAT, INT8, expert, None, "expects every"),
-        ("vllm-ascend", modelslim.FORMAT, IntGrid(4, None, True), linear, None, "takes int4 in experts only"),
+        (
+            "vllm-ascend",
+            modelslim.FORMAT,
+            IntGrid(4, None, True),
+            linear,
+            None,
+            "takes int4 in experts only",
+        ),
         ("vllm", modelslim.FORMAT, IntGrid(4, None, True), expert, None, "for Arm processors"),
         ("vllm", awq.FORMAT, INT4, linear, "cpu", "does not take shared_experts quantized"),
         ("vllm", modelopt.FORMAT, Fp4Grid(), linear, "cpu", "no FP4 kernel"),
         ("vllm", compressed_fp4.W4A4, W4A4, linear, "cpu", "no FP4 kernel"),
         ("chitu", modelopt.W4A4, W4A4, no_mtp, None, "16-bit activations"),
         ("sglang", compressed_fp4.W4A4, W4A4, linear, None, "does not take qkv_a quantized"),
-        ("sglang", compressed_int4.FORMAT, INT4_SYMMETRIC, kv_b, "cuda", "does not take kv_b quantized"),
+        (
+            "sglang",
+            compressed_int4.FORMAT,
+            INT4_SYMMETRIC,
+            kv_b,
+            "cuda",
+            "does not take kv_b quantized",
+        ),
         ("sglang", modelopt.FORMAT, Fp4Grid(), kv_b, "cuda", "does not take kv_b quantized"),
-        ("vllm", awq.FORMAT, INT4_G16, linear, None, "reads int4 in groups of 32, 64 or 128, not of 16"),
-        ("sglang", awq.FORMAT, INT4_G16, linear, None, "reads int4 in groups of 32, 64 or 128, not of 16"),
+        (
+            "vllm",
+            awq.FORMAT,
+            INT4_G16,
+            linear,
+            None,
+            "reads int4 in groups of 32, 64 or 128, not of 16",
+        ),
+        (
+            "sglang",
+            awq.FORMAT,
+            INT4_G16,
+            linear,
+            None,
+            "reads int4 in groups of 32, 64 or 128, not of 16",
+        ),
         ("sglang", awq.FORMAT, INT4_G64, expert, "cuda", "expects every qkv_a linear quantized"),
-        ("sglang", modelopt.FORMAT, Fp4Grid(), expert, "cuda", "sglang looks for model.layers.1.mlp.shared_experts.gate_up_proj in"),
-        ("sglang", compressed_int8.FORMAT, INT8, expert, "cuda", "sglang looks for model.layers.1.mlp.shared_experts.gate_up_proj in"),
+        (
+            "sglang",
+            modelopt.FORMAT,
+            Fp4Grid(),
+            expert,
+            "cuda",
+            "sglang looks for model.layers.1.mlp.shared_experts.gate_up_proj in",
+        ),
+        (
+            "sglang",
+            compressed_int8.FORMAT,
+            INT8,
+            expert,
+            "cuda",
+            "sglang looks for model.layers.1.mlp.shared_experts.gate_up_proj in",
+        ),
     ],
 )
-def test_what_an_engine_refuses(packed: Any, engine: str, format: Any, grid: Any, quantizes: Any, device: Any, told: str) -> None:
-    assert any(told in problem for problem in errors(engine, packed(format, grid, quantizes), device=device))
+def test_what_an_engine_refuses(
+    packed: Any, engine: str, format: Any, grid: Any, quantizes: Any, device: Any, told: str
+) -> None:
+    assert any(
+        told in problem
+        for problem in errors(engine, packed(format, grid, quantizes), device=device)
+    )
 
 
 def test_plain_linears_that_sglang_looks_for_by_another_name(packed: Any, tmp_path: Path) -> None:
@@ -217,13 +330,17 @@ def test_fp4_scales_that_cannot_be_read_are_told(packed: Any) -> None:
 
 
 def test_vllm_takes_weight_only_nvfp4_from_config_json_alone(packed: Any, tmp_path: Path) -> None:
-    """As seen with 0.22.1; its 0.32.0 reads the same (transformers_utils/model_arch_config_convertor.py)."""
+    """As seen with 0.22.1; its 0.32.0 reads the same
+    (transformers_utils/model_arch_config_convertor.py)."""
     path = shutil.copytree(packed(modelopt.FORMAT, Fp4Grid(), no_mtp), tmp_path / "model")
     assert errors("vllm", path) == []
     config = json.loads((path / "config.json").read_text())
     del config["quantization_config"]
     (path / "config.json").write_text(json.dumps(config))
-    assert any("quant_algo W4A16_NVFP4 from quantization_config in config.json only" in problem for problem in errors("vllm", path))
+    assert any(
+        "quant_algo W4A16_NVFP4 from quantization_config in config.json only" in problem
+        for problem in errors("vllm", path)
+    )
     assert errors("sglang", path) == []
     side = json.loads((path / "hf_quant_config.json").read_text())
     side["quantization"]["quant_algo"] = "NVFP4"
@@ -232,11 +349,21 @@ def test_vllm_takes_weight_only_nvfp4_from_config_json_alone(packed: Any, tmp_pa
 
 
 @pytest.mark.parametrize(("width", "warned"), [(128, True), (256, False)])
-def test_vllm_mixes_up_the_scales_of_narrow_experts(tmp_path: Path, width: int, warned: bool) -> None:
+def test_vllm_mixes_up_the_scales_of_narrow_experts(
+    tmp_path: Path, width: int, warned: bool
+) -> None:
     config = tiny_config(moe_intermediate_size=width)
-    path = write_packed(tmp_path / "model", config, random_tensors(config), awq.FORMAT, INT4, linear)
+    path = write_packed(
+        tmp_path / "model", config, random_tensors(config), awq.FORMAT, INT4, linear
+    )
     assert errors("vllm", path, device="cuda") == []
-    assert any("128 columns of an expert are not more than group_size 128" in problem for problem in warnings("vllm", path)) == warned
+    assert (
+        any(
+            "128 columns of an expert are not more than group_size 128" in problem
+            for problem in warnings("vllm", path)
+        )
+        == warned
+    )
 
 
 def test_mtp_rules_are_warnings(packed: Any) -> None:
@@ -247,11 +374,20 @@ def test_mtp_rules_are_warnings(packed: Any) -> None:
     # SGLang calls the layer model.decoder, so an entry with its number does not cover it.
     path = packed(compressed_int8.FORMAT, INT8, no_mtp)
     assert any("model.decoder" in problem for problem in warnings("sglang", path))
-    assert any("expects the MTP layer quantized" in problem for problem in warnings("omni-infer", path))
+    assert any(
+        "expects the MTP layer quantized" in problem for problem in warnings("omni-infer", path)
+    )
 
 
 def test_config_keys_and_architecture(packed: Any, tmp_path: Path) -> None:
-    path = write_packed(tmp_path / "a", tiny_config(), random_tensors(tiny_config()), compressed_int8.FORMAT, INT8, linear)
+    path = write_packed(
+        tmp_path / "a",
+        tiny_config(),
+        random_tensors(tiny_config()),
+        compressed_int8.FORMAT,
+        INT8,
+        linear,
+    )
     config = json.loads((path / "config.json").read_text())
     del config["topk_method"]
     (path / "config.json").write_text(json.dumps(config))
@@ -271,14 +407,40 @@ def test_published_layouts(tiny_checkpoint: Path, tiny_dense_checkpoint: Path) -
 @pytest.mark.parametrize(
     ("engine", "format", "grid", "file", "keys"),
     [
-        ("transformers", compressed_int4.FORMAT, INT4_SYMMETRIC, "config.json", ("quantization_config", "ignore")),
-        ("transformers", compressed_int8.FORMAT, INT8, "config.json", ("quantization_config", "ignore")),
-        ("transformers", compressed_fp4.FORMAT, Fp4Grid(), "config.json", ("quantization_config", "ignore")),
+        (
+            "transformers",
+            compressed_int4.FORMAT,
+            INT4_SYMMETRIC,
+            "config.json",
+            ("quantization_config", "ignore"),
+        ),
+        (
+            "transformers",
+            compressed_int8.FORMAT,
+            INT8,
+            "config.json",
+            ("quantization_config", "ignore"),
+        ),
+        (
+            "transformers",
+            compressed_fp4.FORMAT,
+            Fp4Grid(),
+            "config.json",
+            ("quantization_config", "ignore"),
+        ),
         ("vllm", modelopt.FORMAT, Fp4Grid(), "config.json", ("quantization_config", "ignore")),
-        ("vllm-ascend", modelslim.FORMAT, INT8, "quant_model_description.json", ("lm_head.weight",)),
+        (
+            "vllm-ascend",
+            modelslim.FORMAT,
+            INT8,
+            "quant_model_description.json",
+            ("lm_head.weight",),
+        ),
     ],
 )
-def test_a_tied_head_must_be_listed(tmp_path: Path, engine: str, format: Any, grid: Any, file: str, keys: tuple[str, ...]) -> None:
+def test_a_tied_head_must_be_listed(
+    tmp_path: Path, engine: str, format: Any, grid: Any, file: str, keys: tuple[str, ...]
+) -> None:
     """As it is now; and a checkpoint made before it was is told, with what to add."""
     path = write_packed(tmp_path / "model", TIED, tied_tensors(), format, grid, linear)
     assert errors(engine, path) == []
@@ -286,14 +448,18 @@ def test_a_tied_head_must_be_listed(tmp_path: Path, engine: str, format: Any, gr
     owner = described[keys[0]] if len(keys) > 1 else described
     del owner[keys[-1]]
     (path / file).write_text(json.dumps(described))
-    assert errors(engine, path) == [f"{engine} quantizes lm_head, which is tied to the embedding and not listed as unquantized"]
+    assert errors(engine, path) == [
+        f"{engine} quantizes lm_head, which is tied to the embedding and not listed as unquantized"
+    ]
     found = check_checkpoint(engine, Checkpoint.open(path))[0]
     assert keys[-1] in found.remedy
     assert file in found.remedy
 
 
 def test_engines_that_leave_a_tied_head_alone_do_not_ask_for_it(tmp_path: Path) -> None:
-    path = write_packed(tmp_path / "model", TIED, tied_tensors(), compressed_int4.FORMAT, INT4_SYMMETRIC, linear)
+    path = write_packed(
+        tmp_path / "model", TIED, tied_tensors(), compressed_int4.FORMAT, INT4_SYMMETRIC, linear
+    )
     config = json.loads((path / "config.json").read_text())
     assert config["quantization_config"]["ignore"] == ["lm_head"]
     config["quantization_config"]["ignore"] = []
@@ -303,7 +469,12 @@ def test_engines_that_leave_a_tied_head_alone_do_not_ask_for_it(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("grid", "name"),
-    [(INT4, "int4-asymmetric"), (INT4_SYMMETRIC, "int4-symmetric"), (IntGrid(4, None, True), "int4-channel"), (Fp4Grid(), "nvfp4")],
+    [
+        (INT4, "int4-asymmetric"),
+        (INT4_SYMMETRIC, "int4-symmetric"),
+        (IntGrid(4, None, True), "int4-channel"),
+        (Fp4Grid(), "nvfp4"),
+    ],
 )
 def test_grid_names(grid: Any, name: str) -> None:
     assert grid_name(grid) == name

@@ -1,4 +1,5 @@
-"""The proxy between servers of this process: what each is asked, what the client gets, and what it is told when a server is dead."""
+"""The proxy between servers of this process: what each is asked, what the client gets, and what it
+is told when a server is dead."""
 
 import contextlib
 import json
@@ -28,7 +29,12 @@ def dead() -> Iterator[str]:
 
 
 def test_a_request_goes_to_one_of_each(dead: str) -> None:
-    with answering() as first, answering() as other, answering() as second, running([first.url, other.url], [dead, second.url]) as url:
+    with (
+        answering() as first,
+        answering() as other,
+        answering() as second,
+        running([first.url, other.url], [dead, second.url]) as url,
+    ):
         answers = [httpx.post(f"{url}/v1/completions", json=ASKED, headers=KEY) for _ in range(4)]
         assert [answer.text for answer in answers] == ["data: 1\n\ndata: [DONE]\n\n"] * 4
         assert answers[0].headers["content-type"].startswith("text/event-stream")
@@ -36,7 +42,13 @@ def test_a_request_goes_to_one_of_each(dead: str) -> None:
         assert len(second.asked) == 4, "a server that cannot be reached is passed over"
         path, headers, body = first.asked[0]
         assert (path, headers["Authorization"]) == ("/v1/completions", "Bearer k")
-        assert body == {"model": "m", "prompt": "a", "max_tokens": 1, "stream": False, "kv_transfer_params": REMOTE}
+        assert body == {
+            "model": "m",
+            "prompt": "a",
+            "max_tokens": 1,
+            "stream": False,
+            "kv_transfer_params": REMOTE,
+        }
         _, headers_then, body_then = second.asked[0]
         assert body_then == ASKED | {"kv_transfer_params": PLACE}
         assert headers_then["X-Request-Id"] == headers["X-Request-Id"]
@@ -61,10 +73,14 @@ def test_a_request_goes_to_one_of_each(dead: str) -> None:
     ],
     ids=str,
 )
-def test_what_one_cache_is_not_enough_for_goes_to_decode_alone(asked: dict[str, Any], alone: bool) -> None:
+def test_what_one_cache_is_not_enough_for_goes_to_decode_alone(
+    asked: dict[str, Any], alone: bool
+) -> None:
     with answering() as first, answering() as second, running([first.url], [second.url]) as url:
         sent = ASKED | asked | {"kv_transfer_params": {"remote_block_ids": [9]}}
-        assert httpx.post(f"{url}/v1/completions", json=sent, headers=KEY).text.endswith("data: [DONE]\n\n")
+        assert httpx.post(f"{url}/v1/completions", json=sent, headers=KEY).text.endswith(
+            "data: [DONE]\n\n"
+        )
         assert len(first.asked) == (0 if alone else 1)
         ((_, headers, body),) = second.asked
     assert headers["Authorization"] == "Bearer k"
@@ -89,10 +105,16 @@ def test_a_server_that_stops_while_it_answers_is_named() -> None:
         with httpx.stream("POST", f"{url}/v1/completions", json=ASKED | {"stream": True}) as answer:
             heard.extend(answer.iter_raw())
 
-    with answering() as first, answering("stop") as second, running([first.url], [second.url]) as url:
+    with (
+        answering() as first,
+        answering("stop") as second,
+        running([first.url], [second.url]) as url,
+    ):
         with pytest.raises(httpx.RemoteProtocolError):
             listen(url)
-        events = [event.removeprefix(b"data: ") for event in b"".join(heard).split(b"\n\n") if event]
+        events = [
+            event.removeprefix(b"data: ") for event in b"".join(heard).split(b"\n\n") if event
+        ]
         assert events[0] == b"1"
         assert "stopped while it answered" in json.loads(events[1])["error"]["message"]
 
@@ -111,7 +133,9 @@ def test_a_piece_goes_on_before_the_next_is_there() -> None:
             first, _, rest = content.partition(b"\n\n")
             self.wfile.write(b"%x\r\n%b\n\n\r\n" % (len(first) + 2, first))
             assert heard.wait(10), "the client never got the first piece"
-            self.wfile.write(b"5\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (rest[:5], len(rest) - 5, rest[5:]))
+            self.wfile.write(
+                b"5\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (rest[:5], len(rest) - 5, rest[5:])
+            )
 
     second: Any = ThreadingHTTPServer(("127.0.0.1", 0), Waiting)
     second.asked, second.says, where = [], "", [f"http://127.0.0.1:{second.server_port}"]
@@ -129,22 +153,51 @@ def test_a_piece_goes_on_before_the_next_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["10.0.0.1:8100", "http://", "http://a:99999", "ftp://a", "", "http://a b", "http://a/?x=1", "http://a..b"]
+    "wrong",
+    [
+        "10.0.0.1:8100",
+        "http://",
+        "http://a:99999",
+        "ftp://a",
+        "",
+        "http://a b",
+        "http://a/?x=1",
+        "http://a..b",
+    ],
 )
 def test_an_address_that_is_none_is_refused_before_anything_listens(wrong: str) -> None:
-    said = command("proxy", "--prefill", f"http://127.0.0.1:8100,{wrong}", "--decode", "http://[::1]:8200")
+    said = command(
+        "proxy", "--prefill", f"http://127.0.0.1:8100,{wrong}", "--decode", "http://[::1]:8200"
+    )
     assert (said.code, said.errors) == (1, 1)
-    assert f"{wrong!r} is no address of a server; give one such as http://10.0.0.1:8100" in said.error
+    assert (
+        f"{wrong!r} is no address of a server; give one such as http://10.0.0.1:8100" in said.error
+    )
 
 
 def test_the_command_says_where_it_listens_and_ends(dead: str) -> None:
     with socket.socket(socket.AF_INET6) as free:
         free.bind(("::1", 0))
         port = free.getsockname()[1]
-    asked = ["proxy", "--prefill", f"{dead},{dead}/", "--decode", dead, "--host", "::1", "--port", str(port)]
-    with subprocess.Popen([sys.executable, "-m", "quantkit", *asked], stderr=subprocess.PIPE, text=True) as process:
+    asked = [
+        "proxy",
+        "--prefill",
+        f"{dead},{dead}/",
+        "--decode",
+        dead,
+        "--host",
+        "::1",
+        "--port",
+        str(port),
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-m", "quantkit", *asked], stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
-        assert process.stderr.readline() == f"in front of 2 for prefill and 1 for decode on http://[::1]:{port}/v1\n"
+        assert (
+            process.stderr.readline()
+            == f"in front of 2 for prefill and 1 for decode on http://[::1]:{port}/v1\n"
+        )
         wait_for(lambda: is_up(f"http://[::1]:{port}/health"))
         process.terminate()
         assert process.wait(30) == 143
@@ -157,12 +210,21 @@ def is_up(url: str) -> bool:
 
 
 def test_an_address_of_the_api_is_told_what_to_leave_out() -> None:
-    said = command("proxy", "--prefill", "http://127.0.0.1:8100/v1/", "--decode", "http://127.0.0.1:8200")
-    assert "http://127.0.0.1:8100/v1/ is where the API of a server begins; give http://127.0.0.1:8100" in said.error
+    said = command(
+        "proxy", "--prefill", "http://127.0.0.1:8100/v1/", "--decode", "http://127.0.0.1:8200"
+    )
+    assert (
+        "http://127.0.0.1:8100/v1/ is where the API of a server begins; give http://127.0.0.1:8100"
+        in said.error
+    )
 
 
 def test_a_refusal_of_prefill_is_the_answer() -> None:
-    with answering("refuse") as first, answering() as second, running([first.url], [second.url]) as url:
+    with (
+        answering("refuse") as first,
+        answering() as second,
+        running([first.url], [second.url]) as url,
+    ):
         answer = httpx.post(f"{url}/v1/completions", json=ASKED)
         assert (answer.status_code, answer.json()["error"]["message"]) == (400, "too long")
         assert not second.asked

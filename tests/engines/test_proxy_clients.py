@@ -1,4 +1,5 @@
-"""Clients as they come: what they send that is nothing, how they send it, and what is left of their requests once they go."""
+"""Clients as they come: what they send that is nothing, how they send it, and what is left of their
+requests once they go."""
 
 import json
 import socket
@@ -23,7 +24,8 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: proxy\r\nContent-Length: %d\r\n%
 
 @pytest.fixture
 def digits() -> Iterator[None]:
-    """Python's own limit of a number's digits, as in a proxy's process: libraries of other tests lift it."""
+    """Python's own limit of a number's digits, as in a proxy's process: libraries of other tests
+    lift it."""
     before = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(sys.int_info.default_max_str_digits)
     yield
@@ -57,29 +59,60 @@ def heard(sent: bytes, url: str) -> bytes:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[1", b"null", b"[]", b'"a"', b"1", b"\xff\xfe", b'{"prompt": "\xe9"}', b"[" * 100_000, b'{"a": ' + b"1" * 5000 + b"}", b"{}x"],
+    [
+        b"",
+        b"[1",
+        b"null",
+        b"[]",
+        b'"a"',
+        b"1",
+        b"\xff\xfe",
+        b'{"prompt": "\xe9"}',
+        b"[" * 100_000,
+        b'{"a": ' + b"1" * 5000 + b"}",
+        b"{}x",
+    ],
     ids=lambda content: repr(content[:12]),
 )
 @pytest.mark.usefixtures("digits")
-def test_a_body_that_is_no_object_is_the_clients_fault(pair: tuple[Any, Any, str], content: bytes) -> None:
+def test_a_body_that_is_no_object_is_the_clients_fault(
+    pair: tuple[Any, Any, str], content: bytes
+) -> None:
     first, _, url = pair
     before = len(first.asked)
-    answer = httpx.post(f"{url}/v1/chat/completions", content=content, headers={"Content-Type": "application/json"})
-    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "the body of the request is no JSON object")
+    answer = httpx.post(
+        f"{url}/v1/chat/completions", content=content, headers={"Content-Type": "application/json"}
+    )
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        400,
+        "the body of the request is no JSON object",
+    )
     assert answer.json()["error"]["type"] == "invalid_request_error"
     assert len(first.asked) == before
 
 
-def test_a_request_larger_than_a_proxy_should_hold(pair: tuple[Any, Any, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_larger_than_a_proxy_should_hold(
+    pair: tuple[Any, Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     *_, url = pair
     monkeypatch.setattr(proxy, "LARGEST_BODY", 1 << 16)
-    assert httpx.post(f"{url}/v1/completions", content=b'"' + b"a" * (1 << 16) + b'"').status_code == 413
-    assert httpx.post(f"{url}/v1/completions", json=ASKED | {"prompt": "a" * 60_000}).status_code == 200
+    assert (
+        httpx.post(f"{url}/v1/completions", content=b'"' + b"a" * (1 << 16) + b'"').status_code
+        == 413
+    )
+    assert (
+        httpx.post(f"{url}/v1/completions", json=ASKED | {"prompt": "a" * 60_000}).status_code
+        == 200
+    )
 
 
 def test_what_is_not_served_is_told_in_the_servers_shape(pair: tuple[Any, Any, str]) -> None:
     *_, url = pair
-    for method, path, status in (("GET", "/v1/completions", 405), ("POST", "/v1/embeddings", 404), ("GET", "/v1/models/", 404)):
+    for method, path, status in (
+        ("GET", "/v1/completions", 405),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/models/", 404),
+    ):
         answer = httpx.request(method, url + path)
         assert answer.status_code == status
         assert f": {method} {path}" in answer.json()["error"]["message"]
@@ -88,25 +121,42 @@ def test_what_is_not_served_is_told_in_the_servers_shape(pair: tuple[Any, Any, s
 def test_keys_and_names_of_any_bytes_go_on(pair: tuple[Any, Any, str]) -> None:
     first, _, url = pair
     content = json.dumps(ASKED).encode()
-    told = heard(POST % (len(content), CLOSE + b"Authorization: Bearer \xe9\r\nX-Request-Id: \xfc\r\n", content), url)
+    told = heard(
+        POST
+        % (len(content), CLOSE + b"Authorization: Bearer \xe9\r\nX-Request-Id: \xfc\r\n", content),
+        url,
+    )
     assert told.startswith(b"HTTP/1.1 200")
     assert first.asked[-1][1]["Authorization"] == "Bearer \xe9"
     assert first.asked[-1][1]["X-Request-Id"] == "\xfc"
 
 
 def test_requests_one_behind_the_other_on_one_connection(pair: tuple[Any, Any, str]) -> None:
-    """Three sent at once, the second of them nothing; then httpx, whose client keeps its connection."""
+    """Three sent at once, the second of them nothing; then httpx, whose client keeps its
+    connection."""
     *_, url = pair
     content = json.dumps(ASKED).encode()
-    told = heard(POST % (len(content), b"", content) + POST % (2, b"", b"[]") + POST % (len(content), CLOSE, content), url)
-    assert [told.count(part) for part in (b"HTTP/1.1 200", b"HTTP/1.1 400", b"data: [DONE]")] == [2, 1, 2]
+    told = heard(
+        POST % (len(content), b"", content)
+        + POST % (2, b"", b"[]")
+        + POST % (len(content), CLOSE, content),
+        url,
+    )
+    assert [told.count(part) for part in (b"HTTP/1.1 200", b"HTTP/1.1 400", b"data: [DONE]")] == [
+        2,
+        1,
+        2,
+    ]
     with httpx.Client() as client:
         for _ in range(3):
-            assert client.post(f"{url}/v1/completions", json=ASKED).text.endswith("data: [DONE]\n\n")
+            assert client.post(f"{url}/v1/completions", json=ASKED).text.endswith(
+                "data: [DONE]\n\n"
+            )
 
 
 class Slow(Answering):
-    """Answers nothing until its client goes; `left` is set then. A decode server says the head and one event first."""
+    """Answers nothing until its client goes; `left` is set then. A decode server says the head and
+    one event first."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -132,7 +182,11 @@ class Slow(Answering):
 @contextmanager
 def slow() -> Iterator[Any]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
-    server.asked, server.left, server.url = [], threading.Event(), f"http://127.0.0.1:{server.server_port}"
+    server.asked, server.left, server.url = (
+        [],
+        threading.Event(),
+        f"http://127.0.0.1:{server.server_port}",
+    )
     with in_thread(server):
         yield server
 
@@ -164,7 +218,9 @@ def test_a_client_that_goes_before_its_request_is_whole(pair: tuple[Any, Any, st
     assert len(first.asked) == before + 1
 
 
-def test_a_request_that_never_gets_whole_is_refused(pair: tuple[Any, Any, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_never_gets_whole_is_refused(
+    pair: tuple[Any, Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     *_, url = pair
     monkeypatch.setattr(proxy, "BODY_SECONDS", 0.3)
     with connected(url) as client:
@@ -189,7 +245,10 @@ def test_looking_takes_nobodys_turn_and_says_who_is_there(dead: str) -> None:
             assert httpx.get(f"{url}/v1/models").json() == {"data": []}
         with running([first.url], [dead]) as url:
             assert httpx.get(f"{url}/health").status_code == 503
-            assert f"no decode server answers ({dead}: " in httpx.get(f"{url}/v1/models").json()["error"]["message"]
+            assert (
+                f"no decode server answers ({dead}: "
+                in httpx.get(f"{url}/v1/models").json()["error"]["message"]
+            )
 
 
 def test_a_server_that_says_nothing_holds_up_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +259,10 @@ def test_a_server_that_says_nothing_holds_up_no_probe(monkeypatch: pytest.Monkey
         where = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with running([first.url], [where]) as url:
             told = httpx.get(f"{url}/health", timeout=10)
-            assert (told.status_code, told.json()["decode"]) == (503, {where: "no answer within 0.3 s"})
+            assert (told.status_code, told.json()["decode"]) == (
+                503,
+                {where: "no answer within 0.3 s"},
+            )
 
 
 def test_one_that_could_not_be_reached_is_asked_last_for_a_while(dead: str) -> None:
@@ -257,7 +319,9 @@ def test_a_server_that_refuses_before_it_has_read_everything() -> None:
     first: Any = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
     where = [f"http://127.0.0.1:{first.server_port}"]
     with in_thread(first), running(where, where) as url:
-        answer = httpx.post(f"{url}/v1/completions", json=ASKED | {"prompt": "a" * (8 << 20)}, timeout=30)
+        answer = httpx.post(
+            f"{url}/v1/completions", json=ASKED | {"prompt": "a" * (8 << 20)}, timeout=30
+        )
         assert (answer.status_code, answer.json()["error"]["message"]) == (413, "too much")
 
 

@@ -31,19 +31,33 @@ def solve(question: str, body: dict) -> str:
 
 
 def poorly(question: str, body: dict) -> Reply | str:
-    return Reply("no", status=400) if question.startswith("19") else solve(question, body).replace("8}", "7}")
+    return (
+        Reply("no", status=400)
+        if question.startswith("19")
+        else solve(question, body).replace("8}", "7}")
+    )
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two finished runs, good and poor, of ten sums; the poor one's last problem has no reply. Where they ran, and a copy."""
+    """Two finished runs, good and poor, of ten sums; the poor one's last problem has no reply.
+    Where they ran, and a copy."""
     folder, kept = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("kept") / "runs"
-    rows = [{"id": f"s{n}", "question": f"{n} + {n}", "answer": str(2 * n), "steps": n % 2 + 1} for n in range(10, 20)]
+    rows = [
+        {"id": f"s{n}", "question": f"{n} + {n}", "answer": str(2 * n), "steps": n % 2 + 1}
+        for n in range(10, 20)
+    ]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "sums.yaml").write_text(TASK)
     for name, answer in (("good", solve), ("poor", poorly)):
         with ReplayServer(answer, models=(name,)) as server:
-            run_evaluation(server.url, [str(folder / "sums.yaml")], data_dir=folder, out=folder / name, repeats=2)
+            run_evaluation(
+                server.url,
+                [str(folder / "sums.yaml")],
+                data_dir=folder,
+                out=folder / name,
+                repeats=2,
+            )
     shutil.copytree(folder, kept)
     return folder, kept
 
@@ -73,24 +87,51 @@ def test_a_grader_that_changed_grades_anew(runs: Path) -> None:
 
 
 def test_kept_replies_are_read_by_their_question(tmp_path: Path) -> None:
-    """Ages now and later: the same reply answers one problem and not the other, at first and when graded anew."""
-    asked = {"later": "Tom is 5 years old. How old will he be in 10 years?", "now": "How old is Tom now?"}
-    rows = [{"id": name, "question": question, "answer": "15", "steps": 1} for name, question in asked.items()]
+    """Ages now and later: the same reply answers one problem and not the other, at first and when
+    graded anew."""
+    asked = {
+        "later": "Tom is 5 years old. How old will he be in 10 years?",
+        "now": "How old is Tom now?",
+    }
+    rows = [
+        {"id": name, "question": question, "answer": "15", "steps": 1}
+        for name, question in asked.items()
+    ]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "sums.yaml").write_text(TASK)
-    with ReplayServer(lambda question, body: "</think>Tom is 5 now, and in 10 years he will be 15.", models=("m",)) as server:
-        run_evaluation(server.url, [str(tmp_path / "sums.yaml")], data_dir=tmp_path, out=tmp_path / "run", repeats=1)
+    with ReplayServer(
+        lambda question, body: "</think>Tom is 5 now, and in 10 years he will be 15.", models=("m",)
+    ) as server:
+        run_evaluation(
+            server.url,
+            [str(tmp_path / "sums.yaml")],
+            data_dir=tmp_path,
+            out=tmp_path / "run",
+            repeats=1,
+        )
     for _ in range(2):
-        found = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-        assert {one["problem"]: one["reason"] for one in found} == {"later": "right-loose", "now": "wrong-loose"}
+        found = [
+            json.loads(line)
+            for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+        ]
+        assert {one["problem"]: one["reason"] for one in found} == {
+            "later": "right-loose",
+            "now": "wrong-loose",
+        }
         (tmp_path / "run" / "samples.jsonl").unlink()
         regrade(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
-    ("file", "old", "new", "named"), [("sums.yaml", "{{ problem }}", "{{ problem }}!", "prompt"), ("sums.jsonl", "20", "21", "data")]
+    ("file", "old", "new", "named"),
+    [
+        ("sums.yaml", "{{ problem }}", "{{ problem }}!", "prompt"),
+        ("sums.jsonl", "20", "21", "data"),
+    ],
 )
-def test_replies_to_something_else_are_refused(runs: Path, file: str, old: str, new: str, named: str) -> None:
+def test_replies_to_something_else_are_refused(
+    runs: Path, file: str, old: str, new: str, named: str
+) -> None:
     (runs / file).write_text((runs / file).read_text().replace(old, new))
     with pytest.raises(QuantkitError, match=f"{named} of sums changed since"):
         regrade(runs / "good")
@@ -114,7 +155,9 @@ def test_a_regraded_run_is_compared_with_another(runs: Path) -> None:
     results = regrade(runs / "good", baseline=runs / "poor")
     assert results.tasks["sums"].comparison is None
     assert results.faults == ["2 of 20 samples of sums failed with the baseline poor: no verdict"]
-    assert regrade(runs / "poor", baseline=runs / "good").tasks["sums"].comparison is not None, "what failed is not kept"
+    assert regrade(runs / "poor", baseline=runs / "good").tasks["sums"].comparison is not None, (
+        "what failed is not kept"
+    )
 
 
 def test_finished_runs_are_compared_without_a_server(runs: Path) -> None:
@@ -134,7 +177,9 @@ def test_finished_runs_are_compared_without_a_server(runs: Path) -> None:
 def test_a_run_with_too_many_errors_has_no_verdict(runs: Path) -> None:
     table = compare_runs([runs / "good", runs / "poor"], margin=0.01)
     assert table.runs[1].comparisons == {}
-    assert table.runs[1].notes == ["2 of 20 samples of sums failed with the baseline poor: no verdict"]
+    assert table.runs[1].notes == [
+        "2 of 20 samples of sums failed with the baseline poor: no verdict"
+    ]
 
 
 @pytest.mark.parametrize("folders", [["good"], ["good", "nowhere"], ["nowhere", "good"]])
@@ -148,5 +193,7 @@ def test_groups_have_their_own_figures_beside_the_baselines(runs: Path) -> None:
     told = json.loads((runs / "poor" / "results.json").read_text())["results"]["sums"]["groups"]
     assert list(told) == ["1", "2"]
     assert told["1"]["n"] == 5
-    assert told["1"]["difference"] == pytest.approx(told["1"]["accuracy"] - told["1"]["baseline_accuracy"])
+    assert told["1"]["difference"] == pytest.approx(
+        told["1"]["accuracy"] - told["1"]["baseline_accuracy"]
+    )
     assert told["1"]["low"] <= told["1"]["difference"] <= told["1"]["high"]

@@ -43,21 +43,44 @@ def solve(question: str, body: dict) -> str:
 
 def asked(server: ReplayServer) -> list[dict]:
     """Requests for samples, without those that ask who is there."""
-    return [body for body in server.requests if body["temperature"] > 0 or body.get("max_tokens") != PROBE_TOKENS]
+    return [
+        body
+        for body in server.requests
+        if body["temperature"] > 0 or body.get("max_tokens") != PROBE_TOKENS
+    ]
 
 
 def test_the_straight_line(task: str, tmp_path: Path) -> None:
     events: list[EvaluationProgress] = []
     with ReplayServer(solve) as server:
-        results = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=4, progress=events.append)
+        results = run_evaluation(
+            server.url,
+            [task],
+            data_dir=tmp_path,
+            out=tmp_path / "out",
+            limit=4,
+            progress=events.append,
+        )
     told = json.loads((tmp_path / "out" / "results.json").read_text())
     assert told == json.loads(json.dumps(results.to_json()))
     sums = told["results"]["sums"]
-    assert (sums["accuracy"], sums["n"], sums["unfinished"], sums["no_answer"], sums["strict"]) == (0.75, 4, 0.0, 0.0, 0.75)
+    assert (sums["accuracy"], sums["n"], sums["unfinished"], sums["no_answer"], sums["strict"]) == (
+        0.75,
+        4,
+        0.0,
+        0.0,
+        0.75,
+    )
     assert sums["stderr"] == pytest.approx(0.25)
     assert sums["reasons"] == {"right": 3, "wrong": 1}
-    assert (told["model"], sums["protocol"], sums["facts"]["generation"]["max_tokens"]) == ("replayed", "r1", 64)
-    rows = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    assert (told["model"], sums["protocol"], sums["facts"]["generation"]["max_tokens"]) == (
+        "replayed",
+        "r1",
+        64,
+    )
+    rows = [
+        json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
+    ]
     assert [(row["problem"], row["answer"], row["gold"]) for row in rows] == [
         ("s10", "20", "20"),
         ("s11", "22", "22"),
@@ -74,7 +97,9 @@ def test_growing_a_run_asks_only_what_is_new(task: str, tmp_path: Path) -> None:
         run_evaluation(server.url, [task], data_dir=tmp_path, out=out, limit=4, repeats=2)
         assert len(asked(server)) == 8
         first = (out / "samples.jsonl").read_text()
-        run_evaluation(server.url, [task], data_dir=tmp_path, out=out, limit=4, repeats=2, concurrency=2)
+        run_evaluation(
+            server.url, [task], data_dir=tmp_path, out=out, limit=4, repeats=2, concurrency=2
+        )
         assert len(asked(server)) == 8
         assert (out / "samples.jsonl").read_text() == first
         grown = run_evaluation(server.url, [task], data_dir=tmp_path, out=out, limit=6, repeats=3)
@@ -93,11 +118,22 @@ def test_a_killed_run_resumes_and_ends_the_same(task: str, tmp_path: Path) -> No
             raise Killed
 
     with ReplayServer(solve) as server:
-        whole = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "whole").to_json()["results"]["sums"]
+        whole = run_evaluation(
+            server.url, [task], data_dir=tmp_path, out=tmp_path / "whole"
+        ).to_json()["results"]["sums"]
         with pytest.raises(Killed):
-            run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "cut", progress=kill, concurrency=1)
+            run_evaluation(
+                server.url,
+                [task],
+                data_dir=tmp_path,
+                out=tmp_path / "cut",
+                progress=kill,
+                concurrency=1,
+            )
         assert not (tmp_path / "cut" / "results.json").exists()
-        resumed = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "cut").to_json()["results"]["sums"]
+        resumed = run_evaluation(
+            server.url, [task], data_dir=tmp_path, out=tmp_path / "cut"
+        ).to_json()["results"]["sums"]
     assert resumed["reused"] == 5
     for name in ("accuracy", "stderr", "reasons", "tokens", "interval"):
         assert resumed[name] == whole[name]
@@ -105,12 +141,20 @@ def test_a_killed_run_resumes_and_ends_the_same(task: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("changed", "named"),
-    [({"generation": {"temperature": 0.9}}, "generation"), ({"seed": 5}, "seed"), ({"protocol": "evalscope"}, "prompt")],
+    [
+        ({"generation": {"temperature": 0.9}}, "generation"),
+        ({"seed": 5}, "seed"),
+        ({"protocol": "evalscope"}, "prompt"),
+    ],
 )
-def test_a_changed_setting_is_noticed_and_nothing_old_is_reused(task: str, tmp_path: Path, changed: dict, named: str) -> None:
+def test_a_changed_setting_is_noticed_and_nothing_old_is_reused(
+    task: str, tmp_path: Path, changed: dict, named: str
+) -> None:
     with ReplayServer(solve) as server:
         run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=3)
-        again = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=3, **changed)
+        again = run_evaluation(
+            server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=3, **changed
+        )
         assert len(asked(server)) == 6
         assert named in again.tasks["sums"].notes[0]
         back = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=3)
@@ -123,7 +167,9 @@ def test_changed_data_are_noticed(task: str, tmp_path: Path) -> None:
         with (tmp_path / "sums.jsonl").open("a") as file:
             file.write(json.dumps({"id": "new", "question": "1 + 1", "answer": "2"}) + "\n")
         again = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=2)
-    assert again.tasks["sums"].notes == ["changed since the last run in this folder: data; its replies are not reused"]
+    assert again.tasks["sums"].notes == [
+        "changed since the last run in this folder: data; its replies are not reused"
+    ]
 
 
 def test_lost_replies_are_told_loudly(task: str, tmp_path: Path) -> None:
@@ -134,56 +180,108 @@ def test_lost_replies_are_told_loudly(task: str, tmp_path: Path) -> None:
         return Reply("</think>I cannot say." if left < 15 else f"</think>that is {2 * left}")
 
     with ReplayServer(answer) as server:
-        told = run_evaluation(server.url, [task], data_dir=tmp_path, generation={"max_tokens": 23}).to_json()["results"]["sums"]
-    assert (told["accuracy"], told["strict"], told["unfinished"], told["no_answer"]) == (0.5, 0.0, 0.3, 0.2)
+        told = run_evaluation(
+            server.url, [task], data_dir=tmp_path, generation={"max_tokens": 23}
+        ).to_json()["results"]["sums"]
+    assert (told["accuracy"], told["strict"], told["unfinished"], told["no_answer"]) == (
+        0.5,
+        0.0,
+        0.3,
+        0.2,
+    )
     text = " ".join(told["warnings"])
-    assert "30% of replies never left their reasoning (max_tokens 23): they count as wrong; raise --max-tokens" in text
+    assert (
+        "30% of replies never left their reasoning (max_tokens 23): they count as wrong; raise "
+        "--max-tokens" in text
+    )
     assert "20% of replies give no answer" in text
     assert "50% of replies are right but not stated as asked" in text
 
 
-def test_replies_that_the_context_cut_are_not_cured_by_max_tokens(task: str, tmp_path: Path) -> None:
+def test_replies_that_the_context_cut_are_not_cured_by_max_tokens(
+    task: str, tmp_path: Path
+) -> None:
     with ReplayServer(lambda question, body: Reply("let me think and think", "length")) as server:
-        results = run_evaluation(server.url, [task], data_dir=tmp_path, generation={"max_tokens": 10**6})
+        results = run_evaluation(
+            server.url, [task], data_dir=tmp_path, generation={"max_tokens": 10**6}
+        )
     (told, *_) = results.tasks["sums"].warnings()
-    assert re.search(r"\(max_tokens 1000000, but the context ended them at \d+ or before\): .*; a longer context is needed", told), told
+    assert re.search(
+        r"\(max_tokens 1000000, but the context ended them at \d+ or before\): .*; a longer "
+        r"context is needed",
+        told,
+    ), told
 
 
 def test_failed_requests_are_left_out_and_asked_again(task: str, tmp_path: Path) -> None:
     broken = True
 
     def answer(question: str, body: dict) -> Reply | str:
-        return Reply("bad prompt", status=400) if broken and question.startswith("12") else solve(question, body)
+        return (
+            Reply("bad prompt", status=400)
+            if broken and question.startswith("12")
+            else solve(question, body)
+        )
 
     with ReplayServer(answer) as server:
-        first = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=4).to_json()["results"]["sums"]
-        assert (first["n"], first["errors"], first["planned"], first["accuracy"]) == (3, 1, 4, pytest.approx(2 / 3))
+        first = run_evaluation(
+            server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=4
+        ).to_json()["results"]["sums"]
+        assert (first["n"], first["errors"], first["planned"], first["accuracy"]) == (
+            3,
+            1,
+            4,
+            pytest.approx(2 / 3),
+        )
         assert "1 of 4 samples failed" in first["warnings"][0]
         broken = False
-        second = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=4).to_json()["results"]["sums"]
+        second = run_evaluation(
+            server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=4
+        ).to_json()["results"]["sums"]
         assert (second["n"], second["errors"], second["reused"]) == (4, 0, 3)
 
 
 def test_a_run_in_which_everything_fails_says_why(task: str, tmp_path: Path) -> None:
     server = ReplayServer(lambda question, body: Reply("bad prompt", status=400))
-    with server, pytest.raises(QuantkitError, match="every sample of sums failed: HTTP 400: bad prompt"):
+    with (
+        server,
+        pytest.raises(QuantkitError, match="every sample of sums failed: HTTP 400: bad prompt"),
+    ):
         run_evaluation(server.url, [task], data_dir=tmp_path)
 
 
-def test_a_baseline_that_is_a_model_or_a_folder_gives_the_same_comparison(task: str, tmp_path: Path) -> None:
+def test_a_baseline_that_is_a_model_or_a_folder_gives_the_same_comparison(
+    task: str, tmp_path: Path
+) -> None:
     good = ReplayServer(lambda question, body: f"</think>\\boxed{{{2 * int(question.split()[0])}}}")
     with good, ReplayServer(solve) as worse:
-        live = run_evaluation(worse.url, [task], data_dir=tmp_path, out=tmp_path / "a", baseline=good.url, repeats=3)
+        live = run_evaluation(
+            worse.url, [task], data_dir=tmp_path, out=tmp_path / "a", baseline=good.url, repeats=3
+        )
         run_evaluation(good.url, [task], data_dir=tmp_path, out=tmp_path / "b", repeats=3)
-        kept = run_evaluation(worse.url, [task], data_dir=tmp_path, out=tmp_path / "a", baseline=str(tmp_path / "b"), repeats=3)
+        kept = run_evaluation(
+            worse.url,
+            [task],
+            data_dir=tmp_path,
+            out=tmp_path / "a",
+            baseline=str(tmp_path / "b"),
+            repeats=3,
+        )
         other = run_evaluation(
-            worse.url, [task], data_dir=tmp_path, baseline=str(tmp_path / "b"), repeats=3, generation={"temperature": 0.9}
+            worse.url,
+            [task],
+            data_dir=tmp_path,
+            baseline=str(tmp_path / "b"),
+            repeats=3,
+            generation={"temperature": 0.9},
         )
     comparison = live.tasks["sums"].comparison
     assert comparison is not None
     assert comparison == kept.tasks["sums"].comparison
     assert (comparison.n, comparison.lost, comparison.gained, comparison.repeats) == (10, 2, 0, 3)
-    sampled = [body for body in worse.requests if body.get("temperature")][:30]  # who answers is asked greedily, before
+    sampled = [body for body in worse.requests if body.get("temperature")][
+        :30
+    ]  # who answers is asked greedily, before
     odd = sum(body["seed"] % 2 for body in sampled if body["messages"][0]["content"] == "14 + 14")
     assert comparison.difference == pytest.approx(-(3 + odd) / 30)
     assert live.to_json()["results"]["sums"]["comparison"]["sentence"].startswith("cannot tell")
@@ -218,7 +316,10 @@ def test_everything_is_refused_before_a_model_is_asked(task: str, tmp_path: Path
 
 def test_a_missing_model_is_found_before_its_baseline_is_run(task: str, tmp_path: Path) -> None:
     with ReplayServer(solve) as server:
-        for model, told in [("http://127.0.0.1:9", "does not answer"), ("no-such-model", "no-such-model does not exist")]:
+        for model, told in [
+            ("http://127.0.0.1:9", "does not answer"),
+            ("no-such-model", "no-such-model does not exist"),
+        ]:
             with pytest.raises(QuantkitError, match=told):
                 run_evaluation(model, [task], data_dir=tmp_path, protocol="r1", baseline=server.url)
             with pytest.raises(QuantkitError, match=told):
@@ -227,13 +328,22 @@ def test_a_missing_model_is_found_before_its_baseline_is_run(task: str, tmp_path
 
 
 def test_running_the_models_programs_needs_consent(tmp_path: Path) -> None:
-    row = {"task_id": "own/0", "prompt": "def two() -> int:\n", "entry_point": "two", "test": "def check(c):\n    assert c() == 2\n"}
+    row = {
+        "task_id": "own/0",
+        "prompt": "def two() -> int:\n",
+        "entry_point": "two",
+        "test": "def check(c):\n    assert c() == 2\n",
+    }
     (tmp_path / "HumanEval.jsonl").write_text(json.dumps(row) + "\n")
-    with ReplayServer(lambda question, body: "hm\n</think>\n```python\ndef two():\n    return 2\n```") as server:
+    with ReplayServer(
+        lambda question, body: "hm\n</think>\n```python\ndef two():\n    return 2\n```"
+    ) as server:
         with pytest.raises(QuantkitError, match="--allow-code-exec"):
             run_evaluation(server.url, ["humaneval"], data_dir=tmp_path, repeats=1)
         assert server.requests == []
-        told = run_evaluation(server.url, ["humaneval"], data_dir=tmp_path, repeats=2, allow_code_exec=True).to_json()
+        told = run_evaluation(
+            server.url, ["humaneval"], data_dir=tmp_path, repeats=2, allow_code_exec=True
+        ).to_json()
     assert told["sandbox"] in ("namespaces", "rlimits")
     assert told["results"]["humaneval"]["reasons"] == {"passed": 2}
 
@@ -241,16 +351,26 @@ def test_running_the_models_programs_needs_consent(tmp_path: Path) -> None:
 def test_a_local_model_answers_in_process(tmp_path: Path) -> None:
     told = run_evaluation("tiny-r1", ["tiny-math"], limit=4, out=tmp_path / "out").to_json()
     math = told["results"]["tiny-math"]
-    assert (math["n"], math["protocol"], math["facts"]["generation"]["temperature"]) == (4, "r1", 0.0)
-    rows = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    assert (math["n"], math["protocol"], math["facts"]["generation"]["temperature"]) == (
+        4,
+        "r1",
+        0.0,
+    )
+    rows = [
+        json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
+    ]
     assert all(row["finish_reason"] == "length" or "</think>" in row["text"] for row in rows)
     assert math["accuracy"] >= 0.5
     assert len(told["identity"]["checkpoint"]) == 64
-    again = run_evaluation(str(builtin_model("tiny-r1")), ["tiny-math"], limit=4, out=tmp_path / "out")
+    again = run_evaluation(
+        str(builtin_model("tiny-r1")), ["tiny-math"], limit=4, out=tmp_path / "out"
+    )
     assert again.tasks["tiny-math"].reused == 4
 
 
-def test_another_model_under_the_same_name_is_told_before_anything_is_asked(task: str, tmp_path: Path) -> None:
+def test_another_model_under_the_same_name_is_told_before_anything_is_asked(
+    task: str, tmp_path: Path
+) -> None:
     def other(question: str, body: dict) -> str:
         return f"No idea. {solve(question, body)}"
 
@@ -259,13 +379,30 @@ def test_another_model_under_the_same_name_is_told_before_anything_is_asked(task
     with ReplayServer(solve) as before:
         run_evaluation(before.url, [task], data_dir=tmp_path, out=out, limit=3, repeats=2)
     with ReplayServer(other) as now:
-        with pytest.raises(QuantkitError, match=r"replayed is not the model whose 6 replies are kept in .*--trust-kept uses") as refused:
+        with pytest.raises(
+            QuantkitError,
+            match=r"replayed is not the model whose 6 replies are kept in .*--trust-kept uses",
+        ) as refused:
             run_evaluation(now.url, [task], data_dir=tmp_path, out=out, limit=4, repeats=2)
         assert "No idea" in str(refused.value)
         assert asked(now) == []
-        own = run_evaluation(now.url, [task], data_dir=tmp_path, out=out, limit=4, repeats=2, model_revision="second")
-        assert (own.tasks["sums"].reused, own.identity) == (0, {"model": "replayed", "revision": "second"})
-        kept = run_evaluation(now.url, [task], data_dir=tmp_path, out=out, limit=4, repeats=2, trust_kept=True, notice=told.append)
+        own = run_evaluation(
+            now.url, [task], data_dir=tmp_path, out=out, limit=4, repeats=2, model_revision="second"
+        )
+        assert (own.tasks["sums"].reused, own.identity) == (
+            0,
+            {"model": "replayed", "revision": "second"},
+        )
+        kept = run_evaluation(
+            now.url,
+            [task],
+            data_dir=tmp_path,
+            out=out,
+            limit=4,
+            repeats=2,
+            trust_kept=True,
+            notice=told.append,
+        )
         assert kept.tasks["sums"].reused == 6
     assert told[-1] == f"sums: 6 replies reused from {out}, 2 to ask"
 
@@ -274,7 +411,14 @@ def test_the_same_model_at_another_address_keeps_its_replies(task: str, tmp_path
     told: list[str] = []
     for _ in range(2):
         with ReplayServer(solve) as server:
-            results = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=3, notice=told.append)
+            results = run_evaluation(
+                server.url,
+                [task],
+                data_dir=tmp_path,
+                out=tmp_path / "out",
+                limit=3,
+                notice=told.append,
+            )
     assert (results.tasks["sums"].reused, asked(server)) == (3, [])
     assert told[-1] == f"sums: 3 replies reused from {tmp_path / 'out'}, 0 to ask"
 
@@ -284,50 +428,105 @@ def test_a_server_that_samples_when_asked_greedily_is_told(task: str, tmp_path: 
     told: list[str] = []
     with ReplayServer(lambda question, body: f"{next(count)} {solve(question, body)}") as server:
         for _ in range(2):
-            run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=3, notice=told.append)
+            run_evaluation(
+                server.url,
+                [task],
+                data_dir=tmp_path,
+                out=tmp_path / "out",
+                limit=3,
+                notice=told.append,
+            )
     assert any("does not answer alike twice at temperature 0" in said for said in told)
 
 
 def test_too_many_errors_leave_no_verdict(task: str, tmp_path: Path) -> None:
     def answer(question: str, body: dict) -> Reply | str:
-        return Reply("this prompt is not allowed", status=403) if question.startswith("12") else solve(question, body)
+        return (
+            Reply("this prompt is not allowed", status=403)
+            if question.startswith("12")
+            else solve(question, body)
+        )
 
     with ReplayServer(solve) as whole, ReplayServer(answer) as server:
-        good = run_evaluation(whole.url, [task], data_dir=tmp_path, out=tmp_path / "good", repeats=2)
-        results = run_evaluation(
-            server.url, [task], data_dir=tmp_path, out=tmp_path / "out", baseline=str(tmp_path / "good"), repeats=2, concurrency=1
+        good = run_evaluation(
+            whole.url, [task], data_dir=tmp_path, out=tmp_path / "good", repeats=2
         )
-        beside = run_evaluation(whole.url, [task], data_dir=tmp_path, baseline=str(tmp_path / "out"), repeats=2)
+        results = run_evaluation(
+            server.url,
+            [task],
+            data_dir=tmp_path,
+            out=tmp_path / "out",
+            baseline=str(tmp_path / "good"),
+            repeats=2,
+            concurrency=1,
+        )
+        beside = run_evaluation(
+            whole.url, [task], data_dir=tmp_path, baseline=str(tmp_path / "out"), repeats=2
+        )
     assert results.tasks["sums"].comparison is None
     assert good.faults == []
-    assert results.faults == ["2 of 20 samples of sums failed: no verdict. The first: HTTP 403: this prompt is not allowed"]
+    assert results.faults == [
+        "2 of 20 samples of sums failed: no verdict. The first: HTTP 403: this prompt is not "
+        "allowed"
+    ]
     assert json.loads((tmp_path / "out" / "results.json").read_text())["faults"] == results.faults
     assert "No verdict." in (tmp_path / "out" / "report.html").read_text()
     assert beside.tasks["sums"].comparison is None
-    assert beside.faults == ["2 of 20 samples of sums failed with the baseline replayed: no verdict"]
+    assert beside.faults == [
+        "2 of 20 samples of sums failed with the baseline replayed: no verdict"
+    ]
 
 
 def test_a_refused_context_counts_as_a_miss(task: str, tmp_path: Path) -> None:
     def answer(question: str, body: dict) -> Reply | str:
-        return Reply("maximum context length is 16", status=400) if question.startswith("12") else solve(question, body)
+        return (
+            Reply("maximum context length is 16", status=400)
+            if question.startswith("12")
+            else solve(question, body)
+        )
 
     with ReplayServer(answer) as server:
-        results = run_evaluation(server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=4, concurrency=1)
+        results = run_evaluation(
+            server.url, [task], data_dir=tmp_path, out=tmp_path / "out", limit=4, concurrency=1
+        )
     told = results.to_json()["results"]["sums"]
-    assert (told["n"], told["errors"], told["accuracy"], told["reasons"]["context"]) == (4, 0, 0.5, 1)
+    assert (told["n"], told["errors"], told["accuracy"], told["reasons"]["context"]) == (
+        4,
+        0,
+        0.5,
+        1,
+    )
     assert any("longer than the model's context" in warning for warning in told["warnings"])
-    refusing = ReplayServer(lambda question, body: Reply("maximum context length is 16", status=400))
-    with refusing, pytest.raises(QuantkitError, match="refused as too long: HTTP 400: maximum context length is 16; lower --max-tokens"):
+    refusing = ReplayServer(
+        lambda question, body: Reply("maximum context length is 16", status=400)
+    )
+    with (
+        refusing,
+        pytest.raises(
+            QuantkitError,
+            match="refused as too long: HTTP 400: maximum context length is 16; lower --max-tokens",
+        ),
+    ):
         run_evaluation(refusing.url, [task], data_dir=tmp_path, limit=4)
 
 
 def test_a_grown_run_is_looked_at_with_more_care(task: str, tmp_path: Path) -> None:
-    with ReplayServer(lambda question, body: f"</think>\\boxed{{{2 * int(question.split()[0])}}}") as good, ReplayServer(solve) as worse:
+    with (
+        ReplayServer(
+            lambda question, body: f"</think>\\boxed{{{2 * int(question.split()[0])}}}"
+        ) as good,
+        ReplayServer(solve) as worse,
+    ):
         run_evaluation(good.url, [task], data_dir=tmp_path, out=tmp_path / "good", repeats=3)
         looks = []
         for repeats in (2, 2, 3):
             results = run_evaluation(
-                worse.url, [task], data_dir=tmp_path, out=tmp_path / "out", repeats=repeats, baseline=str(tmp_path / "good")
+                worse.url,
+                [task],
+                data_dir=tmp_path,
+                out=tmp_path / "out",
+                repeats=repeats,
+                baseline=str(tmp_path / "good"),
             )
             looks.append(results.tasks["sums"].comparison)
     assert [(look.look, look.level) for look in looks if look] == [(1, 0.95), (1, 0.95), (2, 0.975)]

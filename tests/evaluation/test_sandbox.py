@@ -1,4 +1,5 @@
-"""Hostile and odd but right programs, graded by `quantkit eval`: every reply of a server is one of them."""
+"""Hostile and odd but right programs, graded by `quantkit eval`: every reply of a server is one of
+them."""
 
 import itertools
 import json
@@ -26,7 +27,9 @@ from quantkit.evaluation import sandbox
 from quantkit.evaluation.grading import programs
 from quantkit.evaluation.sandbox import Level, boxes, runs
 
-isolated = pytest.mark.skipif(sandbox.active_level() == "rlimits", reason="this machine gives no namespaces")
+isolated = pytest.mark.skipif(
+    sandbox.active_level() == "rlimits", reason="this machine gives no namespaces"
+)
 
 
 def fenced(source: str) -> str:
@@ -42,11 +45,22 @@ SCRIPTS |= {f"right: script {name}": fenced(source) for name, source in idioms.S
 SCRIPTS |= {f"right: script reply {name}": reply for name, reply in idioms.SCRIPT_REPLIES.items()}
 METHODS = {f"attack: method {name}": fenced(source) for name, source in attacks.METHODS.items()}
 METHODS |= {f"right: method {name}": fenced(source) for name, source in idioms.METHODS.items()}
-ENDLESS = {f"attack: {name}" for name in (*attacks.ENDLESS_FUNCTIONS, *(f"script {name}" for name in attacks.ENDLESS_SCRIPTS))}
+ENDLESS = {
+    f"attack: {name}"
+    for name in (
+        *attacks.ENDLESS_FUNCTIONS,
+        *(f"script {name}" for name in attacks.ENDLESS_SCRIPTS),
+    )
+}
 
 
 def function_row(name: str) -> dict[str, Any]:
-    return {"task_id": name, "prompt": attacks.PROMPT.format(case=f"<{name}>"), "entry_point": "total", "test": attacks.TESTS}
+    return {
+        "task_id": name,
+        "prompt": attacks.PROMPT.format(case=f"<{name}>"),
+        "entry_point": "total",
+        "test": attacks.TESTS,
+    }
 
 
 def contest_row(name: str) -> dict[str, Any]:
@@ -56,8 +70,16 @@ def contest_row(name: str) -> dict[str, Any]:
     else:
         tests = [{"input": "[1, 2, 3]", "output": "6"}, {"input": "[4, 6]", "output": "10"}]
         metadata = '{"func_name": "total"}'
-    row = {"question_id": name, "question_content": f"Sum. Case <{name}>.", "contest_date": "2024-10-01T00:00:00", "metadata": metadata}
-    return row | {"public_test_cases": json.dumps(tests[:1]), "private_test_cases": json.dumps(tests[1:])}
+    row = {
+        "question_id": name,
+        "question_content": f"Sum. Case <{name}>.",
+        "contest_date": "2024-10-01T00:00:00",
+        "metadata": metadata,
+    }
+    return row | {
+        "public_test_cases": json.dumps(tests[:1]),
+        "private_test_cases": json.dumps(tests[1:]),
+    }
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -66,7 +88,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 class Victim:
-    """What the attacks reach for: a listener on loopback, a secret file in this user's home, a process with a secret in its environment."""
+    """What the attacks reach for: a listener on loopback, a secret file in this user's home, a
+    process with a secret in its environment."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -77,7 +100,10 @@ class Victim:
         os.environ["QUANTKIT_SECRET"] = "hunter2"
         self._child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         port = self._listener.getsockname()[1]
-        self.names = f"HOME, SECRET, PORT, CALLER = {str(Path.home())!r}, {str(self.secret)!r}, {port}, {os.getpid()}\n"
+        self.names = (
+            f"HOME, SECRET, PORT, CALLER = {str(Path.home())!r}, {str(self.secret)!r}, "
+            f"{port}, {os.getpid()}\n"
+        )
 
     def _accept(self) -> None:
         try:
@@ -101,10 +127,19 @@ def victim() -> Iterator[Victim]:
     victim.close()
 
 
-def evaluate(rows: dict[str, str], victim: Victim, folder: Path, *options: str) -> dict[str, dict[str, Any]]:
-    """Samples by problem, of one run of `quantkit eval` against a server that answers a problem by the reply of that name."""
-    write_rows(folder / "humaneval" / "HumanEval.jsonl", [function_row(name) for name in rows if name in FUNCTIONS])
-    write_rows(folder / "live_code_bench" / "test.jsonl", [contest_row(name) for name in rows if name not in FUNCTIONS])
+def evaluate(
+    rows: dict[str, str], victim: Victim, folder: Path, *options: str
+) -> dict[str, dict[str, Any]]:
+    """Samples by problem, of one run of `quantkit eval` against a server that answers a problem by
+    the reply of that name."""
+    write_rows(
+        folder / "humaneval" / "HumanEval.jsonl",
+        [function_row(name) for name in rows if name in FUNCTIONS],
+    )
+    write_rows(
+        folder / "live_code_bench" / "test.jsonl",
+        [contest_row(name) for name in rows if name not in FUNCTIONS],
+    )
 
     def reply(question: str, body: dict[str, Any]) -> str:
         found = re.search(r"<(\w+: [^<>]+)>", question)
@@ -114,44 +149,88 @@ def evaluate(rows: dict[str, str], victim: Victim, folder: Path, *options: str) 
         )
 
     tasks = ",".join(
-        name for name, there in (("humaneval", set(rows) & set(FUNCTIONS)), ("live_code_bench", set(rows) - set(FUNCTIONS))) if there
+        name
+        for name, there in (
+            ("humaneval", set(rows) & set(FUNCTIONS)),
+            ("live_code_bench", set(rows) - set(FUNCTIONS)),
+        )
+        if there
     )
     with ReplayServer(reply) as server:
-        command = ["eval", server.url, "--tasks", tasks, "--data-dir", str(folder), "--allow-code-exec", "--repeats", "1"]
-        done = CliRunner().invoke(app, [*command, "--out", str(folder / "out"), "--json", *options], catch_exceptions=False)
+        command = [
+            "eval",
+            server.url,
+            "--tasks",
+            tasks,
+            "--data-dir",
+            str(folder),
+            "--allow-code-exec",
+            "--repeats",
+            "1",
+        ]
+        done = CliRunner().invoke(
+            app,
+            [*command, "--out", str(folder / "out"), "--json", *options],
+            catch_exceptions=False,
+        )
     assert done.exit_code == 0, done.output
-    samples = [json.loads(line) for line in (folder / "out" / "samples.jsonl").read_text().split("\n") if line]
+    samples = [
+        json.loads(line)
+        for line in (folder / "out" / "samples.jsonl").read_text().split("\n")
+        if line
+    ]
     return {sample["problem"]: sample for sample in samples}
 
 
 @isolated
-def test_every_attack_fails_and_every_idiom_passes(tmp_path: Path, victim: Victim, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forgeries, crashes of the grader, walls, resources: wrong, and in the score. Beside them right programs in unusual dress: right."""
+def test_every_attack_fails_and_every_idiom_passes(
+    tmp_path: Path, victim: Victim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forgeries, crashes of the grader, walls, resources: wrong, and in the score. Beside them
+    right programs in unusual dress: right."""
     rows, samples = FUNCTIONS | SCRIPTS | METHODS, dict[str, dict[str, Any]]()
-    for timeout_s, part in ((6.0, set(rows) - ENDLESS), (2.0, ENDLESS)):  # what needs no time to come through, but to be ended
+    for timeout_s, part in (
+        (6.0, set(rows) - ENDLESS),
+        (2.0, ENDLESS),
+    ):  # what needs no time to come through, but to be ended
         monkeypatch.setattr(runs, "TIMEOUT_S", timeout_s)
         monkeypatch.setattr(programs, "CONTEST_TIMEOUT_S", timeout_s)
-        samples |= evaluate({name: rows[name] for name in rows if name in part}, victim, tmp_path / f"{timeout_s}")
-    graded = {name: (sample["correct"], sample["reason"], sample["detail"]) for name, sample in samples.items()}
+        samples |= evaluate(
+            {name: rows[name] for name in rows if name in part}, victim, tmp_path / f"{timeout_s}"
+        )
+    graded = {
+        name: (sample["correct"], sample["reason"], sample["detail"])
+        for name, sample in samples.items()
+    }
     assert set(graded) == set(rows)
-    assert {name: told for name, told in graded.items() if name.startswith("attack") and told[0]} == {}
-    assert {name: told for name, told in graded.items() if name.startswith("right") and not told[0]} == {}
-    assert {name: told for name, told in graded.items() if told[1] in ("error", "sandbox-error")} == {}
+    assert {
+        name: told for name, told in graded.items() if name.startswith("attack") and told[0]
+    } == {}
+    assert {
+        name: told for name, told in graded.items() if name.startswith("right") and not told[0]
+    } == {}
+    assert {
+        name: told for name, told in graded.items() if told[1] in ("error", "sandbox-error")
+    } == {}
     assert not victim.reached.is_set()
 
 
 @isolated
 def test_what_is_held_at_the_end_counts(victim: Victim, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine does not look while the program runs; its processes still hold the memory when it answers."""
+    """A busy machine does not look while the program runs; its processes still hold the memory when
+    it answers."""
     monkeypatch.setattr(runs, "WATCH_S", 60.0)
-    program = sandbox.Program((attacks.PROMPT, victim.names + wall(RESOURCES["shared-mappings"])), "total")
+    program = sandbox.Program(
+        (attacks.PROMPT, victim.names + wall(RESOURCES["shared-mappings"])), "total"
+    )
     run = sandbox.run_tests(program, "", f"{attacks.TESTS}\ncheck(total)", timeout_s=60.0)
     assert (run.status, run.detail) == ("failed", "more than 2048 MiB of memory")
 
 
 @isolated
 def test_the_walls_are_what_holds(victim: Victim) -> None:
-    """The same programs with limits alone: those that must get through do, so that `fails` above means something."""
+    """The same programs with limits alone: those that must get through do, so that `fails` above
+    means something."""
     for name in ("home", "secret", "processes", "kill-caller", "environment-of-others"):
         program = sandbox.Program((attacks.PROMPT, victim.names + wall(WALLS[name])), "total")
         run = sandbox.run_tests(program, "", f"{attacks.TESTS}\ncheck(total)", level="rlimits")
@@ -159,9 +238,14 @@ def test_the_walls_are_what_holds(victim: Victim) -> None:
 
 
 def run(
-    program: str, tests: str = "assert f(2) == 4, 'not four'", timeout_s: float = 6.0, level: Level | None = None
+    program: str,
+    tests: str = "assert f(2) == 4, 'not four'",
+    timeout_s: float = 6.0,
+    level: Level | None = None,
 ) -> sandbox.ProgramRun:
-    return sandbox.run_tests(sandbox.Program((program,), "f"), "", tests, timeout_s=timeout_s, level=level)
+    return sandbox.run_tests(
+        sandbox.Program((program,), "f"), "", tests, timeout_s=timeout_s, level=level
+    )
 
 
 @pytest.mark.parametrize("level", [pytest.param("namespaces", marks=isolated), "rlimits"])
@@ -175,7 +259,10 @@ def test_verdicts(level: Level) -> None:
         ("import nothing_of_that_name", "ModuleNotFoundError"),
         ("def f(x):\n    import sys; sys.exit(0)", "SystemExit: 0"),
         ("def f(x): return input()", "EOFError"),
-        ("def f(x): return print", "the function returned a value of type builtin_function_or_method"),
+        (
+            "def f(x): return print",
+            "the function returned a value of type builtin_function_or_method",
+        ),
     ):
         assert run(program, level=level).detail.startswith(detail)
     assert run("def f(x):\n    import os; os._exit(0)", level=level).status == "no-verdict"
@@ -183,36 +270,59 @@ def test_verdicts(level: Level) -> None:
 
 
 def test_tests_may_expect_an_exception_but_not_catch_a_fault() -> None:
-    expecting = "try: f(1)\nexcept ValueError as error: assert 'odd' in str(error)\nelse: assert False"
-    assert run("class Odd(ValueError): pass\ndef f(x): raise Odd('odd')", expecting).status == "passed"
+    expecting = (
+        "try: f(1)\nexcept ValueError as error: assert 'odd' in str(error)\nelse: assert False"
+    )
+    assert (
+        run("class Odd(ValueError): pass\ndef f(x): raise Odd('odd')", expecting).status == "passed"
+    )
     assert run("def f(x): raise KeyError('odd')", expecting).status == "failed"
     catching = "try: f(1)\nexcept BaseException: pass"
-    for body in ("raise SystemExit", "import os; os._exit(0)", "return object()", "raise KeyboardInterrupt"):
+    for body in (
+        "raise SystemExit",
+        "import os; os._exit(0)",
+        "return object()",
+        "raise KeyboardInterrupt",
+    ):
         assert run(f"def f(x): {body}", catching).status in ("failed", "no-verdict"), body
     assert run("def f(x): raise OSError", catching).status == "passed"
 
 
 def test_scripts() -> None:
-    echo = sandbox.run_script("import sys\nfor line in sys.stdin: print(line.strip()[::-1])\nsys.exit(3)", "abc\nde\n")
+    echo = sandbox.run_script(
+        "import sys\nfor line in sys.stdin: print(line.strip()[::-1])\nsys.exit(3)", "abc\nde\n"
+    )
     assert (echo.status, echo.output) == ("passed", "cba\ned\n")
     late = sandbox.run_script("print(input())\nraise ValueError('late')", "x")
     assert (late.status, late.detail) == ("failed", "ValueError: late")
-    assert sandbox.run_script("import os\nos.kill(os.getpid(), 11)", "").detail == "ended by signal 11"
+    assert (
+        sandbox.run_script("import os\nos.kill(os.getpid(), 11)", "").detail == "ended by signal 11"
+    )
     assert "SyntaxError" in sandbox.run_script("int main() {}", "").detail
 
 
 def test_a_method_is_called_case_by_case() -> None:
-    program = sandbox.Program(("class Solution:\n    def pair(self, a, b): return (a + b, None)",), "pair")
-    assert sandbox.run_calls(program, [([[1], [2]], [[1, 2], None])], timeout_s=6.0).status == "passed"
+    program = sandbox.Program(
+        ("class Solution:\n    def pair(self, a, b): return (a + b, None)",), "pair"
+    )
+    assert (
+        sandbox.run_calls(program, [([[1], [2]], [[1, 2], None])], timeout_s=6.0).status == "passed"
+    )
     wrong = sandbox.run_calls(program, [([1, 2], [3, None]), ([1, 2], [4, None])], timeout_s=6.0)
     assert wrong.detail == "test 2: got '[3, null]', expected '[4, null]'"
     slow = sandbox.Program(("import time\ndef f(x): time.sleep(x)",), "f")
-    assert sandbox.run_calls(slow, [([0], None), ([9], None)], timeout_s=0.8).detail == "test 2: no answer after 0.8 s"
+    assert (
+        sandbox.run_calls(slow, [([0], None), ([9], None)], timeout_s=0.8).detail
+        == "test 2: no answer after 0.8 s"
+    )
 
 
 @isolated
 def test_the_program_sees_an_empty_world() -> None:
-    look = "import os\nprint(os.getuid() == 0, os.environ['HOME'], *(sorted(os.listdir(place)) for place in ('.', '/', '/dev')))"
+    look = (
+        "import os\nprint(os.getuid() == 0, os.environ['HOME'], *(sorted(os.listdir(place)) "
+        "for place in ('.', '/', '/dev')))"
+    )
     told = sandbox.run_script(look, "").output
     assert told.startswith("False /work ['main.py'] [")
     assert "['null', 'random', 'shm', 'stderr', 'stdin', 'stdout', 'urandom', 'zero']" in told
@@ -221,7 +331,8 @@ def test_the_program_sees_an_empty_world() -> None:
 
 
 def test_nothing_of_the_tests_is_in_the_candidates_process() -> None:
-    """It looks through its own memory, descriptors, directory and arguments, where limits alone leave it /proc to do so."""
+    """It looks through its own memory, descriptors, directory and arguments, where limits alone
+    leave it /proc to do so."""
     look = """
 import ctypes, os
 OWN = "my own words"
@@ -238,7 +349,11 @@ def f(word):
     seen = [name for name, data in found.items() if b'expected-' + word in data]
     return seen, any(b'my own' in data for data in found.values()), len(pipes)
 """
-    told = run(look, "got = f('yranac')\nassert got == ([], True, 2), got\n# expected-canary", level="rlimits")
+    told = run(
+        look,
+        "got = f('yranac')\nassert got == ([], True, 2), got\n# expected-canary",
+        level="rlimits",
+    )
     assert told.status == "passed", told
 
 
@@ -246,13 +361,17 @@ def test_many_at_once_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = len(os.listdir("/proc/self/fd"))
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda n: run(f"def f(x): return {n % 2}", "assert f(1) == 1"), range(12)))
+        found = list(
+            pool.map(lambda n: run(f"def f(x): return {n % 2}", "assert f(1) == 1"), range(12))
+        )
     assert [one.status for one in found] == ["failed", "passed"] * 6
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_sandbox_that_cannot_start_is_not_the_programs_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_that_cannot_start_is_not_the_programs_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(boxes, "_interpreter", lambda: "/nowhere/python")
     found = run("def f(x): return 4", level="rlimits")
     assert found.status == "sandbox-error"
@@ -260,7 +379,8 @@ def test_a_sandbox_that_cannot_start_is_not_the_programs_fault(monkeypatch: pyte
 
 
 def test_the_level_is_found_by_trying_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Walls that fail three times out of four are still walls; walls that always fail are told with their reason."""
+    """Walls that fail three times out of four are still walls; walls that always fail are told with
+    their reason."""
     tries = itertools.count(1)
     real = runs._judged
 
@@ -278,18 +398,34 @@ def test_the_level_is_found_by_trying_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert "this user's rights" in str(found)
 
 
-def test_limits_alone_are_refused_unless_asked_for(victim: Victim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_alone_are_refused_unless_asked_for(
+    victim: Victim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weak = sandbox.Found("rlimits", "unshare: Operation not permitted")
     monkeypatch.setattr(sandbox, "find_level", lambda: weak)
     monkeypatch.setattr(runs, "find_level", lambda: weak)
     write_rows(tmp_path / "humaneval" / "HumanEval.jsonl", [function_row("right: builtin")])
     with ReplayServer(lambda question, body: "</think>\n" + FUNCTIONS["right: builtin"]) as server:
-        command = ["eval", server.url, "--tasks", "humaneval", "--data-dir", str(tmp_path), "--allow-code-exec", "--repeats", "1", "--json"]
+        command = [
+            "eval",
+            server.url,
+            "--tasks",
+            "humaneval",
+            "--data-dir",
+            str(tmp_path),
+            "--allow-code-exec",
+            "--repeats",
+            "1",
+            "--json",
+        ]
         refused = CliRunner().invoke(app, command)
         assert server.requests == []
         allowed = CliRunner().invoke(app, [*command, "--allow-weak-sandbox"])
     assert isinstance(refused.exception, QuantkitError)
     assert "unshare: Operation not permitted" in str(refused.exception)
     assert "--allow-weak-sandbox" in str(refused.exception)
-    assert (allowed.exit_code, json.loads(allowed.stdout)["results"]["humaneval"]["accuracy"]) == (0, 1.0)
+    assert (allowed.exit_code, json.loads(allowed.stdout)["results"]["humaneval"]["accuracy"]) == (
+        0,
+        1.0,
+    )
     assert "level rlimits, with this user's rights" in allowed.stderr

@@ -1,4 +1,5 @@
-"""The definitions of the speed figures, the engine as a target, and a real HTTP server as the other."""
+"""The definitions of the speed figures, the engine as a target, and a real HTTP server as the
+other."""
 
 import itertools
 import json
@@ -29,7 +30,8 @@ GAP_S = 0.02
 
 
 def test_definitions_by_hand() -> None:
-    """Two requests, one after the other: 1 s to the first token, then 10 ms (20 ms) for each of 100 more."""
+    """Two requests, one after the other: 1 s to the first token, then 10 ms (20 ms) for each of 100
+    more."""
     times = [
         RequestTimes(sent=0.0, first_token=1.0, last_token=2.0, prompt_tokens=5, output_tokens=101),
         RequestTimes(sent=2.0, first_token=3.0, last_token=5.0, prompt_tokens=7, output_tokens=101),
@@ -66,7 +68,8 @@ def test_percentiles_are_those_of_the_requests_and_left_out_where_they_are_too_f
 
 
 def test_gaps_rates_and_goodput_by_hand() -> None:
-    """Three requests a second apart; the second's TTFT and the third's latency pass their limits."""
+    """Three requests a second apart; the second's TTFT and the third's latency pass their
+    limits."""
     times = [
         RequestTimes(0.0, 0.1, 1.1, 5, 3, gaps=(0.25, 0.75)),
         RequestTimes(1.0, 1.5, 2.1, 5, 3, gaps=(0.3, 0.3)),
@@ -81,7 +84,12 @@ def test_gaps_rates_and_goodput_by_hand() -> None:
 
 
 def test_arrivals_are_poissons() -> None:
-    gaps = [after - before for before, after in itertools.pairwise(Workload(1, 1, 4000, 1, seed=3, rate=5.0).arrivals())]
+    gaps = [
+        after - before
+        for before, after in itertools.pairwise(
+            Workload(1, 1, 4000, 1, seed=3, rate=5.0).arrivals()
+        )
+    ]
     assert sum(gaps) / len(gaps) == pytest.approx(0.2, rel=0.05)
     assert sum(gap > 0.2 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.03)
     assert set(Workload(1, 1, 9, 1).arrivals()) == {0.0}
@@ -90,8 +98,16 @@ def test_arrivals_are_poissons() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("p.jsonl", '{"prompt": "one"}\n\n{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "two\u2028"}]}\n'),
-        ("p.json", '[{"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": "x"}]}, {"text": "two"}, {"id": 3}]'),
+        (
+            "p.jsonl",
+            '{"prompt": "one"}\n\n{"messages": [{"role": "system", "content": "s"}, {"role": '
+            '"user", "content": "two\u2028"}]}\n',
+        ),
+        (
+            "p.json",
+            '[{"conversations": [{"from": "human", "value": "one"}, {"from": "gpt", "value": '
+            '"x"}]}, {"text": "two"}, {"id": 3}]',
+        ),
         ("p.txt", "one\n\ntwo\n"),
     ],
 )
@@ -101,7 +117,14 @@ def test_prompts_are_read_from_files(name: str, text: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("p.json", "{"), ("p.json", "{}"), ("p.jsonl", '{"answer": 1}\n'), ("p.txt", "\n"), ("p.bin", "")]
+    ("name", "text"),
+    [
+        ("p.json", "{"),
+        ("p.json", "{}"),
+        ("p.jsonl", '{"answer": 1}\n'),
+        ("p.txt", "\n"),
+        ("p.bin", ""),
+    ],
 )
 def test_a_file_without_prompts_is_refused(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
@@ -126,12 +149,24 @@ def test_engine_grid(tiny_checkpoint: Path) -> None:
         assert row.requests == 2 * row.concurrency
         assert 0 < row.ttft_s < row.latency_s
         assert row.tpot_ms is not None
-    with pytest.raises(QuantkitError, match="60 input and 5 output tokens exceed the context of 64"):
+    with pytest.raises(
+        QuantkitError, match="60 input and 5 output tokens exceed the context of 64"
+    ):
         measure_grid(target, [8, 60], [1], output_len=5)
     with pytest.raises(QuantkitError, match="concurrency 3"):
         measure_grid(target, [8], [3], output_len=5)
     assert all(row.itl_ms is not None for row in rows)
-    given = measure_grid(target, [], [2], 4, prompts=["1 + 1", "7"], rates=[50.0], requests=5, limits={"e2el": 1e9}, warmup=1)
+    given = measure_grid(
+        target,
+        [],
+        [2],
+        4,
+        prompts=["1 + 1", "7"],
+        rates=[50.0],
+        requests=5,
+        limits={"e2el": 1e9},
+        warmup=1,
+    )
     assert [(row.input_len, row.requests, row.offered_rate) for row in given] == [(0, 5, 50.0)]
     assert given[0].goodput == pytest.approx(given[0].request_rate)
 
@@ -140,10 +175,25 @@ def test_given_prompts_are_counted_in_tokens(tiny_checkpoint: Path, tmp_path: Pa
     """A prompt of more characters than the model's context has tokens was refused."""
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100, "rope_scaling": None}))
+    (model / "config.json").write_text(
+        json.dumps(config | {"max_position_embeddings": 100, "rope_scaling": None})
+    )
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("<\uff5cUser\uff5c>" * 30)  # one token each
-    asked = ("bench", str(model), "--prompts", str(prompts), "--num-prompts", "2", "--warmup", "0", "--device", "cpu", "--concurrency", "1")
+    asked = (
+        "bench",
+        str(model),
+        "--prompts",
+        str(prompts),
+        "--num-prompts",
+        "2",
+        "--warmup",
+        "0",
+        "--device",
+        "cpu",
+        "--concurrency",
+        "1",
+    )
     assert command(*asked, "--output-len", "4").code == 0
     refused = command(*asked, "--output-len", "100")
     assert refused.code == 2
@@ -151,11 +201,24 @@ def test_given_prompts_are_counted_in_tokens(tiny_checkpoint: Path, tmp_path: Pa
 
 
 def test_report_shows_ours_and_the_published_apart(tmp_path: Path) -> None:
-    rows = [summarize([RequestTimes(0, 1, 1 + c, 8, 11)], input_len, c).to_json() for input_len in (8, 64) for c in (1, 4)]
-    result = {"target": "tiny", "hardware": "this machine", "output_len": 11, "goodput_limits_ms": {}, "rows": rows}
+    rows = [
+        summarize([RequestTimes(0, 1, 1 + c, 8, 11)], input_len, c).to_json()
+        for input_len in (8, 64)
+        for c in (1, 4)
+    ]
+    result = {
+        "target": "tiny",
+        "hardware": "this machine",
+        "output_len": 11,
+        "goodput_limits_ms": {},
+        "rows": rows,
+    }
     write_report(tmp_path / "alone", result | {"published": published_speeds_of("tiny")})
     assert "Published by others" not in (tmp_path / "alone" / "bench.html").read_text()
-    write_report(tmp_path / "bench", result | {"published": published_speeds_of("DeepSeek-R1-0528-awq-w4a16")})
+    write_report(
+        tmp_path / "bench",
+        result | {"published": published_speeds_of("DeepSeek-R1-0528-awq-w4a16")},
+    )
     page = (tmp_path / "bench" / "bench.html").read_text()
     assert page.count("<svg") == 3
     ours, _, published = page.partition("Published by others")
@@ -167,7 +230,8 @@ def test_report_shows_ours_and_the_published_apart(tmp_path: Path) -> None:
 
 
 class Server(BaseHTTPRequestHandler):
-    """Streams max_tokens tokens: a role-only chunk at once, the first token after DELAY_S, the others GAP_S apart."""
+    """Streams max_tokens tokens: a role-only chunk at once, the first token after DELAY_S, the
+    others GAP_S apart."""
 
     def do_GET(self) -> None:
         self._send(json.dumps({"data": [{"id": "m"}]}).encode())
@@ -184,7 +248,9 @@ class Server(BaseHTTPRequestHandler):
         for number in range(body["max_tokens"]):
             time.sleep(GAP_S if number else DELAY_S)
             self._event({"choices": [{"delta": {"content": "x"}}]})
-        self._event({"choices": [], "usage": {"prompt_tokens": 12, "completion_tokens": body["max_tokens"]}})
+        self._event(
+            {"choices": [], "usage": {"prompt_tokens": 12, "completion_tokens": body["max_tokens"]}}
+        )
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _event(self, event: dict) -> None:
@@ -232,13 +298,16 @@ def test_requests_that_arrive_wait_for_room(server: str) -> None:
     times = list(EndpointTarget(server).run(Workload(4, 2, requests=4, concurrency=1, rate=1e6)))
     waits = sorted(one.ttft_s for one in times)
     assert waits[-1] >= 3 * (DELAY_S + GAP_S)
-    paced = list(EndpointTarget(server).run(Workload(4, 1, requests=4, concurrency=4, rate=8.0, seed=2)))
+    paced = list(
+        EndpointTarget(server).run(Workload(4, 1, requests=4, concurrency=4, rate=8.0, seed=2))
+    )
     sent = [one.sent for one in paced]
     assert max(sent) - min(sent) >= 0.75 * max(Workload(4, 1, 4, 4, seed=2, rate=8.0).arrivals())
 
 
 def test_no_prompt_is_sent_twice() -> None:
-    """Not by a warm-up, not in a later cell, not in a later run: a server may keep what it computed, and would answer faster than it is."""
+    """Not by a warm-up, not in a later cell, not in a later run: a server may keep what it
+    computed, and would answer faster than it is."""
     sent: list[str] = []
 
     def note(wire: Wire, body: dict) -> None:
@@ -247,12 +316,16 @@ def test_no_prompt_is_sent_twice() -> None:
 
     with FaultyServer(note) as faulty:
         for _ in range(2):
-            measure_grid(EndpointTarget(faulty.url), [24, 48], [1, 3], output_len=2, requests_per_slot=1)
+            measure_grid(
+                EndpointTarget(faulty.url), [24, 48], [1, 3], output_len=2, requests_per_slot=1
+            )
     assert len(sent) == 2 * 2 * 2 * (1 + 3)
     assert len({words[: len(" time" * 20)] for words in sent}) == len(sent)
 
 
-@pytest.mark.parametrize("name", ["data null", "choices an object", "HTML", "bad gzip", "cut in a line", "reset"])
+@pytest.mark.parametrize(
+    "name", ["data null", "choices an object", "HTML", "bad gzip", "cut in a line", "reset"]
+)
 def test_a_broken_reply_is_one_failed_request(name: str) -> None:
     count = itertools.count()
 
@@ -264,33 +337,64 @@ def test_a_broken_reply_is_one_failed_request(name: str) -> None:
     assert sum(one.error is not None for one in times) == 1
 
 
-@pytest.mark.parametrize("tokens", ["2", 2.5, True, float("nan"), 10**400, [2]], ids=lambda value: str(value)[:5])
+@pytest.mark.parametrize(
+    "tokens", ["2", 2.5, True, float("nan"), 10**400, [2]], ids=lambda value: str(value)[:5]
+)
 def test_a_count_that_is_none_is_the_requests_fault(tokens: Any) -> None:
     def reply(wire: Wire, body: dict) -> None:
-        wire.stream(chunk("a"), chunk("b"), event({"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": tokens}}), DONE)
+        wire.stream(
+            chunk("a"),
+            chunk("b"),
+            event({"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": tokens}}),
+            DONE,
+        )
 
-    with FaultyServer(reply) as faulty, pytest.raises(QuantkitError, match=r"all 1 .*completion_tokens = .*, which is no number of tokens"):
+    with (
+        FaultyServer(reply) as faulty,
+        pytest.raises(
+            QuantkitError, match=r"all 1 .*completion_tokens = .*, which is no number of tokens"
+        ),
+    ):
         measure_grid(EndpointTarget(faulty.url), [4], [1], output_len=2, requests=1)
 
 
 @pytest.mark.parametrize("name", sorted(set(WHOLE) - {"gone behind the finish reason"}))
 def test_a_whole_reply_is_one_however_it_is_sent(name: str) -> None:
-    """But one that is not streamed, of which it is not known when its tokens came, and one that is cut before its usage."""
+    """But one that is not streamed, of which it is not known when its tokens came, and one that is
+    cut before its usage."""
     with FaultyServer(WHOLE[name]) as faulty:
         (times,) = EndpointTarget(faulty.url).run(Workload(4, 2, requests=1, concurrency=1))
-    assert times.error == ("the reply had no text that was streamed" if name == "not streamed" else None)
+    assert times.error == (
+        "the reply had no text that was streamed" if name == "not streamed" else None
+    )
     assert times.prompt_tokens >= 0
 
 
 def test_pieces_that_nobody_counted_are_told() -> None:
     """vLLM with an MTP layer sends two tokens in a piece; without a usage nothing says so."""
     with FaultyServer(WHOLE["usage null"]) as faulty:
-        answer = command("bench", faulty.url, "--input-len", "4", "--concurrency", "1", "--output-len", "2", "--warmup", "0")
+        answer = command(
+            "bench",
+            faulty.url,
+            "--input-len",
+            "4",
+            "--concurrency",
+            "1",
+            "--output-len",
+            "2",
+            "--warmup",
+            "0",
+        )
         row = measure_grid(EndpointTarget(faulty.url), [4], [1], output_len=2, requests=3)[0]
     assert (row.output_len, row.uncounted) == (2, 3)
     assert "of 2 replies the server told no number of tokens" in " ".join(answer.err.split())
     with FaultyServer(WHOLE["plain"]) as faulty:
-        assert measure_grid(EndpointTarget(faulty.url), [4], [1], output_len=2, requests=3)[0].uncounted == 0
+        assert (
+            measure_grid(EndpointTarget(faulty.url), [4], [1], output_len=2, requests=3)[
+                0
+            ].uncounted
+            == 0
+        )
 
 
 @pytest.mark.parametrize(
@@ -298,7 +402,10 @@ def test_pieces_that_nobody_counted_are_told() -> None:
     [
         ((), "the stream ended before the reply did"),
         ((DONE,), "the stream ended before the reply did"),
-        ((chunk("", finish_reason="abort"), DONE), "the server gave the reply up (finish_reason 'abort')"),
+        (
+            (chunk("", finish_reason="abort"), DONE),
+            "the server gave the reply up (finish_reason 'abort')",
+        ),
     ],
 )
 def test_a_reply_that_was_cut_is_no_reply(ending: tuple[bytes, ...], said: str) -> None:
@@ -326,7 +433,10 @@ def test_a_reply_without_an_end_is_left() -> None:
 
     with FaultyServer(endless) as faulty:
         (times,) = EndpointTarget(faulty.url).run(Workload(4, 2, requests=1, concurrency=1))
-        assert times.error == "the reply does not end: it has more than 72 pieces, and 2 tokens were asked for"
+        assert (
+            times.error
+            == "the reply does not end: it has more than 72 pieces, and 2 tokens were asked for"
+        )
         assert left.wait(10)
 
 

@@ -39,7 +39,12 @@ hashable = st.recursive(
     max_leaves=6,
 )
 anything = st.recursive(
-    hashable | st.dates() | st.datetimes() | st.timedeltas() | st.complex_numbers(allow_nan=False) | st.decimals(allow_nan=False),
+    hashable
+    | st.dates()
+    | st.datetimes()
+    | st.timedeltas()
+    | st.complex_numbers(allow_nan=False)
+    | st.decimals(allow_nan=False),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(hashable, inner, max_size=3)
@@ -103,7 +108,12 @@ def test_numpy_and_subclasses_arrive_as_plain_values(value: Any, arrives: Any) -
 
 
 def test_iterators_and_views_arrive_as_such() -> None:
-    for value in ((n for n in range(3)), iter([0, 1, 2]), map(int, "012"), {0: 1, 1: 1, 2: 1}.keys()):
+    for value in (
+        (n for n in range(3)),
+        iter([0, 1, 2]),
+        map(int, "012"),
+        {0: 1, 1: 1, 2: 1}.keys(),
+    ):
         back = values.loads(values.dumps(value))
         assert back != [0, 1, 2]
         assert list(back) == [0, 1, 2]
@@ -111,7 +121,16 @@ def test_iterators_and_views_arrive_as_such() -> None:
     assert math.isnan(values.loads(values.dumps(math.nan)))
 
 
-FOREIGN = [print, object(), type, ..., NotImplemented, {1: object()}, memoryview(b"x"), ValueError("x")]
+FOREIGN = [
+    print,
+    object(),
+    type,
+    ...,
+    NotImplemented,
+    {1: object()},
+    memoryview(b"x"),
+    ValueError("x"),
+]
 
 
 @pytest.mark.parametrize("value", FOREIGN, ids=lambda value: type(value).__name__)
@@ -128,7 +147,9 @@ def test_depth_is_bounded_both_ways(kind: type) -> None:
             made = {1: made} if kind is dict else kind([made])
         return made
 
-    fits = values.DEPTH // 2 if kind is dict else values.DEPTH  # a dict holds pairs, which are lists
+    fits = (
+        values.DEPTH // 2 if kind is dict else values.DEPTH
+    )  # a dict holds pairs, which are lists
     assert values.loads(values.dumps(nest(fits))) == nest(fits)
     for depth in (values.DEPTH + 1, 100_000):
         with pytest.raises(values.Unsupported, match="deeper than"):

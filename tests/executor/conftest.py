@@ -21,10 +21,11 @@ def _threads_and_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def easy_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose next token depends on little but the last one, and whose MTP layer knows that rule: guesses are often right.
+    """A model whose next token depends on little but the last one, and whose MTP layer knows that
+    rule: guesses are often right.
 
-    Residual branches are made small, so hidden states are nearly the embeddings and logits nearly lm_head(embedding); eh_proj passes
-    the embedding of the next token through.
+    Residual branches are made small, so hidden states are nearly the embeddings and logits nearly
+    lm_head(embedding); eh_proj passes the embedding of the next token through.
     """
     config = make_model.tiny_config()
     tensors = make_model.random_tensors(config)
@@ -37,5 +38,7 @@ def easy_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors[f"{mtp}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     tensors[f"{mtp}.shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
     tensors[f"{mtp}.enorm.weight"] = torch.ones_like(tensors[f"{mtp}.enorm.weight"])
-    tensors[f"{mtp}.eh_proj.weight"] = torch.cat((torch.eye(256), torch.zeros(256, 256)), dim=1).bfloat16()
+    tensors[f"{mtp}.eh_proj.weight"] = torch.cat(
+        (torch.eye(256), torch.zeros(256, 256)), dim=1
+    ).bfloat16()
     return make_model.write_fp8(tmp_path_factory.mktemp("models") / "easy", config, tensors)

@@ -1,4 +1,5 @@
-"""Biases, penalties, stops and log-probabilities of prompts: by the formula, and the same with drafts, chunks and shared prefixes."""
+"""Biases, penalties, stops and log-probabilities of prompts: by the formula, and the same with
+drafts, chunks and shared prefixes."""
 
 import shutil
 from dataclasses import replace
@@ -30,23 +31,35 @@ EVERYTHING = SamplingParams(
 
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path) -> Engine:
-    return Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=256)
+    return Engine.load(
+        tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=256
+    )
 
 
-def penalized(logits: list[float], seen: set[int], generated: list[int], params: SamplingParams) -> list[float]:
+def penalized(
+    logits: list[float], seen: set[int], generated: list[int], params: SamplingParams
+) -> list[float]:
     """A row by the formulas, one token after the other."""
     found = []
     for token, value in enumerate(logits):
         value += dict(params.logit_bias).get(token, 0.0)
         if token in seen:
-            value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+            value = (
+                value / params.repetition_penalty
+                if value > 0
+                else value * params.repetition_penalty
+            )
         times = generated.count(token)
-        found.append(value - params.frequency_penalty * times - params.presence_penalty * (times > 0))
+        found.append(
+            value - params.frequency_penalty * times - params.presence_penalty * (times > 0)
+        )
     return found
 
 
 def test_a_row_is_adjusted_for_the_tokens_before_it(engine: Engine) -> None:
-    sequence = Sequence(0, [3, 5, 5, 8], replace(EVERYTHING, min_new_tokens=0), engine.tokenizer, 256, streams=False)
+    sequence = Sequence(
+        0, [3, 5, 5, 8], replace(EVERYTHING, min_new_tokens=0), engine.tokenizer, 256, streams=False
+    )
     sequence.token_ids += [8, 9, 9, 11]
     sequence.drafts = [9, 12]
     plain = Sequence(1, [3], SamplingParams(), engine.tokenizer, 256, streams=False)
@@ -57,26 +70,49 @@ def test_a_row_is_adjusted_for_the_tokens_before_it(engine: Engine) -> None:
     assert torch.equal(logits, before), "what was computed is still needed for log-probabilities"
     assert torch.equal(adjusted[3], before[3])
     for row, drafts in enumerate([[], [9], [9, 12]]):
-        expected = penalized(before[row].tolist(), {3, 5, 8, 9, 11, *drafts}, [8, 9, 9, 11, *drafts], sequence.params)
+        expected = penalized(
+            before[row].tolist(), {3, 5, 8, 9, 11, *drafts}, [8, 9, 9, 11, *drafts], sequence.params
+        )
         torch.testing.assert_close(adjusted[row], torch.tensor(expected), rtol=1e-5, atol=1e-5)
     assert adjuster.adjust(logits, [(plain, 4)], frozenset({1}), {}, None) is logits
     sequence.token_ids += [9, 20]
     sequence.drafts = []
-    others = [Sequence(i, [i, 7], EVERYTHING, engine.tokenizer, 256, streams=False) for i in range(9)]
-    later = adjuster.adjust(before.repeat(3, 1)[:10], [(one, 1) for one in (*others, sequence)], frozenset({1}), {}, None)[9]
-    expected = penalized(before[1].tolist(), {3, 5, 8, 9, 11, 20}, [8, 9, 9, 11, 9, 20], sequence.params)
+    others = [
+        Sequence(i, [i, 7], EVERYTHING, engine.tokenizer, 256, streams=False) for i in range(9)
+    ]
+    later = adjuster.adjust(
+        before.repeat(3, 1)[:10],
+        [(one, 1) for one in (*others, sequence)],
+        frozenset({1}),
+        {},
+        None,
+    )[9]
+    expected = penalized(
+        before[1].tolist(), {3, 5, 8, 9, 11, 20}, [8, 9, 9, 11, 9, 20], sequence.params
+    )
     torch.testing.assert_close(later, torch.tensor(expected), rtol=1e-5, atol=1e-5)
     for one in others:
         one.finish("cancelled")
-    fresh = Sequence(20, [4], replace(EVERYTHING, min_new_tokens=0), engine.tokenizer, 256, streams=False)
+    fresh = Sequence(
+        20, [4], replace(EVERYTHING, min_new_tokens=0), engine.tokenizer, 256, streams=False
+    )
     found = adjuster.adjust(before[:1], [(fresh, 1)], frozenset({1}), {}, None)[0]
-    torch.testing.assert_close(found, torch.tensor(penalized(before[0].tolist(), {4}, [], fresh.params)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found,
+        torch.tensor(penalized(before[0].tolist(), {4}, [], fresh.params)),
+        rtol=1e-5,
+        atol=1e-5,
+    )
     assert len(adjuster._slots) == 2, "who has finished keeps no place"
 
 
 def test_min_p_keeps_a_share_of_the_likeliest() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
-    batch = Batch.of([SamplingParams(temperature=0.5, min_p=share) for share in (0.0, 0.1, 1.0)], [0] * 3, logits.device)
+    batch = Batch.of(
+        [SamplingParams(temperature=0.5, min_p=share) for share in (0.0, 0.1, 1.0)],
+        [0] * 3,
+        logits.device,
+    )
     assert batch is not None
     kept = (distribution(logits.expand(3, -1), batch) > 0).sum(-1)
     exact = (logits / 0.5).softmax(-1)
@@ -84,24 +120,53 @@ def test_min_p_keeps_a_share_of_the_likeliest() -> None:
     assert kept[1] == 2
 
 
-def run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[tuple[list[int], list[float], list[float]]]:
+def run(
+    engine: Engine, prompts: list[list[int]], params: SamplingParams
+) -> list[tuple[list[int], list[float], list[float]]]:
     done = sorted(engine.generate(prompts, params), key=lambda one: one.index)
-    return [(one.token_ids, [t.logprob for t in one.logprobs or []], [t.logprob for t in one.prompt_logprobs or []]) for one in done]
+    return [
+        (
+            one.token_ids,
+            [t.logprob for t in one.logprobs or []],
+            [t.logprob for t in one.prompt_logprobs or []],
+        )
+        for one in done
+    ]
 
 
-def test_with_drafts_chunks_and_shared_prefixes_it_is_the_same(engine: Engine, tiny_checkpoint: Path) -> None:
+def test_with_drafts_chunks_and_shared_prefixes_it_is_the_same(
+    engine: Engine, tiny_checkpoint: Path
+) -> None:
     prompts = [PROMPT * 3, PROMPT[:20], [7, 8]]
     other = Engine.load(
-        tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=256, num_drafts=2, prefill_tokens=31, prefix_cache=True
+        tiny_checkpoint,
+        device="cpu",
+        dtype="float32",
+        max_batch=4,
+        max_model_len=256,
+        num_drafts=2,
+        prefill_tokens=31,
+        prefix_cache=True,
     )
-    for params in (EVERYTHING, replace(EVERYTHING, temperature=0.9, min_p=0.02, top_p=0.95, seed=3)):
-        for (tokens, ours, prompt), (expected, theirs, whole) in zip(run(other, prompts, params), run(engine, prompts, params)):
+    for params in (
+        EVERYTHING,
+        replace(EVERYTHING, temperature=0.9, min_p=0.02, top_p=0.95, seed=3),
+    ):
+        for (tokens, ours, prompt), (expected, theirs, whole) in zip(
+            run(other, prompts, params), run(engine, prompts, params)
+        ):
             assert tokens == expected
             assert 41 not in tokens
             assert ours == pytest.approx(theirs, abs=0.02), "the cache is bfloat16"
             assert prompt == pytest.approx(whole, abs=0.02)
     assert other.speculation.acceptance.drafted > 0
-    free = replace(EVERYTHING, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, logit_bias=())
+    free = replace(
+        EVERYTHING,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        logit_bias=(),
+    )
     different = run(engine, prompts, free)[0][0] != run(engine, prompts, EVERYTHING)[0][0]
     assert different, "what was asked for changed nothing"
 
@@ -140,7 +205,9 @@ def test_stop_tokens_end_an_answer_and_are_not_in_its_text(engine: Engine) -> No
     (done,) = engine.generate([PROMPT], replace(params, stop_token_ids=(end,)))
     assert done.token_ids == free.token_ids[: free.token_ids.index(end) + 1]
     assert done.finish_reason == "stop"
-    assert done.text.rstrip("\ufffd") == engine.tokenizer.decode(done.token_ids[:-1]).rstrip("\ufffd")
+    assert done.text.rstrip("\ufffd") == engine.tokenizer.decode(done.token_ids[:-1]).rstrip(
+        "\ufffd"
+    )
     (late,) = engine.generate([PROMPT], replace(params, stop_token_ids=(end,), min_new_tokens=20))
     assert len(late.token_ids) >= 20
     assert end not in late.token_ids[:20]
@@ -165,7 +232,10 @@ def test_out_of_bounds(bad: dict) -> None:
         SamplingParams(**bad)
 
 
-@pytest.mark.parametrize("named", [{"logit_bias": ((320, 1.0),)}, {"logit_bias": ((-1, 1.0),)}, {"stop_token_ids": (2**40,)}])
+@pytest.mark.parametrize(
+    "named",
+    [{"logit_bias": ((320, 1.0),)}, {"logit_bias": ((-1, 1.0),)}, {"stop_token_ids": (2**40,)}],
+)
 def test_tokens_that_the_model_does_not_have(engine: Engine, named: dict) -> None:
     with pytest.raises(QuantkitError, match=r"outside 0\.\.319"):
         engine.submit(PROMPT, SamplingParams(**named))

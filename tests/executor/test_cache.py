@@ -6,7 +6,13 @@ import torch
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.cache.cache import BlockAllocator, PagedCache, plan_cache
 
-FACTS = {"bytes_per_token": 100, "free_bytes": 400_000, "device_type": "cpu", "max_batch": 4, "context_len": 1000}
+FACTS = {
+    "bytes_per_token": 100,
+    "free_bytes": 400_000,
+    "device_type": "cpu",
+    "max_batch": 4,
+    "context_len": 1000,
+}
 
 
 def test_keys_and_values_lie_apart() -> None:

@@ -25,7 +25,11 @@ from quantkit.models.architecture import KeyValueCache, LatentCache
 from quantkit.models.context import CausalContext
 
 KINDS = pytest.mark.parametrize("cache", ["int8", "fp8"])
-WINDOWED = GROUPED | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20}
+WINDOWED = GROUPED | {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": 20,
+}
 PROMPTS = [[7 + i * 13 % 300 for i in range(length)] for length in (70, 5, 33)]
 """One of them longer than a block."""
 
@@ -42,42 +46,59 @@ def path(request: pytest.FixtureRequest, tiny_dense_checkpoint: Path, grouped: P
 
 
 def tokens(path: Path, cache: str | None, **options: int) -> list[list[int]]:
-    engine = Engine.load(path, device="cpu", dtype="float32", max_batch=4, max_model_len=128, cache=cache, **options)
+    engine = Engine.load(
+        path, device="cpu", dtype="float32", max_batch=4, max_model_len=128, cache=cache, **options
+    )
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
-    return [one.token_ids for one in sorted(engine.generate(PROMPTS, params), key=lambda one: one.index)]
+    return [
+        one.token_ids for one in sorted(engine.generate(PROMPTS, params), key=lambda one: one.index)
+    ]
 
 
 @KINDS
 @torch.inference_mode()
 def test_through_the_cache_tokens_attend_to_its_codes(path: Path, cache: str) -> None:
-    """Prompts in chunks, then one token a row, as one causal pass over what 8 bits hold. The last rows tell them from one that is not."""
+    """Prompts in chunks, then one token a row, as one causal pass over what 8 bits hold. The last
+    rows tell them from one that is not."""
     loaded = load_model(path, device="cpu", dtype="float32", cache=cache)
     paged, prompts = loaded.new_cache(8), [torch.tensor(one) for one in PROMPTS]
     assert paged.nbytes == 8 * paged.block_size * loaded.cache_token_bytes
     blocks, size = [torch.tensor(one) for one in ([5, 2], [7], [1])], paged.block_size
     cuts = [(0, 40), (40, 69)]
     first = [Chunk(0, min(40, len(ids) - 1), own) for ids, own in zip(prompts, blocks)]
-    loaded.model(torch.cat([ids[: one.length] for ids, one in zip(prompts, first)]), PrefillContext(paged, first))
+    loaded.model(
+        torch.cat([ids[: one.length] for ids, one in zip(prompts, first)]),
+        PrefillContext(paged, first),
+    )
     loaded.model(prompts[0][slice(*cuts[1])], PrefillContext(paged, [Chunk(40, 29, blocks[0])]))
     positions = torch.tensor([len(ids) - 1 for ids in prompts])
     tables = torch.nn.utils.rnn.pad_sequence(blocks, batch_first=True)
     slots = tables[torch.arange(3), positions // size] * size + positions % size
-    found = loaded.model(torch.stack([ids[-1] for ids in prompts]), DecodeContext(paged, positions, tables, slots))
+    found = loaded.model(
+        torch.stack([ids[-1] for ids in prompts]), DecodeContext(paged, positions, tables, slots)
+    )
 
     def causal(codes: torch.dtype | None) -> Tensor:
         lengths = [len(ids) for ids in prompts]
-        return loaded.model(torch.cat(prompts), CausalContext(lengths, codes=codes))[torch.tensor(lengths).cumsum(0) - 1]
+        return loaded.model(torch.cat(prompts), CausalContext(lengths, codes=codes))[
+            torch.tensor(lengths).cumsum(0) - 1
+        ]
 
     exact = causal(loaded.codes)
     apart = (causal(None) - exact).norm()
-    # Sums in another order may round a value at the edge of two codes to the other one: 3 % of what all the codes make.
+    # Sums in another order may round a value at the edge of two codes to the other one: 3 % of what
+    # all the codes make.
     assert (found - exact).norm() < 0.1 * apart
     assert apart < 0.2 * exact.norm()
 
 
 @KINDS
-@pytest.mark.parametrize("options", [{"prefix_cache": True}, {"prefill_tokens": 9, "cache_tokens": 320}], ids=str)
-def test_tokens_are_the_same_however_they_were_scheduled(path: Path, cache: str, options: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"prefix_cache": True}, {"prefill_tokens": 9, "cache_tokens": 320}], ids=str
+)
+def test_tokens_are_the_same_however_they_were_scheduled(
+    path: Path, cache: str, options: dict[str, int]
+) -> None:
     assert tokens(path, cache, **options) == tokens(path, cache)
 
 
@@ -87,10 +108,15 @@ def test_drafts_change_no_token(tiny_checkpoint: Path, cache: str) -> None:
 
 
 def test_two_ranks_have_the_same_tokens_as_one(grouped: Path) -> None:
-    engine = Engine.load(grouped, device="cpu", dtype="float32", max_batch=4, max_model_len=128, cache="int8", tp=2)
+    engine = Engine.load(
+        grouped, device="cpu", dtype="float32", max_batch=4, max_model_len=128, cache="int8", tp=2
+    )
     try:
         assert engine.loaded.cache_token_bytes == 2 * (32 + 32 + 2 * 4)
-        found = sorted(engine.generate(PROMPTS, SamplingParams(max_new_tokens=12, ignore_eos=True)), key=lambda one: one.index)
+        found = sorted(
+            engine.generate(PROMPTS, SamplingParams(max_new_tokens=12, ignore_eos=True)),
+            key=lambda one: one.index,
+        )
         assert [one.token_ids for one in found] == tokens(grouped, "int8")
     finally:
         engine.close()
@@ -98,7 +124,10 @@ def test_two_ranks_have_the_same_tokens_as_one(grouped: Path) -> None:
 
 def test_it_holds_as_many_tokens_more_as_it_is_smaller(path: Path) -> None:
     wide, narrow = (load_model(path, device="cpu", cache=cache) for cache in (None, "int8"))
-    assert wide.new_cache(3).nbytes / narrow.new_cache(3).nbytes == wide.cache_token_bytes / narrow.cache_token_bytes
+    assert (
+        wide.new_cache(3).nbytes / narrow.new_cache(3).nbytes
+        == wide.cache_token_bytes / narrow.cache_token_bytes
+    )
 
 
 def test_bytes_of_models_that_are_served() -> None:
@@ -120,7 +149,8 @@ def test_perplexity_tells_what_the_cache_costs(path: Path, cache: str) -> None:
 
 
 def uneven(latents: bool, folder: Path) -> Path:
-    """A model whose latents, or normed keys, have channels of very different sizes, made up for behind the cache."""
+    """A model whose latents, or normed keys, have channels of very different sizes, made up for
+    behind the cache."""
     rng = torch.Generator().manual_seed(9)
     if latents:
         config = make_model.tiny_config(num_nextn_predict_layers=0)
@@ -130,7 +160,11 @@ def uneven(latents: bool, folder: Path) -> Path:
         architecture = find_architecture(config)
         rows = architecture.parameters(architecture.Config.from_dict(config))
         ends = {row.name for row in rows if row.role in ("embedding", "head")}
-        tensors = {row.name: torch.randn(row.shape, generator=rng) / (1 if row.name in ends else row.shape[-1] ** 0.5) for row in rows}
+        tensors = {
+            row.name: torch.randn(row.shape, generator=rng)
+            / (1 if row.name in ends else row.shape[-1] ** 0.5)
+            for row in rows
+        }
     for name, tensor in tensors.items():
         if name.endswith("kv_a_proj_with_mqa.weight"):
             sizes = torch.randn(config["kv_lora_rank"], generator=rng).mul(1.5).exp()
@@ -140,17 +174,23 @@ def uneven(latents: bool, folder: Path) -> Path:
             sizes = torch.randn(config["head_dim"] // 2, generator=rng).mul(1.5).exp().repeat(2)
             tensor.copy_(sizes)
             tensors[name.replace("k_norm", "q_norm")] = 2 / sizes
-    return make_model.write_dense(folder / "uneven", config, {name: tensor.bfloat16() for name, tensor in tensors.items()})
+    return make_model.write_dense(
+        folder / "uneven", config, {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    )
 
 
 @pytest.mark.parametrize("latents", [True, False])
-def test_channels_are_of_one_size_in_the_cache(latents: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channels_are_of_one_size_in_the_cache(
+    latents: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which changes nothing that is computed, and makes the loss far smaller."""
     source, text = uneven(latents, tmp_path), [torch.tensor(ids) for ids in PROMPTS]
     even, prompts = load_model(source, device="cpu", dtype="float32", cache="int8"), torch.cat(text)
     lengths = [len(ids) for ids in text]
     with torch.inference_mode():
-        plain = load_model(source, device="cpu", dtype="float32").model(prompts, CausalContext(lengths))
+        plain = load_model(source, device="cpu", dtype="float32").model(
+            prompts, CausalContext(lengths)
+        )
         assert torch.equal(even.model(prompts, CausalContext(lengths)), plain)
     found = measure(str(source), text, baseline=str(source), device="cpu", cache="int8").kl
     monkeypatch.setattr(load, "even_channels", lambda *_: None)
@@ -178,8 +218,18 @@ def test_the_option_reaches_other_ranks() -> None:
 
 
 def test_what_there_is_not_is_refused(grouped: Path) -> None:
-    with pytest.raises(QuantkitError, match="cache of 'int4' is not known; use --cache int8 or fp8"):
+    with pytest.raises(
+        QuantkitError, match="cache of 'int4' is not known; use --cache int8 or fp8"
+    ):
         load_model(grouped, device="cpu", cache="int4")
     with pytest.raises(QuantkitError, match="has a cache of its own"):
-        open_target("http://127.0.0.1:1", max_batch=1, input_len=4, output_len=4, device="cpu", backend="auto", cache="int8")
+        open_target(
+            "http://127.0.0.1:1",
+            max_batch=1,
+            input_len=4,
+            output_len=4,
+            device="cpu",
+            backend="auto",
+            cache="int8",
+        )
     assert codes_of(None) is None

@@ -1,4 +1,5 @@
-"""What a decode step may not do where it is captured as a graph: take a number from the host, or have the host wait for one."""
+"""What a decode step may not do where it is captured as a graph: take a number from the host, or
+have the host wait for one."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,8 +33,14 @@ class HostTraffic(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         indices = args[1] if name in ("index", "index_put", "index_put_") else ()
-        number = bool(indices) and name != "index" and args[2].dim() == 0  # PyTorch makes it on the host
-        if name in WAITS or number or any(one is not None and one.dtype == torch.bool for one in indices):
+        number = (
+            bool(indices) and name != "index" and args[2].dim() == 0
+        )  # PyTorch makes it on the host
+        if (
+            name in WAITS
+            or number
+            or any(one is not None and one.dtype == torch.bool for one in indices)
+        ):
             self.found.add(name)
         return func(*args, **(kwargs or {}))
 
@@ -50,12 +57,19 @@ def test_a_step_has_no_traffic_with_the_host(name: str, tmp_path: Path) -> None:
 
         return run
 
-    path, drafts = make_model.write_dense(tmp_path / name, config, random_tensors(config)), config.get("num_nextn_predict_layers", 0)
-    engine = Engine.load(path, device="cpu", dtype="float32", max_batch=3, max_model_len=128, num_drafts=drafts)
+    path, drafts = (
+        make_model.write_dense(tmp_path / name, config, random_tensors(config)),
+        config.get("num_nextn_predict_layers", 0),
+    )
+    engine = Engine.load(
+        path, device="cpu", dtype="float32", max_batch=3, max_model_len=128, num_drafts=drafts
+    )
     engine.runner = Runner(engine.loaded.model, engine.cache, watched)
     engine.runner.prompts._capture = None
     if drafts:
-        engine.speculation = Speculation(by_mtp_layers(engine.loaded.mtp_layers, engine.runner, drafts, engine.parallel), 0)
+        engine.speculation = Speculation(
+            by_mtp_layers(engine.loaded.mtp_layers, engine.runner, drafts, engine.parallel), 0
+        )
     list(engine.generate(PROMPTS, SamplingParams(max_new_tokens=3, ignore_eos=True)))
     assert steps[0] > 0
     assert traffic.found == set()

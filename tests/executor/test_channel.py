@@ -27,10 +27,14 @@ class Meeting:
 
 
 @pytest.fixture(params=[False, True], ids=["sleeps", "spins"])
-def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Channel, Channel]:
+def ends(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Channel, Channel]:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     meeting, found = Meeting(), []
-    thread = threading.Thread(target=lambda: found.append(Channel(1, 2, meeting.follower, spins=request.param)))
+    thread = threading.Thread(
+        target=lambda: found.append(Channel(1, 2, meeting.follower, spins=request.param))
+    )
     thread.start()
     first = Channel(0, 2, meeting.leader)
     thread.join(10)
@@ -44,7 +48,9 @@ def test_messages_arrive_in_order(ends: tuple[Channel, Channel]) -> None:
     assert [second.receive() for _ in range(3)] == [[], [1, 2, 3], {"add": "x" * 100_000}]
 
 
-def test_a_late_message_arrives(ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_message_arrives(
+    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(channel, "SPIN_SECONDS", 0.01)
     first, second = ends
     timer = threading.Timer(0.1, lambda: first.send("late"))

@@ -21,7 +21,11 @@ def nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        *({name: value} for name in ("max_batch", "max_model_len", "cache_tokens", "prefill_tokens", "tp", "dp") for value in (0, -3)),
+        *(
+            {name: value}
+            for name in ("max_batch", "max_model_len", "cache_tokens", "prefill_tokens", "tp", "dp")
+            for value in (0, -3)
+        ),
         *({"max_batch": value} for value in (2.5, "8", True)),
     ],
     ids=str,
@@ -29,5 +33,7 @@ def nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_amounts_that_are_none_are_refused(tiny_checkpoint: Path, asked: dict[str, Any]) -> None:
     """A batch or a chunk of nothing would never end."""
     ((name, value),) = asked.items()
-    with pytest.raises(QuantkitError, match=rf"^{name} is {value!r}; give a whole number of at least 1$"):
+    with pytest.raises(
+        QuantkitError, match=rf"^{name} is {value!r}; give a whole number of at least 1$"
+    ):
         Engine.load(tiny_checkpoint, device="cpu", **asked)

@@ -1,4 +1,5 @@
-"""Sums of prompts over ranks in 8 bits: within their bound, the same on every rank, in bytes, and off unless asked for."""
+"""Sums of prompts over ranks in 8 bits: within their bound, the same on every rank, in bytes, and
+off unless asked for."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,8 @@ SIZE, ROWS, WIDTH = 3, 53, 4 * GROUP
 
 
 def part(rank: int, dtype: torch.dtype) -> Tensor:
-    """Rows of very different sizes, a group with one large value, a row of zeros and one of numbers that are none."""
+    """Rows of very different sizes, a group with one large value, a row of zeros and one of numbers
+    that are none."""
     rng = torch.Generator().manual_seed(rank)
     x = torch.randn(ROWS, WIDTH, generator=rng) * torch.logspace(-6, 3, ROWS).unsqueeze(1)
     x[5, GROUP + 3] *= 1e4
@@ -38,7 +40,9 @@ def steps(x: Tensor, codes: torch.dtype) -> Tensor:
     """How far a coded value may be from it."""
     groups = x.unflatten(1, (-1, GROUP))
     largest = groups.abs().amax(dim=-1, keepdim=True).clamp_min(1e-8)
-    step = largest / 252 if codes == torch.int8 else torch.maximum(groups.abs() / 16, largest / 455000)
+    step = (
+        largest / 252 if codes == torch.int8 else torch.maximum(groups.abs() / 16, largest / 455000)
+    )
     return step.expand_as(groups).flatten(1)
 
 
@@ -52,17 +56,25 @@ def test_the_sum_is_within_its_bound(name: str, dtype: torch.dtype, tmp_path: Pa
 
     found = run_ranks(SIZE, tmp_path, compute)
     whole, cut = found[0]
-    assert all(torch.equal(one, other) or one.isnan().any() for ours in found[1:] for one, other in zip(ours, (whole, cut)))
+    assert all(
+        torch.equal(one, other) or one.isnan().any()
+        for ours in found[1:]
+        for one, other in zip(ours, (whole, cut))
+    )
     parts = [part(rank, dtype).double() for rank in range(SIZE)]
     exact = torch.stack(parts).sum(dim=0)
     per_rank = torch.stack([steps(one, CODES[name]) for one in parts]).sum(dim=0)
-    bound = (per_rank + steps(exact.abs() + per_rank, CODES[name])) * (1 + 1e-5) + (exact.abs() * 2**-8 if dtype == torch.bfloat16 else 0)
+    bound = (per_rank + steps(exact.abs() + per_rank, CODES[name])) * (1 + 1e-5) + (
+        exact.abs() * 2**-8 if dtype == torch.bfloat16 else 0
+    )
     good = ~exact.isnan().any(dim=1)
     assert ((whole.double() - exact).abs() <= bound)[good].all()
     assert whole.dtype == dtype
     assert whole[11, :GROUP].isnan().all(), "what is no number does not become one"
     assert not whole[11, GROUP:].isnan().any()
-    assert torch.equal(whole[4:44].nan_to_num(), cut.nan_to_num()), "a row's sum depends on nothing but the row"
+    assert torch.equal(whole[4:44].nan_to_num(), cut.nan_to_num()), (
+        "a row's sum depends on nothing but the row"
+    )
     coarse = (whole.double() - exact).abs()[good].sum() / exact.abs()[good].sum()
     assert coarse > 1e-4, "these are not 8 bits"
 
@@ -90,9 +102,15 @@ def test_what_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def compute(parallel: Parallel) -> list[int]:
         parallel.coded_sums = CodedSums(torch.int8, SIZE, 40)
-        assert torch.allclose(parallel.all_reduce(torch.ones(48, WIDTH)), torch.full((48, WIDTH), float(SIZE)), rtol=0.01)
+        assert torch.allclose(
+            parallel.all_reduce(torch.ones(48, WIDTH)),
+            torch.full((48, WIDTH), float(SIZE)),
+            rtol=0.01,
+        )
         for shape in ((40, WIDTH), (48, WIDTH + 2), (48, 2, GROUP)):
-            assert torch.equal(parallel.all_reduce(torch.ones(shape)), torch.full(shape, float(SIZE)))
+            assert torch.equal(
+                parallel.all_reduce(torch.ones(shape)), torch.full(shape, float(SIZE))
+            )
         parallel.coded_sums = None
         parallel.all_reduce(torch.ones(48, WIDTH))
         return sent
@@ -104,7 +122,9 @@ def test_what_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_steps_of_answers_are_exact() -> None:
     """However many guesses they check; and no sum of few rows is coded."""
-    options = EngineOptions(Path("model"), max_batch=20, num_drafts=1, num_looked_up=3, tp=2, collectives="int8")
+    options = EngineOptions(
+        Path("model"), max_batch=20, num_drafts=1, num_looked_up=3, tp=2, collectives="int8"
+    )
     sums = CodedSums(torch.int8, 2, options.answer_rows)
     assert not sums.takes(torch.zeros(80, GROUP))
     assert sums.takes(torch.zeros(81, GROUP))
@@ -124,7 +144,11 @@ def test_a_prompt_on_two_ranks(name: str, tiny_checkpoint: Path, tmp_path: Path)
         context = PrefillContext(loaded.new_cache(2), [Chunk(0, 64, torch.tensor([1]))])
         return loaded.model.logits(loaded.model(token_ids, context)).log_softmax(dim=-1)
 
-    found = run_ranks(2, tmp_path, lambda parallel: [log_probabilities(parallel, codes) for codes in (None, CODES[name])])
+    found = run_ranks(
+        2,
+        tmp_path,
+        lambda parallel: [log_probabilities(parallel, codes) for codes in (None, CODES[name])],
+    )
     assert torch.equal(found[0][1], found[1][1])
     exact, coded = found[0]
     divergence = (exact.exp() * (exact - coded)).sum(dim=-1).median()
@@ -140,7 +164,9 @@ def test_a_prompt_on_two_ranks(name: str, tiny_checkpoint: Path, tmp_path: Path)
         ("fp8", 2, SimpleNamespace(type="npu"), "a 910B has no FP8"),
     ],
 )
-def test_what_cannot_be_met_is_refused(asked: str, tp: int, device: torch.device, told: str) -> None:
+def test_what_cannot_be_met_is_refused(
+    asked: str, tp: int, device: torch.device, told: str
+) -> None:
     with pytest.raises(QuantkitError) as fault:
         codes_of_sums(asked, tp, device)
     assert told in str(fault.value)
@@ -148,6 +174,20 @@ def test_what_cannot_be_met_is_refused(asked: str, tp: int, device: torch.device
 
 
 def test_refused_before_a_rank_is_started() -> None:
-    done = CliRunner().invoke(app, ["run", "tiny-r1", "--prompt", "a", "--device", "cpu", "--tp", "2", "--collectives", "int9"])
+    done = CliRunner().invoke(
+        app,
+        [
+            "run",
+            "tiny-r1",
+            "--prompt",
+            "a",
+            "--device",
+            "cpu",
+            "--tp",
+            "2",
+            "--collectives",
+            "int9",
+        ],
+    )
     assert isinstance(done.exception, QuantkitError)
     assert "--collectives int8 or fp8" in str(done.exception)

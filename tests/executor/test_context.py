@@ -1,4 +1,5 @@
-"""Through the cache, in any chunks and block order, the model computes what a full causal pass computes."""
+"""Through the cache, in any chunks and block order, the model computes what a full causal pass
+computes."""
 
 from pathlib import Path
 
@@ -25,7 +26,14 @@ def loaded(tiny_dense_checkpoint: Path) -> LoadedModel:
 
 @pytest.fixture
 def cache(loaded: LoadedModel) -> PagedCache:
-    cache = PagedCache(loaded.config.num_hidden_layers, 12, loaded.config.cache_width, block_size=SIZE, dtype=torch.float32, device="cpu")
+    cache = PagedCache(
+        loaded.config.num_hidden_layers,
+        12,
+        loaded.config.cache_width,
+        block_size=SIZE,
+        dtype=torch.float32,
+        device="cpu",
+    )
     for layer in cache.layers:
         layer.fill_(float("nan"))  # what was never written must never count
     return cache
@@ -40,11 +48,21 @@ def causal(loaded: LoadedModel, tokens: list[torch.Tensor]) -> torch.Tensor:
     return loaded.model(torch.cat(tokens), CausalContext([len(part) for part in tokens]))
 
 
-def prefill(loaded: LoadedModel, cache: PagedCache, spans: list[tuple[int, int]]) -> list[torch.Tensor]:
+def prefill(
+    loaded: LoadedModel, cache: PagedCache, spans: list[tuple[int, int]]
+) -> list[torch.Tensor]:
     """Hidden states of tokens start .. stop of each prompt."""
     tokens = torch.cat([prompt[start:stop] for prompt, (start, stop) in zip(prompts(), spans)])
-    chunks = [Chunk(start, stop - start, torch.tensor(blocks)) for (start, stop), blocks in zip(spans, BLOCKS) if stop > start]
-    return list(loaded.model(tokens, PrefillContext(cache, chunks)).split([stop - start for start, stop in spans]))
+    chunks = [
+        Chunk(start, stop - start, torch.tensor(blocks))
+        for (start, stop), blocks in zip(spans, BLOCKS)
+        if stop > start
+    ]
+    return list(
+        loaded.model(tokens, PrefillContext(cache, chunks)).split(
+            [stop - start for start, stop in spans]
+        )
+    )
 
 
 @torch.inference_mode()
@@ -55,7 +73,9 @@ def test_whole_prefill_is_causal(loaded: LoadedModel, cache: PagedCache) -> None
 
 @torch.inference_mode()
 @pytest.mark.parametrize("keys", [4096, 8])
-def test_chunked_prefill_is_whole_prefill(loaded: LoadedModel, cache: PagedCache, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_prefill_is_whole_prefill(
+    loaded: LoadedModel, cache: PagedCache, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prompts_in_torch, "_KEYS", keys)
     monkeypatch.setattr(prompts_in_torch, "AT_ONCE", keys)
     whole = causal(loaded, prompts()).split(LENGTHS)
@@ -84,14 +104,18 @@ def test_decode_after_prefill_is_causal(loaded: LoadedModel, cache: PagedCache) 
 
 
 @torch.inference_mode()
-def test_rows_of_one_sequence_see_each_other_causally(loaded: LoadedModel, cache: PagedCache) -> None:
+def test_rows_of_one_sequence_see_each_other_causally(
+    loaded: LoadedModel, cache: PagedCache
+) -> None:
     """As drafted tokens are verified: several rows of a sequence in one decode pass."""
     whole = causal(loaded, prompts()[2:])
     blocks = torch.tensor(BLOCKS[2])
     loaded.model(prompts()[2][:30], PrefillContext(cache, [Chunk(0, 30, blocks)]))
     positions = torch.arange(30, 33)
     slots = blocks[positions // SIZE] * SIZE + positions % SIZE
-    hidden = loaded.model(prompts()[2][30:], DecodeContext(cache, positions, blocks.expand(3, -1), slots))
+    hidden = loaded.model(
+        prompts()[2][30:], DecodeContext(cache, positions, blocks.expand(3, -1), slots)
+    )
     torch.testing.assert_close(hidden, whole[30:], rtol=0, atol=1e-5)
 
 
@@ -102,7 +126,11 @@ def test_grouped_query_attention_over_the_cache(kv_heads: int, normed: bool) -> 
     generator = torch.Generator().manual_seed(0)
     lengths, heads, dim, rope = [21, 12], 4, 16, Rope(16, 10000.0, False)
     qkv = torch.randn(sum(lengths), (heads + 2 * kv_heads) * dim, generator=generator)
-    norms = Norms(torch.rand(dim, generator=generator), torch.rand(dim, generator=generator), 1e-6) if normed else None
+    norms = (
+        Norms(torch.rand(dim, generator=generator), torch.rand(dim, generator=generator), 1e-6)
+        if normed
+        else None
+    )
 
     def attend(context: Context, tokens: torch.Tensor) -> torch.Tensor:
         q = context.store_gqa(0, tokens, kv_heads, dim, norms, rope)
@@ -110,7 +138,9 @@ def test_grouped_query_attention_over_the_cache(kv_heads: int, normed: bool) -> 
 
     expected = attend(CausalContext(lengths), qkv).split(lengths)
     width = kv_heads * dim
-    cache = PagedCache(1, 8, 2 * width, block_size=SIZE, dtype=torch.float32, device="cpu", parts=(width, width))
+    cache = PagedCache(
+        1, 8, 2 * width, block_size=SIZE, dtype=torch.float32, device="cpu", parts=(width, width)
+    )
     for part in cache.layers[0]:
         part.fill_(float("nan"))
     blocks, tokens = [torch.tensor([4, 2, 5]), torch.tensor([7, 1])], qkv.split(lengths)
@@ -118,10 +148,17 @@ def test_grouped_query_attention_over_the_cache(kv_heads: int, normed: bool) -> 
     for spans in ([(0, 9), (0, 1)], [(9, 20), (1, 11)]):
         chunks = [Chunk(start, stop - start, own) for (start, stop), own in zip(spans, blocks)]
         new = torch.cat([one[start:stop] for one, (start, stop) in zip(tokens, spans)])
-        for kept, part in zip(ours, attend(PrefillContext(cache, chunks), new).split([stop - start for start, stop in spans])):
+        for kept, part in zip(
+            ours,
+            attend(PrefillContext(cache, chunks), new).split(
+                [stop - start for start, stop in spans]
+            ),
+        ):
             kept.append(part)
     positions, table = torch.tensor([20, 11]), torch.tensor([[4, 2, 5], [7, 1, 0]])
     slots = table.gather(1, positions[:, None] // SIZE)[:, 0] * SIZE + positions % SIZE
-    last = attend(DecodeContext(cache, positions, table, slots), torch.stack([one[-1] for one in tokens]))
+    last = attend(
+        DecodeContext(cache, positions, table, slots), torch.stack([one[-1] for one in tokens])
+    )
     for kept, newest, whole in zip(ours, last, expected):
         torch.testing.assert_close(torch.cat((*kept, newest[None])), whole, rtol=0, atol=1e-5)

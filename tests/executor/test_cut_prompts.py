@@ -1,4 +1,5 @@
-"""Prompts of many families cut at odd places, several at a time, beside answers, found in the prefix cache, with guesses, waiting for room
+"""Prompts of many families cut at odd places, several at a time, beside answers, found in the
+prefix cache, with guesses, waiting for room
 in a small cache: the tokens are those of one prompt at a time, computed whole."""
 
 import random
@@ -18,18 +19,37 @@ from quantkit.executor.scheduler.sequence import Completion
 LENGTHS = (1, 17, 63, 64, 65, 150, 300)
 LONGEST = 448
 NEAR = 0.05
-"""What log-probabilities may differ by: a product of another size differs in its last bit, the cache keeps 16, and experts that score
-alike change places. In 228 such runs over 24 families it was 0.0043 at most, here 0.013, and no token was another."""
+"""What log-probabilities may differ by: a product of another size differs in its last bit, the
+cache keeps 16, and experts that score alike change places. In 228 such runs over 24 families it was
+0.0043 at most, here 0.013, and no token was another."""
 CASES: dict[str, tuple[dict[str, Any], StepBudget]] = {
-    "llama": ({"prefill_tokens": 13, "prefix_cache": True}, StepBudget(130, 16, mixed=True, doubles_at=50)),
+    "llama": (
+        {"prefill_tokens": 13, "prefix_cache": True},
+        StepBudget(130, 16, mixed=True, doubles_at=50),
+    ),
     "gpt_oss": ({"prefill_tokens": 97, "num_looked_up": 4}, StepBudget(97, 33, mixed=True)),
-    "mistral": ({"prefill_tokens": 33, "prefix_cache": True, "cache_tokens": 512}, StepBudget(64, 50, doubles_at=200)),
+    "mistral": (
+        {"prefill_tokens": 33, "prefix_cache": True, "cache_tokens": 512},
+        StepBudget(64, 50, doubles_at=200),
+    ),
     "qwen3_moe": ({"prefill_tokens": 200, "cache_tokens": 512}, StepBudget(200, 8, mixed=True)),
     "qwen3_next": ({"prefill_tokens": 65}, StepBudget(65, 16, mixed=True, doubles_at=100)),
-    "hy_v3": ({"num_drafts": 2, "prefix_cache": True}, StepBudget(300, 96, mixed=True, doubles_at=50)),
-    "deepseek_v3": ({"num_drafts": 1, "prefix_cache": True, "cache_tokens": 512}, StepBudget(130, 50, mixed=True)),
-    "deepseek_v32": ({"prefill_tokens": 33, "prefix_cache": True}, StepBudget(33, 33, mixed=True, doubles_at=200)),
-    "pangu_ultra_moe": ({"prefill_tokens": 97, "prefix_cache": True}, StepBudget(97, 33, mixed=True)),
+    "hy_v3": (
+        {"num_drafts": 2, "prefix_cache": True},
+        StepBudget(300, 96, mixed=True, doubles_at=50),
+    ),
+    "deepseek_v3": (
+        {"num_drafts": 1, "prefix_cache": True, "cache_tokens": 512},
+        StepBudget(130, 50, mixed=True),
+    ),
+    "deepseek_v32": (
+        {"prefill_tokens": 33, "prefix_cache": True},
+        StepBudget(33, 33, mixed=True, doubles_at=200),
+    ),
+    "pangu_ultra_moe": (
+        {"prefill_tokens": 97, "prefix_cache": True},
+        StepBudget(97, 33, mixed=True),
+    ),
     "openpangu_v2": ({"prefill_tokens": 65}, StepBudget(65, 16, mixed=True)),
 }
 
@@ -38,16 +58,26 @@ def asked(name: str) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts, half of which begin alike, and answers of different lengths."""
     generator = random.Random(name)
     common = [generator.randrange(5, 300) for _ in range(200)]
-    prompts = [common[: 70 * (at % 2)] + [generator.randrange(5, 300) for _ in range(length)] for at, length in enumerate(LENGTHS)]
-    return prompts, [SamplingParams(max_new_tokens=(3, 9, 40)[at % 3], ignore_eos=True, logprobs=0) for at in range(len(prompts))]
+    prompts = [
+        common[: 70 * (at % 2)] + [generator.randrange(5, 300) for _ in range(length)]
+        for at, length in enumerate(LENGTHS)
+    ]
+    return prompts, [
+        SamplingParams(max_new_tokens=(3, 9, 40)[at % 3], ignore_eos=True, logprobs=0)
+        for at in range(len(prompts))
+    ]
 
 
-def answers(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Completion]:
+def answers(
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams]
+) -> list[Completion]:
     return sorted(engine.generate(prompts, params), key=lambda one: one.index)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_prompt_that_is_cut_has_the_tokens_of_one_that_is_whole(name: str, tmp_path: Path) -> None:
+def test_a_prompt_that_is_cut_has_the_tokens_of_one_that_is_whole(
+    name: str, tmp_path: Path
+) -> None:
     config = CONFIGS.get(name) or make_model.tiny_config()
     path = make_model.write_dense(tmp_path / name, config, random_tensors(config))
     prompts, params = asked(name)

@@ -1,4 +1,5 @@
-"""Ranks that answer requests of their own and share the routed experts answer what one rank answers."""
+"""Ranks that answer requests of their own and share the routed experts answer what one rank
+answers."""
 
 import math
 import os
@@ -33,7 +34,10 @@ from quantkit.planning.plan import plan
 from quantkit.tokenizer.chat import ChatTokenizer
 
 PROMPTS = [list(range(10 + i, 40 + 20 * i)) for i in range(7)]
-PLAIN = [SamplingParams(max_new_tokens=8 + 2 * i, temperature=(i % 2) * 0.8, seed=i, ignore_eos=True) for i in range(7)]
+PLAIN = [
+    SamplingParams(max_new_tokens=8 + 2 * i, temperature=(i % 2) * 0.8, seed=i, ignore_eos=True)
+    for i in range(7)
+]
 PARAMS = [
     replace(PLAIN[0], logprobs=1),
     replace(PLAIN[1], min_p=0.01, stop_token_ids=(319,), min_new_tokens=3, prompt_logprobs=1),
@@ -45,8 +49,22 @@ PARAMS = [
 
 def load(path: Path, dp: int, **options: object) -> Engine:
     """Two requests together on a rank, whose cache holds no more."""
-    cache = {"max_model_len": 192, "cache_tokens": 256 * dp, "prefix_cache": True, "num_looked_up": 2}
-    return Engine.load(path, device="cpu", dtype="float32", max_batch=2 * dp, prefill_tokens=32 * dp, dp=dp, **cache, **options)
+    cache = {
+        "max_model_len": 192,
+        "cache_tokens": 256 * dp,
+        "prefix_cache": True,
+        "num_looked_up": 2,
+    }
+    return Engine.load(
+        path,
+        device="cpu",
+        dtype="float32",
+        max_batch=2 * dp,
+        prefill_tokens=32 * dp,
+        dp=dp,
+        **cache,
+        **options,
+    )
 
 
 def run(engine: Engine) -> list[Completion]:
@@ -54,8 +72,8 @@ def run(engine: Engine) -> list[Completion]:
 
 
 def test_ranks_of_their_own_are_one(tmp_path: Path) -> None:
-    """Latent attention: greedy and sampled tokens, log-probabilities; somebody gives up early, beginnings are
-    shared, guesses are looked up."""
+    """Latent attention: greedy and sampled tokens, log-probabilities; somebody gives up early,
+    beginnings are shared, guesses are looked up."""
     path = find_model("tiny-r1")
     alone = run(load(path, 1))
     engine = load(path, 2)
@@ -64,26 +82,42 @@ def test_ranks_of_their_own_are_one(tmp_path: Path) -> None:
     stream.close()
     together, again = run(engine), run(engine)
     engine.close()
-    assert [one.token_ids for one in together] == [one.token_ids for one in again] == [one.token_ids for one in alone]
+    assert (
+        [one.token_ids for one in together]
+        == [one.token_ids for one in again]
+        == [one.token_ids for one in alone]
+    )
     for ours, theirs in zip(together, alone):
         sides = [(one.prompt_logprobs or []) + (one.logprobs or []) for one in (ours, theirs)]
-        assert all(abs(a.logprob - b.logprob) < 0.02 and len(a.top) == len(b.top) for a, b in zip(*sides, strict=True))
-    assert sum(one.cached_tokens for one in again) > 0, "what was computed before is found at its home"
+        assert all(
+            abs(a.logprob - b.logprob) < 0.02 and len(a.top) == len(b.top)
+            for a, b in zip(*sides, strict=True)
+        )
+    assert sum(one.cached_tokens for one in again) > 0, (
+        "what was computed before is found at its home"
+    )
     assert engine.speculation.acceptance.accepted > 0
     assert isinstance(engine.scheduler, Homes)
-    assert [one.allocator.num_free for one in engine.scheduler.each] == [engine.plan.num_blocks - 1] * 2
+    assert [one.allocator.num_free for one in engine.scheduler.each] == [
+        engine.plan.num_blocks - 1
+    ] * 2
 
 
 def test_grouped_query_attention_with_experts_alone(tmp_path: Path) -> None:
-    """Qwen3-MoE, greedy; in the buffers of captured steps, and prompts in one pass with answers, as servers may have them."""
+    """Qwen3-MoE, greedy; in the buffers of captured steps, and prompts in one pass with answers, as
+    servers may have them."""
     config, tensors = good_checkpoints.models()["qwen3-moe"]
     path = make_model.write_dense(tmp_path / "qwen", config, tensors)
     greedy = [replace(one, temperature=0.0) for one in PLAIN]
 
     def answers(parallel: Parallel) -> list[list[int]]:
         loaded = load_model(path, device="cpu", dtype="float32", expert_parallel=parallel)
-        engine = Engine(loaded, ChatTokenizer(path), CachePlan(9, 64, 192), max_batch=4, prefill_tokens=64)
-        engine.runner = Runner(loaded.model, engine.cache, lambda step, _: step, experts=loaded.weights.expert_ranks)
+        engine = Engine(
+            loaded, ChatTokenizer(path), CachePlan(9, 64, 192), max_batch=4, prefill_tokens=64
+        )
+        engine.runner = Runner(
+            loaded.model, engine.cache, lambda step, _: step, experts=loaded.weights.expert_ranks
+        )
         engine.scheduler.budget = StepBudget(64, 32, mixed=True)
         if parallel.rank:
             follow(engine)
@@ -101,13 +135,23 @@ def test_grouped_query_attention_with_experts_alone(tmp_path: Path) -> None:
 
 
 def test_memory_is_counted_as_it_is_held(tiny_checkpoint: Path) -> None:
-    """A rank of two: half of the routed experts, the rest whole; and the box's cache is twice a rank's."""
+    """A rank of two: half of the routed experts, the rest whole; and the box's cache is twice a
+    rank's."""
     whole = load_model(tiny_checkpoint, device="cpu", dtype="float32")
-    half = load_model(tiny_checkpoint, device="cpu", dtype="float32", expert_parallel=Parallel(1, 2))
-    experts = sum(math.prod(row.shape) for row in read_model(whole.checkpoint).rows if row.expert is not None and not row.mtp)
+    half = load_model(
+        tiny_checkpoint, device="cpu", dtype="float32", expert_parallel=Parallel(1, 2)
+    )
+    experts = sum(
+        math.prod(row.shape)
+        for row in read_model(whole.checkpoint).rows
+        if row.expert is not None and not row.mtp
+    )
     assert whole.nbytes - half.nbytes == pytest.approx(experts * 4 / 2, rel=0.01), "float32"
     assert half.cache_token_bytes == whole.cache_token_bytes
-    one, two = (plan(tiny_checkpoint, find_scheme("awq-w4a16"), devices="2x64GiB", dp=dp).devices for dp in (1, 2))
+    one, two = (
+        plan(tiny_checkpoint, find_scheme("awq-w4a16"), devices="2x64GiB", dp=dp).devices
+        for dp in (1, 2)
+    )
     assert one.cache_bytes_per_token == two.cache_bytes_per_token
     assert two.cache_tokens == pytest.approx(2 * (one.cache_tokens or 0), rel=0.01)
     assert two.weight_bytes > one.weight_bytes
@@ -119,17 +163,24 @@ def test_memory_is_counted_as_it_is_held(tiny_checkpoint: Path) -> None:
     ("changes", "told"),
     [
         ({"tp": 2}, "--dp 2 does not go with --tp"),
-        ({"num_drafts": 1, "count_experts": True}, "--dp 2 does not go with --drafts, --count-experts"),
+        (
+            {"num_drafts": 1, "count_experts": True},
+            "--dp 2 does not go with --drafts, --count-experts",
+        ),
         ({"collectives": "int8"}, "--collectives int8 is for several ranks"),
     ],
 )
-def test_what_does_not_go_together_is_said_before_ranks_are_started(tiny_checkpoint: Path, changes: dict[str, Any], told: str) -> None:
+def test_what_does_not_go_together_is_said_before_ranks_are_started(
+    tiny_checkpoint: Path, changes: dict[str, Any], told: str
+) -> None:
     with pytest.raises(QuantkitError, match=told):
         join(EngineOptions(tiny_checkpoint, device="cpu", dp=2, **changes))
 
 
 def test_models_whose_experts_cannot_be_shared(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(QuantkitError, match="layer 1 has 8 routed experts, which 3 ranks cannot share evenly"):
+    with pytest.raises(
+        QuantkitError, match="layer 1 has 8 routed experts, which 3 ranks cannot share evenly"
+    ):
         load_model(tiny_checkpoint, device="cpu", expert_parallel=Parallel(0, 3))
     with pytest.raises(QuantkitError, match="layer 1 has 8 routed experts"):
         plan(tiny_checkpoint, find_scheme("awq-w4a16"), devices="3x64GiB", dp=3)
@@ -156,9 +207,16 @@ def test_a_request_goes_where_it_is_expected_soonest() -> None:
     assert [one.home for one in (first, second, third)] == [0, 1, 2]
     assert (homes.waiting, homes.running) == ([first, second, third], [])
     step = homes.schedule()
-    assert [step.of(rank).prefill for rank in range(3)] == [[(one, 8)] for one in (first, second, third)]
+    assert [step.of(rank).prefill for rank in range(3)] == [
+        [(one, 8)] for one in (first, second, third)
+    ]
     assert Room.of([step.of(rank) for rank in range(3)]) == Room(0, 0, 8)
-    assert (homes.cache_usage, homes.max_batch, len(homes.running), homes.waiting) == (3 / 8, 6, 3, [])
+    assert (homes.cache_usage, homes.max_batch, len(homes.running), homes.waiting) == (
+        3 / 8,
+        6,
+        3,
+        [],
+    )
     for sequence in (first, second, third):
         sequence.num_cached = 8
         homes.remove(sequence)

@@ -33,14 +33,19 @@ GREEDY = SamplingParams(max_new_tokens=40, ignore_eos=True)
 
 
 def write(path: Path, config: dict[str, Any], seed: int = 0, tokens: int = 320) -> Path:
-    """A random model whose layers change little, so that its first ones guess well, and sampled tokens are often the likeliest."""
+    """A random model whose layers change little, so that its first ones guess well, and sampled
+    tokens are often the likeliest."""
     tensors = tied_tensors(QWEN3 if config is SMALL else config, seed)
     for name in tensors:
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensors[name] = tensors[name] * 0.05
         if name == "lm_head.weight":
             tensors[name] = tensors[name] * 6
-    make_model.write_dense(path, config, {name: tensor for name, tensor in tensors.items() if name in tied_tensors(config)})
+    make_model.write_dense(
+        path,
+        config,
+        {name: tensor for name, tensor in tensors.items() if name in tied_tensors(config)},
+    )
     make_model.write_tokenizer(path, tokens)
     return path
 
@@ -49,7 +54,10 @@ def write(path: Path, config: dict[str, Any], seed: int = 0, tokens: int = 320) 
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """near: the first layer of qwen3 alone, of few positions. short: a table of fewer ids."""
     folder = tmp_path_factory.mktemp("models")
-    found = {"qwen3": write(folder / "qwen3", QWEN3), "llama": write(folder / "llama", LLAMA, seed=3)}
+    found = {
+        "qwen3": write(folder / "qwen3", QWEN3),
+        "llama": write(folder / "llama", LLAMA, seed=3),
+    }
     found["near"] = write(folder / "near", SMALL)
     found["short"] = write(folder / "short", LLAMA | {"vocab_size": 318}, seed=3, tokens=318)
     return found
@@ -72,9 +80,15 @@ def plain(models: dict[str, Path]) -> dict[str, list[list[int]]]:
     ],
 )
 def test_tokens_are_those_of_plain_decoding(
-    models: dict[str, Path], plain: dict[str, list[list[int]]], target: str, draft: str, least: float, most: float
+    models: dict[str, Path],
+    plain: dict[str, list[list[int]]],
+    target: str,
+    draft: str,
+    least: float,
+    most: float,
 ) -> None:
-    """Greedy and sampled, in a batch, prompts in chunks. A draft model that is the model itself is always right."""
+    """Greedy and sampled, in a batch, prompts in chunks. A draft model that is the model itself is
+    always right."""
     engine = load(models[target], models[draft], num_drafts=3, prefill_tokens=19)
     engine.scheduler.budget = StepBudget(19, 7, mixed=True)
     assert tokens(engine, MIXED) == plain[target]
@@ -91,11 +105,19 @@ def test_all_right_guesses_save_all_steps(models: dict[str, Path]) -> None:
 
 
 def test_prefixes_and_preemption_keep_both_caches_in_step(models: dict[str, Path]) -> None:
-    """Whatever is found in the cache, or computed again, the draft model knows it too: the same model is always right."""
+    """Whatever is found in the cache, or computed again, the draft model knows it too: the same
+    model is always right."""
     prompts = [PROMPTS[5] * 2 + [5 + i] for i in range(4)]
     params = SamplingParams(max_new_tokens=80, ignore_eos=True)
     expected = tokens(load(models["qwen3"], max_model_len=256), params, prompts)
-    engine = load(models["qwen3"], models["qwen3"], num_drafts=2, prefix_cache=True, max_model_len=256, cache_tokens=448)
+    engine = load(
+        models["qwen3"],
+        models["qwen3"],
+        num_drafts=2,
+        prefix_cache=True,
+        max_model_len=256,
+        cache_tokens=448,
+    )
     for _ in range(2):
         assert tokens(engine, params, prompts) == expected
         assert measured(engine) == 1
@@ -106,9 +128,14 @@ def test_prefixes_and_preemption_keep_both_caches_in_step(models: dict[str, Path
     assert measured(engine) == 1
 
 
-def test_after_a_pause_guesses_are_as_good(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers are not read while nothing is guessed, and are read before the next guess, or before their blocks are others'."""
-    engine = load(models["qwen3"], models["qwen3"], num_drafts=2, prefix_cache=True, max_model_len=256)
+def test_after_a_pause_guesses_are_as_good(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers are not read while nothing is guessed, and are read before the next guess, or before
+    their blocks are others'."""
+    engine = load(
+        models["qwen3"], models["qwen3"], num_drafts=2, prefix_cache=True, max_model_len=256
+    )
     expected = tokens(load(models["qwen3"], max_model_len=256), GREEDY)
     for most_read in (8, 1024):
         monkeypatch.setattr("quantkit.executor.speculation.draft_model._MOST_READ", most_read)
@@ -123,10 +150,16 @@ def test_after_a_pause_guesses_are_as_good(models: dict[str, Path], monkeypatch:
     assert measured(engine) == 1
 
 
-def test_what_fell_far_behind_is_not_read_and_not_guessed_for(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long nothing is guessed, it costs nothing; who came later is guessed for. Tokens are the same."""
+def test_what_fell_far_behind_is_not_read_and_not_guessed_for(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long nothing is guessed, it costs nothing; who came later is guessed for. Tokens are
+    the same."""
     monkeypatch.setattr("quantkit.executor.speculation.draft_model._MOST_READ", 8)
-    engine, asked = load(models["qwen3"], models["qwen3"], num_drafts=2), SamplingParams(max_new_tokens=60, ignore_eos=True)
+    engine, asked = (
+        load(models["qwen3"], models["qwen3"], num_drafts=2),
+        SamplingParams(max_new_tokens=60, ignore_eos=True),
+    )
     drafter: Any = engine.speculation.drafter
     read, run = list[int](), drafter._own.prompts.run
 
@@ -173,11 +206,16 @@ def test_nothing_is_guessed_behind_the_draft_models_positions(
     assert max(len(prompt) for prompt in PROMPTS) > 48
 
 
-def test_captured_steps_change_no_token(models: dict[str, Path], plain: dict[str, list[list[int]]]) -> None:
-    """Guesses in static buffers, as graphs have them; the results of a pass lie where the next one of its size leaves its own."""
+def test_captured_steps_change_no_token(
+    models: dict[str, Path], plain: dict[str, list[list[int]]]
+) -> None:
+    """Guesses in static buffers, as graphs have them; the results of a pass lie where the next one
+    of its size leaves its own."""
     engine = load(models["qwen3"], models["near"], num_drafts=3)
     draft = load_model(models["qwen3"], device="cpu", dtype="float32")
-    drafter = make_drafter(draft, engine.loaded, engine.plan, engine.runner, 3, SINGLE, shared=False, capture=in_place)
+    drafter = make_drafter(
+        draft, engine.loaded, engine.plan, engine.runner, 3, SINGLE, shared=False, capture=in_place
+    )
     engine.speculation = Speculation(drafter, 2)
     assert tokens(engine, MIXED) == plain["qwen3"]
     assert isinstance(drafter.steps, DecodeSteps)
@@ -185,18 +223,34 @@ def test_captured_steps_change_no_token(models: dict[str, Path], plain: dict[str
     assert measured(engine) == 1
 
 
-def test_two_ranks_guess_as_one(models: dict[str, Path], plain: dict[str, list[list[int]]], tmp_path: Path) -> None:
+def test_two_ranks_guess_as_one(
+    models: dict[str, Path], plain: dict[str, list[list[int]]], tmp_path: Path
+) -> None:
     """Each rank has the draft model whole; what rank 0 guesses counts."""
 
     def rank(parallel: Parallel) -> list[Any]:
         os.environ["MASTER_ADDR"] = "127.0.0.1"
         parallel._open_channel(torch.device("cpu"))
         loaded = load_model(models["qwen3"], device="cpu", dtype="float32", parallel=parallel)
-        options = EngineOptions(models["qwen3"], device="cpu", dtype="float32", max_model_len=128, max_batch=4, draft=models["qwen3"])
+        options = EngineOptions(
+            models["qwen3"],
+            device="cpu",
+            dtype="float32",
+            max_model_len=128,
+            max_batch=4,
+            draft=models["qwen3"],
+        )
         draft = load_draft(models["qwen3"], loaded, options)
         cache = plan_beside(loaded, options, draft)
         engine = Engine(
-            loaded, ChatTokenizer(models["qwen3"]), cache, max_batch=4, prefill_tokens=31, num_drafts=3, num_looked_up=2, draft=draft
+            loaded,
+            ChatTokenizer(models["qwen3"]),
+            cache,
+            max_batch=4,
+            prefill_tokens=31,
+            num_drafts=3,
+            num_looked_up=2,
+            draft=draft,
         )
         if parallel.rank:
             follow(engine)
@@ -212,7 +266,9 @@ def test_two_ranks_guess_as_one(models: dict[str, Path], plain: dict[str, list[l
 
 
 def test_its_cache_is_planned(models: dict[str, Path]) -> None:
-    loaded, draft = (load_model(models[name], device="cpu", dtype="float32") for name in ("qwen3", "near"))
+    loaded, draft = (
+        load_model(models[name], device="cpu", dtype="float32") for name in ("qwen3", "near")
+    )
     options = EngineOptions(models["qwen3"], device="cpu", max_batch=4, draft=models["near"])
     assert options.answer_rows == 4 * 5
     assert EngineOptions.from_json(options.to_json()) == options
@@ -221,12 +277,23 @@ def test_its_cache_is_planned(models: dict[str, Path]) -> None:
     assert per_token == 1.5 * loaded.cache_token_bytes
     drafter = engine.speculation.drafter
     assert drafter is not None
-    assert drafter.steps.cache.nbytes == engine.cache.nbytes / 2 == engine.plan.num_blocks * 64 * draft.cache_token_bytes
+    assert (
+        drafter.steps.cache.nbytes
+        == engine.cache.nbytes / 2
+        == engine.plan.num_blocks * 64 * draft.cache_token_bytes
+    )
 
 
-def test_the_cache_of_both_is_bounded_by_the_memory(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded, draft = (load_model(models[name], device="cpu", dtype="float32") for name in ("qwen3", "near"))
-    monkeypatch.setattr("quantkit.executor.memory_budget.free_bytes", lambda device: 4 * 3000 * loaded.cache_token_bytes)
+def test_the_cache_of_both_is_bounded_by_the_memory(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, draft = (
+        load_model(models[name], device="cpu", dtype="float32") for name in ("qwen3", "near")
+    )
+    monkeypatch.setattr(
+        "quantkit.executor.memory_budget.free_bytes",
+        lambda device: 4 * 3000 * loaded.cache_token_bytes,
+    )
     options = EngineOptions(models["qwen3"], device="cpu", max_batch=64)
     alone, beside = plan_beside(loaded, options), plan_beside(loaded, options, draft)
     assert 2900 < alone.tokens < 3100
@@ -242,7 +309,11 @@ def test_ids_that_one_model_lacks(models: dict[str, Path], vocab: int, known: in
         seen.append(token_ids)
         return token_ids
 
-    forward.embedding, forward.logits, forward.width = loaded.model.embedding, loaded.model.logits, 64  # type: ignore[attr-defined]
+    forward.embedding, forward.logits, forward.width = (
+        loaded.model.embedding,
+        loaded.model.logits,
+        64,
+    )  # type: ignore[attr-defined]
     model = SameTokens(forward, vocab)  # type: ignore[arg-type]
     model(torch.tensor([5, vocab - 1]), None)  # type: ignore[arg-type]
     assert seen[0].tolist() == [5, min(vocab, known) - 1]
@@ -252,11 +323,18 @@ def test_ids_that_one_model_lacks(models: dict[str, Path], vocab: int, known: in
 def test_other_tokens_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
     other = write(tmp_path / "other", LLAMA)
     text = (other / "tokenizer.json").read_text()
-    (other / "tokenizer.json").write_text(text.replace('"<unused3>"', '"<swap>"').replace('"<unused5>"', '"<unused3>"'))
-    with pytest.raises(QuantkitError, match=r"other has other tokens than .*qwen3: 2 of 320 ids differ, 265 is '<swap>' there"):
+    (other / "tokenizer.json").write_text(
+        text.replace('"<unused3>"', '"<swap>"').replace('"<unused5>"', '"<unused3>"')
+    )
+    with pytest.raises(
+        QuantkitError,
+        match=r"other has other tokens than .*qwen3: 2 of 320 ids differ, 265 is '<swap>' there",
+    ):
         load(models["qwen3"], other)
     few = write(tmp_path / "few", LLAMA, tokens=300)
-    with pytest.raises(QuantkitError, match=r"few has 300 tokens, .*qwen3 has 320, and 300 are in both"):
+    with pytest.raises(
+        QuantkitError, match=r"few has 300 tokens, .*qwen3 has 320, and 300 are in both"
+    ):
         load(models["qwen3"], few)
     with pytest.raises(QuantkitError, match="nowhere"):
         load(models["qwen3"], tmp_path / "nowhere")

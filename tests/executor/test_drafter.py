@@ -26,26 +26,46 @@ PROMPTS = [list(range(6 + i, 30 + 3 * i)) for i in range(6)]
 
 
 def load(path: Path, **options: int) -> Engine:
-    return Engine.load(path, device="cpu", dtype="float32", **{"max_batch": 4, "max_model_len": 128, **options})
+    return Engine.load(
+        path, device="cpu", dtype="float32", **{"max_batch": 4, "max_model_len": 128, **options}
+    )
 
 
 def tokens(engine: Engine, params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
-    return [done.token_ids for done in sorted(engine.generate(PROMPTS, params), key=lambda done: done.index)]
+    return [
+        done.token_ids
+        for done in sorted(engine.generate(PROMPTS, params), key=lambda done: done.index)
+    ]
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_tokens_are_those_of_plain_decoding(easy_checkpoint: Path, num_drafts: int, temperature: float) -> None:
-    params = [SamplingParams(max_new_tokens=20 + i, temperature=temperature, top_p=0.9, seed=i, ignore_eos=True) for i in range(6)]
+def test_tokens_are_those_of_plain_decoding(
+    easy_checkpoint: Path, num_drafts: int, temperature: float
+) -> None:
+    params = [
+        SamplingParams(
+            max_new_tokens=20 + i, temperature=temperature, top_p=0.9, seed=i, ignore_eos=True
+        )
+        for i in range(6)
+    ]
     drafting = load(easy_checkpoint, num_drafts=num_drafts)
     assert tokens(drafting, params) == tokens(load(easy_checkpoint), params)
-    assert 0.2 < drafting.speculation.acceptance.rate < 1, "all or no guesses are right: the test tests half"
+    assert 0.2 < drafting.speculation.acceptance.rate < 1, (
+        "all or no guesses are right: the test tests half"
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_guesses_are_the_same_however_they_are_computed(easy_checkpoint: Path, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a host that waits for the first, as for an NPU; in one chain, which the host waits for once a step; over static buffers."""
-    params = [SamplingParams(max_new_tokens=20 + 7 * i, temperature=temperature, seed=i, ignore_eos=True) for i in range(6)]
+def test_guesses_are_the_same_however_they_are_computed(
+    easy_checkpoint: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a host that waits for the first, as for an NPU; in one chain, which the host waits for
+    once a step; over static buffers."""
+    params = [
+        SamplingParams(max_new_tokens=20 + 7 * i, temperature=temperature, seed=i, ignore_eos=True)
+        for i in range(6)
+    ]
     found, waited = [], Counter[str]()
     agree = Parallel.agree
 
@@ -58,7 +78,9 @@ def test_guesses_are_the_same_however_they_are_computed(easy_checkpoint: Path, t
         engine = load(easy_checkpoint, num_drafts=3)
         if kind == "captured":
             engine.runner = Runner(engine.loaded.model, engine.cache, lambda step, _: step)
-            engine.speculation = Speculation(by_mtp_layers(engine.loaded.mtp_layers, engine.runner, 3, engine.parallel), 0)
+            engine.speculation = Speculation(
+                by_mtp_layers(engine.loaded.mtp_layers, engine.runner, 3, engine.parallel), 0
+            )
         drafter = engine.speculation.drafter
         assert isinstance(drafter, Drafter)
         assert not drafter.waits
@@ -73,7 +95,14 @@ def test_the_device_finds_what_the_host_will_keep(easy_checkpoint: Path) -> None
     for _ in range(40):
         counts, chosen = [], list[int]()
         for index in range(draw.randrange(1, 5)):
-            one = Sequence(index, [1] * draw.randrange(1, 9), SamplingParams(ignore_eos=True), tokenizer, 64, streams=False)
+            one = Sequence(
+                index,
+                [1] * draw.randrange(1, 9),
+                SamplingParams(ignore_eos=True),
+                tokenizer,
+                64,
+                streams=False,
+            )
             one.drafts = [draw.randrange(2) for _ in range(draw.randrange(4))]
             counts.append((one, 1 + len(one.drafts)))
             chosen += [draw.randrange(2) for _ in range(counts[-1][1])]
@@ -87,7 +116,8 @@ def test_the_device_finds_what_the_host_will_keep(easy_checkpoint: Path) -> None
 
 
 def test_the_next_rows_are_those_that_the_host_would_make() -> None:
-    """Every sequence's newest token, which was chosen behind its last right guess, and the new guesses, in its own blocks."""
+    """Every sequence's newest token, which was chosen behind its last right guess, and the new
+    guesses, in its own blocks."""
     draw, size = random.Random(7), 4
     for _ in range(30):
         number, each = draw.randrange(1, 5), draw.randrange(1, 4)
@@ -105,7 +135,10 @@ def test_the_next_rows_are_those_that_the_host_would_make() -> None:
         for one, (first, length, *blocks) in enumerate(known):
             tokens = [chosen[first + right[one]], *(own[one] for own in guesses)]
             places = [length + right[one] + i for i in range(each)]
-            expected += [[token, at, blocks[at // size] * size + at % size] for token, at in zip(tokens, places)]
+            expected += [
+                [token, at, blocks[at // size] * size + at % size]
+                for token, at in zip(tokens, places)
+            ]
         assert found.t().tolist() == expected
 
 
@@ -117,7 +150,9 @@ def test_behind_a_step_the_layer_goes_on_with_the_newest_rows_alone(
     engine = load(easy_checkpoint, num_drafts=2)
     if captured:
         engine.runner = Runner(engine.loaded.model, engine.cache, lambda step, _: step)
-        engine.speculation = Speculation(by_mtp_layers(engine.loaded.mtp_layers, engine.runner, 2, engine.parallel), 0)
+        engine.speculation = Speculation(
+            by_mtp_layers(engine.loaded.mtp_layers, engine.runner, 2, engine.parallel), 0
+        )
     layer, seen = engine.loaded.mtp_layers[0], list[tuple[int, int]]()
     attention, mlp = type(layer.block).attention_part, type(layer.block).mlp_part
 
@@ -133,7 +168,10 @@ def test_behind_a_step_the_layer_goes_on_with_the_newest_rows_alone(
 
     monkeypatch.setattr(type(layer.block), "attention_part", attended)
     monkeypatch.setattr(type(layer.block), "mlp_part", fed)
-    sequences = [engine.submit(prompt, SamplingParams(max_new_tokens=40, ignore_eos=True)) for prompt in PROMPTS[:4]]
+    sequences = [
+        engine.submit(prompt, SamplingParams(max_new_tokens=40, ignore_eos=True))
+        for prompt in PROMPTS[:4]
+    ]
     for _ in range(4):
         engine.step()
     rows = sum(1 + len(one.drafts) for one in sequences)
@@ -145,7 +183,8 @@ def test_behind_a_step_the_layer_goes_on_with_the_newest_rows_alone(
 
 
 def test_places_that_are_nobodys_lie_in_block_0() -> None:
-    """Behind the last block, behind the blocks of a sequence, and from the reach on; and nothing is read beyond the tables."""
+    """Behind the last block, behind the blocks of a sequence, and from the reach on; and nothing is
+    read beyond the tables."""
     tables = torch.tensor([[5, 7], [3, 0]], dtype=torch.int32)
     found = DevicePlaces.of(torch.tensor([9, 3]), tables, 8, 1000)
     assert (found.positions.tolist(), found.slots.tolist()) == ([9, 3], [7 * 8 + 1, 3 * 8 + 3])
@@ -183,7 +222,10 @@ def test_with_chunks_preemption_stops_and_the_end_of_the_context(easy_checkpoint
 
 def test_logprobs_belong_to_the_kept_tokens(easy_checkpoint: Path) -> None:
     params = SamplingParams(max_new_tokens=15, logprobs=1, ignore_eos=True)
-    plain, drafting = (next(iter(load(easy_checkpoint, num_drafts=n).generate(PROMPTS[:1], params))) for n in (0, 2))
+    plain, drafting = (
+        next(iter(load(easy_checkpoint, num_drafts=n).generate(PROMPTS[:1], params)))
+        for n in (0, 2)
+    )
     assert drafting.logprobs is not None
     assert plain.logprobs is not None
     assert [one.token_id for one in drafting.logprobs] == drafting.token_ids
@@ -201,7 +243,9 @@ def test_guesses_follow_the_mtp_layer(tiny_checkpoint: Path) -> None:
     with torch.inference_mode():
         ids = torch.tensor(sequence.token_ids)
         context = CausalContext([len(ids) - 1])
-        hidden = engine.loaded.mtp_layers[0](ids[1:], engine.loaded.model(ids[:-1], context), context)
+        hidden = engine.loaded.mtp_layers[0](
+            ids[1:], engine.loaded.model(ids[:-1], context), context
+        )
         logits = engine.loaded.mtp_layers[0].logits(hidden)[-1]
     assert logits.max() - logits[sequence.drafts[0]] < 0.03
 
@@ -211,6 +255,11 @@ def test_a_model_without_the_layer_is_refused(tmp_path: Path) -> None:
     make_model.write_dense(tmp_path / "none", config, make_model.random_tensors(config))
     with pytest.raises(QuantkitError, match="no MTP layer"):
         load(tmp_path / "none", num_drafts=1)
-    make_model.write_dense(tmp_path / "dropped", make_model.tiny_config(), make_model.random_tensors(config))
-    with pytest.raises(QuantkitError, match="promises MTP layer 3, of which no tensor is stored: left out; run without drafts"):
+    make_model.write_dense(
+        tmp_path / "dropped", make_model.tiny_config(), make_model.random_tensors(config)
+    )
+    with pytest.raises(
+        QuantkitError,
+        match="promises MTP layer 3, of which no tensor is stored: left out; run without drafts",
+    ):
         load(tmp_path / "dropped", num_drafts=1)

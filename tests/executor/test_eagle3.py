@@ -59,35 +59,63 @@ def target_tensors() -> dict[str, Tensor]:
     """Layers change little: the next token depends on the last one."""
     small = ("o_proj.weight", "down_proj.weight")
     scales = {"lm_head.weight": 6.0, "model.embed_tokens.weight": 4.0}
-    return {name: tensor * (0.004 if name.endswith(small) else scales.get(name, 1.0)) for name, tensor in tied_tensors(TARGET).items()}
+    return {
+        name: tensor * (0.004 if name.endswith(small) else scales.get(name, 1.0))
+        for name, tensor in tied_tensors(TARGET).items()
+    }
 
 
 def random_head(seed: int = 5) -> dict[str, Tensor]:
     """Every tensor as it is published, at random."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {f"midlayer.self_attn.{side}_proj": (HIDDEN, 2 * HIDDEN) for side in "qkv"}
-    shapes |= {"midlayer.self_attn.o_proj": (HIDDEN, HIDDEN), "midlayer.mlp.down_proj": (HIDDEN, 96), "fc": (HIDDEN, 3 * HIDDEN)}
-    shapes |= {f"midlayer.mlp.{side}_proj": (96, HIDDEN) for side in ("gate", "up")} | {"lm_head": (DRAFT, HIDDEN)}
-    found = {f"{name}.weight": torch.randn(shape, generator=generator) * 1.5 / math.sqrt(shape[1]) for name, shape in shapes.items()}
-    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
-    found |= {f"{name}.weight": 1 + 0.2 * torch.randn(HIDDEN, generator=generator) for name in norms}
+    shapes |= {
+        "midlayer.self_attn.o_proj": (HIDDEN, HIDDEN),
+        "midlayer.mlp.down_proj": (HIDDEN, 96),
+        "fc": (HIDDEN, 3 * HIDDEN),
+    }
+    shapes |= {f"midlayer.mlp.{side}_proj": (96, HIDDEN) for side in ("gate", "up")} | {
+        "lm_head": (DRAFT, HIDDEN)
+    }
+    found = {
+        f"{name}.weight": torch.randn(shape, generator=generator) * 1.5 / math.sqrt(shape[1])
+        for name, shape in shapes.items()
+    }
+    norms = (
+        "midlayer.hidden_norm",
+        "midlayer.input_layernorm",
+        "midlayer.post_attention_layernorm",
+        "norm",
+    )
+    found |= {
+        f"{name}.weight": 1 + 0.2 * torch.randn(HIDDEN, generator=generator) for name in norms
+    }
     ids = torch.randperm(320, generator=generator)[:DRAFT].sort().values
     mask = torch.zeros(320, dtype=torch.bool).index_fill_(0, ids, True)
-    return {name: tensor.bfloat16() for name, tensor in found.items()} | {"d2t": ids - torch.arange(DRAFT), "t2d": mask}
+    return {name: tensor.bfloat16() for name, tensor in found.items()} | {
+        "d2t": ids - torch.arange(DRAFT),
+        "t2d": mask,
+    }
 
 
 def knowing_head() -> dict[str, Tensor]:
-    """Knows that the next token follows from the last one: attends to the token itself, and has the target's norm and head."""
+    """Knows that the next token follows from the last one: attends to the token itself, and has the
+    target's norm and head."""
     target, head = target_tensors(), random_head()
     eye, nothing = torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)
     for side, scale in (("q", 3.0), ("k", 3.0), ("v", 1.0)):
-        head[f"midlayer.self_attn.{side}_proj.weight"] = torch.cat((scale * eye, nothing), dim=1).bfloat16()
+        head[f"midlayer.self_attn.{side}_proj.weight"] = torch.cat(
+            (scale * eye, nothing), dim=1
+        ).bfloat16()
     head["midlayer.self_attn.o_proj.weight"] = (8 * eye).bfloat16()
     head["midlayer.input_layernorm.weight"] = torch.ones(HIDDEN).bfloat16()
     for name in ("midlayer.mlp.down_proj.weight", "fc.weight"):
         head[name] = head[name] * 0.1
     ids = head["d2t"] + torch.arange(DRAFT)
-    return head | {"norm.weight": target["model.norm.weight"], "lm_head.weight": target["lm_head.weight"][ids].contiguous()}
+    return head | {
+        "norm.weight": target["model.norm.weight"],
+        "lm_head.weight": target["lm_head.weight"][ids].contiguous(),
+    }
 
 
 def write_head(path: Path, tensors: dict[str, Tensor], **changes: Any) -> Path:
@@ -103,7 +131,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     target = make_model.write_dense(folder / "target", TARGET, target_tensors())
     found = {"target": target, "random": write_head(folder / "random", random_head())}
     found["normed"] = write_head(folder / "normed", random_head(), norm_before_residual=True)
-    return found | {"knowing": write_head(folder / "knowing", knowing_head(), norm_before_residual=True)}
+    return found | {
+        "knowing": write_head(folder / "knowing", knowing_head(), norm_before_residual=True)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -124,17 +154,37 @@ def rotated(x: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def published_forward(head: dict[str, Tensor], embedding: Tensor, next_ids: Tensor, depths: Tensor, *, normed_residual: bool) -> Tensor:
-    """Logits over the target's tokens, by the definition: llama_eagle3 of SGLang and vLLM. depths [T, 3 H]."""
-    w = {name.removesuffix(".weight").removeprefix("midlayer."): tensor.float() for name, tensor in head.items()}
+def published_forward(
+    head: dict[str, Tensor],
+    embedding: Tensor,
+    next_ids: Tensor,
+    depths: Tensor,
+    *,
+    normed_residual: bool,
+) -> Tensor:
+    """Logits over the target's tokens, by the definition: llama_eagle3 of SGLang and vLLM. depths
+    [T, 3 H]."""
+    w = {
+        name.removesuffix(".weight").removeprefix("midlayer."): tensor.float()
+        for name, tensor in head.items()
+    }
     hidden = F.linear(depths, w["fc"])
-    x = torch.cat((rms(embedding[next_ids], w["input_layernorm"]), rms(hidden, w["hidden_norm"])), dim=-1)
-    q, k, v = (F.linear(x, w[f"self_attn.{side}_proj"]).unflatten(-1, (HEADS, -1)) for side in "qkv")
-    attended = F.scaled_dot_product_attention(*(side.transpose(0, 1) for side in (rotated(q), rotated(k), v)), is_causal=True)
+    x = torch.cat(
+        (rms(embedding[next_ids], w["input_layernorm"]), rms(hidden, w["hidden_norm"])), dim=-1
+    )
+    q, k, v = (
+        F.linear(x, w[f"self_attn.{side}_proj"]).unflatten(-1, (HEADS, -1)) for side in "qkv"
+    )
+    attended = F.scaled_dot_product_attention(
+        *(side.transpose(0, 1) for side in (rotated(q), rotated(k), v)), is_causal=True
+    )
     hidden = x[:, HIDDEN:] if normed_residual else hidden
     hidden = hidden + F.linear(attended.transpose(0, 1).flatten(1), w["self_attn.o_proj"])
     normed = rms(hidden, w["post_attention_layernorm"])
-    hidden = hidden + F.linear(F.silu(F.linear(normed, w["mlp.gate_proj"])) * F.linear(normed, w["mlp.up_proj"]), w["mlp.down_proj"])
+    hidden = hidden + F.linear(
+        F.silu(F.linear(normed, w["mlp.gate_proj"])) * F.linear(normed, w["mlp.up_proj"]),
+        w["mlp.down_proj"],
+    )
     logits = torch.full((len(hidden), 320), float("-inf"))
     logits[:, torch.arange(DRAFT) + head["d2t"]] = F.linear(rms(hidden, w["norm"]), w["lm_head"])
     return logits
@@ -142,9 +192,14 @@ def published_forward(head: dict[str, Tensor], embedding: Tensor, next_ids: Tens
 
 @pytest.mark.parametrize("head", ["random", "normed"])
 @torch.inference_mode()
-def test_the_first_guess_is_that_of_the_published_forward(models: dict[str, Path], head: str) -> None:
-    """Two prompts, one of them in chunks; layers 2, 4 and 5 of eight are read, as their inputs come."""
-    engine = load(models["target"], models[head], num_drafts=1, prefill_tokens=50, max_model_len=256)
+def test_the_first_guess_is_that_of_the_published_forward(
+    models: dict[str, Path], head: str
+) -> None:
+    """Two prompts, one of them in chunks; layers 2, 4 and 5 of eight are read, as their inputs
+    come."""
+    engine = load(
+        models["target"], models[head], num_drafts=1, prefill_tokens=50, max_model_len=256
+    )
     tensors, model = random_head(), engine.loaded.model
     assert model.read_at == (2, 4, 5)
     for prompt in (PROMPTS[0], PROMPTS[5] * 2):
@@ -158,16 +213,29 @@ def test_the_first_guess_is_that_of_the_published_forward(models: dict[str, Path
         for number, (layer, following) in enumerate(zip(model.layers, [*model.layers[1:], None])):
             if number in (2, 4, 5):
                 depths.append(residual.float())
-            normed, residual = layer(normed, residual, context, model.norm if following is None else following.input_norm)
+            normed, residual = layer(
+                normed, residual, context, model.norm if following is None else following.input_norm
+            )
         embedding, read = model.embedding.float(), torch.cat(depths, dim=-1)
-        logits = published_forward(tensors, embedding, ids[1:], read, normed_residual=head == "normed")[-1]
+        logits = published_forward(
+            tensors, embedding, ids[1:], read, normed_residual=head == "normed"
+        )[-1]
         assert logits.max() - logits[sequence.drafts[0]] < 0.03, "the cache is bfloat16"
         engine.cancel(sequence)
 
 
-def test_tokens_are_those_of_plain_decoding(models: dict[str, Path], plain: list[list[int]]) -> None:
+def test_tokens_are_those_of_plain_decoding(
+    models: dict[str, Path], plain: list[list[int]]
+) -> None:
     """Greedy and sampled, prompts in chunks beside answers, prefixes found, the cache too small."""
-    engine = load(models["target"], models["knowing"], num_drafts=3, prefill_tokens=29, prefix_cache=True, cache_tokens=320)
+    engine = load(
+        models["target"],
+        models["knowing"],
+        num_drafts=3,
+        prefill_tokens=29,
+        prefix_cache=True,
+        cache_tokens=320,
+    )
     for _ in range(2):
         assert tokens(engine, MIXED) == plain
         assert 0.4 < measured(engine) < 0.99
@@ -176,7 +244,9 @@ def test_tokens_are_those_of_plain_decoding(models: dict[str, Path], plain: list
     assert measured(rarely) < 0.1
 
 
-def test_two_ranks_guess_as_one(models: dict[str, Path], plain: list[list[int]], tmp_path: Path) -> None:
+def test_two_ranks_guess_as_one(
+    models: dict[str, Path], plain: list[list[int]], tmp_path: Path
+) -> None:
     """Each rank has the head whole."""
 
     def rank(parallel: Parallel) -> list[Any]:
@@ -186,7 +256,9 @@ def test_two_ranks_guess_as_one(models: dict[str, Path], plain: list[list[int]],
         options = EngineOptions(models["target"], device="cpu", max_model_len=128, max_batch=4)
         head = load_head(models["knowing"], loaded, options)
         tokenizer, cache = ChatTokenizer(models["target"]), plan_beside(loaded, options, head)
-        engine = Engine(loaded, tokenizer, cache, max_batch=4, prefill_tokens=31, num_drafts=2, draft=head)
+        engine = Engine(
+            loaded, tokenizer, cache, max_batch=4, prefill_tokens=31, num_drafts=2, draft=head
+        )
         if parallel.rank:
             follow(engine)
             return []
@@ -199,8 +271,11 @@ def test_two_ranks_guess_as_one(models: dict[str, Path], plain: list[list[int]],
     assert rate > 0.4
 
 
-def test_further_guesses_read_its_own_output(models: dict[str, Path], plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In static buffers, as graphs have them, its own and the model's, guesses are as good as without, and as many right in a row."""
+def test_further_guesses_read_its_own_output(
+    models: dict[str, Path], plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In static buffers, as graphs have them, its own and the model's, guesses are as good as
+    without, and as many right in a row."""
     monkeypatch.setattr(prompt_graphs, "LAUNCHED_FIRST", 1)
     eager, static = (load(models["target"], models["knowing"], num_drafts=3) for _ in range(2))
     head = load_head(models["knowing"], static.loaded, EngineOptions(models["target"]))
@@ -221,14 +296,19 @@ def test_its_memory_is_planned(models: dict[str, Path]) -> None:
     assert sizes.token_bytes == 2 * 2 * HIDDEN
     assert sizes.weight_bytes == sum(tensor.nbytes for tensor in knowing_head().values())
     assert engine.speculation.drafter is not None
-    assert engine.speculation.drafter.steps.cache.nbytes == engine.plan.num_blocks * 64 * sizes.token_bytes
+    assert (
+        engine.speculation.drafter.steps.cache.nbytes
+        == engine.plan.num_blocks * 64 * sizes.token_bytes
+    )
 
 
 def test_its_config_is_read(models: dict[str, Path]) -> None:
     assert HeadConfig.from_dict(HEAD).read_at(36) == (2, 18, 33)
     layers = {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}
     assert HeadConfig.from_dict(HEAD | layers).read_at(36) == (1, 17, 32), "inputs of layers"
-    assert HeadConfig.from_dict(HEAD | {"eagle_config": layers}).read_at(36) == (2, 18, 33), "outputs of layers"
+    assert HeadConfig.from_dict(HEAD | {"eagle_config": layers}).read_at(36) == (2, 18, 33), (
+        "outputs of layers"
+    )
 
 
 @pytest.mark.parametrize(
@@ -241,6 +321,8 @@ def test_its_config_is_read(models: dict[str, Path]) -> None:
         ({"draft_vocab_size": 305}, "lm_head"),
     ],
 )
-def test_another_models_head_is_refused(models: dict[str, Path], tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+def test_another_models_head_is_refused(
+    models: dict[str, Path], tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
     with pytest.raises(QuantkitError, match=told):
         load(models["target"], write_head(tmp_path / "head", random_head(), **changes))

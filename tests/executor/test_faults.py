@@ -1,4 +1,5 @@
-"""What goes wrong with one sequence ends that sequence: the others' tokens are those they have without it, and no cache is lost."""
+"""What goes wrong with one sequence ends that sequence: the others' tokens are those they have
+without it, and no cache is lost."""
 
 import json
 import shutil
@@ -15,19 +16,29 @@ from quantkit.executor.scheduler.sequence import Completion
 from quantkit.tokenizer.chat import TextStream
 
 PROMPTS = [list(range(10 + i, 30 + 2 * i)) for i in range(4)]
-PARAMS = [SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=(i % 2) * 0.8, seed=i, stop=("never",)) for i in range(4)]
+PARAMS = [
+    SamplingParams(
+        max_new_tokens=12, ignore_eos=True, temperature=(i % 2) * 0.8, seed=i, stop=("never",)
+    )
+    for i in range(4)
+]
 BAD = 2
 
 
 @pytest.fixture(scope="module", params=[0, 1], ids=["plain", "drafts"])
 def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Engine:
     options: dict[str, Any] = {"num_drafts": request.param, "prefix_cache": True}
-    return Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=256, **options)
+    return Engine.load(
+        tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=256, **options
+    )
 
 
 @pytest.fixture(scope="module")
 def alone(engine: Engine) -> list[list[int]]:
-    return [next(iter(engine.generate([prompt], params))).token_ids for prompt, params in zip(PROMPTS, PARAMS)]
+    return [
+        next(iter(engine.generate([prompt], params))).token_ids
+        for prompt, params in zip(PROMPTS, PARAMS)
+    ]
 
 
 def run(engine: Engine, params: list[SamplingParams]) -> list[Completion]:
@@ -49,7 +60,10 @@ def check(done: list[Completion], alone: list[list[int]], fault: type[BaseExcept
 
 @pytest.mark.parametrize("fault", [ValueError, type("Panic", (BaseException,), {})])
 def test_text_that_cannot_be_decoded(
-    engine: Engine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, fault: type[BaseException]
+    engine: Engine,
+    alone: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: type[BaseException],
 ) -> None:
     push = TextStream.push
 
@@ -73,13 +87,17 @@ def test_a_row_that_cannot_be_sampled(engine: Engine, alone: list[list[int]]) ->
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
-def test_a_pass_that_fails_for_one(engine: Engine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_pass_that_fails_for_one(
+    engine: Engine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     compute = getattr(engine.runner, kind)
 
     def broken(parts: list[Any]) -> Any:
         for part in parts:
             sequence = part[0] if kind == "prefill" else part
-            if sequence.token_ids[:2] == PROMPTS[BAD][:2] and (kind == "prefill" or len(sequence.generated) > 5):
+            if sequence.token_ids[:2] == PROMPTS[BAD][:2] and (
+                kind == "prefill" or len(sequence.generated) > 5
+            ):
                 raise RuntimeError("out of memory")
         return compute(parts)
 
@@ -87,10 +105,14 @@ def test_a_pass_that_fails_for_one(engine: Engine, alone: list[list[int]], monke
     check(run(engine, PARAMS), alone, RuntimeError)
     monkeypatch.undo()
     again = run(engine, PARAMS)
-    assert [one.token_ids for one in again] == alone, "what the failed pass left in the cache was found again"
+    assert [one.token_ids for one in again] == alone, (
+        "what the failed pass left in the cache was found again"
+    )
 
 
-def test_a_pass_that_fails_for_all_ends_all_and_no_more(engine: Engine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_fails_for_all_ends_all_and_no_more(
+    engine: Engine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner, "prefill", lambda parts: 1 // 0)
         assert [type(one.fault) for one in run(engine, PARAMS)] == [ZeroDivisionError] * 4
@@ -114,8 +136,13 @@ def test_logits_that_are_not_numbers(engine: Engine, monkeypatch: pytest.MonkeyP
     assert isinstance(done.fault, QuantkitError)
 
 
-@pytest.mark.parametrize(("place", "token"), [("generation_config.json", 10**6), ("config.json", -1), ("generation_config.json", "x")])
-def test_ends_that_are_no_tokens_are_refused_at_load(tiny_checkpoint: Path, tmp_path: Path, place: str, token: Any) -> None:
+@pytest.mark.parametrize(
+    ("place", "token"),
+    [("generation_config.json", 10**6), ("config.json", -1), ("generation_config.json", "x")],
+)
+def test_ends_that_are_no_tokens_are_refused_at_load(
+    tiny_checkpoint: Path, tmp_path: Path, place: str, token: Any
+) -> None:
     path = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     file = path / place
     known = json.loads(file.read_text()) if file.is_file() else {}

@@ -1,4 +1,5 @@
-"""Answers of a random model match their grammar, with drafts and without; what is no grammar, or too much of one, is refused."""
+"""Answers of a random model match their grammar, with drafts and without; what is no grammar, or
+too much of one, is refused."""
 
 import json
 import re
@@ -29,7 +30,9 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def engine(tiny_checkpoint: Path) -> Engine:
-    return Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=256)
+    return Engine.load(
+        tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=256
+    )
 
 
 def answers(engine: Engine, **options: object) -> list[str]:
@@ -40,7 +43,9 @@ def answers(engine: Engine, **options: object) -> list[str]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_json_fits_its_schema_with_drafts_and_without(engine: Engine, tiny_checkpoint: Path, temperature: float) -> None:
+def test_json_fits_its_schema_with_drafts_and_without(
+    engine: Engine, tiny_checkpoint: Path, temperature: float
+) -> None:
     asked = {"grammar": grammar.json_schema(SCHEMA), "temperature": temperature}
     found = answers(engine, **asked)
     for text in found:
@@ -48,7 +53,9 @@ def test_json_fits_its_schema_with_drafts_and_without(engine: Engine, tiny_check
         assert list(value) == ["city", "days", "warm"]
         assert value["city"] in ("Oslo", "Rome")
         assert 1 <= value["days"] <= 14
-    drafting = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=256, num_drafts=2)
+    drafting = Engine.load(
+        tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=256, num_drafts=2
+    )
     assert answers(drafting, **asked) == found
     assert drafting.speculation.acceptance.drafted > 0
     if temperature:
@@ -56,30 +63,67 @@ def test_json_fits_its_schema_with_drafts_and_without(engine: Engine, tiny_check
 
 
 def test_expressions_choices_and_grammars(engine: Engine) -> None:
-    assert all(re.fullmatch(r"[ab]{5}-\d+", text) for text in answers(engine, grammar=grammar.regex(r"[ab]{5}-\d{1,3}"), temperature=1.0))
+    assert all(
+        re.fullmatch(r"[ab]{5}-\d+", text)
+        for text in answers(engine, grammar=grammar.regex(r"[ab]{5}-\d{1,3}"), temperature=1.0)
+    )
     assert set(answers(engine, grammar=grammar.choice(["yes", 'no "']))) <= {"yes", 'no "'}
     text = grammar.lark('start: "(" start ")" | "x"')
-    assert all(re.fullmatch(r"\(*x\)*", one) for one in answers(engine, grammar=text, temperature=1.0))
+    assert all(
+        re.fullmatch(r"\(*x\)*", one) for one in answers(engine, grammar=text, temperature=1.0)
+    )
 
 
 def test_a_choice_may_hold_any_character(engine: Engine) -> None:
-    texts = ['a"b\\c\n\t', "\x7fdel\b\f", "\x01ctl", "\u2028x", "\x85", "\U0001f600\u200d", "/a+/", "</think>", " x "]
+    texts = [
+        'a"b\\c\n\t',
+        "\x7fdel\b\f",
+        "\x01ctl",
+        "\u2028x",
+        "\x85",
+        "\U0001f600\u200d",
+        "/a+/",
+        "</think>",
+        " x ",
+    ]
     for text in texts:
         assert set(answers(engine, grammar=grammar.choice([text]))) == {text}
 
 
 def test_texts_of_added_tokens_are_spelled_out() -> None:
-    """By tiny-r1's tokenizer, which has <think> and the marks of turns; by the library alone such answers ended with an error."""
-    model, schema = Engine.load(find_model("tiny-r1"), device="cpu", max_batch=4, max_model_len=256), {"enum": ["<｜User｜> a </think>"]}
+    """By tiny-r1's tokenizer, which has <think> and the marks of turns; by the library alone such
+    answers ended with an error."""
+    model, schema = (
+        Engine.load(find_model("tiny-r1"), device="cpu", max_batch=4, max_model_len=256),
+        {"enum": ["<｜User｜> a </think>"]},
+    )
     larks = ('start: "x</think>" | "</think>"', "start: /<think>b<.think>/")
-    texts = [grammar.regex("<think>[ab]</think>c"), grammar.choice(["</think>"]), grammar.json_schema(schema), *map(grammar.lark, larks)]
-    wanted = [r"<think>[ab]</think>c", "</think>", r'"<｜User｜> a </think>"', "x?</think>", "<think>b<.think>"]
+    texts = [
+        grammar.regex("<think>[ab]</think>c"),
+        grammar.choice(["</think>"]),
+        grammar.json_schema(schema),
+        *map(grammar.lark, larks),
+    ]
+    wanted = [
+        r"<think>[ab]</think>c",
+        "</think>",
+        r'"<｜User｜> a </think>"',
+        "x?</think>",
+        "<think>b<.think>",
+    ]
     for text, pattern in zip(texts, wanted, strict=True):
-        (done,) = model.generate([PROMPTS[0]], [SamplingParams(max_new_tokens=60, temperature=0.0, grammar=text)])
+        (done,) = model.generate(
+            [PROMPTS[0]], [SamplingParams(max_new_tokens=60, temperature=0.0, grammar=text)]
+        )
         assert done.finish_reason == "stop"
         assert re.fullmatch(pattern, done.text), done.text
         assert not {5, 6} & set(done.token_ids), "these are thinking's own"
-    for text in ('{"a": "</think>"}', '{"grammars": "</think>"}', '{"grammars": ["</think>"]}', "{</think>"):
+    for text in (
+        '{"a": "</think>"}',
+        '{"grammars": "</think>"}',
+        '{"grammars": ["</think>"]}',
+        "{</think>",
+    ):
         with pytest.raises(QuantkitError, match="cannot be used"):
             model.submit(PROMPTS[0], SamplingParams(grammar=text))
 
@@ -91,7 +135,12 @@ def test_unknown_formats_ask_for_nothing_wherever_a_schema_stands(engine: Engine
         "type": "object",
         "properties": {
             "format": {"enum": [odd, odd | {"x": 1}]},
-            "list": {"type": "array", "items": {"$ref": "#/$defs/secret"}, "minItems": 1, "maxItems": 1},
+            "list": {
+                "type": "array",
+                "items": {"$ref": "#/$defs/secret"},
+                "minItems": 1,
+                "maxItems": 1,
+            },
             "either": {"anyOf": [secret, {"type": "null"}]},
             "day": {"type": "string", "format": "date"},
         },
@@ -107,9 +156,15 @@ def test_unknown_formats_ask_for_nothing_wherever_a_schema_stands(engine: Engine
 
 
 def test_it_ends_where_nothing_can_follow_and_goes_on_where_something_can(engine: Engine) -> None:
-    (done,) = engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=50, grammar=grammar.regex("ab"), ignore_eos=True))
+    (done,) = engine.generate(
+        [PROMPTS[0]],
+        SamplingParams(max_new_tokens=50, grammar=grammar.regex("ab"), ignore_eos=True),
+    )
     assert (done.text, len(done.token_ids), done.finish_reason) == ("ab", 2, "stop")
-    (done,) = engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=9, grammar=grammar.regex("ab*"), logit_bias=((1, -100.0),)))
+    (done,) = engine.generate(
+        [PROMPTS[0]],
+        SamplingParams(max_new_tokens=9, grammar=grammar.regex("ab*"), logit_bias=((1, -100.0),)),
+    )
     assert (done.text, done.finish_reason) == ("abbbbbbbb", "length")
 
 
@@ -119,13 +174,17 @@ def test_a_grammar_that_begins_behind_a_token(engine: Engine) -> None:
     (free,) = engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=4, ignore_eos=True))
     begin = free.token_ids[3]
     assert begin not in free.token_ids[:3]
-    params = SamplingParams(max_new_tokens=40, grammar=grammar.regex("ok!"), grammar_after=begin, ignore_eos=True)
+    params = SamplingParams(
+        max_new_tokens=40, grammar=grammar.regex("ok!"), grammar_after=begin, ignore_eos=True
+    )
     (done,) = engine.generate([PROMPTS[0]], params)
     assert done.token_ids[:4] == free.token_ids
     assert done.text.endswith("ok!")
     guide = engine.grammars.guide(grammar.regex("ab"), begin)
     a, b = (engine.tokenizer.encode(one)[0] for one in "ab")
-    early = sorted({*range(320)} - engine.tokenizer.eos_ids)  # an answer does not end before its grammar begins
+    early = sorted(
+        {*range(320)} - engine.tokenizer.eos_ids
+    )  # an answer does not end before its grammar begins
     assert len(early) < 320
     assert allowed(guide, [a, begin, a, a, b]) == [early, early, [a], [b], None, None]
     assert allowed(guide, [a, a]) == [early] * 3
@@ -141,13 +200,29 @@ def test_the_last_token_of_a_word_of_a_mask_can_end_answers(engine: Engine) -> N
 
 
 @pytest.mark.parametrize("drafts", [0, 2])
-def test_thinking_is_closed_before_an_answer_that_is_held_ends(tiny_checkpoint: Path, drafts: int) -> None:
-    """A model whose next token is most often one that ends the answer, by the request's own bias."""
-    engine = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=4, max_model_len=256, num_drafts=drafts)
+def test_thinking_is_closed_before_an_answer_that_is_held_ends(
+    tiny_checkpoint: Path, drafts: int
+) -> None:
+    """A model whose next token is most often one that ends the answer, by the request's own
+    bias."""
+    engine = Engine.load(
+        tiny_checkpoint,
+        device="cpu",
+        dtype="float32",
+        max_batch=4,
+        max_model_len=256,
+        num_drafts=drafts,
+    )
     end, eos = engine.tokenizer.end_think, next(iter(engine.tokenizer.eos_ids))
     assert end is not None
     bias = ((eos, 100.0), (end, 20.0))
-    params = SamplingParams(max_new_tokens=40, temperature=0.0, grammar=grammar.regex("ok!"), grammar_after=end, logit_bias=bias)
+    params = SamplingParams(
+        max_new_tokens=40,
+        temperature=0.0,
+        grammar=grammar.regex("ok!"),
+        grammar_after=end,
+        logit_bias=bias,
+    )
     (done,) = engine.generate([PROMPTS[0]], params)
     assert done.text.endswith("ok!")
     assert done.finish_reason == "stop"
@@ -158,7 +233,10 @@ def allowed(guide: grammar.Guide, drafts: list[int]) -> list[list[int] | None]:
     """Tokens that may come behind each; None where any may."""
     bits = np.full((1 + len(drafts), guide.words), -1, dtype=np.int32)
     guide.write(guide.new_executor(1), bits, 0, drafts)
-    found = [[token for token in range(320) if row[token >> 5] >> (token & 31) & 1] for row in bits.tolist()]
+    found = [
+        [token for token in range(320) if row[token >> 5] >> (token & 31) & 1]
+        for row in bits.tolist()
+    ]
     return [None if len(one) == 320 else one for one in found]
 
 
@@ -167,11 +245,23 @@ def allowed(guide: grammar.Guide, drafts: list[int]) -> list[list[int] | None]:
     [
         ("nonsense {", "cannot be used"),
         (grammar.regex("(unclosed"), "cannot be used"),
-        (grammar.json_schema({"allOf": [{"anyOf": [{"required": [f"a{i}{j}"]} for j in range(8)]} for i in range(12)]}), "too large"),
+        (
+            grammar.json_schema(
+                {
+                    "allOf": [
+                        {"anyOf": [{"required": [f"a{i}{j}"]} for j in range(8)]} for i in range(12)
+                    ]
+                }
+            ),
+            "too large",
+        ),
         (grammar.json_schema({"type": "nothing"}), "cannot be used"),
         (grammar.json_schema({"$ref": "#/nowhere"}), "cannot be used"),
         (grammar.json_schema({"$ref": "#"}), "lets no token begin"),
-        (grammar.json_schema({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), "lets no token begin"),
+        (
+            grammar.json_schema({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
+            "lets no token begin",
+        ),
         ("x" * 200_000, "characters"),
     ],
 )
@@ -181,7 +271,10 @@ def test_what_is_no_grammar_is_refused(engine: Engine, text: str, said: str) -> 
     assert not engine.has_work
 
 
-@pytest.mark.parametrize("make", [lambda: grammar.regex("(" * 70 + ")" * 70), lambda: grammar.json_schema({"a": "x" * 200_000})])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: grammar.regex("(" * 70 + ")" * 70), lambda: grammar.json_schema({"a": "x" * 200_000})],
+)
 def test_size_and_depth_are_limited(make) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(QuantkitError, match=r"brackets|characters"):
         make()
@@ -201,7 +294,9 @@ def test_a_grammar_that_fails_in_the_middle_ends_its_request_alone(engine: Engin
 
 def test_a_tokenizer_that_ends_no_answer_takes_no_grammar(engine: Engine) -> None:
     with pytest.raises(QuantkitError, match="tokenizer cannot be held to a grammar"):
-        grammar.Grammars(engine.tokenizer.tokenizer, 320, frozenset()).guide(grammar.regex("a"), None)
+        grammar.Grammars(engine.tokenizer.tokenizer, 320, frozenset()).guide(
+            grammar.regex("a"), None
+        )
 
 
 def test_without_the_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Decode steps over static buffers give the tokens of eager ones, and where they cannot be captured they are computed all the same."""
+"""Decode steps over static buffers give the tokens of eager ones, and where they cannot be captured
+they are computed all the same."""
 
 from pathlib import Path
 
@@ -7,7 +8,15 @@ import pytest
 import torch
 
 from quantkit.executor.engine import Engine
-from quantkit.executor.runner.graphs import Capture, DecodeRows, DecodeSteps, DeviceCapture, StaticBuffers, Step, StepResult
+from quantkit.executor.runner.graphs import (
+    Capture,
+    DecodeRows,
+    DecodeSteps,
+    DeviceCapture,
+    StaticBuffers,
+    Step,
+    StepResult,
+)
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.speculation.mtp_drafter import MtpDrafter
@@ -15,12 +24,20 @@ from quantkit.executor.speculation.speculation import Speculation
 
 PROMPTS = [list(range(6 + i, 30 + 9 * i)) for i in range(11)]
 PARAMS = [
-    SamplingParams(max_new_tokens=4 + 3 * i, ignore_eos=True, temperature=i % 3 / 2, seed=i, min_new_tokens=i % 2 * 3) for i in range(11)
+    SamplingParams(
+        max_new_tokens=4 + 3 * i,
+        ignore_eos=True,
+        temperature=i % 3 / 2,
+        seed=i,
+        min_new_tokens=i % 2 * 3,
+    )
+    for i in range(11)
 ]
 
 
 def in_place(step: Step, lengths: list[int]) -> Step:
-    """As a graph behaves: computes on the buffers that the step was made with, and leaves results where the first ones lay."""
+    """As a graph behaves: computes on the buffers that the step was made with, and leaves results
+    where the first ones lay."""
     kept = step()
 
     def replay() -> StepResult:
@@ -39,16 +56,24 @@ def refuse(step: Step, lengths: list[int]) -> Step:
 
 
 def load(path: Path, capture: Capture | None, num_drafts: int = 0) -> Engine:
-    engine = Engine.load(path, device="cpu", dtype="float32", max_batch=8, max_model_len=256, num_drafts=num_drafts)
+    engine = Engine.load(
+        path, device="cpu", dtype="float32", max_batch=8, max_model_len=256, num_drafts=num_drafts
+    )
     if capture is not None:
         engine.runner = Runner(engine.loaded.model, engine.cache, capture)
         if engine.speculation.drafter is not None:
-            engine.speculation = Speculation(MtpDrafter(engine.loaded.mtp_layers[0], engine.runner, num_drafts, engine.parallel), 0)
+            engine.speculation = Speculation(
+                MtpDrafter(engine.loaded.mtp_layers[0], engine.runner, num_drafts, engine.parallel),
+                0,
+            )
     return engine
 
 
 def tokens(engine: Engine) -> list[list[int]]:
-    return [done.token_ids for done in sorted(engine.generate(PROMPTS, PARAMS), key=lambda done: done.index)]
+    return [
+        done.token_ids
+        for done in sorted(engine.generate(PROMPTS, PARAMS), key=lambda done: done.index)
+    ]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -74,23 +99,33 @@ def expected(tiny_checkpoint: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("num_drafts", [0, 2])
-def test_static_buffers_change_no_token(tiny_checkpoint: Path, expected: list[list[int]], num_drafts: int) -> None:
-    """Batches of 1 to 8 (24 rows with drafts) shrink and grow, greedy and sampled, through padded steps."""
+def test_static_buffers_change_no_token(
+    tiny_checkpoint: Path, expected: list[list[int]], num_drafts: int
+) -> None:
+    """Batches of 1 to 8 (24 rows with drafts) shrink and grow, greedy and sampled, through padded
+    steps."""
     engine = load(tiny_checkpoint, in_place, num_drafts)
     assert tokens(engine) == expected
     assert engine.runner.why_eager == ""
     assert {rows for rows, _ in engine.runner.draw._sizes} >= {4, 8}, "draws are captured too"
     if engine.speculation.drafter is not None:
-        assert isinstance(engine.speculation.drafter.steps, DecodeSteps), "the MTP layer is captured too"
+        assert isinstance(engine.speculation.drafter.steps, DecodeSteps), (
+            "the MTP layer is captured too"
+        )
         assert engine.speculation.drafter.steps.failure == ""
 
 
-def test_a_failed_capture_is_computed_eagerly_and_says_why(tiny_checkpoint: Path, expected: list[list[int]]) -> None:
+def test_a_failed_capture_is_computed_eagerly_and_says_why(
+    tiny_checkpoint: Path, expected: list[list[int]]
+) -> None:
     engine = load(tiny_checkpoint, refuse)
     with pytest.warns(RuntimeWarning, match="could not be captured"):
         found = tokens(engine)
     assert found == expected
-    assert engine.runner.why_eager == "the decode step could not be captured: operation not permitted when stream is capturing"
+    assert (
+        engine.runner.why_eager
+        == "the decode step could not be captured: operation not permitted when stream is capturing"
+    )
 
 
 def test_rows_left_over_from_a_larger_batch_point_to_nobodys_block() -> None:
@@ -99,7 +134,9 @@ def test_rows_left_over_from_a_larger_batch_point_to_nobodys_block() -> None:
     buffers.fill(DecodeRows(full, full * 2, full * 3, np.full((4, 2), 7)))
     assert buffers.tables.tolist() == [[7, 7]] * 4
     buffers.fill(DecodeRows(full[:1], full[1:2], full[2:3], np.array([[9]])))
-    assert [column.tolist() for column in (buffers.token_ids, buffers.positions, buffers.slots)] == [
+    assert [
+        column.tolist() for column in (buffers.token_ids, buffers.positions, buffers.slots)
+    ] == [
         [1, 0, 0, 0],
         [2, 0, 0, 0],
         [3, 0, 0, 0],
@@ -108,14 +145,21 @@ def test_rows_left_over_from_a_larger_batch_point_to_nobodys_block() -> None:
 
 
 def test_what_is_given_lies_first_and_the_rest_is_padding() -> None:
-    """Of every buffer: three rows of four, then one; lengths in the list that a graph was captured with."""
+    """Of every buffer: three rows of four, then one; lengths in the list that a graph was captured
+    with."""
     buffers = StaticBuffers(4, 16, torch.device("cpu"), torch.ones(1, 8))
     lengths, hidden = buffers.lengths, torch.arange(24.0).view(3, 8)
     for count in (3, 1):
         columns = np.arange(1, 4 * count + 1).reshape(4, count)
         tables = np.arange(1, 2 * count + 1, dtype=np.int32).reshape(count, 2)
-        buffers.fill(DecodeRows(columns[0], columns[1], columns[2], tables, columns[3]), torch.from_numpy(columns[0]), hidden[:count])
-        for buffer, given in zip((buffers.token_ids, buffers.positions, buffers.slots, buffers.states), columns):
+        buffers.fill(
+            DecodeRows(columns[0], columns[1], columns[2], tables, columns[3]),
+            torch.from_numpy(columns[0]),
+            hidden[:count],
+        )
+        for buffer, given in zip(
+            (buffers.token_ids, buffers.positions, buffers.slots, buffers.states), columns
+        ):
             assert buffer.tolist() == [*given, *[0] * (4 - count)]
         assert buffers.tables[:count, :2].tolist() == tables.tolist()
         assert int(buffers.tables.sum()) == tables.sum()
@@ -125,11 +169,15 @@ def test_what_is_given_lies_first_and_the_rest_is_padding() -> None:
 
 @torch.inference_mode()
 def test_rows_that_are_wanted_are_those_of_all(tiny_checkpoint: Path) -> None:
-    """A step for each number of them; who asks for one of so many rows is told the one that makes the fewest."""
+    """A step for each number of them; who asks for one of so many rows is told the one that makes
+    the fewest."""
     engine = load(tiny_checkpoint, None)
     steps = DecodeSteps(engine.loaded.model, engine.cache, in_place)
     rows = DecodeRows(
-        np.array([7, 8, 9]), np.zeros(3, np.int64), np.arange(1, 4) * engine.cache.block_size, np.arange(1, 4, dtype=np.int32)[:, None]
+        np.array([7, 8, 9]),
+        np.zeros(3, np.int64),
+        np.arange(1, 4) * engine.cache.block_size,
+        np.arange(1, 4, dtype=np.int32)[:, None],
     )
     assert steps.kept(3, 1) is None
     whole = steps.run(rows)

@@ -1,4 +1,5 @@
-"""The number of guesses that is chosen, in simulated runs: never slower than none, and nearly as fast as the best number."""
+"""The number of guesses that is chosen, in simulated runs: never slower than none, and nearly as
+fast as the best number."""
 
 import random
 from collections.abc import Callable
@@ -9,9 +10,9 @@ from quantkit.executor.speculation.adaptive_draft_length import COMPUTED, Guessi
 
 
 class Simulated:
-    """Steps of `answers` answers whose guesses are right with a probability; `cost` of computed guesses and rows, and of `reading` what a
-    layer has not read, where that is more tokens of an answer than rows of a step, in steps without. The first `slow` steps take half as
-    long again."""
+    """Steps of `answers` answers whose guesses are right with a probability; `cost` of computed
+    guesses and rows, and of `reading` what a layer has not read, where that is more tokens of an
+    answer than rows of a step, in steps without. The first `slow` steps take half as long again."""
 
     def __init__(
         self,
@@ -23,7 +24,13 @@ class Simulated:
         reading: float = 0.0,
         slow: int = 0,
     ) -> None:
-        self.rate, self.answers, self.cost, self._reading, self._unread = rate, answers, cost, reading, [0] * answers
+        self.rate, self.answers, self.cost, self._reading, self._unread = (
+            rate,
+            answers,
+            cost,
+            reading,
+            [0] * answers,
+        )
         self.guessing = Guessing(most, 0, measured=True)
         self._draw, self._slow = random.Random(seed), slow
         self._checked, self._lengths = self.guessing.drafts, [0] * answers
@@ -37,7 +44,10 @@ class Simulated:
         if self._slow > 0:
             self._slow, seconds = self._slow - 1, 1.5 * seconds
         for answer in range(self.answers):
-            right = next((at for at in range(self._checked) if self._draw.random() >= self.rate), self._checked)
+            right = next(
+                (at for at in range(self._checked) if self._draw.random() >= self.rate),
+                self._checked,
+            )
             if self._checked:
                 guessing.checked(COMPUTED, self._checked, right)
             self._unread[answer] = 0 if guessing.drafts else self._unread[answer] + 1 + right
@@ -61,14 +71,18 @@ class Simulated:
 
     def fixed(self, drafts: int) -> float:
         """Of a token, where every step has as many guesses."""
-        return self.cost(drafts, self.answers * (1 + drafts)) / sum(self.rate**place for place in range(drafts + 1))
+        return self.cost(drafts, self.answers * (1 + drafts)) / sum(
+            self.rate**place for place in range(drafts + 1)
+        )
 
 
 @pytest.mark.parametrize(
-    ("rate", "answers", "each"), [(0.05, 1, 0.0), (0.05, 8, 0.5), (0.4, 8, 0.02), (0.6, 1, 0.5), (0.9, 1, 0.02), (0.9, 8, 0.5)]
+    ("rate", "answers", "each"),
+    [(0.05, 1, 0.0), (0.05, 8, 0.5), (0.4, 8, 0.02), (0.6, 1, 0.5), (0.9, 1, 0.02), (0.9, 8, 0.5)],
 )
 def test_never_slower_than_without(rate: float, answers: int, each: float) -> None:
-    """Guesses right with a probability, a pass of r rows costing 1 + each * r, a guess 0.05: within 2 % of none, 6 % of the best number."""
+    """Guesses right with a probability, a pass of r rows costing 1 + each * r, a guess 0.05: within
+    2 % of none, 6 % of the best number."""
     run = Simulated(rate, answers, 3, lambda drafts, rows: 1 + each * rows + 0.05 * drafts)
     taken, fixed = run.until(4000), [run.fixed(drafts) for drafts in range(4)]
     assert taken <= 1.02 * fixed[0], (run.guessing.drafts, taken, fixed)
@@ -76,8 +90,9 @@ def test_never_slower_than_without(rate: float, answers: int, each: float) -> No
 
 
 def box_of_four(drafts: int, rows: int) -> float:
-    """A step of R1 on four H200 beside one without guesses, one user: its rows by what was measured, and guesses of its layer. Where none
-    were checked the layer reads what it has not read of few steps, by rows of a captured one: a step longer is taken."""
+    """A step of R1 on four H200 beside one without guesses, one user: its rows by what was
+    measured, and guesses of its layer. Where none were checked the layer reads what it has not read
+    of few steps, by rows of a captured one: a step longer is taken."""
     return {1: 2.0 if drafts else 1.0, 2: 1.19, 3: 1.36, 4: 1.5}[rows] + 0.07 * drafts
 
 
@@ -88,8 +103,11 @@ def head_of_eagle(drafts: int, rows: int) -> float:
 
 @pytest.mark.parametrize(("most", "cost"), [(3, box_of_four), (4, head_of_eagle)])
 @pytest.mark.parametrize(("tokens", "most_lost"), [(192, 0.02), (512, 0.01), (4000, 0.0075)])
-def test_guesses_that_are_never_right_cost_little(tokens: int, most_lost: float, most: int, cost: Callable[[int, int], float]) -> None:
-    """From the first token on, where nothing is known of them; over many answers, what chance brings is evened out."""
+def test_guesses_that_are_never_right_cost_little(
+    tokens: int, most_lost: float, most: int, cost: Callable[[int, int], float]
+) -> None:
+    """From the first token on, where nothing is known of them; over many answers, what chance
+    brings is evened out."""
     runs = [Simulated(0.0, 1, most, cost, seed) for seed in range(8)]
     taken = sum(run.until(tokens) for run in runs) / len(runs)
     assert taken <= (1 + most_lost) * cost(0, 1), taken
@@ -97,7 +115,8 @@ def test_guesses_that_are_never_right_cost_little(tokens: int, most_lost: float,
 
 @pytest.mark.parametrize(("rate", "tokens"), [(0.69, 512), (0.85, 512), (0.69, 4000)])
 def test_guesses_that_pay_are_soon_made(rate: float, tokens: int) -> None:
-    """Three guesses of R1's layer, of which 0.69 are right as was published: within 4 % of the best number from the first token on."""
+    """Three guesses of R1's layer, of which 0.69 are right as was published: within 4 % of the best
+    number from the first token on."""
     runs = [Simulated(rate, 1, 3, box_of_four, seed) for seed in range(8)]
     taken = sum(run.until(tokens) for run in runs) / len(runs)
     assert taken <= 1.04 * min(runs[0].fixed(drafts) for drafts in range(4)), taken
@@ -105,16 +124,23 @@ def test_guesses_that_pay_are_soon_made(rate: float, tokens: int) -> None:
 
 @pytest.mark.parametrize(
     ("answers", "steps"),
-    [(8, {8: 10.25, 16: 15.1, 24: 20.2, 32: 22.1}), (32, {32: 22.1, 64: 31.0, 96: 42.5, 128: 43.0})],
+    [
+        (8, {8: 10.25, 16: 15.1, 24: 20.2, 32: 22.1}),
+        (32, {32: 22.1, 64: 31.0, 96: 42.5, 128: 43.0}),
+    ],
 )
 def test_the_number_that_measured_costs_say_is_best(answers: int, steps: dict[int, float]) -> None:
-    """R1 on four H200, milliseconds by rows: of 8 users one guess is best, of 32 three, and two are worse than one for both."""
+    """R1 on four H200, milliseconds by rows: of 8 users one guess is best, of 32 three, and two are
+    worse than one for both."""
 
     def cost(drafts: int, rows: int) -> float:
         return (steps[rows] + 0.8 * drafts) / steps[answers]
 
     runs = [Simulated(0.69, answers, 3, cost, seed) for seed in range(4)]
-    taken, fixed = sum(run.until(512) for run in runs) / len(runs), [runs[0].fixed(drafts) for drafts in range(4)]
+    taken, fixed = (
+        sum(run.until(512) for run in runs) / len(runs),
+        [runs[0].fixed(drafts) for drafts in range(4)],
+    )
     assert fixed[2] > fixed[1]
     assert taken <= 1.02 * min(fixed), (taken, fixed)
 
@@ -130,16 +156,21 @@ def test_guesses_that_become_right_are_made_again() -> None:
 
 
 def rank_of_four(answers: int) -> Callable[[int, int], float]:
-    """22 of R1's layers as one rank of four on an H200, by rows and guesses that are computed, in steps without."""
-    by_rows = {1: {1: 1.0, 2: 1.15, 3: 1.32, 4: 1.45}, 8: {8: 1.0, 16: 1.41, 24: 1.85, 32: 2.05}}[answers]
+    """22 of R1's layers as one rank of four on an H200, by rows and guesses that are computed, in
+    steps without."""
+    by_rows = {1: {1: 1.0, 2: 1.15, 3: 1.32, 4: 1.45}, 8: {8: 1.0, 16: 1.41, 24: 1.85, 32: 2.05}}[
+        answers
+    ]
     return lambda drafts, rows: by_rows[rows] + {1: 0.22, 8: 0.12}[answers] * drafts
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.45])
 @pytest.mark.parametrize(("answers", "reading"), [(1, 10.0), (8, 7.0), (8, 40.0)])
-def test_guesses_that_are_seldom_right_cost_little_where_reading_is_dear(rate: float, answers: int, reading: float) -> None:
-    """As measured: what a layer reads behind a pause takes 20 ms, 130 the first time, which was charged as four steps: 3 and 8 % were lost
-    in 512 tokens. At most 2 % of any answer."""
+def test_guesses_that_are_seldom_right_cost_little_where_reading_is_dear(
+    rate: float, answers: int, reading: float
+) -> None:
+    """As measured: what a layer reads behind a pause takes 20 ms, 130 the first time, which was
+    charged as four steps: 3 and 8 % were lost in 512 tokens. At most 2 % of any answer."""
     runs = [Simulated(rate, answers, 3, rank_of_four(answers), seed, reading) for seed in range(8)]
     taken = max(run.until(512) for run in runs)
     assert taken <= 1.02, taken
@@ -155,7 +186,8 @@ def test_guesses_that_pay_are_begun_again_although_reading_is_dear(reading: floa
 
 
 def test_new_answers_are_guessed_for_without_reading_others() -> None:
-    """Guesses of a text were never right, and to begin anew for its answers costs ten steps. Other answers owe nothing of that."""
+    """Guesses of a text were never right, and to begin anew for its answers costs ten steps. Other
+    answers owe nothing of that."""
     run = Simulated(0.0, 1, 3, rank_of_four(1), reading=10.0)
     run.until(700)
     run.begin_answers()
@@ -169,33 +201,46 @@ PROCESSOR = {
     8: ([39.0, 65.5, 95.0, 107.0, 122.0], 165.0),
     32: ([81.0, 129.0, 187.0, 217.0, 287.0], 165.0),
 }
-"""By users: milliseconds of a step with 0, 1, .. guesses of benchmarks/draft_models.py's draft model, by one thread of an Intel Xeon; of
-reading 1024 tokens."""
+"""By users: milliseconds of a step with 0, 1, .. guesses of benchmarks/draft_models.py's draft
+model, by one thread of an Intel Xeon; of reading 1024 tokens."""
 CARD = {
     1: ([1.48, 2.05, 2.68, 2.97], 8.0),
     3: ([2.20, 3.10, 4.15, 4.90], 7.0),
     8: ([3.08, 4.83, 6.60, 7.55], 11.0),
     32: ([6.70, 9.80, 13.4, 14.1], 17.0),
 }
-"""22 of R1's layers as one rank of four on an H200, guesses of its MTP layer; of reading operator by operator."""
+"""22 of R1's layers as one rank of four on an H200, guesses of its MTP layer; of reading operator
+by operator."""
 
 
-def runs_of(costs: tuple[list[float], float], users: int, rate: float, slow: int) -> list[Simulated]:
-    """Steps between two numbers of guesses: a guess of what is made costs a tenth of a step without, the rest are rows."""
+def runs_of(
+    costs: tuple[list[float], float], users: int, rate: float, slow: int
+) -> list[Simulated]:
+    """Steps between two numbers of guesses: a guess of what is made costs a tenth of a step
+    without, the rest are rows."""
     (plain, *others), reading = costs
-    by_rows = {users * (1 + place): ms / plain - 0.1 * place for place, ms in enumerate([plain, *others])}
+    by_rows = {
+        users * (1 + place): ms / plain - 0.1 * place for place, ms in enumerate([plain, *others])
+    }
 
     def cost(drafts: int, rows: int) -> float:
         return by_rows[rows] + 0.1 * drafts
 
-    return [Simulated(rate, users, len(others), cost, seed, reading / plain, slow) for seed in range(5)]
+    return [
+        Simulated(rate, users, len(others), cost, seed, reading / plain, slow) for seed in range(5)
+    ]
 
 
-@pytest.mark.parametrize(("costs", "users"), [(costs, users) for costs in (PROCESSOR, CARD) for users in costs])
+@pytest.mark.parametrize(
+    ("costs", "users"), [(costs, users) for costs in (PROCESSOR, CARD) for users in costs]
+)
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.36, 0.5, 0.69, 0.81])
-def test_measured_costs(costs: dict[int, tuple[list[float], float]], users: int, rate: float) -> None:
-    """At most 2 % are lost of any answer of 512 tokens, though the machine was slow at first. In those behind it guesses that clearly pay
-    bring nearly all that the best number brings, and what pays little is found less often."""
+def test_measured_costs(
+    costs: dict[int, tuple[list[float], float]], users: int, rate: float
+) -> None:
+    """At most 2 % are lost of any answer of 512 tokens, though the machine was slow at first. In
+    those behind it guesses that clearly pay bring nearly all that the best number brings, and what
+    pays little is found less often."""
     runs = runs_of(costs[users], users, rate, slow=3)
     taken = [run.until(512) for run in runs]
     assert max(taken) <= 1.02, taken
@@ -203,5 +248,8 @@ def test_measured_costs(costs: dict[int, tuple[list[float], float]], users: int,
         run.seconds, run.tokens = 0.0, 0
     later = [run.until(1536) for run in runs]
     assert max(later) <= 1.02, later
-    mean, best = sum(later) / len(later), min(runs[0].fixed(drafts) for drafts in range(len(costs[users][0])))
+    mean, best = (
+        sum(later) / len(later),
+        min(runs[0].fixed(drafts) for drafts in range(len(costs[users][0]))),
+    )
     assert best / mean >= (0.97 if best < 0.9 or rate == 0.69 else 0.92), (best, later)

@@ -1,4 +1,5 @@
-"""How many tokens are guessed is chosen by what guesses brought and steps cost; where they come from changes no token."""
+"""How many tokens are guessed is chosen by what guesses brought and steps cost; where they come
+from changes no token."""
 
 import itertools
 import json
@@ -31,7 +32,14 @@ PROMPTS = [[40 + i, 5, 6, 7, 8, 9] * 6 for i in range(5)]
 
 def params(temperature: float) -> list[SamplingParams]:
     return [
-        SamplingParams(max_new_tokens=24 + i, temperature=temperature, top_p=0.95, seed=i, ignore_eos=True, frequency_penalty=0.1 * (i % 2))
+        SamplingParams(
+            max_new_tokens=24 + i,
+            temperature=temperature,
+            top_p=0.95,
+            seed=i,
+            ignore_eos=True,
+            frequency_penalty=0.1 * (i % 2),
+        )
         for i in range(len(PROMPTS))
     ]
 
@@ -62,24 +70,44 @@ def test_lookup_is_that_of_a_plain_search() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "temperature"), [({"num_looked_up": 4}, 0.0), ({"num_looked_up": 3, "num_drafts": 2, "cache_tokens": 512}, 0.7)]
+    ("options", "temperature"),
+    [
+        ({"num_looked_up": 4}, 0.0),
+        ({"num_looked_up": 3, "num_drafts": 2, "cache_tokens": 512}, 0.7),
+    ],
 )
 def test_tokens_are_those_without_guesses(options: dict[str, int], temperature: float) -> None:
-    """tiny-r1's reasoning repeats the question's numbers. torch's float32 products give a row other bits in a step of other rows, with
-    each number of threads others: logits differ by up to 4e-3, and no token does. One answer has two tokens of 0.5003 and 0.4997."""
-    plain, guessing = (load(find_model("tiny-r1"), max_model_len=192, **given) for given in ({}, options))
-    asked = [plain.tokenizer.encode_chat([{"role": "user", "content": f"What is {3 + i}+{41 + 17 * i}?"}]) for i in range(4)]
-    given = [replace(one, max_new_tokens=48, frequency_penalty=0.0) for one in params(temperature)[:4]]
-    found = [[one.token_ids for one in sorted(engine.generate(asked, given), key=lambda one: one.index)] for engine in (plain, guessing)]
+    """tiny-r1's reasoning repeats the question's numbers. torch's float32 products give a row other
+    bits in a step of other rows, with
+    each number of threads others: logits differ by up to 4e-3, and no token does. One answer has
+    two tokens of 0.5003 and 0.4997."""
+    plain, guessing = (
+        load(find_model("tiny-r1"), max_model_len=192, **given) for given in ({}, options)
+    )
+    asked = [
+        plain.tokenizer.encode_chat(
+            [{"role": "user", "content": f"What is {3 + i}+{41 + 17 * i}?"}]
+        )
+        for i in range(4)
+    ]
+    given = [
+        replace(one, max_new_tokens=48, frequency_penalty=0.0) for one in params(temperature)[:4]
+    ]
+    found = [
+        [one.token_ids for one in sorted(engine.generate(asked, given), key=lambda one: one.index)]
+        for engine in (plain, guessing)
+    ]
     assert found[0] == found[1]
     assert guessing.speculation.guessing.rates[LOOKUP].seen
     assert 0 < guessing.speculation.acceptance.accepted < guessing.speculation.acceptance.drafted
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_the_layer_catches_up(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
-    """Where guesses were switched off for a while, those after it are the ones that were made without a pause; read as a prompt, or by the
-    rows of a step that is captured already."""
+def test_the_layer_catches_up(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, captured: bool
+) -> None:
+    """Where guesses were switched off for a while, those after it are the ones that were made
+    without a pause; read as a prompt, or by the rows of a step that is captured already."""
     always = load(tiny_checkpoint, max_model_len=128, num_drafts=1)
     expected = tokens(always, params(0.0))
     paused = load(tiny_checkpoint, max_model_len=128, num_drafts=1)
@@ -105,7 +133,9 @@ def test_the_layer_catches_up(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyP
 
     def choose(self: Guessing) -> tuple[int, int]:
         steps["all"] += 1
-        return (0 if steps["all"] % (6 if captured else 14) > 3 else 1), 0  # what is behind after two steps fits in a step of guesses
+        return (
+            0 if steps["all"] % (6 if captured else 14) > 3 else 1
+        ), 0  # what is behind after two steps fits in a step of guesses
 
     monkeypatch.setattr(Guessing, "choose", choose)
     assert tokens(paused, params(0.0)) == expected
@@ -113,13 +143,17 @@ def test_the_layer_catches_up(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyP
         assert read["rows"] > 4 * read["passes"] > 0, "most of what was behind came by rows"
     both = seen["always"].keys() & seen["paused"].keys()
     assert len(both) > 20
-    assert sum(seen["always"][at] == seen["paused"][at] for at in both) >= 0.95 * len(both), "the cache is bfloat16: a tie may turn"
+    assert sum(seen["always"][at] == seen["paused"][at] for at in both) >= 0.95 * len(both), (
+        "the cache is bfloat16: a tie may turn"
+    )
 
 
 @pytest.mark.parametrize("by_rows", [True, False])
-def test_rows_of_what_is_behind_leave_those_of_the_pass(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, by_rows: bool) -> None:
-    """As many rows, of the same sequences, with drafts of another source among those of the pass; and no rows where a sequence would have
-    more of them than there are with guesses."""
+def test_rows_of_what_is_behind_leave_those_of_the_pass(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, by_rows: bool
+) -> None:
+    """As many rows, of the same sequences, with drafts of another source among those of the pass;
+    and no rows where a sequence would have more of them than there are with guesses."""
     engine = load(tiny_checkpoint, max_model_len=128, num_drafts=4)
     drafter: Any = engine.speculation.drafter
     drafter.steps = DecodeSteps(drafter.mtp, engine.cache, lambda step, lengths: step)
@@ -146,7 +180,10 @@ def test_rows_of_what_is_behind_leave_those_of_the_pass(tiny_checkpoint: Path, m
     width = max(len(one.blocks) for one in owners)
     engine.step()
     assert [len(positions) for positions, _ in seen] == [6] * (1 + by_rows)
-    assert seen[-1] == ([*range(start[0], start[0] + 5), start[1]], [one.blocks + [0] * (width - len(one.blocks)) for one in owners])
+    assert seen[-1] == (
+        [*range(start[0], start[0] + 5), start[1]],
+        [one.blocks + [0] * (width - len(one.blocks)) for one in owners],
+    )
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, drafter: Any) -> Counter[str]:
@@ -155,7 +192,11 @@ def counted(monkeypatch: pytest.MonkeyPatch, drafter: Any) -> Counter[str]:
 
     def reading() -> None:
         with monkeypatch.context() as inside:
-            inside.setattr(drafter.steps, "run", lambda *given, **named: found.update(["rows"]) or step(*given, **named))
+            inside.setattr(
+                drafter.steps,
+                "run",
+                lambda *given, **named: found.update(["rows"]) or step(*given, **named),
+            )
             inside.setattr(drafter, "mtp", lambda *given: found.update(["passes"]) or mtp(*given))
             catch_up()
 
@@ -163,8 +204,11 @@ def counted(monkeypatch: pytest.MonkeyPatch, drafter: Any) -> Counter[str]:
     return found
 
 
-def test_a_layer_without_guesses_reads_in_large_passes(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of it is computed in a step without guesses: neither the layer, nor what it makes of hidden states."""
+def test_a_layer_without_guesses_reads_in_large_passes(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it is computed in a step without guesses: neither the layer, nor what it makes of
+    hidden states."""
     engine = load(tiny_checkpoint, max_model_len=128, num_drafts=1)
     drafter: Any = engine.speculation.drafter
     read: list[int] = []
@@ -186,14 +230,19 @@ def test_a_layer_without_guesses_reads_in_large_passes(tiny_checkpoint: Path, mo
     assert read == [len(PROMPTS[0]), 40, 1], "what was behind at once, then the step's own"
 
 
-def test_what_fell_far_behind_is_not_read_and_not_guessed_for(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long guesses are off, they cost nothing; who came later is guessed for, and so is who was computed again."""
+def test_what_fell_far_behind_is_not_read_and_not_guessed_for(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long guesses are off, they cost nothing; who came later is guessed for, and so is who
+    was computed again."""
     monkeypatch.setattr("quantkit.executor.speculation.draft_backlog._MOST", 8)
     engine = load(tiny_checkpoint, max_model_len=256, num_drafts=1)
     drafter: Any = engine.speculation.drafter
     read: list[int] = []
     states = drafter._states
-    monkeypatch.setattr(drafter, "_states", lambda hidden: read.append(len(hidden)) or states(hidden))
+    monkeypatch.setattr(
+        drafter, "_states", lambda hidden: read.append(len(hidden)) or states(hidden)
+    )
     engine.speculation.make(0, 0)
     asked = SamplingParams(max_new_tokens=96, ignore_eos=True)
     old = engine.submit(PROMPTS[0], asked)
@@ -202,7 +251,9 @@ def test_what_fell_far_behind_is_not_read_and_not_guessed_for(tiny_checkpoint: P
     recent = engine.submit(PROMPTS[1], asked, 1)
     while not recent.generated:
         engine.step()
-    assert read == [len(PROMPTS[0]), len(PROMPTS[1])], "nothing of the answer, though more than eight tokens of it came"
+    assert read == [len(PROMPTS[0]), len(PROMPTS[1])], (
+        "nothing of the answer, though more than eight tokens of it came"
+    )
     engine.speculation.make(1, 0)
     drafted = Counter[int]()
     for _ in range(6):
@@ -242,20 +293,26 @@ def test_rates_are_of_guesses_whose_predecessors_were_right() -> None:
 @torch.inference_mode()
 def test_a_measured_engine_answers_the_same(tiny_checkpoint: Path) -> None:
     asked = params(0.0)
-    engine = load(tiny_checkpoint, max_model_len=128, num_drafts=2, num_looked_up=3, measure_steps=True)
+    engine = load(
+        tiny_checkpoint, max_model_len=128, num_drafts=2, num_looked_up=3, measure_steps=True
+    )
     plain = tokens(load(tiny_checkpoint, max_model_len=128), asked)
     for _ in range(2):
         assert tokens(engine, asked) == plain
     assert engine.speculation.guessing.costs[1].by_rows()
 
 
-def test_steps_on_a_processor_take_what_their_thread_computes(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_on_a_processor_take_what_their_thread_computes(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What else the machine does is no cost of guesses."""
     engine = load(tiny_checkpoint, max_model_len=128, num_drafts=1, measure_steps=True)
     decode, seconds = engine.runner.decode, list[float]()
     monkeypatch.setattr(engine.runner, "decode", lambda *given: time.sleep(0.5) or decode(*given))
     stepped = Guessing.stepped
-    monkeypatch.setattr(Guessing, "stepped", lambda self, *told: seconds.append(told[3]) or stepped(self, *told))
+    monkeypatch.setattr(
+        Guessing, "stepped", lambda self, *told: seconds.append(told[3]) or stepped(self, *told)
+    )
     list(engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=4, ignore_eos=True)))
     assert len(seconds) > 1
     assert 0 < max(seconds) < 0.4
@@ -277,17 +334,23 @@ def test_the_other_ranks_guess_as_many() -> None:
     assert called == [(2, 5), "step"]
 
 
-@pytest.mark.parametrize("asked", [{"num_drafts": 129}, {"num_looked_up": 100_000}, {"num_looked_up": -1}])
+@pytest.mark.parametrize(
+    "asked", [{"num_drafts": 129}, {"num_looked_up": 100_000}, {"num_looked_up": -1}]
+)
 def test_guesses_that_no_step_can_check_are_refused(asked: dict[str, int]) -> None:
     (count,) = asked.values()
-    with pytest.raises(QuantkitError, match=f"^{count} guesses a step are asked for; use 0 to {MAX_GUESSES}$"):
+    with pytest.raises(
+        QuantkitError, match=f"^{count} guesses a step are asked for; use 0 to {MAX_GUESSES}$"
+    ):
         Engine.load(find_model("tiny-r1"), **asked)  # type: ignore[arg-type]
 
 
 def test_rates_are_summed_once_for_all_numbers_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A choice looks at each number that may be looked up."""
     summed, places = Rates._summed, []
-    monkeypatch.setattr(Rates, "_summed", lambda self, most: places.append(most) or summed(self, most))
+    monkeypatch.setattr(
+        Rates, "_summed", lambda self, most: places.append(most) or summed(self, most)
+    )
     rates = Rates()
     rates.add(4, 2)
     found = [rates.expected(count) for count in range(MAX_GUESSES + 1)]

@@ -1,5 +1,5 @@
-"""How many tokens of prompts a step computes where nobody chose: more of models with keys and values and of a mixture over latents, where
-memory is left for them."""
+"""How many tokens of prompts a step computes where nobody chose: more of models with keys and
+values and of a mixture over latents, where memory is left for them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,13 @@ import torch
 from quantkit.common.errors import QuantkitError
 from quantkit.executor import memory_budget
 from quantkit.executor.cache.cache import plan_cache
-from quantkit.executor.memory_budget import LONG_PREFILL_TOKENS, PREFILL_TOKENS, long_step_bytes, plan_beside, prefill_tokens
+from quantkit.executor.memory_budget import (
+    LONG_PREFILL_TOKENS,
+    PREFILL_TOKENS,
+    long_step_bytes,
+    plan_beside,
+    prefill_tokens,
+)
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.models.architecture import CompressedCache, KeyValueCache
@@ -32,11 +38,15 @@ def free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(memory_budget, "free_bytes", lambda device: count)
 
 
-def test_a_mixture_over_latents_has_long_steps_where_memory_is_left(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixture_over_latents_has_long_steps_where_memory_is_left(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     needed = long_step_bytes(loaded)
     assert needed is not None
     rows = LONG_PREFILL_TOKENS * loaded.config.hidden_size * 2
-    assert needed > rows * 2 * (loaded.config.routing.num_experts_per_tok + 1)  # what experts read and write of every pair
+    assert needed > rows * 2 * (
+        loaded.config.routing.num_experts_per_tok + 1
+    )  # what experts read and write of every pair
     plan = plan_cache(bytes_per_token=loaded.cache_token_bytes, free_bytes=1 << 34, device_type="cuda", max_batch=2, context_len=512,
                       max_model_len=None, cache_tokens=None)  # fmt: skip
     held = plan.num_blocks * plan.block_size * loaded.cache_token_bytes
@@ -60,21 +70,34 @@ def test_others_have_the_steps_that_their_device_has(loaded: LoadedModel) -> Non
     for kind in ("cpu", "npu"):
         assert long_step_bytes(replace(loaded, device=SimpleNamespace(type=kind))) is None
     asked = loaded.config.routing
-    others: list[tuple[Any, Any, Any]] = [(replace(cache, index_dim=32), asked, None), (cache, None, None)]
+    others: list[tuple[Any, Any, Any]] = [
+        (replace(cache, index_dim=32), asked, None),
+        (cache, None, None),
+    ]
     others += [(KeyValueCache(2, 16), None, DeltaNet), (CompressedCache, asked, None)]
     for held, routing, recurrent in others:
         config = SimpleNamespace(cache=held, routing=routing, recurrent=recurrent, hidden_size=256)
         assert long_step_bytes(replace(loaded, config=config)) is None
 
 
-def test_models_with_keys_and_values_have_long_steps_too(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Qwen3-8B's sizes: of a token 4096 numbers of 16 bits in eight rows, and 12,288 three times."""
-    config = SimpleNamespace(cache=KeyValueCache(8, 128), routing=None, recurrent=None, hidden_size=4096)
+def test_models_with_keys_and_values_have_long_steps_too(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3-8B's sizes: of a token 4096 numbers of 16 bits in eight rows, and 12,288 three
+    times."""
+    config = SimpleNamespace(
+        cache=KeyValueCache(8, 128), routing=None, recurrent=None, hidden_size=4096
+    )
     dense = replace(loaded, config=config)  # type: ignore[arg-type]
     needed = long_step_bytes(dense)
     assert needed is not None
     assert needed > LONG_PREFILL_TOKENS * 2 * (8 * 4096 + 3 * 12288)
-    mixture = replace(dense, config=SimpleNamespace(**{**vars(config), "routing": loaded.config.routing, "hidden_size": 2048}))
+    mixture = replace(
+        dense,
+        config=SimpleNamespace(
+            **{**vars(config), "routing": loaded.config.routing, "hidden_size": 2048}
+        ),
+    )
     assert long_step_bytes(mixture) != needed
     plan = SimpleNamespace(num_blocks=0, block_size=64)
     monkeypatch.setattr(LoadedModel, "cache_token_bytes", 1)
@@ -83,7 +106,9 @@ def test_models_with_keys_and_values_have_long_steps_too(loaded: LoadedModel, mo
         assert prefill_tokens(dense, plan) == tokens  # type: ignore[arg-type]
 
 
-def test_the_cache_leaves_room_and_nothing_is_refused_for_it(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_leaves_room_and_nothing_is_refused_for_it(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     needed = long_step_bytes(loaded)
     assert needed is not None
     per_block = 64 * loaded.cache_token_bytes
@@ -96,7 +121,9 @@ def test_the_cache_leaves_room_and_nothing_is_refused_for_it(loaded: LoadedModel
     assert abs(0.9 * whole - (chosen.num_blocks - 1) * per_block) < 2 * per_block
     few = 3 * needed  # a third of it for steps would be too much
     free(monkeypatch, few)
-    assert abs(0.9 * few - (plan_beside(loaded, options).num_blocks - 1) * per_block) < 2 * per_block
+    assert (
+        abs(0.9 * few - (plan_beside(loaded, options).num_blocks - 1) * per_block) < 2 * per_block
+    )
     # A context that fits beside short steps only.
     long = replace(loaded, config=replace(loaded.config, max_position_embeddings=1 << 40))  # type: ignore[type-var]
     free(monkeypatch, whole)

@@ -14,7 +14,14 @@ from quantkit_kernels import cpu as cpu_backend
 from quantkit_kernels import silu_and_mul
 
 from quantkit.checkpoint import shards
-from quantkit.checkpoint.formats import awq, compressed_fp4, compressed_int4, compressed_int8, modelopt, modelslim
+from quantkit.checkpoint.formats import (
+    awq,
+    compressed_fp4,
+    compressed_int4,
+    compressed_int8,
+    modelopt,
+    modelslim,
+)
 from quantkit.checkpoint.formats.base import Format
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
@@ -42,7 +49,12 @@ SIZE = 4
 @pytest.fixture(scope="module", params=CASES)
 def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = make_model.tiny_config()
-    return write_packed(tmp_path_factory.mktemp("packed") / "model", config, make_model.random_tensors(config), *CASES[request.param])
+    return write_packed(
+        tmp_path_factory.mktemp("packed") / "model",
+        config,
+        make_model.random_tensors(config),
+        *CASES[request.param],
+    )
 
 
 def load(path: Path, rank: int) -> LoadedModel:
@@ -51,7 +63,8 @@ def load(path: Path, rank: int) -> LoadedModel:
 
 
 def stored_bytes(loaded: LoadedModel, *splits: str) -> int:
-    """Of the tensors that the file holds of the model's parameters with these splits, but the MTP layer's."""
+    """Of the tensors that the file holds of the model's parameters with these splits, but the MTP
+    layer's."""
     checkpoint, found = loaded.checkpoint, 0
     for row in loaded.weights._parameters.values():
         if row.split in splits and not row.mtp:
@@ -61,11 +74,15 @@ def stored_bytes(loaded: LoadedModel, *splits: str) -> int:
 
 
 def test_a_rank_reads_its_share(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of what four ranks share out, beside it only the scales per channel of linears cut along their inputs."""
+    """A quarter of what four ranks share out, beside it only the scales per channel of linears cut
+    along their inputs."""
     monkeypatch.setattr(shards, "SMALLEST_PIECE", 1)
     for rank in range(SIZE):
         loaded = load(packed, rank)
-        common, shared = stored_bytes(loaded, "replicate"), stored_bytes(loaded, "column", "row", "gathered")
+        common, shared = (
+            stored_bytes(loaded, "replicate"),
+            stored_bytes(loaded, "column", "row", "gathered"),
+        )
         assert shared > 2 * common, "most of the model is shared out"
         least = common + shared / SIZE
         assert least <= loaded.checkpoint.bytes_read < common + 1.1 * shared / SIZE
@@ -74,7 +91,10 @@ def test_a_rank_reads_its_share(packed: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_rows_are_read_whole_where_their_pieces_are_small(packed: Path) -> None:
     """The same bytes at most as without ranks, and fewer: what lies together is read alone."""
     loaded = load(packed, 1)
-    common, shared = stored_bytes(loaded, "replicate"), stored_bytes(loaded, "column", "row", "gathered")
+    common, shared = (
+        stored_bytes(loaded, "replicate"),
+        stored_bytes(loaded, "column", "row", "gathered"),
+    )
     assert common + shared / SIZE < loaded.checkpoint.bytes_read < common + 0.8 * shared
 
 
@@ -83,22 +103,46 @@ def test_shares_are_those_of_the_whole_weight(packed: Path) -> None:
     down, up = "model.layers.1.mlp.experts.3.down_proj", "model.layers.1.mlp.experts.3.up_proj"
     shares = [load(packed, rank).weights for rank in range(SIZE)]
     for module, dim in ((down, 1), (up, 0)):
-        assert torch.equal(torch.cat([share.dequantized(module) for share in shares], dim=dim), whole.weights.dequantized(module))
+        assert torch.equal(
+            torch.cat([share.dequantized(module) for share in shares], dim=dim),
+            whole.weights.dequantized(module),
+        )
 
 
-def test_each_model_of_a_process_computes_by_its_own_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that is loaded last does not decide for the one before it, nor for what computes without a model."""
+def test_each_model_of_a_process_computes_by_its_own_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that is loaded last does not decide for the one before it, nor for what computes
+    without a model."""
     by_cpu: list[str] = []
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64}
-    sizes = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "rms_norm_eps": 1e-6}
-    path = write_random(tmp_path / "model", {"model_type": "qwen3", "rope_theta": 1e4, **heads, **sizes})
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 64,
+    }
+    sizes = {
+        "vocab_size": 320,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "rms_norm_eps": 1e-6,
+    }
+    path = write_random(
+        tmp_path / "model", {"model_type": "qwen3", "rope_theta": 1e4, **heads, **sizes}
+    )
 
     def counted(operator: str, run: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *given: by_cpu.append(operator) or run(*given)  # type: ignore[func-returns-value]
 
     for operator in ("gqa_prefill", "silu_and_mul"):
-        monkeypatch.setattr(cpu_backend, operator, counted(operator, getattr(cpu_backend, operator)))
-    models = {asked: load_model(path, device="cpu", dtype="float32", backend=asked).model for asked in ("reference", "auto")}
+        monkeypatch.setattr(
+            cpu_backend, operator, counted(operator, getattr(cpu_backend, operator))
+        )
+    models = {
+        asked: load_model(path, device="cpu", dtype="float32", backend=asked).model
+        for asked in ("reference", "auto")
+    }
     ids, found = torch.arange(5, 25), {}
     for asked in ("reference", "auto", "reference"):
         by_cpu.clear()
@@ -113,12 +157,17 @@ def test_each_model_of_a_process_computes_by_its_own_backend(tmp_path: Path, mon
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_model_that_computes_no_numbers_is_refused(tmp_path: Path, tp: int) -> None:
-    """A NaN makes every logit one, and the likeliest token of these the first: answers were empty, and nobody was told."""
+    """A NaN makes every logit one, and the likeliest token of these the first: answers were empty,
+    and nobody was told."""
     config = make_model.tiny_config()
     tensors = make_model.random_tensors(config)
     tensors["model.layers.0.self_attn.o_proj.weight"][3, 5] = float("nan")
     path = make_model.write_dense(tmp_path / "nan", config, tensors)
-    with pytest.raises(QuantkitError, match=r"nan computes logits that are no numbers in float32; quantkit check .*nan names the tensor"):
+    with pytest.raises(
+        QuantkitError,
+        match=r"nan computes logits that are no numbers in float32; quantkit check .*nan names the "
+        r"tensor",
+    ):
         Engine.load(path, device="cpu", dtype="float32", tp=tp)
 
 
@@ -130,5 +179,7 @@ def test_a_model_of_transformers_that_computes_no_numbers_is_refused(tmp_path: P
     model.save_pretrained(tmp_path)
     make_model.write_tokenizer(tmp_path, 211)
     engine = open_engine(EngineOptions(tmp_path, device="cpu"))
-    with pytest.raises(QuantkitError, match="the model's logits are not numbers; quantkit check names the tensor"):
+    with pytest.raises(
+        QuantkitError, match="the model's logits are not numbers; quantkit check names the tensor"
+    ):
         list(engine.stream([5, 6], SamplingParams(max_new_tokens=2)))

@@ -1,4 +1,5 @@
-"""Inputs of 60 000 tokens: planned, scheduled in chunks, and attended to as far back as they reach."""
+"""Inputs of 60 000 tokens: planned, scheduled in chunks, and attended to as far back as they
+reach."""
 
 from pathlib import Path
 
@@ -31,14 +32,21 @@ def r1_plan(free_gb: float, max_batch: int = 64) -> dict[str, int]:
 
 
 def test_r1_beside_its_weights_has_room_for_long_inputs() -> None:
-    """A card of 64 GB that holds 44 GB of weights: several such inputs at once, within nine tenths of what is left."""
+    """A card of 64 GB that holds 44 GB of weights: several such inputs at once, within nine tenths
+    of what is left."""
     plan = r1_plan(free_gb=19)
     assert plan["tokens"] >= 3 * (INPUT + OUTPUT)
-    assert plan["bytes"] <= 0.9 * 19e9 + 2 * 64 * R1_BYTES_PER_TOKEN  # the padding block, and rounding up to a whole one
-    assert r1_plan(free_gb=400, max_batch=2)["tokens"] < 2 * (INPUT + OUTPUT + 64), "no more than the batch can use"
+    assert (
+        plan["bytes"] <= 0.9 * 19e9 + 2 * 64 * R1_BYTES_PER_TOKEN
+    )  # the padding block, and rounding up to a whole one
+    assert r1_plan(free_gb=400, max_batch=2)["tokens"] < 2 * (INPUT + OUTPUT + 64), (
+        "no more than the batch can use"
+    )
 
 
-def test_a_long_prompt_is_prefilled_in_chunks_and_gives_everything_back(tiny_dense_checkpoint: Path) -> None:
+def test_a_long_prompt_is_prefilled_in_chunks_and_gives_everything_back(
+    tiny_dense_checkpoint: Path,
+) -> None:
     plan = plan_cache(
         bytes_per_token=1,
         free_bytes=10**6,
@@ -50,7 +58,9 @@ def test_a_long_prompt_is_prefilled_in_chunks_and_gives_everything_back(tiny_den
     )
     scheduler = Scheduler(plan, max_batch=1, prefill_tokens=CHUNK)
     params = SamplingParams(max_new_tokens=3, ignore_eos=True)
-    sequence = Sequence(0, [5] * INPUT, params, ChatTokenizer(tiny_dense_checkpoint), INPUT + OUTPUT, streams=False)
+    sequence = Sequence(
+        0, [5] * INPUT, params, ChatTokenizer(tiny_dense_checkpoint), INPUT + OUTPUT, streams=False
+    )
     scheduler.add(sequence)
     lengths = []
     while sequence.num_cached < INPUT:
@@ -68,12 +78,22 @@ def test_a_long_prompt_is_prefilled_in_chunks_and_gives_everything_back(tiny_den
 
 @torch.inference_mode()
 @pytest.mark.parametrize("new", [1, 9])
-def test_absorbed_decoding_is_expanded_prefill_at_60k(tiny_dense_checkpoint: Path, new: int) -> None:
-    """Two ways to the last token's hidden state: keys expanded in parts and merged, and one pass over the latents as they are."""
+def test_absorbed_decoding_is_expanded_prefill_at_60k(
+    tiny_dense_checkpoint: Path, new: int
+) -> None:
+    """Two ways to the last token's hidden state: keys expanded in parts and merged, and one pass
+    over the latents as they are."""
     loaded = load_model(tiny_dense_checkpoint, device="cpu", dtype="float32")
     config = loaded.config
     blocks = torch.randperm(-(-INPUT // 64), generator=torch.Generator().manual_seed(1)) + 1
-    cache = PagedCache(config.num_hidden_layers, len(blocks) + 1, config.cache_width, block_size=64, dtype=torch.float32, device="cpu")
+    cache = PagedCache(
+        config.num_hidden_layers,
+        len(blocks) + 1,
+        config.cache_width,
+        block_size=64,
+        dtype=torch.float32,
+        device="cpu",
+    )
     generator = torch.Generator().manual_seed(2)
     for layer in cache.layers:
         layer.normal_(generator=generator)

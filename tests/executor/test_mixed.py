@@ -1,4 +1,5 @@
-"""Answers and prompts in one pass, with chunks as measured: tokens are those of computing apart, and nobody waits for a long prompt."""
+"""Answers and prompts in one pass, with chunks as measured: tokens are those of computing apart,
+and nobody waits for a long prompt."""
 
 import threading
 from collections import defaultdict
@@ -21,8 +22,19 @@ from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import ScheduledStep, StepBudget
 from quantkit.executor.scheduler.sequence import Sequence
 
-PROMPTS = [[7 + i] * 4 + list(range(20, 20 + length)) for i, length in enumerate((3, 9, 120, 30, 200, 64))]
-PARAMS = [SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=(i % 2) * 0.8, seed=i, repetition_penalty=1.1) for i in range(6)]
+PROMPTS = [
+    [7 + i] * 4 + list(range(20, 20 + length)) for i, length in enumerate((3, 9, 120, 30, 200, 64))
+]
+PARAMS = [
+    SamplingParams(
+        max_new_tokens=12,
+        ignore_eos=True,
+        temperature=(i % 2) * 0.8,
+        seed=i,
+        repetition_penalty=1.1,
+    )
+    for i in range(6)
+]
 
 
 def tokens(engine: Engine) -> list[list[int]]:
@@ -31,8 +43,12 @@ def tokens(engine: Engine) -> list[list[int]]:
     return [one.token_ids for one in done]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_drafts": 2, "prefix_cache": True, "cache_tokens": 512}])
-def test_tokens_are_those_of_passes_apart(tiny_checkpoint: Path, options: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"num_drafts": 2, "prefix_cache": True, "cache_tokens": 512}]
+)
+def test_tokens_are_those_of_passes_apart(
+    tiny_checkpoint: Path, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = load(tiny_checkpoint, max_model_len=320, **options)
     assert engine.scheduler.budget == StepBudget(1024, 1024), "nothing is measured unless asked for"
     apart = tokens(engine)
@@ -53,7 +69,8 @@ def test_tokens_are_those_of_passes_apart(tiny_checkpoint: Path, options: dict[s
 
 @torch.inference_mode()
 def test_a_mixed_pass_computes_what_two_do(tiny_checkpoint: Path) -> None:
-    """Logits and hidden states to 1e-5, and what the layers keep, but for the last place of bfloat16."""
+    """Logits and hidden states to 1e-5, and what the layers keep, but for the last place of
+    bfloat16."""
     found = []
     for mixed in (False, True):
         engine = load(tiny_checkpoint)
@@ -65,16 +82,24 @@ def test_a_mixed_pass_computes_what_two_do(tiny_checkpoint: Path) -> None:
         assert (len(step.decode), len(step.prefill)) == (1, 1)
         passes = [engine._compute(one) for one in step.passes(mixed)]
         assert len(passes) == 2 - mixed
-        cached = [part.clone()[1:] for layer in engine.cache.layers for part in ([layer] if isinstance(layer, torch.Tensor) else layer)]
+        cached = [
+            part.clone()[1:]
+            for layer in engine.cache.layers
+            for part in ([layer] if isinstance(layer, torch.Tensor) else layer)
+        ]
         used = [part.flatten(0, 1)[: len(PROMPTS[2]) + 1] for part in cached]
         logits = torch.cat([one.logits for one in passes if one.logits is not None])
         found.append([torch.cat([one.hidden for one in passes]), logits, *used])
     for ours, theirs in zip(*found):
-        last_place = 2**-7 if ours.dtype == torch.bfloat16 else 0  # where what is kept lies halfway between two
+        last_place = (
+            2**-7 if ours.dtype == torch.bfloat16 else 0
+        )  # where what is kept lies halfway between two
         torch.testing.assert_close(ours, theirs, rtol=last_place, atol=1e-5)
 
 
-def test_a_pass_that_fails_for_one_fails_for_nobody_else(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_fails_for_one_fails_for_nobody_else(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = load(tiny_checkpoint)
     alone = tokens(engine)
     engine.scheduler.budget = StepBudget(512, 16, mixed=True)
@@ -88,24 +113,37 @@ def test_a_pass_that_fails_for_one_fails_for_nobody_else(tiny_checkpoint: Path, 
     monkeypatch.setattr(Engine, "_compute", broken)
     done = sorted(engine.generate(PROMPTS, PARAMS), key=lambda one: one.index)
     assert [one.finish_reason for one in done] == ["length"] * 4 + ["error", "length"]
-    assert [one.token_ids for one in done if one.index != 4] == [one for index, one in enumerate(alone) if index != 4]
+    assert [one.token_ids for one in done if one.index != 4] == [
+        one for index, one in enumerate(alone) if index != 4
+    ]
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_answers_go_on_while_a_long_prompt_is_computed(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, mixed: bool) -> None:
-    """On a real server: eight answers get a token in every step, and a step computes no more of the prompt than its budget."""
+def test_answers_go_on_while_a_long_prompt_is_computed(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, mixed: bool
+) -> None:
+    """On a real server: eight answers get a token in every step, and a step computes no more of the
+    prompt than its budget."""
     engine = load(tiny_checkpoint, max_batch=16, max_model_len=1024)
     engine.scheduler.budget = StepBudget(512, 32, mixed=mixed)
     steps: list[tuple[dict[int, int], dict[int, int]]] = []
     compute = Engine.compute_step
 
     def counted(self: Engine) -> list[Sequence]:
-        running = {id(one): len(one.token_ids) for one in self.scheduler.running if one.num_new == 1}
+        running = {
+            id(one): len(one.token_ids) for one in self.scheduler.running if one.num_new == 1
+        }
         computed = {id(one): one.num_cached for one in self.scheduler.running if one.num_new > 1}
         advanced = compute(self)
-        gained = {id(one): len(one.token_ids) - running[id(one)] for one in advanced if id(one) in running}
+        gained = {
+            id(one): len(one.token_ids) - running[id(one)] for one in advanced if id(one) in running
+        }
         assert set(gained) == set(running)
-        grown = {id(one): one.num_cached - computed.get(id(one), 0) for one in self.scheduler.running if one.prompt_len > 600}
+        grown = {
+            id(one): one.num_cached - computed.get(id(one), 0)
+            for one in self.scheduler.running
+            if one.prompt_len > 600
+        }
         steps.append((gained, grown if len(running) >= 8 else {}))
         return advanced
 
@@ -116,7 +154,9 @@ def test_answers_go_on_while_a_long_prompt_is_computed(tiny_checkpoint: Path, mo
         extra = {"ignore_eos": True}
 
         def answer(prompt: list[int], count: int) -> None:
-            client.completions.create(model="tiny", prompt=prompt, max_tokens=count, temperature=0, extra_body=extra)
+            client.completions.create(
+                model="tiny", prompt=prompt, max_tokens=count, temperature=0, extra_body=extra
+            )
 
         threads = [threading.Thread(target=answer, args=([5 + i] * 6, 120)) for i in range(8)]
         for thread in threads:
@@ -140,15 +180,28 @@ def test_answers_go_on_while_a_long_prompt_is_computed(tiny_checkpoint: Path, mo
 class Clocked:
     """Passes that take as long as a rule says, and no less than launching them."""
 
-    def __init__(self, fixed: float, each: float, launches: float = 0.0, pair: float = 0.0, seen: float = 0.0) -> None:
-        self.fixed, self.each, self.launches, self.pair, self.seen, self.measured = fixed, each, launches, pair, seen, list[int]()
+    def __init__(
+        self, fixed: float, each: float, launches: float = 0.0, pair: float = 0.0, seen: float = 0.0
+    ) -> None:
+        self.fixed, self.each, self.launches, self.pair, self.seen, self.measured = (
+            fixed,
+            each,
+            launches,
+            pair,
+            seen,
+            list[int](),
+        )
 
     def __call__(self, tokens: int, start: int = 0) -> float:
         self.measured.append(tokens)
-        return self.took(tokens, start, tokens * (start + tokens / 2) if start else prefill_tuner._pairs(tokens))
+        return self.took(
+            tokens, start, tokens * (start + tokens / 2) if start else prefill_tuner._pairs(tokens)
+        )
 
     def took(self, tokens: int, start: int, pairs: float) -> float:
-        return max(self.launches, self.fixed + self.each * tokens + self.pair * pairs + self.seen * start)
+        return max(
+            self.launches, self.fixed + self.each * tokens + self.pair * pairs + self.seen * start
+        )
 
     def first(self, tokens: int) -> float:
         """The first tokens of one prompt."""
@@ -184,19 +237,31 @@ def test_the_chunk_is_the_longest_that_nobody_waits_too_long_for(
 
 
 def test_the_chunk_is_shorter_where_fewer_tokens_are_faster() -> None:
-    assert prefill_tuner._Passes(lambda tokens: tokens * 20e-6 * (1 + tokens / 20_000), 1e-3).knee(4096, 0.25) == 1024
-    assert prefill_tuner._Passes(lambda tokens: tokens * 20e-6 * (1 + tokens / 2_000_000), 1e-3).knee(4096, 0.25) == 4096
+    assert (
+        prefill_tuner._Passes(lambda tokens: tokens * 20e-6 * (1 + tokens / 20_000), 1e-3).knee(
+            4096, 0.25
+        )
+        == 1024
+    )
+    assert (
+        prefill_tuner._Passes(lambda tokens: tokens * 20e-6 * (1 + tokens / 2_000_000), 1e-3).knee(
+            4096, 0.25
+        )
+        == 4096
+    )
 
 
 def test_few_sizes_are_measured_and_each_of_them_once() -> None:
-    """As R1 on four cards: passes over 1024 tokens and fewer wait for launches, and 4096 take too long."""
+    """As R1 on four cards: passes over 1024 tokens and fewer wait for launches, and 4096 take too
+    long."""
     clock = Clocked(52e-3, 52e-6, launches=0.155)
     assert prefill_tuner._Passes(clock, 10e-3).knee(4096, 0.2) == 2560
     assert sorted(clock.measured) == [512, 2048, 2560, 4096]
 
 
 def test_what_tokens_of_a_prompt_see_of_each_other_makes_no_chunk_shorter() -> None:
-    """As Qwen3-8B on an H200: 36 layers whose attention over one prompt of 4096 tokens takes 0.42 ms each."""
+    """As Qwen3-8B on an H200: 36 layers whose attention over one prompt of 4096 tokens takes 0.42
+    ms each."""
     clock = Clocked(0.0, 20.8e-6, pair=36 * 0.42e-3 * 2 / 4096**2)
     assert prefill_tuner._Passes(clock, 2.7e-3).knee(4096, 0.2) == 4096
 
@@ -211,9 +276,14 @@ def test_a_step_has_more_tokens_where_more_are_allowed_and_answers_wait_no_longe
 
 
 @pytest.mark.parametrize("seen", [0.0, 1.16e-6])
-@pytest.mark.parametrize(("launches", "most", "longest"), [(0.0, 4096, 0.25), (0.0, 2048, 0.4), (0.155, 8192, 0.2)])
-def test_chunks_behind_a_context_take_as_long(launches: float, most: int, longest: float, seen: float) -> None:
-    """What a pass costs beside its tokens, launches, and what it costs for each token that it is behind, as latents that are expanded."""
+@pytest.mark.parametrize(
+    ("launches", "most", "longest"), [(0.0, 4096, 0.25), (0.0, 2048, 0.4), (0.155, 8192, 0.2)]
+)
+def test_chunks_behind_a_context_take_as_long(
+    launches: float, most: int, longest: float, seen: float
+) -> None:
+    """What a pass costs beside its tokens, launches, and what it costs for each token that it is
+    behind, as latents that are expanded."""
     clock = Clocked(52e-3, 48e-6, launches, pair=1.8e-9, seen=seen)
     passes = prefill_tuner._Passes(clock, 10e-3)
     chunk = passes.knee(most, longest)
@@ -235,7 +305,8 @@ def test_tokens_that_cost_the_same_everywhere_count_once() -> None:
 
 
 class Launched:
-    """A trial whose passes are replayed in 24 us a token, and launched in no less than `launches`."""
+    """A trial whose passes are replayed in 24 us a token, and launched in no less than
+    `launches`."""
 
     def __init__(self, launches: float) -> None:
         self.launches = launches
@@ -253,8 +324,13 @@ class Launched:
         return max(self.launches, self.prompt(tokens))
 
 
-@pytest.mark.parametrize(("launches", "most", "captured"), [(60e-3, 4096, 2048), (45e-3, 4096, 1024), (0.0, 4096, 1024), (45e-3, 100, 100)])
-def test_passes_are_captured_where_they_wait_for_launches(launches: float, most: int, captured: int) -> None:
+@pytest.mark.parametrize(
+    ("launches", "most", "captured"),
+    [(60e-3, 4096, 2048), (45e-3, 4096, 1024), (0.0, 4096, 1024), (45e-3, 100, 100)],
+)
+def test_passes_are_captured_where_they_wait_for_launches(
+    launches: float, most: int, captured: int
+) -> None:
     trial: Any = Launched(launches)
     assert prefill_tuner._captured(trial, most) == captured
 
@@ -264,15 +340,20 @@ def test_what_is_measured_is_a_budget(tiny_checkpoint: Path) -> None:
     found = engine.scheduler.budget
     assert found.alone == 1024
     assert 32 <= found.beside_answers <= 1024
-    asked = load(tiny_checkpoint, measure_steps=True, prefill_tokens=48, max_model_len=256).scheduler.budget
+    asked = load(
+        tiny_checkpoint, measure_steps=True, prefill_tokens=48, max_model_len=256
+    ).scheduler.budget
     assert (asked.alone, asked.beside_answers) == (48, 48)
     alone = prefill_tuner.measure(engine.runner, SINGLE, StepBudget(512, 512), 1, asked=False)
     assert alone == StepBudget(512, 512), "one request waits for nobody"
 
 
 @pytest.mark.parametrize(("device", "computed"), [("cuda", [[32]] * 4 + [[224, 224]]), ("cpu", [])])
-def test_the_longest_step_is_computed_before_the_first_request(device: str, computed: list[int]) -> None:
-    """Of two prompts, as long as a step is, or as the cache holds. A CPU has nothing to compile, and computes for seconds."""
+def test_the_longest_step_is_computed_before_the_first_request(
+    device: str, computed: list[int]
+) -> None:
+    """Of two prompts, as long as a step is, or as the cache holds. A CPU has nothing to compile,
+    and computes for seconds."""
     launched: list[list[int]] = []
 
     def launch(answers: None, prompts: list[PromptRows]) -> torch.Tensor:
@@ -281,14 +362,24 @@ def test_the_longest_step_is_computed_before_the_first_request(device: str, comp
 
     model = SimpleNamespace(embedding=torch.zeros(100, 4), logits=lambda hidden: hidden)
     cache = SimpleNamespace(num_blocks=8, block_size=64)
-    runner: Any = SimpleNamespace(device=torch.device(device), cache=cache, model=model, prompts=SimpleNamespace(launch=launch))
-    assert prefill_tuner.measure(runner, SINGLE, StepBudget(512, 512), 1, asked=True) == StepBudget(512, 512)
+    runner: Any = SimpleNamespace(
+        device=torch.device(device),
+        cache=cache,
+        model=model,
+        prompts=SimpleNamespace(launch=launch),
+    )
+    assert prefill_tuner.measure(runner, SINGLE, StepBudget(512, 512), 1, asked=True) == StepBudget(
+        512, 512
+    )
     assert launched == computed
 
 
 @pytest.mark.parametrize(("each", "least"), [(4.0, 32), (0.02, 32), (2e-4, 64)])
-def test_slow_passes_are_not_measured_for_long(tiny_checkpoint: Path, each: float, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock of its own, which each pass moves on by its tokens: as of a large model on a CPU, and of one that is fast enough."""
+def test_slow_passes_are_not_measured_for_long(
+    tiny_checkpoint: Path, each: float, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock of its own, which each pass moves on by its tokens: as of a large model on a CPU,
+    and of one that is fast enough."""
     engine, now = load(tiny_checkpoint, max_model_len=512, max_batch=4), [0.0]
     launch, run = engine.runner.prompts.launch, engine.runner.steps.run
 
@@ -305,7 +396,9 @@ def test_slow_passes_are_not_measured_for_long(tiny_checkpoint: Path, each: floa
     monkeypatch.setattr(prefill_tuner, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     found = prefill_tuner.measure(engine.runner, SINGLE, StepBudget(4096, 4096), 4, asked=False)
     assert found.beside_answers >= least
-    assert now[0] <= 20 + 4 * each * 32 + 2 * each, "the shortest pass and the answers' step always are measured"
+    assert now[0] <= 20 + 4 * each * 32 + 2 * each, (
+        "the shortest pass and the answers' step always are measured"
+    )
 
 
 def test_the_slowest_rank_decides(tiny_checkpoint: Path) -> None:
@@ -316,7 +409,9 @@ def test_the_slowest_rank_decides(tiny_checkpoint: Path) -> None:
     with torch.inference_mode():
         assert trial.seconds(trial.prompt, 32) == 2.0
         assert trial.seconds(trial.prompt, 32) == 2.0
-        assert trial.mixed(2, 32).shape == (3,)  # of the answers, and of the last token of the prompt
+        assert trial.mixed(2, 32).shape == (
+            3,
+        )  # of the answers, and of the last token of the prompt
         assert trial.continued(32, 64).shape == (1,)
         assert trial.launched(2100).shape == (3,), "prompts of 1024, 1024 and 52 tokens"
         assert trial.together(31).shape == (2,)
@@ -326,7 +421,19 @@ def test_the_slowest_rank_decides(tiny_checkpoint: Path) -> None:
 
 def test_loading_tells_what_is_behind_it(tiny_checkpoint: Path) -> None:
     told: list[str] = []
-    options = EngineOptions(tiny_checkpoint, device="cpu", dtype="float32", max_batch=2, max_model_len=320, measure_steps=True)
+    options = EngineOptions(
+        tiny_checkpoint,
+        device="cpu",
+        dtype="float32",
+        max_batch=2,
+        max_model_len=320,
+        measure_steps=True,
+    )
     engine = Engine.open(options, told.append)
-    assert [line.partition(" after ")[0] for line in told] == ["weights are there", "steps are measured"]
-    assert told[1].endswith(f" s: {engine.scheduler.budget.beside_answers} tokens of prompts beside answers")
+    assert [line.partition(" after ")[0] for line in told] == [
+        "weights are there",
+        "steps are measured",
+    ]
+    assert told[1].endswith(
+        f" s: {engine.scheduler.budget.beside_answers} tokens of prompts beside answers"
+    )

@@ -1,4 +1,5 @@
-"""A pass that is launched before the tokens of the one before it are read: the same tokens, whoever comes, ends or is cancelled."""
+"""A pass that is launched before the tokens of the one before it are read: the same tokens, whoever
+comes, ends or is cancelled."""
 
 import random
 from pathlib import Path
@@ -24,19 +25,32 @@ MOST = 4
 
 
 def load(path: Path, *, ahead: bool, num_drafts: int = 0, **options: Any) -> Engine:
-    engine = Engine.load(path, device="cpu", dtype="float32", max_batch=MOST, max_model_len=256, num_drafts=num_drafts, **options)
+    engine = Engine.load(
+        path,
+        device="cpu",
+        dtype="float32",
+        max_batch=MOST,
+        max_model_len=256,
+        num_drafts=num_drafts,
+        **options,
+    )
     engine.runner = Runner(engine.loaded.model, engine.cache, in_place)
     engine.runner._may_launch_next = ahead
     assert isinstance(engine.scheduler, Scheduler)
     engine.scheduler.lookahead = max(num_drafts, 1)
     if num_drafts:
-        engine.speculation = Speculation(MtpDrafter(engine.loaded.mtp_layers[0], engine.runner, num_drafts, engine.parallel), 0)
+        engine.speculation = Speculation(
+            MtpDrafter(engine.loaded.mtp_layers[0], engine.runner, num_drafts, engine.parallel), 0
+        )
     return engine
 
 
-def requests(engine: Engine, count: int, seed: int) -> list[tuple[int, list[int], SamplingParams, int | None]]:
-    """When each comes, its prompt, what it asks for, and how many tokens it has when it is cancelled. Greedy and drawn; ended by length, a
-    token or a string; with penalties and log-probabilities."""
+def requests(
+    engine: Engine, count: int, seed: int
+) -> list[tuple[int, list[int], SamplingParams, int | None]]:
+    """When each comes, its prompt, what it asks for, and how many tokens it has when it is
+    cancelled. Greedy and drawn; ended by length, a token or a string; with penalties and
+    log-probabilities."""
     draw, made, vocab = random.Random(seed), [], engine.loaded.config.vocab_size
     for index in range(count):
         params = SamplingParams(
@@ -55,7 +69,8 @@ def requests(engine: Engine, count: int, seed: int) -> list[tuple[int, list[int]
 
 
 def answers(engine: Engine, count: int = 8, seed: int = 0) -> list[tuple[list[int], str | None]]:
-    """Every request's tokens, and why it ended. From time to time one is taken its blocks, and computed again."""
+    """Every request's tokens, and why it ended. From time to time one is taken its blocks, and
+    computed again."""
     assert isinstance(engine.scheduler, Scheduler)
     waiting = sorted(enumerate(requests(engine, count, seed)), key=lambda one: one[1][0])
     found, step = {}, 0
@@ -68,10 +83,16 @@ def answers(engine: Engine, count: int = 8, seed: int = 0) -> list[tuple[list[in
         if step % 9 == 8 and engine.scheduler.running:
             engine.scheduler._preempt(engine.scheduler.running[-1])
         for sequence, most in found.values():
-            if most is not None and sequence.finish_reason is None and len(sequence.generated) >= most:
+            if (
+                most is not None
+                and sequence.finish_reason is None
+                and len(sequence.generated) >= most
+            ):
                 engine.cancel(sequence)
         step += 1
-    return [(sequence.generated, sequence.finish_reason) for _, (sequence, _) in sorted(found.items())]
+    return [
+        (sequence.generated, sequence.finish_reason) for _, (sequence, _) in sorted(found.items())
+    ]
 
 
 @pytest.fixture
@@ -80,7 +101,12 @@ def launched_with_guesses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, in
     made: list[tuple[int, int]] = []
     launch = Runner.launch_guessed
 
-    def noted(self: Runner, counts: list[tuple[Sequence, int]], token_ids: torch.Tensor, guessed: torch.Tensor) -> None:
+    def noted(
+        self: Runner,
+        counts: list[tuple[Sequence, int]],
+        token_ids: torch.Tensor,
+        guessed: torch.Tensor,
+    ) -> None:
         launch(self, counts, token_ids, guessed)
         if self.has_launched:
             made.append((len(counts), len(guessed)))
@@ -105,7 +131,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(("seed", "mixed"), [(0, False), (4, True)])
-def test_no_token_changes(tiny_checkpoint: Path, launched: list[int], seed: int, mixed: bool) -> None:
+def test_no_token_changes(
+    tiny_checkpoint: Path, launched: list[int], seed: int, mixed: bool
+) -> None:
     """Blocks are few, so that those that end leave theirs to others at once."""
     plain, ahead = (load(tiny_checkpoint, ahead=one, cache_tokens=768) for one in (False, True))
     plain.scheduler.budget = ahead.scheduler.budget = StepBudget(96, 32, mixed)
@@ -118,8 +146,11 @@ def test_no_token_changes(tiny_checkpoint: Path, launched: list[int], seed: int,
     assert ahead.scheduler.num_preempted > 3
 
 
-def test_a_prompt_begins_behind_the_launched_pass(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where passes are mixed every chunk is in one with the answers, so that these have a token behind each. Else two chunks would lie
+def test_a_prompt_begins_behind_the_launched_pass(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where passes are mixed every chunk is in one with the answers, so that these have a token
+    behind each. Else two chunks would lie
     between two tokens: nobody waits for one that ends no prompt."""
     engine, told = load(tiny_checkpoint, ahead=True), list[tuple[str, int]]()
     engine.scheduler.budget = StepBudget(32, 32, mixed=True)
@@ -143,9 +174,14 @@ def test_a_prompt_begins_behind_the_launched_pass(tiny_checkpoint: Path, monkeyp
 
 @pytest.mark.parametrize(("drafts", "seed", "mixed"), [(1, 1, False), (2, 3, True), (3, 3, False)])
 def test_no_token_changes_with_guesses(
-    easy_checkpoint: Path, launched_with_guesses: list[tuple[int, int]], drafts: int, seed: int, mixed: bool
+    easy_checkpoint: Path,
+    launched_with_guesses: list[tuple[int, int]],
+    drafts: int,
+    seed: int,
+    mixed: bool,
 ) -> None:
-    """Those that are right, too: as many guesses are. But beside prompts in mixed passes, which begin a pass later behind one that was
+    """Those that are right, too: as many guesses are. But beside prompts in mixed passes, which
+    begin a pass later behind one that was
     launched: other steps check them then."""
     found, kept = [], []
     for ahead in (False, True):
@@ -162,7 +198,9 @@ def test_no_token_changes_with_guesses(
     assert {rows for number, rows in launched_with_guesses if number == 1} == {1 + drafts}
 
 
-def test_no_token_changes_with_a_shared_beginning(tiny_checkpoint: Path, launched: list[int]) -> None:
+def test_no_token_changes_with_a_shared_beginning(
+    tiny_checkpoint: Path, launched: list[int]
+) -> None:
     """Blocks of ended answers are found by later requests."""
     params = SamplingParams(max_new_tokens=40, ignore_eos=True)
     found = []
@@ -183,9 +221,13 @@ def test_no_token_changes_with_a_shared_beginning(tiny_checkpoint: Path, launche
 
 
 def test_guesses_come_and_go(
-    tiny_checkpoint: Path, launched: list[int], launched_with_guesses: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Path,
+    launched: list[int],
+    launched_with_guesses: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A layer that begins anew reads what passes launched ahead computed; what was launched with guesses serves where none are made."""
+    """A layer that begins anew reads what passes launched ahead computed; what was launched with
+    guesses serves where none are made."""
     steps, guesses, extend = [0], list[list[tuple[int, int, tuple[int, ...]]]](), Sequence.extend
 
     def choose(self: Speculation) -> tuple[int, int]:
@@ -217,7 +259,9 @@ def test_guesses_come_and_go(
     assert len(launched_with_guesses) > 5
 
 
-def test_the_next_pass_is_launched_before_tokens_are_waited_for(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_pass_is_launched_before_tokens_are_waited_for(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And before others are listened to; the last one's tokens need no further pass."""
     engine, told = load(tiny_checkpoint, ahead=True), list[str]()
     launch, wait = Runner.launch_next, Fetched.tolist
@@ -241,7 +285,9 @@ def test_the_next_pass_is_launched_before_tokens_are_waited_for(tiny_checkpoint:
     assert not engine.runner.has_launched
 
 
-def test_a_failing_row_takes_nothing_from_the_others(tiny_checkpoint: Path, launched: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_row_takes_nothing_from_the_others(
+    tiny_checkpoint: Path, launched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A pass fails while another is under way: each answer is computed alone then, and goes on."""
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
     found = []
@@ -249,7 +295,9 @@ def test_a_failing_row_takes_nothing_from_the_others(tiny_checkpoint: Path, laun
         engine, passes = load(tiny_checkpoint, ahead=True), [0]
         append = engine._append
 
-        def broken(*given: Any, append: Any = append, passes: list[int] = passes, fails: bool = fails) -> None:
+        def broken(
+            *given: Any, append: Any = append, passes: list[int] = passes, fails: bool = fails
+        ) -> None:
             passes[0] += 1
             if fails and passes[0] == 8:
                 raise RuntimeError("once")
@@ -266,7 +314,10 @@ def test_a_failing_row_takes_nothing_from_the_others(tiny_checkpoint: Path, laun
 
 def test_rank_0_chooses_for_all(tmp_path: Path) -> None:
     def compute(parallel: Parallel) -> list[list[int]]:
-        return [parallel.first(torch.arange(count) * (1 << 18) + parallel.rank).tolist() for count in (1, 2, 5)]
+        return [
+            parallel.first(torch.arange(count) * (1 << 18) + parallel.rank).tolist()
+            for count in (1, 2, 5)
+        ]
 
     found = run_ranks(2, tmp_path, compute)
     assert found[0] == found[1] == [[i * (1 << 18) for i in range(count)] for count in (1, 2, 5)]

@@ -28,11 +28,24 @@ from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Completion
 
 PROMPTS = [list(range(10 + i, 40 + 2 * i)) for i in range(5)]
-PLAIN = [SamplingParams(max_new_tokens=12, temperature=(i % 2) * 0.8, seed=i, ignore_eos=True, logprobs=0) for i in range(5)]
+PLAIN = [
+    SamplingParams(
+        max_new_tokens=12, temperature=(i % 2) * 0.8, seed=i, ignore_eos=True, logprobs=0
+    )
+    for i in range(5)
+]
 PARAMS = [
     PLAIN[0],
-    replace(PLAIN[1], min_p=0.01, top_k=50, stop_token_ids=(319,), min_new_tokens=3, prompt_logprobs=1),
-    replace(PLAIN[2], presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias=((40, 2.0),)),
+    replace(
+        PLAIN[1], min_p=0.01, top_k=50, stop_token_ids=(319,), min_new_tokens=3, prompt_logprobs=1
+    ),
+    replace(
+        PLAIN[2],
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        repetition_penalty=1.2,
+        logit_bias=((40, 2.0),),
+    ),
     replace(PLAIN[3], grammar=regex("[a-z]{12,}")),
     replace(PLAIN[4], prompt_logprobs=0),
 ]
@@ -56,13 +69,26 @@ def _check_sockets(tp: int) -> None:
     """Nobody outside this machine can reach the ranks."""
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     assert len(processes) >= tp
-    listening = [one.laddr.ip for process in processes for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+    listening = [
+        one.laddr.ip
+        for process in processes
+        for one in process.net_connections("inet")
+        if one.status == psutil.CONN_LISTEN
+    ]
     assert listening, "the ranks meet somewhere"
     assert {ip.removeprefix("::ffff:") for ip in listening} <= {"127.0.0.1", "::1"}
 
 
 def load(path: Path, tp: int, num_drafts: int = 0) -> Engine:
-    return Engine.load(path, device="cpu", dtype="float32", max_batch=4, max_model_len=256, tp=tp, num_drafts=num_drafts)
+    return Engine.load(
+        path,
+        device="cpu",
+        dtype="float32",
+        max_batch=4,
+        max_model_len=256,
+        tp=tp,
+        num_drafts=num_drafts,
+    )
 
 
 def run(engine: Engine) -> list[Completion]:
@@ -71,7 +97,8 @@ def run(engine: Engine) -> list[Completion]:
 
 @pytest.mark.parametrize(("tp", "num_drafts"), [(2, 1), (4, 0)])
 def test_ranks_together_are_one(tiny_checkpoint: Path, tp: int, num_drafts: int) -> None:
-    """Greedy and sampled tokens identical, log-probabilities to float tolerance; a request left early stops on every rank."""
+    """Greedy and sampled tokens identical, log-probabilities to float tolerance; a request left
+    early stops on every rank."""
     alone = run(load(tiny_checkpoint, 1))
     engine = load(tiny_checkpoint, tp, num_drafts)
     stream = engine.stream(PROMPTS[0], PARAMS[0])
@@ -85,10 +112,18 @@ def test_ranks_together_are_one(tiny_checkpoint: Path, tp: int, num_drafts: int)
     engine.close()
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
     for ours, theirs in zip(together, alone):
-        scored = zip((ours.prompt_logprobs or []) + ours.logprobs, (theirs.prompt_logprobs or []) + theirs.logprobs, strict=True)
+        scored = zip(
+            (ours.prompt_logprobs or []) + ours.logprobs,
+            (theirs.prompt_logprobs or []) + theirs.logprobs,
+            strict=True,
+        )
         differences = [abs(a.logprob - b.logprob) for a, b in scored]
-        assert max(differences) < 0.02, "the cache is bfloat16: sums in another order may round to its other neighbour"
-    assert engine.loaded.nbytes < load(tiny_checkpoint, 1, num_drafts).loaded.nbytes * (0.7 if tp == 2 else 0.5)
+        assert max(differences) < 0.02, (
+            "the cache is bfloat16: sums in another order may round to its other neighbour"
+        )
+    assert engine.loaded.nbytes < load(tiny_checkpoint, 1, num_drafts).loaded.nbytes * (
+        0.7 if tp == 2 else 0.5
+    )
 
 
 def test_a_rank_that_dies_is_named_within_seconds(tiny_checkpoint: Path) -> None:
@@ -109,7 +144,11 @@ def test_a_rank_that_dies_is_named_within_seconds(tiny_checkpoint: Path) -> None
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"tp": 3}, "the model has num_attention_heads = 4, which 3 ranks cannot share evenly; use --tp 1, 2 or 4"),
+        (
+            {"tp": 3},
+            "the model has num_attention_heads = 4, which 3 ranks cannot share evenly; use --tp 1, "
+            "2 or 4",
+        ),
         ({"dp": 3}, "layer 1 has 8 routed experts, which 3 ranks cannot share evenly"),
         ({"tp": 2, "max_model_len": 10**6}, "context of 1000000 tokens asked for, the model has"),
         ({"tp": 2, "max_model_len": 1}, "a context of 1 has no room for a prompt and an answer"),
@@ -118,30 +157,57 @@ def test_a_rank_that_dies_is_named_within_seconds(tiny_checkpoint: Path) -> None
 def test_what_ranks_cannot_do_is_said_before_they_start(
     tiny_checkpoint: Path, options: dict[str, int], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.executor.ranks.parallel.launch", lambda options: pytest.fail("ranks were started"))
+    monkeypatch.setattr(
+        "quantkit.executor.ranks.parallel.launch", lambda options: pytest.fail("ranks were started")
+    )
     with pytest.raises(UsageFault, match=told):
         Engine.load(tiny_checkpoint, device="cpu", **options)
 
 
-def test_groups_that_ranks_would_cut_are_refused_before_these_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 ranks would have 24 of the 96 input features of down_proj, which NVFP4 holds in groups of 16."""
+def test_groups_that_ranks_would_cut_are_refused_before_these_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 ranks would have 24 of the 96 input features of down_proj, which NVFP4 holds in groups of
+    16."""
     config = {**good_checkpoints.QWEN3, "intermediate_size": 96}
     tensors = good_checkpoints.random_weights(config)
     model = write_packed(tmp_path / "model", config, tensors, *good_checkpoints.FORMATS["modelopt"])
-    monkeypatch.setattr("quantkit.executor.ranks.parallel.launch", lambda options: pytest.fail("ranks were started"))
-    with pytest.raises(UsageFault, match=r"mlp\.down_proj cannot be cut into shares of 24 input features in groups of 16"):
+    monkeypatch.setattr(
+        "quantkit.executor.ranks.parallel.launch", lambda options: pytest.fail("ranks were started")
+    )
+    with pytest.raises(
+        UsageFault,
+        match=r"mlp\.down_proj cannot be cut into shares of 24 input features in groups of 16",
+    ):
         Engine.load(model, device="cpu", tp=4)
 
 
-def test_more_ranks_than_devices_are_refused(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.executor.ranks.parallel.find_device", lambda name: torch.device("cuda"))
+def test_more_ranks_than_devices_are_refused(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "quantkit.executor.ranks.parallel.find_device", lambda name: torch.device("cuda")
+    )
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(UsageFault, match="2 ranks need as many devices, and 1 are usable here"):
         join(EngineOptions(tiny_checkpoint, tp=2))
 
 
 def test_an_uneven_tp_is_bad_usage(tiny_checkpoint: Path) -> None:
-    command = [sys.executable, "-m", "quantkit", "run", str(tiny_checkpoint), "--raw", "--prompt", "a", "--device", "cpu", "--tp", "3"]
+    command = [
+        sys.executable,
+        "-m",
+        "quantkit",
+        "run",
+        str(tiny_checkpoint),
+        "--raw",
+        "--prompt",
+        "a",
+        "--device",
+        "cpu",
+        "--tp",
+        "3",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: the model has num_attention_heads = 4")
@@ -149,21 +215,44 @@ def test_an_uneven_tp_is_bad_usage(tiny_checkpoint: Path) -> None:
 
 
 def test_what_every_rank_refuses_is_told_once(tiny_checkpoint: Path) -> None:
-    """More tokens of a cache than there is memory for, which is known when the weights are there."""
-    command = [sys.executable, "-m", "quantkit", "serve", str(tiny_checkpoint), "--port", "18431", "--device", "cpu", "--tp", "2"]
-    done = subprocess.run([*command, "--cache-tokens", str(10**12)], capture_output=True, text=True, timeout=120, check=False)
+    """More tokens of a cache than there is memory for, which is known when the weights are
+    there."""
+    command = [
+        sys.executable,
+        "-m",
+        "quantkit",
+        "serve",
+        str(tiny_checkpoint),
+        "--port",
+        "18431",
+        "--device",
+        "cpu",
+        "--tp",
+        "2",
+    ]
+    done = subprocess.run(
+        [*command, "--cache-tokens", str(10**12)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 1
     said = done.stderr.strip().splitlines()
     assert said[-1].startswith("error: a cache of 1000000000000 tokens asked for"), done.stderr
     assert len([line for line in said if "cache of" in line]) == 1, done.stderr
 
 
-def test_what_one_rank_alone_refuses_is_told_with_its_number(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_what_one_rank_alone_refuses_is_told_with_its_number(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     """Rank 1 misses a shard; this process, rank 0, opens no model and waits for it."""
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     next(model.glob("*.safetensors")).unlink()
     parallel = join(EngineOptions(model, device="cpu", tp=2))
-    with pytest.raises(QuantkitError, match=r"^rank 1 of 2: shard .* is missing from .*; start again$"):
+    with pytest.raises(
+        QuantkitError, match=r"^rank 1 of 2: shard .* is missing from .*; start again$"
+    ):
         parallel.report(1)
     torch.distributed.destroy_process_group()
 
@@ -172,10 +261,31 @@ def test_ranks_that_a_launcher_started_lead_and_follow(tiny_checkpoint: Path) ->
     """As torchrun starts them: rank 0 answers, rank 1 prints nothing, and both end."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "quantkit", "run", str(tiny_checkpoint), "--prompt", "a", "--max-new-tokens", "3", "--json"]
-    meeting = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "quantkit",
+        "run",
+        str(tiny_checkpoint),
+        "--prompt",
+        "a",
+        "--max-new-tokens",
+        "3",
+        "--json",
+    ]
+    meeting = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
     ranks = [
-        subprocess.Popen([*command, "--device", "cpu", "--tp", "2"], env={**meeting, "RANK": rank}, stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [*command, "--device", "cpu", "--tp", "2"],
+            env={**meeting, "RANK": rank},
+            stdout=subprocess.PIPE,
+        )
         for rank in ("0", "1")
     ]
     printed = [rank.communicate(timeout=120)[0] for rank in ranks]

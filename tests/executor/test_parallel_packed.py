@@ -1,4 +1,5 @@
-"""Packed weights cut for 2 ranks, and one kind for 4: tiny-r1 in every grid answers as one process does."""
+"""Packed weights cut for 2 ranks, and one kind for 4: tiny-r1 in every grid answers as one process
+does."""
 
 from pathlib import Path
 from typing import Any
@@ -33,24 +34,36 @@ GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True, logprobs=0)
 def plain() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """tiny-r1's config without its quantization, and its tensors decoded, but for the MTP layer."""
     checkpoint = Checkpoint.open(find_model("tiny-r1"))
-    config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"} | {"num_nextn_predict_layers": 0}
+    config = {
+        key: value for key, value in checkpoint.config.items() if key != "quantization_config"
+    } | {"num_nextn_predict_layers": 0}
     skipped = f"model.layers.{config['num_hidden_layers']}."
-    tensors = {f"{module}.weight": dequantize(checkpoint.weight(module)).bfloat16() for module in checkpoint.linears}
+    tensors = {
+        f"{module}.weight": dequantize(checkpoint.weight(module)).bfloat16()
+        for module in checkpoint.linears
+    }
     inner = {name for linear in checkpoint.linears.values() for name in linear.tensors}
     tensors |= {name: checkpoint.read(name) for name in checkpoint.tensors if name not in inner}
-    return config, {name: tensor for name, tensor in tensors.items() if not name.startswith(skipped)}
+    return config, {
+        name: tensor for name, tensor in tensors.items() if not name.startswith(skipped)
+    }
 
 
 def answers(path: Path, tp: int) -> tuple[list[Completion], int]:
     """With their log-probabilities; and bytes of this rank's weights."""
     engine = Engine.load(path, device="cpu", dtype="float32", max_batch=4, max_model_len=128, tp=tp)
-    prompts = [engine.tokenizer.encode_chat([{"role": "user", "content": f"What is {i * 7}+{i + 5}?"}]) for i in range(4)]
+    prompts = [
+        engine.tokenizer.encode_chat([{"role": "user", "content": f"What is {i * 7}+{i + 5}?"}])
+        for i in range(4)
+    ]
     done = sorted(engine.generate(prompts, GREEDY), key=lambda one: one.index)
     engine.close()
     return done, engine.loaded.nbytes
 
 
-def write(path: Path, plain: tuple[dict[str, Any], dict[str, torch.Tensor]], format: Format, grid: Grid) -> Path:
+def write(
+    path: Path, plain: tuple[dict[str, Any], dict[str, torch.Tensor]], format: Format, grid: Grid
+) -> Path:
     write_packed(path, *plain, format, grid)
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (path / file).write_bytes((find_model("tiny-r1") / file).read_bytes())
@@ -58,22 +71,37 @@ def write(path: Path, plain: tuple[dict[str, Any], dict[str, torch.Tensor]], for
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ranks_answer_as_one(tmp_path: Path, plain: tuple[dict[str, Any], dict[str, torch.Tensor]], name: str) -> None:
+def test_ranks_answer_as_one(
+    tmp_path: Path, plain: tuple[dict[str, Any], dict[str, torch.Tensor]], name: str
+) -> None:
     path = write(tmp_path / "model", plain, *CASES[name])
     alone, whole = answers(path, 1)
     for tp, share in ((2, 0.75), (4, 0.6)) if name == "awq" else ((2, 0.75),):
         together, held = answers(path, tp)
-        assert [one.token_ids for one in together] == [one.token_ids for one in alone], f"{tp} ranks"
+        assert [one.token_ids for one in together] == [one.token_ids for one in alone], (
+            f"{tp} ranks"
+        )
         assert held < share * whole, "a rank holds more than its share and what is replicated"
 
 
 def test_int8_on_ranks_is_no_less_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank rounds its part of a token's activations with a scale of its own, as other engines do: no coarser than one scale for all.
-    So answers differ from one rank's by no more than rounding costs, and are as near those of unrounded activations."""
+    """Each rank rounds its part of a token's activations with a scale of its own, as other engines
+    do: no coarser than one scale for all. So answers differ from one rank's by no more than
+    rounding costs, and are as near those of unrounded activations."""
     config = make_model.tiny_config(num_nextn_predict_layers=0)
-    path = write_packed(tmp_path / "model", config, make_model.random_tensors(config), compressed_int8.FORMAT, IntGrid(8, None, True))
+    path = write_packed(
+        tmp_path / "model",
+        config,
+        make_model.random_tensors(config),
+        compressed_int8.FORMAT,
+        IntGrid(8, None, True),
+    )
     found = {tp: top_logprobs(path, tp) for tp in (1, 2, 4)}
-    monkeypatch.setattr(weights, "operand", lambda weight, dtype, bits, in_groups: kernels.Dense(dequantize(weight, dtype)))
+    monkeypatch.setattr(
+        weights,
+        "operand",
+        lambda weight, dtype, bits, in_groups: kernels.Dense(dequantize(weight, dtype)),
+    )
     unrounded = top_logprobs(path)
     cost = distance(found[1], unrounded)
     assert 0.05 < cost < 0.3, "rounding activations costs something, and not everything"

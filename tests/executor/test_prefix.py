@@ -31,8 +31,16 @@ def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) 
 
 def requests(count: int, new_tokens: int = 20) -> tuple[list[list[int]], list[SamplingParams]]:
     """Half of them begin alike, one is asked twice; half are sampled."""
-    prompts = [(SYSTEM if i % 2 else SYSTEM[50:]) + [20 + i // 4] * (5 + 30 * (i % 3)) for i in range(count)]
-    return prompts, [SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, temperature=i // 2 % 2 * 0.8, seed=i) for i in range(count)]
+    prompts = [
+        (SYSTEM if i % 2 else SYSTEM[50:]) + [20 + i // 4] * (5 + 30 * (i % 3))
+        for i in range(count)
+    ]
+    return prompts, [
+        SamplingParams(
+            max_new_tokens=new_tokens, ignore_eos=True, temperature=i // 2 % 2 * 0.8, seed=i
+        )
+        for i in range(count)
+    ]
 
 
 def tokens(completions: list[Completion]) -> list[list[int]]:
@@ -40,10 +48,12 @@ def tokens(completions: list[Completion]) -> list[list[int]]:
 
 
 def part_at_a_tie(one: Completion, other: Completion) -> bool:
-    """Whether greedy answers, if they part, part by rounding: alike to 0.001 until there, and the chosen token still about as likely.
+    """Whether greedy answers, if they part, part by rounding: alike to 0.001 until there, and the
+    chosen token still about as likely.
 
-    A prompt that is cut otherwise goes through products of other sizes, whose last bits differ by processor, and the cache keeps 16 bits.
-    Where two experts or two tokens are as good, that decides: on one CPU of two a random model's answer parted where an expert changed.
+    A prompt that is cut otherwise goes through products of other sizes, whose last bits differ by
+    processor, and the cache keeps 16 bits. Where two experts or two tokens are as good, that
+    decides: on one CPU of two a random model's answer parted where an expert changed.
     """
     for mine, theirs in zip(one.logprobs, other.logprobs):
         if mine.token_id != theirs.token_id:
@@ -60,11 +70,15 @@ def test_tokens_are_those_without(tiny_checkpoint: Path, without: Engine, num_dr
     first, again = run(engine, prompts, params), run(engine, prompts, params)
     assert tokens(first) == tokens(again) == tokens(run(without, prompts, params))
     assert sum(one.cached_tokens for one in first) > 0
-    assert [one.cached_tokens for one in again] == [(len(prompt) - 1) // 64 * 64 for prompt in prompts]
+    assert [one.cached_tokens for one in again] == [
+        (len(prompt) - 1) // 64 * 64 for prompt in prompts
+    ]
     assert engine.scheduler.allocator.num_free == engine.scheduler.allocator.num_blocks
 
 
-def test_an_answer_is_found_as_the_next_turns_prompt(tiny_checkpoint: Path, without: Engine) -> None:
+def test_an_answer_is_found_as_the_next_turns_prompt(
+    tiny_checkpoint: Path, without: Engine
+) -> None:
     engine = load(tiny_checkpoint, True)
     greedy = [SamplingParams(max_new_tokens=80, ignore_eos=True)]
     (turn,) = run(engine, [SYSTEM], greedy)
@@ -74,7 +88,9 @@ def test_an_answer_is_found_as_the_next_turns_prompt(tiny_checkpoint: Path, with
     assert tokens([next_turn]) == tokens(run(without, [longer], greedy))
 
 
-def test_a_full_cache_evicts_and_preempts_and_loses_nothing(tiny_checkpoint: Path, without: Engine) -> None:
+def test_a_full_cache_evicts_and_preempts_and_loses_nothing(
+    tiny_checkpoint: Path, without: Engine
+) -> None:
     engine = load(tiny_checkpoint, True, cache_tokens=640, prefill_tokens=70)
     prompts, params = requests(12, new_tokens=90)
     params = [replace(one, logprobs=2) for one in params]
@@ -82,7 +98,9 @@ def test_a_full_cache_evicts_and_preempts_and_loses_nothing(tiny_checkpoint: Pat
     assert sum(one.token_ids == other.token_ids for one, other in pairs) >= 10
     for (one, other), asked in zip(pairs, params):
         assert asked.temperature or part_at_a_tie(one, other), one.index
-    assert engine.scheduler.num_preempted > 0, "the cache was large enough for all: the test tests nothing"
+    assert engine.scheduler.num_preempted > 0, (
+        "the cache was large enough for all: the test tests nothing"
+    )
     assert engine.scheduler.allocator.num_free == engine.scheduler.allocator.num_blocks
 
 
@@ -97,15 +115,25 @@ def test_the_longest_unused_goes_first_and_nothing_in_use_goes(without: Engine) 
             blocks.publish(sequence)
             blocks.give_back(sequence.blocks)
         else:
-            prompt = [generator.randrange(2)] * 4 + [generator.randrange(3)] * 4 + [generator.randrange(9)] * generator.randrange(1, 9)
+            prompt = (
+                [generator.randrange(2)] * 4
+                + [generator.randrange(3)] * 4
+                + [generator.randrange(9)] * generator.randrange(1, 9)
+            )
             sequence = without.sequence(prompt, SamplingParams(), streams=False)
             found = blocks.find(sequence)
             sequence.blocks = found + blocks.take(-(-len(prompt) // 4) - len(found))
             sequence.num_cached = len(prompt)
-            holds = {tuple(one.token_ids[: 4 * (i + 1)]): block for one in live for i, block in enumerate(one.blocks[: one.num_published])}
+            holds = {
+                tuple(one.token_ids[: 4 * (i + 1)]): block
+                for one in live
+                for i, block in enumerate(one.blocks[: one.num_published])
+            }
             for i in range((len(prompt) - 1) // 4):
                 prefix = tuple(prompt[: 4 * (i + 1)])
-                assert prefix not in holds or i < len(found), "what others have in use and published is found"
+                assert prefix not in holds or i < len(found), (
+                    "what others have in use and published is found"
+                )
             blocks.publish(sequence)
             live.append(sequence)
         used = {block for one in live for block in one.blocks}
@@ -114,7 +142,9 @@ def test_the_longest_unused_goes_first_and_nothing_in_use_goes(without: Engine) 
         for one in live:
             for other in live:
                 for mine, theirs, i in zip(one.blocks, other.blocks, range(9)):
-                    assert mine != theirs or one.token_ids[: 4 * i + 4] == other.token_ids[: 4 * i + 4]
+                    assert (
+                        mine != theirs or one.token_ids[: 4 * i + 4] == other.token_ids[: 4 * i + 4]
+                    )
 
 
 def test_eviction_keeps_beginnings(without: Engine) -> None:
@@ -125,4 +155,7 @@ def test_eviction_keeps_beginnings(without: Engine) -> None:
     blocks.publish(sequence)
     blocks.give_back(sequence.blocks)
     blocks.take(2)
-    assert blocks.find(without.sequence(list(range(1, 18)), SamplingParams(), streams=False)) == sequence.blocks[:2]
+    assert (
+        blocks.find(without.sequence(list(range(1, 18)), SamplingParams(), streams=False))
+        == sequence.blocks[:2]
+    )

@@ -20,13 +20,26 @@ from quantkit.quantization import quantize
 
 
 def quantized(architecture: str, scheme: str, folder: Path) -> Path:
-    source = make_model.write_dense(folder / "source", CONFIGS[architecture], random_tensors(CONFIGS[architecture]))
-    quantize(source, folder / "out", SCHEMES[scheme], "auto", Recipe(scheme=scheme, methods=()), device="cpu")
+    source = make_model.write_dense(
+        folder / "source", CONFIGS[architecture], random_tensors(CONFIGS[architecture])
+    )
+    quantize(
+        source,
+        folder / "out",
+        SCHEMES[scheme],
+        "auto",
+        Recipe(scheme=scheme, methods=()),
+        device="cpu",
+    )
     return folder / "out"
 
 
-@pytest.mark.parametrize(("architecture", "scheme"), [("qwen3_moe", "rtn-w4a16"), ("llama", "int8-a8w8c16")])
-def test_products_are_those_of_the_operators(architecture: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "scheme"), [("qwen3_moe", "rtn-w4a16"), ("llama", "int8-a8w8c16")]
+)
+def test_products_are_those_of_the_operators(
+    architecture: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = quantized(architecture, scheme, tmp_path)
     linears, experts = set[LinearSize](), set[tuple[str, int, int, int]]()
     prepare, add = kernels.prepare, kernels.ExpertsBuilder.add
@@ -35,7 +48,13 @@ def test_products_are_those_of_the_operators(architecture: str, scheme: str, tmp
         linears.add(LinearSize(kind(weight), *shape(weight)))
         return prepare(weight, **how)
 
-    def also_noted(builder: kernels.ExpertsBuilder, index: int, gate: kernels.Weight, *others: kernels.Weight, **how: Any) -> None:
+    def also_noted(
+        builder: kernels.ExpertsBuilder,
+        index: int,
+        gate: kernels.Weight,
+        *others: kernels.Weight,
+        **how: Any,
+    ) -> None:
         intermediate, hidden = shape(gate)
         experts.add((kind(gate), hidden, intermediate, builder.num_experts))
         add(builder, index, gate, *others, **how)
@@ -44,16 +63,22 @@ def test_products_are_those_of_the_operators(architecture: str, scheme: str, tmp
     monkeypatch.setattr(kernels.ExpertsBuilder, "add", also_noted)
     load_model(path, device="cpu", dtype="float32")
     found = products(Checkpoint.open(path))
-    assert {size for size in found.linears if size.kind != "dense"} == {size for size in linears if size.kind != "dense"}
+    assert {size for size in found.linears if size.kind != "dense"} == {
+        size for size in linears if size.kind != "dense"
+    }
     assert found.linears
     assert {size[:4] for size in found.experts} == experts
     assert {size.top_k for size in found.experts} <= {2}
 
 
 def test_ranks_have_their_part(tmp_path: Path) -> None:
-    """q, k and v are one product, and so are gate and up; what a rank reads of o and down is cut."""
+    """q, k and v are one product, and so are gate and up; what a rank reads of o and down is
+    cut."""
     checkpoint = Checkpoint.open(quantized("qwen3_moe", "rtn-w4a16", tmp_path))
-    assert products(checkpoint).linears == (LinearSize("int4", 512, 256), LinearSize("int4", 256, 256))
+    assert products(checkpoint).linears == (
+        LinearSize("int4", 512, 256),
+        LinearSize("int4", 256, 256),
+    )
     half = products(checkpoint, 2)
     assert half.linears == (LinearSize("int4", 256, 256), LinearSize("int4", 256, 128))
     assert half.experts == (ExpertsSize("int4", 256, 64, 4, 2),)
@@ -62,8 +87,11 @@ def test_ranks_have_their_part(tmp_path: Path) -> None:
 
 
 def test_linears_of_16_bits_are_among_them_and_their_experts_are_not(tmp_path: Path) -> None:
-    """Experts of 16 bits have no plans to choose among; the head and the router are no linears of a layer."""
-    source = make_model.write_dense(tmp_path / "source", CONFIGS["qwen3_moe"], random_tensors(CONFIGS["qwen3_moe"]))
+    """Experts of 16 bits have no plans to choose among; the head and the router are no linears of a
+    layer."""
+    source = make_model.write_dense(
+        tmp_path / "source", CONFIGS["qwen3_moe"], random_tensors(CONFIGS["qwen3_moe"])
+    )
     found = products(Checkpoint.open(source), 2)
     assert found.linears == (LinearSize("dense", 256, 256), LinearSize("dense", 256, 128))
     assert found.experts == ()

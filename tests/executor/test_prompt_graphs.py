@@ -1,4 +1,5 @@
-"""Passes with prompts over static buffers compute what eager ones do, padded and replayed; those that are large or come once stay eager."""
+"""Passes with prompts over static buffers compute what eager ones do, padded and replayed; those
+that are large or come once stay eager."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +23,14 @@ from quantkit.executor.speculation.mtp_drafter import MtpDrafter
 from quantkit.executor.speculation.speculation import Speculation
 
 NARROW = GROUPED | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
-PROMPTS = [[7 + i] * 4 + list(range(20, 20 + length)) for i, length in enumerate((3, 90, 120, 30, 150, 64, 12))]
-PARAMS = [SamplingParams(max_new_tokens=5, ignore_eos=True, temperature=(i % 2) * 0.8, seed=i) for i in range(len(PROMPTS))]
+PROMPTS = [
+    [7 + i] * 4 + list(range(20, 20 + length))
+    for i, length in enumerate((3, 90, 120, 30, 150, 64, 12))
+]
+PARAMS = [
+    SamplingParams(max_new_tokens=5, ignore_eos=True, temperature=(i % 2) * 0.8, seed=i)
+    for i in range(len(PROMPTS))
+]
 
 
 @pytest.fixture(autouse=True)
@@ -38,11 +45,15 @@ def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_place(step: Callable[[], object], lengths: list[int]) -> Callable[[], object]:
-    """As a graph behaves: computes on the buffers that the step was made with, and leaves results where the first ones lay."""
+    """As a graph behaves: computes on the buffers that the step was made with, and leaves results
+    where the first ones lay."""
     kept = step()
 
     def replay() -> object:
-        for old, new in zip([kept] if isinstance(kept, Tensor) else kept, [step()] if isinstance(kept, Tensor) else step()):
+        for old, new in zip(
+            [kept] if isinstance(kept, Tensor) else kept,
+            [step()] if isinstance(kept, Tensor) else step(),
+        ):
             if old.data_ptr() != new.data_ptr():
                 old.copy_(new)
         return kept
@@ -50,25 +61,45 @@ def in_place(step: Callable[[], object], lengths: list[int]) -> Callable[[], obj
     return replay
 
 
-def load(path: Path, capture: Capture | None, num_drafts: int = 0, budget: StepBudget | None = None) -> Engine:
-    engine = Engine.load(path, device="cpu", dtype="float32", max_batch=4, max_model_len=320, num_drafts=num_drafts, prefix_cache=True)
+def load(
+    path: Path, capture: Capture | None, num_drafts: int = 0, budget: StepBudget | None = None
+) -> Engine:
+    engine = Engine.load(
+        path,
+        device="cpu",
+        dtype="float32",
+        max_batch=4,
+        max_model_len=320,
+        num_drafts=num_drafts,
+        prefix_cache=True,
+    )
     if capture is not None:
         reads_all = engine.runner.prompts.reads_all
         engine.runner = Runner(engine.loaded.model, engine.cache, capture)
         engine.runner.prompts.reads_all = reads_all
         if engine.speculation.drafter is not None:
-            engine.speculation = Speculation(MtpDrafter(engine.loaded.mtp_layers[0], engine.runner, num_drafts, engine.parallel), 0)
+            engine.speculation = Speculation(
+                MtpDrafter(engine.loaded.mtp_layers[0], engine.runner, num_drafts, engine.parallel),
+                0,
+            )
     engine.scheduler.budget = budget or StepBudget(512, 48)
     return engine
 
 
 def tokens(engine: Engine) -> list[list[int]]:
-    return [one.token_ids for one in sorted(engine.generate(PROMPTS, PARAMS), key=lambda one: one.index)]
+    return [
+        one.token_ids for one in sorted(engine.generate(PROMPTS, PARAMS), key=lambda one: one.index)
+    ]
 
 
-@pytest.mark.parametrize(("kind", "mixed"), [("latents", False), ("latents with guesses", True), ("keys", True)])
-def test_padded_passes_give_the_tokens_of_eager_ones(tiny_checkpoint: Path, grouped: Path, kind: str, mixed: bool) -> None:
-    """Chunks of 1 to 48 tokens of up to four prompts, beside answers in one pass or apart, the prefixes known from the second time on."""
+@pytest.mark.parametrize(
+    ("kind", "mixed"), [("latents", False), ("latents with guesses", True), ("keys", True)]
+)
+def test_padded_passes_give_the_tokens_of_eager_ones(
+    tiny_checkpoint: Path, grouped: Path, kind: str, mixed: bool
+) -> None:
+    """Chunks of 1 to 48 tokens of up to four prompts, beside answers in one pass or apart, the
+    prefixes known from the second time on."""
     path, drafts = grouped if kind == "keys" else tiny_checkpoint, 2 if "guesses" in kind else 0
     budget = StepBudget(64, 48, mixed=mixed)
     expected = tokens(load(path, None, drafts, budget))
@@ -83,10 +114,14 @@ def test_padded_passes_give_the_tokens_of_eager_ones(tiny_checkpoint: Path, grou
 
 @torch.inference_mode()
 def test_hidden_states_are_those_of_an_eager_pass(tiny_checkpoint: Path) -> None:
-    """Two chunks of two prompts, the second behind cached tokens, as a replay of buffers that held other prompts before."""
+    """Two chunks of two prompts, the second behind cached tokens, as a replay of buffers that held
+    other prompts before."""
     blocks, found = [[3, 1], [2]], []
     first = [PromptRows(PROMPTS[2][:40], 0, blocks[0]), PromptRows(PROMPTS[1][:30], 0, blocks[1])]
-    second = [PromptRows(PROMPTS[2][40:75], 40, blocks[0]), PromptRows(PROMPTS[1][30:34], 30, blocks[1])]
+    second = [
+        PromptRows(PROMPTS[2][40:75], 40, blocks[0]),
+        PromptRows(PROMPTS[1][30:34], 30, blocks[1]),
+    ]
     other = [PromptRows(PROMPTS[0] * 5, 0, blocks[1]), PromptRows(PROMPTS[0][:4], 35, blocks[0])]
     for capture in (None, in_place):
         runner = load(tiny_checkpoint, capture).runner
@@ -133,22 +168,33 @@ def test_last_tokens_alone_go_through_the_last_mlp(
 
 
 @pytest.mark.parametrize("asked", [{"num_drafts": 1}, {"count_experts": True}])
-def test_guesses_and_counted_experts_read_all_tokens(tiny_checkpoint: Path, asked: dict[str, Any]) -> None:
-    engine = Engine.load(tiny_checkpoint, device="cpu", dtype="float32", max_batch=2, max_model_len=320, **asked)
+def test_guesses_and_counted_experts_read_all_tokens(
+    tiny_checkpoint: Path, asked: dict[str, Any]
+) -> None:
+    engine = Engine.load(
+        tiny_checkpoint, device="cpu", dtype="float32", max_batch=2, max_model_len=320, **asked
+    )
     assert engine.runner.prompts.reads_all
 
 
-def test_log_probabilities_of_a_prompt_are_of_all_its_tokens(grouped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probabilities_of_a_prompt_are_of_all_its_tokens(
+    grouped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In one pass with prompts of which nobody asks for them."""
     engine = load(grouped, None, budget=StepBudget(512, 512))
     computed = widths(engine, monkeypatch)
-    params = [SamplingParams(max_new_tokens=1, ignore_eos=True, prompt_logprobs=one) for one in (None, 0, None)]
+    params = [
+        SamplingParams(max_new_tokens=1, ignore_eos=True, prompt_logprobs=one)
+        for one in (None, 0, None)
+    ]
     alone = [next(iter(engine.generate([prompt], one))) for prompt, one in zip(PROMPTS, params)]
     together = sorted(engine.generate(PROMPTS[:3], params), key=lambda one: one.index)
     known = 64  # of the third prompt, by then
     assert computed == [1, len(PROMPTS[1]), 1, sum(map(len, PROMPTS[:3])) - known]
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
-    ours, theirs = ([token.logprob for token in one[1].prompt_logprobs or []] for one in (together, alone))
+    ours, theirs = (
+        [token.logprob for token in one[1].prompt_logprobs or []] for one in (together, alone)
+    )
     assert ours == pytest.approx(theirs, abs=1e-4)
     assert len(ours) == len(PROMPTS[1]) - 1
 
@@ -165,7 +211,11 @@ def test_what_is_not_filled_is_a_sequence_in_nobodys_block() -> None:
     assert (prompts.starts.tolist(), prompts.seq_lens.tolist()) == ([0, 3, 3, 3, 8], [5, 0, 0, 5])
     assert prompts.block_table.tolist() == [[5, 6], [0, 0], [0, 0], [0, 0]]
     assert part.slots.tolist() == [20, 21, 22, 23, 24, 0, 1, 2, 3, 0, *[0] * 6]
-    assert (part.rows.tolist(), part.firsts.tolist(), part.lasts.tolist()) == ([0, 5, 5, 5], [0] * 4, [5, 0, 0, 5])
+    assert (part.rows.tolist(), part.firsts.tolist(), part.lasts.tolist()) == (
+        [0, 5, 5, 5],
+        [0] * 4,
+        [5, 0, 0, 5],
+    )
     assert list(prompts.spans) == [(2, 3), (0, 0), (0, 0), (0, 5)]
     with pytest.raises(RuntimeError, match="takes 8 cached tokens at a time"):
         prompts.parts(4, 8)
@@ -173,34 +223,52 @@ def test_what_is_not_filled_is_a_sequence_in_nobodys_block() -> None:
 
 @pytest.mark.parametrize("count", [1, 16, 17, 129, 300, 513, 700, 1000, 1024])
 def test_little_of_a_pass_is_padding(tiny_checkpoint: Path, count: int) -> None:
-    size = prompt_graphs.size_of(None, [PromptRows([0] * count, 0, [1] * 20)], load(tiny_checkpoint, None).cache)
+    size = prompt_graphs.size_of(
+        None, [PromptRows([0] * count, 0, [1] * 20)], load(tiny_checkpoint, None).cache
+    )
     assert size is not None
     assert count <= size.tokens < max(count + 16, 1.25 * count)
     assert size.tokens <= size.seen <= 1.25 * size.tokens + 64
 
 
-@pytest.mark.parametrize(("prompts", "sequences"), [(1, 2), (2, 4), (3, 4), (4, 16), (15, 16), (16, 64)])
-def test_few_graphs_serve_any_number_of_prompts(tiny_checkpoint: Path, prompts: int, sequences: int) -> None:
-    size = prompt_graphs.size_of(None, [PromptRows([0] * 4, 0, [1])] * prompts, load(tiny_checkpoint, None).cache)
+@pytest.mark.parametrize(
+    ("prompts", "sequences"), [(1, 2), (2, 4), (3, 4), (4, 16), (15, 16), (16, 64)]
+)
+def test_few_graphs_serve_any_number_of_prompts(
+    tiny_checkpoint: Path, prompts: int, sequences: int
+) -> None:
+    size = prompt_graphs.size_of(
+        None, [PromptRows([0] * 4, 0, [1])] * prompts, load(tiny_checkpoint, None).cache
+    )
     assert size is not None
     assert size.sequences == sequences, "one is padding"
 
 
 @torch.inference_mode()
-def test_long_passes_and_states_are_not_captured(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_passes_and_states_are_not_captured(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     passes = load(tiny_checkpoint, in_place).runner.prompts
     passes.reads_all = True
     passes.limit(20)
     monkeypatch.setattr(prompt_graphs, "_MOST_GRAPHS", 1)
     monkeypatch.setattr(prompt_graphs, "_MOST_BLOCKS", 2)
-    assert len(passes.run(None, [PromptRows([3], 0, [1, 2, 3])])) == len(passes.run(None, [PromptRows([3], 0, [1, 2, 3])])) == 1
+    assert (
+        len(passes.run(None, [PromptRows([3], 0, [1, 2, 3])]))
+        == len(passes.run(None, [PromptRows([3], 0, [1, 2, 3])]))
+        == 1
+    )
     for length in (21, 21, 5, 5, 5, 17, 17, 17):
         assert passes.run(None, [PromptRows([3] * length, 0, [1])]).shape[0] == length
-    assert [size.tokens for size in passes._graphs] == [16], "none of 21 tokens or three blocks, and no second graph"
+    assert [size.tokens for size in passes._graphs] == [16], (
+        "none of 21 tokens or three blocks, and no second graph"
+    )
 
 
 @torch.inference_mode()
-def test_a_size_is_launched_some_times_first(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_is_launched_some_times_first(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     passes, prompt = load(tiny_checkpoint, in_place).runner.prompts, [PromptRows([3, 4, 5], 0, [1])]
     monkeypatch.setattr(prompt_graphs, "LAUNCHED_FIRST", 3)
     captured = []
@@ -214,7 +282,9 @@ def test_a_size_is_launched_some_times_first(tiny_checkpoint: Path, monkeypatch:
 def test_a_limit_lets_go_of_larger_graphs(tiny_checkpoint: Path) -> None:
     passes = load(tiny_checkpoint, in_place).runner.prompts
     passes.reads_all = True  # a product of another size may differ in its last bit
-    prompts = {length: [PromptRows([3 + one for one in range(length)], 0, [1, 2])] for length in (16, 48)}
+    prompts = {
+        length: [PromptRows([3 + one for one in range(length)], 0, [1, 2])] for length in (16, 48)
+    }
     expected = {length: passes.launch(None, prompt).clone() for length, prompt in prompts.items()}
     for prompt in prompts.values():
         passes.capture(None, prompt)
@@ -233,7 +303,11 @@ def test_a_failed_capture_is_computed_eagerly_and_says_why(tiny_checkpoint: Path
 
     passes, prompt = load(tiny_checkpoint, refuse).runner.prompts, [PromptRows([3, 4, 5], 0, [1])]
     eager = passes.run(None, prompt).clone()
-    with pytest.warns(UserWarning, match="a pass with prompts could not be captured: operation not permitted; prompts are launched"):
+    with pytest.warns(
+        UserWarning,
+        match="a pass with prompts could not be captured: operation not permitted; prompts are "
+        "launched",
+    ):
         assert torch.equal(passes.run(None, prompt), eager)
     assert torch.equal(passes.run(None, prompt), eager), "told once"
 
@@ -266,19 +340,24 @@ def answers(engine: Engine) -> list[list[int]]:
     ]
 
 
-def test_nobody_waits_for_what_was_captured_ahead(grouped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_what_was_captured_ahead(
+    grouped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(graph_warmup, "LEAST_FREE", 0)
     expected, capture = answers(engine_of(grouped, None)), Counted()
     engine = engine_of(grouped, capture)
     done = capture_ahead(engine.runner, SINGLE, 3, engine.max_model_len)
-    # 1, 2 and 4 rows; 16 to 128 tokens by sixteens, 160 to 256 by 32s, 320: of one prompt, of up to three and of up to fifteen.
+    # 1, 2 and 4 rows; 16 to 128 tokens by sixteens, 160 to 256 by 32s, 320: of one prompt, of up to
+    # three and of up to fifteen.
     assert done == capture.count == 3 + 3 * 13
     assert answers(engine) == expected
     assert capture.count == done
 
 
 @pytest.mark.parametrize("field", ["MOST_S", "LEAST_FREE"])
-def test_time_and_memory_are_bounded(grouped: Path, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_and_memory_are_bounded(
+    grouped: Path, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(graph_warmup, "LEAST_FREE", 0)
     monkeypatch.setattr(graph_warmup, field, 0.0 if field == "MOST_S" else 1 << 60)
     engine = engine_of(grouped, capture := Counted())

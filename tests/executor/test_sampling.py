@@ -1,4 +1,5 @@
-"""Sampling follows the distribution asked for, and repeats itself with a seed whatever the batch."""
+"""Sampling follows the distribution asked for, and repeats itself with a seed whatever the
+batch."""
 
 from pathlib import Path
 
@@ -6,7 +7,16 @@ import pytest
 import torch
 
 from quantkit.common.errors import QuantkitError
-from quantkit.executor.sampling.params import Batch, SamplingParams, check_defaults, distribution, draw, log_probabilities, sample, uniform
+from quantkit.executor.sampling.params import (
+    Batch,
+    SamplingParams,
+    check_defaults,
+    distribution,
+    draw,
+    log_probabilities,
+    sample,
+    uniform,
+)
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0])
 
@@ -27,10 +37,14 @@ def test_frequencies_are_the_softmax_of_the_tempered_logits() -> None:
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     exact = LOGITS.softmax(-1)
-    batch = batch_of([SamplingParams(temperature=1, top_p=top_p) for top_p in (0.3, 0.7, 0.9)], [0, 0, 0])
+    batch = batch_of(
+        [SamplingParams(temperature=1, top_p=top_p) for top_p in (0.3, 0.7, 0.9)], [0, 0, 0]
+    )
     turned = [3, 1, 4, 0, 2]
     probabilities = distribution(LOGITS[turned].expand(3, -1), batch)
-    assert [row.nonzero()[:, 0].tolist() for row in probabilities] == [[3], [1, 3], [1, 3, 4]], "tokens 0, 1, 2 where they were put"
+    assert [row.nonzero()[:, 0].tolist() for row in probabilities] == [[3], [1, 3], [1, 3, 4]], (
+        "tokens 0, 1, 2 where they were put"
+    )
     torch.testing.assert_close(probabilities[1, [3, 1]], exact[:2] / exact[:2].sum())
 
 
@@ -40,12 +54,16 @@ def test_a_row_draws_the_same_in_any_batch() -> None:
     params, seeds = [SamplingParams(temperature=1.0, top_p=0.9)] * 8, list(range(-3, 5))
     positions = torch.arange(40, 48)
     together = sample(logits, batch_of(params, seeds), positions)
-    alone = [sample(logits[i : i + 1], batch_of(params[:1], seeds[i : i + 1]), positions[i : i + 1]) for i in range(8)]
+    alone = [
+        sample(logits[i : i + 1], batch_of(params[:1], seeds[i : i + 1]), positions[i : i + 1])
+        for i in range(8)
+    ]
     assert together.tolist() == torch.cat(alone).tolist()
 
 
 def test_tokens_that_are_nearly_as_likely_do_not_change_places() -> None:
-    """Rounding makes now one, now the other the likelier one: a number stands for the same token, but for those at a border."""
+    """Rounding makes now one, now the other the likelier one: a number stands for the same token,
+    but for those at a border."""
     rows = 2000
     logits = torch.randn(rows, 50, generator=torch.Generator().manual_seed(0))
     logits[:, 7], logits[:, 31] = 4.0, 4.0 + 1e-4
@@ -59,7 +77,9 @@ def test_tokens_that_are_nearly_as_likely_do_not_change_places() -> None:
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
     batch = batch_of([SamplingParams(), SamplingParams(temperature=5.0)], [1, 1])
-    chosen = torch.stack([sample(LOGITS.expand(2, -1), batch, torch.full((2,), position)) for position in range(50)])
+    chosen = torch.stack(
+        [sample(LOGITS.expand(2, -1), batch, torch.full((2,), position)) for position in range(50)]
+    )
     assert (chosen[:, 0] == 0).all()
     assert chosen[:, 1].unique().numel() > 2
 
@@ -102,14 +122,31 @@ def test_log_probabilities() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 0.0}, {"stop": ("",)}, {"logprobs": 21}]
+    "bad",
+    [
+        {"max_new_tokens": 0},
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"stop": ("",)},
+        {"logprobs": 21},
+    ],
 )
 def test_bad_parameters_are_refused(bad: dict) -> None:
     with pytest.raises(QuantkitError):
         SamplingParams(**bad)
 
 
-@pytest.mark.parametrize("change", [{"top_k": 2**31}, {"top_k": 2**63}, {"seed": 2**63}, {"seed": -(2**63) - 1}, {"temperature": 101.0}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"top_k": 2**31},
+        {"top_k": 2**63},
+        {"seed": 2**63},
+        {"seed": -(2**63) - 1},
+        {"temperature": 101.0},
+    ],
+)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
 def test_what_fits_no_tensor_is_refused(change: dict, bad: float) -> None:
     with pytest.raises(QuantkitError, match=next(iter(change))):
@@ -119,7 +156,10 @@ def test_what_fits_no_tensor_is_refused(change: dict, bad: float) -> None:
             SamplingParams(**{name: bad})
 
 
-@pytest.mark.parametrize("extreme", [{"temperature": 5e-324}, {"temperature": 1e-40}, {"temperature": 1.0, "top_p": 5e-324}])
+@pytest.mark.parametrize(
+    "extreme",
+    [{"temperature": 5e-324}, {"temperature": 1e-40}, {"temperature": 1.0, "top_p": 5e-324}],
+)
 def test_extremes_take_the_likeliest(extreme: dict) -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) * 100
     batch = Batch.of([SamplingParams(**extreme)] * 4, list(range(4)), logits.device)
@@ -129,13 +169,27 @@ def test_extremes_take_the_likeliest(extreme: dict) -> None:
 def test_the_largest_of_everything_is_sampled() -> None:
     params = SamplingParams(temperature=100.0, top_p=1.0, top_k=2**31 - 1, seed=2**63 - 1)
     logits = torch.randn(1, 7, generator=torch.Generator().manual_seed(0))
-    assert 0 <= sample(logits, Batch.of([params], [2**63 - 1], logits.device), torch.tensor([2**40])).item() < 7
+    assert (
+        0
+        <= sample(
+            logits, Batch.of([params], [2**63 - 1], logits.device), torch.tensor([2**40])
+        ).item()
+        < 7
+    )
     assert log_probabilities(logits, torch.tensor([3]), 20).top_ids.shape == (1, 7)
 
 
 @pytest.mark.parametrize(
     "defaults",
-    [{"top_k": 2**63}, {"top_k": "5"}, {"top_k": True}, {"top_k": 1.5}, {"temperature": [1]}, {"temperature": -1}, {"top_p": float("nan")}],
+    [
+        {"top_k": 2**63},
+        {"top_k": "5"},
+        {"top_k": True},
+        {"top_k": 1.5},
+        {"temperature": [1]},
+        {"temperature": -1},
+        {"top_p": float("nan")},
+    ],
 )
 def test_defaults_of_a_model_are_checked_and_their_file_named(defaults: dict) -> None:
     with pytest.raises(QuantkitError, match=f"generation_config.json: {next(iter(defaults))}"):

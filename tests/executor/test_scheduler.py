@@ -1,4 +1,5 @@
-"""Prompts share a step's tokens: long ones leave room to short ones, and everybody's tokens are those of computing alone."""
+"""Prompts share a step's tokens: long ones leave room to short ones, and everybody's tokens are
+those of computing alone."""
 
 from pathlib import Path
 
@@ -19,16 +20,33 @@ def tokenizer(tiny_checkpoint: Path) -> ChatTokenizer:
     return ChatTokenizer(tiny_checkpoint)
 
 
-def schedule(tokenizer: ChatTokenizer, lengths: list[int], max_batch: int = 8, beside: StepBudget | None = None) -> list[dict[int, int]]:
-    """Steps until every prompt is computed: tokens of each prompt, by its number. beside: a budget, for prompts beside an answer."""
+def schedule(
+    tokenizer: ChatTokenizer,
+    lengths: list[int],
+    max_batch: int = 8,
+    beside: StepBudget | None = None,
+) -> list[dict[int, int]]:
+    """Steps until every prompt is computed: tokens of each prompt, by its number. beside: a budget,
+    for prompts beside an answer."""
     scheduler = Scheduler(CachePlan(200, 64, 8192), max_batch=max_batch, prefill_tokens=BUDGET)
     if beside is not None:
         scheduler.budget = beside
-        scheduler.add(answer := Sequence(len(lengths), [1] * 2, SamplingParams(max_new_tokens=2000), tokenizer, 8192, streams=False))
+        scheduler.add(
+            answer := Sequence(
+                len(lengths),
+                [1] * 2,
+                SamplingParams(max_new_tokens=2000),
+                tokenizer,
+                8192,
+                streams=False,
+            )
+        )
         ((_, answer.num_cached),) = scheduler.schedule().prefill
         answer.token_ids.append(1)
     for index, length in enumerate(lengths):
-        scheduler.add(Sequence(index, [1] * length, SamplingParams(), tokenizer, 8192, streams=False))
+        scheduler.add(
+            Sequence(index, [1] * length, SamplingParams(), tokenizer, 8192, streams=False)
+        )
     steps: list[dict[int, int]] = []
     while scheduler.waiting or any(sequence.num_new > 1 for sequence in scheduler.running):
         step = scheduler.schedule()
@@ -56,7 +74,9 @@ def test_a_long_prompt_leaves_half_of_a_step_to_others(tokenizer: ChatTokenizer)
     assert schedule(tokenizer, [1000, 90])[:2] == [{0: 50, 1: 50}, {0: 60, 1: 40}]
 
 
-def test_short_prompts_pass_several_long_ones_and_do_not_stop_them(tokenizer: ChatTokenizer) -> None:
+def test_short_prompts_pass_several_long_ones_and_do_not_stop_them(
+    tokenizer: ChatTokenizer,
+) -> None:
     steps = schedule(tokenizer, [1000, 1000, *[40] * 5])
     assert all(sum(step.values()) == BUDGET for step in steps[:-1])
     assert all(step.get(0, 0) >= BUDGET // 2 for step in steps[:10])
@@ -65,7 +85,8 @@ def test_short_prompts_pass_several_long_ones_and_do_not_stop_them(tokenizer: Ch
 
 
 def test_chunks_behind_long_contexts_have_fewer_tokens(tokenizer: ChatTokenizer) -> None:
-    """Each costs as much as the first, in whole blocks, until there are too few for what a pass costs in any case."""
+    """Each costs as much as the first, in whole blocks, until there are too few for what a pass
+    costs in any case."""
     budget = StepBudget(1024, 512, doubles_at=1000)
     steps = schedule(tokenizer, [6000], beside=budget)
     counts = [step[0] for step in steps]
@@ -81,7 +102,8 @@ def test_chunks_behind_long_contexts_have_fewer_tokens(tokenizer: ChatTokenizer)
 
 
 def test_what_costs_more_leaves_less_to_others(tokenizer: ChatTokenizer) -> None:
-    """A prompt that does not fit begins with whole blocks, or later: not with some tokens of its own pass."""
+    """A prompt that does not fit begins with whole blocks, or later: not with some tokens of its
+    own pass."""
     budget = StepBudget(1024, 512, doubles_at=4000)
     assert schedule(tokenizer, [400, 400], beside=budget)[0] == {0: 400}
     assert schedule(tokenizer, [370, 400], beside=budget)[0] == {0: 370, 1: 128}
@@ -104,5 +126,9 @@ def test_tokens_are_those_of_computing_alone(tiny_checkpoint: Path) -> None:
     prompts = [[7 + i] * length for i, length in enumerate((150, 4, 120, 30, 9))]
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)
     together = sorted(engine.generate(prompts, params), key=lambda one: one.index)
-    assert max(together[i].timings.first_token_s for i in (1, 4)) < together[0].timings.first_token_s
-    assert [one.token_ids for one in together] == [next(iter(engine.generate([prompt], params))).token_ids for prompt in prompts]
+    assert (
+        max(together[i].timings.first_token_s for i in (1, 4)) < together[0].timings.first_token_s
+    )
+    assert [one.token_ids for one in together] == [
+        next(iter(engine.generate([prompt], params))).token_ids for prompt in prompts
+    ]

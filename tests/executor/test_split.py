@@ -25,7 +25,9 @@ def row_share(weight: Weight, name: str, rank: int, size: int) -> Weight:
 
 
 def column_share(weight: Weight, name: str, rank: int, size: int) -> Weight:
-    return cut_columns(weight, name, *share_range(weight.shape[1], "input features", name, rank, size))
+    return cut_columns(
+        weight, name, *share_range(weight.shape[1], "input features", name, rank, size)
+    )
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -39,27 +41,39 @@ def test_shares_make_the_whole(name: str, size: int) -> None:
 
 
 def test_a_group_is_cut_into_whole_smaller_groups() -> None:
-    """256 input features in groups of 128 on 4 ranks: 64 each, half a group, which keeps the group's scale."""
+    """256 input features in groups of 128 on 4 ranks: 64 each, half a group, which keeps the
+    group's scale."""
     share = column_share(WEIGHTS["int4 asymmetric"], "w", 1, 4)
     assert isinstance(share, IntWeight)
     assert share.group_size == 64
     assert torch.equal(share.scale[:, 0], WEIGHTS["int4 asymmetric"].scale[:, 0])
 
 
-@pytest.mark.parametrize(("size", "heads", "own"), [(2, 2, [0, 1]), (4, 2, [0, 0, 1, 1]), (4, 1, [0, 0, 0, 0])])
-def test_ranks_beyond_the_key_heads_hold_copies_side_by_side(size: int, heads: int, own: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("size", "heads", "own"), [(2, 2, [0, 1]), (4, 2, [0, 0, 1, 1]), (4, 1, [0, 0, 0, 0])]
+)
+def test_ranks_beyond_the_key_heads_hold_copies_side_by_side(
+    size: int, heads: int, own: list[int]
+) -> None:
     """As query heads lie: those of a key head are on neighbours."""
-    ranges = [share_range(heads * 64, "output features", "k", rank, size, heads) for rank in range(size)]
+    ranges = [
+        share_range(heads * 64, "output features", "k", rank, size, heads) for rank in range(size)
+    ]
     assert ranges == [(head * 64, (head + 1) * 64) for head in own]
 
 
 def test_packed_weights_stay_packed() -> None:
     for name in ("int4 asymmetric", "int8", "fp4"):
-        assert type(column_share(WEIGHTS[name], name, 0, 2)) is type(row_share(WEIGHTS[name], name, 0, 2)) is type(WEIGHTS[name])
+        assert (
+            type(column_share(WEIGHTS[name], name, 0, 2))
+            is type(row_share(WEIGHTS[name], name, 0, 2))
+            is type(WEIGHTS[name])
+        )
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "said"), [("int4 symmetric", 16, "groups of 64"), ("fp4", 32, "groups of 16"), ("dense", 3, "evenly")]
+    ("name", "size", "said"),
+    [("int4 symmetric", 16, "groups of 64"), ("fp4", 32, "groups of 16"), ("dense", 3, "evenly")],
 )
 def test_what_cannot_be_cut_is_refused(name: str, size: int, said: str) -> None:
     with pytest.raises(QuantkitError, match=f"^{name} .*{said}"):

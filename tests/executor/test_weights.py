@@ -36,7 +36,9 @@ NO_FP4 = kernels.backends.why_unusable("linear_fp4", "cpu", torch.device("cpu"))
 def test_operand_stands_for_the_weight(weight: Weight, kind: type) -> None:
     prepared = operand(weight, torch.float32, 8 if kind is kernels.Int8 else 16)
     assert type(prepared) is kind
-    torch.testing.assert_close(kernels.dequantize(prepared), dequantize(weight), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        kernels.dequantize(prepared), dequantize(weight), rtol=1e-6, atol=1e-7
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,25 +55,45 @@ def test_fused_linear_is_its_parts_side_by_side(weights: ExecutorWeights) -> Non
     torch.testing.assert_close(fused(x), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_shared_expert_of_the_routed_ones_form_is_one_more_of_them(weights: ExecutorWeights) -> None:
+def test_a_shared_expert_of_the_routed_ones_form_is_one_more_of_them(
+    weights: ExecutorWeights,
+) -> None:
     generator = torch.Generator().manual_seed(1)
     prefix, shared = "model.layers.1.mlp.experts", "model.layers.1.mlp.shared_experts"
-    x, topk_weights = torch.randn(5, 256, generator=generator), torch.rand(5, 2, generator=generator)
+    x, topk_weights = (
+        torch.randn(5, 256, generator=generator),
+        torch.rand(5, 2, generator=generator),
+    )
     topk_ids = torch.tensor([[0, 3], [1, 2], [3, 0], [2, 2], [1, 0]])
     count = int(weights.checkpoint.config["n_routed_experts"])
     joined = weights.experts_with_shared(prefix, count, shared)
     assert joined is not None
-    ours = joined(x, torch.cat((topk_ids, torch.full((5, 1), count)), dim=1), torch.cat((topk_weights, torch.ones(5, 1)), dim=1))
+    ours = joined(
+        x,
+        torch.cat((topk_ids, torch.full((5, 1), count)), dim=1),
+        torch.cat((topk_weights, torch.ones(5, 1)), dim=1),
+    )
     expected = weights.experts(prefix, count)(x, topk_ids, topk_weights) + Mlp(shared, weights)(x)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_shared_expert_of_another_form_is_run_apart(weights: ExecutorWeights, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights.checkpoint, "weight", lambda module, device: W[:64] if "shared" in module else W)
-    assert weights.experts_with_shared("model.layers.1.mlp.experts", 4, "model.layers.1.mlp.shared_experts") is None
+def test_a_shared_expert_of_another_form_is_run_apart(
+    weights: ExecutorWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        weights.checkpoint, "weight", lambda module, device: W[:64] if "shared" in module else W
+    )
+    assert (
+        weights.experts_with_shared(
+            "model.layers.1.mlp.experts", 4, "model.layers.1.mlp.shared_experts"
+        )
+        is None
+    )
 
 
-def test_parts_on_different_grids_are_not_fused(weights: ExecutorWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_on_different_grids_are_not_fused(
+    weights: ExecutorWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts = {"a": W, "b": quantize_int(W, IntGrid(4, 128, False), scale_dtype=torch.float16)}
     monkeypatch.setattr(weights.checkpoint, "weight", lambda module, device: parts[module])
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
@@ -79,7 +101,10 @@ def test_parts_on_different_grids_are_not_fused(weights: ExecutorWeights, monkey
     torch.testing.assert_close(weights.fused_linear(("a", "b"))(x), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("rows", "fits", "expanded"), [(96, True, True), (96, False, False), (2064, True, NO_FP4 is not None)])
+@pytest.mark.parametrize(
+    ("rows", "fits", "expanded"),
+    [(96, True, True), (96, False, False), (2064, True, NO_FP4 is not None)],
+)
 def test_fp4_on_a_cpu_is_expanded_once_where_it_is_small_and_fits(
     weights: ExecutorWeights, rows: int, fits: bool, expanded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,13 +129,18 @@ def test_router_stays_in_float32(tiny_checkpoint: Path) -> None:
 
 def test_held_bytes_are_counted(tiny_checkpoint: Path) -> None:
     loaded = load_model(tiny_checkpoint, device="cpu", dtype="float32")
-    held = sum(info.nbytes for name, info in loaded.checkpoint.tensors.items() if "layers.3" not in name and "scale_inv" not in name)
+    held = sum(
+        info.nbytes
+        for name, info in loaded.checkpoint.tensors.items()
+        if "layers.3" not in name and "scale_inv" not in name
+    )
     # FP8 is one byte a weight on disk and four here; norms and embeddings grow from two.
     assert 2 * held < loaded.nbytes < 5 * held
 
 
 def test_a_backend_asked_for_serves_what_it_has(tiny_checkpoint: Path) -> None:
-    """The CPU's packed operators have no unquantized linears: torch has them then. One that serves nothing here is refused at once."""
+    """The CPU's packed operators have no unquantized linears: torch has them then. One that serves
+    nothing here is refused at once."""
     loaded = load_model(tiny_checkpoint, device="cpu", backend="cpu")
     assert loaded.weights.linear("lm_head").backend == "expanded"
     for backend, why in (("cuda", "runs nothing on cpu"), ("fast", "not known")):
@@ -118,24 +148,43 @@ def test_a_backend_asked_for_serves_what_it_has(tiny_checkpoint: Path) -> None:
             load_model(tiny_checkpoint, device="cpu", backend=backend)
 
 
-def test_the_reference_is_told_with_its_time(tiny_checkpoint: Path, weights: ExecutorWeights, monkeypatch: pytest.MonkeyPatch) -> None:
-    """24 rows in groups of 32, which no packed operator of a CPU takes, and too little memory to expand them: told once."""
-    int4 = operand(quantize_int(W[:24, :64], IntGrid(4, 32, False), scale_dtype=torch.float16), torch.bfloat16)
+def test_the_reference_is_told_with_its_time(
+    tiny_checkpoint: Path, weights: ExecutorWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """24 rows in groups of 32, which no packed operator of a CPU takes, and too little memory to
+    expand them: told once."""
+    int4 = operand(
+        quantize_int(W[:24, :64], IntGrid(4, 32, False), scale_dtype=torch.float16), torch.bfloat16
+    )
     slow = ExecutorWeights(weights.checkpoint, [], device=torch.device("cpu"), dtype=torch.bfloat16)
     assert slow._backend("linear", int4) == "expanded"
     monkeypatch.setattr(slow, "_may_expand", False)
-    with pytest.warns(RuntimeWarning, match=r"SLOW: linear_int4 runs on the reference.* ms a token for one weight of 24 x 64.*cpu: .*16"):
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"SLOW: linear_int4 runs on the reference.* ms a token for one weight of 24 x "
+        r"64.*cpu: .*16",
+    ):
         assert slow._backend("linear", int4) == "reference"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert slow._backend("linear", int4) == "reference"
 
 
-def test_what_the_backend_asked_for_does_not_take_of_a_model_is_told_once(weights: ExecutorWeights) -> None:
-    """24 rows, which the CPU's packed operator of int4 does not take; of unquantized ones it has none, which is nothing to tell."""
-    int4 = operand(quantize_int(W[:24, :64], IntGrid(4, 32, False), scale_dtype=torch.float16), torch.bfloat16)
-    asked = ExecutorWeights(weights.checkpoint, [], device=torch.device("cpu"), dtype=torch.bfloat16, backend="cpu")
-    with pytest.warns(RuntimeWarning, match=r"^backend cpu does not serve linear_int4 of this model, reference does: .*16"):
+def test_what_the_backend_asked_for_does_not_take_of_a_model_is_told_once(
+    weights: ExecutorWeights,
+) -> None:
+    """24 rows, which the CPU's packed operator of int4 does not take; of unquantized ones it has
+    none, which is nothing to tell."""
+    int4 = operand(
+        quantize_int(W[:24, :64], IntGrid(4, 32, False), scale_dtype=torch.float16), torch.bfloat16
+    )
+    asked = ExecutorWeights(
+        weights.checkpoint, [], device=torch.device("cpu"), dtype=torch.bfloat16, backend="cpu"
+    )
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"^backend cpu does not serve linear_int4 of this model, reference does: .*16",
+    ):
         asked._backend("linear", int4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -143,17 +192,26 @@ def test_what_the_backend_asked_for_does_not_take_of_a_model_is_told_once(weight
         asked._backend("linear", kernels.Dense(W[:24, :64]))
 
 
-def test_experts_of_another_gate_go_where_kernels_for_it_are(weights: ExecutorWeights, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU has none, and runs a loop over linears; inputs that are rounded need that loop everywhere."""
-    int4 = operand(quantize_int(W[:24, :64], IntGrid(4, 32, False), scale_dtype=torch.float16), torch.bfloat16)
-    rounded = kernels.Fp4(*operand(quantize_fp4(W[:24, :64]), torch.bfloat16)[:3], torch.tensor(700.0))
+def test_experts_of_another_gate_go_where_kernels_for_it_are(
+    weights: ExecutorWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU has none, and runs a loop over linears; inputs that are rounded need that loop
+    everywhere."""
+    int4 = operand(
+        quantize_int(W[:24, :64], IntGrid(4, 32, False), scale_dtype=torch.float16), torch.bfloat16
+    )
+    rounded = kernels.Fp4(
+        *operand(quantize_fp4(W[:24, :64]), torch.bfloat16)[:3], torch.tensor(700.0)
+    )
     assert weights._gates_backend(int4, int4) == weights._backend("linear", int4)
     of_linears = weights._backend("linear", rounded)
     monkeypatch.setattr(kernels.backends, "serving_gates", lambda *asked: "triton")
     assert weights._gates_backend(int4, int4) == "triton"
     assert weights._gates_backend(rounded, rounded) == of_linears
     monkeypatch.setattr(kernels.backends, "serving_gates", lambda *asked: "expanded")
-    monkeypatch.setattr(weights, "_backend", lambda *asked: pytest.fail("the plain gate's backend was asked for"))
+    monkeypatch.setattr(
+        weights, "_backend", lambda *asked: pytest.fail("the plain gate's backend was asked for")
+    )
     experts = weights.experts("model.layers.1.mlp.experts", 4, kernels.Gating(limit=7.0))
     assert isinstance(experts, kernels.Experts)
     assert experts.backend == "expanded"

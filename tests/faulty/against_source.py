@@ -5,12 +5,26 @@ from packed_model import rounded
 
 from faulty.codes import has_codes_around_zero, recode
 from faulty.contents import Contents
-from faulty.fault import change, codes_of, has_experts, has_four_bits, has_groups, has_quantized_experts, of_format, scale_of, tensor_fault
+from faulty.fault import (
+    change,
+    codes_of,
+    has_experts,
+    has_four_bits,
+    has_groups,
+    has_quantized_experts,
+    of_format,
+    scale_of,
+    tensor_fault,
+)
 from quantkit.grids.weights import dequantize
 
 
 @tensor_fault(
-    "scales-absurd", suits=of_format("awq", "gptq", "compressed-tensors pack", "compressed-tensors int", "modelslim"), source=True
+    "scales-absurd",
+    suits=of_format(
+        "awq", "gptq", "compressed-tensors pack", "compressed-tensors int", "modelslim"
+    ),
+    source=True,
 )
 def a_linears_scales_are_tenfold(c: Contents) -> None:
     change(c, scale_of(c, c.linear()), lambda t: t * 10)
@@ -47,7 +61,11 @@ def two_layers_are_exchanged(c: Contents) -> None:
 def a_linear_is_noise(c: Contents) -> None:
     module = c.linear()
     generator = torch.Generator().manual_seed(0)
-    change(c, codes_of(c, module), lambda t: torch.randint(-100, 100, t.shape, generator=generator).to(t.dtype) * 16777619)
+    change(
+        c,
+        codes_of(c, module),
+        lambda t: torch.randint(-100, 100, t.shape, generator=generator).to(t.dtype) * 16777619,
+    )
 
 
 @tensor_fault("unlike-source", source=True)
@@ -64,14 +82,20 @@ def the_embedding_is_another(c: Contents) -> None:
 
 
 def divide_norm(c: Contents, layer: int, router: bool, experts: bool) -> None:
-    """Fold scales from the norm before the experts into some of its readers: what peers' AWQ leaves out is the router."""
+    """Fold scales from the norm before the experts into some of its readers: what peers' AWQ leaves
+    out is the router."""
     hidden = c.config["hidden_size"]
     scale = torch.exp(0.8 * torch.randn(hidden, generator=torch.Generator().manual_seed(3)))
     prefix = f"model.layers.{layer}"
     change(c, f"{prefix}.post_attention_layernorm.weight", lambda t: t / scale)
     if router:
         change(c, f"{prefix}.mlp.gate.weight", lambda t: t * scale)
-    for name in [name for name in c.tensors if name.startswith(f"{prefix}.mlp.") and name.endswith(("gate_proj.weight", "up_proj.weight"))]:
+    for name in [
+        name
+        for name in c.tensors
+        if name.startswith(f"{prefix}.mlp.")
+        and name.endswith(("gate_proj.weight", "up_proj.weight"))
+    ]:
         if experts:
             change(c, name, lambda t: t * scale)
 
@@ -88,11 +112,17 @@ def the_router_was_not_scaled(c: Contents) -> None:
 
 @tensor_fault("folding-broken", suits=lambda c: True, source=True)
 def a_norm_was_divided_and_nothing_multiplied(c: Contents) -> None:
-    scale = torch.exp(0.8 * torch.randn(c.config["hidden_size"], generator=torch.Generator().manual_seed(4)))
+    scale = torch.exp(
+        0.8 * torch.randn(c.config["hidden_size"], generator=torch.Generator().manual_seed(4))
+    )
     change(c, "model.layers.1.input_layernorm.weight", lambda t: t / scale)
 
 
-@tensor_fault("error-large", suits=of_format("awq", "gptq", "compressed-tensors pack", "modelslim"), source=True)
+@tensor_fault(
+    "error-large",
+    suits=of_format("awq", "gptq", "compressed-tensors pack", "modelslim"),
+    source=True,
+)
 def a_linears_sign_is_the_other(c: Contents) -> None:
     change(c, scale_of(c, c.linear()), torch.negative)
 
@@ -103,15 +133,27 @@ def scales_of_rows_are_shuffled(c: Contents) -> None:
     change(c, scale_of(c, c.linear()), lambda t: t[torch.randperm(len(t), generator=generator)])
 
 
-@tensor_fault("scales-absurd", suits=of_format("awq", "gptq", "compressed-tensors pack", "compressed-tensors int"), source=True)
+@tensor_fault(
+    "scales-absurd",
+    suits=of_format("awq", "gptq", "compressed-tensors pack", "compressed-tensors int"),
+    source=True,
+)
 def a_linear_is_twice_as_large(c: Contents) -> None:
     change(c, scale_of(c, c.linear("o_proj")), lambda t: t * 2)
 
 
-@tensor_fault("error-large", suits=lambda c: has_groups(c) and of_format("awq", "gptq", "compressed-tensors pack")(c), source=True)
+@tensor_fault(
+    "error-large",
+    suits=lambda c: has_groups(c) and of_format("awq", "gptq", "compressed-tensors pack")(c),
+    source=True,
+)
 def scales_of_groups_are_in_another_order(c: Contents) -> None:
     module = c.linear("o_proj")
-    change(c, scale_of(c, module), lambda t: t.roll(1, 0 if scale_of(c, module).endswith(".scales") else 1))
+    change(
+        c,
+        scale_of(c, module),
+        lambda t: t.roll(1, 0 if scale_of(c, module).endswith(".scales") else 1),
+    )
 
 
 @tensor_fault("error-large", suits=of_format("compressed-tensors int", "modelslim"), source=True)
@@ -140,14 +182,24 @@ def norms_are_squared(c: Contents) -> None:
 @tensor_fault("error-large", suits=has_codes_around_zero, source=True)
 def codes_were_cut_and_not_rounded(c: Contents) -> None:
     lowest = -(2 ** (c.linears[c.linear()].grid.bits - 1))
-    recode(c, lambda codes: (codes.int() - torch.arange(codes.numel()).view(codes.shape) % 2).clamp(min=lowest))
+    recode(
+        c,
+        lambda codes: (codes.int() - torch.arange(codes.numel()).view(codes.shape) % 2).clamp(
+            min=lowest
+        ),
+    )
 
 
 def multiply_columns(c: Contents, module: str, factors: torch.Tensor) -> None:
     """Round a quantized linear again, with other factors of its inputs."""
     linear = c.linears[module]
-    values = dequantize(linear.format.unpack(module, {name: c.tensors[name] for name in linear.tensors})) * factors
-    c.tensors |= linear.format.pack(module, rounded(values, linear.format, linear.grid, values.abs().max()))
+    values = (
+        dequantize(linear.format.unpack(module, {name: c.tensors[name] for name in linear.tensors}))
+        * factors
+    )
+    c.tensors |= linear.format.pack(
+        module, rounded(values, linear.format, linear.grid, values.abs().max())
+    )
 
 
 def uneven(count: int) -> torch.Tensor:
@@ -173,7 +225,13 @@ def down_was_multiplied_and_up_was_not_divided(c: Contents) -> None:
 def an_adapter_was_merged(c: Contents) -> None:
     module, generator = c.linear("o_proj"), torch.Generator().manual_seed(12)
     linear = c.linears[module]
-    values = dequantize(linear.format.unpack(module, {name: c.tensors[name] for name in linear.tensors}))
-    low = torch.randn(len(values), 4, generator=generator) @ torch.randn(4, values.shape[1], generator=generator)
+    values = dequantize(
+        linear.format.unpack(module, {name: c.tensors[name] for name in linear.tensors})
+    )
+    low = torch.randn(len(values), 4, generator=generator) @ torch.randn(
+        4, values.shape[1], generator=generator
+    )
     values = values + 0.25 * values.norm() / low.norm() * low
-    c.tensors |= linear.format.pack(module, rounded(values, linear.format, linear.grid, values.abs().max()))
+    c.tensors |= linear.format.pack(
+        module, rounded(values, linear.format, linear.grid, values.abs().max())
+    )

@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from faulty.contents import Contents
-from faulty.fault import change, codes_of, has_quantized_experts, of_format, part, scale_of, tensor_fault
+from faulty.fault import (
+    change,
+    codes_of,
+    has_quantized_experts,
+    of_format,
+    part,
+    scale_of,
+    tensor_fault,
+)
 
 
 @tensor_fault("values-not-finite")
@@ -37,7 +45,9 @@ def codes_are_constant(c: Contents) -> None:
     change(
         c,
         codes_of(c, c.linear()),
-        lambda t: torch.full_like(t, 0x11 if t.dtype == torch.uint8 else 0x11111111 if t.dtype == torch.int32 else 17),
+        lambda t: torch.full_like(
+            t, 0x11 if t.dtype == torch.uint8 else 0x11111111 if t.dtype == torch.int32 else 17
+        ),
     )
 
 
@@ -59,16 +69,24 @@ def recode(c: Contents, change: Callable[[Tensor], Tensor]) -> None:
     linear = c.linears[module]
     weight = linear.format.unpack(module, {name: c.tensors[name] for name in linear.tensors})
     codes = change(weight.codes).to(torch.int8)
-    c.tensors |= linear.format.pack(module, type(weight)(codes, weight.scale, weight.zero_point, weight.bits))
+    c.tensors |= linear.format.pack(
+        module, type(weight)(codes, weight.scale, weight.zero_point, weight.bits)
+    )
 
 
 def has_codes_around_zero(c: Contents) -> bool:
-    return of_format("compressed-tensors int", "compressed-tensors pack")(c) and c.linears[c.linear()].grid.symmetric
+    return (
+        of_format("compressed-tensors int", "compressed-tensors pack")(c)
+        and c.linears[c.linear()].grid.symmetric
+    )
 
 
-@tensor_fault("codes-saturated", "codes-constant", suits=of_format("awq", "gptq", "compressed-tensors pack"))
+@tensor_fault(
+    "codes-saturated", "codes-constant", suits=of_format("awq", "gptq", "compressed-tensors pack")
+)
 def codes_are_saturated(c: Contents) -> None:
-    """Two of their bits are always zero, which is told where channels are wide and few codes reach an end."""
+    """Two of their bits are always zero, which is told where channels are wide and few codes reach
+    an end."""
     multiply_codes(c, 4)
 
 
@@ -85,9 +103,13 @@ def one_global_scale_is_inverted(c: Contents) -> None:
     change(c, name, torch.reciprocal)
 
 
-@tensor_fault("zero-points-off", suits=lambda c: of_format("gptq")(c) and c.linears[c.linear()].grid.bits == 4)
+@tensor_fault(
+    "zero-points-off", suits=lambda c: of_format("gptq")(c) and c.linears[c.linear()].grid.bits == 4
+)
 def gptq_is_said_to_be_the_other_version(c: Contents) -> None:
-    c.block["checkpoint_format"] = "gptq" if c.block["checkpoint_format"] == "gptq_v2" else "gptq_v2"
+    c.block["checkpoint_format"] = (
+        "gptq" if c.block["checkpoint_format"] == "gptq_v2" else "gptq_v2"
+    )
 
 
 @tensor_fault("zero-points-off", suits=of_format("awq"))
@@ -111,7 +133,9 @@ def awq_words_are_in_natural_order(c: Contents) -> None:
         nibbles = [(words >> (4 * bit)) & 15 for bit in range(8)]
         order = (0, 4, 1, 5, 2, 6, 3, 7)
         value = sum(nibbles[order[j]].long() << (4 * j) for j in range(8))
-        c.tensors[codes_of(c, module)] = torch.where(value >= 2**31, value - 2**32, value).to(torch.int32)
+        c.tensors[codes_of(c, module)] = torch.where(value >= 2**31, value - 2**32, value).to(
+            torch.int32
+        )
 
 
 @tensor_fault("act-order-wrong", suits=of_format("gptq"))
@@ -127,7 +151,9 @@ def act_order_is_stored_and_not_said(c: Contents) -> None:
     generator = torch.Generator().manual_seed(2)
     for name in c.tensors:
         if name.endswith(".g_idx"):
-            c.tensors[name] = c.tensors[name][torch.randperm(len(c.tensors[name]), generator=generator)]
+            c.tensors[name] = c.tensors[name][
+                torch.randperm(len(c.tensors[name]), generator=generator)
+            ]
 
 
 @tensor_fault("act-order-wrong", suits=of_format("gptq"))
@@ -163,7 +189,9 @@ def fp4_has_no_negative_values(c: Contents) -> None:
 @tensor_fault("codes-constant", suits=of_format("awq", "gptq", "compressed-tensors pack"))
 def the_lowest_bit_of_codes_is_lost(c: Contents) -> None:
     name = codes_of(c, c.linear())
-    c.tensors[name] = c.tensors[name] & (~0x11111111 if c.linears[c.linear()].grid.bits == 4 else ~0x01010101)
+    c.tensors[name] = c.tensors[name] & (
+        ~0x11111111 if c.linears[c.linear()].grid.bits == 4 else ~0x01010101
+    )
 
 
 @tensor_fault("scales-absurd", suits=of_format("modelopt", "compressed-tensors nvfp4"))
@@ -173,7 +201,12 @@ def scales_of_groups_are_all_alike(c: Contents) -> None:
 
 @tensor_fault("codes-constant", suits=has_codes_around_zero)
 def columns_are_constant(c: Contents) -> None:
-    recode(c, lambda codes: torch.cat([codes[:, : codes.shape[1] // 2], torch.zeros_like(codes[:, codes.shape[1] // 2 :])], 1))
+    recode(
+        c,
+        lambda codes: torch.cat(
+            [codes[:, : codes.shape[1] // 2], torch.zeros_like(codes[:, codes.shape[1] // 2 :])], 1
+        ),
+    )
 
 
 @tensor_fault("codes-constant", suits=has_codes_around_zero)
@@ -194,7 +227,12 @@ def gate_and_up_have_other_global_scales(c: Contents) -> None:
     change(c, scale_of(c, module), lambda scale: (scale * 2).clamp(max=448))
 
 
-@tensor_fault("scales-absurd", suits=of_format("awq", "gptq", "compressed-tensors pack", "compressed-tensors int", "modelslim"))
+@tensor_fault(
+    "scales-absurd",
+    suits=of_format(
+        "awq", "gptq", "compressed-tensors pack", "compressed-tensors int", "modelslim"
+    ),
+)
 def a_bit_of_a_scale_is_another(c: Contents) -> None:
     name = scale_of(c, c.linear())
     factor = torch.ones(c.tensors[name].numel()).index_fill(0, torch.tensor([5]), 256.0)
@@ -204,7 +242,10 @@ def a_bit_of_a_scale_is_another(c: Contents) -> None:
 @tensor_fault("scales-absurd")
 def scales_of_the_cache_are_inverted(c: Contents) -> None:
     for layer in range(c.config["num_hidden_layers"] + (1 if c.mtp else 0)):
-        c.tensors |= {f"model.layers.{layer}.self_attn.{side}_scale": torch.tensor(30.0 + layer) for side in "kv"}
+        c.tensors |= {
+            f"model.layers.{layer}.self_attn.{side}_scale": torch.tensor(30.0 + layer)
+            for side in "kv"
+        }
 
 
 @tensor_fault("scales-absurd")

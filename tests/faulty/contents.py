@@ -22,7 +22,8 @@ SHARD = "model-{:05d}-of-00002.safetensors"
 
 @dataclass
 class Contents:
-    """A checkpoint in memory. format: of the good one. linears: its quantized modules and their formats."""
+    """A checkpoint in memory. format: of the good one. linears: its quantized modules and their
+    formats."""
 
     path: Path
     config: dict[str, Any]
@@ -39,12 +40,29 @@ class Contents:
         for shard in sorted(path.glob("*.safetensors")):
             with safe_open(shard, "pt") as file:
                 tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        names = [file for file in path.iterdir() if file.suffix in (".json", ".jinja") and "index" not in file.name]
-        files = {file.name: file.read_bytes() for file in names if file.name not in ("config.json", "manifest.json")}
-        return cls(path, checkpoint.config, files, tensors, checkpoint.format, dict(checkpoint.linears))
+        names = [
+            file
+            for file in path.iterdir()
+            if file.suffix in (".json", ".jinja") and "index" not in file.name
+        ]
+        files = {
+            file.name: file.read_bytes()
+            for file in names
+            if file.name not in ("config.json", "manifest.json")
+        }
+        return cls(
+            path, checkpoint.config, files, tensors, checkpoint.format, dict(checkpoint.linears)
+        )
 
     def copy(self) -> "Contents":
-        return Contents(self.path, copy.deepcopy(self.config), dict(self.files), dict(self.tensors), self.format, dict(self.linears))
+        return Contents(
+            self.path,
+            copy.deepcopy(self.config),
+            dict(self.files),
+            dict(self.tensors),
+            self.format,
+            dict(self.linears),
+        )
 
     def write(self, folder: Path) -> Path:
         """Two shards, an index, and the files; then what breaks them."""
@@ -52,11 +70,21 @@ class Contents:
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
         names = list(self.tensors)
-        halves = {SHARD.format(1): names[: len(names) // 2], SHARD.format(2): names[len(names) // 2 :]}
+        halves = {
+            SHARD.format(1): names[: len(names) // 2],
+            SHARD.format(2): names[len(names) // 2 :],
+        }
         for shard, own in halves.items():
-            save_file({name: self.tensors[name].contiguous().clone() for name in own}, folder / shard, metadata={"format": "pt"})
+            save_file(
+                {name: self.tensors[name].contiguous().clone() for name in own},
+                folder / shard,
+                metadata={"format": "pt"},
+            )
         total = sum(tensor.nbytes for tensor in self.tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": {name: shard for shard, own in halves.items() for name in own}}
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: shard for shard, own in halves.items() for name in own},
+        }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         (folder / "config.json").write_text(json.dumps(self.config, indent=1))
         for name, content in self.files.items():
@@ -65,7 +93,8 @@ class Contents:
             breaks(folder)
         return folder
 
-    # --- what faults ask -------------------------------------------------------------------------------------------------
+    # --- what faults ask
+    # -------------------------------------------------------------------------------------------------
 
     @property
     def block(self) -> dict[str, Any]:
@@ -74,7 +103,14 @@ class Contents:
     @property
     def experts(self) -> list[str]:
         """Prefixes of the routed experts of the last layer but MTP that has them."""
-        found = sorted({m[1] for name in self.tensors if (m := re.match(r"(model\.layers\.\d+\.mlp\.experts\.\d+)\.", name))}, key=numbers)
+        found = sorted(
+            {
+                m[1]
+                for name in self.tensors
+                if (m := re.match(r"(model\.layers\.\d+\.mlp\.experts\.\d+)\.", name))
+            },
+            key=numbers,
+        )
         layers = [p for p in found if int(p.split(".")[2]) < self.config["num_hidden_layers"]]
         return [p for p in layers if p.split(".")[2] == layers[-1].split(".")[2]] if layers else []
 
@@ -85,7 +121,9 @@ class Contents:
 
     def linear(self, ending: str = "down_proj") -> str:
         """A quantized linear of a middle layer."""
-        found = sorted((m for m in self.linears if m.endswith(ending) and "shared" not in m), key=numbers)
+        found = sorted(
+            (m for m in self.linears if m.endswith(ending) and "shared" not in m), key=numbers
+        )
         inner = [m for m in found if int(m.split(".")[2]) < self.config["num_hidden_layers"]]
         return (inner or found)[len(inner or found) // 2]
 

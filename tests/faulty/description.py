@@ -26,8 +26,21 @@ def quantization_config_is_lost(c: Contents) -> None:
 
 @fault("description-wrong", suits=has_block)
 def another_format_is_said(c: Contents) -> None:
-    method = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-    other = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "checkpoint_format": "gptq"}
+    method = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 128,
+        "zero_point": True,
+        "version": "gemm",
+    }
+    other = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "desc_act": False,
+        "sym": True,
+        "checkpoint_format": "gptq",
+    }
     c.config["quantization_config"] = other if c.format.name == "awq" else method
     c.files.pop("hf_quant_config.json", None)
 
@@ -66,9 +79,17 @@ def a_scale_has_another_shape(c: Contents) -> None:
     c.tensors[name] = c.tensors[name][:-1]
 
 
-@fault("listed-but-quantized", suits=lists_plain_modules, replays="llm-compressor 2060: experts in the ignore list")
+@fault(
+    "listed-but-quantized",
+    suits=lists_plain_modules,
+    replays="llm-compressor 2060: experts in the ignore list",
+)
 def experts_are_listed_as_plain(c: Contents) -> None:
-    entry = {"compressed-tensors": r"re:.*down_proj$", "awq": "down_proj", "modelopt": "*down_proj"}[c.format.name]
+    entry = {
+        "compressed-tensors": r"re:.*down_proj$",
+        "awq": "down_proj",
+        "modelopt": "*down_proj",
+    }[c.format.name]
     relist(c, [*listed(c), entry])
 
 
@@ -89,7 +110,11 @@ def a_linear_was_left_out_and_not_listed(c: Contents) -> None:
         c.plain(c.linear().rpartition(".")[0] + f".{ending}")
 
 
-@fault("experts-mixed", suits=has_quantized_experts, replays="GPTQModel 1680: some experts are not quantized")
+@fault(
+    "experts-mixed",
+    suits=has_quantized_experts,
+    replays="GPTQModel 1680: some experts are not quantized",
+)
 def one_expert_was_left_plain(c: Contents) -> None:
     for module in [m for m in c.linears if m.startswith(f"{c.experts[1]}.")]:
         c.plain(module)
@@ -104,12 +129,27 @@ def no_expert_was_quantized(c: Contents) -> None:
     for module in [m for m in c.linears if ".experts." in m]:
         c.plain(module)
     if lists_plain_modules(c):
-        relist(c, [*listed(c), {"compressed-tensors": r"re:.*\.experts\..*", "awq": ".experts.", "modelopt": "*.experts.*"}[c.format.name]])
+        relist(
+            c,
+            [
+                *listed(c),
+                {
+                    "compressed-tensors": r"re:.*\.experts\..*",
+                    "awq": ".experts.",
+                    "modelopt": "*.experts.*",
+                }[c.format.name],
+            ],
+        )
 
 
-@fault("siblings-mixed", suits=lambda c: is_quantized(c) and any(m.endswith("mlp.gate_proj") for m in c.linears))
+@fault(
+    "siblings-mixed",
+    suits=lambda c: is_quantized(c) and any(m.endswith("mlp.gate_proj") for m in c.linears),
+)
 def gate_is_quantized_and_up_is_not(c: Contents) -> None:
-    module = next(m for m in c.linears if m.endswith("mlp.gate_proj")).replace("gate_proj", "up_proj")
+    module = next(m for m in c.linears if m.endswith("mlp.gate_proj")).replace(
+        "gate_proj", "up_proj"
+    )
     c.plain(module)
     if lists_plain_modules(c):
         relist(c, [*listed(c), module])
@@ -137,7 +177,11 @@ def the_group_is_for_attention_alone(c: Contents) -> None:
     c.block["config_groups"]["group_0"]["targets"] = [r"re:.*self_attn.*"]
 
 
-@fault("group-size-wrong", "part-malformed", suits=lambda c: has_groups(c) and c.format.name == "compressed-tensors")
+@fault(
+    "group-size-wrong",
+    "part-malformed",
+    suits=lambda c: has_groups(c) and c.format.name == "compressed-tensors",
+)
 def groups_are_said_to_be_channels(c: Contents) -> None:
     c.block["config_groups"]["group_0"]["weights"] |= {"strategy": "channel", "group_size": None}
 
@@ -152,12 +196,18 @@ def modelopts_two_files_disagree(c: Contents) -> None:
 @fault("listed-but-quantized", suits=of_format("modelslim"))
 def modelslim_does_not_describe_a_linear(c: Contents) -> None:
     module, side = c.linear(), c.json("quant_model_description.json")
-    c.set_json("quant_model_description.json", {name: kind for name, kind in side.items() if not name.startswith(f"{module}.")})
+    c.set_json(
+        "quant_model_description.json",
+        {name: kind for name, kind in side.items() if not name.startswith(f"{module}.")},
+    )
 
 
 @fault("plain-not-listed", suits=of_format("modelslim"))
 def modelslim_says_that_the_head_is_quantized(c: Contents) -> None:
-    c.set_json("quant_model_description.json", {**c.json("quant_model_description.json"), "lm_head.weight": "W8A8_DYNAMIC"})
+    c.set_json(
+        "quant_model_description.json",
+        {**c.json("quant_model_description.json"), "lm_head.weight": "W8A8_DYNAMIC"},
+    )
 
 
 @fault("plain-not-listed", suits=of_format("compressed-tensors", "modelopt"))
@@ -170,7 +220,11 @@ def gptq_says_that_the_head_is_quantized(c: Contents) -> None:
     c.block["lm_head"] = True
 
 
-@fault("part-missing", suits=is_quantized, replays="Model-Optimizer 1340: experts that were never calibrated have no input_scale")
+@fault(
+    "part-missing",
+    suits=is_quantized,
+    replays="Model-Optimizer 1340: experts that were never calibrated have no input_scale",
+)
 def a_scale_of_inputs_is_lost(c: Contents) -> None:
     c.tensors |= {f"{module}.input_scale": torch.tensor(0.01) for module in list(c.linears)[1:]}
 
@@ -183,7 +237,13 @@ def a_routers_scale_is_left(c: Contents) -> None:
 
 @fault("cache-scales-missing", suits=lambda c: has_block(c) and "config_groups" in c.block)
 def the_cache_is_said_to_have_scales(c: Contents) -> None:
-    c.block["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    c.block["kv_cache_scheme"] = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor",
+        "dynamic": False,
+        "symmetric": True,
+    }
 
 
 @fault("part-missing", suits=of_format("compressed-tensors pack"))
@@ -204,7 +264,11 @@ def fp8_linears_are_listed_as_plain(c: Contents) -> None:
 @fault("part-missing", suits=lambda c: is_quantized(c) and c.config["num_hidden_layers"] > 1)
 def a_layers_cache_has_no_scale(c: Contents) -> None:
     layers = range(c.config["num_hidden_layers"] + (1 if c.mtp else 0))
-    c.tensors |= {f"model.layers.{layer}.self_attn.k_scale": torch.tensor(0.01) for layer in layers if layer != 1}
+    c.tensors |= {
+        f"model.layers.{layer}.self_attn.k_scale": torch.tensor(0.01)
+        for layer in layers
+        if layer != 1
+    }
 
 
 @fault("description-old-key", suits=of_format("compressed-tensors"))
@@ -217,7 +281,10 @@ def an_older_description_says_otherwise(c: Contents) -> None:
     c.config["compression_config"] = {**c.block, "ignore": []}
 
 
-@fault("list-matches-nothing", suits=lambda c: of_format("compressed-tensors", "modelopt")(c) and has_experts(c))
+@fault(
+    "list-matches-nothing",
+    suits=lambda c: of_format("compressed-tensors", "modelopt")(c) and has_experts(c),
+)
 def routers_are_listed_under_another_name(c: Contents) -> None:
     relist(c, [entry.replace("mlp", "feed_forward") for entry in listed(c)])
 
@@ -227,23 +294,37 @@ def modelslim_says_other_bits(c: Contents) -> None:
     said = {"W8A8_DYNAMIC": "W4A8_DYNAMIC", "W4A8_DYNAMIC": "W8A8_DYNAMIC"}
     side = c.json("quant_model_description.json")
     c.set_json(
-        "quant_model_description.json", {name: said.get(kind, kind) if isinstance(kind, str) else kind for name, kind in side.items()}
+        "quant_model_description.json",
+        {
+            name: said.get(kind, kind) if isinstance(kind, str) else kind
+            for name, kind in side.items()
+        },
     )
 
 
-@fault("part-missing", suits=of_format("modelslim"), replays="vllm-ascend 2144, 5630: a cache without its offsets")
+@fault(
+    "part-missing",
+    suits=of_format("modelslim"),
+    replays="vllm-ascend 2144, 5630: a cache without its offsets",
+)
 def a_cache_in_8_bits_has_no_offsets(c: Contents) -> None:
     for layer in range(c.config["num_hidden_layers"] + (1 if c.mtp else 0)):
         c.tensors[f"model.layers.{layer}.self_attn.k_proj.kv_cache_scale"] = torch.full((64,), 0.02)
 
 
-@fault("part-missing", suits=lambda c: of_format("modelslim")(c) and c.config["num_hidden_layers"] > 1)
+@fault(
+    "part-missing", suits=lambda c: of_format("modelslim")(c) and c.config["num_hidden_layers"] > 1
+)
 def latents_in_8_bits_lack_a_scale(c: Contents) -> None:
     for layer in range(c.config["num_hidden_layers"] + (1 if c.mtp else 0)):
         for one, heads in (("fa_q", 4), ("fa_k", 1), ("fa_v", 1)):
-            c.tensors[f"model.layers.{layer}.self_attn.{one}.offset"] = torch.zeros(heads, 1, dtype=torch.int8)
+            c.tensors[f"model.layers.{layer}.self_attn.{one}.offset"] = torch.zeros(
+                heads, 1, dtype=torch.int8
+            )
             if (layer, one) != (1, "fa_k"):
-                c.tensors[f"model.layers.{layer}.self_attn.{one}.scale"] = torch.full((heads, 1), 0.02)
+                c.tensors[f"model.layers.{layer}.self_attn.{one}.scale"] = torch.full(
+                    (heads, 1), 0.02
+                )
 
 
 @fault("part-missing", suits=lambda c: bool(c.linears) and c.format.name == "fp8-block")

@@ -12,7 +12,8 @@ from quantkit.grids.schemes import IntGrid
 
 @dataclass(frozen=True)
 class Fault:
-    """finds: names of findings of which one must be there. depth: the shallowest that can. source: whether only a comparison can."""
+    """finds: names of findings of which one must be there. depth: the shallowest that can. source:
+    whether only a comparison can."""
 
     name: str
     finds: tuple[str, ...]
@@ -27,7 +28,11 @@ FAULTS: list[Fault] = []
 
 
 def fault(
-    *finds: str, depth: str = "headers", suits: Callable[[Contents], bool] = lambda c: True, source: bool = False, replays: str = ""
+    *finds: str,
+    depth: str = "headers",
+    suits: Callable[[Contents], bool] = lambda c: True,
+    source: bool = False,
+    replays: str = "",
 ) -> Callable[[Callable[[Contents], None]], Callable[[Contents], None]]:
     def add(apply: Callable[[Contents], None]) -> Callable[[Contents], None]:
         FAULTS.append(Fault(apply.__name__, finds, depth, apply, suits, source, replays))
@@ -40,7 +45,12 @@ def is_quantized(c: Contents) -> bool:
     return bool(c.linears) and c.format.name != "fp8-block"
 
 
-def tensor_fault(*finds: str, suits: Callable[[Contents], bool] = is_quantized, source: bool = False, replays: str = "") -> Any:
+def tensor_fault(
+    *finds: str,
+    suits: Callable[[Contents], bool] = is_quantized,
+    source: bool = False,
+    replays: str = "",
+) -> Any:
     return fault(*finds, depth="tensors", suits=suits, source=source, replays=replays)
 
 
@@ -98,7 +108,11 @@ def codes_of(c: Contents, module: str) -> str:
 
 def change(c: Contents, name: str, change: Callable[[Tensor], Tensor]) -> None:
     tensor = c.tensors[name]
-    c.tensors[name] = change(tensor.float()).to(tensor.dtype) if tensor.dtype.is_floating_point else change(tensor)
+    c.tensors[name] = (
+        change(tensor.float()).to(tensor.dtype)
+        if tensor.dtype.is_floating_point
+        else change(tensor)
+    )
 
 
 def of_format(*names: str) -> Callable[[Contents], bool]:
@@ -106,7 +120,9 @@ def of_format(*names: str) -> Callable[[Contents], bool]:
 
 
 def has_four_bits(c: Contents) -> bool:
-    kinds = of_format("awq", "gptq", "compressed-tensors pack", "compressed-tensors nvfp4", "modelopt")
+    kinds = of_format(
+        "awq", "gptq", "compressed-tensors pack", "compressed-tensors nvfp4", "modelopt"
+    )
     return kinds(c) and getattr(next(iter(c.linears.values())).grid, "bits", 4) == 4
 
 

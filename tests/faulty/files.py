@@ -69,12 +69,16 @@ def index_names_the_wrong_shard(c: Contents) -> None:
 
 @fault("index-wrong")
 def index_lists_what_is_nowhere(c: Contents) -> None:
-    c.broken["index"] = edit_index(lambda weight_map: weight_map.update({"model.layers.0.extra.weight": SHARD.format(1)}))
+    c.broken["index"] = edit_index(
+        lambda weight_map: weight_map.update({"model.layers.0.extra.weight": SHARD.format(1)})
+    )
 
 
 @fault("config-unreadable")
 def config_is_no_json(c: Contents) -> None:
-    c.broken["config"] = lambda folder: (folder / "config.json").write_text("{'model_type': ") and None
+    c.broken["config"] = lambda folder: (
+        (folder / "config.json").write_text("{'model_type': ") and None
+    )
 
 
 @fault("index-wrong")
@@ -92,7 +96,9 @@ def copied(change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         tensors = load_file(folder / SHARD.format(1))
         name, tensor = list(load_file(folder / SHARD.format(2)).items())[-1]
-        save_file(tensors | {name: change(tensor)}, folder / SHARD.format(1), metadata={"format": "pt"})
+        save_file(
+            tensors | {name: change(tensor)}, folder / SHARD.format(1), metadata={"format": "pt"}
+        )
 
     return apply
 
@@ -123,4 +129,6 @@ def two_shards_hold_a_tensor_and_no_index_says_which(c: Contents) -> None:
 
 @fault("adapter-beside")
 def an_adapter_lies_beside(c: Contents) -> None:
-    c.files["adapter_config.json"] = b'{"peft_type": "LORA", "base_model_name_or_path": "someone/base"}'
+    c.files["adapter_config.json"] = (
+        b'{"peft_type": "LORA", "base_model_name_or_path": "someone/base"}'
+    )

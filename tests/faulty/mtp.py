@@ -4,7 +4,9 @@ from faulty.contents import Contents
 from faulty.fault import fault, has_mtp, listed, lists_plain_modules, relist
 
 
-@fault("mtp-missing", suits=has_mtp, replays="llm-compressor 2735, Model-Optimizer 2141, ms-swift 7848")
+@fault(
+    "mtp-missing", suits=has_mtp, replays="llm-compressor 2735, Model-Optimizer 2141, ms-swift 7848"
+)
 def mtp_was_dropped(c: Contents) -> None:
     for name in c.mtp:
         del c.tensors[name]
@@ -29,7 +31,11 @@ def mtp_is_stored_and_not_announced(c: Contents) -> None:
     c.config["num_nextn_predict_layers"] = 0
 
 
-@fault("plain-not-listed", suits=lambda c: has_mtp(c) and lists_plain_modules(c) and bool(listed(c)), replays="vllm 37667, 52649, 44087")
+@fault(
+    "plain-not-listed",
+    suits=lambda c: has_mtp(c) and lists_plain_modules(c) and bool(listed(c)),
+    replays="vllm 37667, 52649, 44087",
+)
 def mtp_is_plain_and_not_listed(c: Contents) -> None:
     layer = f"layers.{c.config['num_hidden_layers']}"
     for module in [m for m in c.linears if f".{layer}." in m]:

@@ -8,12 +8,18 @@ from faulty.fault import change, is_quantized, tensor_fault
 
 @tensor_fault("values-not-finite", suits=lambda c: True)
 def a_norm_holds_infinity(c: Contents) -> None:
-    change(c, "model.layers.1.input_layernorm.weight", lambda t: t.index_fill(0, torch.tensor([5]), float("inf")))
+    change(
+        c,
+        "model.layers.1.input_layernorm.weight",
+        lambda t: t.index_fill(0, torch.tensor([5]), float("inf")),
+    )
 
 
 @tensor_fault("values-not-finite", suits=lambda c: True)
 def the_embedding_holds_nan(c: Contents) -> None:
-    change(c, "model.embed_tokens.weight", lambda t: t.index_fill(0, torch.tensor([7]), float("nan")))
+    change(
+        c, "model.embed_tokens.weight", lambda t: t.index_fill(0, torch.tensor([7]), float("nan"))
+    )
 
 
 @tensor_fault("values-absurd", suits=lambda c: True)
@@ -21,7 +27,9 @@ def a_norm_is_all_zeros(c: Contents) -> None:
     change(c, "model.layers.1.post_attention_layernorm.weight", torch.zeros_like)
 
 
-@tensor_fault("linears-equal", suits=lambda c: sum(name.endswith("mlp.gate.weight") for name in c.tensors) > 1)
+@tensor_fault(
+    "linears-equal", suits=lambda c: sum(name.endswith("mlp.gate.weight") for name in c.tensors) > 1
+)
 def a_router_is_another_layers(c: Contents) -> None:
     routers = [name for name in c.tensors if name.endswith("mlp.gate.weight")]
     c.tensors[routers[1]] = c.tensors[routers[0]]
@@ -34,7 +42,9 @@ def the_head_is_said_to_be_tied(c: Contents) -> None:
 
 @tensor_fault("values-absurd", suits=lambda c: True)
 def half_of_the_embedding_is_zero(c: Contents) -> None:
-    change(c, "model.embed_tokens.weight", lambda t: t * (torch.arange(len(t)) < len(t) // 2)[:, None])
+    change(
+        c, "model.embed_tokens.weight", lambda t: t * (torch.arange(len(t)) < len(t) // 2)[:, None]
+    )
 
 
 @tensor_fault("values-absurd", suits=lambda c: True)
@@ -50,15 +60,30 @@ def a_bias_has_no_place(c: Contents) -> None:
 
 @tensor_fault("values-absurd", suits=lambda c: True)
 def bfloat16_is_read_as_float16(c: Contents) -> None:
-    c.tensors |= {name: tensor.view(torch.float16) for name, tensor in c.tensors.items() if tensor.dtype == torch.bfloat16}
+    c.tensors |= {
+        name: tensor.view(torch.float16)
+        for name, tensor in c.tensors.items()
+        if tensor.dtype == torch.bfloat16
+    }
 
 
 @tensor_fault("values-absurd", suits=lambda c: True)
 def float16_is_read_as_bfloat16(c: Contents) -> None:
-    c.tensors |= {name: tensor.half().view(torch.bfloat16) for name, tensor in c.tensors.items() if tensor.dtype == torch.bfloat16}
+    c.tensors |= {
+        name: tensor.half().view(torch.bfloat16)
+        for name, tensor in c.tensors.items()
+        if tensor.dtype == torch.bfloat16
+    }
 
 
 @tensor_fault("values-absurd", suits=lambda c: True)
 def norms_have_the_other_order_of_bytes(c: Contents) -> None:
     for name in [name for name in c.tensors if name.endswith("layernorm.weight")]:
-        c.tensors[name] = c.tensors[name].view(torch.uint8).unflatten(0, (-1, 2)).flip(1).flatten().view(c.tensors[name].dtype)
+        c.tensors[name] = (
+            c.tensors[name]
+            .view(torch.uint8)
+            .unflatten(0, (-1, 2))
+            .flip(1)
+            .flatten()
+            .view(c.tensors[name].dtype)
+        )

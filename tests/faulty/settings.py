@@ -1,4 +1,5 @@
-"""Faults of what stands beside the weights: tokenizer, template, ends of a text, fields of config.json."""
+"""Faults of what stands beside the weights: tokenizer, template, ends of a text, fields of
+config.json."""
 
 from faulty.contents import Contents
 from faulty.fault import fault, has_experts
@@ -44,14 +45,20 @@ def the_template_does_not_parse(c: Contents) -> None:
     c.set_json("tokenizer_config.json", described)
 
 
-@fault("template-missing", suits=lambda c: "chat_template" in c.json("tokenizer_config.json"), source=True)
+@fault(
+    "template-missing",
+    suits=lambda c: "chat_template" in c.json("tokenizer_config.json"),
+    source=True,
+)
 def the_template_is_lost(c: Contents) -> None:
     described = c.json("tokenizer_config.json")
     del described["chat_template"]
     c.set_json("tokenizer_config.json", described)
 
 
-@fault("config-differs", source=True, replays="a score that fell without an error: rope scaling lost")
+@fault(
+    "config-differs", source=True, replays="a score that fell without an error: rope scaling lost"
+)
 def rope_is_lost(c: Contents) -> None:
     c.config.pop("rope_scaling", None)
     c.config["rope_theta"] = 500.0
@@ -85,7 +92,10 @@ def two_tokens_share_a_number(c: Contents) -> None:
 def no_file_ends_a_text(c: Contents) -> None:
     c.config.pop("eos_token_id", None)
     c.files.pop("generation_config.json", None)
-    c.set_json("tokenizer_config.json", {**c.json("tokenizer_config.json"), "eos_token": "<｜end▁of▁sentence｜>"})
+    c.set_json(
+        "tokenizer_config.json",
+        {**c.json("tokenizer_config.json"), "eos_token": "<｜end▁of▁sentence｜>"},
+    )
 
 
 @fault("class-wrong")
@@ -177,8 +187,13 @@ def a_merge_is_of_no_tokens(c: Contents) -> None:
 @fault("tokenizer-broken")
 def two_files_number_tokens_otherwise(c: Contents) -> None:
     first, second = c.json("tokenizer.json")["added_tokens"][:2]
-    listed = {str(first["id"]): {"content": second["content"]}, str(second["id"]): {"content": first["content"]}}
-    c.set_json("tokenizer_config.json", {**c.json("tokenizer_config.json"), "added_tokens_decoder": listed})
+    listed = {
+        str(first["id"]): {"content": second["content"]},
+        str(second["id"]): {"content": first["content"]},
+    }
+    c.set_json(
+        "tokenizer_config.json", {**c.json("tokenizer_config.json"), "added_tokens_decoder": listed}
+    )
 
 
 def _template(c: Contents, text: str) -> None:
@@ -195,17 +210,24 @@ def the_template_uses_an_unknown_filter(c: Contents) -> None:
     _template(c, "{% for m in messages %}{{ m['content'] | aloud }}{% endfor %}")
 
 
-_CHATML = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+_CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + "
+    "'<|im_end|>\\n' }}{% endfor %}"
+)
 
 
 @fault("template-foreign")
 def the_template_is_another_familys(c: Contents) -> None:
-    _template(c, _CHATML + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
+    _template(
+        c, _CHATML + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
 
 
 @fault("tokenizer-broken")
 def a_file_that_is_a_pointer_hides_the_template(c: Contents) -> None:
-    c.files["chat_template.jinja"] = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 4317\n"
+    c.files["chat_template.jinja"] = (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 4317\n"
+    )
 
 
 @fault("template-broken")
@@ -215,18 +237,27 @@ def the_template_asks_for_no_answer(c: Contents) -> None:
 
 @fault("template-broken")
 def the_template_leaves_out_answers(c: Contents) -> None:
-    _template(c, "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}")
+    _template(
+        c,
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor "
+        "%}",
+    )
 
 
 @fault("template-broken")
 def no_template_of_several_is_the_default(c: Contents) -> None:
-    c.set_json("tokenizer_config.json", {**c.json("tokenizer_config.json"), "chat_template": [{"name": "rag", "template": "x"}]})
+    c.set_json(
+        "tokenizer_config.json",
+        {**c.json("tokenizer_config.json"), "chat_template": [{"name": "rag", "template": "x"}]},
+    )
 
 
 @fault("templates-disagree")
 def two_files_have_other_templates(c: Contents) -> None:
     _template(c, "{% for m in messages %}{{ '[' + m['content'] + ']' }}{% endfor %}")
-    c.files["chat_template.jinja"] = b"{% for m in messages %}{{ '<' + m['content'] + '>' }}{% endfor %}"
+    c.files["chat_template.jinja"] = (
+        b"{% for m in messages %}{{ '<' + m['content'] + '>' }}{% endfor %}"
+    )
 
 
 @fault("config-field")
@@ -236,4 +267,6 @@ def the_model_type_is_lost(c: Contents) -> None:
 
 @fault("text-cut", source=True)
 def texts_are_said_to_be_short(c: Contents) -> None:
-    c.set_json("tokenizer_config.json", {**c.json("tokenizer_config.json"), "model_max_length": 128})
+    c.set_json(
+        "tokenizer_config.json", {**c.json("tokenizer_config.json"), "model_max_length": 128}
+    )

@@ -6,7 +6,11 @@ from faulty.contents import Contents
 from faulty.fault import fault, has_experts
 
 
-@fault("tensors-missing", replays="areal-project/AReaL 1403: a shard with MTP keys is skipped whole, and the index rebuilt without it")
+@fault(
+    "tensors-missing",
+    replays="areal-project/AReaL 1403: a shard with MTP keys is skipped whole, and the index "
+    "rebuilt without it",
+)
 def a_layer_is_not_stored(c: Contents) -> None:
     layer = f"model.layers.{c.config['num_hidden_layers'] - 1}."
     c.tensors = {name: tensor for name, tensor in c.tensors.items() if not name.startswith(layer)}
@@ -15,12 +19,16 @@ def a_layer_is_not_stored(c: Contents) -> None:
 @fault("tensors-missing", suits=has_experts, replays="llm-compressor 2060, vllm-ascend 883")
 def an_expert_is_not_stored(c: Contents) -> None:
     prefix = c.experts[-1]
-    c.tensors = {name: tensor for name, tensor in c.tensors.items() if not name.startswith(f"{prefix}.")}
+    c.tensors = {
+        name: tensor for name, tensor in c.tensors.items() if not name.startswith(f"{prefix}.")
+    }
 
 
 @fault("tensors-missing", suits=lambda c: any("e_score_correction_bias" in n for n in c.tensors))
 def the_routers_bias_is_lost(c: Contents) -> None:
-    c.tensors = {name: tensor for name, tensor in c.tensors.items() if "e_score_correction_bias" not in name}
+    c.tensors = {
+        name: tensor for name, tensor in c.tensors.items() if "e_score_correction_bias" not in name
+    }
 
 
 @fault("tensors-missing")
@@ -46,7 +54,10 @@ def the_head_is_lost_and_said_to_be_tied(c: Contents) -> None:
 
 @fault("names-wrong", replays="GPTQModel 2694: model.layers for model.language_model.layers")
 def names_have_another_prefix(c: Contents) -> None:
-    c.tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in c.tensors.items()}
+    c.tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in c.tensors.items()
+    }
 
 
 @fault("names-wrong")
@@ -74,7 +85,9 @@ def experts_are_one_tensor(c: Contents) -> None:
     own = [name for name in c.tensors if name.startswith(f"{prefix}.")]
     for ending in sorted({name.split(".", 6)[-1] for name in own}):
         each = [c.tensors.pop(f"{prefix}.{number}.{ending}") for number in range(len(c.experts))]
-        c.tensors[f"{prefix}.{ending.replace('.weight_', '_').replace('.weight', '').replace('.q', '_q')}"] = torch.stack(each)
+        c.tensors[
+            f"{prefix}.{ending.replace('.weight_', '_').replace('.weight', '').replace('.q', '_q')}"
+        ] = torch.stack(each)
 
 
 @fault("layers-beyond")
@@ -82,7 +95,11 @@ def config_counts_too_few_layers(c: Contents) -> None:
     c.config["num_hidden_layers"] -= 1
     if "num_nextn_predict_layers" in c.config:
         c.config["num_nextn_predict_layers"] = 0
-        c.tensors = {name: t for name, t in c.tensors.items() if not name.startswith(f"model.layers.{c.config['num_hidden_layers'] + 1}.")}
+        c.tensors = {
+            name: t
+            for name, t in c.tensors.items()
+            if not name.startswith(f"model.layers.{c.config['num_hidden_layers'] + 1}.")
+        }
 
 
 @fault("tensors-missing")
@@ -109,5 +126,9 @@ def config_lacks_a_size(c: Contents) -> None:
 @fault("architecture-wrong", suits=lambda c: c.config["model_type"] == "qwen3_moe")
 def the_model_is_said_to_be_an_older_one(c: Contents) -> None:
     """It has no norms of queries and keys."""
-    c.config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": len(c.experts)}
+    c.config |= {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": len(c.experts),
+    }
     c.config["intermediate_size"] = c.config["moe_intermediate_size"]

@@ -1,4 +1,5 @@
-"""Other people's graders, each verdict with a bound: one that does not come in time, or ends its process, is no verdict."""
+"""Other people's graders, each verdict with a bound: one that does not come in time, or ends its
+process, is no verdict."""
 
 import multiprocessing
 import os
@@ -10,7 +11,9 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 
-def bounded(verdict: Callable[[Item], bool], items: Sequence[Item], seconds: float) -> list[bool | None]:
+def bounded(
+    verdict: Callable[[Item], bool], items: Sequence[Item], seconds: float
+) -> list[bool | None]:
     """The verdict of each item, None where none came within `seconds`."""
     found: list[bool | None] = []
     while len(found) < len(items):
@@ -18,7 +21,9 @@ def bounded(verdict: Callable[[Item], bool], items: Sequence[Item], seconds: flo
     return found
 
 
-def _until_one_is_missing(verdict: Callable[[Item], bool], items: Sequence[Item], seconds: float) -> list[bool | None]:
+def _until_one_is_missing(
+    verdict: Callable[[Item], bool], items: Sequence[Item], seconds: float
+) -> list[bool | None]:
     """Verdicts in order, by one process; only the last can be None."""
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)

@@ -1,9 +1,11 @@
-"""What clients of a server see when one of its processes dies: streams that run, requests after it, and whether /health says so.
+"""What clients of a server see when one of its processes dies: streams that run, requests after it,
+and whether /health says so.
 
-    python tests/judges/dead_worker.py --url http://127.0.0.1:8000 --model NAME --pid PID [--key KEY]
+    python tests/judges/dead_worker.py --url http://127.0.0.1:8000 --model NAME --pid PID [--key
+    KEY]
 
-PID is a process of the server on this machine, such as VLLM::Worker_TP1; it is killed while streams run. Prints one JSON object;
-times are seconds after the kill.
+PID is a process of the server on this machine, such as VLLM::Worker_TP1; it is killed while streams
+run. Prints one JSON object; times are seconds after the kill.
 """
 
 import argparse
@@ -29,9 +31,17 @@ class Stream(threading.Thread):
         self.tokens, self.said, self.ended = 0, "it has not ended", 0.0
 
     def run(self) -> None:
-        asked = {"model": self.model, "prompt": "1 2 3 4 5", "max_tokens": self.max_tokens, "ignore_eos": True, "stream": True}
+        asked = {
+            "model": self.model,
+            "prompt": "1 2 3 4 5",
+            "max_tokens": self.max_tokens,
+            "ignore_eos": True,
+            "stream": True,
+        }
         try:
-            with httpx.stream("POST", f"{self.url}/v1/completions", json=asked, headers=self.headers, timeout=60) as answer:
+            with httpx.stream(
+                "POST", f"{self.url}/v1/completions", json=asked, headers=self.headers, timeout=60
+            ) as answer:
                 if answer.status_code != 200:
                     self.said = f"status {answer.status_code}: {answer.read()[:200].decode()}"
                 else:
@@ -60,10 +70,17 @@ def health(url: str) -> str:
 
 
 def observed(
-    url: str, headers: dict[str, str], model: str, pid: int, seconds: float, *, tokens: int = 400, after: float = 10
+    url: str,
+    headers: dict[str, str],
+    model: str,
+    pid: int,
+    seconds: float,
+    *,
+    tokens: int = 400,
+    after: float = 10,
 ) -> dict[str, Any]:
-    """STREAMS of `tokens` tokens each; the process is killed once all have one, or `after` seconds later at most, and its clients are
-    watched for `seconds` more."""
+    """STREAMS of `tokens` tokens each; the process is killed once all have one, or `after` seconds
+    later at most, and its clients are watched for `seconds` more."""
     streams = [Stream(url, headers, model, tokens) for _ in range(STREAMS)]
     for stream in streams:
         stream.start()
@@ -82,27 +99,51 @@ def observed(
     again.join(20)
     ends: dict[str, list[float]] = {}
     for stream in streams:
-        ends.setdefault(stream.said, []).append(round(stream.ended - killed, 1) if stream.ended else seconds)
+        ends.setdefault(stream.said, []).append(
+            round(stream.ended - killed, 1) if stream.ended else seconds
+        )
     return {
         "tokens of each stream before the kill": before,
-        "ends of streams, and when": {said: [min(times), max(times), len(times)] for said, times in ends.items()},
+        "ends of streams, and when": {
+            said: [min(times), max(times), len(times)] for said, times in ends.items()
+        },
         "/health, and when first": healths,
         "a request after": again.said,
     }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--pid", type=int, required=True)
     parser.add_argument("--key", default="")
     parser.add_argument("--tokens", type=int, default=400, help="of each stream")
-    parser.add_argument("--after", type=float, default=10, help="seconds until the kill at most: it waits for a token of each")
+    parser.add_argument(
+        "--after",
+        type=float,
+        default=10,
+        help="seconds until the kill at most: it waits for a token of each",
+    )
     parser.add_argument("--seconds", type=float, default=15, help="to look on after the kill")
     asked = parser.parse_args()
     headers = {"Authorization": f"Bearer {asked.key}"} if asked.key else {}
-    print(json.dumps(observed(asked.url, headers, asked.model, asked.pid, asked.seconds, tokens=asked.tokens, after=asked.after), indent=1))
+    print(
+        json.dumps(
+            observed(
+                asked.url,
+                headers,
+                asked.model,
+                asked.pid,
+                asked.seconds,
+                tokens=asked.tokens,
+                after=asked.after,
+            ),
+            indent=1,
+        )
+    )
     return 0
 
 

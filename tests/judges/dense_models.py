@@ -1,8 +1,9 @@
 """Small models with random weights, in shapes that vLLM takes: what the judges compare engines on.
 
-CONFIGS are dense, for vLLM on CPU: DeepSeek-V3 with first_k_dense_replace = layers and the head sizes vLLM's MLA wants; Llama, Qwen2
-and Qwen3 with grouped heads, and again with what small releases have: the head tied to the embedding, one key and value head for all
-queries, heads of 80, 96 and 112 channels. Qwen2's have biases. EXPERTS are mixtures of experts, for vLLM on CUDA.
+CONFIGS are dense, for vLLM on CPU: DeepSeek-V3 with first_k_dense_replace = layers and the head
+sizes vLLM's MLA wants; Llama, Qwen2 and Qwen3 with grouped heads, and again with what small
+releases have: the head tied to the embedding, one key and value head for all queries, heads of 80,
+96 and 112 channels. Qwen2's have biases. EXPERTS are mixtures of experts, for vLLM on CUDA.
 """
 
 import math
@@ -46,18 +47,36 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": _LATENT,
     "llama": {**_GROUPED, "architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     "qwen2": {**_GROUPED, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
-    "qwen3": {**_GROUPED, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64},
+    "qwen3": {
+        **_GROUPED,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": 64,
+    },
 }
-MISTRAL: dict[str, Any] = {**_GROUPED, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 8}
+MISTRAL: dict[str, Any] = {
+    **_GROUPED,
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": 8,
+}
 """For transformers; vLLM on a CPU was not tried with it."""
 _TIED: dict[str, Any] = {"tie_word_embeddings": True, "num_key_value_heads": 1}
 CONFIGS |= {
     "llama-tied": {**CONFIGS["llama"], **_TIED, "num_attention_heads": 8, "head_dim": 80},
-    "qwen2-tied": {**CONFIGS["qwen2"], **_TIED, "hidden_size": 384},  # 4 heads of 96: Qwen2 has no head_dim
+    "qwen2-tied": {
+        **CONFIGS["qwen2"],
+        **_TIED,
+        "hidden_size": 384,
+    },  # 4 heads of 96: Qwen2 has no head_dim
     "qwen3-tied": {**CONFIGS["qwen3"], **_TIED, "num_attention_heads": 8, "head_dim": 112},
 }
 
-_UNGROUPED = {key: value for key, value in _LATENT.items() if key not in ("rope_scaling", "n_group", "topk_group", "topk_method")}
+_UNGROUPED = {
+    key: value
+    for key, value in _LATENT.items()
+    if key not in ("rope_scaling", "n_group", "topk_group", "topk_method")
+}
 PANGU: dict[str, Any] = {
     **_UNGROUPED,
     "architectures": ["PanguUltraMoEForCausalLM"],
@@ -89,22 +108,28 @@ EXPERTS: dict[str, dict[str, Any]] = {
 
 
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
-    """BF16 tensors of every row of the architecture's table; logits come out with a standard deviation of about 4.
+    """BF16 tensors of every row of the architecture's table; logits come out with a standard
+    deviation of about 4.
 
-    The head is scaled up so that most positions have a clear first choice: near ties tell nothing about an engine.
+    The head is scaled up so that most positions have a clear first choice: near ties tell nothing
+    about an engine.
     """
     architecture = find_architecture(config)
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     rows = architecture.parameters(architecture.Config.from_dict(config))
-    embedding = "embedding" if any(row.role == "head" for row in rows) else "head"  # what it is drawn as
+    embedding = (
+        "embedding" if any(row.role == "head" for row in rows) else "head"
+    )  # what it is drawn as
     for row in rows:
         noise = torch.randn(row.shape, generator=generator)
         match embedding if row.role == "embedding" else row.role:
             case "norm":
                 tensors[row.name] = (1 + 0.2 * noise).bfloat16()
             case "router_bias":
-                tensors[row.other_name or row.name] = noise * 0.1  # vLLM reads the second of openPangu's spellings
+                tensors[row.other_name or row.name] = (
+                    noise * 0.1
+                )  # vLLM reads the second of openPangu's spellings
             case "bias" | "embedding":
                 tensors[row.name] = noise.bfloat16()
             case "head":

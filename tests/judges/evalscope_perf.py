@@ -1,8 +1,10 @@
-"""Judge: `evalscope perf` drives `quantkit serve` over loopback; its figures are held against the server's own of the same requests.
+"""Judge: `evalscope perf` drives `quantkit serve` over loopback; its figures are held against the
+server's own of the same requests.
 
     python tests/judges/evalscope_perf.py --evalscope .venv-evalscope/bin/evalscope        (`make test-evalscope`)
 
-Two runs, with one and with four users. Token counts must be equal, nothing may fail, and latency, time to first token and time per output
+Two runs, with one and with four users. Token counts must be equal, nothing may fail, and latency,
+time to first token and time per output
 token must agree: evalscope's are seen from outside, so they hold the HTTP exchange too.
 """
 
@@ -35,7 +37,19 @@ def free_port() -> int:
 
 
 def start_server(port: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "quantkit", "serve", "tiny-r1", "--port", str(port), "--device", "cpu", "--max-batch", "4"]
+    command = [
+        sys.executable,
+        "-m",
+        "quantkit",
+        "serve",
+        "tiny-r1",
+        "--port",
+        str(port),
+        "--device",
+        "cpu",
+        "--max-batch",
+        "4",
+    ]
     server = subprocess.Popen([*command, "--max-model-len", "512", "--served-name", "tiny-r1"])
     until = time.monotonic() + 120
     while time.monotonic() < until and server.poll() is None:
@@ -50,13 +64,33 @@ def start_server(port: int) -> subprocess.Popen[bytes]:
 
 def server_metrics(port: int) -> dict[str, float]:
     page = httpx.get(f"http://127.0.0.1:{port}/metrics").text
-    return {name: float(value) for name, value in re.findall(r"^(\w+) ([\d.e+-]+)$", page, re.MULTILINE)}
+    return {
+        name: float(value) for name, value in re.findall(r"^(\w+) ([\d.e+-]+)$", page, re.MULTILINE)
+    }
 
 
-def evalscope_perf(evalscope: str, port: int, users: int, requests: int, folder: Path) -> dict[str, Any]:
+def evalscope_perf(
+    evalscope: str, port: int, users: int, requests: int, folder: Path
+) -> dict[str, Any]:
     """Its summary of one run."""
-    command = [evalscope, "perf", "--model", "tiny-r1", "--url", f"http://127.0.0.1:{port}/v1/chat/completions", "--api", "openai"]
-    command += ["--dataset", "random", "--tokenizer-path", str(find_model("tiny-r1")), "--prefix-length", "0"]
+    command = [
+        evalscope,
+        "perf",
+        "--model",
+        "tiny-r1",
+        "--url",
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        "--api",
+        "openai",
+    ]
+    command += [
+        "--dataset",
+        "random",
+        "--tokenizer-path",
+        str(find_model("tiny-r1")),
+        "--prefix-length",
+        "0",
+    ]
     command += [
         "--min-prompt-length",
         str(INPUT),
@@ -67,7 +101,15 @@ def evalscope_perf(evalscope: str, port: int, users: int, requests: int, folder:
         "--max-tokens",
         str(OUTPUT),
     ]
-    command += ["--parallel", str(users), "--number", str(requests), "--extra-args", '{"ignore_eos": true}', "--stream"]
+    command += [
+        "--parallel",
+        str(users),
+        "--number",
+        str(requests),
+        "--extra-args",
+        '{"ignore_eos": true}',
+        "--stream",
+    ]
     command += ["--outputs-dir", str(folder), "--seed", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     if done.returncode:
@@ -89,15 +131,24 @@ def check(theirs: dict[str, Any], ours: dict[str, float], users: int, requests: 
     pairs = {
         "latency": (1e3 * theirs["Avg Latency (s)"], mean("request_duration"), MILLISECONDS),
         "time to first token": (theirs["Avg TTFT (ms)"], mean("time_to_first_token"), MILLISECONDS),
-        "time per output token": (theirs["Avg TPOT (ms)"], mean("time_per_output_token"), MILLISECONDS / OUTPUT),
+        "time per output token": (
+            theirs["Avg TPOT (ms)"],
+            mean("time_per_output_token"),
+            MILLISECONDS / OUTPUT,
+        ),
     }
     for name, (seen, served, slack) in pairs.items():
-        print(f"{users} users: {name} {seen:.1f} ms by evalscope, {served:.1f} ms by the server", flush=True)
+        print(
+            f"{users} users: {name} {seen:.1f} ms by evalscope, {served:.1f} ms by the server",
+            flush=True,
+        )
         assert abs(seen - served) <= slack + SHARE * seen, name
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--evalscope", required=True)
     options = parser.parse_args()
     port = free_port()
@@ -108,7 +159,12 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 theirs = evalscope_perf(options.evalscope, port, users, requests, Path(folder))
             after = server_metrics(port)
-            check(theirs, {key: value - before.get(key, 0) for key, value in after.items()}, users, requests)
+            check(
+                theirs,
+                {key: value - before.get(key, 0) for key, value in after.items()},
+                users,
+                requests,
+            )
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(30)

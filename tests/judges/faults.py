@@ -1,4 +1,5 @@
-"""Every fault of tests/faulty on three models in every format: what share is found, at which depth, and what good checkpoints alarm.
+"""Every fault of tests/faulty on three models in every format: what share is found, at which depth,
+and what good checkpoints alarm.
 
 make test-faults                                        # python tests/judges/faults.py: about 25 minutes of one processor
 python tests/judges/faults.py --only "qwen3-moe awq"    # one of them
@@ -18,8 +19,11 @@ import good_checkpoints
 from quantkit.diagnosis.diagnose import DEPTHS, diagnose
 
 
-def judge(name: str, path: Path, source: Path, bad: Path, tally: Counter[tuple[str, bool]]) -> list[str]:
-    """Lines that say what went wrong: alarms of the good checkpoint, and faults that were not found."""
+def judge(
+    name: str, path: Path, source: Path, bad: Path, tally: Counter[tuple[str, bool]]
+) -> list[str]:
+    """Lines that say what went wrong: alarms of the good checkpoint, and faults that were not
+    found."""
     told = alarms(name, path, source)
     good = faulty.Contents.of(path)
     for fault in faulty.FAULTS:
@@ -28,11 +32,15 @@ def judge(name: str, path: Path, source: Path, bad: Path, tally: Counter[tuple[s
         contents = good.copy()
         fault.apply(contents)
         given = str(source) if fault.source else None
-        found = diagnose(str(contents.write(bad)), source=given, depth=DEPTHS[DEPTHS.index(fault.depth)]).findings
+        found = diagnose(
+            str(contents.write(bad)), source=given, depth=DEPTHS[DEPTHS.index(fault.depth)]
+        ).findings
         names = {finding.name for finding in found.found if finding.severity != "note"}
         tally[fault.depth, bool(names & set(fault.finds))] += 1
         if not names & set(fault.finds):
-            told.append(f"missed {name}: {fault.name}, found {', '.join(sorted(names)) or 'nothing'}")
+            told.append(
+                f"missed {name}: {fault.name}, found {', '.join(sorted(names)) or 'nothing'}"
+            )
     return told
 
 
@@ -41,13 +49,20 @@ def alarms(name: str, path: Path, source: Path) -> list[str]:
     for given in (None, str(source)):
         for finding in diagnose(str(path), source=given, depth="tensors").findings.found:
             if finding.severity != "note":
-                told.append(f"alarm {name}{' with its source' if given else ''}: {finding.name} in {finding.where}, {finding.evidence}")
+                told.append(
+                    f"alarm {name}{' with its source' if given else ''}: {finding.name} in "
+                    f"{finding.where}, {finding.evidence}"
+                )
     return told
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", help="a model and format, such as 'qwen3-moe awq'")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", action="append", help="a model and format, such as 'qwen3-moe awq'"
+    )
     parser.add_argument("--good", type=Path, help="a checkpoint that must have no finding")
     parser.add_argument("--source", type=Path)
     given = parser.parse_args()
@@ -66,7 +81,10 @@ def main() -> int:
         found, missed = tally[depth, True], tally[depth, False]
         if found + missed:
             print(f"{depth}: {found} of {found + missed} found")
-    print(f"{count} good checkpoints, {sum(line.startswith('alarm') for line in told)} alarms; {time.process_time() - start:.0f} CPU s")
+    print(
+        f"{count} good checkpoints, {sum(line.startswith('alarm') for line in told)} alarms; "
+        f"{time.process_time() - start:.0f} CPU s"
+    )
     return bool(told)
 
 

@@ -1,9 +1,11 @@
-"""Judge: IFEval's own checker, as lm-evaluation-harness carries it, and quantkit's, over replies that follow and miss every instruction.
+"""Judge: IFEval's own checker, as lm-evaluation-harness carries it, and quantkit's, over replies
+that follow and miss every instruction.
 
     PYTHONPATH=. python tests/judges/ifeval_agreement.py [--nltk DIR]     in a virtual environment that has lm-eval (`make test-lm-eval`)
 
-DIR holds NLTK's punkt_tab, which lm-eval would download; the verdict of every instruction must be equal, strict and loose. The four kinds
-that rest on models (punkt's sentences and words, langdetect's languages) may differ where replies are at the border: at most one in fifty.
+DIR holds NLTK's punkt_tab, which lm-eval would download; the verdict of every instruction must be
+equal, strict and loose. The four kinds that rest on models (punkt's sentences and words,
+langdetect's languages) may differ where replies are at the border: at most one in fifty.
 """
 
 import argparse
@@ -66,14 +68,17 @@ TEXTS = [
     'It is done. "Any other questions?"',
     "Write a poem about rain. Here it is: rain falls on the roof and the river and the road.",
     "write a poem about rain.\nRain falls.",
-    "Mr. Smith went to Washington, D.C., on Jan. 5. He met Dr. Jones at 3.30 p.m. They talked! Was it long? No.",
+    "Mr. Smith went to Washington, D.C., on Jan. 5. He met Dr. Jones at 3.30 p.m. They talked! Was "
+    "it long? No.",
     "It costs 3.5 dollars. Prices rose... a lot. See www.example.com for more. Done",
     "One. Two. Three. Four. Five. Six. Seven. Eight. Nine. Ten.",
-    'He said: "Come here." She came. (They left.) It rained, e.g. in May, etc. Then J. K. Rowling wrote on.',
+    'He said: "Come here." She came. (They left.) It rained, e.g. in May, etc. Then J. K. Rowling '
+    "wrote on.",
     "The correlated data are correlated and experiencing a correlated effect. Friends like friends.",
     "banana bandana, apple and orange juice\n",
     "Ich habe heute keine Zeit, weil ich mit der Arbeit nicht fertig bin und es schon spät ist.",
-    "Je ne suis pas sûr que ce soit une bonne idée, mais nous pouvons essayer avec les autres dans la maison.",
+    "Je ne suis pas sûr que ce soit une bonne idée, mais nous pouvons essayer avec les autres dans "
+    "la maison.",
     "No estoy seguro de que sea una buena idea, pero podemos intentarlo con los otros en la casa.",
     "Não tenho certeza de que seja uma boa ideia, mas podemos tentar com os outros na casa.",
     "Non sono sicuro che sia una buona idea, ma possiamo provare con gli altri nella casa.",
@@ -92,12 +97,17 @@ TEXTS = [
     "ಇದು ಒಳ್ಳೆಯ ಆಲೋಚನೆ ಎಂದು ನನಗೆ ಖಚಿತವಿಲ್ಲ, ಆದರೆ ನಾವು ಪ್ರಯತ್ನಿಸಬಹುದು.",
     "ਮੈਨੂੰ ਯਕੀਨ ਨਹੀਂ ਹੈ ਕਿ ਇਹ ਇੱਕ ਚੰਗਾ ਵਿਚਾਰ ਹੈ, ਪਰ ਅਸੀਂ ਕੋਸ਼ਿਸ਼ ਕਰ ਸਕਦੇ ਹਾਂ।",
     "મને ખાતરી નથી કે આ એક સારો વિચાર છે, પરંતુ આપણે પ્રયાસ કરી શકીએ છીએ.",
-    "Tôi không chắc đây là một ý tưởng hay, nhưng chúng ta có thể thử với những người khác trong nhà.",
+    "Tôi không chắc đây là một ý tưởng hay, nhưng chúng ta có thể thử với những người khác trong "
+    "nhà.",
     "En ole varma, onko tämä hyvä ajatus, mutta voimme yrittää muiden kanssa ja katsoa, mitä se on.",
-    "Sina uhakika kama hili ni wazo zuri, lakini tunaweza kujaribu na watu wengine katika nyumba ya kwa ajili hii.",
-    "Nie jestem pewien, czy to jest dobry pomysł, ale możemy spróbować z innymi i zobaczyć, jak to się uda.",
+    "Sina uhakika kama hili ni wazo zuri, lakini tunaweza kujaribu na watu wengine katika nyumba "
+    "ya kwa ajili hii.",
+    "Nie jestem pewien, czy to jest dobry pomysł, ale możemy spróbować z innymi i zobaczyć, jak to "
+    "się uda.",
 ]
-TEXTS += [f"Sure, here it is:\n{text}" for text in TEXTS[3:48]] + [f"{text}\nI hope this helps!" for text in TEXTS[3:48]]
+TEXTS += [f"Sure, here it is:\n{text}" for text in TEXTS[3:48]] + [
+    f"{text}\nI hope this helps!" for text in TEXTS[3:48]
+]
 TEXTS += [f"*{text}*" for text in TEXTS[3:30]]
 RELATIONS = ("less than", "at least")
 LANGUAGES = [
@@ -127,37 +137,92 @@ LANGUAGES = [
     "sw",
     "pl",
 ]
-MODELLED = {"number_sentences", "response_language", "english_capital", "english_lowercase", "capital_word_frequency"}
+MODELLED = {
+    "number_sentences",
+    "response_language",
+    "english_capital",
+    "english_lowercase",
+    "capital_word_frequency",
+}
 
 
 def instructions() -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
-    found += [("keywords:existence", {"keywords": words}) for words in (["rain"], ["Rain", "roof"], ["correlated", "experiencing"], ["a"])]
-    found += [("keywords:forbidden_words", {"forbidden_words": words}) for words in (["rain"], ["one", "first"], ["frien"], ["is"])]
+    found += [
+        ("keywords:existence", {"keywords": words})
+        for words in (["rain"], ["Rain", "roof"], ["correlated", "experiencing"], ["a"])
+    ]
+    found += [
+        ("keywords:forbidden_words", {"forbidden_words": words})
+        for words in (["rain"], ["one", "first"], ["frien"], ["is"])
+    ]
     for relation, count in itertools.product(RELATIONS, (1, 2, 3)):
-        found.append(("keywords:frequency", {"keyword": " correlated", "frequency": count, "relation": relation}))
-        found.append(("keywords:letter_frequency", {"letter": "A", "let_frequency": 4 * count, "let_relation": relation}))
-        found.append(("length_constraints:number_sentences", {"num_sentences": 2 * count, "relation": relation}))
-        found.append(("length_constraints:number_words", {"num_words": 5 * count, "relation": relation}))
-        found.append(("change_case:capital_word_frequency", {"capital_frequency": 2 * count, "capital_relation": relation}))
+        found.append(
+            (
+                "keywords:frequency",
+                {"keyword": " correlated", "frequency": count, "relation": relation},
+            )
+        )
+        found.append(
+            (
+                "keywords:letter_frequency",
+                {"letter": "A", "let_frequency": 4 * count, "let_relation": relation},
+            )
+        )
+        found.append(
+            (
+                "length_constraints:number_sentences",
+                {"num_sentences": 2 * count, "relation": relation},
+            )
+        )
+        found.append(
+            ("length_constraints:number_words", {"num_words": 5 * count, "relation": relation})
+        )
+        found.append(
+            (
+                "change_case:capital_word_frequency",
+                {"capital_frequency": 2 * count, "capital_relation": relation},
+            )
+        )
     for count in (1, 2, 3):
         found.append(("length_constraints:number_paragraphs", {"num_paragraphs": count}))
         found.append(("detectable_content:number_placeholders", {"num_placeholders": count}))
         found.append(("detectable_format:number_bullet_lists", {"num_bullets": count}))
         found.append(("detectable_format:number_highlighted_sections", {"num_highlights": count}))
         found += [
-            ("detectable_format:multiple_sections", {"section_spliter": name, "num_sections": count}) for name in ("SECTION", "Section ")
+            (
+                "detectable_format:multiple_sections",
+                {"section_spliter": name, "num_sections": count},
+            )
+            for name in ("SECTION", "Section ")
         ]
         about = {"num_paragraphs": 3, "nth_paragraph": count}
-        found += [("length_constraints:nth_paragraph_first_word", about | {"first_word": word}) for word in ("weather", "Beta", "hello")]
-    found += [("detectable_content:postscript", {"postscript_marker": marker}) for marker in ("P.S.", "P.P.S", "PS:")]
+        found += [
+            ("length_constraints:nth_paragraph_first_word", about | {"first_word": word})
+            for word in ("weather", "Beta", "hello")
+        ]
+    found += [
+        ("detectable_content:postscript", {"postscript_marker": marker})
+        for marker in ("P.S.", "P.P.S", "PS:")
+    ]
     found += [("language:response_language", {"language": language}) for language in LANGUAGES]
     found += [
-        ("startend:end_checker", {"end_phrase": phrase}) for phrase in ("Any other questions?", "Is there anything else I can help with?")
+        ("startend:end_checker", {"end_phrase": phrase})
+        for phrase in ("Any other questions?", "Is there anything else I can help with?")
     ]
     found.append(("combination:repeat_prompt", {"prompt_to_repeat": "Write a poem about rain."}))
-    plain = ("detectable_format:constrained_response", "detectable_format:json_format", "detectable_format:title", "startend:quotation")
-    plain += ("combination:two_responses", "change_case:english_capital", "change_case:english_lowercase", "punctuation:no_comma")
+    plain = (
+        "detectable_format:constrained_response",
+        "detectable_format:json_format",
+        "detectable_format:title",
+        "startend:quotation",
+    )
+    plain += (
+        "combination:two_responses",
+        "change_case:english_capital",
+        "change_case:english_lowercase",
+        "punctuation:no_comma",
+    )
     return found + [(name, {}) for name in plain]
 
 
@@ -168,31 +233,61 @@ def main() -> None:
     if given.nltk:
         os.environ["NLTK_DATA"] = given.nltk
     import langdetect
-    from lm_eval.tasks.ifeval.utils import InputExample, test_instruction_following_loose, test_instruction_following_strict
+    from lm_eval.tasks.ifeval.utils import (
+        InputExample,
+        test_instruction_following_loose,
+        test_instruction_following_strict,
+    )
 
     from quantkit.evaluation.grading.instructions import CHECKS, followed
 
     langdetect.DetectorFactory.seed = 0
-    langdetect.detect = functools.cache(langdetect.detect)  # with a seed it says the same of a text each time, and takes most of the time
+    langdetect.detect = functools.cache(
+        langdetect.detect
+    )  # with a seed it says the same of a text each time, and takes most of the time
     asked = instructions()
     assert {name for name, _ in asked} == set(CHECKS)
     verdicts, differ, modelled = Counter(), [], Counter()
     for text, (name, parameters) in itertools.product(TEXTS, asked):
         example = InputExample(0, [name], "", [parameters])
         kind = name.split(":")[1]
-        for loose, judge in ((False, test_instruction_following_strict), (True, test_instruction_following_loose)):
+        for loose, judge in (
+            (False, test_instruction_following_strict),
+            (True, test_instruction_following_loose),
+        ):
             theirs = judge(example, text).follow_instruction_list
             ours = followed(text, [name], [parameters], loose=loose)
             verdicts[kind] += 1
             if ours != theirs and kind in MODELLED:
                 modelled[kind] += 1
             elif ours != theirs:
-                differ.append({"instruction": name, "parameters": parameters, "loose": loose, "text": text, "ours": ours, "theirs": theirs})
+                differ.append(
+                    {
+                        "instruction": name,
+                        "parameters": parameters,
+                        "loose": loose,
+                        "text": text,
+                        "ours": ours,
+                        "theirs": theirs,
+                    }
+                )
     for kind, count in sorted(verdicts.items()):
-        print(f"{kind:28s} {count - modelled[kind] - sum(row['instruction'].endswith(kind) for row in differ)} of {count}")
+        print(
+            f"{kind:28s} "
+            f"{count - modelled[kind] - sum(row['instruction'].endswith(kind) for row in differ)} "
+            f"of {count}"
+        )
     for row in differ[:20]:
         print("DIFFERS", json.dumps(row, ensure_ascii=False))
-    print(json.dumps({"verdicts": sum(verdicts.values()), "differ": len(differ), "differ_by_models": sum(modelled.values())}))
+    print(
+        json.dumps(
+            {
+                "verdicts": sum(verdicts.values()),
+                "differ": len(differ),
+                "differ_by_models": sum(modelled.values()),
+            }
+        )
+    )
     sys.exit(1 if differ or any(modelled[kind] > 0.02 * verdicts[kind] for kind in MODELLED) else 0)
 
 

@@ -1,10 +1,13 @@
-"""Judge: recorded completions through lm-evaluation-harness' own gsm8k task and through quantkit's gsm8k-filters.
+"""Judge: recorded completions through lm-evaluation-harness' own gsm8k task and through quantkit's
+gsm8k-filters.
 
     PYTHONPATH=. python tests/judges/lm_eval_parity.py     in a virtual environment that has lm-eval (`make test-lm-eval`)
 
-Both filters of every sample must give equal verdicts, with no exception; replies with reasoning are cut at the last </think> first, as its
-`think_end_token` does. The prompt with five shots is compared byte for byte. As that environment has the `datasets` library, its real load
-of a task's rows is checked too, from a folder laid out as the hub serves it.
+Both filters of every sample must give equal verdicts, with no exception; replies with reasoning are
+cut at the last </think> first, as its
+`think_end_token` does. The prompt with five shots is compared byte for byte. As that environment
+has the `datasets` library, its real load of a task's rows is checked too, from a folder laid out as
+the hub serves it.
 """
 
 import json
@@ -30,25 +33,37 @@ from quantkit.evaluation.tasks import data, prompts
 from quantkit.evaluation.tasks.definitions import DataSource, find_setting, find_task
 from quantkit.evaluation.tasks.problems import Problem
 
-CONFIG: dict[str, Any] = yaml.safe_load((Path(lm_eval.__file__).parent / "tasks/gsm8k/gsm8k.yaml").read_text())
+CONFIG: dict[str, Any] = yaml.safe_load(
+    (Path(lm_eval.__file__).parent / "tasks/gsm8k/gsm8k.yaml").read_text()
+)
 SETTING = find_setting(find_task("gsm8k"), "lm-eval")
 
 
 def theirs(record: Record) -> dict[str, bool]:
     """Filter name -> exact match, as their task computes it from gsm8k.yaml."""
     metric = CONFIG["metric_list"][0]
-    options = {key: metric[key] for key in ("ignore_case", "ignore_punctuation", "regexes_to_ignore")}
+    options = {
+        key: metric[key] for key in ("ignore_case", "ignore_punctuation", "regexes_to_ignore")
+    }
     text = record.text.split("</think>")[-1]
     found = {}
     for described in CONFIG["filter_list"]:
         steps = [
-            (step["function"], {key: value for key, value in step.items() if key != "function"} or None) for step in described["filter"]
+            (
+                step["function"],
+                {key: value for key, value in step.items() if key != "function"} or None,
+            )
+            for step in described["filter"]
         ]
-        instance = Instance(request_type="generate_until", doc=record.row, arguments=("", {}), idx=0)
+        instance = Instance(
+            request_type="generate_until", doc=record.row, arguments=("", {}), idx=0
+        )
         instance.resps = [text]
         build_filter_ensemble(described["name"], steps).apply([instance])
         value = exact_match_hf_evaluate(
-            predictions=[instance.filtered_resps[described["name"]]], references=[record.row["answer"]], **options
+            predictions=[instance.filtered_resps[described["name"]]],
+            references=[record.row["answer"]],
+            **options,
         )
         found[described["name"]] = bool(value["exact_match"])
     return found
@@ -58,14 +73,24 @@ def ours(record: Record, judge: MathJudge) -> dict[str, bool]:
     grader = find_grader(SETTING.grader)
     fields = data.map_fields(SETTING.task, record.row, 0)
     problem = Problem("0", fields, grader.gold(fields))
-    verdict = grade(grader, problem, ModelReply(0, record.text.split("</think>")[-1], record.finish_reason, think_open=False), False, judge)
+    verdict = grade(
+        grader,
+        problem,
+        ModelReply(0, record.text.split("</think>")[-1], record.finish_reason, think_open=False),
+        False,
+        judge,
+    )
     return {"strict-match": verdict.strict, "flexible-extract": verdict.correct}
 
 
 def check_prompt() -> None:
     shots = [data.map_fields(SETTING.task, row, number) for number, row in enumerate(GSM8K[:5])]
-    mine = prompts.render(SETTING, Problem("0", data.map_fields(SETTING.task, GSM8K[-1], 0)), shots, 0).text
-    written = [apply_template(CONFIG["doc_to_text"], row) + " " + row["answer"] for row in GSM8K[:5]]
+    mine = prompts.render(
+        SETTING, Problem("0", data.map_fields(SETTING.task, GSM8K[-1], 0)), shots, 0
+    ).text
+    written = [
+        apply_template(CONFIG["doc_to_text"], row) + " " + row["answer"] for row in GSM8K[:5]
+    ]
     expected = "\n\n".join([*written, apply_template(CONFIG["doc_to_text"], GSM8K[-1])])
     assert mine == expected, f"prompt differs:\n--- ours\n{mine}\n--- lm-eval\n{expected}"
     assert list(SETTING.generation.stop) == CONFIG["generation_kwargs"]["until"]
@@ -73,14 +98,21 @@ def check_prompt() -> None:
 
 
 def check_datasets() -> None:
-    """gsm8k's configuration and split, found by the library; the rows and their hash are those of a file; what is not there is one line."""
+    """gsm8k's configuration and split, found by the library; the rows and their hash are those of a
+    file; what is not there is one line."""
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory) / "gsm8k"
         (folder / "main").mkdir(parents=True)
         for split, rows in (("train", GSM8K[:2]), ("test", GSM8K[2:])):
-            datasets.Dataset.from_list(rows).to_parquet(folder / f"main/{split}-00000-of-00001.parquet")
-        files = "".join(f"  - {{split: {split}, path: main/{split}-*}}\n" for split in ("train", "test"))
-        (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n")
+            datasets.Dataset.from_list(rows).to_parquet(
+                folder / f"main/{split}-00000-of-00001.parquet"
+            )
+        files = "".join(
+            f"  - {{split: {split}, path: main/{split}-*}}\n" for split in ("train", "test")
+        )
+        (folder / "README.md").write_text(
+            f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}---\n"
+        )
         datasets.config.HF_DATASETS_CACHE = Path(directory) / "cache"
         hub = {**(find_task("gsm8k").data.hub or {}), "path": str(folder)}
         read = data.read_rows("gsm8k", DataSource(hub=hub), None)
@@ -88,7 +120,10 @@ def check_datasets() -> None:
         assert read.origin == f"{folder} (test)"
         written = "\n".join(json.dumps(row) + "\n" for row in GSM8K[2:])
         (Path(directory) / "test.jsonl").write_text(written)
-        assert data.read_rows("gsm8k", DataSource(files=["test.jsonl"]), Path(directory)).rows == read.rows
+        assert (
+            data.read_rows("gsm8k", DataSource(files=["test.jsonl"]), Path(directory)).rows
+            == read.rows
+        )
         try:
             data.read_rows("gsm8k", DataSource(hub={**hub, "split": "validation"}), None)
         except QuantkitError as fault:
@@ -102,7 +137,11 @@ def main() -> None:
     check_prompt()
     check_datasets()
     judge = MathJudge()
-    found = [record for record in records(data_dir()) if record.task == "gsm8k" and not record.text.startswith("<think>")]
+    found = [
+        record
+        for record in records(data_dir())
+        if record.task == "gsm8k" and not record.text.startswith("<think>")
+    ]
     rows = [(record, ours(record, judge), theirs(record)) for record in found]
     judge.close()
     different = [(record, mine, other) for record, mine, other in rows if mine != other]
@@ -110,7 +149,15 @@ def main() -> None:
     for record, mine, other in different[:20]:
         print(
             "DIFFERS",
-            json.dumps({"style": record.style, "text": record.text, "gold": record.row["answer"], "ours": mine, "lm-eval": other}),
+            json.dumps(
+                {
+                    "style": record.style,
+                    "text": record.text,
+                    "gold": record.row["answer"],
+                    "ours": mine,
+                    "lm-eval": other,
+                }
+            ),
         )
     sys.exit(1 if different else 0)
 

@@ -1,11 +1,14 @@
-"""Load curves of the commands that `quantkit deploy` prints: latency at rising request rates, until it passes a limit.
+"""Load curves of the commands that `quantkit deploy` prints: latency at rising request rates, until
+it passes a limit.
 
     python tests/judges/load_curves.py --vllm PYTHON --directory DIR --cards 4
 
-The model is one that vllm_topologies.py wrote in DIRECTORY, with a tokenizer of whole words. All servers are started beside each other on
-the same cards, with their graphs, and measured one after the other, each by as many clients as it takes: a client is what `quantkit
-bench URL --request-rate` runs. The requests of a rate arrive for --per-rate seconds (Poisson). Then a process of each server is killed
-while streams run (dead_worker.py): of its ranks the second, or of its servers for decode the last. Writes DIRECTORY/load-curves.json.
+The model is one that vllm_topologies.py wrote in DIRECTORY, with a tokenizer of whole words. All
+servers are started beside each other on the same cards, with their graphs, and measured one after
+the other, each by as many clients as it takes: a client is what `quantkit bench URL --request-rate`
+runs. The requests of a rate arrive for --per-rate seconds (Poisson). Then a process of each server
+is killed while streams run (dead_worker.py): of its ranks the second, or of its servers for decode
+the last. Writes DIRECTORY/load-curves.json.
 """
 
 import argparse
@@ -31,12 +34,22 @@ from quantkit.evaluation.speed.measure import RequestTimes, summarize
 from quantkit.evaluation.speed.workload import Workload
 
 CLIENTS = 8
-RATE_OF_A_CLIENT = 32.0  # requests/s: few clients, for the last of many ends late, and what is answered a second counts until then
+# requests/s: few clients, for the last of many ends late, and what is answered a second counts
+# until then
+RATE_OF_A_CLIENT = 32.0
 USERS = 1024  # requests that may be open at a time
 FEWEST = 32  # requests of a rate
 # Several servers share a card, and none needs much of it.
-MEMORY = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", str(2**33), "--max-num-seqs", "256")
-# Whose death is looked at: by its title, among all processes of the server or of the one with that number.
+MEMORY = (
+    "--gpu-memory-utilization",
+    "0.05",
+    "--kv-cache-memory-bytes",
+    str(2**33),
+    "--max-num-seqs",
+    "256",
+)
+# Whose death is looked at: by its title, among all processes of the server or of the one with that
+# number.
 KILLED = {
     "tensor": ("VLLM::Worker_TP1", None),
     "pipeline": ("VLLM::Worker_PP1", None),
@@ -62,21 +75,45 @@ def ask(url: str, model: str, work: Workload) -> list[RequestTimes]:
     return list(EndpointTarget(url, model, api_key=KEY).run(work))
 
 
-def measured(pool: Executor, url: str, model: str, lengths: tuple[int, int], rate: float | None, requests: int) -> dict[str, Any]:
-    """One row: `requests` of (input, output) tokens at `rate` in all, or without one as fast as USERS / CLIENTS users ask."""
+def measured(
+    pool: Executor,
+    url: str,
+    model: str,
+    lengths: tuple[int, int],
+    rate: float | None,
+    requests: int,
+) -> dict[str, Any]:
+    """One row: `requests` of (input, output) tokens at `rate` in all, or without one as fast as
+    USERS / CLIENTS users ask."""
     clients = CLIENTS if rate is None else min(CLIENTS, max(round(rate / RATE_OF_A_CLIENT), 1))
     share, users = rate and rate / clients, USERS // clients
-    works = [Workload(*lengths, requests // clients, users, round((rate or 0) * 100) + client, share) for client in range(clients)]
-    times = [one for client in [pool.submit(ask, url, model, work) for work in works] for one in client.result()]
+    works = [
+        Workload(*lengths, requests // clients, users, round((rate or 0) * 100) + client, share)
+        for client in range(clients)
+    ]
+    times = [
+        one
+        for client in [pool.submit(ask, url, model, work) for work in works]
+        for one in client.result()
+    ]
     row = summarize(times, lengths[0], USERS, rate=rate).to_json()
     good = [one for one in times if one.error is None]
-    series = {"ttft_s": [one.ttft_s for one in good], "tpot_ms": [one.tpot_ms for one in good if one.tpot_ms is not None]}
+    series = {
+        "ttft_s": [one.ttft_s for one in good],
+        "tpot_ms": [one.tpot_ms for one in good if one.tpot_ms is not None],
+    }
     for name, values in series.items():
-        row |= {f"{name}_p{percent}": round(float(np.percentile(values, percent)), 4) for percent in (50, 95) if values}
+        row |= {
+            f"{name}_p{percent}": round(float(np.percentile(values, percent)), 4)
+            for percent in (50, 95)
+            if values
+        }
     return row
 
 
-def curve(pool: Executor, url: str, model: str, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def curve(
+    pool: Executor, url: str, model: str, asked: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
     """A row a rate; the last is the first that passes a limit or loses a request."""
     lengths = (asked.input_len, asked.output_len)
     measured(pool, url, model, lengths, None, FEWEST)  # warms up
@@ -95,12 +132,16 @@ def killed(name: str, server: Server, model: str) -> dict[str, Any]:
     title, number = KILLED[name]
     found = server.find(title, number)
     seen = observed(server.url, {"Authorization": f"Bearer {KEY}"}, model, found, 12, tokens=900)
-    ended = [number for number, process in enumerate(server.processes) if process.poll() is not None]
+    ended = [
+        number for number, process in enumerate(server.processes) if process.poll() is not None
+    ]
     return {"killed": title} | seen | {"commands that ended": ended, "of": len(server.processes)}
 
 
 def told(name: str, row: dict[str, Any]) -> str:
-    return " ".join(f"{name if column == 'topology' else _short(row.get(column)):>18}" for column in COLUMNS)
+    return " ".join(
+        f"{name if column == 'topology' else _short(row.get(column)):>18}" for column in COLUMNS
+    )
 
 
 def _short(value: Any) -> str:
@@ -112,31 +153,58 @@ def start(path: Path, asked: argparse.Namespace, names: Sequence[str]) -> dict[s
     made = {name: deployments(path, name, asked.cards) for name in names}
     logs = {name: asked.directory / f"load-{name}" for name in names}
     return {
-        name: Server(made[name], 40 + number, range(asked.cards), "cuda", asked.vllm, logs[name], [*MEMORY, *eager])
+        name: Server(
+            made[name],
+            40 + number,
+            range(asked.cards),
+            "cuda",
+            asked.vllm,
+            logs[name],
+            [*MEMORY, *eager],
+        )
         for number, name in enumerate(names)
     }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vllm", default=sys.executable, help="python of an environment with vLLM")
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--model", default="deepseek_v3-middle/awq", help="of DIRECTORY")
     parser.add_argument("--cards", type=int, default=4)
-    parser.add_argument("--topologies", default="tensor,experts,apart,apart-twice", help=f"of {', '.join(TOPOLOGIES)}")
+    parser.add_argument(
+        "--topologies",
+        default="tensor,experts,apart,apart-twice",
+        help=f"of {', '.join(TOPOLOGIES)}",
+    )
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument(
-        "--rates", type=lambda text: [float(rate) for rate in text.split(",")], default=[4, 16, 32, 64, 128, 256, 512], help="requests/s"
+        "--rates",
+        type=lambda text: [float(rate) for rate in text.split(",")],
+        default=[4, 16, 32, 64, 128, 256, 512],
+        help="requests/s",
     )
-    parser.add_argument("--per-rate", type=float, default=3, help="seconds that requests of a rate arrive for")
-    parser.add_argument("--ttft", type=float, default=1.0, help="limit in seconds, of 95 %% of the requests")
+    parser.add_argument(
+        "--per-rate", type=float, default=3, help="seconds that requests of a rate arrive for"
+    )
+    parser.add_argument(
+        "--ttft", type=float, default=1.0, help="limit in seconds, of 95 %% of the requests"
+    )
     parser.add_argument("--tpot", type=float, default=50.0, help="limit in milliseconds, likewise")
-    parser.add_argument("--seconds", type=float, default=30, help="after which a curve begins no further rate")
-    parser.add_argument("--wait", type=float, default=150, help="seconds that servers may take to come up")
+    parser.add_argument(
+        "--seconds", type=float, default=30, help="after which a curve begins no further rate"
+    )
+    parser.add_argument(
+        "--wait", type=float, default=150, help="seconds that servers may take to come up"
+    )
     parser.add_argument("--eager", action="store_true")
     asked = parser.parse_args()
-    path = with_words(asked.directory / asked.model, asked.directory / "words" / Path(asked.model).name)
+    path = with_words(
+        asked.directory / asked.model, asked.directory / "words" / Path(asked.model).name
+    )
     result: dict[str, Any] = {
         "model": asked.model,
         "input_len": asked.input_len,
@@ -167,7 +235,9 @@ def main() -> int:
                     keep()
         serving = [name for name in servers if name not in result["failed"]]
         with ThreadPoolExecutor(len(servers)) as threads:
-            for name, waited in [(name, threads.submit(killed, name, servers[name], path.name)) for name in serving]:
+            for name, waited in [
+                (name, threads.submit(killed, name, servers[name], path.name)) for name in serving
+            ]:
                 try:
                     result["dead"][name] = waited.result()
                 except (OSError, httpx.HTTPError) as problem:

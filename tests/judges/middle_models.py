@@ -1,12 +1,15 @@
-"""Mixtures of experts of middle size, hidden 2048 and 64 experts, with random weights and rounded: in seconds, the same on every machine.
+"""Mixtures of experts of middle size, hidden 2048 and 64 experts, with random weights and rounded:
+in seconds, the same on every machine.
 
-Weights are whole random numbers times powers of two, and grids are those of rounding to nearest, so that a machine with GPUs and the one
-that judges write the same bytes.
+Weights are whole random numbers times powers of two, and grids are those of rounding to nearest, so
+that a machine with GPUs and the one that judges write the same bytes.
 
-Which experts a token gets is decided by the token: random routers have an eighth and a ninth expert that BF16 cannot tell apart in one
-position of three, and a position where engines may choose otherwise says nothing. As many channels as there are experts hold a code in
-the embedding, 1 to 2 for the chosen and -1 for the others; what writes to the residual stream afterwards leaves them nearly alone, and
-the router of every layer reads them in another order. So scores lie far apart, whatever the other channels have gone through.
+Which experts a token gets is decided by the token: random routers have an eighth and a ninth expert
+that BF16 cannot tell apart in one position of three, and a position where engines may choose
+otherwise says nothing. As many channels as there are experts hold a code in the embedding, 1 to 2
+for the chosen and -1 for the others; what writes to the residual stream afterwards leaves them
+nearly alone, and the router of every layer reads them in another order. So scores lie far apart,
+whatever the other channels have gone through.
 """
 
 from collections.abc import Iterable
@@ -24,7 +27,12 @@ from quantkit.grids.schemes import IntGrid, find_scheme
 from quantkit.models import find_architecture
 from quantkit.quantization import quantize
 
-_SIZES: dict[str, Any] = {"hidden_size": 2048, "num_attention_heads": 16, "moe_intermediate_size": 512, "num_experts_per_tok": 8}
+_SIZES: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "moe_intermediate_size": 512,
+    "num_experts_per_tok": 8,
+}
 MIDDLE: dict[str, dict[str, Any]] = {
     "deepseek_v3-middle": {
         **EXPERTS["deepseek_v3"],
@@ -37,7 +45,13 @@ MIDDLE: dict[str, dict[str, Any]] = {
         "n_group": 8,
         "topk_group": 4,
     },
-    "qwen3_moe-middle": {**EXPERTS["qwen3_moe"], **_SIZES, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 64},
+    "qwen3_moe-middle": {
+        **EXPERTS["qwen3_moe"],
+        **_SIZES,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 64,
+    },
 }
 FORMATS = {
     "awq": ("rtn-w4a16", "awq"),
@@ -46,7 +60,9 @@ FORMATS = {
     "ct-nvfp4": ("fp4-w4a16", "compressed-tensors"),
     "modelopt": ("fp4-w4a16", "modelopt"),
 }
-_LEFT_ALONE = 2.0**-8  # what is added to a channel that holds a code, and what a router makes of the other channels
+_LEFT_ALONE = (
+    2.0**-8
+)  # what is added to a channel that holds a code, and what a router makes of the other channels
 _ROUTER = 8.0
 
 
@@ -67,14 +83,17 @@ def write_middle(directory: Path, model: str, formats: Iterable[str], device: st
 
 
 def weights(config: dict[str, Any]) -> dict[str, Tensor]:
-    """BF16 tensors of every row of the architecture's table, evenly spread with the deviations of dense_models.random_weights."""
+    """BF16 tensors of every row of the architecture's table, evenly spread with the deviations of
+    dense_models.random_weights."""
     architecture = find_architecture(config)
     generator = torch.Generator().manual_seed(0)
     codes = _codes(config, generator)
     experts = codes.shape[1]
     tensors: dict[str, Tensor] = {}
     for row in architecture.parameters(architecture.Config.from_dict(config)):
-        even = (torch.randint(-127, 128, row.shape, generator=generator, dtype=torch.int16).bfloat16()) * 2.0**-6  # deviation 1.15
+        even = (
+            torch.randint(-127, 128, row.shape, generator=generator, dtype=torch.int16).bfloat16()
+        ) * 2.0**-6  # deviation 1.15
         if row.projection in ("o", "down"):
             even[-experts:] *= _LEFT_ALONE
         if row.role == "embedding":
@@ -99,11 +118,16 @@ def weights(config: dict[str, Any]) -> dict[str, Tensor]:
 
 def _groups(config: dict[str, Any]) -> tuple[int, int, int]:
     """Experts, groups of them, and groups that a token's experts are of."""
-    return config.get("n_routed_experts") or config["num_experts"], config.get("n_group", 1), config.get("topk_group", 1)
+    return (
+        config.get("n_routed_experts") or config["num_experts"],
+        config.get("n_group", 1),
+        config.get("topk_group", 1),
+    )
 
 
 def _codes(config: dict[str, Any], generator: torch.Generator) -> Tensor:
-    """BF16 [vocab, experts]: 1, 1.5 or 2 for the experts of a token, the same number in each of its groups; -1 for the others."""
+    """BF16 [vocab, experts]: 1, 1.5 or 2 for the experts of a token, the same number in each of its
+    groups; -1 for the others."""
     experts, groups, chosen_groups = _groups(config)
     codes = torch.full((config["vocab_size"], groups, experts // groups), -1.0)
     each = config["num_experts_per_tok"] // chosen_groups
@@ -115,10 +139,14 @@ def _codes(config: dict[str, Any], generator: torch.Generator) -> Tensor:
 
 
 def _channels(config: dict[str, Any], layer: int) -> list[int]:
-    """The channel that each expert of a layer is chosen by, counted from the end: groups and their experts move on by one a layer."""
+    """The channel that each expert of a layer is chosen by, counted from the end: groups and their
+    experts move on by one a layer."""
     experts, groups, _ = _groups(config)
     size = experts // groups
-    return [(expert // size + layer) % groups * size + (expert + layer) % size - experts for expert in range(experts)]
+    return [
+        (expert // size + layer) % groups * size + (expert + layer) % size - experts
+        for expert in range(experts)
+    ]
 
 
 def _half_bits(columns: int) -> float:

@@ -1,11 +1,13 @@
-"""How even `quantkit place` makes devices, beside the balancer that engines have: DeepSeek's EPLB, on the same counts.
+"""How even `quantkit place` makes devices, beside the balancer that engines have: DeepSeek's EPLB,
+on the same counts.
 
 make test-placement                                        # R1's shape, synthetic counts: about 1 minute of one processor
 python tests/judges/placement.py --counts A --held-out B   # counts of a model, placed by A and judged by B
 
-EPLB's global policy is written here once more from its description (github.com/deepseek-ai/EPLB): a copy at a time for the expert whose
-copies have most to do, then the heaviest first to the device that has least. It is what vLLM, SGLang and vllm-ascend begin with.
-Exits with 1 where the mean balance is below 0.95 for a redundancy that is called enough, or below EPLB's by more than chance.
+EPLB's global policy is written here once more from its description (github.com/deepseek-ai/EPLB): a
+copy at a time for the expert whose copies have most to do, then the heaviest first to the device
+that has least. It is what vLLM, SGLang and vllm-ascend begin with. Exits with 1 where the mean
+balance is below 0.95 for a redundancy that is called enough, or below EPLB's by more than chance.
 """
 
 import argparse
@@ -43,7 +45,9 @@ def eplb(loads: np.ndarray, devices: int, slots: int) -> np.ndarray:
     return np.array(held)
 
 
-def compare(counted: dict[int, np.ndarray], held_out: dict[int, np.ndarray], devices: int, redundant: int) -> dict[str, list[float]]:
+def compare(
+    counted: dict[int, np.ndarray], held_out: dict[int, np.ndarray], devices: int, redundant: int
+) -> dict[str, list[float]]:
     """Balance of every layer on held-out counts, by who placed."""
     experts = len(next(iter(counted.values())))
     slots = (experts + redundant) // devices
@@ -52,7 +56,10 @@ def compare(counted: dict[int, np.ndarray], held_out: dict[int, np.ndarray], dev
         "uneven": place_layers(counted, devices, redundant, uneven=True),
         "eplb": {layer: eplb(loads, devices, slots) for layer, loads in counted.items()},
     }
-    return {name: [balance(layers[layer], held_out[layer]) for layer in layers] for name, layers in placed.items()}
+    return {
+        name: [balance(layers[layer], held_out[layer]) for layer in layers]
+        for name, layers in placed.items()
+    }
 
 
 def zipf(skew: float | None, seed: int) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
@@ -60,19 +67,28 @@ def zipf(skew: float | None, seed: int) -> tuple[dict[int, np.ndarray], dict[int
     generator = np.random.default_rng(seed)
     counted, held_out = {}, {}
     for layer in range(LAYERS):
-        shares = 1 / np.arange(1, EXPERTS + 1) ** (generator.uniform(0.3, 1.1) if skew is None else skew)
+        shares = 1 / np.arange(1, EXPERTS + 1) ** (
+            generator.uniform(0.3, 1.1) if skew is None else skew
+        )
         shares = generator.permutation(shares / shares.sum())
-        counted[layer], held_out[layer] = (generator.multinomial(TOPK * tokens, shares).astype(float) for tokens in (COUNTED, HELD_OUT))
+        counted[layer], held_out[layer] = (
+            generator.multinomial(TOPK * tokens, shares).astype(float)
+            for tokens in (COUNTED, HELD_OUT)
+        )
     return counted, held_out
 
 
 def tell(name: str, devices: int, redundant: int, found: dict[str, list[float]]) -> None:
-    figures = " | ".join(f"{np.mean(found[who]):.3f} ({min(found[who]):.3f})" for who in ("ours", "uneven", "eplb"))
+    figures = " | ".join(
+        f"{np.mean(found[who]):.3f} ({min(found[who]):.3f})" for who in ("ours", "uneven", "eplb")
+    )
     print(f"| {name} | {devices} | {redundant} | {figures} |", flush=True)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--counts", type=Path)
     parser.add_argument("--held-out", type=Path)
     given = parser.parse_args()
@@ -80,13 +96,19 @@ def main() -> int:
     print("| counts | devices | copies | place | place, uneven | EPLB |\n|---|---|---|---|---|---|")
     if given.counts is not None:
         mine, theirs = (
-            {n: np.array(row, float) for n, row in ExpertCounts.read(one).layers.items()} for one in (given.counts, given.held_out)
+            {n: np.array(row, float) for n, row in ExpertCounts.read(one).layers.items()}
+            for one in (given.counts, given.held_out)
         )
         experts = len(next(iter(mine.values())))
         for devices in (2, 4, 8, 16):
             for redundant in (0, devices, 2 * devices, 3 * devices):
                 if not (experts + redundant) % devices and redundant <= experts * (devices - 1):
-                    tell(given.counts.stem, devices, redundant, compare(mine, theirs, devices, redundant))
+                    tell(
+                        given.counts.stem,
+                        devices,
+                        redundant,
+                        compare(mine, theirs, devices, redundant),
+                    )
         return 0
     failed = False
     for skew in (0.5, 0.8, 1.0, None):
@@ -96,7 +118,9 @@ def main() -> int:
                 found = compare(counted, held_out, devices, redundant)
                 tell("mixed" if skew is None else f"Zipf {skew}", devices, redundant, found)
                 ours, eplbs = np.mean(found["ours"]), np.mean(found["eplb"])
-                failed |= bool(redundant >= ENOUGH_COPIES[devices] and ours < ENOUGH) or bool(ours < eplbs - CHANCE)
+                failed |= bool(redundant >= ENOUGH_COPIES[devices] and ours < ENOUGH) or bool(
+                    ours < eplbs - CHANCE
+                )
     return int(failed)
 
 

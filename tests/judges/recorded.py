@@ -1,7 +1,9 @@
-r"""Recorded completions for the judges: self-written problems, answered in every style that models use and graders stumble over.
+r"""Recorded completions for the judges: self-written problems, answered in every style that models
+use and graders stumble over.
 
-A record is a raw row of the task's data file, the text that came back, and how the reply ended. `style` names the trick; the expected
-difference between two graders is listed per style, never per record.
+A record is a raw row of the task's data file, the text that came back, and how the reply ended.
+`style` names the trick; the expected difference between two graders is listed per style, never per
+record.
 """
 
 import gzip
@@ -26,14 +28,34 @@ class Record:
 
 
 GSM8K: list[Row] = [
-    {"question": "A crate holds 6 boxes of 3 pears. How many pears?", "answer": "6 * 3 = <<6*3=18>>18\n#### 18"},
-    {"question": "A hall has 2 blocks of 617 seats. How many seats?", "answer": "2 * 617 = 1234\n#### 1,234"},
-    {"question": "It was 3 degrees and fell by 8. What is it now?", "answer": "3 - 8 = -5\n#### -5"},
-    {"question": "Ten trucks carry 7,000 bricks each. How many bricks?", "answer": "10 * 7000 = 70000\n#### 70000"},
-    {"question": "A pie for 5 dollars is shared by 4. What does each pay?", "answer": "5 / 4 = 1.25\n#### 1.25"},
+    {
+        "question": "A crate holds 6 boxes of 3 pears. How many pears?",
+        "answer": "6 * 3 = <<6*3=18>>18\n#### 18",
+    },
+    {
+        "question": "A hall has 2 blocks of 617 seats. How many seats?",
+        "answer": "2 * 617 = 1234\n#### 1,234",
+    },
+    {
+        "question": "It was 3 degrees and fell by 8. What is it now?",
+        "answer": "3 - 8 = -5\n#### -5",
+    },
+    {
+        "question": "Ten trucks carry 7,000 bricks each. How many bricks?",
+        "answer": "10 * 7000 = 70000\n#### 70000",
+    },
+    {
+        "question": "A pie for 5 dollars is shared by 4. What does each pay?",
+        "answer": "5 / 4 = 1.25\n#### 1.25",
+    },
 ]
 AIME: list[Row] = [
-    {"id": f"own-{n}", "problem": f"Find the integer between {n - 1} and {n + 1}.", "answer": str(n)} for n in (204, 33, 7, 999)
+    {
+        "id": f"own-{n}",
+        "problem": f"Find the integer between {n - 1} and {n + 1}.",
+        "answer": str(n),
+    }
+    for n in (204, 33, 7, 999)
 ]
 MMLU: list[Row] = [
     {
@@ -60,7 +82,8 @@ def numbers(task: str, rows: list[Row], golds: list[str]) -> Iterator[Record]:
 
 
 def numeric_styles(v: str, other: str) -> Iterator[tuple[str, str, str]]:
-    """(style, text, finish reason) for the value v; `other` is a number that is not meant as the answer."""
+    """(style, text, finish reason) for the value v; `other` is a number that is not meant as the
+    answer."""
     grouped = f"{int(v):,}" if v.lstrip("-").isdigit() else v
     wide = v.translate({ord(c): ord(c) + 0xFEE0 for c in "0123456789"})
     yield "boxed", f"So we get 2 + 2 = 4 and then \\boxed{{{v}}}.", "stop"
@@ -100,10 +123,18 @@ def numeric_styles(v: str, other: str) -> Iterator[tuple[str, str, str]]:
     yield "bare", v, "stop"
     yield "dollars", f"That costs ${v}", "stop"
     yield "think paired", f"<think>\nmaybe {other}\n</think>\n\n\\boxed{{{v}}}", "stop"
-    yield "think prefilled", f"maybe \\boxed{{{other}}}, hm\n</think>\n\nIt is \\boxed{{{v}}}.", "stop"
+    yield (
+        "think prefilled",
+        f"maybe \\boxed{{{other}}}, hm\n</think>\n\nIt is \\boxed{{{v}}}.",
+        "stop",
+    )
     yield "think prefilled, prose", f"maybe {other}, hm\n</think>\n\nThe answer is {v}.", "stop"
     yield "think twice", f"a </think> b \\boxed{{{other}}} </think> \\boxed{{{v}}}", "stop"
-    yield "think unfinished, tagged", f"<think>\nlet me see: 4, 5, \\boxed{{{v}}} but wait", "length"
+    yield (
+        "think unfinished, tagged",
+        f"<think>\nlet me see: 4, 5, \\boxed{{{v}}} but wait",
+        "length",
+    )
     yield "answer cut before number", f"x\n</think>\n\nFirst we take {v} and then we", "length"
     yield "box cut", f"x\n</think>\n\nSo it is \\boxed{{{v}", "length"
     yield "empty", "", "stop"
@@ -173,7 +204,13 @@ def decode(text: str) -> str:
 
 def _function(number: int, name: str, prompt: str, body: str, checks: list[str]) -> Row:
     test = "\ndef check(candidate):\n" + "".join(f"    assert {check}\n" for check in checks)
-    return {"task_id": f"own/{number}", "prompt": prompt, "entry_point": name, "canonical_solution": f"    {body}\n", "test": test}
+    return {
+        "task_id": f"own/{number}",
+        "prompt": prompt,
+        "entry_point": name,
+        "canonical_solution": f"    {body}\n",
+        "test": test,
+    }
 
 
 HUMANEVAL: list[Row] = [
@@ -184,8 +221,20 @@ HUMANEVAL: list[Row] = [
         "return sum(v for v in values if v > floor)",
         ["candidate([1, 5, 9], 4) == 14", "candidate([], 0) == 0", "candidate([3], 3) == 0"],
     ),
-    _function(1, "area", AREA, "return math.pi * radius ** 2", ["abs(candidate(1.0) - 3.141592653589793) < 1e-9", "candidate(0.0) == 0"]),
-    _function(2, "decode", DECODE, "return text[::-1]", ["all(candidate(encode(text)) == text for text in ('', 'ab', 'race'))"]),
+    _function(
+        1,
+        "area",
+        AREA,
+        "return math.pi * radius ** 2",
+        ["abs(candidate(1.0) - 3.141592653589793) < 1e-9", "candidate(0.0) == 0"],
+    ),
+    _function(
+        2,
+        "decode",
+        DECODE,
+        "return text[::-1]",
+        ["all(candidate(encode(text)) == text for text in ('', 'ab', 'race'))"],
+    ),
 ]
 
 
@@ -208,18 +257,32 @@ def program_styles(row: Row, body: str) -> Iterator[tuple[str, str, str]]:
     yield "function, raw", function, "stop"
     yield (
         "think prefilled",
-        f"let me draft\n```python\ndef {row['entry_point']}(*a):\n    return 'draft'\n```\n</think>\n\n```python\n{function}```",
+        f"let me draft\n```python\ndef {row['entry_point']}(*a):\n    return "
+        f"'draft'\n```\n</think>\n\n```python\n{function}```",
         "stop",
     )
-    yield "example block first", f"Call it like this:\n```python\nprint(1)\n```\n\nSolution:\n```python\n{function}```", "stop"
+    yield (
+        "example block first",
+        f"Call it like this:\n```python\nprint(1)\n```\n\nSolution:\n```python\n{function}```",
+        "stop",
+    )
     yield "usage block after", f"```python\n{function}```\n\nUsage:\n```python\nx = 1\n```", "stop"
     yield (
         "draft block first",
-        f"```python\n{header}def {row['entry_point']}(*a):\n    return 'draft'\n```\nBetter:\n```python\n{function}```",
+        f"```python\n{header}def {row['entry_point']}(*a):\n    return "
+        f"'draft'\n```\nBetter:\n```python\n{function}```",
         "stop",
     )
-    yield "main guard", f"```python\n{function}\n\nif __name__ == '__main__':\n    print(1)\n```", "stop"
-    yield "test in block", f"```python\n{function}\n\nassert callable({row['entry_point']})\n```", "stop"
+    yield (
+        "main guard",
+        f"```python\n{function}\n\nif __name__ == '__main__':\n    print(1)\n```",
+        "stop",
+    )
+    yield (
+        "test in block",
+        f"```python\n{function}\n\nassert callable({row['entry_point']})\n```",
+        "stop",
+    )
     yield "exits early", "```python\nimport sys\nsys.exit(0)\n```", "stop"
     yield "prose", "I would loop over the values.", "stop"
     yield "empty", "", "stop"
@@ -231,21 +294,33 @@ CONTEST: list[Row] = [
         "question_content": "Read n, then n integers; print their sum.",
         "starter_code": "",
         "contest_date": "2024-09-01T00:00:00",
-        "public_test_cases": json.dumps([{"input": "3\n1 2 3\n", "output": "6\n", "testtype": "stdin"}]),
-        "private_test_cases": json.dumps([{"input": "2\n-5 5\n", "output": "0\n", "testtype": "stdin"}]),
+        "public_test_cases": json.dumps(
+            [{"input": "3\n1 2 3\n", "output": "6\n", "testtype": "stdin"}]
+        ),
+        "private_test_cases": json.dumps(
+            [{"input": "2\n-5 5\n", "output": "0\n", "testtype": "stdin"}]
+        ),
         "metadata": "{}",
     },
     {
         "question_id": "own-call",
         "question_content": "Return the indices of the two numbers that add to target.",
-        "starter_code": "class Solution:\n    def pair(self, nums: List[int], target: int) -> List[int]:\n        ",
+        "starter_code": "class Solution:\n    def pair(self, nums: List[int], target: int) -> "
+        "List[int]:\n        ",
         "contest_date": "2024-10-01T00:00:00",
-        "public_test_cases": json.dumps([{"input": "[2, 7, 11]\n9", "output": "[0, 1]", "testtype": "functional"}]),
-        "private_test_cases": json.dumps([{"input": "[3, 3]\n6", "output": "[0, 1]", "testtype": "functional"}]),
+        "public_test_cases": json.dumps(
+            [{"input": "[2, 7, 11]\n9", "output": "[0, 1]", "testtype": "functional"}]
+        ),
+        "private_test_cases": json.dumps(
+            [{"input": "[3, 3]\n6", "output": "[0, 1]", "testtype": "functional"}]
+        ),
         "metadata": '{"func_name": "pair"}',
     },
 ]
-SUM = {True: "n = int(input())\nprint(sum(map(int, input().split())))", False: "n = int(input())\nprint(max(map(int, input().split())))"}
+SUM = {
+    True: "n = int(input())\nprint(sum(map(int, input().split())))",
+    False: "n = int(input())\nprint(max(map(int, input().split())))",
+}
 PAIR = {
     True: """class Solution:
     def pair(self, nums: List[int], target: int) -> List[int]:
@@ -262,21 +337,43 @@ def contests() -> Iterator[Record]:
         for right, source in solutions.items():
             yield Record("live_code_bench", row, "one block", right, f"```python\n{source}\n```")
             yield Record(
-                "live_code_bench", row, "two blocks", right, f"First\n```python\nprint('draft')\n```\nthen\n```python\n{source}\n```\nDone."
+                "live_code_bench",
+                row,
+                "two blocks",
+                right,
+                f"First\n```python\nprint('draft')\n```\nthen\n```python\n{source}\n```\nDone.",
             )
-            yield Record("live_code_bench", row, "think prefilled", right, f"```\ndraft\n```\n</think>\n```python\n{source}\n```")
+            yield Record(
+                "live_code_bench",
+                row,
+                "think prefilled",
+                right,
+                f"```\ndraft\n```\n</think>\n```python\n{source}\n```",
+            )
             yield Record("live_code_bench", row, "raw, no block", right, source)
-            yield Record("live_code_bench", row, "block not closed", right, f"```python\n{source}", "length")
+            yield Record(
+                "live_code_bench", row, "block not closed", right, f"```python\n{source}", "length"
+            )
         yield Record("live_code_bench", row, "prose", False, "I would sort them.")
-        yield Record("live_code_bench", row, "loops forever", False, "```python\nclass Solution: pass\nwhile True: pass\n```")
+        yield Record(
+            "live_code_bench",
+            row,
+            "loops forever",
+            False,
+            "```python\nclass Solution: pass\nwhile True: pass\n```",
+        )
 
 
 def records(data_dir: Path | None) -> list[Record]:
-    """Every record; with a data directory also over the public problems there, which multiplies the golds."""
+    """Every record; with a data directory also over the public problems there, which multiplies the
+    golds."""
     gsm8k, aime, mmlu, humaneval = list(GSM8K), list(AIME), list(MMLU), list(HUMANEVAL)
     if data_dir is not None:
         gsm8k += _read(data_dir / "gsm8k/test.jsonl")[::60]
-        aime += _read(data_dir / "aime24/aime24.jsonl")[::3] + _read(data_dir / "aime25/aime25.jsonl")[::3]
+        aime += (
+            _read(data_dir / "aime24/aime24.jsonl")[::3]
+            + _read(data_dir / "aime25/aime25.jsonl")[::3]
+        )
         mmlu += _read(data_dir / "mmlu_pro/test.jsonl.gz")[::120]
         humaneval += _read(data_dir / "humaneval/HumanEval.jsonl.gz")[::8]
     return [

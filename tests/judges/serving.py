@@ -18,8 +18,22 @@ def serve(model: str, name: str, *options: str) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
-    command = [sys.executable, "-m", "quantkit", "serve", model, "--port", str(port), "--device", "cpu", "--max-batch", "4"]
-    server = subprocess.Popen([*command, "--max-model-len", "1024", "--served-name", name, *options])
+    command = [
+        sys.executable,
+        "-m",
+        "quantkit",
+        "serve",
+        model,
+        "--port",
+        str(port),
+        "--device",
+        "cpu",
+        "--max-batch",
+        "4",
+    ]
+    server = subprocess.Popen(
+        [*command, "--max-model-len", "1024", "--served-name", name, *options]
+    )
     try:
         _wait(port, server)
         yield f"http://127.0.0.1:{port}/v1"

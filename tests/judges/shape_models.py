@@ -1,6 +1,8 @@
-"""Checkpoints with the shapes of published models and random weights, written in seconds, for engines whose speed is compared.
+"""Checkpoints with the shapes of published models and random weights, written in seconds, for
+engines whose speed is compared.
 
-One decoder layer is made, and rounded by quantkit where that is asked; every layer of the model has its bytes.
+One decoder layer is made, and rounded by quantkit where that is asked; every layer of the model has
+its bytes.
 """
 
 import json
@@ -60,14 +62,23 @@ def write_shape(directory: Path, model: str, form: str, layers: int, device: str
     if form == "awq":
         rounded = folder / "one-awq"
         if not rounded.exists():
-            quantize(one, rounded, find_scheme("rtn-w4a16"), "awq", Recipe(scheme="rtn-w4a16"), engine="vllm", device=device)
+            quantize(
+                one,
+                rounded,
+                find_scheme("rtn-w4a16"),
+                "awq",
+                Recipe(scheme="rtn-w4a16"),
+                engine="vllm",
+                device=device,
+            )
         one = rounded
     repeat_layer(one, out, config["num_hidden_layers"])
     return out
 
 
 def random_tensors(config: dict[str, Any], device: str) -> dict[str, Tensor]:
-    """Of every name in the architecture's table: bfloat16, of a size that keeps hidden states where they are."""
+    """Of every name in the architecture's table: bfloat16, of a size that keeps hidden states where
+    they are."""
     architecture = find_architecture(config)
     generator = torch.Generator(device).manual_seed(0)
     tensors: dict[str, Tensor] = {}
@@ -88,14 +99,27 @@ def repeat_layer(one: Path, out: Path, layers: int) -> None:
             tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - safe_open is no dictionary
     parts = [{name: tensor for name, tensor in tensors.items() if ".layers.0." not in name}]
     layer = {name: tensor for name, tensor in tensors.items() if ".layers.0." in name}
-    parts += [{name.replace(".layers.0.", f".layers.{number}."): tensor for name, tensor in layer.items()} for number in range(layers)]
-    names = [f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors" for number in range(len(parts))]
+    parts += [
+        {name.replace(".layers.0.", f".layers.{number}."): tensor for name, tensor in layer.items()}
+        for number in range(layers)
+    ]
+    names = [
+        f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors" for number in range(len(parts))
+    ]
     out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda part, name: save_file(part, out / name, metadata={"format": "pt"}), parts, names))
+        list(
+            threads.map(
+                lambda part, name: save_file(part, out / name, metadata={"format": "pt"}),
+                parts,
+                names,
+            )
+        )
     weight_map = {tensor: name for part, name in zip(parts, names) for tensor in part}
     size = sum(tensor.numel() * tensor.element_size() for part in parts for tensor in part.values())
-    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}))
+    (out / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map})
+    )
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         (out / name).write_bytes((one / name).read_bytes())
     config = json.loads((one / "config.json").read_text())

@@ -1,11 +1,14 @@
-"""transformers with compressed-tensors as a judge: it must compute the logits that quantkit computes, from the same checkpoint.
+"""transformers with compressed-tensors as a judge: it must compute the logits that quantkit
+computes, from the same checkpoint.
 
     python tests/judges/transformers_logits.py
 
-A loader that says it loaded is no judge: transformers leaves some experts at random values without an error, so logits are
-compared (in float32, but for NVFP4 and MXFP4, which it decodes to BF16). Cases that are known not to load are told as such and must still
-not: when one starts to, its profile in recipes/engines/transformers.yaml is out of date. Models whose head is tied are tried again
-without its name in the list of unquantized modules: the profile says that those do not load.
+A loader that says it loaded is no judge: transformers leaves some experts at random values without
+an error, so logits are compared (in float32, but for NVFP4 and MXFP4, which it decodes to BF16).
+Cases that are known not to load are told as such and must still
+not: when one starts to, its profile in recipes/engines/transformers.yaml is out of date. Models
+whose head is tied are tried again without its name in the list of unquantized modules: the profile
+says that those do not load.
 """
 
 import json
@@ -21,7 +24,12 @@ from dense_models import CONFIGS, MISTRAL, random_weights
 from make_model import tiny_config
 from packed_model import write_packed
 
-from quantkit.checkpoint.formats import compressed_fp4, compressed_int4, compressed_int8, compressed_mxfp4
+from quantkit.checkpoint.formats import (
+    compressed_fp4,
+    compressed_int4,
+    compressed_int8,
+    compressed_mxfp4,
+)
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.engines.check import check_checkpoint
 from quantkit.executor.weights.load import load_model
@@ -45,7 +53,8 @@ TOLERANCE = 0.05  # relative error of logits
 
 @torch.inference_mode()
 def difference(path: Path, dtype: torch.dtype) -> float:
-    """Relative difference of transformers' logits, computed in `dtype`, from quantkit's in float32."""
+    """Relative difference of transformers' logits, computed in `dtype`, from quantkit's in
+    float32."""
     from transformers import AutoModelForCausalLM
 
     tokens = torch.randint(8, 320, (24,), generator=torch.Generator().manual_seed(1))
@@ -65,14 +74,19 @@ def unlisted(path: Path) -> Path:
 
 
 def agrees(case: str, path: Path, dtype: torch.dtype) -> bool:
-    """Whether transformers computes our logits where its profile says that it does, and does not where it says so."""
+    """Whether transformers computes our logits where its profile says that it does, and does not
+    where it says so."""
     expected = not check_checkpoint("transformers", Checkpoint.open(path))
     try:
         error = difference(path, dtype)
         told, loads = f"logits differ by {error:.6f}", error < TOLERANCE
     except Exception as fault:
         told, loads = f"{type(fault).__name__}: {str(fault).splitlines()[0][:120]}", False
-    print(f"{'ok  ' if loads == expected else 'FAIL'} {case}: {told}{'' if expected else ' (known not to load)'}", flush=True)
+    print(
+        f"{'ok  ' if loads == expected else 'FAIL'} {case}: "
+        f"{told}{'' if expected else ' (known not to load)'}",
+        flush=True,
+    )
     return loads == expected
 
 
@@ -84,7 +98,14 @@ def main() -> int:
                 if (model, name) in UNDECIDED:
                     continue
                 path = Path(directory) / f"{model}-{name}"
-                write_packed(path, config, random_weights(config), format, grid, lambda row: row.role == "linear" and not row.mtp)
+                write_packed(
+                    path,
+                    config,
+                    random_weights(config),
+                    format,
+                    grid,
+                    lambda row: row.role == "linear" and not row.mtp,
+                )
                 dtype = torch.bfloat16 if name in DECODED else torch.float32
                 passed.append(agrees(f"{model} {name}", path, dtype))
                 if config["tie_word_embeddings"]:

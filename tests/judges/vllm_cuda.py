@@ -1,15 +1,19 @@
-"""vLLM on an NVIDIA GPU as a judge: mixtures of experts in every format it is said to load must give quantkit's tokens.
+"""vLLM on an NVIDIA GPU as a judge: mixtures of experts in every format it is said to load must
+give quantkit's tokens.
 
     make test-vllm-cuda VLLM=PYTHON              # python tests/judges/vllm_cuda.py --vllm PYTHON, of an environment with vLLM for CUDA
 
-Every case is a model as `quantkit quantize` wrote it, calibration and folded scales included: tiny-r1, which is trained, and random
-weights of DeepSeek-V3, Qwen3-MoE and openPangu. vLLM continues four prompts greedily; quantkit computes the same positions on the
-CPU, each given the same tokens before it. Where two tokens are as likely as BF16 can tell, either may come first, and the position is
-not counted. Nor can BF16 tell two experts apart that the router scores alike: positions are left out where quantkit's own choice of
-experts changes when the router's weights move by a last place of BF16. Of the others SAME of the tokens must be equal, and the median
-difference of log-probabilities below TOLERANCE. Two controls show that this tells right from wrong.
+Every case is a model as `quantkit quantize` wrote it, calibration and folded scales included:
+tiny-r1, which is trained, and random weights of DeepSeek-V3, Qwen3-MoE and openPangu. vLLM
+continues four prompts greedily; quantkit computes the same positions on the CPU, each given the
+same tokens before it. Where two tokens are as likely as BF16 can tell, either may come first, and
+the position is not counted. Nor can BF16 tell two experts apart that the router scores alike:
+positions are left out where quantkit's own choice of experts changes when the router's weights move
+by a last place of BF16. Of the others SAME of the tokens must be equal, and the median difference
+of log-probabilities below TOLERANCE. Two controls show that this tells right from wrong.
 
-The three steps, each with its files in --directory, can run on different machines: write (quantkit, CPU), run (vLLM, GPU), compare.
+The three steps, each with its files in --directory, can run on different machines: write (quantkit,
+CPU), run (vLLM, GPU), compare.
 """
 
 import argparse
@@ -54,14 +58,21 @@ FORMATS = {
     "ct-nvfp4": ("fp4-w4a16", "compressed-tensors"),
     "modelopt": ("fp4-w4a16", "modelopt"),
 }
-# Marlin multiplies by matrices of a multiple of 64 rows, and tiny-r1's kv_a_proj_with_mqa has 160. SGLang's profile leaves it plain in
-# compressed-tensors of 4 bits, and the other formats are converted from those.
+# Marlin multiplies by matrices of a multiple of 64 rows, and tiny-r1's kv_a_proj_with_mqa has 160.
+# SGLang's profile leaves it plain in compressed-tensors of 4 bits, and the other formats are
+# converted from those.
 CONVERTED = {"awq": "ct-w4a16", "modelopt": "ct-nvfp4"}
-# Without FlashInfer, and without DeepGEMM, which is compiled at the first FP8 product: neither is under test.
-SETTINGS = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "VLLM_LOGGING_LEVEL": "INFO"}
+# Without FlashInfer, and without DeepGEMM, which is compiled at the first FP8 product: neither is
+# under test.
+SETTINGS = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
 SHIFTED = "shifted"  # the control: AWQ with zero points one off,
 CONTROLS = ("deepseek_v3", "qwen3_moe")  # of these
-# What 0.22 says instead of loading it, unlike the profile's release; and where it has not the fault that the profile warns of.
+# What 0.22 says instead of loading it, unlike the profile's release; and where it has not the fault
+# that the profile warns of.
 REFUSED_BY_0_22 = {"ct-w4a16": "Only symmetric quantization is supported for MoE"}
 RIGHT_IN_0_22 = ("ct-w4a16-symmetric",)
 SAME = 0.97  # share of the counted positions with the same token,
@@ -75,7 +86,12 @@ def write(directory: Path, model: str, formats: Iterable[str]) -> None:
     if not source.exists():
         write_dense(source, EXPERTS[model], random_weights(EXPERTS[model]))
     calibration = directory / f"{model}.jsonl"
-    calibration.write_text("".join(json.dumps({"text": " ".join(str(i * j % 97) for j in range(60))}) + "\n" for i in range(12)))
+    calibration.write_text(
+        "".join(
+            json.dumps({"text": " ".join(str(i * j % 97) for j in range(60))}) + "\n"
+            for i in range(12)
+        )
+    )
     for format in formats:
         out = directory / model / format
         if format == SOURCE and model == "tiny-r1" and not out.exists():
@@ -87,7 +103,9 @@ def write(directory: Path, model: str, formats: Iterable[str]) -> None:
         if format.endswith("symmetric"):
             assert isinstance(asked.weight, IntGrid), asked
             asked = replace(asked, weight=replace(asked.weight, symmetric=True))
-        recipe = Recipe(scheme=scheme, calibration=str(calibration), samples=8, held_out=2, seq_len=64)
+        recipe = Recipe(
+            scheme=scheme, calibration=str(calibration), samples=8, held_out=2, seq_len=64
+        )
         if model == "tiny-r1" and format in CONVERTED:
             write(directory, model, [CONVERTED[format]])
             convert(directory / model / CONVERTED[format], out, format=written)
@@ -103,23 +121,37 @@ def asked_of(model: str) -> list[list[int]]:
     if model != "tiny-r1":
         return prompts(320)
     tokenizer = Tokenizer.from_file(str(TINY_R1 / "tokenizer.json"))
-    texts = [json.loads(line)["text"] for line in (TINY_R1 / "calibration.jsonl").read_text().splitlines()[:4]]
+    texts = [
+        json.loads(line)["text"]
+        for line in (TINY_R1 / "calibration.jsonl").read_text().splitlines()[:4]
+    ]
     return [tokenizer.encode(text).ids[:length] for text, length in zip(texts, (8, 16, 24, 40))]
 
 
 def run(directory: Path, cases: list[tuple[str, str]], vllm: str) -> None:
-    """vLLM's answers to every case, in DIRECTORY/FORMAT.answers.json; one process a format, all beside each other.
+    """vLLM's answers to every case, in DIRECTORY/FORMAT.answers.json; one process a format, all
+    beside each other.
 
-    tiny-r1's heads are smaller than the kernels for latent attention take, so its processes are their own, without them.
+    tiny-r1's heads are smaller than the kernels for latent attention take, so its processes are
+    their own, without them.
     """
     running = []
     for format in dict.fromkeys(format for _, format in cases):
         for tiny in (True, False):
-            models = [model for model, other in cases if other == format and (model == "tiny-r1") == tiny]
+            models = [
+                model for model, other in cases if other == format and (model == "tiny-r1") == tiny
+            ]
             if not models:
                 continue
             name = f"{format}-tiny" if tiny else format
-            jobs = [{"path": str(directory / model / format), "prompts": asked_of(model), "max_tokens": MAX_TOKENS} for model in models]
+            jobs = [
+                {
+                    "path": str(directory / model / format),
+                    "prompts": asked_of(model),
+                    "max_tokens": MAX_TOKENS,
+                }
+                for model in models
+            ]
             settings = {**os.environ, **SETTINGS, "VLLM_MLA_DISABLE": str(int(tiny))}
             process = subprocess.Popen(
                 [vllm, str(Path(__file__).with_name("vllm_run.py"))],
@@ -133,7 +165,11 @@ def run(directory: Path, cases: list[tuple[str, str]], vllm: str) -> None:
             process.stdin.write(json.dumps(jobs))
             process.stdin.close()
             running.append((name, models, process))
-    stopped = [f"{directory / name}.log ({', '.join(models)})" for name, models, process in running if process.wait() != 0]
+    stopped = [
+        f"{directory / name}.log ({', '.join(models)})"
+        for name, models, process in running
+        if process.wait() != 0
+    ]
     if stopped:
         raise SystemExit(f"vLLM stopped, see {' and '.join(stopped)}")
 
@@ -143,10 +179,16 @@ def compare(directory: Path, cases: list[tuple[str, str]]) -> int:
     failed = 0
     for model, format in cases:
         name = f"{format}-tiny" if model == "tiny-r1" else format
-        models = [other for other, written in cases if written == format and (other == "tiny-r1") == (model == "tiny-r1")]
+        models = [
+            other
+            for other, written in cases
+            if written == format and (other == "tiny-r1") == (model == "tiny-r1")
+        ]
         told = json.loads((directory / f"{name}.answers.json").read_text())
         index = models.index(model)
-        good, line = verdict(directory / model, model, format, told["engine"], told["answers"][index])
+        good, line = verdict(
+            directory / model, model, format, told["engine"], told["answers"][index]
+        )
         failed += not good
         print(f"{'ok  ' if good else 'FAIL'} {model} {format}: {line}", flush=True)
         if not isinstance(told["answers"][index], dict):
@@ -164,26 +206,43 @@ def verdict(directory: Path, model: str, format: str, engine: str, answer: Any) 
         return good, f"vLLM refuses it{', as known' if good else ''}: {answer['error'][:300]}"
     problems = check_checkpoint("vllm", Checkpoint.open(path), device="cuda")
     said = [problem.problem for problem in problems if problem.severity == "error"]
-    mixed_up = any("mixes up scales" in problem.problem for problem in problems) and not (earlier and format in RIGHT_IN_0_22)
+    mixed_up = any("mixes up scales" in problem.problem for problem in problems) and not (
+        earlier and format in RIGHT_IN_0_22
+    )
     asked = asked_of(model)
     ties = routing_ties(path, [prompt + each["tokens"] for prompt, each in zip(asked, answer)])
     found = judge(path, asked, answer, INT8_TIE if format == "ct-w8a8" else TIE, ties)
-    equal = found.compared > 0 and found.equal >= SAME * found.compared and found.median < ROUNDED.get((model, format), TOLERANCE)
-    line = f"{found.equal} of {found.compared} tokens, log-probabilities differ by {found.median:.4f}, {found.difference:.4f} in the mean"
+    equal = (
+        found.compared > 0
+        and found.equal >= SAME * found.compared
+        and found.median < ROUNDED.get((model, format), TOLERANCE)
+    )
+    line = (
+        f"{found.equal} of {found.compared} tokens, log-probabilities differ by "
+        f"{found.median:.4f}, {found.difference:.4f} in the mean"
+    )
     if format == SHIFTED:
         return not equal, f"control, {line}"
     if mixed_up:
         return not equal, f"{'no longer wrong' if equal else 'wrong as the profile says'}, {line}"
-    return equal and not said and expected is None, f"{line} {said or ''}{' and it was to be refused' if expected else ''}"
+    return (
+        equal and not said and expected is None,
+        f"{line} {said or ''}{' and it was to be refused' if expected else ''}",
+    )
 
 
 @torch.inference_mode()
 def routing_ties(path: Path, sequences: list[list[int]]) -> list[Tensor]:
-    """bool [tokens] a sequence: where the experts of any layer change in FP32, or with router weights moved by a last place of BF16."""
+    """bool [tokens] a sequence: where the experts of any layer change in FP32, or with router
+    weights moved by a last place of BF16."""
     documents = [torch.tensor(sequence) for sequence in sequences]
     chosen = [_chosen(Watched(load_model(path, device="cpu", dtype="float32")), documents)]
     loaded = load_model(path, device="cpu", dtype="bfloat16")
-    routers = [(layer.mlp, layer.mlp.router) for layer in loaded.model.layers if isinstance(layer.mlp, MoeMlp)]
+    routers = [
+        (layer.mlp, layer.mlp.router)
+        for layer in loaded.model.layers
+        if isinstance(layer.mlp, MoeMlp)
+    ]
     watched = Watched(loaded)
     chosen.append(_chosen(watched, documents))
     for seed in range(3):
@@ -196,22 +255,37 @@ def routing_ties(path: Path, sequences: list[list[int]]) -> list[Tensor]:
 
 
 def _chosen(watched: Watched, documents: list[Tensor]) -> Tensor:
-    """int64 [tokens, layers x experts a token]: the experts that each token gets, sorted in each layer."""
+    """int64 [tokens, layers x experts a token]: the experts that each token gets, sorted in each
+    layer."""
     experts = watched(documents).topk_ids
     return torch.cat([ids.sort(1).values for ids in experts.values()], dim=1)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", default=sys.executable, help="python of an environment with vLLM for CUDA")
-    parser.add_argument("--directory", type=Path, required=True, help="checkpoints and answers; what is there is not written again")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--vllm", default=sys.executable, help="python of an environment with vLLM for CUDA"
+    )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        required=True,
+        help="checkpoints and answers; what is there is not written again",
+    )
     parser.add_argument("--steps", default="write,run,compare")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--formats", default=",".join((SOURCE, *FORMATS, SHIFTED)))
     asked = parser.parse_args()
     asked.directory.mkdir(parents=True, exist_ok=True)
     formats, steps = asked.formats.split(","), asked.steps.split(",")
-    cases = [(model, format) for model in asked.models.split(",") for format in formats if format != SHIFTED or model in CONTROLS]
+    cases = [
+        (model, format)
+        for model in asked.models.split(",")
+        for format in formats
+        if format != SHIFTED or model in CONTROLS
+    ]
     if "write" in steps:
         for model in asked.models.split(","):
             write(asked.directory, model, formats)

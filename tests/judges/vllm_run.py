@@ -2,14 +2,17 @@
 
     python vllm_run.py < jobs.json > answers.json
 
-jobs: [{"path", "prompts": [[token id]], "max_tokens", and "dtype" where not bfloat16}]. The output is {"engine", "products": {"int4",
-"int8"}, "answers", "layers"}; one answer a job: [{"tokens": [...], "logprobs": [[[token, value], ...] a position]}] a prompt, or {"error":
-text} where vLLM would not load it.
-"layers" has the classes of vLLM that hold and multiply the weights of each job's model.
+jobs: [{"path", "prompts": [[token id]], "max_tokens", and "dtype" where not bfloat16}]. The output
+is {"engine", "products": {"int4", "int8"}, "answers", "layers"}; one answer a job: [{"tokens":
+[...], "logprobs": [[[token, value], ...] a position]}] a prompt, or {"error": text} where vLLM
+would not load it. "layers" has the classes of vLLM that hold and multiply the weights of each job's
+model.
 
-Two of vLLM's products for CPUs need newer instructions than every CPU has: int4 wants AVX-512, and without VNNI oneDNN's int8
-product saturates inside and is some percent off. There the product alone is computed by torch, from the parameters as vLLM's
-loader left them: configuration, loading, fusing, repacking and the rounding of activations stay vLLM's. "products" says which.
+Two of vLLM's products for CPUs need newer instructions than every CPU has: int4 wants AVX-512, and
+without VNNI oneDNN's int8 product saturates inside and is some percent off. There the product alone
+is computed by torch, from the parameters as vLLM's
+loader left them: configuration, loading, fusing, repacking and the rounding of activations stay
+vLLM's. "products" says which.
 """
 
 import gc
@@ -19,7 +22,12 @@ import sys
 import traceback
 from typing import Any
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
 os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -32,12 +40,15 @@ from vllm import LLM, SamplingParams, __version__
 from vllm import _custom_ops as ops
 from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
-from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_quantized_values_into_int32
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    unpack_quantized_values_into_int32,
+)
 from vllm.platforms import current_platform
 
 
 class PanguConfig(DeepseekV3Config):
-    """openPangu's releases bring a configuration class as code to be run; this one has what vLLM reads of it."""
+    """openPangu's releases bring a configuration class as code to be run; this one has what vLLM
+    reads of it."""
 
     model_type = "pangu_ultra_moe"
 
@@ -50,7 +61,9 @@ def multiply_int4_in_torch() -> None:
         codes = unpack_quantized_values_into_int32(words.data, self.config.weight_type, 0).float()
         zero = torch.full_like(scale, 8.0, dtype=torch.float32)
         if self.config.zero_points:
-            zero = unpack_quantized_values_into_int32(zeros.data, self.config.weight_type, 1).float()
+            zero = unpack_quantized_values_into_int32(
+                zeros.data, self.config.weight_type, 1
+            ).float()
         centred = codes.unflatten(0, (scale.shape[0], -1)) - zero.unsqueeze(1)
         layer.plain = (centred * scale.float().unsqueeze(1)).flatten(0, 1).t().to(scale.dtype)
 
@@ -79,11 +92,17 @@ def multiply_int8_in_torch() -> None:
 
 
 def int8_product_error() -> float:
-    """Relative error of oneDNN's product of normally distributed int8 codes, which should be that of rounding to BF16, 0.002."""
+    """Relative error of oneDNN's product of normally distributed int8 codes, which should be that
+    of rounding to BF16, 0.002."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(rows, 256, generator=generator) for rows in (16, 128)]
-    x, w = ((value / value.abs().amax(1, keepdim=True) * 127).round().to(torch.int8) for value in values)
-    x_scale, w_scale = torch.full((16, 1), 0.01), torch.full((128, 1), 0.01)  # the handler keeps a pointer to w_scale
+    x, w = (
+        (value / value.abs().amax(1, keepdim=True) * 127).round().to(torch.int8) for value in values
+    )
+    x_scale, w_scale = (
+        torch.full((16, 1), 0.01),
+        torch.full((128, 1), 0.01),
+    )  # the handler keeps a pointer to w_scale
     handler = ops.create_onednn_scaled_mm(w.t(), w_scale, torch.bfloat16, True, False, 32)
     out = torch.empty(16, 128, dtype=torch.bfloat16)
     ops.onednn_scaled_mm(handler, x, out, x_scale, None, None, None)
@@ -105,7 +124,8 @@ def products_of_this_cpu() -> dict[str, str]:
 
 
 def computing_classes(model: torch.nn.Module) -> list[str]:
-    """What vLLM chose for the layers: the quantization method, its scheme, and the kernel of either."""
+    """What vLLM chose for the layers: the quantization method, its scheme, and the kernel of
+    either."""
     names = set()
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -113,7 +133,13 @@ def computing_classes(model: torch.nn.Module) -> list[str]:
         kernel = getattr(scheme or method, "kernel", None)
         experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
         if method is not None:
-            names.add(" ".join(type(part).__name__ for part in (method, scheme, kernel, experts) if part is not None))
+            names.add(
+                " ".join(
+                    type(part).__name__
+                    for part in (method, scheme, kernel, experts)
+                    if part is not None
+                )
+            )
         if hasattr(module, "attn_backend"):
             names.add(module.attn_backend.__name__)
     return sorted(names)
@@ -129,17 +155,28 @@ def load(job: dict[str, Any]) -> LLM:
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         # A cache of fixed size, so that several of these run beside each other on one GPU.
-        **({} if current_platform.is_cpu() else {"kv_cache_memory_bytes": 2**28, "gpu_memory_utilization": 0.05}),
+        **(
+            {}
+            if current_platform.is_cpu()
+            else {"kv_cache_memory_bytes": 2**28, "gpu_memory_utilization": 0.05}
+        ),
     )
 
 
 def generate(model: LLM, job: dict[str, Any]) -> object:
-    params = SamplingParams(temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, logprobs=5, detokenize=False)
-    found = model.generate([{"prompt_token_ids": prompt} for prompt in job["prompts"]], params, use_tqdm=False)
+    params = SamplingParams(
+        temperature=0, max_tokens=job["max_tokens"], ignore_eos=True, logprobs=5, detokenize=False
+    )
+    found = model.generate(
+        [{"prompt_token_ids": prompt} for prompt in job["prompts"]], params, use_tqdm=False
+    )
     return [
         {
             "tokens": list(each.outputs[0].token_ids),
-            "logprobs": [[[token, entry.logprob] for token, entry in position.items()] for position in each.outputs[0].logprobs],
+            "logprobs": [
+                [[token, entry.logprob] for token, entry in position.items()]
+                for position in each.outputs[0].logprobs
+            ],
         }
         for each in found
     ]
@@ -163,7 +200,15 @@ def main() -> None:
             answers.append({"error": f"{type(fault).__name__}: {fault}"})
         model = None
         gc.collect()
-    json.dump({"engine": f"vllm {__version__}", "products": products, "answers": answers, "layers": layers}, told)
+    json.dump(
+        {
+            "engine": f"vllm {__version__}",
+            "products": products,
+            "answers": answers,
+            "layers": layers,
+        },
+        told,
+    )
     told.close()
 
 

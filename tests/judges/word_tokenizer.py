@@ -1,6 +1,7 @@
 """A tokenizer of whole words, for models with made-up weights whose speed is measured.
 
-The words of `quantkit bench`'s prompts are a token each, so that a prompt has as many tokens as were asked for, and every other id is a
+The words of `quantkit bench`'s prompts are a token each, so that a prompt has as many tokens as
+were asked for, and every other id is a
 word too: any token that such a model says can be told, and its arrival seen.
 """
 
@@ -19,7 +20,9 @@ def write_word_tokenizer(path: Path, vocab_size: int) -> None:
     """tokenizer.json and its settings, in place of those that are there."""
     names = [*_SPECIAL, *WORDS]
     names += [f"w{number}" for number in range(len(names), vocab_size)]
-    tokenizer = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token=names[-1]))
+    tokenizer = Tokenizer(
+        models.WordLevel({name: number for number, name in enumerate(names)}, unk_token=names[-1])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {
@@ -34,7 +37,8 @@ def write_word_tokenizer(path: Path, vocab_size: int) -> None:
 
 
 def with_words(path: Path, out: Path) -> Path:
-    """The checkpoint at `path` with this tokenizer. Files are linked, not copied: both are on one disk."""
+    """The checkpoint at `path` with this tokenizer. Files are linked, not copied: both are on one
+    disk."""
     if not out.exists():
         out.mkdir(parents=True)
         for file in path.iterdir():

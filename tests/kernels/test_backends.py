@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantkit_kernels import BACKENDS, OPERATORS, ExpertsBuilder, Gating, backends, prefer, prepare, self_check, table
+from quantkit_kernels import (
+    BACKENDS,
+    OPERATORS,
+    ExpertsBuilder,
+    Gating,
+    backends,
+    prefer,
+    prepare,
+    self_check,
+    table,
+)
 from quantkit_kernels.backends import serving_gates, why_unusable
 from quantkit_kernels.experts import ExpertsLayout
 from quantkit_kernels.reference.experts import LoopLayout
@@ -17,7 +27,9 @@ from quantkit_kernels.triton.experts import TritonExpertsLayout
 
 def test_table_has_every_pair_once_and_a_reason_for_every_refusal() -> None:
     rows = table("cpu")
-    assert [(row.operator, row.backend) for row in rows] == [(operator, backend) for operator in OPERATORS for backend in BACKENDS]
+    assert [(row.operator, row.backend) for row in rows] == [
+        (operator, backend) for operator in OPERATORS for backend in BACKENDS
+    ]
     for row in rows:
         assert row.usable or row.reason, row
     assert all(row.usable for row in rows if row.backend == "reference")
@@ -49,13 +61,18 @@ def test_a_backend_asked_for_serves_what_it_has_and_others_the_rest() -> None:
     assert taken["linear_int4"] == "expanded"
     assert taken["mla_prepare"] == "reference"
     assert list(taken) == list(OPERATORS)
-    assert {row.operator: row.backend for row in table("cpu") if row.taken}["linear_dense"] == "expanded"
+    assert {row.operator: row.backend for row in table("cpu") if row.taken}[
+        "linear_dense"
+    ] == "expanded"
     with pytest.raises(ValueError, match="'fast' is not known"):
         table("cpu", "fast")
 
 
 def test_what_is_preferred_is_what_auto_takes_until_it_is_no_more() -> None:
-    weight, device = random_weight("int8", 32, 128, torch.Generator().manual_seed(0)), torch.device("cpu")
+    weight, device = (
+        random_weight("int8", 32, 128, torch.Generator().manual_seed(0)),
+        torch.device("cpu"),
+    )
     before = prepare(weight).backend
     prefer("reference", device)
     try:
@@ -72,7 +89,10 @@ def test_what_is_preferred_is_what_auto_takes_until_it_is_no_more() -> None:
 
 TRITONS = {
     "none": (None, "triton is not installed: pip install triton"),
-    "old": ("__version__ = '3.1.0'", "triton 3.1.0 is too old, 3.6 or newer is needed: pip install --upgrade triton"),
+    "old": (
+        "__version__ = '3.1.0'",
+        "triton 3.1.0 is too old, 3.6 or newer is needed: pip install --upgrade triton",
+    ),
     "of another machine": (
         "raise ImportError('libtriton.so: wrong ELF class\\nand more')",
         "triton is installed and cannot be imported: libtriton.so: wrong ELF class",
@@ -82,7 +102,9 @@ TRITONS = {
 
 
 @pytest.fixture
-def a_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], None]]:
+def a_triton(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str | None], None]]:
     """Makes a module `triton` with this text the one that is imported, or none."""
     from quantkit_kernels import triton
     from quantkit_kernels.triton import first_use
@@ -122,14 +144,20 @@ sys.modules["triton.runtime"] = runtime
 @pytest.mark.parametrize(
     ("start", "reason"),
     [
-        ("raise RuntimeError('Failed to find C compiler. Please specify via CC')", "Failed to find C compiler"),
+        (
+            "raise RuntimeError('Failed to find C compiler. Please specify via CC')",
+            "Failed to find C compiler",
+        ),
         ("subprocess.run(['false'], check=True)", "returned non-zero exit status 1"),
         ("open('/nonexistent/gcc')", "No such file or directory"),
         ("return types.SimpleNamespace(get_current_target=lambda: 'sm_86')", None),
     ],
 )
 def test_a_machine_on_which_triton_cannot_build_is_told_what_it_lacks(
-    start: str, reason: str | None, a_triton: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+    start: str,
+    reason: str | None,
+    a_triton: Callable[[str | None], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
@@ -151,16 +179,24 @@ def test_reasons_say_what_to_install(which: str, a_triton: Callable[[str | None]
     assert why_unusable("linear_int4", "triton", torch.device("cuda")) == reason
 
 
-def test_the_check_of_operators_leaves_tritons_interpreter_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_operators_leaves_tritons_interpreter_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With TRITON_INTERPRET=1 it is usable on a CPU, and would take hours at R1's sizes."""
     monkeypatch.setattr(self_check, "why_unusable", lambda operator, name, *others: None)
     for kind, taken in (("cpu", False), ("cuda", True)):
-        assert ("triton" in self_check._backends("linear_int4", torch.device(kind), torch.bfloat16, ())) == taken
+        assert (
+            "triton" in self_check._backends("linear_int4", torch.device(kind), torch.bfloat16, ())
+        ) == taken
 
 
 def on_hopper(monkeypatch: pytest.MonkeyPatch, *usable: str) -> torch.device:
     """A GPU that is not here, on which these backends run everything."""
-    monkeypatch.setattr(backends, "why_unusable", lambda operator, name, *others: None if name in usable else "not here")
+    monkeypatch.setattr(
+        backends,
+        "why_unusable",
+        lambda operator, name, *others: None if name in usable else "not here",
+    )
     return torch.device("cuda")
 
 
@@ -193,7 +229,11 @@ class Told(Gating):
 
 @pytest.mark.parametrize(
     ("gating", "grid", "layout"),
-    [(Gating(limit=7.0), "fp4", TritonExpertsLayout), (Told(), "fp4", LoopLayout), (Gating(limit=7.0), "fp4-w4a4", LoopLayout)],
+    [
+        (Gating(limit=7.0), "fp4", TritonExpertsLayout),
+        (Told(), "fp4", LoopLayout),
+        (Gating(limit=7.0), "fp4-w4a4", LoopLayout),
+    ],
 )
 def test_a_layer_takes_the_layout_of_its_gate(
     gating: Gating, grid: str, layout: type[ExpertsLayout], monkeypatch: pytest.MonkeyPatch
@@ -201,7 +241,10 @@ def test_a_layer_takes_the_layout_of_its_gate(
     device = on_hopper(monkeypatch, "cuda", "triton", "reference")
     weight = random_weight(grid, 64, 64, torch.Generator().manual_seed(0))
     monkeypatch.setattr("quantkit_kernels.triton.announce", lambda device: None)
-    assert type(ExpertsBuilder(2, device=device, gating=gating)._begin(weight, weight, False)) is layout
+    assert (
+        type(ExpertsBuilder(2, device=device, gating=gating)._begin(weight, weight, False))
+        is layout
+    )
 
 
 def test_the_table_says_that_another_backend_serves_such_gates() -> None:

@@ -1,4 +1,5 @@
-"""Collectives over peers' memory: on GPUs against plain sums and concatenation, and refused for a reason everywhere else."""
+"""Collectives over peers' memory: on GPUs against plain sums and concatenation, and refused for a
+reason everywhere else."""
 
 import os
 import socket
@@ -75,11 +76,16 @@ def test_one_rank_that_cannot_stops_all(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("rows", [1, 32, 33, 128])
-def test_more_rows_than_a_call_takes_are_gathered_in_several(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's part is played: of each call it puts what came from two ranks side by side. No call is longer than an inbox."""
+def test_more_rows_than_a_call_takes_are_gathered_in_several(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's part is played: of each call it puts what came from two ranks side by side. No
+    call is longer than an inbox."""
     calls: list[int] = []
 
-    def exchange(self: Peers, x: torch.Tensor, out: torch.Tensor, kind: int, row_words: int) -> torch.Tensor:
+    def exchange(
+        self: Peers, x: torch.Tensor, out: torch.Tensor, kind: int, row_words: int
+    ) -> torch.Tensor:
         assert x.nbytes <= MAX_BYTES
         assert row_words * 16 == x.shape[1] * 2
         calls.append(len(x))
@@ -97,7 +103,8 @@ def test_more_rows_than_a_call_takes_are_gathered_in_several(rows: int, monkeypa
 
 
 def _rank(rank: int, size: int, port: int) -> None:
-    """Sums of all sizes and types, eager and captured, many times: exact where the values are, and the same bits on every rank."""
+    """Sums of all sizes and types, eager and captured, many times: exact where the values are, and
+    the same bits on every rank."""
     device = torch.device("cuda", rank)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     parallel = Parallel(rank, size)
@@ -112,26 +119,39 @@ def _rank(rank: int, size: int, port: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def whole_numbers(rank: int, turn: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def whole_numbers(
+    rank: int, turn: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Small whole numbers: every sum is exact."""
     generator = torch.Generator(device).manual_seed(1000 * turn + rank)
     return torch.randint(-8, 9, shape, generator=generator, device=device).to(dtype)
 
 
 def check_sums(parallel: Parallel, rank: int, size: int, device: torch.device) -> None:
-    for turn, (tokens, dtype) in enumerate((t, d) for t in (1, 2, 3, 8, 32, 64) for d in (torch.bfloat16, torch.float16, torch.float32)):
+    for turn, (tokens, dtype) in enumerate(
+        (t, d) for t in (1, 2, 3, 8, 32, 64) for d in (torch.bfloat16, torch.float16, torch.float32)
+    ):
         shape = (tokens, 7168 if dtype != torch.float32 else 2048)
         mine = whole_numbers(rank, turn, shape, dtype, device)
         assert parallel.peers.adds(mine)
         expected = sum(whole_numbers(r, turn, shape, dtype, device).float() for r in range(size))
         assert torch.equal(parallel.all_reduce(mine).float(), expected), (turn, shape)
-    noise = torch.randn(8, 7168, generator=torch.Generator(device).manual_seed(rank), device=device).bfloat16()
+    noise = torch.randn(
+        8, 7168, generator=torch.Generator(device).manual_seed(rank), device=device
+    ).bfloat16()
     noise[0, :8], noise[1, 0] = -0.0, float("nan")
     noise.view(torch.int16)[2, :8] = -1  # what an empty word looks like
     ours = parallel.all_reduce(noise)
     assert ours[1, 0].isnan()
     assert ours[2, :8].isnan().all()
-    bits = parallel.gather(int(ours.view(torch.int16).long().mul(torch.arange(ours.numel(), device=device).view_as(ours)).sum()))
+    bits = parallel.gather(
+        int(
+            ours.view(torch.int16)
+            .long()
+            .mul(torch.arange(ours.numel(), device=device).view_as(ours))
+            .sum()
+        )
+    )
     assert len(set(bits)) == 1, "the ranks' sums differ"
     library = noise.clone()
     torch.distributed.all_reduce(library)
@@ -142,12 +162,29 @@ def check_sums(parallel: Parallel, rank: int, size: int, device: torch.device) -
 
 
 def check_norms(parallel: Parallel, rank: int, size: int, device: torch.device) -> None:
-    """The sum over ranks, that with the residual and its norm in one launch: the bits of the three one after the other."""
-    shapes = [(1, 7168), (3, 7168), (146, 7168), (8, 4096), (1, 2048), (2, 24), (1, 8192), (2, 65536)]
-    for turn, (shape, dtype) in enumerate((shape, dtype) for shape in shapes for dtype in (torch.bfloat16, torch.float16)):
-        x = torch.randn(shape, generator=torch.Generator(device).manual_seed(1000 * turn + rank), device=device).to(dtype)
+    """The sum over ranks, that with the residual and its norm in one launch: the bits of the three
+    one after the other."""
+    shapes = [
+        (1, 7168),
+        (3, 7168),
+        (146, 7168),
+        (8, 4096),
+        (1, 2048),
+        (2, 24),
+        (1, 8192),
+        (2, 65536),
+    ]
+    for turn, (shape, dtype) in enumerate(
+        (shape, dtype) for shape in shapes for dtype in (torch.bfloat16, torch.float16)
+    ):
+        x = torch.randn(
+            shape, generator=torch.Generator(device).manual_seed(1000 * turn + rank), device=device
+        ).to(dtype)
         common = torch.Generator(device).manual_seed(turn)
-        residual, gain = (torch.randn(one, generator=common, device=device).to(dtype) for one in (shape, shape[1:]))
+        residual, gain = (
+            torch.randn(one, generator=common, device=device).to(dtype)
+            for one in (shape, shape[1:])
+        )
         assert parallel.peers.norms(x, gain)
         normed, total = parallel.add_rms_norm(x, residual, gain, 1e-6)
         one_by_one = add_rms_norm(parallel.all_reduce(x), residual, gain, 1e-6)
@@ -163,14 +200,28 @@ def check_norms(parallel: Parallel, rank: int, size: int, device: torch.device) 
 
 
 def check_pairs(parallel: Parallel, rank: int, size: int, device: torch.device) -> None:
-    """The sum over each token's experts in that launch too: the bits of a launch more, and counters that are zero again."""
+    """The sum over each token's experts in that launch too: the bits of a launch more, and counters
+    that are zero again."""
     turn = 0
-    for (tokens, top_k), width in product([(1, 9), (16, 9), (4, 1), (3, 20), (17, 9)], [7168, 2048, 24, 16384]):
-        for dtype, counters in product((torch.bfloat16, torch.float16), (None, torch.ones(40000, dtype=torch.int32, device=device))):
+    for (tokens, top_k), width in product(
+        [(1, 9), (16, 9), (4, 1), (3, 20), (17, 9)], [7168, 2048, 24, 16384]
+    ):
+        for dtype, counters in product(
+            (torch.bfloat16, torch.float16),
+            (None, torch.ones(40000, dtype=torch.int32, device=device)),
+        ):
             turn += 1
-            weighed = torch.randn(tokens * top_k, width, generator=torch.Generator(device).manual_seed(1000 * turn + rank), device=device)
+            weighed = torch.randn(
+                tokens * top_k,
+                width,
+                generator=torch.Generator(device).manual_seed(1000 * turn + rank),
+                device=device,
+            )
             common = torch.Generator(device).manual_seed(turn)
-            residual, gain = (torch.randn(one, generator=common, device=device).to(dtype) for one in ((tokens, width), (width,)))
+            residual, gain = (
+                torch.randn(one, generator=common, device=device).to(dtype)
+                for one in ((tokens, width), (width,))
+            )
             pairs = UnsummedPairs(weighed, tokens, dtype, counters, add_up)
             assert parallel.peers.norms_pairs(pairs, gain) == (tokens <= 16)
             found = parallel.add_rms_norm(pairs, residual, gain, 1e-6)
@@ -180,38 +231,67 @@ def check_pairs(parallel: Parallel, rank: int, size: int, device: torch.device) 
 
 
 def check_gather(parallel: Parallel, rank: int, size: int, device: torch.device) -> None:
-    for turn, (tokens, dtype) in enumerate((t, d) for t in (1, 3, 16, 32, 33, 64, 127, 128) for d in (torch.bfloat16, torch.float32)):
+    for turn, (tokens, dtype) in enumerate(
+        (t, d) for t in (1, 3, 16, 32, 33, 64, 127, 128) for d in (torch.bfloat16, torch.float32)
+    ):
         shape = (tokens, 32320 if dtype == torch.bfloat16 else 96)
         mine = whole_numbers(rank, turn, shape, dtype, device)
         assert parallel.peers.gathers(mine)
-        expected = torch.cat([whole_numbers(r, turn, shape, dtype, device) for r in range(size)], dim=-1)
+        expected = torch.cat(
+            [whole_numbers(r, turn, shape, dtype, device) for r in range(size)], dim=-1
+        )
         assert torch.equal(parallel.all_gather(mine), expected), (turn, shape)
     assert not parallel.peers.gathers(mine.new_zeros(160, 32320, dtype=torch.bfloat16))
     odd = torch.full((2, 3), float(rank), device=device)
     assert not parallel.peers.gathers(odd)
-    assert torch.equal(parallel.all_gather(odd)[0], torch.arange(size, device=device).repeat_interleave(3).float())
+    assert torch.equal(
+        parallel.all_gather(odd)[0], torch.arange(size, device=device).repeat_interleave(3).float()
+    )
 
 
 def check_scatter(parallel: Parallel, rank: int, size: int, device: torch.device) -> None:
     """Through the ranks' memory, and what is too large through the library."""
-    for turn, (tokens, dtype) in enumerate((t, d) for t in (1, 3, 128, 200) for d in (torch.bfloat16, torch.float16, torch.float32)):
+    for turn, (tokens, dtype) in enumerate(
+        (t, d) for t in (1, 3, 128, 200) for d in (torch.bfloat16, torch.float16, torch.float32)
+    ):
         shape = (size * tokens, 7168 if dtype != torch.float32 else 2048)
         mine = whole_numbers(rank, turn, shape, dtype, device)
         assert parallel.peers.scatters(mine) == (tokens < 200 or dtype == torch.float32)
-        expected = sum(whole_numbers(r, turn, shape, dtype, device).float() for r in range(size)).chunk(size)[rank]
+        expected = sum(
+            whole_numbers(r, turn, shape, dtype, device).float() for r in range(size)
+        ).chunk(size)[rank]
         assert torch.equal(parallel.scatter_sum(mine).float(), expected), (turn, shape)
         rows = parallel.gather_rows(mine[: 2 * tokens])
-        assert torch.equal(rows, torch.cat([whole_numbers(r, turn, shape, dtype, device)[: 2 * tokens] for r in range(size)]))
+        assert torch.equal(
+            rows,
+            torch.cat(
+                [whole_numbers(r, turn, shape, dtype, device)[: 2 * tokens] for r in range(size)]
+            ),
+        )
     tokens = [[7 * r + i for i in range(r + 1)] for r in range(size)]
-    assert parallel.share(torch.tensor(tokens[rank], device=device), list(range(1, size + 1))) == tokens
+    assert (
+        parallel.share(torch.tensor(tokens[rank], device=device), list(range(1, size + 1)))
+        == tokens
+    )
 
 
-def check_graph(parallel: Parallel, rank: int, size: int, device: torch.device, sums: int = 25, replays: int = 400) -> None:
-    """A graph of sums of changing sizes, each gathered, with work in between, replayed with other values: what a decode step is."""
+def check_graph(
+    parallel: Parallel,
+    rank: int,
+    size: int,
+    device: torch.device,
+    sums: int = 25,
+    replays: int = 400,
+) -> None:
+    """A graph of sums of changing sizes, each gathered, with work in between, replayed with other
+    values: what a decode step is."""
     counts = [1 + i * 7 % 16 for i in range(sums)]
     inputs = [torch.zeros(count, 7168, dtype=torch.bfloat16, device=device) for count in counts]
     turn = torch.zeros((), dtype=torch.int64, device=device)
-    zeros, gain = torch.zeros(16, 7168, dtype=torch.bfloat16, device=device), torch.ones(7168, dtype=torch.bfloat16, device=device)
+    zeros, gain = (
+        torch.zeros(16, 7168, dtype=torch.bfloat16, device=device),
+        torch.ones(7168, dtype=torch.bfloat16, device=device),
+    )
 
     def fill() -> None:
         for index, x in enumerate(inputs):
@@ -221,8 +301,15 @@ def check_graph(parallel: Parallel, rank: int, size: int, device: torch.device, 
     def run() -> list[torch.Tensor]:
         fill()
         summed = [parallel.all_reduce(x * 2) for x in inputs[::2]]
-        normed = [parallel.add_rms_norm(x * 2, zeros[: len(x)], gain, 1e-6)[1] for x in inputs[1::2]]
-        return [parallel.all_gather(one) for pair in zip_longest(summed, normed) for one in pair if one is not None]
+        normed = [
+            parallel.add_rms_norm(x * 2, zeros[: len(x)], gain, 1e-6)[1] for x in inputs[1::2]
+        ]
+        return [
+            parallel.all_gather(one)
+            for pair in zip_longest(summed, normed)
+            for one in pair
+            if one is not None
+        ]
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -240,7 +327,10 @@ def check_graph(parallel: Parallel, rank: int, size: int, device: torch.device, 
             expected = sum((place * (r + 1) + turn * 31 + index) % 13 - 6 for r in range(size)) * 2
             total += (out.float() != expected.view(out.shape[0], -1).repeat(1, size)).sum()
         if replay % 50 == 0:  # eager calls of another size in between
-            assert (parallel.all_reduce(torch.ones(3, 7168, dtype=torch.bfloat16, device=device)) == size).all()
+            assert (
+                parallel.all_reduce(torch.ones(3, 7168, dtype=torch.bfloat16, device=device))
+                == size
+            ).all()
     assert int(total) == 0, f"{int(total)} values differ"
 
 
@@ -250,7 +340,12 @@ def test_sums_on_gpus(size: int) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = [subprocess.Popen([sys.executable, __file__, *map(str, (rank, size, port))], stderr=subprocess.PIPE) for rank in range(size)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, *map(str, (rank, size, port))], stderr=subprocess.PIPE
+        )
+        for rank in range(size)
+    ]
     said = [rank.communicate(timeout=300)[1].decode()[-3000:] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(said)
 

@@ -1,4 +1,5 @@
-"""Libraries that are compiled at first use: where they are kept, and what is said where they cannot be."""
+"""Libraries that are compiled at first use: where they are kept, and what is said where they cannot
+be."""
 
 import os
 import subprocess
@@ -14,14 +15,18 @@ import torch
 from quantkit_kernels import prepare
 from quantkit_kernels.samples import distance, exact_linear, random_weight
 for grid in ("int8", "fp4", "int4-asym-128"):
-    weight, x = random_weight(grid, 128, 256, torch.Generator().manual_seed(0)), torch.randn(200, 256).bfloat16()
-    for rows in (x, x[:2]):
-        assert distance(prepare(weight, dtype=torch.bfloat16)(rows), exact_linear(rows, weight)) < 0.02, grid
+    weight, x = random_weight(grid, 128, 256, torch.Generator().manual_seed(0)), torch.randn(200,
+    256).bfloat16() for rows in (x, x[:2]):
+        assert distance(prepare(weight, dtype=torch.bfloat16)(rows), exact_linear(rows, weight)) <
+        0.02, grid
 """
 
 
-def test_a_cache_that_cannot_be_written_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file stands where the cache would be: as on a read-only file system, nothing can be made there."""
+def test_a_cache_that_cannot_be_written_is_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file stands where the cache would be: as on a read-only file system, nothing can be made
+    there."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert str(why_no_cache()).startswith(f"{tmp_path}/file/quantkit cannot be written")
@@ -39,5 +44,7 @@ def test_a_cache_that_can_be_made_is_none(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as it answers where passwd does not have the user
+    monkeypatch.setattr(
+        os.path, "expanduser", lambda path: path
+    )  # as it answers where passwd does not have the user
     assert cache_directory() == Path("/nonexistent/.cache/quantkit")

@@ -1,4 +1,5 @@
-"""Few rows on a CPU by the project's C++ (int4_rows.cpp, dense.cpp): any number of them, on processors that this one can stand for."""
+"""Few rows on a CPU by the project's C++ (int4_rows.cpp, dense.cpp): any number of them, on
+processors that this one can stand for."""
 
 import os
 import subprocess
@@ -13,8 +14,14 @@ from quantkit_kernels.cpu.linear import Int4Linear
 from quantkit_kernels.cpu.units import has_unit
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
 
-REASONS = [reason for name in ("int4", "int4_rows", "dense") if (reason := build.why_no_library(name)) is not None]
-compiled = pytest.mark.skipif(bool(REASONS) or not int4.packed_as_known(), reason=str(REASONS or "torch packs otherwise"))
+REASONS = [
+    reason
+    for name in ("int4", "int4_rows", "dense")
+    if (reason := build.why_no_library(name)) is not None
+]
+compiled = pytest.mark.skipif(
+    bool(REASONS) or not int4.packed_as_known(), reason=str(REASONS or "torch packs otherwise")
+)
 DTYPES = list(TOLERANCE)
 
 int4_case = pytest.mark.parametrize(
@@ -60,7 +67,10 @@ def test_an_int4_row_does_not_depend_on_the_others(grid: str, n: int, k: int) ->
 @pytest.mark.parametrize(("n", "k"), [(192, 256), (101, 333), (7, 5), (1, 64)])
 def test_dense_rows_are_exact_and_independent(n: int, k: int, dtype: torch.dtype) -> None:
     rng = torch.Generator().manual_seed(n)
-    weight, x = torch.randn(n, k, generator=rng).to(dtype), torch.randn(40, k, generator=rng).to(dtype)
+    weight, x = (
+        torch.randn(n, k, generator=rng).to(dtype),
+        torch.randn(40, k, generator=rng).to(dtype),
+    )
     alone = torch.cat([dense.multiply(row, weight) for row in x.split(1)])
     assert distance(alone, x.double() @ weight.double().T) < TOLERANCE[dtype]
     for m in (2, 3, 5, 7, 8, 11, 12, 25, 40):
@@ -75,17 +85,21 @@ def test_a_large_float32_weight_takes_it_for_few_rows() -> None:
     assert not dense.multiplies(weight[:16])
     assert not dense.multiplies(weight.half())
     assert dense.multiplies(weight.bfloat16()) == (not has_unit(torch.bfloat16))
-    linear = prepare(random_weight("dense", 1024, 1040, rng)._replace(weight=weight), dtype=torch.float32)
+    linear = prepare(
+        random_weight("dense", 1024, 1040, rng)._replace(weight=weight), dtype=torch.float32
+    )
     for m in (8, 16, 17):
-        assert distance(linear(x[:m]), x[:m].double() @ weight.double().T) < TOLERANCE[torch.float32]
+        assert (
+            distance(linear(x[:m]), x[:m].double() @ weight.double().T) < TOLERANCE[torch.float32]
+        )
     assert torch.equal(linear(x[:8]), dense.multiply(x[:8], weight))
 
 
 AVX2 = """
 import pytest, sys, torch
 from quantkit_kernels.cpu import build, int4
-assert torch.backends.cpu.get_cpu_capability() == build.level_of("int4_rows") == "AVX2" and int4.packed_as_known()
-sys.exit(pytest.main(["-q", "-k", "rows_are or row_does", sys.argv[1]]))
+assert torch.backends.cpu.get_cpu_capability() == build.level_of("int4_rows") == "AVX2" and
+int4.packed_as_known() sys.exit(pytest.main(["-q", "-k", "rows_are or row_does", sys.argv[1]]))
 """
 NEITHER = """
 import torch
@@ -93,19 +107,28 @@ from quantkit_kernels import prepare
 from quantkit_kernels.cpu import int4
 from quantkit_kernels.samples import distance, exact_linear, random_weight
 assert not int4.packed_as_known()
-weight, x = random_weight("int4-asym-32", 128, 256, torch.Generator().manual_seed(0)), torch.randn(70, 256).bfloat16()
-for rows in (x, x[:3]):
+weight, x = random_weight("int4-asym-32", 128, 256, torch.Generator().manual_seed(0)),
+torch.randn(70, 256).bfloat16() for rows in (x, x[:3]):
     assert distance(prepare(weight, dtype=torch.bfloat16)(rows), exact_linear(rows, weight)) < 0.01
 """
 
 
 @compiled
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="not this CPU")
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="not this CPU"
+)
 @pytest.mark.parametrize(("asked", "program"), [("avx2", AVX2), ("default", NEITHER)])
 def test_lesser_processors(asked: str, program: str) -> None:
-    """torch packs for them: for AVX2 as int4_rows.cpp knows, for others in another order, which is noticed."""
+    """torch packs for them: for AVX2 as int4_rows.cpp knows, for others in another order, which is
+    noticed."""
     environment = dict(os.environ) | {"ATEN_CPU_CAPABILITY": asked}
-    done = subprocess.run([sys.executable, "-c", program, __file__], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, __file__],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
 
 
@@ -115,10 +138,27 @@ def test_bfloat16_instructions_compile(tmp_path: Path) -> None:
     flags = build._FLAGS["BF16"]
     compiler = build._compiler()
     assert compiler is not None
-    taken = subprocess.run([compiler, *flags, "-x", "c++", "-E", "-"], input="", capture_output=True, text=True, check=False)
+    taken = subprocess.run(
+        [compiler, *flags, "-x", "c++", "-E", "-"],
+        input="",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if taken.returncode:
         pytest.skip("this compiler does not know them, or is for another processor")
     built, source = str(tmp_path / "it.so"), str(build._source("int4_rows"))
-    command = [compiler, "-O1", "-std=c++17", *flags, "-fopenmp", "-shared", "-fPIC", "-o", built, source]
+    command = [
+        compiler,
+        "-O1",
+        "-std=c++17",
+        *flags,
+        "-fopenmp",
+        "-shared",
+        "-fPIC",
+        "-o",
+        built,
+        source,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:2000]

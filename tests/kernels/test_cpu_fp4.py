@@ -16,7 +16,8 @@ compiled = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 @compiled
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_any_number_of_rows_and_tokens(dtype: torch.dtype) -> None:
-    """Output features that fill no block of 16; tokens one by one, in twos, fours and eights, and over expanded blocks."""
+    """Output features that fill no block of 16; tokens one by one, in twos, fours and eights, and
+    over expanded blocks."""
     rng = torch.Generator().manual_seed(0)
     for n, k in ((1, 16), (40, 2048), (250, 176)):
         weight = random_weight("fp4", n, k, rng)
@@ -28,7 +29,8 @@ def test_any_number_of_rows_and_tokens(dtype: torch.dtype) -> None:
 
 @compiled
 def test_every_code_and_every_scale() -> None:
-    """All E2M1 codes under all finite e4m3 scales, subnormal ones and zero among them, with a global scale for each row."""
+    """All E2M1 codes under all finite e4m3 scales, subnormal ones and zero among them, with a
+    global scale for each row."""
     scale = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).unsqueeze(1)
     codes = torch.arange(16, dtype=torch.uint8).expand(127, 16).contiguous()
     weight = Fp4(codes, scale, torch.linspace(0.5, 3, 127))
@@ -44,12 +46,17 @@ def test_weight_keeps_its_four_and_a_half_bits() -> None:
     assert prepare(weight, backend="cpu").nbytes == 64 * 256 // 2 + 64 * 256 // 16 + 64 * 4
 
 
-def test_without_a_compiler_the_reason_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_compiler_the_reason_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert build.why_no_library("fp4") is not None
-    assert prepare(random_weight("fp4", 16, 32, torch.Generator().manual_seed(4))).backend == "reference"
+    assert (
+        prepare(random_weight("fp4", 16, 32, torch.Generator().manual_seed(4))).backend
+        == "reference"
+    )
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     assert "AVX2" in str(build.why_no_library("fp4"))

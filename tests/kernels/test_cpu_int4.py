@@ -1,4 +1,5 @@
-"""Int4 products of many rows on a CPU: over expanded blocks, as exact as torch's operator, which they stand in for."""
+"""Int4 products of many rows on a CPU: over expanded blocks, as exact as torch's operator, which
+they stand in for."""
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_w
 from quantkit_kernels.weights import dequantize
 
 pytestmark = pytest.mark.skipif(
-    why_unusable("linear_int4", "cpu", torch.device("cpu")) is not None or not int4.packed_as_known(),
+    why_unusable("linear_int4", "cpu", torch.device("cpu")) is not None
+    or not int4.packed_as_known(),
     reason="no library, or another layout",
 )
 
@@ -27,15 +29,24 @@ def test_many_rows_are_as_exact_as_few(grid: str, n: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_expanded_rows_are_the_weight(dtype: torch.dtype) -> None:
-    weight = random_weight("int4-asym-128", 3 * int4.BLOCK + 16, 256, torch.Generator().manual_seed(1))
+    weight = random_weight(
+        "int4-asym-128", 3 * int4.BLOCK + 16, 256, torch.Generator().manual_seed(1)
+    )
     linear = prepare(weight, backend="cpu", dtype=torch.bfloat16)
     scale, offset = (side.float().contiguous() for side in linear.sides.unbind(-1))
-    for start, stop in ((0, 3 * int4.BLOCK + 16), (int4.BLOCK, 2 * int4.BLOCK), (2 * int4.BLOCK, 3 * int4.BLOCK + 16)):
+    for start, stop in (
+        (0, 3 * int4.BLOCK + 16),
+        (int4.BLOCK, 2 * int4.BLOCK),
+        (2 * int4.BLOCK, 3 * int4.BLOCK + 16),
+    ):
         rows = int4.expand(linear.packed, scale, offset, 128, start, stop, dtype)
         assert rows.dtype == dtype
         assert distance(rows, dequantize(weight)[start:stop].double()) < TOLERANCE[torch.bfloat16]
     rounded = int4.expand(linear.packed, scale, offset, 128, 0, int4.BLOCK, torch.bfloat16)
-    assert torch.equal(rounded, int4.expand(linear.packed, scale, offset, 128, 0, int4.BLOCK, torch.float32).bfloat16())
+    assert torch.equal(
+        rounded,
+        int4.expand(linear.packed, scale, offset, 128, 0, int4.BLOCK, torch.float32).bfloat16(),
+    )
 
 
 def test_another_layout_is_left_to_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:

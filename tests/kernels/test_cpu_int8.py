@@ -1,4 +1,5 @@
-"""Int8 on the CPU: the C++ that the user's compiler makes, against the reference bit for bit, and what is there without a compiler."""
+"""Int8 on the CPU: the C++ that the user's compiler makes, against the reference bit for bit, and
+what is there without a compiler."""
 
 import os
 import subprocess
@@ -21,7 +22,9 @@ vnni = pytest.mark.skipif(build.level() != "VNNI" or not qlinear_is_exact(), rea
 
 
 def runs_here(level: str) -> bool:
-    return level == "PORTABLE" or (build.level() in LEVELS[:3] and LEVELS.index(level) <= LEVELS.index(build.level()))
+    return level == "PORTABLE" or (
+        build.level() in LEVELS[:3] and LEVELS.index(level) <= LEVELS.index(build.level())
+    )
 
 
 def fresh() -> torch.Generator:
@@ -39,16 +42,26 @@ def activations(m: int, k: int, rng: torch.Generator, dtype: torch.dtype) -> Ten
 
 @compiled
 @pytest.mark.parametrize(
-    "level", [pytest.param(one, marks=pytest.mark.skipif(not runs_here(one), reason="not this CPU")) for one in LEVELS]
+    "level",
+    [
+        pytest.param(one, marks=pytest.mark.skipif(not runs_here(one), reason="not this CPU"))
+        for one in LEVELS
+    ],
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_are_the_reference_bit_for_bit(dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole vectors and whole fours of rows, and less than one; tokens one by one and up to four together."""
+def test_rows_are_the_reference_bit_for_bit(
+    dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole vectors and whole fours of rows, and less than one; tokens one by one and up to four
+    together."""
     monkeypatch.setattr(build, "level", lambda: level)
     rng = fresh()
     for n, k in ((64, 2048), (10, 100), (3, 5)):
         weight = random_weight("int8", n, k, rng)
-        linear, reference = Int8Linear(weight, dtype), prepare(weight, backend="reference", dtype=dtype)
+        linear, reference = (
+            Int8Linear(weight, dtype),
+            prepare(weight, backend="reference", dtype=dtype),
+        )
         for m in (1, 2, 3, 4, 5, 7, 63):
             x = activations(m, k, rng, dtype)
             assert torch.equal(linear(x), reference(x)), (n, k, m, rng.initial_seed())
@@ -58,11 +71,15 @@ def test_rows_are_the_reference_bit_for_bit(dtype: torch.dtype, level: str, monk
 @vnni
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_blocks_are_the_reference_bit_for_bit(dtype: torch.dtype) -> None:
-    """Blocks of 64, 48, 32 and 16 rows, the last whole or not, and a K that is no multiple of 4; one token to more than two groups."""
+    """Blocks of 64, 48, 32 and 16 rows, the last whole or not, and a K that is no multiple of 4;
+    one token to more than two groups."""
     rng, taken = fresh(), set()
     for n, k in ((64, 128), (288, 384), (160, 102), (80, 2048), (203, 1001), (3, 5), (2112, 7168)):
         weight = random_weight("int8", n, k, rng)
-        linear, reference = VnniInt8Linear(weight, dtype), prepare(weight, backend="reference", dtype=dtype)
+        linear, reference = (
+            VnniInt8Linear(weight, dtype),
+            prepare(weight, backend="reference", dtype=dtype),
+        )
         taken.add(linear.block)
         for m in (1, 2, 3, 4, 5, 6, 7, 13) if n < 2000 else (1, 8):
             x = activations(m, k, rng, dtype)
@@ -75,7 +92,10 @@ def test_blocks_are_the_reference_bit_for_bit(dtype: torch.dtype) -> None:
 def test_any_number_of_threads_gives_the_same_bits() -> None:
     rng, before, found = fresh(), torch.get_num_threads(), []
     weight = random_weight("int8", 500, 384, rng)
-    linear, x = prepare(weight, dtype=torch.bfloat16), torch.randn(37, 384, generator=rng).bfloat16()
+    linear, x = (
+        prepare(weight, dtype=torch.bfloat16),
+        torch.randn(37, 384, generator=rng).bfloat16(),
+    )
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
@@ -94,9 +114,15 @@ def test_blocks_as_onednn_packs_them_are_the_reference_bit_for_bit(dtype: torch.
     rng = fresh()
     for n, k in ((64, 128), (200, 384), (192, 2048), (2112, 7168)):
         weight = random_weight("int8", n, k, rng)
-        linear, reference = OneDnnInt8Linear(weight, dtype), prepare(weight, backend="reference", dtype=dtype)
+        linear, reference = (
+            OneDnnInt8Linear(weight, dtype),
+            prepare(weight, backend="reference", dtype=dtype),
+        )
         assert linear._block is not None, (n, k, "oneDNN packs it in no blocks that int8.cpp reads")
-        for m in (*range(1, min(9, int8.vnni_rows() + 1)), *((40,) if 40 * n * k <= int8._SMALL_PRODUCT else ())):
+        for m in (
+            *range(1, min(9, int8.vnni_rows() + 1)),
+            *((40,) if 40 * n * k <= int8._SMALL_PRODUCT else ()),
+        ):
             x = activations(m, k, rng, dtype)
             assert torch.equal(linear(x), reference(x)), (n, k, m, rng.initial_seed())
         x = torch.randn(300, k, generator=rng).to(dtype)
@@ -109,7 +135,8 @@ def test_blocks_as_onednn_packs_them_are_the_reference_bit_for_bit(dtype: torch.
 @vnni
 @pytest.mark.parametrize("rows", [16, 32, 48, 64])
 def test_blocks_of_any_rows(rows: int) -> None:
-    """Blocks laid out here, one after the other, the last half empty, for a processor may never choose some of them."""
+    """Blocks laid out here, one after the other, the last half empty, for a processor may never
+    choose some of them."""
     n, k, rng = 5 * rows // 2, 64, fresh()
     weight = random_weight("int8", n, k, rng)
     padded = torch.cat([weight.codes, torch.full((-n % rows, k), 99, dtype=torch.int8)])
@@ -118,13 +145,23 @@ def test_blocks_of_any_rows(rows: int) -> None:
     x = torch.randn(7, k, generator=rng)
     addresses = (blocks.data_ptr(), weight.scale.data_ptr(), sums.data_ptr())
     y = int8._multiply(build.library("int8").qk_int8_blocks, addresses, x, (n, k, rows))
-    assert torch.equal(y, prepare(weight, backend="reference", dtype=torch.float32)(x)), rng.initial_seed()
+    assert torch.equal(y, prepare(weight, backend="reference", dtype=torch.float32)(x)), (
+        rng.initial_seed()
+    )
 
 
 @compiled
-@pytest.mark.parametrize("kind", [Int8Linear, pytest.param(VnniInt8Linear, marks=vnni), pytest.param(OneDnnInt8Linear, marks=vnni)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Int8Linear,
+        pytest.param(VnniInt8Linear, marks=vnni),
+        pytest.param(OneDnnInt8Linear, marks=vnni),
+    ],
+)
 def test_largest_codes_of_either_sign(kind: type) -> None:
-    """R1's longest K, whose sums no float32 holds: every pair of signs by itself, and all together."""
+    """R1's longest K, whose sums no float32 holds: every pair of signs by itself, and all
+    together."""
     k = 18432
     signs = torch.ones(64, k, dtype=torch.int8)
     signs[1::2] = -1
@@ -141,7 +178,11 @@ def test_codes_and_steps_are_those_of_quantize_rows(quantize: str, dtype: torch.
     rng = fresh()
     for m, k in ((1, 3), (7, 100), (40, 1000), (2, 4096)):
         x = activations(m, k, rng, dtype)
-        codes, step = int8._quantize(x) if quantize == "torch" else int8._quantize_compiled(build.library("int8"), x)
+        codes, step = (
+            int8._quantize(x)
+            if quantize == "torch"
+            else int8._quantize_compiled(build.library("int8"), x)
+        )
         expected, expected_step = quantize_rows(x)
         assert torch.equal(step, expected_step), (m, k, rng.initial_seed())
         assert torch.equal(codes.int() - 128, expected.int()), (m, k, rng.initial_seed())
@@ -149,17 +190,23 @@ def test_codes_and_steps_are_those_of_quantize_rows(quantize: str, dtype: torch.
 
 @compiled
 def test_steps_too_small_for_a_float_and_activations_that_are_none() -> None:
-    """A 127th of the smallest number is zero, and that of the next few no 127th; a row that is not finite gives nothing that is."""
+    """A 127th of the smallest number is zero, and that of the next few no 127th; a row that is not
+    finite gives nothing that is."""
     tiny = torch.finfo(torch.float32).smallest_normal * torch.finfo(torch.float32).eps
     x = torch.ones(6, 40) * tiny * torch.tensor([1, 90, 190, 1000, 1, 1]).unsqueeze(1)
     x[4, 7], x[5, 39] = torch.nan, -torch.inf
     weight = random_weight("int8", 64, 40, fresh())
-    y, reference = Int8Linear(weight, torch.float32)(x), prepare(weight, backend="reference", dtype=torch.float32)(x)
+    y, reference = (
+        Int8Linear(weight, torch.float32)(x),
+        prepare(weight, backend="reference", dtype=torch.float32)(x),
+    )
     assert torch.equal(y[:4], reference[:4])
     assert y[4:].isnan().all()
 
 
-def test_without_a_compiler_torch_does_it_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_compiler_torch_does_it_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -170,7 +217,10 @@ def test_without_a_compiler_torch_does_it_all(monkeypatch: pytest.MonkeyPatch, t
         x = torch.randn(m, 256, generator=rng).bfloat16()
         linear = prepare(weight, dtype=torch.bfloat16)
         assert linear.backend == "cpu"
-        assert distance(linear(x), exact_linear(x, weight)) < TOLERANCE[torch.bfloat16], (m, rng.initial_seed())
+        assert distance(linear(x), exact_linear(x, weight)) < TOLERANCE[torch.bfloat16], (
+            m,
+            rng.initial_seed(),
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -187,9 +237,13 @@ for rows in (x, x[:3]):
 
 
 @compiled
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="not this CPU")
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="not this CPU"
+)
 def test_a_processor_with_vnni_for_avx2_alone() -> None:
     """oneDNN's product is exact there, and the C++ has no blocks."""
     environment = dict(os.environ) | {"ATEN_CPU_CAPABILITY": "avx2"}
-    done = subprocess.run([sys.executable, "-c", AVX2], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", AVX2], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]

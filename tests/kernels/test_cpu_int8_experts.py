@@ -9,22 +9,33 @@ from quantkit_kernels.cpu.int8_experts import Int8Experts
 from quantkit_kernels.reference.experts import LoopExperts
 from torch import Tensor
 
-taken = build.why_no_library("int8") is None and build.level() == "VNNI" and not torch.cpu._is_amx_tile_supported()
-one_call = pytest.mark.skipif(not taken or not int8.qlinear_is_exact(), reason="needs VNNI, no AMX and a C++ compiler")
+taken = (
+    build.why_no_library("int8") is None
+    and build.level() == "VNNI"
+    and not torch.cpu._is_amx_tile_supported()
+)
+one_call = pytest.mark.skipif(
+    not taken or not int8.qlinear_is_exact(), reason="needs VNNI, no AMX and a C++ compiler"
+)
 COUNT, TOP_K = 7, 4
 
 
 def routing(tokens: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The first half asks for other experts each, the rest for some twice and for none; one expert is never asked for."""
+    """The first half asks for other experts each, the rest for some twice and for none; one expert
+    is never asked for."""
     ids = torch.rand(tokens, COUNT - 1, generator=rng).topk(TOP_K).indices
-    ids[tokens // 2 :] = torch.randint(NO_EXPERT, COUNT - 1, ids[tokens // 2 :].shape, generator=rng)
+    ids[tokens // 2 :] = torch.randint(
+        NO_EXPERT, COUNT - 1, ids[tokens // 2 :].shape, generator=rng
+    )
     return ids, torch.rand(tokens, TOP_K, generator=rng)
 
 
 @one_call
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("hidden", "intermediate"), [(256, 128), (100, 37), (96, 24)])
-def test_one_call_is_the_loop_bit_for_bit(hidden: int, intermediate: int, dtype: torch.dtype) -> None:
+def test_one_call_is_the_loop_bit_for_bit(
+    hidden: int, intermediate: int, dtype: torch.dtype
+) -> None:
     """Of any number of threads; few tokens, and more pairs than are computed together."""
     rng = torch.Generator()
     rng.seed()
@@ -38,8 +49,16 @@ def test_one_call_is_the_loop_bit_for_bit(hidden: int, intermediate: int, dtype:
             expected = LoopExperts.sorted(experts, x, ids, weights)
             for threads in (1, 2, 3):
                 torch.set_num_threads(threads)
-                assert torch.equal(experts(x, ids, weights), expected), (tokens, threads, rng.initial_seed())
-                assert torch.equal(experts(x, ids.int(), weights), expected), (tokens, threads, rng.initial_seed())
+                assert torch.equal(experts(x, ids, weights), expected), (
+                    tokens,
+                    threads,
+                    rng.initial_seed(),
+                )
+                assert torch.equal(experts(x, ids.int(), weights), expected), (
+                    tokens,
+                    threads,
+                    rng.initial_seed(),
+                )
     finally:
         torch.set_num_threads(before)
 
@@ -49,7 +68,9 @@ def test_a_token_gives_the_same_beside_others_and_alone() -> None:
     rng = torch.Generator().manual_seed(3)
     experts = layer(random_experts("int8", COUNT, 128, 64, rng), "cpu", torch.bfloat16)
     x, (ids, weights) = torch.randn(21, 128, generator=rng).bfloat16(), routing(21, rng)
-    alone = [experts(x[row : row + 1], ids[row : row + 1], weights[row : row + 1]) for row in range(21)]
+    alone = [
+        experts(x[row : row + 1], ids[row : row + 1], weights[row : row + 1]) for row in range(21)
+    ]
     assert torch.equal(experts(x, ids, weights), torch.cat(alone))
 
 
@@ -63,7 +84,9 @@ def test_ids_are_checked_and_none_may_be_asked() -> None:
         with pytest.raises(ValueError, match=f"topk_ids: .*{wrong}.*expected 0..{COUNT - 1}"):
             experts(x, torch.tensor([[0], [wrong], [1]]), weights)
     x[1] = torch.nan
-    assert experts(x, torch.zeros(3, 1, dtype=torch.int64), weights).isnan().all(dim=1).tolist() == [False, True, False]
+    assert experts(x, torch.zeros(3, 1, dtype=torch.int64), weights).isnan().all(
+        dim=1
+    ).tolist() == [False, True, False]
 
 
 @one_call

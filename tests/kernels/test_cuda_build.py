@@ -11,7 +11,9 @@ from quantkit_kernels.cuda import build
 @pytest.fixture
 def no_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Neither nvcc nor a cache; the folder that NVIDIA's wheels would be in."""
-    monkeypatch.setattr(build.shutil, "which", lambda name: "/usr/bin/g++" if name == "g++" else None)
+    monkeypatch.setattr(
+        build.shutil, "which", lambda name: "/usr/bin/g++" if name == "g++" else None
+    )
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "none"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     package = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
@@ -32,8 +34,12 @@ def test_nvcc_of_wheels_counts_when_all_four_are_there(no_toolkit: Path) -> None
     assert build.why_no_library("90") is None
 
 
-def test_nvcc_without_a_compiler_for_the_host_is_named(no_toolkit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.shutil, "which", lambda name: sys.executable if name == "nvcc" else None)
+def test_nvcc_without_a_compiler_for_the_host_is_named(
+    no_toolkit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        build.shutil, "which", lambda name: sys.executable if name == "nvcc" else None
+    )
     assert "g++" in str(build.why_no_library("90"))
 
 

@@ -1,9 +1,18 @@
-"""The cache in 8 bits on a CUDA device against float64 and against the reference. Skipped where there is none."""
+"""The cache in 8 bits on a CUDA device against float64 and against the reference. Skipped where
+there is none."""
 
 import pytest
 import torch
 from decode_attention import check_gqa_decode, check_mla_decode
-from quantkit_kernels import Norms, Prompts, Rotation, gqa_prefill, gqa_prepare, mla_prefill, mla_prepare
+from quantkit_kernels import (
+    Norms,
+    Prompts,
+    Rotation,
+    gqa_prefill,
+    gqa_prepare,
+    mla_prefill,
+    mla_prepare,
+)
 from quantkit_kernels.codes import CODES, LARGEST, decode, decoded, empty_keys, empty_latents
 from quantkit_kernels.samples import TOLERANCE, code_latents, distance, grouped_attention
 
@@ -17,8 +26,14 @@ R1 = (128, 64, 128, 512)
 @DTYPES
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("heads", [128, 32, 20, 8, 3])
-def test_mla_decode(codes: torch.dtype, dtype: torch.dtype, interleaved: bool, heads: int, poisoned_memory: None) -> None:
-    for lengths, block_size in (([1, 0, 31, 32, 33, 64, 640, 1000], 64), ([5000, 1], 16), ([257] * 40, 64)):
+def test_mla_decode(
+    codes: torch.dtype, dtype: torch.dtype, interleaved: bool, heads: int, poisoned_memory: None
+) -> None:
+    for lengths, block_size in (
+        ([1, 0, 31, 32, 33, 64, 640, 1000], 64),
+        ([5000, 1], 16),
+        ([257] * 40, 64),
+    ):
         check_mla_decode("cuda", "cuda", heads, block_size, R1, lengths, dtype, interleaved, codes)
 
 
@@ -31,19 +46,33 @@ def test_mla_decode_of_a_long_row(codes: torch.dtype, poisoned_memory: None) -> 
 @DTYPES
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("sizes", [(1536, 512, 64), (24, 40, 16)])
-def test_mla_prepare(codes: torch.dtype, dtype: torch.dtype, interleaved: bool, sizes: tuple[int, int, int]) -> None:
+def test_mla_prepare(
+    codes: torch.dtype, dtype: torch.dtype, interleaved: bool, sizes: tuple[int, int, int]
+) -> None:
     q_lora, kv_lora, rope = sizes
     tokens = 300
-    qkv_a, slots = torch.randn(tokens, sum(sizes), device="cuda").to(dtype) * 2, torch.randperm(640, device="cuda")[:tokens]
+    qkv_a, slots = (
+        torch.randn(tokens, sum(sizes), device="cuda").to(dtype) * 2,
+        torch.randperm(640, device="cuda")[:tokens],
+    )
     qkv_a[7] = 0
-    norms = Norms(torch.rand(q_lora, device="cuda").to(dtype), torch.rand(kv_lora, device="cuda").to(dtype), 1e-6)
+    norms = Norms(
+        torch.rand(q_lora, device="cuda").to(dtype),
+        torch.rand(kv_lora, device="cuda").to(dtype),
+        1e-6,
+    )
     angles = torch.rand(tokens, rope // 2, device="cuda") * 6
     rotation = Rotation(angles.cos(), angles.sin(), interleaved)
-    found, exact = (empty_latents((10, 64), kv_lora, rope, codes, dtype, torch.device("cuda")) for _ in range(2))
+    found, exact = (
+        empty_latents((10, 64), kv_lora, rope, codes, dtype, torch.device("cuda")) for _ in range(2)
+    )
     for one in (found, exact):
         one.scales.fill_(float("nan"))
     q = mla_prepare(qkv_a, norms, rotation, found, slots, backend="cuda")
-    assert distance(q, mla_prepare(qkv_a, norms, rotation, exact, slots, backend="reference").double()) < TOLERANCE[dtype]
+    assert (
+        distance(q, mla_prepare(qkv_a, norms, rotation, exact, slots, backend="reference").double())
+        < TOLERANCE[dtype]
+    )
     # What is rounded to 16 bits first may fall either way, and take a code along.
     ours, theirs = decoded(found).flatten(0, 1)[slots], decoded(exact).flatten(0, 1)[slots]
     assert distance(ours, theirs.double()) < TOLERANCE[dtype]
@@ -84,12 +113,24 @@ def test_gqa_decode(
 @KINDS
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize(("tokens", "heads", "width", "rope"), [(1, (32, 8), 128, 128), (300, (8, 1), 80, 40), (3, (4, 4), 256, 256)])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "width", "rope"),
+    [(1, (32, 8), 128, 128), (300, (8, 1), 80, 40), (3, (4, 4), 256, 256)],
+)
 def test_gqa_prepare(
-    codes: torch.dtype, tokens: int, heads: tuple[int, int], width: int, rope: int, normed: bool, interleaved: bool
+    codes: torch.dtype,
+    tokens: int,
+    heads: tuple[int, int],
+    width: int,
+    rope: int,
+    normed: bool,
+    interleaved: bool,
 ) -> None:
     qkv = torch.randn(tokens, (heads[0] + 2 * heads[1]) * width, device="cuda").bfloat16() * 3
-    angles, slots = torch.rand(tokens, rope // 2, device="cuda") * 6, torch.randperm(640, device="cuda")[:tokens]
+    angles, slots = (
+        torch.rand(tokens, rope // 2, device="cuda") * 6,
+        torch.randperm(640, device="cuda")[:tokens],
+    )
     gains = torch.rand(2, width, device="cuda").bfloat16()
     norms = Norms(gains[0], gains[1], 1e-6) if normed else None
     rotation = Rotation(angles.cos(), angles.sin(), interleaved)
@@ -100,12 +141,19 @@ def test_gqa_prepare(
     found.key_scales.fill_(float("nan"))
     q = gqa_prepare(qkv, norms, rotation, found, slots, backend="cuda")
     in_float = Norms(gains[0].float(), gains[1].float(), 1e-6) if normed else None
-    exact_q = gqa_prepare(qkv.float(), in_float, rotation, (exact[0], exact[1]), slots, backend="reference")
+    exact_q = gqa_prepare(
+        qkv.float(), in_float, rotation, (exact[0], exact[1]), slots, backend="reference"
+    )
     assert distance(q, exact_q.double()) < TOLERANCE[torch.bfloat16]
     for side, scales, wide in zip(found[:2], found.scales, exact):
         stored, expected = decode(side, scales).flatten(0, 1)[slots], wide.flatten(0, 1)[slots]
         assert distance(stored, expected.double()) < (1.2e-2 if codes == torch.int8 else 4e-2)
-        assert distance(scales.flatten(0, 1)[slots], expected.abs().amax(dim=-1).double() / LARGEST[codes]) < TOLERANCE[torch.bfloat16]
+        assert (
+            distance(
+                scales.flatten(0, 1)[slots], expected.abs().amax(dim=-1).double() / LARGEST[codes]
+            )
+            < TOLERANCE[torch.bfloat16]
+        )
     assert found.key_scales.isnan().sum() == (640 - tokens) * heads[1]
 
 
@@ -133,23 +181,34 @@ def test_gqa_prefill(
 ) -> None:
     """All keys decoded at once, and in parts that begin within sequences."""
     monkeypatch.setattr("quantkit_kernels.triton.attention.prefill._EXPANDED_BYTES", room)
-    case = grouped_attention(lengths, news, heads, width, block_size, torch.bfloat16, "cuda", window, codes=codes)
-    out = gqa_prefill(case.q, case.pages.cache, case.prompts, scale=case.scale, window=window, backend="cuda")
+    case = grouped_attention(
+        lengths, news, heads, width, block_size, torch.bfloat16, "cuda", window, codes=codes
+    )
+    out = gqa_prefill(
+        case.q, case.pages.cache, case.prompts, scale=case.scale, window=window, backend="cuda"
+    )
     assert distance(out, case.exact) < TOLERANCE[torch.bfloat16]
 
 
 @KINDS
 @pytest.mark.parametrize("room", [1 << 29, 1 << 22])
 @pytest.mark.parametrize("sizes", [R1, (32, 16, 64, 96)])
-def test_mla_prefill(codes: torch.dtype, sizes: tuple[int, int, int, int], room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mla_prefill(
+    codes: torch.dtype, sizes: tuple[int, int, int, int], room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quantkit_kernels.triton.attention.prefill._EXPANDED_BYTES", room)
     nope, rope, value, latent = sizes
     spans, heads = [(0, 300), (700, 40), (1500, 200)], 8
-    tokens, rows = sum(new for _, new in spans), 1 + sum(-(-(start + new) // 64) for start, new in spans)
+    tokens, rows = (
+        sum(new for _, new in spans),
+        1 + sum(-(-(start + new) // 64) for start, new in spans),
+    )
     q = torch.randn(tokens, heads, nope + rope, device="cuda").bfloat16()
     kv_b = (torch.randn(heads, nope + value, latent, device="cuda") * latent**-0.5).bfloat16()
     angles = torch.rand(tokens, rope // 2, device="cuda") * 6
-    cache = code_latents(torch.randn(rows, 64, latent + rope, device="cuda").bfloat16(), latent, codes)
+    cache = code_latents(
+        torch.randn(rows, 64, latent + rope, device="cuda").bfloat16(), latent, codes
+    )
     table, at = torch.zeros(3, 40, dtype=torch.int32, device="cuda"), 1
     for row, span in enumerate(spans):
         count = -(-sum(span) // 64)
@@ -157,5 +216,7 @@ def test_mla_prefill(codes: torch.dtype, sizes: tuple[int, int, int, int], room:
         at += count
     prompts, rotation = Prompts.of(spans, table), Rotation(angles.cos(), angles.sin())
     found = mla_prefill(q, kv_b, rotation, cache, prompts, scale=0.07, backend="cuda")
-    exact = mla_prefill(q.float(), kv_b.float(), rotation, cache, prompts, scale=0.07, backend="reference")
+    exact = mla_prefill(
+        q.float(), kv_b.float(), rotation, cache, prompts, scale=0.07, backend="reference"
+    )
     assert distance(found, exact.double()) < TOLERANCE[torch.bfloat16]

@@ -1,4 +1,5 @@
-"""Experts of few tokens, with both products in one launch and one token's in two, on a CUDA device, against float64."""
+"""Experts of few tokens, with both products in one launch and one token's in two, on a CUDA device,
+against float64."""
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from quantkit_kernels.weights import Weight
 
 DEVICE = torch.device("cuda")
 REASON = why_unusable("linear_int4", "cuda", DEVICE, torch.bfloat16)
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.usefixtures("poisoned_memory")]
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
 
 GRIDS = ("int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128", "fp4")
 
@@ -32,34 +36,52 @@ def built(
     return experts, few
 
 
-# Fewer chunks of K than warps, a number of them that warps share unevenly, and more strips than blocks.
-@pytest.mark.parametrize(("hidden", "intermediate", "count"), [(256, 128, 6), (1152, 384, 9), (2048, 1024, 40)])
+# Fewer chunks of K than warps, a number of them that warps share unevenly, and more strips than
+# blocks.
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "count"), [(256, 128, 6), (1152, 384, 9), (2048, 1024, 40)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_few_tokens_match_float64(grid: str, dtype: torch.dtype, hidden: int, intermediate: int, count: int) -> None:
+def test_few_tokens_match_float64(
+    grid: str, dtype: torch.dtype, hidden: int, intermediate: int, count: int
+) -> None:
     if grid == "fp4" and dtype == torch.float16:
         pytest.skip("FP4 computes in bfloat16 only")
     rng = torch.Generator(DEVICE)
     seed = rng.seed()
     experts, few = built(grid, count, hidden, intermediate, dtype, rng)
     held = (experts.gate_up, experts.down, experts.kind, experts.group, count)
-    # As many pairs as one warp lists, as are listed by rank, as one for every thread of a block, as two, and more.
+    # As many pairs as one warp lists, as are listed by rank, as one for every thread of a block, as
+    # two, and more.
     for tokens, top_k in ((1, 1), (5, 6), (11, 3), (32, 4), (33, 4), (100, 3), (180, 3)):
         x = torch.randn(tokens, hidden, generator=rng, device=DEVICE).to(dtype)
         spread = torch.rand(tokens, count, generator=rng, device=DEVICE).topk(top_k, dim=-1).indices
         weights = torch.rand(tokens, top_k, generator=rng, device=DEVICE)
-        for ids in (spread, torch.full_like(spread, 4), spread.int()):  # with experts left empty, and one named several times
+        for ids in (
+            spread,
+            torch.full_like(spread, 4),
+            spread.int(),
+        ):  # with experts left empty, and one named several times
             exact = exact_experts(x, ids, weights, few)
             for tiles in (1, 2):
                 y = fused_experts(*held, x, ids, weights, tiles).summed()
                 assert distance(y, exact) < 2 * TOLERANCE[dtype], (tokens, top_k, tiles, seed)
-                assert torch.equal(y, fused_experts(*held, x, ids, weights, tiles).summed()), (tokens, top_k, tiles, seed)
+                assert torch.equal(y, fused_experts(*held, x, ids, weights, tiles).summed()), (
+                    tokens,
+                    top_k,
+                    tiles,
+                    seed,
+                )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_one_token_with_tokens_in_shared_memory_matches_float64(grid: str, dtype: torch.dtype) -> None:
-    """Rows that are no whole block, clusters of more blocks than chunks of K, warps that none are left for; an expert named twice."""
+def test_one_token_with_tokens_in_shared_memory_matches_float64(
+    grid: str, dtype: torch.dtype
+) -> None:
+    """Rows that are no whole block, clusters of more blocks than chunks of K, warps that none are
+    left for; an expert named twice."""
     if grid == "fp4" and dtype == torch.float16:
         pytest.skip("FP4 computes in bfloat16 only")
     rng = torch.Generator(DEVICE)
@@ -79,8 +101,17 @@ def test_one_token_with_tokens_in_shared_memory_matches_float64(grid: str, dtype
                 ):
                     y = experts.two_products(x, ids, weights, plans)
                     assert distance(y, exact) < 2 * TOLERANCE[dtype], (hidden, top_k, plans, seed)
-                    assert torch.equal(y, experts.two_products(x, ids, weights, plans)), (hidden, top_k, plans, seed)
-                assert distance(experts(x, ids, weights), exact) < 2 * TOLERANCE[dtype], (hidden, top_k, seed)
+                    assert torch.equal(y, experts.two_products(x, ids, weights, plans)), (
+                        hidden,
+                        top_k,
+                        plans,
+                        seed,
+                    )
+                assert distance(experts(x, ids, weights), exact) < 2 * TOLERANCE[dtype], (
+                    hidden,
+                    top_k,
+                    seed,
+                )
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 40])
@@ -102,16 +133,24 @@ def test_unsummed_pairs_add_up_to_the_call(grid: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("grid", ["int4-asym-128", "fp4"])
 def test_replays_of_a_graph_with_changing_routing(grid: str) -> None:
-    """The counters that blocks wait by are zero again after every launch, whatever experts it used."""
+    """The counters that blocks wait by are zero again after every launch, whatever experts it
+    used."""
     rng = torch.Generator(DEVICE).manual_seed(3)
     experts, few = built(grid, 24, 512, 256, torch.bfloat16, rng)
-    x, ids = torch.randn(16, 512, generator=rng, device=DEVICE).bfloat16(), torch.zeros(16, 4, dtype=torch.int64, device=DEVICE)
+    x, ids = (
+        torch.randn(16, 512, generator=rng, device=DEVICE).bfloat16(),
+        torch.zeros(16, 4, dtype=torch.int64, device=DEVICE),
+    )
     weights = torch.rand(16, 4, generator=rng, device=DEVICE)
     experts(x, ids, weights)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = experts(x, ids, weights)
     for turn in range(20):
-        ids.copy_(torch.randint(0, 1 + turn % 24, (16, 4), generator=rng, device=DEVICE))  # some counters lie fallow and come back
+        ids.copy_(
+            torch.randint(0, 1 + turn % 24, (16, 4), generator=rng, device=DEVICE)
+        )  # some counters lie fallow and come back
         graph.replay()
-        assert distance(y, exact_experts(x, ids, weights, few)) < 2 * TOLERANCE[torch.bfloat16], turn
+        assert distance(y, exact_experts(x, ids, weights, few)) < 2 * TOLERANCE[torch.bfloat16], (
+            turn
+        )

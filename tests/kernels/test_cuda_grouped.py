@@ -1,9 +1,18 @@
-"""Grouped-query attention and attention of prompts on a CUDA device against float64. Skipped where there is none."""
+"""Grouped-query attention and attention of prompts on a CUDA device against float64. Skipped where
+there is none."""
 
 import pytest
 import torch
 from decode_attention import check_gqa_decode
-from quantkit_kernels import Norms, Prompts, Rotation, gqa_decode, gqa_prefill, gqa_prepare, mla_prefill
+from quantkit_kernels import (
+    Norms,
+    Prompts,
+    Rotation,
+    gqa_decode,
+    gqa_prefill,
+    gqa_prepare,
+    mla_prefill,
+)
 from quantkit_kernels.samples import TOLERANCE, code_keys, distance, grouped_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -66,22 +75,37 @@ def test_a_captured_gqa_decode_follows_the_lengths() -> None:
 
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize(("tokens", "heads", "width", "rope"), [(1, (32, 8), 128, 128), (300, (8, 1), 80, 40), (3, (4, 4), 256, 256)])
-def test_gqa_prepare(tokens: int, heads: tuple[int, int], width: int, rope: int, normed: bool, interleaved: bool) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "heads", "width", "rope"),
+    [(1, (32, 8), 128, 128), (300, (8, 1), 80, 40), (3, (4, 4), 256, 256)],
+)
+def test_gqa_prepare(
+    tokens: int, heads: tuple[int, int], width: int, rope: int, normed: bool, interleaved: bool
+) -> None:
     qkv = torch.randn(tokens, (heads[0] + 2 * heads[1]) * width, device="cuda").bfloat16() * 3
-    angles, slots = torch.rand(tokens, rope // 2, device="cuda") * 6, torch.randperm(640, device="cuda")[:tokens]
+    angles, slots = (
+        torch.rand(tokens, rope // 2, device="cuda") * 6,
+        torch.randperm(640, device="cuda")[:tokens],
+    )
     gains = [torch.rand(width, device="cuda").bfloat16() for _ in range(2)]
     found, exact = (
-        torch.full((2, 10, 64, heads[1], width), float("nan"), dtype=kind, device="cuda") for kind in (qkv.dtype, torch.float32)
+        torch.full((2, 10, 64, heads[1], width), float("nan"), dtype=kind, device="cuda")
+        for kind in (qkv.dtype, torch.float32)
     )
     rotation = Rotation(angles.cos(), angles.sin(), interleaved)
-    norms, in_float = (Norms(*one, 1e-6) if normed else None for one in (gains, [gain.float() for gain in gains]))
+    norms, in_float = (
+        Norms(*one, 1e-6) if normed else None for one in (gains, [gain.float() for gain in gains])
+    )
     q = gqa_prepare(qkv, norms, rotation, found.unbind(), slots, backend="cuda")
-    exact_q = gqa_prepare(qkv.float(), in_float, rotation, exact.unbind(), slots, backend="reference")
+    exact_q = gqa_prepare(
+        qkv.float(), in_float, rotation, exact.unbind(), slots, backend="reference"
+    )
     assert distance(q, exact_q.double()) < TOLERANCE[torch.bfloat16]
     for side, other in zip(found, exact):
         rows = side.view(640, -1)
-        assert distance(rows[slots], other.view(640, -1)[slots].double()) < TOLERANCE[torch.bfloat16]
+        assert (
+            distance(rows[slots], other.view(640, -1)[slots].double()) < TOLERANCE[torch.bfloat16]
+        )
         assert rows.isnan().all(dim=-1).sum() == 640 - tokens
 
 
@@ -103,12 +127,21 @@ def test_gqa_prepare(tokens: int, heads: tuple[int, int], width: int, rope: int,
     ],
 )
 def test_gqa_prepare_of_a_prompt_is_that_of_its_tokens(
-    heads: tuple[int, int], width: int, rope: int, normed: bool, interleaved: bool, codes: torch.dtype | None, dtype: torch.dtype
+    heads: tuple[int, int],
+    width: int,
+    rope: int,
+    normed: bool,
+    interleaved: bool,
+    codes: torch.dtype | None,
+    dtype: torch.dtype,
 ) -> None:
     """To the bit: of many a block takes a token, of few a warp takes a head."""
     tokens, blocks = 300, 5
     qkv = torch.randn(tokens, (heads[0] + 2 * heads[1]) * width, device="cuda").to(dtype) * 3
-    angles, slots = torch.rand(tokens, rope // 2, device="cuda") * 6, torch.randperm(64 * blocks, device="cuda")[:tokens]
+    angles, slots = (
+        torch.rand(tokens, rope // 2, device="cuda") * 6,
+        torch.randperm(64 * blocks, device="cuda")[:tokens],
+    )
     gains = torch.rand(2, width, device="cuda").to(dtype)
 
     def run(pieces: int) -> list[torch.Tensor]:
@@ -123,7 +156,10 @@ def test_gqa_prepare_of_a_prompt_is_that_of_its_tokens(
 
     whole, few = run(1), run(4)
     assert whole[0].abs().max() > 0
-    assert all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(whole, few, strict=True))
+    assert all(
+        torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        for one, other in zip(whole, few, strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -151,7 +187,9 @@ def test_gqa_prefill(
     poisoned_memory: None,
 ) -> None:
     case = grouped_attention(lengths, news, heads, width, block_size, dtype, "cuda", window)
-    out = gqa_prefill(case.q, case.pages.cache, case.prompts, scale=case.scale, window=window, backend="cuda")
+    out = gqa_prefill(
+        case.q, case.pages.cache, case.prompts, scale=case.scale, window=window, backend="cuda"
+    )
     assert distance(out, case.exact) < TOLERANCE[dtype]
 
 
@@ -161,18 +199,26 @@ def test_a_prompt_cut_anywhere_gives_the_same_bits() -> None:
     whole = gqa_prefill(q, cache, case.prompts, scale=case.scale, backend="cuda")
     for start, stop in ((0, 1), (1, 130), (130, 1111), (1111, 2000)):
         part = Prompts.of([(start, stop - start)], table)
-        assert torch.equal(gqa_prefill(q[start:stop], cache, part, scale=case.scale, backend="cuda"), whole[start:stop])
+        assert torch.equal(
+            gqa_prefill(q[start:stop], cache, part, scale=case.scale, backend="cuda"),
+            whole[start:stop],
+        )
 
 
 @pytest.mark.parametrize("room", [1 << 29, 1 << 22])
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("sizes", [(128, 64, 128, 512), (32, 16, 64, 96)])
-def test_mla_prefill(sizes: tuple[int, int, int, int], interleaved: bool, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mla_prefill(
+    sizes: tuple[int, int, int, int], interleaved: bool, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All latents expanded at once, and in parts that begin within sequences."""
     monkeypatch.setattr("quantkit_kernels.triton.attention.prefill._EXPANDED_BYTES", room)
     nope, rope, value, latent = sizes
     spans, heads = [(0, 300), (700, 40), (1500, 200)], 8
-    tokens, rows = sum(new for _, new in spans), 1 + sum(-(-(start + new) // 64) for start, new in spans)
+    tokens, rows = (
+        sum(new for _, new in spans),
+        1 + sum(-(-(start + new) // 64) for start, new in spans),
+    )
     q = torch.randn(tokens, heads, nope + rope, device="cuda").bfloat16()
     kv_b = (torch.randn(heads, nope + value, latent, device="cuda") * latent**-0.5).bfloat16()
     angles = torch.rand(tokens, rope // 2, device="cuda") * 6
@@ -184,5 +230,7 @@ def test_mla_prefill(sizes: tuple[int, int, int, int], interleaved: bool, room: 
         at += count
     prompts, rotation = Prompts.of(spans, table), Rotation(angles.cos(), angles.sin(), interleaved)
     found = mla_prefill(q, kv_b, rotation, cache, prompts, scale=0.07, backend="cuda")
-    exact = mla_prefill(q.float(), kv_b.float(), rotation, cache.float(), prompts, scale=0.07, backend="reference")
+    exact = mla_prefill(
+        q.float(), kv_b.float(), rotation, cache.float(), prompts, scale=0.07, backend="reference"
+    )
     assert distance(found, exact.double()) < TOLERANCE[torch.bfloat16]

@@ -1,4 +1,5 @@
-"""Experts of one rank among several on a CUDA device: ids that name no expert here add nothing, in every kernel."""
+"""Experts of one rank among several on a CUDA device: ids that name no expert here add nothing, in
+every kernel."""
 
 import pytest
 import torch
@@ -9,12 +10,16 @@ from quantkit_kernels.self_check import exact_experts
 
 DEVICE = torch.device("cuda")
 REASON = why_unusable("linear_int4", "cuda", DEVICE, torch.bfloat16)
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.usefixtures("poisoned_memory")]
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
 
 COUNT, HIDDEN, INTERMEDIATE = 12, 512, 1024
 
 
-# One launch of both products; a launch each for int8; pairs sorted, in tiles that are rounded and that are not.
+# One launch of both products; a launch each for int8; pairs sorted, in tiles that are rounded and
+# that are not.
 @pytest.mark.parametrize("tokens", [1, 2, 12, 40, 700])
 @pytest.mark.parametrize("grid", ["int4-asym-128", "fp4", "int8"])
 def test_pairs_of_no_expert_add_nothing(grid: str, tokens: int) -> None:

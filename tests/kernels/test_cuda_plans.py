@@ -37,7 +37,15 @@ def check(plan: AnyPlan, rows: int, k: int, pairs: int = 1) -> None:
         assert k >= 1024, (plan, k)
         return
     if isinstance(plan, TilePerBlockPlan):
-        assert (plan.tokens, plan.warpgroups) in ((32, 2), (32, 4), (64, 2), (64, 4), (128, 2), (128, 3), (256, 2)), plan
+        assert (plan.tokens, plan.warpgroups) in (
+            (32, 2),
+            (32, 4),
+            (64, 2),
+            (64, 4),
+            (128, 2),
+            (128, 3),
+            (256, 2),
+        ), plan
         assert 1 <= plan.split <= min(8, k // 128), (plan, k)
         return
     assert (plan.token_tiles, plan.row_tiles) in ((1, 2), (1, 4), (2, 2), (2, 4), (4, 4)), plan
@@ -51,14 +59,26 @@ def test_measured_plans_fit() -> None:
     tables = _measured()
     assert len(tables["linear"]) >= 30
     for (kind, rows, k), plans in tables["linear"].items():
-        assert [tokens for tokens, _ in plans if tokens > 1] == [8, 16, 32, 64, 128, 256, 512, 1024, 2048]
+        assert [tokens for tokens, _ in plans if tokens > 1] == [
+            8,
+            16,
+            32,
+            64,
+            128,
+            256,
+            512,
+            1024,
+            2048,
+        ]
         for tokens, (plan,) in plans:
             check(plan, rows, k)
             few = isinstance(plan, TokensInRegistersPlan | TokensInSharedPlan)
             assert few if tokens <= 8 else tokens <= 16 or not few, plan
             assert not isinstance(plan, TileAndSharePlan) or tokens <= plan.tokens, plan
             assert not isinstance(plan, TokensInSharedPlan) or tokens <= 8 * plan.token_tiles, plan
-            assert kind != "int8" or not isinstance(plan, TokensInSharedPlan | TileAndSharePlan | ExpandPlan), plan
+            assert kind != "int8" or not isinstance(
+                plan, TokensInSharedPlan | TileAndSharePlan | ExpandPlan
+            ), plan
             assert kind == "int8" or not isinstance(plan, PersistentTilesPlan), plan
     for (_, hidden, intermediate), plans in tables["experts"].items():
         for _, (gate_up, down) in plans:
@@ -82,12 +102,20 @@ def test_plans_of_other_shapes_fit(rows: int, k: int, tokens: int) -> None:
 @pytest.mark.parametrize("top_k", [1, 8, 9])
 @pytest.mark.parametrize("tokens", [1, 8, 512, 2048])
 def test_plans_of_experts_fit(tokens: int, top_k: int) -> None:
-    for hidden, intermediate, experts in ((7168, 2048, 256), (7168, 512, 256), (7680, 256, 257), (256, 128, 9), (128, 384, 9)):
+    for hidden, intermediate, experts in (
+        (7168, 2048, 256),
+        (7168, 512, 256),
+        (7680, 256, 257),
+        (256, 128, 9),
+        (128, 384, 9),
+    ):
         for kind, count in (("int4", experts), ("fp4", experts), ("int8", experts), ("int4", 2000)):
             plans = experts_plans(kind, hidden, intermediate, count, tokens * top_k, top_k)
             if plans is None:
                 assert kind != "int8", "one launch for both products is for 4 bits"
-                assert tokens > 1 or intermediate < 512, "one token's larger experts take two launches"
+                assert tokens > 1 or intermediate < 512, (
+                    "one token's larger experts take two launches"
+                )
                 assert count <= 1024, "more experts than a block lists"
                 continue
             of_one_token = any(isinstance(plan, TokensInSharedPlan) for plan in plans)
@@ -98,18 +126,31 @@ def test_plans_of_experts_fit(tokens: int, top_k: int) -> None:
 
 @pytest.mark.parametrize("experts", [1, 8, 128, 257, 1024])
 def test_lists_of_the_most_pairs_fit(experts: int) -> None:
-    """However pairs are spread: an entry holds up to 8 of an expert; there is at most one a pair, or one an expert besides full ones."""
+    """However pairs are spread: an entry holds up to 8 of an expert; there is at most one a pair,
+    or one an expert besides full ones."""
     pairs = max_pairs(experts)
     assert pairs >= 1024
     assert 2 * pairs + 4 + 4 * min(pairs, experts + pairs // 8) <= 7 << 10
 
 
 def test_tiles_of_sorted_experts_have_room_for_those_of_most() -> None:
-    assert [sorted_plan("int4", per_expert).tokens for per_expert in (9.0, 24.0, 33.0, 64.0, 500.0)] == [24, 32, 48, 96, 160]
-    assert [sorted_plan("int8", per_expert).tokens for per_expert in (9.0, 33.0, 64.0, 500.0)] == [96, 96, 96, 160]
+    assert [
+        sorted_plan("int4", per_expert).tokens for per_expert in (9.0, 24.0, 33.0, 64.0, 500.0)
+    ] == [24, 32, 48, 96, 160]
+    assert [sorted_plan("int8", per_expert).tokens for per_expert in (9.0, 33.0, 64.0, 500.0)] == [
+        96,
+        96,
+        96,
+        160,
+    ]
 
 
 def test_a_rank_of_four_of_r1_takes_o_of_few_tokens_straight_into_registers() -> None:
-    """Measured inside a step, where what precedes it leaves no room for larger blocks; of more than eight the larger are as fast."""
-    assert linear_plan("int4", 7168, 4096, 1) == linear_plan("int4", 7168, 4096, 8) == TokensInRegistersPlan(1, 2, 1, 1, bulk=False)
+    """Measured inside a step, where what precedes it leaves no room for larger blocks; of more than
+    eight the larger are as fast."""
+    assert (
+        linear_plan("int4", 7168, 4096, 1)
+        == linear_plan("int4", 7168, 4096, 8)
+        == TokensInRegistersPlan(1, 2, 1, 1, bulk=False)
+    )
     assert linear_plan("int4", 7168, 4096, 9) == TokensInSharedPlan(2, 2, 1)

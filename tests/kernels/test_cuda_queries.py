@@ -1,4 +1,5 @@
-"""Norms, rotation, cache and the queries' product in one launch on a CUDA device: to the last bit what two launches give."""
+"""Norms, rotation, cache and the queries' product in one launch on a CUDA device: to the last bit
+what two launches give."""
 
 import pytest
 import torch
@@ -8,7 +9,10 @@ from quantkit_kernels.samples import TOLERANCE, distance, latent_attention, rand
 
 DEVICE = torch.device("cuda")
 REASON = why_unusable("linear_int4", "cuda", DEVICE, torch.bfloat16)
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.usefixtures("poisoned_memory")]
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
 
 
 GRIDS = ("int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128", "fp4")
@@ -17,10 +21,16 @@ GRIDS = ("int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128", "fp4")
 class Case:
     """Random tokens and gains of given ranks, angles, and a cache of NaN."""
 
-    def __init__(self, tokens: int, ranks: tuple[int, int, int], dtype: torch.dtype, interleaved: bool = True) -> None:
+    def __init__(
+        self, tokens: int, ranks: tuple[int, int, int], dtype: torch.dtype, interleaved: bool = True
+    ) -> None:
         q_lora, kv_lora, rope = ranks
         self.qkv_a = (torch.randn(tokens, sum(ranks), device=DEVICE) * 3).to(dtype)
-        self.norms = Norms(torch.rand(q_lora, device=DEVICE).to(dtype), torch.rand(kv_lora, device=DEVICE).to(dtype), 1e-6)
+        self.norms = Norms(
+            torch.rand(q_lora, device=DEVICE).to(dtype),
+            torch.rand(kv_lora, device=DEVICE).to(dtype),
+            1e-6,
+        )
         angles = torch.rand(tokens, rope // 2, device=DEVICE) * 6
         self.rotation = Rotation(angles.cos(), angles.sin(), interleaved)
         self.slots = torch.randperm(640, device=DEVICE)[:tokens]
@@ -35,19 +45,40 @@ class Case:
 R1 = (1536, 512, 64)
 
 
-# R1 as one of four, of eight and whole; a rank of 2048; few chunks, more rows than strips have; a narrow latent.
+# R1 as one of four, of eight and whole; a rank of 2048; few chunks, more rows than strips have; a
+# narrow latent.
 @pytest.mark.parametrize(
     ("ranks", "rows"),
-    [(R1, 6144), (R1, 3072), (R1, 24576), ((2048, 512, 64), 4096), ((256, 512, 64), 2080), ((1664, 256, 32), 2048)],
+    [
+        (R1, 6144),
+        (R1, 3072),
+        (R1, 24576),
+        ((2048, 512, 64), 4096),
+        ((256, 512, 64), 2080),
+        ((1664, 256, 32), 2048),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("grid", GRIDS)
-def test_one_launch_gives_the_bits_of_two(grid: str, dtype: torch.dtype, ranks: tuple[int, int, int], rows: int) -> None:
+def test_one_launch_gives_the_bits_of_two(
+    grid: str, dtype: torch.dtype, ranks: tuple[int, int, int], rows: int
+) -> None:
     if grid == "fp4" and dtype == torch.float16:
         pytest.skip("FP4 computes in bfloat16 only")
     rng = torch.Generator(DEVICE).manual_seed(rows)
-    q_b, together = prepare(random_weight(grid, rows, ranks[0], rng), backend="cuda", dtype=dtype), 0
-    for tokens, interleaved in ((1, True), (1, False), (2, True), (4, False), (8, True), (9, True), (16, False)):
+    q_b, together = (
+        prepare(random_weight(grid, rows, ranks[0], rng), backend="cuda", dtype=dtype),
+        0,
+    )
+    for tokens, interleaved in (
+        (1, True),
+        (1, False),
+        (2, True),
+        (4, False),
+        (8, True),
+        (9, True),
+        (16, False),
+    ):
         case = Case(tokens, ranks, dtype, interleaved)
         q_a, expected_cache = case.run(functional.mla_prepare)
         queries, cache = case.run(functional.mla_queries, q_b)
@@ -59,21 +90,39 @@ def test_one_launch_gives_the_bits_of_two(grid: str, dtype: torch.dtype, ranks: 
 
 def test_what_the_kernel_does_not_take_is_computed_by_two() -> None:
     rng = torch.Generator(DEVICE).manual_seed(0)
-    for grid, rows, ranks, tokens in (("int8", 6144, R1, 1), ("int4-sym-128", 6144, R1, 17), ("int4-sym-128", 4096, (2176, 512, 64), 1)):
-        case, q_b = Case(tokens, ranks, torch.bfloat16), prepare(random_weight(grid, rows, ranks[0], rng), backend="cuda")
+    for grid, rows, ranks, tokens in (
+        ("int8", 6144, R1, 1),
+        ("int4-sym-128", 6144, R1, 17),
+        ("int4-sym-128", 4096, (2176, 512, 64), 1),
+    ):
+        case, q_b = (
+            Case(tokens, ranks, torch.bfloat16),
+            prepare(random_weight(grid, rows, ranks[0], rng), backend="cuda"),
+        )
         assert case.run(cuda.mla_queries, q_b)[0] is None
-        assert torch.equal(case.run(functional.mla_queries, q_b)[0], q_b(case.run(functional.mla_prepare)[0]))
-    case, q_b = Case(1, R1, torch.bfloat16), prepare(random_weight("int4-sym-128", 6144, 1536, rng), backend="cuda")
-    assert case.run(cuda.mla_queries, lambda x: q_b(x))[0] is None, "another call than a linear's may do more"
+        assert torch.equal(
+            case.run(functional.mla_queries, q_b)[0], q_b(case.run(functional.mla_prepare)[0])
+        )
+    case, q_b = (
+        Case(1, R1, torch.bfloat16),
+        prepare(random_weight("int4-sym-128", 6144, 1536, rng), backend="cuda"),
+    )
+    assert case.run(cuda.mla_queries, lambda x: q_b(x))[0] is None, (
+        "another call than a linear's may do more"
+    )
 
 
 @pytest.mark.parametrize("users", [1, 8, 16])
 def test_attention_behind_it_reads_the_newest_token(users: int) -> None:
-    """Chains of both in a graph, whose attention asks for the cache before its predecessor has ended: replayed over other tokens."""
+    """Chains of both in a graph, whose attention asks for the cache before its predecessor has
+    ended: replayed over other tokens."""
     lengths, dtype = [100 + 7 * user for user in range(users)], torch.bfloat16
     attention = latent_attention(lengths, 32, 64, (128, 64, 128, 512), dtype, "cuda")
     _, kv_b, rotation, pages = attention.arguments
-    q_b = prepare(random_weight("int4-asym-128", 32 * 192, 1536, torch.Generator(DEVICE).manual_seed(1)), backend="cuda")
+    q_b = prepare(
+        random_weight("int4-asym-128", 32 * 192, 1536, torch.Generator(DEVICE).manual_seed(1)),
+        backend="cuda",
+    )
     at = torch.tensor(lengths, device=DEVICE) - 1
     slots = pages.block_table[torch.arange(users, device=DEVICE), at // 64].long() * 64 + at % 64
     case = Case(users, R1, dtype)
@@ -81,8 +130,14 @@ def test_attention_behind_it_reads_the_newest_token(users: int) -> None:
     def step(queries) -> torch.Tensor:  # type: ignore[no-untyped-def]
         found = []
         for turn in range(6):
-            q = queries(case.qkv_a * (1 + turn), case.norms, rotation, pages.cache, slots).unflatten(-1, (32, 192))
-            found.append(functional.mla_decode(q, kv_b, rotation, pages, scale=attention.scale, backend="cuda"))
+            q = queries(
+                case.qkv_a * (1 + turn), case.norms, rotation, pages.cache, slots
+            ).unflatten(-1, (32, 192))
+            found.append(
+                functional.mla_decode(
+                    q, kv_b, rotation, pages, scale=attention.scale, backend="cuda"
+                )
+            )
         return torch.stack(found)
 
     def together(*where) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -105,9 +160,14 @@ def test_attention_behind_it_reads_the_newest_token(users: int) -> None:
 
 def test_queries_match_float64() -> None:
     case, rng = Case(3, R1, torch.bfloat16), torch.Generator(DEVICE).manual_seed(5)
-    weight, in_float = random_weight("int4-asym-128", 6144, 1536, rng), Norms(case.norms.q.float(), case.norms.k.float(), 1e-6)
+    weight, in_float = (
+        random_weight("int4-asym-128", 6144, 1536, rng),
+        Norms(case.norms.q.float(), case.norms.k.float(), 1e-6),
+    )
     room = torch.zeros(10, 64, 576, device=DEVICE)
-    q_a = functional.mla_prepare(case.qkv_a.float(), in_float, case.rotation, room, case.slots, backend="reference")
+    q_a = functional.mla_prepare(
+        case.qkv_a.float(), in_float, case.rotation, room, case.slots, backend="reference"
+    )
     product = prepare(weight, backend="reference", dtype=torch.float32)(q_a)
     found = case.run(cuda.mla_queries, prepare(weight, backend="cuda"))[0]
     assert distance(found, product.double()) < 2 * TOLERANCE[torch.bfloat16]

@@ -1,4 +1,5 @@
-"""A wheel's compiled library: which one is taken, and the wheel that carries it. Libraries of these tests do nothing: g++ makes them."""
+"""A wheel's compiled library: which one is taken, and the wheel that carries it. Libraries of these
+tests do nothing: g++ makes them."""
 
 import os
 import re
@@ -17,11 +18,25 @@ DIGEST = "0123456789abcdef"
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ makes the libraries")
 
 
-def make_library(path: Path, digest: str = DIGEST, functions: tuple[str, ...] = tuple(FUNCTIONS)) -> Path:
+def make_library(
+    path: Path, digest: str = DIGEST, functions: tuple[str, ...] = tuple(FUNCTIONS)
+) -> Path:
     """What compile_library would make, but for the kernels. Its toolkit is CUDA 13."""
-    source = shipped.origin_unit(digest) + "".join(f'extern "C" void {name}() {{}}\n' for name in functions)
+    source = shipped.origin_unit(digest) + "".join(
+        f'extern "C" void {name}() {{}}\n' for name in functions
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
-    command = ["g++", "-shared", "-fPIC", "-D__CUDACC_VER_MAJOR__=13", "-x", "c++", "-", "-o", str(path)]
+    command = [
+        "g++",
+        "-shared",
+        "-fPIC",
+        "-D__CUDACC_VER_MAJOR__=13",
+        "-x",
+        "c++",
+        "-",
+        "-o",
+        str(path),
+    ]
     subprocess.run(command, input=source, text=True, check=True)
     return path
 
@@ -39,13 +54,19 @@ def _driver(monkeypatch: pytest.MonkeyPatch) -> object:
     shipped.shipped_library.cache_clear()
 
 
-def test_a_library_of_these_sources_is_taken_and_nothing_compiles(whole: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_library_of_these_sources_is_taken_and_nothing_compiles(
+    whole: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "_digest", lambda: DIGEST)
     monkeypatch.setattr(build, "find_nvcc", lambda: None)
     assert "nvcc is not installed" in str(build.why_no_library("90"))
     shipped.shipped_library.cache_clear()
-    monkeypatch.setattr(build, "shipped_library", lambda architecture, digest: shipped.shipped_library(architecture, digest, whole.parent))
+    monkeypatch.setattr(
+        build,
+        "shipped_library",
+        lambda architecture, digest: shipped.shipped_library(architecture, digest, whole.parent),
+    )
     assert build.why_no_library("90") is None
     assert "nvcc is not installed" in str(build.why_no_library("100"))
     monkeypatch.setattr(build.torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -56,15 +77,22 @@ def test_a_library_of_these_sources_is_taken_and_nothing_compiles(whole: Path, m
 
 @pytest.mark.parametrize("driver", [12090, 13000, 14000, None])
 def test_the_driver_must_run_what_the_toolkit_made(
-    whole: Path, driver: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    whole: Path,
+    driver: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(shipped, "driver_version", lambda: driver)
     taken = shipped.shipped_library("90", DIGEST, whole.parent)
     assert (taken is None) == (driver == 12090)
-    assert ("needs a driver for CUDA 13, and this one is for 12.9" in caplog.text) == (driver == 12090)
+    assert ("needs a driver for CUDA 13, and this one is for 12.9" in caplog.text) == (
+        driver == 12090
+    )
 
 
-def test_a_library_of_other_sources_is_named_and_left(whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_library_of_other_sources_is_named_and_left(
+    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """By its name, or renamed."""
     now = "fedcba9876543210"
     assert shipped.shipped_library("90", now, whole.parent) is None
@@ -73,7 +101,9 @@ def test_a_library_of_other_sources_is_named_and_left(whole: Path, tmp_path: Pat
     assert caplog.text.count(f"it was made from other sources ({DIGEST}, not {now})") == 2
 
 
-def test_what_is_no_whole_library_is_named_and_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_no_whole_library_is_named_and_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     make_library(tmp_path / shipped.library_name("90", DIGEST), functions=tuple(FUNCTIONS)[:-1])
     assert shipped.shipped_library("90", DIGEST, tmp_path) is None
     assert list(FUNCTIONS)[-1] in caplog.text
@@ -82,15 +112,29 @@ def test_what_is_no_whole_library_is_named_and_left(tmp_path: Path, caplog: pyte
     assert "it cannot be loaded" in caplog.text
 
 
-def test_a_wheel_carries_the_library_and_says_for_which_machines_it_is(whole: Path, tmp_path: Path) -> None:
+def test_a_wheel_carries_the_library_and_says_for_which_machines_it_is(
+    whole: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("hatchling", reason="hatchling builds the wheel")
     command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "-d", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"QUANTKIT_LIBRARIES": str(whole.parent)}, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"QUANTKIT_LIBRARIES": str(whole.parent)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     assert re.search(r"-py3-none-manylinux_2_\d+_x86_64\.whl$", wheel.name)
     with zipfile.ZipFile(wheel) as held:
         assert held.read(f"quantkit_kernels/cuda/libraries/{whole.name}") == whole.read_bytes()
-    none = subprocess.run(command, cwd=ROOT, env=os.environ | {"QUANTKIT_LIBRARIES": str(tmp_path)}, capture_output=True, text=True)
+    none = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"QUANTKIT_LIBRARIES": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
     assert none.returncode != 0
     assert "no kernels-*.so" in none.stderr

@@ -1,4 +1,5 @@
-"""abi.py against the CUDA sources, without compiler or device: every structure field by field, every function parameter by parameter."""
+"""abi.py against the CUDA sources, without compiler or device: every structure field by field,
+every function parameter by parameter."""
 
 import ctypes
 import inspect
@@ -9,12 +10,21 @@ from quantkit_kernels.cuda import abi, build
 
 SOURCES = [re.sub(r"//.*", "", path.read_text()) for path in sorted(build.SOURCES.rglob("*.cu*"))]
 EXPORTED = re.compile(r'extern "C" ([\w\s*]+?)(\w+)\(([^)]*)\)')
-FUNCTIONS = {name: (result, taken) for text in SOURCES for result, name, taken in EXPORTED.findall(text)}
+FUNCTIONS = {
+    name: (result, taken) for text in SOURCES for result, name, taken in EXPORTED.findall(text)
+}
 """By name: what each function returns, and its parameters."""
 WAITS_FIRST = ("fused_experts.cu", "expand.cu")
 """Sources whose kernels read nothing before their predecessor has ended, or have none."""
-STRUCTURES = [one for _, one in inspect.getmembers(abi, inspect.isclass) if issubclass(one, ctypes.Structure)]
-SCALARS = {"int": ctypes.c_int, "float": ctypes.c_float, "int64_t": ctypes.c_int64, "size_t": ctypes.c_size_t}
+STRUCTURES = [
+    one for _, one in inspect.getmembers(abi, inspect.isclass) if issubclass(one, ctypes.Structure)
+]
+SCALARS = {
+    "int": ctypes.c_int,
+    "float": ctypes.c_float,
+    "int64_t": ctypes.c_int64,
+    "size_t": ctypes.c_size_t,
+}
 SCALARS |= {one.__name__: one for one in STRUCTURES}
 
 
@@ -29,7 +39,11 @@ def is_pointer(kind: type) -> bool:
 
 def fields(structure: str) -> list[tuple[str, type]]:
     """Names and types of the fields that the source declares, in order."""
-    (body,) = (match for text in SOURCES for match in re.findall(rf"struct {structure} {{(.*?)}};", text, re.DOTALL))
+    (body,) = (
+        match
+        for text in SOURCES
+        for match in re.findall(rf"struct {structure} {{(.*?)}};", text, re.DOTALL)
+    )
     found = []
     for line in filter(None, map(str.strip, body.split(";"))):
         first, *others = line.split(",")
@@ -44,7 +58,9 @@ def test_every_function_is_declared_as_its_source_has_it() -> None:
     assert abi.FUNCTIONS.keys() == FUNCTIONS.keys()
     for name, given in abi.FUNCTIONS.items():
         result, taken = FUNCTIONS[name]
-        assert abi.RESULTS.get(name, ctypes.c_int) is (ctypes.c_char_p if "char" in result else SCALARS[result.strip()]), name
+        assert abi.RESULTS.get(name, ctypes.c_int) is (
+            ctypes.c_char_p if "char" in result else SCALARS[result.strip()]
+        ), name
         parameters = [one.strip() for one in taken.split(",")]
         assert len(given) == len(parameters), name
         for kind, parameter in zip(given, parameters, strict=True):
@@ -55,8 +71,14 @@ def test_every_function_is_declared_as_its_source_has_it() -> None:
 def test_pointers_to_structures_name_the_structure() -> None:
     for name, given in abi.FUNCTIONS.items():
         for kind, parameter in zip(given, FUNCTIONS[name][1].split(","), strict=True):
-            pointed = kind._type_ if isinstance(kind, type) and issubclass(kind, ctypes._Pointer) else None
-            named = next((one for one in STRUCTURES if re.search(rf"\b{one.__name__}\b", parameter)), None)
+            pointed = (
+                kind._type_
+                if isinstance(kind, type) and issubclass(kind, ctypes._Pointer)
+                else None
+            )
+            named = next(
+                (one for one in STRUCTURES if re.search(rf"\b{one.__name__}\b", parameter)), None
+            )
             assert named is (pointed if pointed in STRUCTURES else None), (name, parameter)
 
 
@@ -80,8 +102,8 @@ def test_every_included_file_is_there() -> None:
 
 
 def test_no_load_is_moved_past_the_wait_for_the_predecessor() -> None:
-    """ptxas moves ld.global.nc, which __ldg is too, behind griddepcontrol.wait: weights would be asked for when the predecessor has ended.
-    Kernels that wait first may have some."""
+    """ptxas moves ld.global.nc, which __ldg is too, behind griddepcontrol.wait: weights would be
+    asked for when the predecessor has ended. Kernels that wait first may have some."""
     for path in sorted(build.SOURCES.rglob("*.cu*")):
         text = re.sub(r"//.*", "", path.read_text())
         late = {"ld.global.nc", "__ldg("} & set(re.findall(r"ld\.global\.nc|__ldg\(", text))

@@ -1,4 +1,5 @@
-"""Linears by a plan of every kind, and sorted experts, on a CUDA device, against float64: every format, grid and ragged shape."""
+"""Linears by a plan of every kind, and sorted experts, on a CUDA device, against float64: every
+format, grid and ragged shape."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,17 +11,27 @@ from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.cuda.experts.experts import CudaExperts
 from quantkit_kernels.cuda.experts.sorted import sorted_experts
 from quantkit_kernels.cuda.linears.linear import CudaLinear
-from quantkit_kernels.cuda.plans import ExpertTilesPlan, TileAndSharePlan, TilePerBlockPlan, TokensInSharedPlan, persistent_tiles_plans
+from quantkit_kernels.cuda.plans import (
+    ExpertTilesPlan,
+    TileAndSharePlan,
+    TilePerBlockPlan,
+    TokensInSharedPlan,
+    persistent_tiles_plans,
+)
 from quantkit_kernels.samples import TOLERANCE, distance, exact_linear, random_weight
 from quantkit_kernels.weights import to_device
 
 DEVICE = torch.device("cuda")
 REASON = why_unusable("linear_int4", "cuda", DEVICE, torch.bfloat16)
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.usefixtures("poisoned_memory")]
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
 
 GRIDS = ("int4-asym-32", "int4-asym-64", "int4-asym-128", "int4-sym-128", "int8", "fp4")
 FOUR_BITS = tuple(grid for grid in GRIDS if grid != "int8")
-# Relative error of one activation at the next int8 code, times the square root of K: halfway between two codes it goes either way.
+# Relative error of one activation at the next int8 code, times the square root of K: halfway
+# between two codes it goes either way.
 ONE_CODE = 3 / 127
 SHAPES = ((32, 2), (32, 4), (64, 2), (64, 4), (128, 2), (128, 3), (256, 2))
 FOUR_BIT_SHAPES = ((24, 2), (48, 2))
@@ -33,14 +44,16 @@ def generator() -> torch.Generator:
 
 
 def tolerance(grid: str, dtype: torch.dtype, k: int) -> float:
-    """Of a product over K input features: what rounding explains, and with int8 one activation of a token at the next code."""
+    """Of a product over K input features: what rounding explains, and with int8 one activation of a
+    token at the next code."""
     return TOLERANCE[dtype] + (ONE_CODE / k**0.5 if grid == "int8" else 0.0)
 
 
 def problems(
     grid: str, dtype: torch.dtype, shapes: Iterable[tuple[int, int]], token_counts: Iterable[int]
 ) -> Iterator[tuple[CudaLinear, torch.Tensor, torch.Tensor, tuple[int, ...]]]:
-    """For every [N, K] and number of tokens: the prepared weight, x [M, K], the exact result, and (N, K, M, seed) to tell where it was."""
+    """For every [N, K] and number of tokens: the prepared weight, x [M, K], the exact result, and
+    (N, K, M, seed) to tell where it was."""
     if grid == "fp4" and dtype == torch.float16:
         pytest.skip("FP4 computes in bfloat16 only")
     rng = generator()
@@ -56,19 +69,27 @@ def problems(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("grid", GRIDS)
 def test_every_tile_matches_float64(grid: str, dtype: torch.dtype) -> None:
-    # Rows that are no whole strip, or no whole block; K of one stage and of more than the ring holds.
-    for linear, x, exact, where in problems(grid, dtype, ((80, 128), (2112, 1408), (250, 2048)), (1, 17, 70, 300)):
+    # Rows that are no whole strip, or no whole block; K of one stage and of more than the ring
+    # holds.
+    for linear, x, exact, where in problems(
+        grid, dtype, ((80, 128), (2112, 1408), (250, 2048)), (1, 17, 70, 300)
+    ):
         for tokens, warpgroups in SHAPES if grid == "int8" else SHAPES + FOUR_BIT_SHAPES:
             for split in range(1, min(8, x.shape[1] // 128) + 1):
                 plan = TilePerBlockPlan(tokens, warpgroups, split)
-                assert distance(linear.tiles(x, plan), exact) < tolerance(grid, dtype, x.shape[1]), (plan, where)
+                assert distance(linear.tiles(x, plan), exact) < tolerance(
+                    grid, dtype, x.shape[1]
+                ), (plan, where)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("grid", FOUR_BITS)
 def test_shares_match_float64(grid: str, dtype: torch.dtype) -> None:
-    """All tiles whole, one left over, nearly as many as blocks; parts of one stage and of several; a last tile that is no whole one."""
-    for linear, x, exact, where in problems(grid, dtype, ((250, 1024), (2112, 1408), (2112, 7168)), (1, 17, 32, 33, 64)):
+    """All tiles whole, one left over, nearly as many as blocks; parts of one stage and of several;
+    a last tile that is no whole one."""
+    for linear, x, exact, where in problems(
+        grid, dtype, ((250, 1024), (2112, 1408), (2112, 7168)), (1, 17, 32, 33, 64)
+    ):
         for blocks in (1,) if linear.out_features <= 256 else (5, 6, 8, 9):
             for tokens in (32, 64):
                 if len(x) <= tokens:
@@ -81,9 +102,11 @@ def test_shares_match_float64(grid: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("grid", FOUR_BITS)
 def test_tokens_in_shared_memory_match_float64(grid: str, dtype: torch.dtype) -> None:
-    """K of fewer chunks than warps or blocks, of more than the ring holds, and of a number that does not come out even; rows that are no
-    whole block, and warps that none are left for."""
-    for linear, x, exact, where in problems(grid, dtype, ((80, 128), (2112, 1408), (1140, 7168)), (1, 5, 8, 9, 16)):
+    """K of fewer chunks than warps or blocks, of more than the ring holds, and of a number that
+    does not come out even; rows that are no whole block, and warps that none are left for."""
+    for linear, x, exact, where in problems(
+        grid, dtype, ((80, 128), (2112, 1408), (1140, 7168)), (1, 5, 8, 9, 16)
+    ):
         for wn in (1, 2, 3, 5, 7, 18):
             for split in (1, 2, 3, 8):
                 plan = TokensInSharedPlan(1 if len(x) <= 8 else 2, wn, split)
@@ -94,16 +117,24 @@ def test_tokens_in_shared_memory_match_float64(grid: str, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_persistent_tiles_match_float64(dtype: torch.dtype) -> None:
-    """One tile and many for each block, K shorter and longer than the ring, rows that are no whole cluster's, every part of a tile."""
-    shapes, counts = ((80, 128), (2112, 1408), (250, 2048), (40000, 512)), (1, 20, 70, 129, 200, 256, 300, 600, 1000)
+    """One tile and many for each block, K shorter and longer than the ring, rows that are no whole
+    cluster's, every part of a tile."""
+    shapes, counts = (
+        ((80, 128), (2112, 1408), (250, 2048), (40000, 512)),
+        (1, 20, 70, 129, 200, 256, 300, 600, 1000),
+    )
     for linear, x, exact, where in problems("int8", dtype, shapes, counts):
         for plan in persistent_tiles_plans(max(len(x), 129)):  # all of them
-            assert distance(linear.tiles(x, plan), exact) < tolerance("int8", dtype, x.shape[1]), (plan, where)
+            assert distance(linear.tiles(x, plan), exact) < tolerance("int8", dtype, x.shape[1]), (
+                plan,
+                where,
+            )
 
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_every_number_of_tokens_matches_float64(grid: str) -> None:
-    """Whatever kernel is chosen, at R1's q_b (measured) and for a shape without measurements, and the same result twice."""
+    """Whatever kernel is chosen, at R1's q_b (measured) and for a shape without measurements, and
+    the same result twice."""
     rng = generator()
     for n, k in ((24576, 1536), (1000, 640)):
         weight = random_weight(grid, n, k, rng)
@@ -111,7 +142,12 @@ def test_every_number_of_tokens_matches_float64(grid: str) -> None:
         for m in (1, 8, 9, 16, 17, 32, 33, 65, 128, 129, 300, 600, 1025, 4096):
             x = torch.randn(m, k, generator=rng, device=DEVICE).bfloat16()
             y = linear(x)
-            assert distance(y, exact_linear(x, weight)) < TOLERANCE[torch.bfloat16], (n, k, m, rng.initial_seed())
+            assert distance(y, exact_linear(x, weight)) < TOLERANCE[torch.bfloat16], (
+                n,
+                k,
+                m,
+                rng.initial_seed(),
+            )
             assert torch.equal(y, linear(x)), (n, k, m)
 
 
@@ -121,20 +157,42 @@ def test_sorted_experts_match_float64(grid: str) -> None:
     on_cpu = torch.Generator().manual_seed(rng.initial_seed() % 2**32)
     hidden, intermediate, count = 256, 384, 7
     weights = random_experts(grid, count, hidden, intermediate, on_cpu)
-    experts = layer([[to_device(one, DEVICE) for one in projection] for projection in weights], "cuda", torch.bfloat16)
+    experts = layer(
+        [[to_device(one, DEVICE) for one in projection] for projection in weights],
+        "cuda",
+        torch.bfloat16,
+    )
     assert isinstance(experts, CudaExperts)
-    for tokens, top_k in ((1, 1), (33, 4), (200, 3), (300, 7), (900, 2)):  # widths of every step of 32, and several tiles an expert
+    for tokens, top_k in (
+        (1, 1),
+        (33, 4),
+        (200, 3),
+        (300, 7),
+        (900, 2),
+    ):  # widths of every step of 32, and several tiles an expert
         x = torch.randn(tokens, hidden, generator=rng, device=DEVICE).bfloat16()
         spread = torch.rand(tokens, count, generator=rng, device=DEVICE).topk(top_k, dim=-1).indices
         topk_weights = torch.rand(tokens, top_k, generator=rng, device=DEVICE)
-        for ids in (spread, torch.full_like(spread, 4), spread.int()):  # with experts left empty, and one named several times
+        for ids in (
+            spread,
+            torch.full_like(spread, 4),
+            spread.int(),
+        ):  # with experts left empty, and one named several times
             exact = exact_experts(x.cpu(), ids.cpu(), topk_weights.cpu(), weights).to(DEVICE)
-            plans: list[TilePerBlockPlan | ExpertTilesPlan] = [ExpertTilesPlan(96), ExpertTilesPlan(160)]
-            plans += [TilePerBlockPlan(width, 2, 1) for width in ((32,) if grid == "int8" else (24, 32, 48))]
+            plans: list[TilePerBlockPlan | ExpertTilesPlan] = [
+                ExpertTilesPlan(96),
+                ExpertTilesPlan(160),
+            ]
+            plans += [
+                TilePerBlockPlan(width, 2, 1)
+                for width in ((32,) if grid == "int8" else (24, 32, 48))
+            ]
             for plan in plans:
                 held = (experts.gate_up, experts.down, experts.kind, experts.group, count)
                 y = sorted_experts(*held, x, ids.contiguous(), topk_weights, plan)
                 assert distance(y, exact) < 2e-2, (tokens, plan, rng.initial_seed())
-                assert torch.equal(y, sorted_experts(*held, x, ids.contiguous(), topk_weights, plan))
+                assert torch.equal(
+                    y, sorted_experts(*held, x, ids.contiguous(), topk_weights, plan)
+                )
             few = experts.few_tokens(x, ids.contiguous(), topk_weights)
             assert distance(experts(x, ids, topk_weights), few.double()) < 2e-2

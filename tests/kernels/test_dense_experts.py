@@ -1,4 +1,5 @@
-"""Triton's experts with 16-bit weights: odd sizes, biases and gates, few tokens and many, on a GPU or in Triton's interpreter."""
+"""Triton's experts with 16-bit weights: odd sizes, biases and gates, few tokens and many, on a GPU
+or in Triton's interpreter."""
 
 import pytest
 import torch
@@ -50,13 +51,19 @@ def test_more_pairs_than_are_computed_at_once(monkeypatch: pytest.MonkeyPatch) -
     rng = torch.Generator().manual_seed(1)
     experts = made(random_experts("dense", COUNT, 64, 48, rng), torch.bfloat16)
     x = torch.randn(50, 64, generator=rng).bfloat16().to(DEVICE)
-    ids, topk_weights = torch.randint(COUNT, (50, 3), generator=rng).to(DEVICE), torch.rand(50, 3, generator=rng).to(DEVICE)
+    ids, topk_weights = (
+        torch.randint(COUNT, (50, 3), generator=rng).to(DEVICE),
+        torch.rand(50, 3, generator=rng).to(DEVICE),
+    )
     whole = experts(x, ids, topk_weights)
     monkeypatch.setattr("quantkit_kernels.triton.dense_experts.KEPT_BYTES", 32 * (4 * 64 + 2 * 48))
     assert torch.equal(experts(x, ids, topk_weights), whole)
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "count", "tile"), [(300, 2, 5, 16), (1000, 3, 60, 32), (7, 1, 3, 16), (130, 8, 64, 128)])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "count", "tile"),
+    [(300, 2, 5, 16), (1000, 3, 60, 32), (7, 1, 3, 16), (130, 8, 64, 128)],
+)
 def test_many_pairs_are_sorted_as_few_are(tokens: int, top_k: int, count: int, tile: int) -> None:
     rng = torch.Generator().manual_seed(tokens)
     ids = torch.rand(tokens, count, generator=rng).topk(top_k).indices.to(DEVICE)

@@ -1,9 +1,18 @@
-"""Routed experts of every backend against a float64 loop over tokens: ragged, skewed and empty routings."""
+"""Routed experts of every backend against a float64 loop over tokens: ragged, skewed and empty
+routings."""
 
 import pytest
 import torch
 from kernel_weights import exact_experts, layer, random_experts
-from quantkit_kernels import BACKENDS, NO_EXPERT, ExpertBiases, ExpertsBuilder, Gating, dequantize, prepare_experts
+from quantkit_kernels import (
+    BACKENDS,
+    NO_EXPERT,
+    ExpertBiases,
+    ExpertsBuilder,
+    Gating,
+    dequantize,
+    prepare_experts,
+)
 from quantkit_kernels.backends import why_unusable
 from quantkit_kernels.expanded.experts import ExpandedLayout
 from quantkit_kernels.reference.experts import LoopExperts
@@ -21,7 +30,9 @@ def routing(tokens: int, top_k: int, rng: torch.Generator) -> tuple[torch.Tensor
 
 def skip_unusable(grid: str, backend: str, dtype: torch.dtype) -> None:
     shapes = ((2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
-    reason = why_unusable(f"experts_{grid.split('-')[0]}", backend, torch.device("cpu"), dtype, shapes)
+    reason = why_unusable(
+        f"experts_{grid.split('-')[0]}", backend, torch.device("cpu"), dtype, shapes
+    )
     if reason is not None:
         pytest.skip(reason)
 
@@ -35,14 +46,18 @@ def test_experts_match_float64(grid: str, backend: str, dtype: torch.dtype) -> N
     rng.seed()
     weights = random_experts(grid, COUNT, HIDDEN, INTERMEDIATE, rng)
     experts = layer(weights, backend, dtype)
-    # Two products with a rounding between them. An int8 step of the intermediate is 1/127 of its largest value, in any dtype.
+    # Two products with a rounding between them. An int8 step of the intermediate is 1/127 of its
+    # largest value, in any dtype.
     tolerance = 2e-2 if grid == "int8" else 2 * TOLERANCE[dtype]
     for tokens, top_k in ((1, 1), (1, 3), (5, 2), (33, 4)):
         x = torch.randn(tokens, HIDDEN, generator=rng).to(dtype)
         ids, topk_weights = routing(tokens, top_k, rng)
         y = experts(x, ids, topk_weights)
         assert y.dtype == dtype
-        assert distance(y, exact_experts(x, ids, topk_weights, weights)) < tolerance, (tokens, rng.initial_seed())
+        assert distance(y, exact_experts(x, ids, topk_weights, weights)) < tolerance, (
+            tokens,
+            rng.initial_seed(),
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -55,8 +70,11 @@ def test_experts_round_what_is_between_to_nvfp4_too(backend: str, dtype: torch.d
     assert experts.backend == backend
     x = torch.randn(33, HIDDEN, generator=rng).to(dtype)
     ids, topk_weights = routing(33, 4, rng)
-    # What a rounding of 16 bits puts on the other side of a half is a step of four bits away; without the second rounding it is 0.09.
-    assert distance(experts(x, ids, topk_weights), exact_experts(x, ids, topk_weights, weights)) < 0.04
+    # What a rounding of 16 bits puts on the other side of a half is a step of four bits away;
+    # without the second rounding it is 0.09.
+    assert (
+        distance(experts(x, ids, topk_weights), exact_experts(x, ids, topk_weights, weights)) < 0.04
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -99,7 +117,8 @@ def test_all_tokens_on_one_expert_and_one_expert_twice(grid: str, backend: str) 
 
 
 def test_experts_without_the_host_equal_sorted_ones() -> None:
-    """What a captured decode step computes: every expert on every token, infinities of experts that were not asked for dropped."""
+    """What a captured decode step computes: every expert on every token, infinities of experts that
+    were not asked for dropped."""
     rng = torch.Generator().manual_seed(8)
     weights = random_experts("dense", COUNT, HIDDEN, INTERMEDIATE, rng)
     weights[2][5] = Dense(torch.full((HIDDEN, INTERMEDIATE), 3e38))
@@ -108,7 +127,9 @@ def test_experts_without_the_host_equal_sorted_ones() -> None:
     x = torch.randn(17, HIDDEN, generator=rng)
     ids, topk_weights = routing(17, 3, rng)
     ids[:, 0], ids[ids == 5] = 4, 0  # expert 4 by all, 5 by none, some named twice
-    torch.testing.assert_close(experts.unsorted(x, ids, topk_weights), experts.sorted(x, ids, topk_weights))
+    torch.testing.assert_close(
+        experts.unsorted(x, ids, topk_weights), experts.sorted(x, ids, topk_weights)
+    )
 
 
 def test_grouped_experts_match_float64() -> None:
@@ -123,16 +144,25 @@ def test_grouped_experts_match_float64() -> None:
         ids, topk_weights = routing(tokens, top_k, rng)
         ids[ids == 1] = 2
         exact = exact_experts(x, ids, topk_weights, weights)
-        assert distance(experts(x, ids, topk_weights), exact) < 2 * TOLERANCE[torch.bfloat16], (tokens, top_k)
+        assert distance(experts(x, ids, topk_weights), exact) < 2 * TOLERANCE[torch.bfloat16], (
+            tokens,
+            top_k,
+        )
         assert torch.equal(experts(x, ids.int(), topk_weights), experts(x, ids, topk_weights))
 
 
 @pytest.mark.parametrize("grid", ["dense", "int4-asym-128", "fp4"])
 def test_backends_that_stack_experts_hold_the_same_bytes(grid: str) -> None:
-    """The grouped product's and Triton's: of every expert gate above up, where it came in another order."""
+    """The grouped product's and Triton's: of every expert gate above up, where it came in another
+    order."""
     weights = random_experts(grid, COUNT, HIDDEN, INTERMEDIATE, torch.Generator().manual_seed(11))
     expected = [
-        torch.stack([torch.cat([dequantize(gate), dequantize(up)]) for gate, up in zip(weights[0], weights[1])]).bfloat16(),
+        torch.stack(
+            [
+                torch.cat([dequantize(gate), dequantize(up)])
+                for gate, up in zip(weights[0], weights[1])
+            ]
+        ).bfloat16(),
         torch.stack([dequantize(down) for down in weights[2]]).bfloat16(),
     ]
     for made in (ExpandedLayout, DenseExpertsLayout):
@@ -146,14 +176,26 @@ def test_backends_that_stack_experts_hold_the_same_bytes(grid: str) -> None:
 @pytest.mark.parametrize("backend", ["reference", "auto", "expanded", "grouped"])
 @pytest.mark.parametrize("biased", [True, False])
 def test_clamped_experts_with_biases_match_float64(grid: str, backend: str, biased: bool) -> None:
-    """gpt-oss's, on every backend that has linears of the grid; values are large enough to be clamped."""
+    """gpt-oss's, on every backend that has linears of the grid; values are large enough to be
+    clamped."""
     if backend == "grouped" and grid == "int8":
         pytest.skip("int8 rounds its activations")
     rng = torch.Generator().manual_seed(10)
-    weights, gating = random_experts(grid, COUNT, HIDDEN, INTERMEDIATE, rng), Gating(1.702, 7.0, 1.0)
+    weights, gating = (
+        random_experts(grid, COUNT, HIDDEN, INTERMEDIATE, rng),
+        Gating(1.702, 7.0, 1.0),
+    )
     sizes = (INTERMEDIATE, INTERMEDIATE, HIDDEN)
-    biases = [ExpertBiases(*(torch.randn(size, generator=rng) * 3 for size in sizes)) for _ in range(COUNT)]
-    builder = ExpertsBuilder(COUNT, backend="auto" if backend == "grouped" else backend, dtype=torch.bfloat16, gating=gating)
+    biases = [
+        ExpertBiases(*(torch.randn(size, generator=rng) * 3 for size in sizes))
+        for _ in range(COUNT)
+    ]
+    builder = ExpertsBuilder(
+        COUNT,
+        backend="auto" if backend == "grouped" else backend,
+        dtype=torch.bfloat16,
+        gating=gating,
+    )
     layout = ExpandedLayout(COUNT, weights[0][0], torch.bfloat16, torch.device("cpu"), gating)
     for expert in (3, 0, 5, 1, 2, 4):
         one = tuple(projection[expert] for projection in weights)
@@ -171,16 +213,25 @@ def test_clamped_experts_with_biases_match_float64(grid: str, backend: str, bias
         g, u = (x.double() @ gate.T + first).clamp(max=7), (x.double() @ up.T + second).clamp(-7, 7)
         share = (topk_weights * (ids == expert)).sum(-1, keepdim=True)
         exact += share * ((g * torch.sigmoid(1.702 * g) * (u + 1)) @ down.T + last)
-    assert distance(experts(x, ids, topk_weights), exact) < (2e-2 if grid == "int8" else 2 * TOLERANCE[torch.bfloat16])
+    assert distance(experts(x, ids, topk_weights), exact) < (
+        2e-2 if grid == "int8" else 2 * TOLERANCE[torch.bfloat16]
+    )
     if isinstance(experts, LoopExperts):
-        torch.testing.assert_close(experts.unsorted(x, ids, topk_weights), experts.sorted(x, ids, topk_weights))
+        torch.testing.assert_close(
+            experts.unsorted(x, ids, topk_weights), experts.sorted(x, ids, topk_weights)
+        )
 
 
 def test_no_tokens_and_bad_ids() -> None:
     rng = torch.Generator().manual_seed(6)
-    experts = layer(random_experts("dense", COUNT, HIDDEN, INTERMEDIATE, rng), "auto", torch.float32)
+    experts = layer(
+        random_experts("dense", COUNT, HIDDEN, INTERMEDIATE, rng), "auto", torch.float32
+    )
     x = torch.randn(2, HIDDEN)
-    assert experts(x[:0], torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2)).shape == (0, HIDDEN)
+    assert experts(x[:0], torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2)).shape == (
+        0,
+        HIDDEN,
+    )
     for bad in (COUNT, -2):
         with pytest.raises(ValueError, match="topk_ids"):
             experts(x, torch.tensor([[0], [bad]]), torch.ones(2, 1))

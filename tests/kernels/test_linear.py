@@ -1,4 +1,5 @@
-"""Every linear of every backend against float64 over the values its codes stand for, on fresh random inputs."""
+"""Every linear of every backend against float64 over the values its codes stand for, on fresh
+random inputs."""
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ DTYPES = tuple(TOLERANCE)
 
 
 def skip_unusable(grid: str, backend: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    reason = why_unusable(f"linear_{grid.split('-')[0]}", backend, torch.device("cpu"), dtype, (shape,))
+    reason = why_unusable(
+        f"linear_{grid.split('-')[0]}", backend, torch.device("cpu"), dtype, (shape,)
+    )
     if grid == "fp4-w4a4":
         reason = reason or why_no_rounded_inputs(backend, torch.device("cpu"))
     if reason is not None:
@@ -53,15 +56,23 @@ def test_linear_matches_float64(grid: str, backend: str, dtype: torch.dtype) -> 
         x = torch.randn(m, k, generator=rng).to(dtype)
         y = prepare(weight, backend=backend, dtype=dtype)(x)
         assert y.dtype == dtype
-        assert distance(y, exact_linear(x, weight)) < TOLERANCE[dtype], (m, n, k, rng.initial_seed())
+        assert distance(y, exact_linear(x, weight)) < TOLERANCE[dtype], (
+            m,
+            n,
+            k,
+            rng.initial_seed(),
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("grid", GRIDS)
 def test_linear_holds_no_reference_to_the_given_tensors(grid: str, backend: str) -> None:
-    """Overwriting x or rows of a batch changes nothing in an earlier result, and leading dimensions are kept."""
+    """Overwriting x or rows of a batch changes nothing in an earlier result, and leading dimensions
+    are kept."""
     skip_unusable(grid, backend, torch.bfloat16, (32, 128))
-    linear = prepare(random_weight(grid, 32, 128, torch.Generator().manual_seed(1)), backend=backend)
+    linear = prepare(
+        random_weight(grid, 32, 128, torch.Generator().manual_seed(1)), backend=backend
+    )
     x = torch.randn(2, 3, 128).bfloat16()
     before = x.clone()
     y = linear(x)
@@ -89,15 +100,25 @@ def test_int8_rounds_activations_per_token() -> None:
 def test_int8_does_not_saturate(backend: str) -> None:
     """The largest codes everywhere: 16-bit intermediate sums would clip."""
     skip_unusable("int8", backend, torch.float32, (16, 512))
-    linear = prepare_int8(torch.full((16, 512), 127, dtype=torch.int8), torch.ones(16, 1), backend=backend, dtype=torch.float32)
+    linear = prepare_int8(
+        torch.full((16, 512), 127, dtype=torch.int8),
+        torch.ones(16, 1),
+        backend=backend,
+        dtype=torch.float32,
+    )
     y = linear(torch.full((1, 512), 127.0))
     assert torch.equal(y, torch.full((1, 16), 127.0 * 127 * 512))
 
 
 def test_inputs_are_rounded_to_nvfp4() -> None:
-    """Nearest, halves to the even code; beyond what the divisor is for they saturate. Backends that cannot say so."""
-    values = torch.tensor([0.0, 0.25, 0.26, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, 6.0, -0.75, 2.6, 0.1, -1.0, 4.0])
-    levels, scales = round_to_nvfp4(torch.stack([values * 2, values * 512, values * 0]), torch.tensor(1.0))
+    """Nearest, halves to the even code; beyond what the divisor is for they saturate. Backends that
+    cannot say so."""
+    values = torch.tensor(
+        [0.0, 0.25, 0.26, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, 6.0, -0.75, 2.6, 0.1, -1.0, 4.0]
+    )
+    levels, scales = round_to_nvfp4(
+        torch.stack([values * 2, values * 512, values * 0]), torch.tensor(1.0)
+    )
     assert levels[0, 0].tolist() == [0, 0, 0.5, 1, 1, 2, 2, 4, 4, -4, 6, -1, 3, 0, -1, 4]
     assert scales.flatten().tolist() == [2, 448, 0.125]
     assert levels[1, 0, 8:11].tolist() == [6, -6, 6], "5 * 512 / 448 is beyond 5"
@@ -119,12 +140,18 @@ def test_stack_is_both_weights() -> None:
         if isinstance(second, Fp4):
             second = second._replace(global_scale=torch.tensor(0.7))
         both = prepare(stack(first, second), backend="reference", dtype=torch.float32)(x)
-        parts = [prepare(part, backend="reference", dtype=torch.float32)(x) for part in (first, second)]
+        parts = [
+            prepare(part, backend="reference", dtype=torch.float32)(x) for part in (first, second)
+        ]
         assert torch.equal(both, torch.cat(parts, dim=1)), grid
 
 
 def test_wrong_weights_are_refused() -> None:
-    codes, scale, zero_point = torch.zeros(16, 128, dtype=torch.int8), torch.ones(16, 1), torch.zeros(16, 1, dtype=torch.int8)
+    codes, scale, zero_point = (
+        torch.zeros(16, 128, dtype=torch.int8),
+        torch.ones(16, 1),
+        torch.zeros(16, 1, dtype=torch.int8),
+    )
     e4m3 = torch.ones(16, 8).to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="codes: dtype"):
         prepare_int4(codes.int(), scale, None)

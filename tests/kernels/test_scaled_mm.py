@@ -1,4 +1,5 @@
-"""NVFP4 on FP4 units, without such a card: the bytes that cuBLAS is described to read, and the product over these bytes in torch."""
+"""NVFP4 on FP4 units, without such a card: the bytes that cuBLAS is described to read, and the
+product over these bytes in torch."""
 
 import sys
 
@@ -38,7 +39,9 @@ def test_two_codes_of_a_byte() -> None:
 
 
 def test_activations_are_rounded_to_the_nearest_code_and_to_the_even_one_of_two() -> None:
-    values = torch.tensor([0.0, 0.25, 0.26, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, 6.0, -0.75, 2.6, 0.1, -1.0, 4.0])
+    values = torch.tensor(
+        [0.0, 0.25, 0.26, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -5.0, 6.0, -0.75, 2.6, 0.1, -1.0, 4.0]
+    )
     codes, scales, whole = rounded_to_nvfp4(values.view(1, 16) * 448)
     assert codes.tolist() == [[0, 0, 1, 2, 2, 4, 4, 6, 6, 14, 7, 10, 5, 0, 10, 6]]
     assert float(scales[0, 0]) == 448.0
@@ -50,7 +53,9 @@ def test_activations_are_rounded_to_the_nearest_code_and_to_the_even_one_of_two(
     assert distance(again, x.double()) < 0.12
 
 
-def product_of_bytes(x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def product_of_bytes(
+    x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
     """What the card would compute, in float64 from the bytes it would be given."""
 
     def values(codes: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
@@ -58,7 +63,9 @@ def product_of_bytes(x: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tens
         both = codes.view(torch.uint8)
         numbers = decode_e2m1(torch.stack([both & 15, both >> 4], dim=-1).flatten(1)).double()
         groups = numbers.shape[1] // 16
-        places = torch.tensor([[place(row, group, groups) for group in range(groups)] for row in range(len(numbers))])
+        places = torch.tensor(
+            [[place(row, group, groups) for group in range(groups)] for row in range(len(numbers))]
+        )
         return (numbers.unflatten(1, (-1, 16)) * blocks.double()[places].unsqueeze(-1)).flatten(1)
 
     return (values(x, x_scales) @ values(weight, scales).T).bfloat16()
@@ -78,19 +85,32 @@ def test_a_linear_is_the_product_of_both_as_they_were_rounded(
     module._tell.cache_clear()
     found = linear(weight, torch.bfloat16, torch.device("cpu"))(x)
     assert "what runs is W4A4" in caplog.text
-    exact = dequantize(Fp4(*rounded_to_nvfp4(x)), torch.float64) @ dequantize(weight, torch.float64).T
+    exact = (
+        dequantize(Fp4(*rounded_to_nvfp4(x)), torch.float64) @ dequantize(weight, torch.float64).T
+    )
     assert distance(found, exact) < TOLERANCE[torch.bfloat16]
 
 
 def test_torch_takes_what_the_product_is_given() -> None:
     """Its own rules for the shapes, without a device."""
-    weight, x = (torch.zeros(rows, 64, dtype=torch.uint8, device="meta").view(torch.float4_e2m1fn_x2) for rows in (48, 5))
-    scales, x_scales = (torch.zeros(2 * 512, dtype=torch.uint8, device="meta").view(torch.float8_e4m3fn) for _ in range(2))
+    weight, x = (
+        torch.zeros(rows, 64, dtype=torch.uint8, device="meta").view(torch.float4_e2m1fn_x2)
+        for rows in (48, 5)
+    )
+    scales, x_scales = (
+        torch.zeros(2 * 512, dtype=torch.uint8, device="meta").view(torch.float8_e4m3fn)
+        for _ in range(2)
+    )
     assert product(x, x_scales, weight, scales).shape == (5, 48)
 
 
-@pytest.mark.parametrize(("capability", "fits"), [((9, 0), False), ((10, 0), True), ((10, 3), True), ((12, 0), True), ((8, 9), False)])
-def test_it_is_for_cards_with_fp4_units_and_for_who_asks(capability: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("capability", "fits"),
+    [((9, 0), False), ((10, 0), True), ((10, 3), True), ((12, 0), True), ((8, 9), False)],
+)
+def test_it_is_for_cards_with_fp4_units_and_for_who_asks(
+    capability: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     reason = why_unusable("linear_fp4", "scaled_mm", CUDA, torch.bfloat16, ((64, 128),))
@@ -99,9 +119,17 @@ def test_it_is_for_cards_with_fp4_units_and_for_who_asks(capability: tuple[int, 
         assert f"this device has {capability[0]}.{capability[1]}" in str(reason)
     else:
         assert choose("linear_fp4", "scaled_mm", CUDA, torch.bfloat16, ((64, 128),)) == "scaled_mm"
-        assert "multiples of 16" in str(why_unusable("linear_fp4", "scaled_mm", CUDA, torch.bfloat16, ((60, 128),)))
+        assert "multiples of 16" in str(
+            why_unusable("linear_fp4", "scaled_mm", CUDA, torch.bfloat16, ((60, 128),))
+        )
     # Activations of 16 bits are what the scheme says.
-    others = [name for name in backends.BACKENDS if name not in ("scaled_mm", "reference", "expanded")]
+    others = [
+        name for name in backends.BACKENDS if name not in ("scaled_mm", "reference", "expanded")
+    ]
     real = why_unusable
-    monkeypatch.setattr(backends, "why_unusable", lambda operator, name, *a: "not here" if name in others else real(operator, name, *a))
+    monkeypatch.setattr(
+        backends,
+        "why_unusable",
+        lambda operator, name, *a: "not here" if name in others else real(operator, name, *a),
+    )
     assert serving("linear_fp4", "auto", CUDA) == "reference"

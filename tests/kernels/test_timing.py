@@ -1,4 +1,5 @@
-"""Timing on a device that works behind the host's back: what counts is the device's clock, not the host's."""
+"""Timing on a device that works behind the host's back: what counts is the device's clock, not the
+host's."""
 
 import contextlib
 import time
@@ -13,7 +14,8 @@ CPU = torch.device("cpu")
 
 
 class Driver:
-    """A device with a clock of its own, in milliseconds. Launching takes the host no time; `work` advances the device."""
+    """A device with a clock of its own, in milliseconds. Launching takes the host no time; `work`
+    advances the device."""
 
     def __init__(self, capturable: bool = True) -> None:
         self.clock, self.capturable = 0.0, capturable
@@ -90,11 +92,14 @@ def test_an_npu_graph_is_replayed_and_the_devices_clock_counts(driver: Driver) -
     assert driver.synchronized > driver.replays
 
 
-@pytest.mark.parametrize(("milliseconds", "calls", "captured"), [(0.01, 3, 21), (0.5, 1, 4), (7.0, 2, 2)])
+@pytest.mark.parametrize(
+    ("milliseconds", "calls", "captured"), [(0.01, 3, 21), (0.5, 1, 4), (7.0, 2, 2)]
+)
 def test_long_calls_are_repeated_less(
     milliseconds: float, calls: int, captured: int, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run of two milliseconds is long beside its launch; every call, which has a weight of its own, is in it once at least."""
+    """A run of two milliseconds is long beside its launch; every call, which has a weight of its
+    own, is in it once at least."""
     lengths = set()
 
     class Counted(driver.NPUGraph):  # type: ignore[misc, name-defined]
@@ -103,13 +108,17 @@ def test_long_calls_are_repeated_less(
             super().replay()
 
     monkeypatch.setattr(driver, "NPUGraph", Counted)
-    assert timing.seconds_per_call([driver.work(milliseconds)] * calls, CPU) == pytest.approx(milliseconds / 1e3)
+    assert timing.seconds_per_call([driver.work(milliseconds)] * calls, CPU) == pytest.approx(
+        milliseconds / 1e3
+    )
     assert lengths == {captured}
 
 
 def test_what_cannot_be_captured_is_timed_all_the_same_and_said(driver: Driver) -> None:
     driver.capturable = False
-    with pytest.warns(RuntimeWarning, match="launch by launch, not captured: this one waits for the host$"):
+    with pytest.warns(
+        RuntimeWarning, match="launch by launch, not captured: this one waits for the host$"
+    ):
         assert timing.seconds_per_call([driver.work(3.0)], CPU) == pytest.approx(3e-3)
     assert driver.replays == 0
 
@@ -123,7 +132,9 @@ def test_sides_take_turns(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> No
             super().replay()
 
     monkeypatch.setattr(driver, "NPUGraph", Logged)
-    seconds = timing.seconds_in_turns([[driver.work(1.0)], [driver.work(4.0), driver.work(6.0)]], CPU)
+    seconds = timing.seconds_in_turns(
+        [[driver.work(1.0)], [driver.work(4.0), driver.work(6.0)]], CPU
+    )
     assert seconds == [pytest.approx(1e-3), pytest.approx(5e-3)]
     assert log == [1.0, 4.0] * (driver.replays // 2)
 

@@ -1,4 +1,5 @@
-"""Few rows by 16-bit weights: the kernel against float64 on a GPU or in the interpreter, where it is taken, and how plans are measured."""
+"""Few rows by 16-bit weights: the kernel against float64 on a GPU or in the interpreter, where it
+is taken, and how plans are measured."""
 
 import json
 from collections.abc import Iterator
@@ -18,9 +19,16 @@ from quantkit_kernels.triton.dense_plans import MOST_ROWS, DenseRowsPlan, dense_
 from quantkit_kernels.weights import Dense
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-RUNS = pytest.mark.skipif(why_unusable("rms_norm", "triton", DEVICE) is not None, reason="no GPU with Triton, and not interpreted")
+RUNS = pytest.mark.skipif(
+    why_unusable("rms_norm", "triton", DEVICE) is not None,
+    reason="no GPU with Triton, and not interpreted",
+)
 N, K = 256, 1280
-PLANS = [DenseRowsPlan(64, 128, 1, 4, 4), DenseRowsPlan(64, 128, 3, 4, 6), DenseRowsPlan(128, 64, 4, 4, 6)]
+PLANS = [
+    DenseRowsPlan(64, 128, 1, 4, 4),
+    DenseRowsPlan(64, 128, 3, 4, 6),
+    DenseRowsPlan(128, 64, 4, 4, 6),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +49,9 @@ def write_plans(name: str, rows: list[list[object]]) -> None:
 
 def made(tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
     rng = torch.Generator().manual_seed(tokens)
-    return torch.randn(tokens, K, generator=rng).to(dtype).to(DEVICE), (torch.randn(N, K, generator=rng) / K**0.5).to(dtype).to(DEVICE)
+    return torch.randn(tokens, K, generator=rng).to(dtype).to(DEVICE), (
+        torch.randn(N, K, generator=rng) / K**0.5
+    ).to(dtype).to(DEVICE)
 
 
 @RUNS
@@ -51,8 +61,12 @@ def test_tokens_that_fill_no_tile(plan: DenseRowsPlan, dtype: torch.dtype) -> No
     for tokens in (1, 17, MOST_ROWS):
         x, weight = made(tokens, dtype)
         y = multiply_rows(x, weight, plan)
-        assert distance(y.cpu(), exact_linear(x.cpu(), Dense(weight.cpu()))) < TOLERANCE[dtype], tokens
-        assert torch.equal(y, multiply_rows(x, weight, plan)), "sums of parts are added in their order"
+        assert distance(y.cpu(), exact_linear(x.cpu(), Dense(weight.cpu()))) < TOLERANCE[dtype], (
+            tokens
+        )
+        assert torch.equal(y, multiply_rows(x, weight, plan)), (
+            "sums of parts are added in their order"
+        )
 
 
 @RUNS
@@ -64,8 +78,19 @@ def test_a_linear_takes_the_plan_of_its_rows_and_the_library_elsewhere() -> None
     x, weight = made(MOST_ROWS + 1)
     linear = prepare_dense(weight, backend="triton")
     assert isinstance(linear, TritonDenseLinear)
-    for tokens, plan in ((1, None), (2, first), (16, first), (17, second), (MOST_ROWS, second), (MOST_ROWS + 1, None)):
-        expected = F.linear(x[:tokens], weight) if plan is None else multiply_rows(x[:tokens], weight, plan)
+    for tokens, plan in (
+        (1, None),
+        (2, first),
+        (16, first),
+        (17, second),
+        (MOST_ROWS, second),
+        (MOST_ROWS + 1, None),
+    ):
+        expected = (
+            F.linear(x[:tokens], weight)
+            if plan is None
+            else multiply_rows(x[:tokens], weight, plan)
+        )
         assert torch.equal(linear(x[:tokens]), expected), tokens
     apart = x.repeat(1, 2)[:9, :K]
     assert not apart.is_contiguous()
@@ -95,19 +120,35 @@ def test_it_serves_only_weights_whose_plans_were_measured() -> None:
         told = cards.why_no_dense("sm_80", ((4096, 4096), shape))
         assert told is not None
         assert f"{shape[0]} x {shape[1]} of 16 bits" in told
-    assert cards.dense_plan("sm_80", 4096, 4096, 8) == cards.dense_plan("sm_80", 4096, 4096, 64) == DenseRowsPlan(64, 128, 2, 4, 6)
+    assert (
+        cards.dense_plan("sm_80", 4096, 4096, 8)
+        == cards.dense_plan("sm_80", 4096, 4096, 64)
+        == DenseRowsPlan(64, 128, 2, 4, 6)
+    )
     assert cards.dense_plan("sm_80", 4096, 4096, 65) is None
     assert cards.dense_plan("sm_80", 6144, 4096, 8) is None
 
 
-def test_measured_plans_are_kept_with_where_the_library_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_plans_are_kept_with_where_the_library_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plan = DenseRowsPlan(64, 128, 2, 4, 6)
-    monkeypatch.setattr(tune, "tune_dense", lambda *_: iter([(1, [(1e-6, None), (2e-6, plan)]), (8, [(1e-6, plan), (2e-6, None)])]))
+    monkeypatch.setattr(
+        tune,
+        "tune_dense",
+        lambda *_: iter([(1, [(1e-6, None), (2e-6, plan)]), (8, [(1e-6, plan), (2e-6, None)])]),
+    )
     monkeypatch.setattr(tune, "compilers", nullcontext)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a card")
     monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(tune, "multiprocessors", lambda device: 132)
-    lines = list(tune.write_table(torch.device("cuda"), cards.own_table("sm_90"), Products((LinearSize("dense", 64, 128),), ())))
+    lines = list(
+        tune.write_table(
+            torch.device("cuda"),
+            cards.own_table("sm_90"),
+            Products((LinearSize("dense", 64, 128),), ()),
+        )
+    )
     assert lines == [
         "16 bits 64 x 128, 1 rows: 1.0 us, the library",
         f"16 bits 64 x 128, 8 rows: 1.0 us, {plan}; until now 2.0 us, the library",

@@ -1,4 +1,5 @@
-"""Plans of the Triton backend, without Triton or a device: rules fit the card, tables are read, layouts decode to the weight."""
+"""Plans of the Triton backend, without Triton or a device: rules fit the card, tables are read,
+layouts decode to the weight."""
 
 import json
 import os
@@ -38,7 +39,9 @@ def test_plans_by_the_rule_fit_the_card(name: str, monkeypatch: pytest.MonkeyPat
         for n, k in ((64, 128), (2048, 7104), (151936, 4000)):  # in no table
             for tokens in (1, 16, 17, 64, 65, 300, 1024):
                 plan = cards.linear_plan(name, MULTIPROCESSORS, kind, n, k, tokens)
-                assert (plan is None) == (tokens >= {"int4": 512, "fp4": 256, "int8": tokens + 1}[kind])
+                assert (plan is None) == (
+                    tokens >= {"int4": 512, "fp4": 256, "int8": tokens + 1}[kind]
+                )
                 if plan is None:
                     continue
                 assert isinstance(plan, cards.LinearPlan)
@@ -48,16 +51,23 @@ def test_plans_by_the_rule_fit_the_card(name: str, monkeypatch: pytest.MonkeyPat
             assert (few is None) == (kind != "int8")
         for pairs in (0.1, 20, 50, 500):
             gate_up, down = cards.experts_plan(name, kind, 2048, 7000, pairs)
-            assert cards.stage_bytes(gate_up, kind, doubled=True) * gate_up.stages <= room, (kind, pairs)
+            assert cards.stage_bytes(gate_up, kind, doubled=True) * gate_up.stages <= room, (
+                kind,
+                pairs,
+            )
             assert cards.stage_bytes(down, kind) * down.stages <= room, (kind, pairs)
             assert gate_up.tokens == down.tokens
 
 
 def test_experts_of_int4_asked_for_by_few_take_the_smallest_matrix_instruction() -> None:
-    """On NVIDIA's cards: by the rule, and by the table that is shipped. --tune tries it beside tiles of 16."""
+    """On NVIDIA's cards: by the rule, and by the table that is shipped. --tune tries it beside
+    tiles of 16."""
     for name, least in (("sm_80", 8), ("sm_90", 8), ("sm_120", 8), ("gfx942", 16)):
         for size in ((512, 7168), (640, 4000)):
-            experts = [cards.experts_plan(name, "int4", *size, pairs) for pairs in (8 / 256, 288 / 257, 2.3)]
+            experts = [
+                cards.experts_plan(name, "int4", *size, pairs)
+                for pairs in (8 / 256, 288 / 257, 2.3)
+            ]
             assert [plan.down.tokens for plan in experts] == [least, least, 16]
             assert all(plan.gate_up.tokens == plan.down.tokens for plan in experts)
         assert cards.experts_plan(name, "fp4", 640, 4000, 1.0).down.tokens == 16
@@ -68,18 +78,26 @@ def test_experts_of_int4_asked_for_by_few_take_the_smallest_matrix_instruction()
 
 
 def test_plans_by_wgmma_fit_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the rule and of those that --tune tries; where K is shared, sums of all tiles have room. K that TMA cannot read goes without."""
+    """By the rule and of those that --tune tries; where K is shared, sums of all tiles have room. K
+    that TMA cannot read goes without."""
     monkeypatch.setattr(wgmma_plans, "has_gluon", lambda: True)
     for n, k in ((64, 128), (2112, 7168), (7168, 16384), (24576, 1536), (151936, 4000)):
         for tokens in (1, 16, 17, 64, 65, 128, 300, 1024, 5000):
             rule, *others = wgmma_plans.wgmma_candidates(132, n, k, tokens)
             assert rule == wgmma_plans.wgmma_rule(132, n, k, tokens)
-            assert rule == cards.linear_plan("sm_90", 132, "int8", n, k, tokens) or (n, k) in cards._table("sm_90").wgmma
+            assert (
+                rule == cards.linear_plan("sm_90", 132, "int8", n, k, tokens)
+                or (n, k) in cards._table("sm_90").wgmma
+            )
             for plan in (rule, *others):
-                assert wgmma_plans.shared_bytes(plan) * max(1, plan.programs) <= cards.shared_bytes("sm_90"), plan
+                assert wgmma_plans.shared_bytes(plan) * max(1, plan.programs) <= cards.shared_bytes(
+                    "sm_90"
+                ), plan
                 tiles = -(-n // plan.rows) * -(-tokens // plan.tokens)
                 assert plan.split <= -(-k // 128)
-                assert plan.split == 1 or (tiles <= wgmma.COUNTERS and tiles * plan.rows * plan.tokens <= wgmma.SUMS), plan
+                assert plan.split == 1 or (
+                    tiles <= wgmma.COUNTERS and tiles * plan.rows * plan.tokens <= wgmma.SUMS
+                ), plan
     for name, k in (("sm_90", 4008), ("sm_80", 4000), ("sm_100", 4000)):
         assert isinstance(cards.linear_plan(name, 132, "int8", 512, k, 300), cards.LinearPlan)
     assert isinstance(cards.linear_plan("sm_90", 132, "int8", 512, 4000, 300), WgmmaPlan)
@@ -87,41 +105,74 @@ def test_plans_by_wgmma_fit_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_table_of_this_machine_counts_for_more_than_the_one_that_ships() -> None:
     shipped = json.loads((cards.TABLES / "sm_90.json").read_text())["plans"]["linear"]
-    of_one, of_sixteen = (cards.LinearPlan(*row[4]) for row in shipped if row[:3] == ["int4", 2112, 7168] and row[3] <= 16)
+    of_one, of_sixteen = (
+        cards.LinearPlan(*row[4])
+        for row in shipped
+        if row[:3] == ["int4", 2112, 7168] and row[3] <= 16
+    )
     assert of_one != of_sixteen
     assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 1) == of_one
     assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 3) == of_sixteen  # the next larger
     path = cards.own_table("sm_90")
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"plans": {"linear": [["int4", 2112, 7168, 16, [128, 16, 2, 8, 3]]], "experts": []}}))
+    path.write_text(
+        json.dumps(
+            {"plans": {"linear": [["int4", 2112, 7168, 16, [128, 16, 2, 8, 3]]], "experts": []}}
+        )
+    )
     cards._table.cache_clear()
-    assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 1) == cards.LinearPlan(128, 16, 2, 8, 3)
-    assert cards.linear_plan("sm_90", 132, "int4", 7168, 16384, 512) == cards.LinearPlan(128, 128, 1, 8, 3)
+    assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 1) == cards.LinearPlan(
+        128, 16, 2, 8, 3
+    )
+    assert cards.linear_plan("sm_90", 132, "int4", 7168, 16384, 512) == cards.LinearPlan(
+        128, 128, 1, 8, 3
+    )
 
 
 def test_a_table_is_of_the_card_it_was_measured_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An H100 and an H200 are of one class: what --tune measured on one is not for the other, and it is told whose plans count."""
+    """An H100 and an H200 are of one class: what --tune measured on one is not for the other, and
+    it is told whose plans count."""
     monkeypatch.setattr(cards, "card_name", lambda: "NVIDIA H100 80GB HBM3")
     path = cards.own_table("sm_90")
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"plans": {"linear": [["int4", 2112, 7168, 16, [128, 16, 2, 8, 3]]], "experts": []}}))
+    path.write_text(
+        json.dumps(
+            {"plans": {"linear": [["int4", 2112, 7168, 16, [128, 16, 2, 8, 3]]], "experts": []}}
+        )
+    )
     cards._table.cache_clear()
-    assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 16) == cards.LinearPlan(128, 16, 2, 8, 3)
+    assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 16) == cards.LinearPlan(
+        128, 16, 2, 8, 3
+    )
     assert cards.plans_told("sm_90").startswith(f"of this card, in {path}")
     monkeypatch.setattr(cards, "card_name", lambda: "NVIDIA H200")
     cards._table.cache_clear()
-    assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 16) != cards.LinearPlan(128, 16, 2, 8, 3)
-    assert "for all cards of sm_90, measured on NVIDIA H200; int4 of up to 64 tokens" in cards.plans_told("sm_90")
+    assert cards.linear_plan("sm_90", 132, "int4", 2112, 7168, 16) != cards.LinearPlan(
+        128, 16, 2, 8, 3
+    )
+    assert (
+        "for all cards of sm_90, measured on NVIDIA H200; int4 of up to 64 tokens"
+        in cards.plans_told("sm_90")
+    )
     assert "a rule" in cards.plans_told("sm_80")
 
 
 def test_plans_of_experts_are_read_from_a_table() -> None:
-    """One pair an expert was measured: of a little more, as with a shared expert, the same plan; of many more the next one."""
+    """One pair an expert was measured: of a little more, as with a shared expert, the same plan; of
+    many more the next one."""
     path = cards.own_table("sm_80")
     path.parent.mkdir(parents=True)
-    rows = [["fp4", 512, 256, most, [64, tokens, 1, 2, 4], [32, tokens, 1, 1, 3]] for most, tokens in ((256, 16), (2560, 32))]
+    rows = [
+        ["fp4", 512, 256, most, [64, tokens, 1, 2, 4], [32, tokens, 1, 1, 3]]
+        for most, tokens in ((256, 16), (2560, 32))
+    ]
     path.write_text(json.dumps({"plans": {"linear": [], "experts": rows}}))
-    few, many = (cards.ExpertsPlan(cards.LinearPlan(64, tokens, 1, 2, 4), cards.LinearPlan(32, tokens, 1, 1, 3)) for tokens in (16, 32))
+    few, many = (
+        cards.ExpertsPlan(
+            cards.LinearPlan(64, tokens, 1, 2, 4), cards.LinearPlan(32, tokens, 1, 1, 3)
+        )
+        for tokens in (16, 32)
+    )
     for pairs, expected in ((0.1, few), (1.1, few), (1.5, many), (100.0, many)):
         assert cards.experts_plan("sm_80", "fp4", 256, 512, pairs) == expected
     assert cards.experts_plan("sm_80", "fp4", 256, 1024, 1) not in (few, many)
@@ -136,15 +187,26 @@ def test_words_hold_the_codes_of_four_planes() -> None:
     assert packed.codes.shape == (steps, 1, rows, 32)
     assert rows % STRIP == 0
     words = packed.codes.to(torch.int32)
-    codes = torch.stack([(words >> (4 * plane)) & 15 for plane in range(4)], dim=-2).permute(2, 0, 1, 3, 4).reshape(rows, steps * SPAN)
+    codes = (
+        torch.stack([(words >> (4 * plane)) & 15 for plane in range(4)], dim=-2)
+        .permute(2, 0, 1, 3, 4)
+        .reshape(rows, steps * SPAN)
+    )
     assert torch.equal(codes[:70, :192] - 8, weight.codes.int())
     assert not packed.row_scale[70:].any()
-    halves = packed.scales.contiguous().view(torch.float16)  # of a step and row: scale, zero point, scale, zero point
-    found = halves.view(steps, rows, 4)[..., ::2].permute(1, 0, 2).reshape(rows, -1)[:70, :3].float() * packed.row_scale[:70, None]
+    halves = packed.scales.contiguous().view(
+        torch.float16
+    )  # of a step and row: scale, zero point, scale, zero point
+    found = (
+        halves.view(steps, rows, 4)[..., ::2].permute(1, 0, 2).reshape(rows, -1)[:70, :3].float()
+        * packed.row_scale[:70, None]
+    )
     torch.testing.assert_close(found, weight.scale, rtol=1e-3, atol=0)
 
 
-def test_that_kernels_are_compiled_is_said_once_on_a_machine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_that_kernels_are_compiled_is_said_once_on_a_machine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(first_use, "architecture", lambda device: "sm_80")
     monkeypatch.setattr(first_use, "_version", lambda: "3.6.0")
     for _ in range(2):
@@ -159,11 +221,16 @@ def test_that_kernels_are_compiled_is_said_once_on_a_machine(monkeypatch: pytest
     first_use.announce.cache_clear()
 
 
-def test_a_tune_that_is_stopped_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a weight that an earlier run measured, the new plans; of others, the earlier ones; of the one it was stopped at, none."""
+def test_a_tune_that_is_stopped_keeps_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a weight that an earlier run measured, the new plans; of others, the earlier ones; of the
+    one it was stopped at, none."""
     plain, by_wgmma = cards.LinearPlan(64, 16, 4, 2, 3), WgmmaPlan(128, 64, 1, 4, 4, True, 2)
 
-    def measured(kind: str, n: int, k: int, device: torch.device, compile_all: object) -> Iterator[tuple[int, list[object]]]:
+    def measured(
+        kind: str, n: int, k: int, device: torch.device, compile_all: object
+    ) -> Iterator[tuple[int, list[object]]]:
         yield 16, [(1e-6, plain), (2e-6, by_wgmma)]
         if n == 192:
             raise KeyboardInterrupt
@@ -176,14 +243,24 @@ def test_a_tune_that_is_stopped_keeps_what_it_measured(tmp_path: Path, monkeypat
     monkeypatch.setattr(tune, "multiprocessors", lambda device: 132)
     path = cards.own_table("sm_90")
     path.parent.mkdir(parents=True)
-    earlier = {"linear": [["int8", 64, 128, 1, [32, 16, 1, 1, 2]], ["int4", 64, 128, 1, [32, 16, 1, 1, 2]]], "experts": []}
+    earlier = {
+        "linear": [
+            ["int8", 64, 128, 1, [32, 16, 1, 1, 2]],
+            ["int4", 64, 128, 1, [32, 16, 1, 1, 2]],
+        ],
+        "experts": [],
+    }
     path.write_text(json.dumps({"plans": earlier}))
     products = Products((LinearSize("int8", 64, 128), LinearSize("int8", 192, 128)), ())
     with pytest.raises(KeyboardInterrupt):
         list(tune.write_table(torch.device("cuda"), path, products))
     plans = json.loads(path.read_text())["plans"]
     fields = [64, 16, 4, 2, 3]
-    assert plans["linear"] == [earlier["linear"][1], ["int8", 64, 128, 16, fields], ["int8", 64, 128, 64, fields]]
+    assert plans["linear"] == [
+        earlier["linear"][1],
+        ["int8", 64, 128, 16, fields],
+        ["int8", 64, 128, 64, fields],
+    ]
     assert plans["wgmma"] == [[64, 128, 16, [0] * 7], [64, 128, 64, [128, 64, 1, 4, 4, 1, 2]]]
     cards._table.cache_clear()
     for here in (True, False):
@@ -194,9 +271,17 @@ def test_a_tune_that_is_stopped_keeps_what_it_measured(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    "text", ["", '{"plans": {"linear": [["int4", 64', "[]", '{"plans": {"linear": [["int4", 64, 128, 1, [32]]], "experts": []}}']
+    "text",
+    [
+        "",
+        '{"plans": {"linear": [["int4", 64',
+        "[]",
+        '{"plans": {"linear": [["int4", 64, 128, 1, [32]]], "experts": []}}',
+    ],
 )
-def test_a_damaged_table_of_this_machine_is_named_and_does_not_count(text: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_table_of_this_machine_is_named_and_does_not_count(
+    text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     before, path = cards.linear_plan("sm_90", 132, "int4", 7168, 2048, 1), cards.own_table("sm_90")
     path.parent.mkdir(parents=True)
     path.write_text(text)
@@ -206,7 +291,9 @@ def test_a_damaged_table_of_this_machine_is_named_and_does_not_count(text: str, 
     assert "delete it" in caplog.text
 
 
-def test_what_cannot_be_kept_is_refused_before_it_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_kept_is_refused_before_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a card")
     monkeypatch.setattr(tune, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(tune, "multiprocessors", lambda device: 132)
@@ -223,13 +310,18 @@ def test_what_cannot_be_kept_is_refused_before_it_is_measured(tmp_path: Path, mo
     assert path.read_text() == "half a tab"
 
 
-def test_where_triton_cannot_keep_its_kernels_another_backend_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_triton_cannot_keep_its_kernels_another_backend_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(triton, "_why_no_triton", lambda: None)
     monkeypatch.setattr(triton, "why_not_started", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     (tmp_path / "file").touch()
-    for name, value in (("TRITON_CACHE_DIR", tmp_path / "file"), ("TRITON_HOME", tmp_path / "file")):
+    for name, value in (
+        ("TRITON_CACHE_DIR", tmp_path / "file"),
+        ("TRITON_HOME", tmp_path / "file"),
+    ):
         monkeypatch.setenv(name, str(value))
         reason = triton.unusable("linear_int4", torch.device("cuda"), None, ())
         assert str(reason).startswith(f"{tmp_path}/file")
@@ -239,7 +331,9 @@ def test_where_triton_cannot_keep_its_kernels_another_backend_serves(tmp_path: P
         monkeypatch.delenv(name)
 
 
-def test_plans_are_found_where_the_cache_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_found_where_the_cache_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A folder of somebody else's, of which Path.exists raises; to root none is closed."""
     (tmp_path / "quantkit").mkdir()
     (tmp_path / "quantkit").chmod(0)
@@ -275,10 +369,16 @@ def test_experts_of_many_tokens_are_compiled_ahead_as_those_of_one_are() -> None
         kernels = kernels_of_experts("sm_90", 132, cases)
         assert {kernel[3] for kernel in kernels} == tokens
         firsts = {(kernel[1].gate_up, kernel[3]) for kernel in kernels}
-        assert all((plan.gate_up, min(case.tokens, 2)) in firsts for case in cases for plan in candidates("sm_90", case))
+        assert all(
+            (plan.gate_up, min(case.tokens, 2)) in firsts
+            for case in cases
+            for plan in candidates("sm_90", case)
+        )
 
 
-def test_processes_that_compile_leave_an_interrupt_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_compile_leave_an_interrupt_to_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Who stops `--tune` is not shown a traceback of each."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
     with tune.compilers() as compile_all:

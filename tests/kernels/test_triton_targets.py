@@ -1,7 +1,8 @@
-"""The Triton kernels compiled ahead for cards that are not here: every launch that the operators make, as that card's plans have it.
+"""The Triton kernels compiled ahead for cards that are not here: every launch that the operators
+make, as that card's plans have it.
 
-What they need of registers and shared memory is held against what the card has. `make test-triton` compiles for one card of each family,
-QUANTKIT_EVERY_CELL=1 for all.
+What they need of registers and shared memory is held against what the card has. `make test-triton`
+compiles for one card of each family, QUANTKIT_EVERY_CELL=1 for all.
 """
 
 import os
@@ -58,17 +59,37 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 pytestmark = pytest.mark.skipif(cards.interpreted(), reason="the interpreter compiles nothing")
 
-MULTIPROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 170, "gfx90a": 104, "gfx942": 304}
+MULTIPROCESSORS = {
+    "sm_80": 108,
+    "sm_86": 82,
+    "sm_89": 142,
+    "sm_90": 132,
+    "sm_100": 148,
+    "sm_120": 170,
+    "gfx90a": 104,
+    "gfx942": 304,
+}
 FEW, EVERY = ("sm_80", "gfx942"), bool(os.environ.get("QUANTKIT_EVERY_CELL"))
 MOST_REGISTERS, MOST_SPILLED = {"sm": 255, "gf": 512}, 256
-"""Of a thread; bytes of a thread that may lie in memory instead in attention of prompts, and a quarter of them elsewhere."""
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int16: "i16"}
+"""Of a thread; bytes of a thread that may lie in memory instead in attention of prompts, and a
+quarter of them elsewhere."""
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int8: "i8",
+    torch.int16: "i16",
+}
 TYPES |= {torch.int32: "i32", torch.int64: "i64"}
 HALF = torch.bfloat16
 
 
 def target_of(name: str) -> GPUTarget:
-    return GPUTarget("cuda", int(name.removeprefix("sm_")), 32) if name.startswith("sm_") else GPUTarget("hip", name, 64)
+    return (
+        GPUTarget("cuda", int(name.removeprefix("sm_")), 32)
+        if name.startswith("sm_")
+        else GPUTarget("hip", name, 64)
+    )
 
 
 class Recorder:
@@ -81,7 +102,9 @@ class Recorder:
 
     def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
         names = [parameter.name for parameter in kernel.params]
-        given = dict(zip(names, args)) | {name: value for name, value in named.items() if name in names}
+        given = dict(zip(names, args)) | {
+            name: value for name, value in named.items() if name in names
+        }
         options = {name: value for name, value in named.items() if name not in names}
         signature, constants, attributes = {}, {}, {}
         for place, parameter in enumerate(kernel.params):
@@ -91,50 +114,94 @@ class Recorder:
                 continue
             tensor = isinstance(value, torch.Tensor)
             if isinstance(value, TensorDescriptor):
-                signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
+                signature[parameter.name] = (
+                    f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape},{value.layout!r}>"
+                )
                 continue
-            signature[parameter.name] = f"*{TYPES[value.dtype]}" if tensor else "fp32" if isinstance(value, float) else "i32"
+            signature[parameter.name] = (
+                f"*{TYPES[value.dtype]}"
+                if tensor
+                else "fp32"
+                if isinstance(value, float)
+                else "i32"
+            )
             if tensor or (isinstance(value, int) and value % 16 == 0 and not fixed):
                 attributes[place,] = [["tt.divisibility", 16]]
-        key = repr((kernel.fn.__name__, signature, sorted((name, str(one)) for name, one in constants.items()), attributes, options))
+        key = repr(
+            (
+                kernel.fn.__name__,
+                signature,
+                sorted((name, str(one)) for name, one in constants.items()),
+                attributes,
+                options,
+            )
+        )
         if key in self._seen:
             return
         self._seen.add(key)
-        source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs=constants, attrs=attributes)
-        self._judge(kernel.fn.__name__, triton.compile(source, target=target_of(self.card), options=options))
+        source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
+            kernel, signature, constexprs=constants, attrs=attributes
+        )
+        self._judge(
+            kernel.fn.__name__, triton.compile(source, target=target_of(self.card), options=options)
+        )
 
     def _judge(self, name: str, compiled: Any) -> None:
         registers, spilled = used(compiled)
         self.assembly.append((name, compiled.asm.get("ptx", "")))
         shared, room = compiled.metadata.shared, cards.shared_bytes(self.card)
-        self.lines.append(f"{self.card} {self.operator} {name}: {registers} registers, {spilled} bytes spilled, {shared} of {room} shared")
+        self.lines.append(
+            f"{self.card} {self.operator} {name}: {registers} registers, {spilled} bytes spilled, "
+            f"{shared} of {room} shared"
+        )
         assert shared <= room, self.lines[-1]
         assert registers <= MOST_REGISTERS[self.card[:2]], self.lines[-1]
-        assert spilled <= (MOST_SPILLED if self.operator.endswith("_prefill") else MOST_SPILLED // 4), self.lines[-1]
+        assert spilled <= (
+            MOST_SPILLED if self.operator.endswith("_prefill") else MOST_SPILLED // 4
+        ), self.lines[-1]
 
 
 def used(compiled: Any) -> tuple[int, int]:
     """Registers of a thread, and bytes that did not fit them."""
     if "cubin" not in compiled.asm:
         text = compiled.asm["amdgcn"]
-        return tuple(int(re.search(rf"\.{name}:\s+(\d+)", text)[1]) for name in ("vgpr_count", "private_segment_fixed_size"))
+        return tuple(
+            int(re.search(rf"\.{name}:\s+(\d+)", text)[1])
+            for name in ("vgpr_count", "private_segment_fixed_size")
+        )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
 
 
-@pytest.fixture(params=[pytest.param(name, id=name) for name in (MULTIPROCESSORS if EVERY else FEW)])
+@pytest.fixture(
+    params=[pytest.param(name, id=name) for name in (MULTIPROCESSORS if EVERY else FEW)]
+)
 def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """The CPU takes itself for this card."""
     from quantkit_kernels import triton as backend
 
     recorder, name = Recorder(request.param), request.param
-    monkeypatch.setattr(JITFunction, "run", lambda kernel, *a, **k: recorder.launch(kernel, *a, **k))
+    monkeypatch.setattr(
+        JITFunction, "run", lambda kernel, *a, **k: recorder.launch(kernel, *a, **k)
+    )
     monkeypatch.setattr(backend, "interpreted", lambda: True)
-    modules = ("cards", "linear", "dense_linear", "experts", "dense_experts", "operators", "rows", "launch", "wgmma")
+    modules = (
+        "cards",
+        "linear",
+        "dense_linear",
+        "experts",
+        "dense_experts",
+        "operators",
+        "rows",
+        "launch",
+        "wgmma",
+    )
     for module in (*modules, "attention.decode", "attention.heads", "attention.wgmma"):
         found = __import__(f"quantkit_kernels.triton.{module}", fromlist=["x"])
         for function, answer in (
@@ -157,12 +224,18 @@ def zeros(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
 
 
 def angles(tokens: int, rotary: int) -> Rotation:
-    return Rotation(zeros(tokens, rotary // 2, dtype=torch.float32), zeros(tokens, rotary // 2, dtype=torch.float32))
+    return Rotation(
+        zeros(tokens, rotary // 2, dtype=torch.float32),
+        zeros(tokens, rotary // 2, dtype=torch.float32),
+    )
 
 
 def linear(grid: str, every: bool = EVERY) -> None:
-    """Of few tokens two programs share K. What is left out by default are tiles between the smallest and the largest."""
-    prepared = prepare(random_weight(grid, 4096, 2048, torch.Generator().manual_seed(0)), backend="triton")
+    """Of few tokens two programs share K. What is left out by default are tiles between the
+    smallest and the largest."""
+    prepared = prepare(
+        random_weight(grid, 4096, 2048, torch.Generator().manual_seed(0)), backend="triton"
+    )
     for tokens in (2, 20, 40, 100, 300, 2000) if every else (2, 300, 2000):
         prepared(zeros(tokens, 2048))
 
@@ -171,7 +244,9 @@ def few_rows_of_16_bits(every: bool = EVERY) -> None:
     """By the first plan that --tune tries on the card, or by all."""
     device = torch.device("cpu")
     n = k = 4096
-    plans = dense_candidates(cards.multiprocessors(device), n, k, cards.shared_bytes(cards.architecture(device)))
+    plans = dense_candidates(
+        cards.multiprocessors(device), n, k, cards.shared_bytes(cards.architecture(device))
+    )
     for plan in plans if every else plans[:1]:
         for tokens in (2, 64):
             multiply_rows(zeros(tokens, k), zeros(n, k), plan)
@@ -183,7 +258,11 @@ def experts(grid: str) -> None:
     prepared = prepare_experts([gate] * 8, [gate] * 8, [down] * 8, backend="triton")
     prompts = (MANY_PAIRS // 8,) if grid == "dense" else ()
     for tokens in (1, 128, *prompts) if not EVERY else (1, 20, 64, 128, *prompts):
-        prepared(zeros(tokens, 2048), zeros(tokens, 8, dtype=torch.int64), zeros(tokens, 8, dtype=torch.float32))
+        prepared(
+            zeros(tokens, 2048),
+            zeros(tokens, 8, dtype=torch.int64),
+            zeros(tokens, 8, dtype=torch.float32),
+        )
 
 
 def gated_experts(grid: str) -> None:
@@ -192,10 +271,20 @@ def gated_experts(grid: str) -> None:
     gate, down = random_weight(grid, 256, 2048, rng), random_weight(grid, 2048, 256, rng)
     builder = ExpertsBuilder(8, backend="triton", gating=Gating(1.702, 7.0, 1.0))
     for expert in range(8):
-        builder.add(expert, gate, gate, down, biases=ExpertBiases(torch.zeros(256), torch.zeros(256), torch.zeros(2048)))
+        builder.add(
+            expert,
+            gate,
+            gate,
+            down,
+            biases=ExpertBiases(torch.zeros(256), torch.zeros(256), torch.zeros(2048)),
+        )
     prepared = builder.finish()
     for tokens in (1, 128):
-        prepared(zeros(tokens, 2048), zeros(tokens, 8, dtype=torch.int64), zeros(tokens, 8, dtype=torch.float32))
+        prepared(
+            zeros(tokens, 2048),
+            zeros(tokens, 8, dtype=torch.int64),
+            zeros(tokens, 8, dtype=torch.float32),
+        )
 
 
 def operators() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -213,33 +302,97 @@ def operators() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "silu_and_mul", lambda: silu_and_mul(x, backend="triton")
     yield "gate_and_mul", lambda: gate_and_mul(x, Gating(1.702, 7.0, 1.0), backend="triton")
     yield "likeliest", lambda: likeliest(zeros(8, 129280, dtype=single), backend="triton")
-    yield "route", lambda: route(zeros(8, 256, dtype=single), zeros(256, dtype=single), rule, backend="triton")
-    yield "moe_gate", lambda: moe_gate(x, zeros(256, 7168, dtype=single), None, rule, backend="triton")
-    yield "rope", lambda: rope(zeros(8, 128, 64), zeros(8, dtype=ints), *angles(64, 64)[:2], backend="triton")
+    yield (
+        "route",
+        lambda: route(
+            zeros(8, 256, dtype=single), zeros(256, dtype=single), rule, backend="triton"
+        ),
+    )
+    yield (
+        "moe_gate",
+        lambda: moe_gate(x, zeros(256, 7168, dtype=single), None, rule, backend="triton"),
+    )
+    yield (
+        "rope",
+        lambda: rope(
+            zeros(8, 128, 64), zeros(8, dtype=ints), *angles(64, 64)[:2], backend="triton"
+        ),
+    )
     norms, slots = Norms(zeros(1536), zeros(512), 1e-6), zeros(8, dtype=ints)
-    yield "mla_prepare", lambda: mla_prepare(zeros(8, 2112), norms, angles(8, 64), zeros(2, 64, 576), slots, backend="triton")
+    yield (
+        "mla_prepare",
+        lambda: mla_prepare(
+            zeros(8, 2112), norms, angles(8, 64), zeros(2, 64, 576), slots, backend="triton"
+        ),
+    )
     codes = empty_latents((2, 64), 512, 64, torch.float8_e4m3fn, HALF, torch.device("cpu"))
-    yield "mla_prepare", lambda: mla_prepare(zeros(8, 2112), norms, angles(8, 64), codes, slots, backend="triton")
-    for rows, heads, cache in ((1, 128, zeros(64, 64, 576)), (8, 16, zeros(64, 64, 576)), (1, 128, codes), (32, 32, codes)):
+    yield (
+        "mla_prepare",
+        lambda: mla_prepare(zeros(8, 2112), norms, angles(8, 64), codes, slots, backend="triton"),
+    )
+    for rows, heads, cache in (
+        (1, 128, zeros(64, 64, 576)),
+        (8, 16, zeros(64, 64, 576)),
+        (1, 128, codes),
+        (32, 32, codes),
+    ):
         pages = PagedLatents(cache, zeros(rows, 64, dtype=ints), zeros(rows, dtype=ints))
         q, kv_b = zeros(rows, heads, 192), zeros(heads, 256, 512)
-        yield "mla_decode", lambda q=q, kv_b=kv_b, pages=pages: mla_decode(q, kv_b, angles(len(q), 64), pages, scale=1.0, backend="triton")
-    of_head, cache = Norms(zeros(128), zeros(128), 1e-6), (zeros(2, 64, 8, 128), zeros(2, 64, 8, 128))
-    yield "gqa_prepare", lambda: gqa_prepare(zeros(8, 48 * 128), of_head, angles(8, 128), cache, slots, backend="triton")
+        yield (
+            "mla_decode",
+            lambda q=q, kv_b=kv_b, pages=pages: mla_decode(
+                q, kv_b, angles(len(q), 64), pages, scale=1.0, backend="triton"
+            ),
+        )
+    of_head, cache = (
+        Norms(zeros(128), zeros(128), 1e-6),
+        (zeros(2, 64, 8, 128), zeros(2, 64, 8, 128)),
+    )
+    yield (
+        "gqa_prepare",
+        lambda: gqa_prepare(
+            zeros(8, 48 * 128), of_head, angles(8, 128), cache, slots, backend="triton"
+        ),
+    )
     coded = empty_keys((2, 64, 8, 128), torch.int8, torch.device("cpu"))
-    yield "gqa_prepare", lambda: gqa_prepare(zeros(8, 48 * 128), of_head, angles(8, 128), coded, slots, backend="triton")
-    of_codes = PagedKeys(*coded[:2], zeros(2, 64, dtype=ints), zeros(2, dtype=ints), scales=coded.scales)
+    yield (
+        "gqa_prepare",
+        lambda: gqa_prepare(
+            zeros(8, 48 * 128), of_head, angles(8, 128), coded, slots, backend="triton"
+        ),
+    )
+    of_codes = PagedKeys(
+        *coded[:2], zeros(2, 64, dtype=ints), zeros(2, dtype=ints), scales=coded.scales
+    )
     yield "gqa_decode", lambda: gqa_decode(zeros(2, 32, 128), of_codes, scale=1.0, backend="triton")
     for width, heads, window in ((128, 32, 0), (64, 64, 128), (256, 16, 0)):
         side, q = zeros(64, 64, 8, width), zeros(2, heads, width)
         keys = PagedKeys(side, side, zeros(2, 64, dtype=ints), zeros(2, dtype=ints))
-        yield "gqa_decode", lambda q=q, keys=keys, window=window: gqa_decode(q, keys, scale=1.0, window=window, backend="triton")
+        yield (
+            "gqa_decode",
+            lambda q=q, keys=keys, window=window: gqa_decode(
+                q, keys, scale=1.0, window=window, backend="triton"
+            ),
+        )
         long, several = zeros(256, heads, width), Prompts.of([(0, 256)], zeros(1, 4, dtype=ints))
-        yield "gqa_prefill", lambda q=long, side=side, p=several: gqa_prefill(q, (side, side), p, scale=1.0, backend="triton")
+        yield (
+            "gqa_prefill",
+            lambda q=long, side=side, p=several: gqa_prefill(
+                q, (side, side), p, scale=1.0, backend="triton"
+            ),
+        )
     whole = Prompts.of([(0, 64)], zeros(1, 1, dtype=ints))
     yield (
         "mla_prefill",
-        lambda: mla_prefill(zeros(64, 16, 192), zeros(16, 256, 512), angles(64, 64), zeros(1, 64, 576), whole, scale=1.0, backend="triton"),
+        lambda: mla_prefill(
+            zeros(64, 16, 192),
+            zeros(16, 256, 512),
+            angles(64, 64),
+            zeros(1, 64, 576),
+            whole,
+            scale=1.0,
+            backend="triton",
+        ),
     )
 
 
@@ -250,7 +403,9 @@ def test_every_operator_compiles_within_the_limits_of_the_card(card: Recorder) -
 
 
 @pytest.mark.parametrize("card", ["sm_90"], indirect=True)
-def test_int8_on_hopper_is_by_wgmma_and_one_product_is_under_way_while_the_next_is_issued(card: Recorder) -> None:
+def test_int8_on_hopper_is_by_wgmma_and_one_product_is_under_way_while_the_next_is_issued(
+    card: Recorder,
+) -> None:
     card.operator = "linear_int8"
     linear("int8", every=True)
     by_wgmma = [text for name, text in card.assembly if name == "multiply_int8"]
@@ -273,22 +428,43 @@ def test_prompts_on_hopper_are_by_wgmma_and_softmax_runs_beside_a_product(card: 
         assert "cp.async.bulk.tensor" in text
         under_way = text.split("wgmma.wait_group.sync.aligned 1;")
         assert len(under_way) == 5  # blocks without a mask and with one, of both partitions
-        assert all("ex2.approx" in part.split("wgmma.wait_group.sync.aligned 0;")[0] for part in under_way[1:])
+        assert all(
+            "ex2.approx" in part.split("wgmma.wait_group.sync.aligned 0;")[0]
+            for part in under_way[1:]
+        )
 
 
 @pytest.mark.parametrize("card", ["sm_90"], indirect=True)
 def test_on_hopper_the_memory_of_a_barrier_is_nothing_elses(card: Recorder) -> None:
-    """PTX wants it so for as long as it is not invalidated; prompts' attention, where it was not so, never ended beside another process."""
+    """PTX wants it so for as long as it is not invalidated; prompts' attention, where it was not
+    so, never ended beside another process."""
     for card.operator, run in operators():
         if card.operator.endswith("_prefill"):
             run()
     card.operator = "linear_int8"
     linear("int8", every=True)
-    found = [text for name, text in card.assembly if name in ("attend_prompts", "multiply_int8") and "mbarrier.init" in text]
+    found = [
+        text
+        for name, text in card.assembly
+        if name in ("attend_prompts", "multiply_int8") and "mbarrier.init" in text
+    ]
     assert len(found) >= 8
     for text in found:
-        barriers = set(map(int, re.findall(r"add\.s32 \s*%r\d+, %r\d+, (\d+);\n\s*// begin inline asm\n\s*@%p\d+ mbarrier\.init", text)))
+        barriers = set(
+            map(
+                int,
+                re.findall(
+                    r"add\.s32 \s*%r\d+, %r\d+, (\d+);\n\s*// begin inline asm\n\s*@%p\d+ "
+                    r"mbarrier\.init",
+                    text,
+                ),
+            )
+        )
         assert len(barriers) == text.count("mbarrier.init")
         stores = re.findall(r"st\.shared(?:\.v(\d))?\.b(\d+) \s*\[global_smem\+(\d+)\]", text)
-        written = {int(at) + byte for many, bits, at in stores for byte in range(int(many or 1) * int(bits) // 8)}
+        written = {
+            int(at) + byte
+            for many, bits, at in stores
+            for byte in range(int(many or 1) * int(bits) // 8)
+        }
         assert not written & {at + byte for at in barriers for byte in range(8)}

@@ -1,4 +1,5 @@
-"""The int8 kernel for Hopper, its source interpreted on the CPU: right for every shape, however tiles and K are shared out."""
+"""The int8 kernel for Hopper, its source interpreted on the CPU: right for every shape, however
+tiles and K are shared out."""
 
 import random
 from pathlib import Path
@@ -17,7 +18,12 @@ multiply = interpreted(Path(triton.__file__).parent / "wgmma_kernel.py", "multip
 @pytest.mark.parametrize("seed", range(24))
 def test_products_of_any_shape_and_plan(seed: int) -> None:
     choose, rng = random.Random(seed), torch.Generator().manual_seed(seed)
-    tokens, rows, stages, left = choose.choice((16, 32, 64)), choose.choice((32, 64)), choose.randint(2, 5), bool(seed % 2)
+    tokens, rows, stages, left = (
+        choose.choice((16, 32, 64)),
+        choose.choice((32, 64)),
+        choose.randint(2, 5),
+        bool(seed % 2),
+    )
     m, n, k = choose.randint(1, 150), choose.randint(1, 200), 16 * choose.randint(1, 60)
     weight = random_weight("int8", n, k, rng)
     codes, _, row_scale = pack(weight)
@@ -28,12 +34,18 @@ def test_products_of_any_shape_and_plan(seed: int) -> None:
     programs = tiles * split if split > 1 else choose.choice((tiles, max(1, tiles // 3), 1))
     x = torch.randn(m, k, generator=rng).bfloat16()
     x_codes, x_scale = quantize_rows(x)
-    out, arrived = torch.full((m * n,), float("nan"), dtype=torch.bfloat16), torch.zeros(tiles, dtype=torch.int32)
+    out, arrived = (
+        torch.full((m * n,), float("nan"), dtype=torch.bfloat16),
+        torch.zeros(tiles, dtype=torch.int32),
+    )
     sums = torch.zeros(tiles * tokens * rows, dtype=torch.int32)
     multiply(
-        programs, Descriptor(x_codes, (tokens, 128)), Descriptor(codes.flatten(0, 1), (rows, 128)), Pointer(x_scale[:, 0]),
-        Pointer(row_scale), Pointer(out), Pointer(sums), Pointer(arrived), m, n, padded, steps, split, token_tiles, row_tiles,
-        BM=tokens, BN=rows, SHARED=split > 1, EARLY=split == 1 and choose.random() < 0.5, STAGES=stages, LEFT=left,
+        programs, Descriptor(x_codes, (tokens, 128)), Descriptor(codes.flatten(0, 1), (rows, 128)),
+        Pointer(x_scale[:, 0]),
+        Pointer(row_scale), Pointer(out), Pointer(sums), Pointer(arrived), m, n, padded, steps,
+        split, token_tiles, row_tiles,
+        BM=tokens, BN=rows, SHARED=split > 1, EARLY=split == 1 and choose.random() < 0.5,
+        STAGES=stages, LEFT=left,
         BAND=choose.choice((1, 2, 8)), WARPS=4, PDL=True,
     )  # fmt: skip
     assert distance(out.view(m, n), exact_linear(x, weight)) < TOLERANCE[torch.bfloat16]

@@ -1,4 +1,5 @@
-"""Attention of prompts on Hopper, its kernel's source interpreted on the CPU: right for every shape, block, page and part of the keys."""
+"""Attention of prompts on Hopper, its kernel's source interpreted on the CPU: right for every
+shape, block, page and part of the keys."""
 
 import random
 from pathlib import Path
@@ -12,7 +13,9 @@ from quantkit_kernels.samples import TOLERANCE, distance, grouped_attention
 from quantkit_kernels.triton.attention import prefill, wgmma
 from torch import Tensor
 
-KERNEL = interpreted(Path(triton.__file__).parent / "attention" / "wgmma_kernel.py", "attend_prompts", readers=2)
+KERNEL = interpreted(
+    Path(triton.__file__).parent / "attention" / "wgmma_kernel.py", "attend_prompts", readers=2
+)
 
 
 class Launched:
@@ -24,7 +27,11 @@ class Launched:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, num_warps: int, **named: Any) -> None:
             self.calls.append(named)
-            KERNEL(grid, *(Pointer(one.flatten()) if isinstance(one, Tensor) else one for one in args), **named)
+            KERNEL(
+                grid,
+                *(Pointer(one.flatten()) if isinstance(one, Tensor) else one for one in args),
+                **named,
+            )
 
         return launch
 
@@ -35,7 +42,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     monkeypatch.setattr(wgmma, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(wgmma, "_kernel", lambda: Launched(found))
-    monkeypatch.setattr(wgmma, "_tiles", lambda rows, tokens, columns: Descriptor(rows, (tokens, columns)))
+    monkeypatch.setattr(
+        wgmma, "_tiles", lambda rows, tokens, columns: Descriptor(rows, (tokens, columns))
+    )
     monkeypatch.setattr(prefill, "rope", reference.rope)
     return found
 
@@ -51,30 +60,54 @@ def chosen(choose: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages(seed: int, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     choose = random.Random(seed)
     torch.manual_seed(seed)
-    width, dtype = choose.choice((16, 64, 80, 96, 128)), choose.choice((torch.bfloat16, torch.float16))
+    width, dtype = (
+        choose.choice((16, 64, 80, 96, 128)),
+        choose.choice((torch.bfloat16, torch.float16)),
+    )
     chosen(choose, monkeypatch)
     monkeypatch.setattr(wgmma, "_LEAST_WINDOW", 1)
     seen = [choose.randint(1, 400) for _ in range(choose.randint(1, 3))]
     new = [choose.choice((1, length, choose.randint(1, length))) for length in seen]
     heads, window = choose.choice(((6, 2), (3, 3), (4, 1))), choose.choice((0, 0, 1, 17, 128, 190))
     sinks = torch.randn(heads[0]) * 2 if choose.random() < 0.4 else None
-    case = grouped_attention(seen, new, heads, width, choose.choice((64, 128)), dtype, window=window, sinks=sinks)
+    case = grouped_attention(
+        seen, new, heads, width, choose.choice((64, 128)), dtype, window=window, sinks=sinks
+    )
     out = prefill.gqa_prefill(case.q, case.pages[:2], case.prompts, case.scale, window, sinks)
     assert distance(out, case.exact) < TOLERANCE[dtype]
     assert len(calls) == 1
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_latents_in_parts(seed: int, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latents_in_parts(
+    seed: int, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     choose = random.Random(seed)
     torch.manual_seed(seed)
-    nope, rotary, value, latent, heads = choose.choice((64, 128)), choose.choice((16, 64)), choose.choice((32, 128)), 40, 3
+    nope, rotary, value, latent, heads = (
+        choose.choice((64, 128)),
+        choose.choice((16, 64)),
+        choose.choice((32, 128)),
+        40,
+        3,
+    )
     chosen(choose, monkeypatch)
-    monkeypatch.setattr(prefill, "_EXPANDED_BYTES", choose.choice((1 << 29, 150 * heads * (nope + value) * 2)))
-    spans = [(choose.choice((0, choose.randint(1, 200))), choose.randint(1, 180)) for _ in range(choose.randint(1, 3))]
+    monkeypatch.setattr(
+        prefill, "_EXPANDED_BYTES", choose.choice((1 << 29, 150 * heads * (nope + value) * 2))
+    )
+    spans = [
+        (choose.choice((0, choose.randint(1, 200))), choose.randint(1, 180))
+        for _ in range(choose.randint(1, 3))
+    ]
     tokens, blocks = sum(length for _, length in spans), 24
-    q, kv_b = torch.randn(tokens, heads, nope + rotary).half(), (torch.randn(heads, nope + value, latent) / latent**0.5).half()
-    cache, angles = torch.randn(blocks * len(spans), 16, latent + rotary).half(), torch.rand(tokens, rotary // 2) * 6
+    q, kv_b = (
+        torch.randn(tokens, heads, nope + rotary).half(),
+        (torch.randn(heads, nope + value, latent) / latent**0.5).half(),
+    )
+    cache, angles = (
+        torch.randn(blocks * len(spans), 16, latent + rotary).half(),
+        torch.rand(tokens, rotary // 2) * 6,
+    )
     rotation = Rotation(angles.cos(), angles.sin())
     prompts = Prompts.of(spans, torch.randperm(blocks * len(spans)).view(len(spans), blocks))
     scale = (nope + rotary) ** -0.5

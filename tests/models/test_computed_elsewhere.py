@@ -1,4 +1,5 @@
-"""Models whose gate, rotary embedding, biases or tied head the architecture's file does not compute: transformers does, whole."""
+"""Models whose gate, rotary embedding, biases or tied head the architecture's file does not
+compute: transformers does, whole."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,10 @@ SIZES = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-DYNAMIC = {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
+DYNAMIC = {
+    "max_position_embeddings": 16,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+}
 LONG = {
     "original_max_position_embeddings": 16,
     "rope_parameters": {
@@ -80,21 +84,31 @@ def peer_of(case: str) -> Any:
     model_type, extra = CASES[case]
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**{**SIZES, "model_type": model_type, **extra}), dtype=torch.float32
+        transformers.AutoConfig.for_model(**{**SIZES, "model_type": model_type, **extra}),
+        dtype=torch.float32,
     ).eval()
     for parameter in model.parameters():
         drawn = torch.randn_like(parameter)
-        parameter.data = (0.5 + drawn * 0.3 if parameter.dim() == 1 else drawn * parameter.shape[-1] ** -0.5).bfloat16().float()
+        parameter.data = (
+            (0.5 + drawn * 0.3 if parameter.dim() == 1 else drawn * parameter.shape[-1] ** -0.5)
+            .bfloat16()
+            .float()
+        )
     return model
 
 
 def written(model: Any, path: Path) -> Path:
-    return write_dense(path, model.config.to_dict(), {name: one.bfloat16() for name, one in checkpoint_tensors(model).items()})
+    return write_dense(
+        path,
+        model.config.to_dict(),
+        {name: one.bfloat16() for name, one in checkpoint_tensors(model).items()},
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_and_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
-    """Of a text beyond the length that frequencies change at, and of a short one after it: a text does not depend on those before."""
+    """Of a text beyond the length that frequencies change at, and of a short one after it: a text
+    does not depend on those before."""
     model, texts = peer_of(case), [list(range(5, 45)), [9, 8, 7], list(range(50, 70))]
     source = written(model, tmp_path / case)
     engine = open_engine(EngineOptions(source, device="cpu"))
@@ -107,17 +121,30 @@ def test_tokens_and_logits_are_those_of_transformers(case: str, tmp_path: Path) 
         assert done.token_ids == expected, text
         with torch.inference_mode():
             logits = peer_of(case)(ids).logits[0]
-        torch.testing.assert_close(whole.logits(whole.forward(ids[0]).final), logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            whole.logits(whole.forward(ids[0]).final), logits, rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("case", ["dynamic", "tanh", "latent-tied", "latent-biases"])
 def test_they_are_calibrated(case: str, tmp_path: Path) -> None:
     source = written(peer_of(case), tmp_path / case)
     text = write_letters(tmp_path / "calibration.txt", 600)
-    recipe = Recipe(scheme="awq-w4a16", calibration=str(text), samples=6, held_out=2, seq_len=48, scale_points=3, sweeps=2, group_size=32)
+    recipe = Recipe(
+        scheme="awq-w4a16",
+        calibration=str(text),
+        samples=6,
+        held_out=2,
+        seq_len=48,
+        scale_points=3,
+        sweeps=2,
+        group_size=32,
+    )
     report = quantize(source, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe)
     assert 0 < report.findings.next_token["kl"] < 0.5
-    (done,) = open_engine(EngineOptions(tmp_path / "out", device="cpu")).generate([[5, 6, 7]], SamplingParams(max_new_tokens=4))
+    (done,) = open_engine(EngineOptions(tmp_path / "out", device="cpu")).generate(
+        [[5, 6, 7]], SamplingParams(max_new_tokens=4)
+    )
     assert done.fault is None
 
 
@@ -125,7 +152,10 @@ def test_they_are_calibrated(case: str, tmp_path: Path) -> None:
 def test_the_server_says_what_it_does_not_compute(case: str, tmp_path: Path) -> None:
     config = peer_of(case).config.to_dict()
     assert not is_known(config)
-    with pytest.raises(QuantkitError, match=r"config.json has ((hidden_act|rope scaling) '\w+'|\w+ true), and quantkit's file of") as fault:
+    with pytest.raises(
+        QuantkitError,
+        match=r"config.json has ((hidden_act|rope scaling) '\w+'|\w+ true), and quantkit's file of",
+    ) as fault:
         lead_or_follow(EngineOptions(written(peer_of(case), tmp_path / case), device="cpu"))
     assert "run, eval and ppl compute it by transformers" in fault.value.remedy
 

@@ -1,6 +1,8 @@
-"""Every field that transformers' configs have: what config.json then says is computed as transformers does, or refused by name.
+"""Every field that transformers' configs have: what config.json then says is computed as
+transformers does, or refused by name.
 
-The reference is the config class itself: a field that a later release adds is asked for without a change here.
+The reference is the config class itself: a field that a later release adds is asked for without a
+change here.
 """
 
 from dataclasses import fields
@@ -11,28 +13,70 @@ import torch
 import transformers
 from plain_weights import PlainWeights
 from torch import Tensor
-from transformers_peers import CASES, COMPRESSED, LATENT, QWEN_3_5, QWEN_3_5_DENSE, SPARSE, checkpoint_tensors, random_peer, whole
+from transformers_peers import (
+    CASES,
+    COMPRESSED,
+    LATENT,
+    QWEN_3_5,
+    QWEN_3_5_DENSE,
+    SPARSE,
+    checkpoint_tensors,
+    random_peer,
+    whole,
+)
 
 from quantkit.common.errors import QuantkitError
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.models.mlp import PROJ_NAMES
 
-KINDS = ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "glm4_moe", "gpt_oss", "minimax_m2"]
+KINDS = [
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+    "glm4_moe",
+    "gpt_oss",
+    "minimax_m2",
+]
 KINDS += ["hy_v3", "solar_open"]
 DEEPSEEK = LATENT | {"num_mtp_layers": 0}
-BASES: dict[str, tuple[str, dict[str, Any]]] = {kind: CASES[kind] for kind in KINDS} | {"deepseek_v3": ("DeepseekV3", DEEPSEEK)}
-BASES = {name: (kind, {**extra, "num_hidden_layers": 2, "mlp_only_layers": []}) for name, (kind, extra) in BASES.items()}
+BASES: dict[str, tuple[str, dict[str, Any]]] = {kind: CASES[kind] for kind in KINDS} | {
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK)
+}
+BASES = {
+    name: (kind, {**extra, "num_hidden_layers": 2, "mlp_only_layers": []})
+    for name, (kind, extra) in BASES.items()
+}
 BASES |= {
-    name: (kind, {**SPARSE, "num_hidden_layers": 2}) for name, kind in (("deepseek_v32", "DeepseekV32"), ("glm_moe_dsa", "GlmMoeDsa"))
+    name: (kind, {**SPARSE, "num_hidden_layers": 2})
+    for name, kind in (("deepseek_v32", "DeepseekV32"), ("glm_moe_dsa", "GlmMoeDsa"))
 }
 BASES["deepseek_v4"] = ("DeepseekV4", COMPRESSED)
 BASES["qwen3_5_moe"] = ("Qwen3_5MoeText", {**QWEN_3_5, "num_hidden_layers": 2})
 BASES["qwen3_5"] = ("Qwen3_5Text", {**QWEN_3_5_DENSE, "num_hidden_layers": 2})
 for name in ("qwen3_next", "qwen3_5_moe", "qwen3_5"):
     BASES[name][1]["layer_types"] = ["linear_attention", "full_attention"]
-NOT_OF_THE_MODEL = {"transformers_version", "architectures", "output_hidden_states", "return_dict", "dtype", "chunk_size_feed_forward"}
-NOT_OF_THE_MODEL |= {"is_encoder_decoder", "id2label", "label2id", "problem_type", "output_attentions", "num_mtp_layers"}
+NOT_OF_THE_MODEL = {
+    "transformers_version",
+    "architectures",
+    "output_hidden_states",
+    "return_dict",
+    "dtype",
+    "chunk_size_feed_forward",
+}
+NOT_OF_THE_MODEL |= {
+    "is_encoder_decoder",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "output_attentions",
+    "num_mtp_layers",
+}
 
 
 def others(name: str, value: Any) -> list[Any]:
@@ -42,7 +86,10 @@ def others(name: str, value: Any) -> list[Any]:
         "mlp_only_layers": [[1]],
         "mlp_layer_types": [["sparse", "dense"]],
         "indexer_types": [["full", "shared"]],
-        "rope_parameters": [{"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}, {"rope_type": "default", "rope_theta": 300.0}],
+        "rope_parameters": [
+            {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+            {"rope_type": "default", "rope_theta": 300.0},
+        ],
         "sliding_window": [3, None],
         "head_dim": [20],
         "hidden_act": ["gelu_pytorch_tanh", "relu"],
@@ -76,7 +123,9 @@ def test_every_field_is_computed_or_refused(base: str) -> None:
             verdict = asked(kind, {**extra, name: value}, name)
             if verdict is not None:
                 (computed if verdict else refused).add(name)
-    named = {"rms_norm_eps", "intermediate_size", "tie_word_embeddings", "rope_parameters"} & {*declared}
+    named = {"rms_norm_eps", "intermediate_size", "tie_word_embeddings", "rope_parameters"} & {
+        *declared
+    }
     assert len(named) >= 3
     assert named <= computed | refused
     assert len(computed) > len(refused), (computed, refused)
@@ -110,5 +159,8 @@ def asked(kind: str, extra: dict[str, Any], name: str) -> bool | None:
         names = config.mixture.linears if hasattr(config, "mixture") else PROJ_NAMES
         model = architecture.Model(config, PlainWeights(tensors, names))
         logits = model.logits(model(token_ids, CausalContext([12])))
-    assert (logits - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max())), (name, extra)
+    assert (logits - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max())), (
+        name,
+        extra,
+    )
     return True

@@ -1,4 +1,5 @@
-"""The forward against transformers, and the parameter table against a checkpoint written by hand."""
+"""The forward against transformers, and the parameter table against a checkpoint written by
+hand."""
 
 from pathlib import Path
 
@@ -17,7 +18,8 @@ PROMPTS = [list(range(7, 60)), [5, 5, 5], list(range(300, 100, -3))]
 def our_logits(loaded: LoadedModel, prompts: list[list[int]]) -> torch.Tensor:
     with torch.inference_mode():
         hidden = loaded.model(
-            torch.tensor([token for prompt in prompts for token in prompt]), CausalContext([len(prompt) for prompt in prompts])
+            torch.tensor([token for prompt in prompts for token in prompt]),
+            CausalContext([len(prompt) for prompt in prompts]),
         )
         return loaded.model.logits(hidden)
 
@@ -28,7 +30,8 @@ def loaded(tiny_dense_checkpoint: Path) -> LoadedModel:
 
 
 def test_logits_equal_transformers(tiny_dense_checkpoint: Path, loaded: LoadedModel) -> None:
-    """Interleaved yarn rope, group-limited routing with biases, shared expert: all sequences of a flat batch at once."""
+    """Interleaved yarn rope, group-limited routing with biases, shared expert: all sequences of a
+    flat batch at once."""
     from transformers import AutoModelForCausalLM
 
     peer = AutoModelForCausalLM.from_pretrained(tiny_dense_checkpoint, dtype=torch.float32)
@@ -53,7 +56,9 @@ def test_routing_uses_bias_and_groups(loaded: LoadedModel) -> None:
 def test_fp8_checkpoint_computes_its_decoded_values(tiny_checkpoint: Path, tmp_path: Path) -> None:
     config = make_model.tiny_config()
     values = make_model.fp8_values(make_model.random_tensors(config))
-    decoded = make_model.write_dense(tmp_path / "decoded", config, {name: value.float() for name, value in values.items()})
+    decoded = make_model.write_dense(
+        tmp_path / "decoded", config, {name: value.float() for name, value in values.items()}
+    )
     ours = our_logits(load_model(tiny_checkpoint, device="cpu", dtype="float32"), PROMPTS)
     expected = our_logits(load_model(decoded, device="cpu", dtype="float32"), PROMPTS)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
@@ -77,16 +82,22 @@ def test_a_layer_is_its_two_halves(loaded: LoadedModel) -> None:
         for layer in loaded.model.layers[:2]:
             context = CausalContext([7])
             halves = layer.feed_forward(layer.attend(hidden, context), context)
-            normed, residual = layer(rms_norm(hidden, layer.input_norm, layer.eps), hidden, CausalContext([7]), gain)
+            normed, residual = layer(
+                rms_norm(hidden, layer.input_norm, layer.eps), hidden, CausalContext([7]), gain
+            )
             assert torch.equal(residual, halves)
             assert torch.equal(normed, rms_norm(halves, gain, layer.eps))
 
 
 def test_mtp_layer_predicts_from_hidden_and_next_token(loaded: LoadedModel) -> None:
-    """Written out: the decoder layer over eh_proj([enorm(embed(next)), hnorm(hidden)]), its own norm and head."""
+    """Written out: the decoder layer over eh_proj([enorm(embed(next)), hnorm(hidden)]), its own
+    norm and head."""
     from torch.nn.functional import embedding, linear, rms_norm
 
-    tensors = {name: tensor.float() for name, tensor in make_model.random_tensors(make_model.tiny_config()).items()}
+    tensors = {
+        name: tensor.float()
+        for name, tensor in make_model.random_tensors(make_model.tiny_config()).items()
+    }
     prompt = torch.tensor(PROMPTS[0])
     p, eps = "model.layers.3", 1e-6
     with torch.inference_mode():
@@ -95,8 +106,16 @@ def test_mtp_layer_predicts_from_hidden_and_next_token(loaded: LoadedModel) -> N
         context = CausalContext([len(prompt) - 1])
         ours = mtp.logits(mtp(prompt[1:], hidden, context))
         embedded = embedding(prompt[1:], tensors[f"{p}.embed_tokens.weight"])
-        parts = [rms_norm(x, (256,), tensors[f"{p}.{name}.weight"], eps) for x, name in ((embedded, "enorm"), (hidden, "hnorm"))]
-        attended = mtp.block.attend(linear(torch.cat(parts, dim=-1), tensors[f"{p}.eh_proj.weight"]), context)
+        parts = [
+            rms_norm(x, (256,), tensors[f"{p}.{name}.weight"], eps)
+            for x, name in ((embedded, "enorm"), (hidden, "hnorm"))
+        ]
+        attended = mtp.block.attend(
+            linear(torch.cat(parts, dim=-1), tensors[f"{p}.eh_proj.weight"]), context
+        )
         block = mtp.block.feed_forward(attended, context)
-        expected = linear(rms_norm(block, (256,), tensors[f"{p}.shared_head.norm.weight"], eps), tensors[f"{p}.shared_head.head.weight"])
+        expected = linear(
+            rms_norm(block, (256,), tensors[f"{p}.shared_head.norm.weight"], eps),
+            tensors[f"{p}.shared_head.head.weight"],
+        )
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)

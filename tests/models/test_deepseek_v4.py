@@ -1,4 +1,5 @@
-"""DeepSeek-V4 against transformers, in float32 on tiny random models; over a cache, however a text is cut; and as it is published."""
+"""DeepSeek-V4 against transformers, in float32 on tiny random models; over a cache, however a text
+is cut; and as it is published."""
 
 import random
 from pathlib import Path
@@ -29,81 +30,152 @@ from quantkit.models.context import CausalContext
 from quantkit.models.hyper_connections import begun, packed
 from quantkit.quantization.run import quantize
 
-YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 32, "beta_slow": 1}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 SIDES = {
     "main": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
     "compress": {**YARN, "rope_theta": 900.0, "partial_rotary_factor": 0.25},
 }
 CASES: dict[str, dict[str, Any]] = {
-    "release": {"layer_types": None, "compress_rates": None, "compress_ratios": [4, 0, 128, 4, 0], "rope_scaling": YARN},
-    "odd": {"hc_mult": 3, "hc_sinkhorn_iters": 2, "head_dim": 24, "o_groups": 4, "scoring_func": "sigmoid", "index_n_heads": 3},
-    "ropes": {"rope_parameters": SIDES, "index_head_dim": 32, "mlp_layer_types": ["moe", "hash_moe", "moe", "moe"]},
-    "default": {"layer_types": None, "compress_rates": None, "compress_rate_csa": 2, "compress_rate_hca": 5, "rms_norm_eps": 1e-3},
-    "one-stream": {"hc_mult": 1, "partial_rotary_factor": 0.5, "qk_rope_head_dim": None, "sliding_window": 1, "num_hash_layers": 0},
+    "release": {
+        "layer_types": None,
+        "compress_rates": None,
+        "compress_ratios": [4, 0, 128, 4, 0],
+        "rope_scaling": YARN,
+    },
+    "odd": {
+        "hc_mult": 3,
+        "hc_sinkhorn_iters": 2,
+        "head_dim": 24,
+        "o_groups": 4,
+        "scoring_func": "sigmoid",
+        "index_n_heads": 3,
+    },
+    "ropes": {
+        "rope_parameters": SIDES,
+        "index_head_dim": 32,
+        "mlp_layer_types": ["moe", "hash_moe", "moe", "moe"],
+    },
+    "default": {
+        "layer_types": None,
+        "compress_rates": None,
+        "compress_rate_csa": 2,
+        "compress_rate_hca": 5,
+        "rms_norm_eps": 1e-3,
+    },
+    "one-stream": {
+        "hc_mult": 1,
+        "partial_rotary_factor": 0.5,
+        "qk_rope_head_dim": None,
+        "sliding_window": 1,
+        "num_hash_layers": 0,
+    },
 }
 
 
 class Case:
     def __init__(self, changes: dict[str, Any]) -> None:
-        self.peer = random_peer("DeepseekV4", {key: value for key, value in {**COMPRESSED, **changes}.items() if value is not None})
+        self.peer = random_peer(
+            "DeepseekV4",
+            {key: value for key, value in {**COMPRESSED, **changes}.items() if value is not None},
+        )
         self.config_dict, self.tensors = self.peer.config.to_dict(), checkpoint_tensors(self.peer)
         self.architecture = find_architecture(self.config_dict)
         self.config: Any = self.architecture.Config.from_dict(self.config_dict)
 
-    def logits(self, lengths: list[int], token_ids: Tensor, tensors: dict[str, Tensor] | None = None) -> Tensor:
+    def logits(
+        self, lengths: list[int], token_ids: Tensor, tensors: dict[str, Tensor] | None = None
+    ) -> Tensor:
         model = self.architecture.Model(self.config, self.weights(tensors))
         with torch.no_grad():
             return model.logits(model(token_ids, CausalContext(lengths)))
 
     def weights(self, tensors: dict[str, Tensor] | None = None) -> PlainWeights:
-        return PlainWeights(self.tensors if tensors is None else tensors, self.config.mixture.linears)
+        return PlainWeights(
+            self.tensors if tensors is None else tensors, self.config.mixture.linears
+        )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(case: str) -> None:
-    """Texts shorter and longer than the window, than a group of tokens, and with more entries than are selected; layer by layer as well."""
+    """Texts shorter and longer than the window, than a group of tokens, and with more entries than
+    are selected; layer by layer as well."""
     one, lengths = Case(CASES[case]), [40, 7, 1, 31]
     token_ids = torch.randint(0, 211, (sum(lengths),), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         expected = torch.cat([one.peer(own[None]).logits[0] for own in token_ids.split(lengths)])
     assert expected.abs().max() > 1
     assert (one.logits(lengths, token_ids) - expected).abs().max() < 1e-4
-    rows = {row.name: row.shape for row in one.architecture.parameters(one.config) if not row.mtp}  # which transformers has not
+    rows = {
+        row.name: row.shape for row in one.architecture.parameters(one.config) if not row.mtp
+    }  # which transformers has not
     assert rows == {k: tuple(v.shape) for k, v in one.tensors.items()}
     model = one.architecture.Model(one.config, one.weights())
     hidden = packed(begun(one.tensors["embed.weight"][token_ids], one.config.hc_mult), token_ids)
     with torch.no_grad():
         for layer in model.layers:
-            hidden = layer.feed_forward(layer.attend(hidden, CausalContext(lengths)), CausalContext(lengths))
+            hidden = layer.feed_forward(
+                layer.attend(hidden, CausalContext(lengths)), CausalContext(lengths)
+            )
         whole = model(token_ids, CausalContext(lengths))
-        end = F.rms_norm(model.end(hidden[:, :-1].unflatten(-1, (one.config.hc_mult, -1))), (64,), model.norm, one.config.rms_norm_eps)
+        end = F.rms_norm(
+            model.end(hidden[:, :-1].unflatten(-1, (one.config.hc_mult, -1))),
+            (64,),
+            model.norm,
+            one.config.rms_norm_eps,
+        )
     assert (end - whole).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("case", ["release", "odd"])
 def test_the_mtp_layer_is_the_published_one(case: str) -> None:
-    """As the release's inference/model.py has it (MTPBlock): linears over the normed embedding of the next token and over each stream,
-    normed, added; a layer with a window, here transformers'; streams that end by weights of its own; the main model's head."""
+    """As the release's inference/model.py has it (MTPBlock): linears over the normed embedding of
+    the next token and over each stream, normed, added; a layer with a window, here transformers';
+    streams that end by weights of its own; the main model's head."""
     layers = COMPRESSED["num_hidden_layers"] + 1
     kinds = {"compress_ratios": [4, 0, 128, 4, 0], "layer_types": None, "compress_rates": None}
-    one, generator = Case({**CASES[case], **kinds, "num_hidden_layers": layers}), torch.Generator().manual_seed(5)
+    one, generator = (
+        Case({**CASES[case], **kinds, "num_hidden_layers": layers}),
+        torch.Generator().manual_seed(5),
+    )
     hidden, eps = one.config.hidden_size, one.config.rms_norm_eps
-    own = {name: torch.randn(hidden, generator=generator) for name in ("enorm.weight", "hnorm.weight")}
-    own |= {f"{side}_proj.weight": torch.randn(hidden, hidden, generator=generator) / hidden**0.5 for side in "eh"}
+    own = {
+        name: torch.randn(hidden, generator=generator) for name in ("enorm.weight", "hnorm.weight")
+    }
+    own |= {
+        f"{side}_proj.weight": torch.randn(hidden, hidden, generator=generator) / hidden**0.5
+        for side in "eh"
+    }
     ends = [name for name in one.tensors if name.startswith("hc_head") or name == "norm.weight"]
-    tensors = {name.replace(f"layers.{layers - 1}.", "mtp.0."): tensor for name, tensor in one.tensors.items()}
-    tensors |= {f"mtp.0.{name}": tensor for name, tensor in (own | {name: one.tensors[name] for name in ends}).items()}
+    tensors = {
+        name.replace(f"layers.{layers - 1}.", "mtp.0."): tensor
+        for name, tensor in one.tensors.items()
+    }
+    tensors |= {
+        f"mtp.0.{name}": tensor
+        for name, tensor in (own | {name: one.tensors[name] for name in ends}).items()
+    }
     tensors |= {name: torch.randn(one.tensors[name].shape, generator=generator) for name in ends}
     token_ids = torch.randint(0, 211, (40,), generator=generator)
     next_ids = token_ids.roll(-1)
 
     def mixed(module: torch.nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        embedded = F.rms_norm(one.tensors["embed.weight"][next_ids], (hidden,), own["enorm.weight"], eps) @ own["e_proj.weight"].T
+        embedded = (
+            F.rms_norm(one.tensors["embed.weight"][next_ids], (hidden,), own["enorm.weight"], eps)
+            @ own["e_proj.weight"].T
+        )
         streams = F.rms_norm(given[0], (hidden,), own["hnorm.weight"], eps) @ own["h_proj.weight"].T
         return embedded[None, :, None] + streams, *given[1:]
 
     one.peer.model.layers[layers - 1].register_forward_pre_hook(mixed)
-    config: Any = one.architecture.Config.from_dict({**one.config_dict, "num_hidden_layers": layers - 1, "num_nextn_predict_layers": 1})
+    config: Any = one.architecture.Config.from_dict(
+        {**one.config_dict, "num_hidden_layers": layers - 1, "num_nextn_predict_layers": 1}
+    )
     weights = PlainWeights(tensors, config.mixture.linears)
     model, mtp = one.architecture.Model(config, weights), one.architecture.MtpLayer(config, weights)
     mtp.follow(model)
@@ -122,11 +194,15 @@ def test_folding_a_group_keeps_the_logits(case: str) -> None:
     expected, folded = one.logits([30], token_ids), dict(one.tensors)
     for layer in range(one.config.num_hidden_layers):
         for group in one.architecture.scale_groups(one.config, layer):
-            scale = 2.0 ** torch.randint(-2, 3, folded[f"{group.producer}.weight"].shape)  # nothing is rounded: no choice can flip
+            scale = 2.0 ** torch.randint(
+                -2, 3, folded[f"{group.producer}.weight"].shape
+            )  # nothing is rounded: no choice can flip
             folded[f"{group.producer}.weight"] = folded[f"{group.producer}.weight"] / scale
             for consumer in group.consumers:
                 folded[f"{consumer}.weight"] = folded[f"{consumer}.weight"] * scale
-    assert (one.logits([30], token_ids, folded) - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert (
+        one.logits([30], token_ids, folded) - expected
+    ).abs().max() < 1e-4 * expected.abs().max()
 
 
 def tiny(**changes: Any) -> dict[str, Any]:
@@ -143,8 +219,13 @@ def written(path: Path, **changes: Any) -> Path:
 
 @pytest.mark.parametrize(("csa", "hca"), [(4, 128), (5, 70)])
 def test_a_text_is_the_same_however_it_is_cut(csa: int, hca: int, tmp_path: Path) -> None:
-    """Chunks of any lengths, steps and both in one pass, over groups that end inside blocks, at their ends, and every second one."""
-    loaded = load_model(written(tmp_path / "model", compress_rate_csa=csa, compress_rate_hca=hca), device="cpu", dtype="float32")
+    """Chunks of any lengths, steps and both in one pass, over groups that end inside blocks, at
+    their ends, and every second one."""
+    loaded = load_model(
+        written(tmp_path / "model", compress_rate_csa=csa, compress_rate_hca=hca),
+        device="cpu",
+        dtype="float32",
+    )
     assert furthest_from_whole(loaded, random.Random(csa)) < 1e-4
 
 
@@ -158,13 +239,18 @@ def test_where_scores_are_equal_too(tmp_path: Path) -> None:
 PROMPTS = [list(range(6 + i, 30 + 13 * i)) for i in range(5)]
 
 
-def drafted(path: Path, num_drafts: int, budget: StepBudget | None = None, **options: Any) -> tuple[list[list[int]], float]:
+def drafted(
+    path: Path, num_drafts: int, budget: StepBudget | None = None, **options: Any
+) -> tuple[list[list[int]], float]:
     """Tokens, greedy and drawn, and the share of guesses that were kept."""
     options = {"max_batch": 3, "max_model_len": 128, "num_drafts": num_drafts, **options}
     engine = Engine.load(path, device="cpu", dtype="float32", **options)
     if budget is not None:
         engine.scheduler.budget = budget
-    params = [SamplingParams(max_new_tokens=20 + i, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(5)]
+    params = [
+        SamplingParams(max_new_tokens=20 + i, temperature=0.7 * (i % 2), seed=i, ignore_eos=True)
+        for i in range(5)
+    ]
     done = sorted(engine.generate(PROMPTS, params), key=lambda one: one.index)
     assert options.get("cache_tokens") is None or engine.scheduler.num_preempted > 0
     return [one.token_ids for one in done], engine.speculation.acceptance.rate
@@ -172,7 +258,8 @@ def drafted(path: Path, num_drafts: int, budget: StepBudget | None = None, **opt
 
 @pytest.fixture(scope="module")
 def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Hidden states are nearly the embeddings, and so the next token follows from the last one; the MTP layer passes the embedding of the
+    """Hidden states are nearly the embeddings, and so the next token follows from the last one; the
+    MTP layer passes the embedding of the
     next token through: guesses are often right."""
     from test_architectures import random_tensors
 
@@ -188,11 +275,19 @@ def easy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(
     ("budget", "options"),
-    [(None, {}), (StepBudget(16, 7, mixed=True), {}), (None, {"cache_tokens": 192, "max_model_len": 192}), (None, {"num_looked_up": 2})],
+    [
+        (None, {}),
+        (StepBudget(16, 7, mixed=True), {}),
+        (None, {"cache_tokens": 192, "max_model_len": 192}),
+        (None, {"num_looked_up": 2}),
+    ],
     ids=["plain", "chunks", "preempted", "looked-up"],
 )
-def test_guesses_change_no_token(easy: Path, budget: StepBudget | None, options: dict[str, Any]) -> None:
-    """Guesses of the MTP layer, right and wrong ones: entries, windows and what is pooled are taken back."""
+def test_guesses_change_no_token(
+    easy: Path, budget: StepBudget | None, options: dict[str, Any]
+) -> None:
+    """Guesses of the MTP layer, right and wrong ones: entries, windows and what is pooled are taken
+    back."""
     found, rate = drafted(easy, 3, budget, **options)
     assert found == drafted(easy, 0)[0]
     assert 0.1 < rate < 0.95
@@ -205,7 +300,8 @@ def test_what_is_measured_at_load_is_in_no_answer(easy: Path) -> None:
 
 
 def test_steps_that_are_captured_give_the_same_tokens(tmp_path: Path) -> None:
-    """Over static buffers, padded in rows and tables, as graphs have them; a sequence that ends gives its place to another."""
+    """Over static buffers, padded in rows and tables, as graphs have them; a sequence that ends
+    gives its place to another."""
     source, params = written(tmp_path / "model"), SamplingParams(max_new_tokens=9, ignore_eos=True)
     prompts = [list(range(10 + i, 40 + 9 * i)) for i in range(4)]
     engine = Engine.load(source, device="cpu", dtype="float32", max_batch=2, max_model_len=128)
@@ -215,7 +311,9 @@ def test_steps_that_are_captured_give_the_same_tokens(tmp_path: Path) -> None:
     assert engine.runner.why_eager == ""
     ids = torch.tensor([*prompts[3], *eager[3]])
     with torch.inference_mode():
-        found = engine.loaded.model.logits(engine.loaded.model(ids, CausalContext([len(ids)])))[len(prompts[3]) - 1 : -1].argmax(-1)
+        found = engine.loaded.model.logits(engine.loaded.model(ids, CausalContext([len(ids)])))[
+            len(prompts[3]) - 1 : -1
+        ].argmax(-1)
     assert found.tolist() == eager[3]
 
 
@@ -224,25 +322,47 @@ def _fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     groups = weight.float().unflatten(1, (-1, 32))
     power = (groups.abs().amax(-1).clamp(min=1e-30) / 6).log2().ceil()
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    codes = ((groups / power.exp2()[..., None])[..., None] - values).abs().argmin(-1).flatten(1).to(torch.uint8)
-    return (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8), power.exp2().to(torch.float8_e8m0fnu)
+    codes = (
+        ((groups / power.exp2()[..., None])[..., None] - values)
+        .abs()
+        .argmin(-1)
+        .flatten(1)
+        .to(torch.uint8)
+    )
+    return (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8), power.exp2().to(
+        torch.float8_e8m0fnu
+    )
 
 
 def _fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
-    blocks = F.pad(weight.float(), (0, -columns % 128, 0, -rows % 128)).unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+    blocks = (
+        F.pad(weight.float(), (0, -columns % 128, 0, -rows % 128))
+        .unflatten(0, (-1, 128))
+        .unflatten(2, (-1, 128))
+    )
     scale = (blocks.abs().amax((1, 3)).clamp(min=1e-30) / 448).log2().ceil().exp2()
-    codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).flatten(2).flatten(0, 1)[:rows, :columns]
+    codes = (
+        (blocks / scale[:, None, :, None])
+        .to(torch.float8_e4m3fn)
+        .flatten(2)
+        .flatten(0, 1)[:rows, :columns]
+    )
     return codes.contiguous(), scale.to(torch.float8_e8m0fnu)
 
 
 def as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """FP4 experts, FP8 linears, a tensor of a draft model of another kind, and a table of 32-bit ids."""
+    """FP4 experts, FP8 linears, a tensor of a draft model of another kind, and a table of 32-bit
+    ids."""
     tensors = tensors | {"mtp.1.main_norm.weight": tensors["norm.weight"].clone()}
     made: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         last = name.split(".")[-2] if name.endswith(".weight") else ""
-        linear = (last[:1] == "w" or last in ("e_proj", "h_proj")) and tensor.dim() == 2 and ".compressor." not in name
+        linear = (
+            (last[:1] == "w" or last in ("e_proj", "h_proj"))
+            and tensor.dim() == 2
+            and ".compressor." not in name
+        )
         packed_as = _fp4 if ".experts." in name else _fp8 if linear else None
         if packed_as is None or last == "weights_proj":
             made[name] = tensor.int() if tensor.dtype == torch.int64 else tensor
@@ -251,35 +371,64 @@ def as_published(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return made
 
 
-QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+QUANTIZATION = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "scale_fmt": "ue8m0",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+}
 
 
 def test_the_published_layout_is_read_and_its_experts_are_kept(tmp_path: Path) -> None:
-    """To the bit what transformers decodes; MXFP4 experts stay as they are where they are asked for, the MTP layer's too, which guesses
-    from either; what is of another draft model is copied."""
+    """To the bit what transformers decodes; MXFP4 experts stay as they are where they are asked
+    for, the MTP layer's too, which guesses from either; what is of another draft model is
+    copied."""
     from test_architectures import random_tensors
 
     config = tiny(expert_dtype="fp4", quantization_config=QUANTIZATION)
     stored = as_published(random_tensors(tiny()))
     source = make_model.write_dense(tmp_path / "source", config, stored)
     checkpoint, decode = Checkpoint.open(source), Fp8Dequantize(None)
-    for name in ("layers.0.ffn.experts.3.w2", "layers.1.ffn.experts.0.w1", "layers.2.attn.wo_a", "mtp.0.e_proj"):
+    for name in (
+        "layers.0.ffn.experts.3.w2",
+        "layers.1.ffn.experts.0.w1",
+        "layers.2.attn.wo_a",
+        "mtp.0.e_proj",
+    ):
         values, scale = stored[f"{name}.weight"], stored[f"{name}.scale"].float()
         wide = decode._unpack_fp4(values) if values.dtype == torch.int8 else values.float()
-        tall, long = (32 if values.dtype == torch.int8 else 128), (1 if values.dtype == torch.int8 else 128)
-        expected = wide * scale.repeat_interleave(long, 0).repeat_interleave(tall, 1)[: len(wide), : wide.shape[1]]
+        tall, long = (
+            (32 if values.dtype == torch.int8 else 128),
+            (1 if values.dtype == torch.int8 else 128),
+        )
+        expected = (
+            wide
+            * scale.repeat_interleave(long, 0).repeat_interleave(tall, 1)[
+                : len(wide), : wide.shape[1]
+            ]
+        )
         assert torch.equal(dequantize(checkpoint.weight(name)), expected), name
     recipe = Recipe(scheme="mxfp4-w4a16", methods=())
     quantize(source, tmp_path / "out", SCHEMES["mxfp4-w4a16"], "auto", recipe, device="cpu")
     out = Checkpoint.open(tmp_path / "out")
     for name in ("layers.1.ffn.experts.0.w1", "mtp.0.ffn.experts.2.w2"):
         assert torch.equal(dequantize(out.weight(name)), dequantize(checkpoint.weight(name)))
-    assert torch.equal(out.read("mtp.0.e_proj.weight").float(), dequantize(checkpoint.weight("mtp.0.e_proj")))
+    assert torch.equal(
+        out.read("mtp.0.e_proj.weight").float(), dequantize(checkpoint.weight("mtp.0.e_proj"))
+    )
     assert torch.equal(out.read("mtp.1.main_norm.weight"), stored["norm.weight"])
     guessed = [drafted(path, 2)[0] for path in (source, tmp_path / "out")]
     assert guessed == [drafted(path, 0)[0] for path in (source, tmp_path / "out")]
     with pytest.raises(QuantkitError, match="by token id"):
-        quantize(source, tmp_path / "no", SCHEMES["awq-w4a16"], "auto", Recipe(scheme="awq-w4a16", prune=0.25), device="cpu")
+        quantize(
+            source,
+            tmp_path / "no",
+            SCHEMES["awq-w4a16"],
+            "auto",
+            Recipe(scheme="awq-w4a16", prune=0.25),
+            device="cpu",
+        )
 
 
 def test_what_is_not_computed_is_refused(tmp_path: Path) -> None:
@@ -308,6 +457,12 @@ def test_what_is_not_computed_is_refused(tmp_path: Path) -> None:
         with pytest.raises(QuantkitError, match=key):
             architecture.Config.from_dict(tiny(**{key: value}))
     with pytest.raises(QuantkitError, match="--prefix-cache"):
-        Engine.load(written(tmp_path / "model"), device="cpu", max_batch=1, max_model_len=64, prefix_cache=True)
+        Engine.load(
+            written(tmp_path / "model"),
+            device="cpu",
+            max_batch=1,
+            max_model_len=64,
+            prefix_cache=True,
+        )
     with pytest.raises(QuantkitError, match="o_groups = 2, which 4 ranks cannot share evenly"):
         open_model(tmp_path / "model", device="cpu", tp=4)

@@ -24,7 +24,8 @@ def test_logits_equal_transformers(case: str) -> None:
     config = architecture.Config.from_dict(config_dict)
     tensors = checkpoint_tensors(peer)
     token_ids = torch.randint(0, 211, (2, 40))
-    # By torch's operators, whose norms are transformers' to the bit: a recurrent layer makes 1e-3 of a last place.
+    # By torch's operators, whose norms are transformers' to the bit: a recurrent layer makes 1e-3
+    # of a last place.
     with torch.no_grad(), asked("reference"):
         expected = peer(token_ids).logits
         model = architecture.Model(config, PlainWeights(tensors, config.mixture.linears))
@@ -33,13 +34,18 @@ def test_logits_equal_transformers(case: str) -> None:
     assert (logits - expected).abs().max() < 1e-4
 
     table = {row.name: row.shape for row in architecture.parameters(config)}
-    held = {name: tuple(tensor.shape) for name, tensor in tensors.items() if not (config.tie_word_embeddings and name == "lm_head.weight")}
+    held = {
+        name: tuple(tensor.shape)
+        for name, tensor in tensors.items()
+        if not (config.tie_word_embeddings and name == "lm_head.weight")
+    }
     assert table == held
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_folding_a_group_keeps_the_logits(case: str) -> None:
-    """Each group lists every reader of its producer: scaling producer and consumers by hand changes nothing."""
+    """Each group lists every reader of its producer: scaling producer and consumers by hand changes
+    nothing."""
     peer = random_peer(*CASES[case])
     config_dict = peer.config.to_dict()
     architecture = find_architecture(config_dict)
@@ -56,9 +62,14 @@ def test_folding_a_group_keeps_the_logits(case: str) -> None:
     offsets = {row.name: row.gain_offset for row in architecture.parameters(config)}
     for layer in range(config.num_hidden_layers):
         for group in architecture.scale_groups(config, layer):
-            producer, offset = folded[f"{group.producer}.weight"], offsets[f"{group.producer}.weight"]
+            producer, offset = (
+                folded[f"{group.producer}.weight"],
+                offsets[f"{group.producer}.weight"],
+            )
             by, scale = drawn_scale(group, len(producer), lambda count: torch.rand(count) + 0.5)
-            folded[f"{group.producer}.weight"] = (producer + offset) / (by if group.producer_is_norm else by[:, None]) - offset
+            folded[f"{group.producer}.weight"] = (producer + offset) / (
+                by if group.producer_is_norm else by[:, None]
+            ) - offset
             for consumer in group.consumers:
                 folded[f"{consumer}.weight"] = folded[f"{consumer}.weight"] * scale
     assert (logits(folded) - expected).abs().max() < 1e-3 * expected.abs().max()
@@ -68,9 +79,14 @@ def test_folding_a_group_keeps_the_logits(case: str) -> None:
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Qwen3Moe"])
 def test_fields_that_config_json_leaves_out_are_those_of_transformers(kind: str) -> None:
-    """rope_theta, the width of Qwen3's heads, and a window that use_sliding_window: false turns off."""
+    """rope_theta, the width of Qwen3's heads, and a window that use_sliding_window: false turns
+    off."""
     peer = getattr(transformers, f"{kind}Config")(num_experts=8, num_key_value_heads=8)
-    config = {key: value for key, value in peer.to_dict().items() if key not in ("rope_parameters", "head_dim", "tie_word_embeddings")}
+    config = {
+        key: value
+        for key, value in peer.to_dict().items()
+        if key not in ("rope_parameters", "head_dim", "tie_word_embeddings")
+    }
     config |= {"use_sliding_window": False, "sliding_window": 4096, "moe_intermediate_size": 64}
     ours = find_architecture(config).Config.from_dict(config)
     heads = getattr(peer, "head_dim", None) or peer.hidden_size // peer.num_attention_heads
@@ -86,9 +102,20 @@ def test_more_dense_layers_than_layers_are_all_of_them() -> None:
 def test_a_minimax_of_another_kind_is_refused() -> None:
     peer = random_peer(*CASES["minimax_m2"]).config.to_dict()
     architecture = find_architecture(peer)
-    published = {"attn_type_list": [1, 1, 1], "use_mtp": True, "num_mtp_modules": 3, "use_routing_bias": True, "sliding_window": None}
+    published = {
+        "attn_type_list": [1, 1, 1],
+        "use_mtp": True,
+        "num_mtp_modules": 3,
+        "use_routing_bias": True,
+        "sliding_window": None,
+    }
     architecture.Config.from_dict({**peer, **published})
-    others = {"attn_type_list": [1, 0, 1], "use_routing_bias": False, "shared_intermediate_size": 64, "scoring_func": "softmax"}
+    others = {
+        "attn_type_list": [1, 0, 1],
+        "use_routing_bias": False,
+        "shared_intermediate_size": 64,
+        "scoring_func": "softmax",
+    }
     for key, value in others.items():
         with pytest.raises(QuantkitError, match=key):
             architecture.Config.from_dict({**peer, key: value})
@@ -101,13 +128,19 @@ def test_openpangu_embedded_is_llama_with_biases_of_attention() -> None:
     config |= {"model_type": "PanguEmbedded", "bias": True}
     architecture, token_ids = find_architecture(config), torch.randint(0, 211, (20,))
     with torch.no_grad():
-        model = architecture.Model(architecture.Config.from_dict(config), PlainWeights(checkpoint_tensors(peer)))
-        assert (model.logits(model(token_ids, CausalContext([20]))) - peer(token_ids[None]).logits[0]).abs().max() < 1e-4
+        model = architecture.Model(
+            architecture.Config.from_dict(config), PlainWeights(checkpoint_tensors(peer))
+        )
+        assert (
+            model.logits(model(token_ids, CausalContext([20]))) - peer(token_ids[None]).logits[0]
+        ).abs().max() < 1e-4
     for key in ("mlp_bias", "param_sink_number"):
         with pytest.raises(QuantkitError, match=key):
             architecture.Config.from_dict({**config, key: True})
     with pytest.raises(QuantkitError, match="rope_theta"):
-        architecture.Config.from_dict({key: value for key, value in config.items() if key != "rope_parameters"})
+        architecture.Config.from_dict(
+            {key: value for key, value in config.items() if key != "rope_parameters"}
+        )
 
 
 def test_unsupported_settings_are_refused() -> None:
@@ -130,7 +163,11 @@ def test_unsupported_settings_are_refused() -> None:
     for key, value in others.items():
         with pytest.raises(QuantkitError, match=key):
             architecture.Config.from_dict({**llama, key: value})
-    for key, value in {"use_sliding_window": False, "layer_types": ["full_attention"] * 3, "final_logit_softcapping": None}.items():
+    for key, value in {
+        "use_sliding_window": False,
+        "layer_types": ["full_attention"] * 3,
+        "final_logit_softcapping": None,
+    }.items():
         architecture.Config.from_dict({**llama, key: value})
     del llama["rms_norm_eps"]
     with pytest.raises(QuantkitError, match="rms_norm_eps"):

@@ -1,4 +1,5 @@
-"""Kimi-K2 is DeepSeek-V3 in other numbers; in K2.5 and K2.6 it is the text model, and everything beside it is copied."""
+"""Kimi-K2 is DeepSeek-V3 in other numbers; in K2.5 and K2.6 it is the text model, and everything
+beside it is copied."""
 
 import json
 from pathlib import Path
@@ -21,9 +22,19 @@ from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.quantization.run import quantize
 
-TEXT = make_model.tiny_config(model_type="kimi_k2", num_hidden_layers=2, n_group=1, topk_group=1, num_nextn_predict_layers=0)
-WHOLE = {"model_type": "kimi_k25", "text_config": TEXT, "vision_config": {"hidden_size": 64}, "vocab_size": TEXT["vocab_size"]}
-VISION = {"vision_tower.encoder.blocks.0.mlp.fc0.weight": (128, 64), "mm_projector.proj.0.weight": (256, 128)}
+TEXT = make_model.tiny_config(
+    model_type="kimi_k2", num_hidden_layers=2, n_group=1, topk_group=1, num_nextn_predict_layers=0
+)
+WHOLE = {
+    "model_type": "kimi_k25",
+    "text_config": TEXT,
+    "vision_config": {"hidden_size": 64},
+    "vocab_size": TEXT["vocab_size"],
+}
+VISION = {
+    "vision_tower.encoder.blocks.0.mlp.fc0.weight": (128, 64),
+    "mm_projector.proj.0.weight": (256, 128),
+}
 
 
 def logits(path: Path) -> Tensor:
@@ -34,7 +45,8 @@ def logits(path: Path) -> Tensor:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The same weights as a DeepSeek-V3, whose logits are held against transformers, and as the text model of K2.5."""
+    """The same weights as a DeepSeek-V3, whose logits are held against transformers, and as the
+    text model of K2.5."""
     path, tensors = tmp_path_factory.mktemp("kimi"), make_model.random_tensors(TEXT)
     named = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
     vision = {name: torch.randn(shape).bfloat16() for name, shape in VISION.items()}
@@ -47,8 +59,17 @@ def test_the_text_model_computes_what_deepseek_v3_does(sources: tuple[Path, Path
     assert torch.equal(found, expected)
 
 
-def test_what_is_beside_the_text_model_is_copied(sources: tuple[Path, Path], tmp_path: Path) -> None:
-    report = quantize(sources[1], tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16"), device="cpu")
+def test_what_is_beside_the_text_model_is_copied(
+    sources: tuple[Path, Path], tmp_path: Path
+) -> None:
+    report = quantize(
+        sources[1],
+        tmp_path / "out",
+        SCHEMES["rtn-w4a16"],
+        "auto",
+        Recipe(scheme="rtn-w4a16"),
+        device="cpu",
+    )
     written, source = Checkpoint.open(report.out), Checkpoint.open(sources[1])
     assert all(torch.equal(written.read(name), source.read(name)) for name in VISION)
     assert "language_model.model.layers.1.mlp.experts.3.down_proj" in written.linears
@@ -57,19 +78,39 @@ def test_what_is_beside_the_text_model_is_copied(sources: tuple[Path, Path], tmp
     assert (logits(report.out) - expected).norm() < 0.5 * expected.norm()
 
 
-def test_int4_in_groups_of_32_is_read_as_kimi_publishes_it(sources: tuple[Path, Path], tmp_path: Path) -> None:
+def test_int4_in_groups_of_32_is_read_as_kimi_publishes_it(
+    sources: tuple[Path, Path], tmp_path: Path
+) -> None:
     """Experts alone, the quantization told inside text_config."""
     tensors, grid = make_model.random_tensors(TEXT), IntGrid(4, 32, symmetric=True)
     text = {**TEXT, "model_type": "deepseek_v3"}
-    packed = write_packed(tmp_path / "packed", text, tensors, compressed_int4.FORMAT, grid, lambda row: row.expert is not None)
+    packed = write_packed(
+        tmp_path / "packed",
+        text,
+        tensors,
+        compressed_int4.FORMAT,
+        grid,
+        lambda row: row.expert is not None,
+    )
     config: dict[str, Any] = json.loads((packed / "config.json").read_text())
-    stored = {f"language_model.{name}": value for file in packed.glob("*.safetensors") for name, value in load_file(file).items()}
+    stored = {
+        f"language_model.{name}": value
+        for file in packed.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
     whole = tmp_path / "whole"
     whole.mkdir()
     save_file(stored, whole / "model.safetensors")
-    left = ["re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*", "re:.*lm_head"]
+    left = [
+        "re:.*self_attn.*",
+        "re:.*shared_experts.*",
+        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+        "re:.*lm_head",
+    ]
     block = {**config.pop("quantization_config"), "ignore": left}
-    (whole / "config.json").write_text(json.dumps({**WHOLE, "text_config": {**TEXT, "quantization_config": block}}))
+    (whole / "config.json").write_text(
+        json.dumps({**WHOLE, "text_config": {**TEXT, "quantization_config": block}})
+    )
     assert Checkpoint.open(whole).grid == grid
     assert torch.equal(logits(whole), logits(packed))
 
@@ -79,4 +120,6 @@ def test_what_is_not_computed_is_refused() -> None:
     with pytest.raises(QuantkitError, match="text_config"):
         architecture.Config.from_dict({"model_type": "kimi_k25"})
     with pytest.raises(QuantkitError, match="MTP"):
-        architecture.Config.from_dict({**WHOLE, "text_config": {**TEXT, "num_nextn_predict_layers": 1}})
+        architecture.Config.from_dict(
+            {**WHOLE, "text_config": {**TEXT, "num_nextn_predict_layers": 1}}
+        )

@@ -1,4 +1,5 @@
-"""A linear that is stored unquantized and not listed so is refused by every command that opens the checkpoint."""
+"""A linear that is stored unquantized and not listed so is refused by every command that opens the
+checkpoint."""
 
 import json
 from collections.abc import Callable
@@ -43,13 +44,17 @@ def without(entry: str) -> Callable[[dict[str, Any]], object]:
 @pytest.fixture
 def packed(tmp_path: Path) -> Path:
     config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
-    return write_packed(tmp_path / "model", config, make_model.random_tensors(config), compressed_int4.FORMAT, GRID)
+    return write_packed(
+        tmp_path / "model", config, make_model.random_tensors(config), compressed_int4.FORMAT, GRID
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_refuses_it(command: str, packed: Path) -> None:
     edited(packed, without(r"re:.*self_attn\.kv_b_proj$"))
-    with pytest.raises(QuantkitError, match=r"kv_b_proj is unquantized, but .*config\.json does not list it so"):
+    with pytest.raises(
+        QuantkitError, match=r"kv_b_proj is unquantized, but .*config\.json does not list it so"
+    ):
         COMMANDS[command](packed)
     assert not packed.with_name("out").exists()
 
@@ -67,18 +72,35 @@ def test_a_tensor_beside_the_table_goes_by_its_name(packed: Path) -> None:
     edited(packed, lambda config: config.update(num_nextn_predict_layers=0))
     read_model(Checkpoint.open(packed))
     edited(packed, without(r"re:.*self_attn\.kv_b_proj$"))
-    edited(packed, lambda config: config["quantization_config"]["ignore"].extend(f"model.layers.{n}.self_attn.kv_b_proj" for n in (0, 1)))
+    edited(
+        packed,
+        lambda config: config["quantization_config"]["ignore"].extend(
+            f"model.layers.{n}.self_attn.kv_b_proj" for n in (0, 1)
+        ),
+    )
     with pytest.raises(QuantkitError, match=r"layers\.2\.self_attn\.kv_b_proj is unquantized, but"):
         read_model(Checkpoint.open(packed))
 
 
-def test_the_table_tells_linears_with_other_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_table_tells_linears_with_other_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     other_names.register(monkeypatch)
     config = other_names.tiny_config()
     tensors = other_names.random_tensors(config)
-    path = write_packed(tmp_path / "model", config, tensors, compressed_int4.FORMAT, GRID, lambda row: row.expert is not None)
+    path = write_packed(
+        tmp_path / "model",
+        config,
+        tensors,
+        compressed_int4.FORMAT,
+        GRID,
+        lambda row: row.expert is not None,
+    )
     read_model(Checkpoint.open(path))
     ignore = json.loads((path / "config.json").read_text())["quantization_config"]["ignore"]
     edited(path, without(next(entry for entry in ignore if "wq" in entry)))
-    with pytest.raises(QuantkitError, match=r"blocks\.0\.att\.wq is unquantized, but .*config\.json does not list it so"):
+    with pytest.raises(
+        QuantkitError,
+        match=r"blocks\.0\.att\.wq is unquantized, but .*config\.json does not list it so",
+    ):
         read_model(Checkpoint.open(path))

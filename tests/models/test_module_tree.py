@@ -1,4 +1,5 @@
-"""What a linear is, told by transformers' modules: the same as the tables say of known architectures, and right where names mislead."""
+"""What a linear is, told by transformers' modules: the same as the tables say of known
+architectures, and right where names mislead."""
 
 import re
 from pathlib import Path
@@ -17,33 +18,62 @@ from quantkit.models import find_architecture
 from quantkit.models.module_tree import read_tree
 from quantkit.quantization.run import quantize
 
-GEMMA4 = {"num_experts": 8, "top_k_experts": 2, "enable_moe_block": True, "moe_intermediate_size": 32, "hidden_size_per_layer_input": 0}
+GEMMA4 = {
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "enable_moe_block": True,
+    "moe_intermediate_size": 32,
+    "hidden_size_per_layer_input": 0,
+}
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
 
 
-@pytest.mark.parametrize("case", ["llama", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2"])
+@pytest.mark.parametrize(
+    "case", ["llama", "mistral", "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "minimax_m2"]
+)
 def test_it_finds_the_linears_of_the_table(case: str) -> None:
     kind, extra = CASES[case]
     config = random_peer(kind, extra).config.to_dict()
     architecture = find_architecture(config)
-    table = {row.name for row in architecture.parameters(architecture.Config.from_dict(config)) if row.role == "linear"}
+    table = {
+        row.name
+        for row in architecture.parameters(architecture.Config.from_dict(config))
+        if row.role == "linear"
+    }
     assert read_tree(config).linears == table
 
 
 @pytest.mark.parametrize(
     ("model_type", "extra", "found", "left"),
     [
-        ("hunyuan_v1_moe", {"num_experts": 8, "moe_topk": 2, "head_dim": 16}, "mlp.experts.N.up_proj", "mlp.gate.wg"),
-        ("deepseek_v32", {"n_routed_experts": 8, "first_k_dense_replace": 1}, "self_attn.q_b_proj", "self_attn.indexer.wq_b"),
+        (
+            "hunyuan_v1_moe",
+            {"num_experts": 8, "moe_topk": 2, "head_dim": 16},
+            "mlp.experts.N.up_proj",
+            "mlp.gate.wg",
+        ),
+        (
+            "deepseek_v32",
+            {"n_routed_experts": 8, "first_k_dense_replace": 1},
+            "self_attn.q_b_proj",
+            "self_attn.indexer.wq_b",
+        ),
         ("mamba", {}, "mixer.in_proj", "mixer.x_proj"),
         ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4}, "", "attn.c_attn"),
-        ("llava", {"text_config": {**SHARED, "model_type": "llama"}}, "language_model.model.layers.N.mlp.up_proj", "vision_tower"),
+        (
+            "llava",
+            {"text_config": {**SHARED, "model_type": "llama"}},
+            "language_model.model.layers.N.mlp.up_proj",
+            "vision_tower",
+        ),
         ("gpt_oss", {"num_local_experts": 4}, "self_attn.q_proj", "experts"),
         ("qwen3_next", {"num_experts": 8}, "mlp.shared_expert.up_proj", "conv1d"),
         ("gemma4_text", GEMMA4, "mlp.up_proj", "router.proj"),
     ],
 )
-def test_what_only_looks_like_one_is_left(model_type: str, extra: dict[str, Any], found: str, left: str) -> None:
+def test_what_only_looks_like_one_is_left(
+    model_type: str, extra: dict[str, Any], found: str, left: str
+) -> None:
     tree = read_tree({"model_type": model_type, **SHARED, **extra})
     assert tree.linears is not None, tree.why
     names = {re.sub(r"\.\d+\.", ".N.", name) for name in tree.linears}
@@ -56,12 +86,21 @@ def test_what_only_looks_like_one_is_left(model_type: str, extra: dict[str, Any]
     [
         ("qwen3_5", ["Qwen3_5ForConditionalGeneration"], "model.language_model.layers."),
         ("qwen3_5", ["Qwen3_5ForCausalLM"], "model.layers."),
-        ("modernbert-decoder", ["ModernBertDecoderForCausalLM"], "model.layers."),  # what it calls its decoder is its head
+        (
+            "modernbert-decoder",
+            ["ModernBertDecoderForCausalLM"],
+            "model.layers.",
+        ),  # what it calls its decoder is its head
     ],
 )
-def test_names_are_those_of_the_class_that_wrote_the_checkpoint(model_type: str, architectures: list[str], begins: str) -> None:
-    """Of some kinds transformers has one class with a vision tower and one of the text model alone."""
-    text = {"text_config": dict(SHARED)} if model_type == "qwen3_5" else {**SHARED, "pad_token_id": 0}
+def test_names_are_those_of_the_class_that_wrote_the_checkpoint(
+    model_type: str, architectures: list[str], begins: str
+) -> None:
+    """Of some kinds transformers has one class with a vision tower and one of the text model
+    alone."""
+    text = (
+        {"text_config": dict(SHARED)} if model_type == "qwen3_5" else {**SHARED, "pad_token_id": 0}
+    )
     tree = read_tree({"model_type": model_type, "architectures": architectures, **text})
     assert tree.linears, tree.why
     assert all(name.startswith(begins) for name in tree.linears), tree.linears
@@ -69,21 +108,42 @@ def test_names_are_those_of_the_class_that_wrote_the_checkpoint(model_type: str,
 
 def test_where_there_is_no_tree_it_says_why() -> None:
     assert "does not know 'never'" in read_tree({"model_type": "never"}).why
-    assert "does not build it" in read_tree({"model_type": "llama", **SHARED, "num_attention_heads": "four"}).why
+    assert (
+        "does not build it"
+        in read_tree({"model_type": "llama", **SHARED, "num_attention_heads": "four"}).why
+    )
     assert "num_hidden_layers" in read_tree({"model_type": "llama", "num_hidden_layers": 10**9}).why
-    assert "num_experts" in read_tree({"model_type": "llava", "text_config": {"model_type": "olmoe", "num_experts": 10**9}}).why
+    assert (
+        "num_experts"
+        in read_tree(
+            {"model_type": "llava", "text_config": {"model_type": "olmoe", "num_experts": 10**9}}
+        ).why
+    )
 
 
 def written(path: Path, kind: str, extra: dict[str, Any]) -> Path:
     peer = random_peer(kind, {**WIDE, **extra})
-    return write_dense(path, peer.config.to_dict(), {name: tensor.bfloat16().clone() for name, tensor in checkpoint_tensors(peer).items()})
+    return write_dense(
+        path,
+        peer.config.to_dict(),
+        {name: tensor.bfloat16().clone() for name, tensor in checkpoint_tensors(peer).items()},
+    )
 
 
-def test_an_unknown_architecture_is_quantized_by_its_tree_and_the_share_is_told(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_quantized_by_its_tree_and_the_share_is_told(
+    tmp_path: Path,
+) -> None:
     source = written(tmp_path / "granite", "Granite", {"tie_word_embeddings": False})
     told: list[str] = []
     recipe = Recipe(scheme="rtn-w4a16")
-    report = quantize(source, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", recipe, on_event=lambda event: told.append(str(event)))
+    report = quantize(
+        source,
+        tmp_path / "out",
+        SCHEMES["rtn-w4a16"],
+        "auto",
+        recipe,
+        on_event=lambda event: told.append(str(event)),
+    )
     assert report.coverage.share == 1.0
     assert any("transformers' modules" in line for line in told)
     left = "model.embed_tokens.weight (0.027 M), lm_head.weight (0.027 M)"
@@ -94,20 +154,50 @@ def test_a_model_that_would_hardly_be_quantized_is_refused_unless_asked_for(tmp_
     """DBRX: experts stacked in one matrix, which are most of it, and no linear of transformers."""
     attention = {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0}
     experts = {"ffn_hidden_size": 256, "moe_num_experts": 4, "moe_top_k": 2}
-    sizes = {"d_model": 128, "n_layers": 2, "n_heads": 4, "attn_config": attention, "ffn_config": experts}
+    sizes = {
+        "d_model": 128,
+        "n_layers": 2,
+        "n_heads": 4,
+        "attn_config": attention,
+        "ffn_config": experts,
+    }
     source = written(tmp_path / "dbrx", "Dbrx", sizes)
     run: tuple[Any, ...] = (SCHEMES["rtn-w4a16"], "auto")
-    with pytest.raises(QuantkitError, match=r"of the weights; left at 16 bits: transformer\.blocks\.N\.ffn\.experts.*least_quantized"):
+    with pytest.raises(
+        QuantkitError,
+        match=r"of the weights; left at 16 bits: "
+        r"transformer\.blocks\.N\.ffn\.experts.*least_quantized",
+    ):
         quantize(source, tmp_path / "out", *run, Recipe(scheme="rtn-w4a16"))
-    assert quantize(source, tmp_path / "out", *run, Recipe(scheme="rtn-w4a16", least_quantized=0.1)).coverage.share < 0.5
+    assert (
+        quantize(
+            source, tmp_path / "out", *run, Recipe(scheme="rtn-w4a16", least_quantized=0.1)
+        ).coverage.share
+        < 0.5
+    )
 
 
 def test_experts_that_are_published_in_one_tensor_are_cut_up(tmp_path: Path) -> None:
-    source = written(tmp_path / "model", "GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128})
-    report = quantize(source, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16"))
+    source = written(
+        tmp_path / "model",
+        "GraniteMoe",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128},
+    )
+    report = quantize(
+        source, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16")
+    )
     assert report.coverage.share > 0.98
     one = "model.layers.1.block_sparse_moe.experts.3"
     before, out = Checkpoint.open(source), Checkpoint.open(tmp_path / "out")
-    gate_up, down = (before.read(f"model.layers.1.block_sparse_moe.{name}_linear.weight")[3].float() for name in ("input", "output"))
-    for name, whole in (("gate_proj", gate_up[:128]), ("up_proj", gate_up[128:]), ("down_proj", down)):
-        assert (dequantize(out.weight(f"{one}.{name}")) - whole).square().sum() < 0.02 * whole.square().sum()
+    gate_up, down = (
+        before.read(f"model.layers.1.block_sparse_moe.{name}_linear.weight")[3].float()
+        for name in ("input", "output")
+    )
+    for name, whole in (
+        ("gate_proj", gate_up[:128]),
+        ("up_proj", gate_up[128:]),
+        ("down_proj", down),
+    ):
+        assert (
+            dequantize(out.weight(f"{one}.{name}")) - whole
+        ).square().sum() < 0.02 * whole.square().sum()

@@ -1,4 +1,5 @@
-"""openPangu-2.0 against a statement of its description, in float32 on tiny random models; over a cache, however a text is cut."""
+"""openPangu-2.0 against a statement of its description, in float32 on tiny random models; over a
+cache, however a text is cut."""
 
 import random
 from pathlib import Path
@@ -75,7 +76,13 @@ CASES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 0,
         "index_n_heads": 24,
     },
-    "plain": {"param_sink_number": 0, "dsa_layers": None, "swa_layers": [0, 4], "sliding_window_list": None, "sliding_window": 6},
+    "plain": {
+        "param_sink_number": 0,
+        "dsa_layers": None,
+        "swa_layers": [0, 4],
+        "sliding_window_list": None,
+        "sliding_window": 6,
+    },
 }
 
 
@@ -85,7 +92,11 @@ def random_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
     for row in architecture.parameters(architecture.Config.from_dict(config)):
         noise = torch.randn(row.shape, generator=generator)
         gain = row.role == "norm" or row.name.endswith("norm_gamma")
-        tensors[row.name] = 1 + 0.3 * noise if gain else noise * (0.5 if len(row.shape) == 1 else row.shape[-1] ** -0.5)
+        tensors[row.name] = (
+            1 + 0.3 * noise
+            if gain
+            else noise * (0.5 if len(row.shape) == 1 else row.shape[-1] ** -0.5)
+        )
     return tensors
 
 
@@ -94,13 +105,17 @@ def norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 class Statement:
-    """One text through the model as the vendor's description has it, every matrix spelled out; nothing of quantkit."""
+    """One text through the model as the vendor's description has it, every matrix spelled out;
+    nothing of quantkit."""
 
     def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         self.c, self.t = config, tensors
 
     def logits(self, token_ids: Tensor) -> Tensor:
-        return norm(self.merged(token_ids), self.t["model.norm.weight"], self.c["rms_norm_eps"]) @ self.t["lm_head.weight"].T
+        return (
+            norm(self.merged(token_ids), self.t["model.norm.weight"], self.c["rms_norm_eps"])
+            @ self.t["lm_head.weight"].T
+        )
 
     def merged(self, token_ids: Tensor) -> Tensor:
         n, eps = self.c["mhc_num_stream"], self.c["rms_norm_eps"]
@@ -109,7 +124,12 @@ class Statement:
             x = self.layer(x, layer)
         merge = "model.merge_mhc_module"
         made = norm(x, self.t[f"{merge}.norm_gamma"], eps) @ self.t[f"{merge}.phi.weight"].T
-        counts = torch.sigmoid(made * self.t[f"{merge}.branch_alpha_pre"] + self.t[f"{merge}.branch_beta_pre"]) + 1e-6
+        counts = (
+            torch.sigmoid(
+                made * self.t[f"{merge}.branch_alpha_pre"] + self.t[f"{merge}.branch_beta_pre"]
+            )
+            + 1e-6
+        )
         return torch.einsum("tn,tnh->th", counts, x.unflatten(1, (n, -1)))
 
     def guessed(self, number: int, next_ids: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,8 +142,12 @@ class Statement:
 
         embedded = normed("enorm", self.t[f"{p}.embed_tokens.weight"][next_ids])
         x = torch.cat((embedded, normed("hnorm", states)), dim=-1) @ self.t[f"{p}.eh_proj.weight"].T
-        x = x + normed("post_attention_layernorm", self.attention(normed("input_layernorm", x), layer))
-        x = x + normed("post_mlp_layernorm", self.feed_forward(normed("pre_mlp_layernorm", x), layer))
+        x = x + normed(
+            "post_attention_layernorm", self.attention(normed("input_layernorm", x), layer)
+        )
+        x = x + normed(
+            "post_mlp_layernorm", self.feed_forward(normed("pre_mlp_layernorm", x), layer)
+        )
         return x, normed("shared_head.norm", x) @ self.t[f"{p}.shared_head.head.weight"].T
 
     def layer(self, x: Tensor, layer: int) -> Tensor:
@@ -139,12 +163,18 @@ class Statement:
             collapsed, post, mixing = self.connection(x, f"{p}.{module}")
             made = normed(after, half(normed(before, collapsed), layer))
             streams = x.unflatten(1, (self.c["mhc_num_stream"], -1))
-            x = (post[..., None] * made[:, None] + torch.einsum("tij,tih->tjh", mixing, streams)).flatten(1)
-        return normed("block_post_layernorm", x) if layer in self.c["block_post_layernorm_idx"] else x
+            x = (
+                post[..., None] * made[:, None] + torch.einsum("tij,tih->tjh", mixing, streams)
+            ).flatten(1)
+        return (
+            normed("block_post_layernorm", x) if layer in self.c["block_post_layernorm_idx"] else x
+        )
 
     def connection(self, x: Tensor, p: str) -> tuple[Tensor, Tensor, Tensor]:
         n = self.c["mhc_num_stream"]
-        made = norm(x, self.t[f"{p}.norm_gamma"], self.c["rms_norm_eps"]) @ self.t[f"{p}.phi.weight"].T
+        made = (
+            norm(x, self.t[f"{p}.norm_gamma"], self.c["rms_norm_eps"]) @ self.t[f"{p}.phi.weight"].T
+        )
         alpha, beta = self.t[f"{p}.branch_alpha"], self.t[f"{p}.branch_beta"]
         pre = torch.sigmoid(made[:, :n] * alpha[0] + beta[:n]) + 1e-6
         post = 2 * torch.sigmoid(made[:, n : 2 * n] * alpha[1] + beta[n : 2 * n])
@@ -164,31 +194,51 @@ class Statement:
     def turned(self, x: Tensor) -> Tensor:
         """x [T, heads, R] of tokens 0 .. T - 1."""
         half = x.shape[-1] // 2
-        angles = torch.arange(len(x))[:, None] * self.c["rope_theta"] ** (-torch.arange(half) / half)
+        angles = torch.arange(len(x))[:, None] * self.c["rope_theta"] ** (
+            -torch.arange(half) / half
+        )
         turn = torch.polar(torch.ones_like(angles), angles)[:, None]
         if self.c.get("rope_interleave"):
-            return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (half, 2)).contiguous()) * turn).flatten(-2)
+            return torch.view_as_real(
+                torch.view_as_complex(x.unflatten(-1, (half, 2)).contiguous()) * turn
+            ).flatten(-2)
         made = torch.complex(x[..., :half], x[..., half:]) * turn
         return torch.cat((made.real, made.imag), dim=-1)
 
     def attention(self, x: Tensor, layer: int) -> Tensor:
         a, c, eps, count = f"model.layers.{layer}.self_attn", self.c, self.c["rms_norm_eps"], len(x)
-        heads, nope, rotary, rank = (c[key] for key in ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank"))
+        heads, nope, rotary, rank = (
+            c[key]
+            for key in (
+                "num_attention_heads",
+                "qk_nope_head_dim",
+                "qk_rope_head_dim",
+                "kv_lora_rank",
+            )
+        )
         q_a = self.convolved(x @ self.t[f"{a}.q_a_proj.weight"].T, f"{a}.qa_conv")
         q_a = norm(q_a, self.t[f"{a}.q_a_layernorm.weight"], eps)
         q = (q_a @ self.t[f"{a}.q_b_proj.weight"].T).view(count, heads, -1)
         q = torch.cat((q[..., :nope], self.turned(q[..., nope:])), dim=-1)
         kv = x @ self.t[f"{a}.kv_a_proj_with_mqa.weight"].T
-        latent, key = self.convolved(kv[:, :rank], f"{a}.compresskv_conv"), self.turned(kv[:, None, rank:])[:, 0]
+        latent, key = (
+            self.convolved(kv[:, :rank], f"{a}.compresskv_conv"),
+            self.turned(kv[:, None, rank:])[:, 0],
+        )
         sinks = c["param_sink_number"]
         if sinks:
             latent = torch.cat((self.t[f"{a}.param_sink_compressed_kv"], latent))
             key = torch.cat((self.t[f"{a}.param_sink_k_pe"], key))
-        wide = norm(latent, self.t[f"{a}.kv_a_layernorm.weight"], eps) @ self.t[f"{a}.kv_b_proj.weight"].T
+        wide = (
+            norm(latent, self.t[f"{a}.kv_a_layernorm.weight"], eps)
+            @ self.t[f"{a}.kv_b_proj.weight"].T
+        )
         wide = wide.view(len(latent), heads, -1)
         k = torch.cat((wide[..., :nope], key[:, None].expand(-1, heads, -1)), dim=-1)
         scores = torch.einsum("thd,shd->hts", q, k) * (nope + rotary) ** -0.5
-        seen = torch.cat((torch.ones(count, sinks, dtype=torch.bool), self.seen(x, q_a, layer)), dim=1)
+        seen = torch.cat(
+            (torch.ones(count, sinks, dtype=torch.bool), self.seen(x, q_a, layer)), dim=1
+        )
         shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         out = torch.einsum("hts,shv->thv", shares, wide[..., nope:]).flatten(1)
         return self.convolved(out, f"{a}.o_conv") @ self.t[f"{a}.o_proj.weight"].T
@@ -198,27 +248,47 @@ class Statement:
         at = torch.arange(count)
         causal = at[:, None] >= at
         if layer in c["swa_layers"]:
-            window = (c["sliding_window_list"] or [c.get("sliding_window")] * 9)[c["swa_layers"].index(layer)]
+            window = (c["sliding_window_list"] or [c.get("sliding_window")] * 9)[
+                c["swa_layers"].index(layer)
+            ]
             return causal & (at[:, None] - at < window)
         if layer not in (c["dsa_layers"] or []) or count <= c["index_topk"]:
             return causal
-        p, rotary, dim = f"model.layers.{layer}.self_attn.indexer", c["qk_rope_head_dim"], c["index_head_dim"]
+        p, rotary, dim = (
+            f"model.layers.{layer}.self_attn.indexer",
+            c["qk_rope_head_dim"],
+            c["index_head_dim"],
+        )
         q = (q_a @ self.t[f"{p}.wq_b.weight"].T).view(count, -1, dim)
         k = norm(x @ self.t[f"{p}.wk.weight"].T, self.t[f"{p}.k_norm.weight"], 1e-6)[:, None]
-        q, k = (torch.cat((self.turned(side[..., :rotary]), side[..., rotary:]), dim=-1) for side in (q, k))
+        q, k = (
+            torch.cat((self.turned(side[..., :rotary]), side[..., rotary:]), dim=-1)
+            for side in (q, k)
+        )
         products = torch.relu(torch.einsum("thd,sd->ths", q, k[:, 0]))
-        scores = torch.einsum("ths,th->ts", products, x @ self.t[f"{p}.weights_proj.weight"].T).masked_fill(~causal, -torch.inf)
-        return causal & torch.zeros_like(causal).scatter_(1, scores.topk(c["index_topk"]).indices, True)
+        scores = torch.einsum(
+            "ths,th->ts", products, x @ self.t[f"{p}.weights_proj.weight"].T
+        ).masked_fill(~causal, -torch.inf)
+        return causal & torch.zeros_like(causal).scatter_(
+            1, scores.topk(c["index_topk"]).indices, True
+        )
 
     def feed_forward(self, x: Tensor, layer: int) -> Tensor:
         p, c = f"model.layers.{layer}.mlp", self.c
         if layer < c["first_k_dense_replace"]:
             return self.mlp(x, p)
         scores = torch.sigmoid(x @ self.t[f"{p}.gate.weight"].T)
-        chosen = (scores + self.t[f"{p}.gate.e_score_correction_bias"]).topk(c["num_experts_per_tok"]).indices
+        chosen = (
+            (scores + self.t[f"{p}.gate.e_score_correction_bias"])
+            .topk(c["num_experts_per_tok"])
+            .indices
+        )
         weights = scores.gather(1, chosen)
         weights = weights / weights.sum(-1, keepdim=True) * c["routed_scaling_factor"]
-        routed = [sum(w * self.mlp(row, f"{p}.experts.{int(e)}") for e, w in zip(*one)) for row, one in zip(x, zip(chosen, weights))]
+        routed = [
+            sum(w * self.mlp(row, f"{p}.experts.{int(e)}") for e, w in zip(*one))
+            for row, one in zip(x, zip(chosen, weights))
+        ]
         return torch.stack(routed) + self.mlp(x, f"{p}.shared_experts")
 
     def mlp(self, x: Tensor, p: str) -> Tensor:
@@ -228,32 +298,44 @@ class Statement:
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_the_description(case: str) -> None:
-    """Texts shorter and longer than windows, kernels and what is selected; layer by layer as well."""
+    """Texts shorter and longer than windows, kernels and what is selected; layer by layer as
+    well."""
     config_dict, lengths = {**TINY, **CASES[case]}, [33, 7, 1, 2, 18]
     architecture, tensors = find_architecture(config_dict), random_tensors(config_dict)
     config: Any = architecture.Config.from_dict(config_dict)
     token_ids = torch.randint(0, 211, (sum(lengths),), generator=torch.Generator().manual_seed(3))
-    expected = torch.cat([Statement(config_dict, tensors).logits(own) for own in token_ids.split(lengths)])
+    expected = torch.cat(
+        [Statement(config_dict, tensors).logits(own) for own in token_ids.split(lengths)]
+    )
     assert expected.abs().max() > 1
     with torch.no_grad():
         model = architecture.Model(config, PlainWeights(tensors))
         whole = model(token_ids, CausalContext(lengths))
         assert (model.logits(whole) - expected).abs().max() < 1e-4 * expected.abs().max()
-        hidden = packed(begun(tensors["model.embed_tokens.weight"][token_ids], config.mhc_num_stream), token_ids)
+        hidden = packed(
+            begun(tensors["model.embed_tokens.weight"][token_ids], config.mhc_num_stream), token_ids
+        )
         for layer in model.layers:
-            hidden = layer.feed_forward(layer.attend(hidden, CausalContext(lengths)), CausalContext(lengths))
+            hidden = layer.feed_forward(
+                layer.attend(hidden, CausalContext(lengths)), CausalContext(lengths)
+            )
         end = model.end(hidden[:, :-1].unflatten(-1, (config.mhc_num_stream, -1)))
-        assert (norm(end, model.norm, config.rms_norm_eps) - whole).abs().max() < 1e-4 * whole.abs().max()
+        assert (
+            norm(end, model.norm, config.rms_norm_eps) - whole
+        ).abs().max() < 1e-4 * whole.abs().max()
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize(("num_drafts", "captured", "paused"), [(1, False, False), (3, True, False), (3, True, True)])
+@pytest.mark.parametrize(
+    ("num_drafts", "captured", "paused"), [(1, False, False), (3, True, False), (3, True, True)]
+)
 def test_guesses_are_those_of_the_description(
     num_drafts: int, captured: bool, paused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each layer computed anew over the whole text, one behind the other, gives the guesses that the engine makes over its caches, in
-    static buffers too, as graphs have them, and where none were wanted for some steps; some of them are right, for the next token follows
-    from the last one; and no token is another than without them."""
+    """Each layer computed anew over the whole text, one behind the other, gives the guesses that
+    the engine makes over its caches, in static buffers too, as graphs have them, and where none
+    were wanted for some steps; some of them are right, for the next token follows from the last
+    one; and no token is another than without them."""
     monkeypatch.setattr(LoadedModel, "cache_dtype", torch.float32)
     config = {**TINY, "vocab_size": 320}
     tensors = random_tensors(config)
@@ -263,16 +345,34 @@ def test_guesses_are_those_of_the_description(
         elif name.endswith("shared_head.head.weight"):
             tensors[name] = tensors["lm_head.weight"].clone()
         elif name.endswith("embed_tokens.weight"):
-            tensors[name] = tensors["model.embed_tokens.weight"] * (8 if name == "model.embed_tokens.weight" else 1)
+            tensors[name] = tensors["model.embed_tokens.weight"] * (
+                8 if name == "model.embed_tokens.weight" else 1
+            )
         elif name.endswith("enorm.weight") or "shared_head.norm" in name:
-            tensors[name] = tensors["model.norm.weight"].clone() if "shared" in name else torch.ones(64)
+            tensors[name] = (
+                tensors["model.norm.weight"].clone() if "shared" in name else torch.ones(64)
+            )
         elif name.endswith("eh_proj.weight"):
             tensors[name] = torch.cat((torch.eye(64), tensors[name][:, 64:] * 0.1), dim=1)
-    source, params = make_model.write_dense(tmp_path / "model", config, tensors), SamplingParams(max_new_tokens=14, ignore_eos=True)
-    engine = Engine.load(source, device="cpu", dtype="float32", max_batch=3, max_model_len=128, num_drafts=num_drafts, prefill_tokens=25)
+    source, params = (
+        make_model.write_dense(tmp_path / "model", config, tensors),
+        SamplingParams(max_new_tokens=14, ignore_eos=True),
+    )
+    engine = Engine.load(
+        source,
+        device="cpu",
+        dtype="float32",
+        max_batch=3,
+        max_model_len=128,
+        num_drafts=num_drafts,
+        prefill_tokens=25,
+    )
     if captured:
         engine.runner = Runner(engine.loaded.model, engine.cache, in_place)
-        engine.speculation = Speculation(heads := MtpHeads(engine.loaded.mtp_layers, engine.runner, num_drafts, engine.parallel), 0)
+        engine.speculation = Speculation(
+            heads := MtpHeads(engine.loaded.mtp_layers, engine.runner, num_drafts, engine.parallel),
+            0,
+        )
     statement, compared = Statement(config, tensors), 0
     prompts = [list(range(10 + i, 14 + 15 * i)) for i in range(3)]
     sequences = [engine.submit(one, params, i) for i, one in enumerate(prompts)]
@@ -288,18 +388,27 @@ def test_guesses_are_those_of_the_description(
                 ids = torch.tensor([*one.token_ids, *one.drafts])
                 states = statement.merged(ids[: len(one.token_ids) - 1])
                 for number, guess in enumerate(one.drafts):
-                    states, logits = statement.guessed(number, ids[1 + number :][: len(states)], states)
+                    states, logits = statement.guessed(
+                        number, ids[1 + number :][: len(states)], states
+                    )
                     assert logits[-1].max() - logits[-1, guess] < 1e-3
                     compared += 1
     assert compared > (10 if paused else 20)
     assert (unread > 5) == paused
     assert 0.1 < engine.speculation.acceptance.rate < 0.95
     plain = Engine.load(source, device="cpu", dtype="float32", max_batch=3, max_model_len=128)
-    drawn = [SamplingParams(max_new_tokens=14, temperature=0.6 * i, seed=i, ignore_eos=True) for i in range(3)]
+    drawn = [
+        SamplingParams(max_new_tokens=14, temperature=0.6 * i, seed=i, ignore_eos=True)
+        for i in range(3)
+    ]
     expected = {one.index: one.token_ids for one in plain.generate(prompts, drawn)}
     assert {one.index: one.token_ids for one in engine.generate(prompts, drawn)} == expected
     if captured:
-        assert [(bool(steps._steps), steps.failure) for steps in heads.steps if isinstance(steps, DecodeSteps)] == [(True, "")] * 3
+        assert [
+            (bool(steps._steps), steps.failure)
+            for steps in heads.steps
+            if isinstance(steps, DecodeSteps)
+        ] == [(True, "")] * 3
 
 
 @pytest.mark.parametrize("case", ["release", "odd"])
@@ -313,7 +422,9 @@ def test_folding_a_group_keeps_the_logits(case: str) -> None:
         for group in architecture.scale_groups(config, layer):
             producer = folded[f"{group.producer}.weight"]
             # Powers of two where an indexer reads: nothing is rounded, so no choice can flip.
-            by, scale = drawn_scale(group, len(producer), lambda count: 2.0 ** torch.randint(-2, 3, (count,)))
+            by, scale = drawn_scale(
+                group, len(producer), lambda count: 2.0 ** torch.randint(-2, 3, (count,))
+            )
             folded[f"{group.producer}.weight"] = producer / by.view(-1, *[1] * (producer.dim() - 1))
             for consumer in group.consumers:
                 folded[f"{consumer}.weight"] = folded[f"{consumer}.weight"] * scale
@@ -325,16 +436,24 @@ def written(path: Path, **changes: Any) -> Path:
     return make_model.write_dense(path, config, random_tensors(config))
 
 
-def test_a_text_is_the_same_however_it_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows, learned tokens, what is selected and the convolutions' last inputs, over blocks of a cache and its states."""
-    monkeypatch.setattr(LoadedModel, "cache_dtype", torch.float32)  # a cache of 16 bits would round what a whole text does not
+def test_a_text_is_the_same_however_it_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows, learned tokens, what is selected and the convolutions' last inputs, over blocks of a
+    cache and its states."""
+    monkeypatch.setattr(
+        LoadedModel, "cache_dtype", torch.float32
+    )  # a cache of 16 bits would round what a whole text does not
     loaded = load_model(written(tmp_path / "model", vocab_size=320), device="cpu", dtype="float32")
     assert furthest_from_whole(loaded, random.Random(7)) < 1e-4
 
 
 def test_steps_that_are_captured_give_the_same_tokens(tmp_path: Path) -> None:
     """Over static buffers, padded in rows and tables, as graphs have them."""
-    source, params = written(tmp_path / "model", vocab_size=320), SamplingParams(max_new_tokens=6, ignore_eos=True)
+    source, params = (
+        written(tmp_path / "model", vocab_size=320),
+        SamplingParams(max_new_tokens=6, ignore_eos=True),
+    )
     prompts = [list(range(10 + i, 20 + 9 * i)) for i in range(3)]
     engine = Engine.load(source, device="cpu", dtype="float32", max_batch=2, max_model_len=128)
     eager = {one.index: one.token_ids for one in engine.generate(prompts, params)}

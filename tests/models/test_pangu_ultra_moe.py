@@ -1,4 +1,5 @@
-"""openPangu-Ultra-MoE against a plain statement of its public description, written apart from the model code."""
+"""openPangu-Ultra-MoE against a plain statement of its public description, written apart from the
+model code."""
 
 from dataclasses import replace
 
@@ -54,27 +55,44 @@ def random_tensors(config: dict, with_bias: bool) -> dict[str, Tensor]:
     return tensors
 
 
-def statement(c: dict, w: dict[str, Tensor], token_ids: Tensor, bias: str | None, interleaved: bool) -> Tensor:
+def statement(
+    c: dict, w: dict[str, Tensor], token_ids: Tensor, bias: str | None, interleaved: bool
+) -> Tensor:
     """One sequence, one head and one token at a time."""
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + c["rms_norm_eps"]).sqrt() * w[f"{name}.weight"]
+        return (
+            x / (x.pow(2).mean(-1, keepdim=True) + c["rms_norm_eps"]).sqrt() * w[f"{name}.weight"]
+        )
 
     def turn(x: Tensor, position: int) -> Tensor:
         half = len(x) // 2
         out = torch.empty_like(x)
         for i in range(half):
-            angle = torch.tensor(position * c["rope_theta"] ** (-2 * i / len(x)), dtype=torch.float64)
+            angle = torch.tensor(
+                position * c["rope_theta"] ** (-2 * i / len(x)), dtype=torch.float64
+            )
             a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
             out[a] = x[a] * angle.cos() - x[b] * angle.sin()
             out[b] = x[b] * angle.cos() + x[a] * angle.sin()
         return out
 
     def attention(x: Tensor, p: str) -> Tensor:
-        nope, pe, v_dim, heads = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"], c["num_attention_heads"]
+        nope, pe, v_dim, heads = (
+            c["qk_nope_head_dim"],
+            c["qk_rope_head_dim"],
+            c["v_head_dim"],
+            c["num_attention_heads"],
+        )
         compressed = x @ w[f"{p}.kv_a_proj_with_mqa.weight"].T
-        latent, shared_key = norm(compressed[:, : c["kv_lora_rank"]], f"{p}.kv_a_layernorm"), compressed[:, c["kv_lora_rank"] :]
-        q = norm(x @ w[f"{p}.q_a_proj.weight"].T, f"{p}.q_a_layernorm") @ w[f"{p}.q_b_proj.weight"].T
+        latent, shared_key = (
+            norm(compressed[:, : c["kv_lora_rank"]], f"{p}.kv_a_layernorm"),
+            compressed[:, c["kv_lora_rank"] :],
+        )
+        q = (
+            norm(x @ w[f"{p}.q_a_proj.weight"].T, f"{p}.q_a_layernorm")
+            @ w[f"{p}.q_b_proj.weight"].T
+        )
         kv = latent @ w[f"{p}.kv_b_proj.weight"].T
         rows = []
         for t in range(len(x)):
@@ -85,7 +103,11 @@ def statement(c: dict, w: dict[str, Tensor], token_ids: Tensor, bias: str | None
                 scores, values = [], []
                 for s in range(t + 1):
                     one = kv[s, head * (nope + v_dim) : (head + 1) * (nope + v_dim)]
-                    scores.append(query @ torch.cat((one[:nope], turn(shared_key[s], s))) * (nope + pe) ** -0.5)
+                    scores.append(
+                        query
+                        @ torch.cat((one[:nope], turn(shared_key[s], s)))
+                        * (nope + pe) ** -0.5
+                    )
                     values.append(one[nope:])
                 row.append(torch.softmax(torch.stack(scores), 0) @ torch.stack(values))
             rows.append(torch.cat(row))
@@ -93,7 +115,9 @@ def statement(c: dict, w: dict[str, Tensor], token_ids: Tensor, bias: str | None
 
     def gated(x: Tensor, p: str) -> Tensor:
         gate = x @ w[f"{p}.gate_proj.weight"].T
-        return (gate * torch.sigmoid(gate) * (x @ w[f"{p}.up_proj.weight"].T)) @ w[f"{p}.down_proj.weight"].T
+        return (gate * torch.sigmoid(gate) * (x @ w[f"{p}.up_proj.weight"].T)) @ w[
+            f"{p}.down_proj.weight"
+        ].T
 
     def experts(x: Tensor, p: str) -> Tensor:
         scores = torch.sigmoid(x @ w[f"{p}.gate.weight"].T)
@@ -102,29 +126,45 @@ def statement(c: dict, w: dict[str, Tensor], token_ids: Tensor, bias: str | None
         for t in range(len(x)):
             chosen = choice[t].topk(c["num_experts_per_tok"]).indices.tolist()
             total = scores[t, chosen].sum()
-            routed = sum(scores[t, e] / total * c["routed_scaling_factor"] * gated(x[t], f"{p}.experts.{e}") for e in chosen)
+            routed = sum(
+                scores[t, e] / total * c["routed_scaling_factor"] * gated(x[t], f"{p}.experts.{e}")
+                for e in chosen
+            )
             rows.append(routed + gated(x[t], f"{p}.shared_experts"))
         return torch.stack(rows)
 
     h = w["model.embed_tokens.weight"][token_ids]
     for layer in range(c["num_hidden_layers"]):
         p = f"model.layers.{layer}"
-        h = h + norm(attention(norm(h, f"{p}.input_layernorm"), f"{p}.self_attn"), f"{p}.post_attention_layernorm")
+        h = h + norm(
+            attention(norm(h, f"{p}.input_layernorm"), f"{p}.self_attn"),
+            f"{p}.post_attention_layernorm",
+        )
         half = gated if layer < c["first_k_dense_replace"] else experts
         h = h + norm(half(norm(h, f"{p}.pre_mlp_layernorm"), f"{p}.mlp"), f"{p}.post_mlp_layernorm")
     return norm(h, "model.norm") @ w["lm_head.weight"].T
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("bias", [None, "{p}.gate.e_score_correction_bias", "{p}.e_score_correction_bias"])
+@pytest.mark.parametrize(
+    "bias", [None, "{p}.gate.e_score_correction_bias", "{p}.e_score_correction_bias"]
+)
 def test_logits_equal_the_statement(interleaved: bool, bias: str | None) -> None:
     config_dict = {**CONFIG, "rope_interleave": True} if interleaved else CONFIG
     architecture = find_architecture(config_dict)
     tensors = random_tensors(config_dict, with_bias=bias is not None)
     if bias == "{p}.e_score_correction_bias":
-        tensors = {name.replace(".gate.e_score", ".e_score"): tensor for name, tensor in tensors.items()}
+        tensors = {
+            name.replace(".gate.e_score", ".e_score"): tensor for name, tensor in tensors.items()
+        }
     token_ids = torch.randint(0, 97, (11,), generator=torch.Generator().manual_seed(1))
-    expected = statement(config_dict, {name: tensor.double() for name, tensor in tensors.items()}, token_ids, bias, interleaved)
+    expected = statement(
+        config_dict,
+        {name: tensor.double() for name, tensor in tensors.items()},
+        token_ids,
+        bias,
+        interleaved,
+    )
     model = architecture.Model(architecture.Config.from_dict(config_dict), PlainWeights(tensors))
     logits = model.logits(model(token_ids, CausalContext([11])))
     assert expected.abs().max() > 1
@@ -156,7 +196,9 @@ def test_folding_keeps_the_logits_and_spares_the_post_norms() -> None:
         for group in architecture.scale_groups(config, layer):
             producer = folded[f"{group.producer}.weight"]
             by, scale = drawn_scale(group, len(producer), lambda count: torch.rand(count) + 0.5)
-            folded[f"{group.producer}.weight"] = producer / (by if group.producer_is_norm else by[:, None])
+            folded[f"{group.producer}.weight"] = producer / (
+                by if group.producer_is_norm else by[:, None]
+            )
             for consumer in group.consumers:
                 folded[f"{consumer}.weight"] = folded[f"{consumer}.weight"] * scale
     changed = {name for name in tensors if not torch.equal(tensors[name], folded[name])}
@@ -174,11 +216,19 @@ def test_mtp_layer_has_the_sandwich_norms() -> None:
     mtp = architecture.MtpLayer(config, weights)
     hidden = torch.randn(9, config.hidden_size, generator=torch.Generator().manual_seed(5))
     plain = mtp(torch.arange(9), hidden, CausalContext([9]))
-    doubled = {name: tensor * 2 if "3.post_mlp" in name else tensor for name, tensor in tensors.items()}
-    assert not torch.allclose(plain, architecture.MtpLayer(config, PlainWeights(doubled))(torch.arange(9), hidden, CausalContext([9])))
+    doubled = {
+        name: tensor * 2 if "3.post_mlp" in name else tensor for name, tensor in tensors.items()
+    }
+    assert not torch.allclose(
+        plain,
+        architecture.MtpLayer(config, PlainWeights(doubled))(
+            torch.arange(9), hidden, CausalContext([9])
+        ),
+    )
     assert config == replace(config)
 
 
 def test_the_pass_over_a_layer_is_every_layers() -> None:
-    """Which rows go on behind the attention is decided in one place; of a sandwich only what is added differs."""
+    """Which rows go on behind the attention is decided in one place; of a sandwich only what is
+    added differs."""
     assert "__call__" not in vars(pangu_ultra_moe.DecoderLayer)

@@ -1,4 +1,5 @@
-"""Qwen3.5's text models, dense and of experts, inside the whole ones, against transformers; experts stacked as published."""
+"""Qwen3.5's text models, dense and of experts, inside the whole ones, against transformers; experts
+stacked as published."""
 
 import json
 from pathlib import Path
@@ -24,25 +25,41 @@ def test_logits_equal_transformers(kind: str, extra: dict[str, Any]) -> None:
     peer, config, tensors = whole(extra, kind)
     architecture = find_architecture(config)
     made, token_ids = architecture.Config.from_dict(config), torch.randint(0, 211, (50,))
-    # By torch's operators, whose norms are transformers' to the bit: a recurrent layer makes 1e-3 of a last place.
+    # By torch's operators, whose norms are transformers' to the bit: a recurrent layer makes 1e-3
+    # of a last place.
     with torch.no_grad(), asked("reference"):
         model = architecture.Model(made, PlainWeights(tensors))
-        logits, expected = model.logits(model(token_ids, CausalContext([50]))), peer(token_ids[None]).logits[0]
+        logits, expected = (
+            model.logits(model(token_ids, CausalContext([50]))),
+            peer(token_ids[None]).logits[0],
+        )
     assert expected.abs().max() > 1
     assert (logits - expected).abs().max() < 2e-4
-    assert {row.name: row.shape for row in architecture.parameters(made)} == {name: tuple(one.shape) for name, one in tensors.items()}
+    assert {row.name: row.shape for row in architecture.parameters(made)} == {
+        name: tuple(one.shape) for name, one in tensors.items()
+    }
 
 
 def test_stacked_experts_are_those_of_one_by_one(tmp_path: Path) -> None:
-    """gate's rows, then up's, as transformers holds them; a vision tower and an MTP layer are no faults."""
+    """gate's rows, then up's, as transformers holds them; a vision tower and an MTP layer are no
+    faults."""
     _, config, tensors = whole(QWEN_3_5)
     stacked = {name: one for name, one in tensors.items() if ".experts." not in name}
     for layer in range(4):
         prefix = f"model.language_model.layers.{layer}.mlp.experts"
-        sides = {side: torch.stack([tensors[f"{prefix}.{e}.{side}_proj.weight"] for e in range(8)]) for side in ("gate", "up", "down")}
-        stacked |= {f"{prefix}.gate_up_proj": torch.cat((sides["gate"], sides["up"]), dim=1), f"{prefix}.down_proj": sides["down"]}
+        sides = {
+            side: torch.stack([tensors[f"{prefix}.{e}.{side}_proj.weight"] for e in range(8)])
+            for side in ("gate", "up", "down")
+        }
+        stacked |= {
+            f"{prefix}.gate_up_proj": torch.cat((sides["gate"], sides["up"]), dim=1),
+            f"{prefix}.down_proj": sides["down"],
+        }
     beside = {VISION: torch.zeros(2, 3), "mtp.fc.weight": torch.zeros(4, 4)}
-    save_file({name: one.contiguous() for name, one in (stacked | beside).items()}, tmp_path / "model.safetensors")
+    save_file(
+        {name: one.contiguous() for name, one in (stacked | beside).items()},
+        tmp_path / "model.safetensors",
+    )
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
     checkpoint = Checkpoint.open(tmp_path)
     check_stored(checkpoint, read_model(checkpoint).rows)

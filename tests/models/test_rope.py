@@ -1,4 +1,5 @@
-"""Rotary frequencies and scales against transformers, over descriptions of every kind; what is not computed is refused by name."""
+"""Rotary frequencies and scales against transformers, over descriptions of every kind; what is not
+computed is refused by name."""
 
 import itertools
 from collections.abc import Iterator
@@ -7,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import DeepseekV3Config, LlamaConfig
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding, yarn_apply_mscale
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3RotaryEmbedding,
+    yarn_apply_mscale,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quantkit.common.errors import QuantkitError
@@ -16,8 +20,11 @@ from quantkit.models.rope import Rope, _kept_frequencies
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512}
 
 
-def combinations(base: dict[str, Any], choices: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
-    """`base` with every combination of the choices; a choice of "-" leaves the key as it is in `base`."""
+def combinations(
+    base: dict[str, Any], choices: dict[str, tuple[Any, ...]]
+) -> Iterator[dict[str, Any]]:
+    """`base` with every combination of the choices; a choice of "-" leaves the key as it is in
+    `base`."""
     for values in itertools.product(*choices.values()):
         yield {**base, **{key: value for key, value in zip(choices, values) if value != "-"}}
 
@@ -27,26 +34,58 @@ DESCRIPTIONS: list[dict[str, Any]] = [
     *combinations({"rope_type": "linear"}, {"factor": (1.0, 2, 4.5)}),
     *combinations(
         {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-        {"factor": (1.0, 8.0), "original_max_position_embeddings": (64, 1024, "-"), "high_freq_factor": (2, "-")},
+        {
+            "factor": (1.0, 8.0),
+            "original_max_position_embeddings": (64, 1024, "-"),
+            "high_freq_factor": (2, "-"),
+        },
     ),
-    *combinations(YARN, {"beta_fast": (None, 16), "beta_slow": (None, 0.5, 0), "truncate": ("-", False, True)}),
-    *combinations(YARN, {"mscale": ("-", 0, 0.7, 1.0), "mscale_all_dim": ("-", 0, 1.0), "attention_factor": ("-", None, 1.3)}),
-    *combinations(YARN, {"factor": (1.0, None, 40), "original_max_position_embeddings": (4096, 16), "truncate": (False, True)}),
+    *combinations(
+        YARN, {"beta_fast": (None, 16), "beta_slow": (None, 0.5, 0), "truncate": ("-", False, True)}
+    ),
+    *combinations(
+        YARN,
+        {
+            "mscale": ("-", 0, 0.7, 1.0),
+            "mscale_all_dim": ("-", 0, 1.0),
+            "attention_factor": ("-", None, 1.3),
+        },
+    ),
+    *combinations(
+        YARN,
+        {
+            "factor": (1.0, None, 40),
+            "original_max_position_embeddings": (4096, 16),
+            "truncate": (False, True),
+        },
+    ),
     *combinations({"rope_type": "yarn"}, {"factor": (2.0, 32), "beta_fast": ("-", 1)}),
 ]
 HEADS = (16, 64, 80, 96, 112, 128)
 
 
-def config_of(description: dict[str, Any], dim: int, theta: float | None, spelling: str) -> dict[str, Any]:
-    """config.json in one of the spellings that are about: the newer one, the older, its older name of the kind, and outside the object."""
+def config_of(
+    description: dict[str, Any], dim: int, theta: float | None, spelling: str
+) -> dict[str, Any]:
+    """config.json in one of the spellings that are about: the newer one, the older, its older name
+    of the kind, and outside the object."""
     described, config = dict(description), {"max_position_embeddings": 4096, "head_dim": dim}
     if spelling == "rope_parameters":
-        return {**config, "rope_parameters": described if theta is None else {**described, "rope_theta": theta}}
+        return {
+            **config,
+            "rope_parameters": described if theta is None else {**described, "rope_theta": theta},
+        }
     if spelling == "type":
         described["type"] = described.pop("rope_type")
     if spelling == "outside" and described.get("original_max_position_embeddings"):
-        config["original_max_position_embeddings"] = described.pop("original_max_position_embeddings")
-    return {**config, "rope_scaling": described} if theta is None else {**config, "rope_scaling": described, "rope_theta": theta}
+        config["original_max_position_embeddings"] = described.pop(
+            "original_max_position_embeddings"
+        )
+    return (
+        {**config, "rope_scaling": described}
+        if theta is None
+        else {**config, "rope_scaling": described, "rope_theta": theta}
+    )
 
 
 @pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling", "type", "outside"])
@@ -55,11 +94,15 @@ def test_frequencies_and_scale_equal_transformers(spelling: str) -> None:
     for number, description in enumerate(DESCRIPTIONS):
         dim, theta = HEADS[number % len(HEADS)], thetas[number % len(thetas)]
         config = config_of(description, dim, theta, spelling)
-        peer = LlamaRotaryEmbedding(LlamaConfig(hidden_size=4 * dim, num_attention_heads=4, **config))
+        peer = LlamaRotaryEmbedding(
+            LlamaConfig(hidden_size=4 * dim, num_attention_heads=4, **config)
+        )
         # What transformers saves of it is read too.
         for read in (config, peer.config.to_dict()):
             rope = Rope.from_dict(read, dim, interleaved=False)
-            torch.testing.assert_close(rope.inverse_frequencies(), peer.inv_freq, rtol=2e-6, atol=0, msg=f"{read}")
+            torch.testing.assert_close(
+                rope.inverse_frequencies(), peer.inv_freq, rtol=2e-6, atol=0, msg=f"{read}"
+            )
             assert rope.cos_sin_factor == pytest.approx(peer.attention_scaling, rel=1e-6), read
         cos, sin = peer(torch.zeros(1), torch.arange(5)[None])
         ours = rope.cos_sin(torch.arange(5))
@@ -71,18 +114,27 @@ def test_deepseek_scales_its_softmax_as_transformers_does() -> None:
     for description in DESCRIPTIONS:
         if description.get("factor", 1.0) is None:  # transformers fails there
             continue
-        peer = DeepseekV3RotaryEmbedding(DeepseekV3Config(max_position_embeddings=4096, rope_parameters=dict(description)))
-        rope = Rope.from_dict({"max_position_embeddings": 4096, "rope_parameters": description}, 64, interleaved=True)
+        peer = DeepseekV3RotaryEmbedding(
+            DeepseekV3Config(max_position_embeddings=4096, rope_parameters=dict(description))
+        )
+        rope = Rope.from_dict(
+            {"max_position_embeddings": 4096, "rope_parameters": description}, 64, interleaved=True
+        )
         torch.testing.assert_close(rope.inverse_frequencies(), peer.inv_freq, rtol=2e-6, atol=0)
         assert rope.cos_sin_factor == pytest.approx(peer.attention_scaling, rel=1e-6)
-        assert rope.softmax_factor == pytest.approx(yarn_apply_mscale(peer.config.rope_parameters, 1.0), rel=1e-6), description
+        assert rope.softmax_factor == pytest.approx(
+            yarn_apply_mscale(peer.config.rope_parameters, 1.0), rel=1e-6
+        ), description
 
 
 @pytest.mark.parametrize(
     ("description", "told"),
     [
         ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic'"),
-        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}, "'longrope'; use another engine"),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]},
+            "'longrope'; use another engine",
+        ),
         ({"rope_type": "proportional", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_type": "proportional"}, "'proportional'"),
         ({"type": "mrope", "mrope_section": [1, 1]}, "'mrope'"),
@@ -101,7 +153,10 @@ def test_deepseek_scales_its_softmax_as_transformers_does() -> None:
         ({**YARN, "original_max_position_embeddings": True}, "original_max_position_embeddings"),
         ({"rope_type": "yarn"}, "lacks factor"),
         ({"rope_type": "linear", "factor": None}, "factor = null"),
-        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}, "high_freq_factor"),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0},
+            "high_freq_factor",
+        ),
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "high_freq_factor"),
         ({"rope_theta": 1.0}, "rope_theta"),
         ({"rope_theta": "10000"}, "rope_theta"),
@@ -112,7 +167,9 @@ def test_deepseek_scales_its_softmax_as_transformers_does() -> None:
 def test_what_is_not_computed_is_refused_by_name(description: Any, told: str) -> None:
     for spelling in ("rope_parameters", "rope_scaling"):
         with pytest.raises(QuantkitError, match=told.replace("rope_parameters", spelling)):
-            Rope.from_dict({"max_position_embeddings": 4096, spelling: description}, 64, interleaved=False)
+            Rope.from_dict(
+                {"max_position_embeddings": 4096, spelling: description}, 64, interleaved=False
+            )
 
 
 def test_partial_rotation_and_odd_heads_are_refused() -> None:
@@ -126,7 +183,11 @@ def test_partial_rotation_and_odd_heads_are_refused() -> None:
 def test_frequencies_that_are_kept_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rope, computed = Rope(64, 54321.0, interleaved=True), []
     compute = Rope.inverse_frequencies
-    monkeypatch.setattr(Rope, "inverse_frequencies", lambda self, device="cpu": computed.append(device) or compute(self, device))
+    monkeypatch.setattr(
+        Rope,
+        "inverse_frequencies",
+        lambda self, device="cpu": computed.append(device) or compute(self, device),
+    )
     with torch.inference_mode():
         first = _kept_frequencies(rope, torch.device("cpu"))
     assert _kept_frequencies(rope, torch.device("cpu")) is first

@@ -1,4 +1,5 @@
-"""Sparse attention of DeepSeek-V3.2 and GLM-5 against transformers, in float32 on tiny random models."""
+"""Sparse attention of DeepSeek-V3.2 and GLM-5 against transformers, in float32 on tiny random
+models."""
 
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,19 @@ YARN = {
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32": ("DeepseekV32", SPARSE),
-    "deepseek_v32-yarn": ("DeepseekV32", {**SPARSE, "rope_parameters": YARN, "mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    "deepseek_v32-yarn": (
+        "DeepseekV32",
+        {**SPARSE, "rope_parameters": YARN, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
     "glm_moe_dsa": ("GlmMoeDsa", {**SPARSE, "n_group": 1, "topk_group": 1, "v_head_dim": 20}),
-    "glm_moe_dsa-shared": ("GlmMoeDsa", {**SPARSE, "indexer_types": ["full", "shared", "full"], "num_hidden_layers": 3}),
-    "glm_moe_dsa-frequency": ("GlmMoeDsa", {**SPARSE, "index_topk_freq": 2, "index_skip_topk_offset": 1, "num_hidden_layers": 4}),
+    "glm_moe_dsa-shared": (
+        "GlmMoeDsa",
+        {**SPARSE, "indexer_types": ["full", "shared", "full"], "num_hidden_layers": 3},
+    ),
+    "glm_moe_dsa-frequency": (
+        "GlmMoeDsa",
+        {**SPARSE, "index_topk_freq": 2, "index_skip_topk_offset": 1, "num_hidden_layers": 4},
+    ),
 }
 """7 tokens of up to 40 are seen."""
 
@@ -47,9 +57,17 @@ class Case:
         self.tensors = checkpoint_tensors(self.peer)
         self.architecture = find_architecture(self.config)
 
-    def logits(self, lengths: list[int], token_ids: Tensor, tensors: dict[str, Tensor] | None = None, **changes: Any) -> Tensor:
+    def logits(
+        self,
+        lengths: list[int],
+        token_ids: Tensor,
+        tensors: dict[str, Tensor] | None = None,
+        **changes: Any,
+    ) -> Tensor:
         config = self.architecture.Config.from_dict({**self.config, **changes})
-        model = self.architecture.Model(config, PlainWeights(self.tensors if tensors is None else tensors))
+        model = self.architecture.Model(
+            config, PlainWeights(self.tensors if tensors is None else tensors)
+        )
         with torch.no_grad():
             return model.logits(model(token_ids, CausalContext(lengths)))
 
@@ -67,15 +85,23 @@ def test_logits_equal_transformers(case: str) -> None:
     expected, found = one.expected(lengths, token_ids), one.logits(lengths, token_ids)
     assert expected.abs().max() > 1
     assert (found - expected).abs().max() < 1e-4
-    assert (one.logits(lengths, token_ids, index_topk=40) - expected).abs().max() > 1e-2, "the selection did nothing"
-    table = {row.name: row.shape for row in one.architecture.parameters(one.architecture.Config.from_dict(one.config)) if not row.optional}
+    assert (one.logits(lengths, token_ids, index_topk=40) - expected).abs().max() > 1e-2, (
+        "the selection did nothing"
+    )
+    table = {
+        row.name: row.shape
+        for row in one.architecture.parameters(one.architecture.Config.from_dict(one.config))
+        if not row.optional
+    }
     assert table == {name: tuple(tensor.shape) for name, tensor in one.tensors.items()}
 
 
 def test_up_to_topk_tokens_it_is_dense_attention() -> None:
     """DeepSeek-V3 over the same weights, to the bit."""
     one, token_ids = Case(*CASES["deepseek_v32"]), torch.arange(1, 41)
-    config = deepseek_v3.Config.from_dict({**one.config, "n_routed_experts": 8, "num_nextn_predict_layers": 0})
+    config = deepseek_v3.Config.from_dict(
+        {**one.config, "n_routed_experts": 8, "num_nextn_predict_layers": 0}
+    )
     model = deepseek_v3.Model(config, PlainWeights(one.tensors))
     with torch.no_grad():
         dense = model.logits(model(token_ids, CausalContext([40])))
@@ -92,32 +118,58 @@ def test_folding_a_group_keeps_the_logits(case: str) -> None:
         for group in one.architecture.scale_groups(config, layer):
             producer = folded[f"{group.producer}.weight"]
             # Powers of two where an indexer reads: nothing is rounded, so no choice can flip.
-            by, scale = drawn_scale(group, len(producer), lambda count: 2.0 ** torch.randint(-2, 3, (count,)))
-            folded[f"{group.producer}.weight"] = producer / (by if group.producer_is_norm else by[:, None])
+            by, scale = drawn_scale(
+                group, len(producer), lambda count: 2.0 ** torch.randint(-2, 3, (count,))
+            )
+            folded[f"{group.producer}.weight"] = producer / (
+                by if group.producer_is_norm else by[:, None]
+            )
             for consumer in group.consumers:
                 folded[f"{consumer}.weight"] = folded[f"{consumer}.weight"] * scale
-    assert (one.logits([30], token_ids, folded) - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert (
+        one.logits([30], token_ids, folded) - expected
+    ).abs().max() < 1e-4 * expected.abs().max()
 
 
 def test_among_equal_scores_a_token_chooses_the_same_however_long_the_text_is() -> None:
-    """Of an indexer with one head half of the scores are 0: a token that is scored beside later ones, and over blocks with room behind it,
-    chooses as it does alone."""
+    """Of an indexer with one head half of the scores are 0: a token that is scored beside later
+    ones, and over blocks with room behind it, chooses as it does alone."""
     generator = torch.Generator().manual_seed(2)
     queries, keys = (torch.randn(200, *sizes, generator=generator) for sizes in ((1, 4), (4,)))
     inputs = IndexInputs(queries, keys, torch.randn(200, 1, generator=generator))
     positions = torch.arange(200)
     places, counts = choose(inputs, positions, 70, keys)
-    paged, same_counts = choose(inputs, positions, 70, torch.cat((keys, torch.zeros(56, 4))).view(4, 64, 4), torch.arange(4).repeat(200, 1))
+    paged, same_counts = choose(
+        inputs,
+        positions,
+        70,
+        torch.cat((keys, torch.zeros(56, 4))).view(4, 64, 4),
+        torch.arange(4).repeat(200, 1),
+    )
     assert torch.equal(counts, same_counts)
     for position in range(200):
         part, count = slice(position, position + 1), int(counts[position])
-        (alone,), _ = choose(IndexInputs(*(side[part] for side in inputs)), positions[part], 70, keys[: position + 1])
-        assert {*alone[:count].tolist()} == {*places[position, :count].tolist()} == {*paged[position, :count].tolist()}, position
+        (alone,), _ = choose(
+            IndexInputs(*(side[part] for side in inputs)), positions[part], 70, keys[: position + 1]
+        )
+        assert (
+            {*alone[:count].tolist()}
+            == {*places[position, :count].tolist()}
+            == {*paged[position, :count].tolist()}
+        ), position
 
 
 def tiny(**changes: Any) -> dict[str, Any]:
     """Sizes at which every linear is quantized."""
-    return make_model.tiny_config(**{"model_type": "deepseek_v32", "index_topk": 12, "index_n_heads": 8, "index_head_dim": 128, **changes})
+    return make_model.tiny_config(
+        **{
+            "model_type": "deepseek_v32",
+            "index_topk": 12,
+            "index_n_heads": 8,
+            "index_head_dim": 128,
+            **changes,
+        }
+    )
 
 
 SHARED = {"model_type": "glm_moe_dsa", "index_topk_pattern": "FSF"}
@@ -130,18 +182,26 @@ def written(path: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize(("changes", "cache"), [({}, None), ({}, "int8"), (SHARED, None)])
-def test_prompts_in_chunks_and_steps_are_the_whole_text(changes: dict[str, Any], cache: str | None, tmp_path: Path) -> None:
-    """Two sequences in one paged cache, over the blocks of both, by prompts, by steps and by both in one pass."""
+def test_prompts_in_chunks_and_steps_are_the_whole_text(
+    changes: dict[str, Any], cache: str | None, tmp_path: Path
+) -> None:
+    """Two sequences in one paged cache, over the blocks of both, by prompts, by steps and by both
+    in one pass."""
     source = written(tmp_path, **changes)
     loaded = load_model(source, device="cpu", dtype="bfloat16", cache=cache)
     texts = [torch.arange(5, 75), torch.arange(200, 240)]
     with torch.inference_mode():
-        whole = [loaded.model(text, CausalContext([len(text)], codes=loaded.codes)).float() for text in texts]
+        whole = [
+            loaded.model(text, CausalContext([len(text)], codes=loaded.codes)).float()
+            for text in texts
+        ]
         paged, found = loaded.new_cache(6), [[], []]
         blocks = [torch.tensor([2, 4]), torch.tensor([5, 1])]
         for start, stop in ((0, 9), (9, 33)):
             chunks = [Chunk(start, stop - start, one) for one in blocks]
-            out = loaded.model(torch.cat([text[start:stop] for text in texts]), PrefillContext(paged, chunks))
+            out = loaded.model(
+                torch.cat([text[start:stop] for text in texts]), PrefillContext(paged, chunks)
+            )
             for one, part in zip(found, out.split(stop - start)):
                 one.append(part)
         for place in range(33, 40):
@@ -151,7 +211,9 @@ def test_prompts_in_chunks_and_steps_are_the_whole_text(changes: dict[str, Any],
             out = loaded.model(torch.stack([text[place] for text in texts]), steps)
             for one, part in zip(found, out.split(1)):
                 one.append(part)
-        step = DecodeContext(paged, torch.tensor([40]), blocks[0][None].int(), blocks[0][:1] * 64 + 40, [41])
+        step = DecodeContext(
+            paged, torch.tensor([40]), blocks[0][None].int(), blocks[0][:1] * 64 + 40, [41]
+        )
         mixed = MixedContext(step, PrefillContext(paged, [Chunk(0, 40, torch.tensor([3]))]))
         out = loaded.model(torch.cat((texts[0][40:41], texts[1])), mixed)
         found[0].append(out[:1])
@@ -183,7 +245,12 @@ def test_what_is_not_computed_is_refused() -> None:
             architecture.Config.from_dict(tiny(**{key: value}))
     glm = {**tiny(), "model_type": "glm_moe_dsa", "num_hidden_layers": 3}
     architecture = find_architecture(glm)
-    assert architecture.Config.from_dict({**glm, "index_topk_pattern": "FFS", "indexer_rope_interleave": True}).indexer_types[2] == "shared"
+    assert (
+        architecture.Config.from_dict(
+            {**glm, "index_topk_pattern": "FFS", "indexer_rope_interleave": True}
+        ).indexer_types[2]
+        == "shared"
+    )
     for key, bad in {
         "indexer_types": ["full"],
         "index_topk_pattern": "FXS",
@@ -198,7 +265,9 @@ def test_what_is_not_computed_is_refused() -> None:
 
 def test_a_layer_that_shares_is_not_computed_alone_on_long_texts() -> None:
     one = Case(*CASES["glm_moe_dsa-shared"])
-    layer = one.architecture.DecoderLayer(one.architecture.Config.from_dict(one.config), 1, PlainWeights(one.tensors))
+    layer = one.architecture.DecoderLayer(
+        one.architecture.Config.from_dict(one.config), 1, PlainWeights(one.tensors)
+    )
     layer.attend(torch.randn(7, 64), CausalContext([7]))
     with pytest.raises(QuantkitError, match="at most 7 tokens"):
         layer.attend(torch.randn(8, 64), CausalContext([8]))
@@ -209,4 +278,11 @@ def test_a_calibration_on_longer_texts_is_refused_before_it_begins(tmp_path: Pat
     recipe = Recipe(scheme="awq-w4a16", seq_len=13)
     with pytest.raises(QuantkitError, match="12 at most"):
         quantize(source, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
-    quantize(source, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16", seq_len=13), device="cpu")
+    quantize(
+        source,
+        tmp_path / "out",
+        SCHEMES["rtn-w4a16"],
+        "auto",
+        Recipe(scheme="rtn-w4a16", seq_len=13),
+        device="cpu",
+    )

@@ -19,16 +19,32 @@ from quantkit.models import table
 from quantkit.models.stored_parameters import read_model
 from quantkit.quantization.checks import take_inventory
 
-CONFIG = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
+CONFIG = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+}
 CONFIG |= {"num_experts_per_tok": 2, "vocab_size": 272}
 
 
-def written(folder: Path, change: Callable[[dict[str, Any]], object] = lambda config: None, *, mtp: bool = True) -> Path:
+def written(
+    folder: Path,
+    change: Callable[[dict[str, Any]], object] = lambda config: None,
+    *,
+    mtp: bool = True,
+) -> Path:
     """A small checkpoint whose config.json is changed afterwards."""
     config = make_model.tiny_config(**CONFIG)
     tensors = make_model.random_tensors(config)
     if not mtp:
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.2.")}
+        tensors = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if not name.startswith("model.layers.2.")
+        }
     make_model.write_dense(folder, config, tensors)
     change(config)
     (folder / "config.json").write_text(json.dumps(config))
@@ -38,13 +54,20 @@ def written(folder: Path, change: Callable[[dict[str, Any]], object] = lambda co
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"num_hidden_layers": 1_000_000}, "num_hidden_layers = 1000000, expected an integer from 1 to 10000"),
+        (
+            {"num_hidden_layers": 1_000_000},
+            "num_hidden_layers = 1000000, expected an integer from 1 to 10000",
+        ),
         ({"n_routed_experts": 1_000_000, "n_group": 1}, "n_routed_experts = 1000000, expected"),
         (
             {"num_hidden_layers": 9_000},
-            "num_hidden_layers = 9000, .* and 4 experts a layer, and the checkpoint holds 73 tensors",
+            "num_hidden_layers = 9000, .* and 4 experts a layer, and the checkpoint holds 73 "
+            "tensors",
         ),
-        ({"n_routed_experts": 99_000, "n_group": 1}, "99000 experts a layer, and the checkpoint holds 73 tensors"),
+        (
+            {"n_routed_experts": 99_000, "n_group": 1},
+            "99000 experts a layer, and the checkpoint holds 73 tensors",
+        ),
         ({"num_nextn_predict_layers": 10_000}, "and the checkpoint holds 73 tensors"),
     ],
 )
@@ -74,30 +97,50 @@ def test_mtp_layers_that_are_not_stored_are_left_out_from_the_last(tmp_path: Pat
         name.replace("layers.2.", "layers.3."): tensor
         for name, tensor in make_model.random_tensors(make_model.tiny_config(**CONFIG)).items()
     }
-    make_model.write_dense(tmp_path / "later", make_model.tiny_config(**CONFIG, num_nextn_predict_layers=2), later)
-    with pytest.raises(QuantkitError, match=r"lacks model\.layers\.2\.\S+; download the missing shard"):
+    make_model.write_dense(
+        tmp_path / "later", make_model.tiny_config(**CONFIG, num_nextn_predict_layers=2), later
+    )
+    with pytest.raises(
+        QuantkitError, match=r"lacks model\.layers\.2\.\S+; download the missing shard"
+    ):
         take_inventory(Checkpoint.open(tmp_path / "later"))
 
 
 @pytest.mark.parametrize(
     ("layers", "mtp", "told"),
-    [(1, 0, "stores layers 1 to 2, and its config.json has 1 layers and 0 for MTP"), (2, 0, "stores layer 2, and"), (2, 1, "")],
+    [
+        (1, 0, "stores layers 1 to 2, and its config.json has 1 layers and 0 for MTP"),
+        (2, 0, "stores layer 2, and"),
+        (2, 1, ""),
+    ],
 )
-def test_layers_that_config_does_not_count_are_told_of(layers: int, mtp: int, told: str, tmp_path: Path) -> None:
+def test_layers_that_config_does_not_count_are_told_of(
+    layers: int, mtp: int, told: str, tmp_path: Path
+) -> None:
     """`run` computed the first layers alone, and said nothing."""
-    path = written(tmp_path / "model", lambda config: config.update(num_hidden_layers=layers, num_nextn_predict_layers=mtp))
+    path = written(
+        tmp_path / "model",
+        lambda config: config.update(num_hidden_layers=layers, num_nextn_predict_layers=mtp),
+    )
     found = load_model(path, device="cpu").told
     assert told in found
     assert bool(found) == bool(told)
 
 
-def test_a_null_that_leaves_a_model_to_transformers_is_held_against_the_tensors(tmp_path: Path) -> None:
+def test_a_null_that_leaves_a_model_to_transformers_is_held_against_the_tensors(
+    tmp_path: Path,
+) -> None:
     path = written(tmp_path / "model", lambda config: config.update(q_lora_rank=None))
     with pytest.raises(
-        QuantkitError, match=r"has q_lora_rank null, and model\.layers\.0\.self_attn\.q_a_proj\.weight is stored; use the config"
+        QuantkitError,
+        match=r"has q_lora_rank null, and model\.layers\.0\.self_attn\.q_a_proj\.weight is stored; "
+        r"use the config",
     ):
         take_inventory(Checkpoint.open(path), calibrated=False)
-    with pytest.raises(QuantkitError, match=r"quantkit's file of deepseek_v3 does not compute that; .*by transformers"):
+    with pytest.raises(
+        QuantkitError,
+        match=r"quantkit's file of deepseek_v3 does not compute that; .*by transformers",
+    ):
         read_model(Checkpoint.open(path))
 
 
@@ -107,13 +150,18 @@ def test_one_missing_tensor_of_the_mtp_layer_is_a_missing_tensor(tmp_path: Path)
     del tensors["model.layers.2.enorm.weight"]
     shutil.rmtree(folder)
     make_model.write_dense(folder, make_model.tiny_config(**CONFIG), tensors)
-    with pytest.raises(QuantkitError, match=r"lacks model\.layers\.2\.enorm\.weight; download the missing shard"):
+    with pytest.raises(
+        QuantkitError, match=r"lacks model\.layers\.2\.enorm\.weight; download the missing shard"
+    ):
         take_inventory(Checkpoint.open(folder))
 
 
 def test_shapes_are_compared_by_every_command(tmp_path: Path) -> None:
     folder = written(tmp_path / "model", lambda config: config.update(vocab_size=280))
-    fault = r"model\.embed_tokens\.weight in .*\.safetensors has shape \[272, 128\], and its config\.json makes it \[280, 128\]"
+    fault = (
+        r"model\.embed_tokens\.weight in .*\.safetensors has shape \[272, 128\], and its "
+        r"config\.json makes it \[280, 128\]"
+    )
     checkpoint = Checkpoint.open(folder)
     assert (describe(checkpoint).misshapen or [""])[0] == "model.embed_tokens.weight"
     for check in (lambda: take_inventory(checkpoint), lambda: load_model(folder, device="cpu")):
@@ -136,8 +184,16 @@ def test_shapes_are_compared_by_every_command(tmp_path: Path) -> None:
         ("n_group", 4, "n_group = 4, expected groups of at least two"),
         ("rope_interleave", 1, "rope_interleave = 1, expected true or false"),
         ("quantization_config", "fp8", "quantization_config = 'fp8', expected an object"),
-        ("quantization_config", {"quant_method": "awq", "modules_to_not_convert": "x"}, "expected a list of module names"),
-        ("quantization_config", {"quant_method": "compressed-tensors", "ignore": ["re:("]}, "which is no regular expression"),
+        (
+            "quantization_config",
+            {"quant_method": "awq", "modules_to_not_convert": "x"},
+            "expected a list of module names",
+        ),
+        (
+            "quantization_config",
+            {"quant_method": "compressed-tensors", "ignore": ["re:("]},
+            "which is no regular expression",
+        ),
     ],
 )
 def test_every_field_is_told_by_name(field: str, value: Any, fault: str, tmp_path: Path) -> None:
@@ -148,18 +204,43 @@ def test_every_field_is_told_by_name(field: str, value: Any, fault: str, tmp_pat
 
 def test_what_the_architecture_decides_is_not_read(tmp_path: Path) -> None:
     """`routing` and `qk_norm` are fields of our own dataclass, and no keys of config.json."""
-    shapes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shapes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     config = {**shapes, "model_type": "llama", "rms_norm_eps": 1e-6, "max_position_embeddings": 64}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "routing": {"x": 1}, "qk_norm": True, "dense_layers": 5}))
-    save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "routing": {"x": 1}, "qk_norm": True, "dense_layers": 5})
+    )
+    save_file(
+        {"model.norm.weight": torch.ones(32)},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     found = read_model(Checkpoint.open(tmp_path)).config
     assert found.routing is None
     assert not any("q_norm" in row.name for row in read_model(Checkpoint.open(tmp_path)).rows)
 
 
 def test_a_slow_expression_in_a_list_of_modules_is_refused(tmp_path: Path) -> None:
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
-    block = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {"weights": weights}}}
-    folder = written(tmp_path / "model", lambda config: config.update(quantization_config=block | {"ignore": ["re:(.|..)+[A-Z]$"]}))
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": 32,
+        "symmetric": True,
+    }
+    block = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": weights}},
+    }
+    folder = written(
+        tmp_path / "model",
+        lambda config: config.update(quantization_config=block | {"ignore": ["re:(.|..)+[A-Z]$"]}),
+    )
     with pytest.raises(QuantkitError, match="takes too long to match; write a simpler expression"):
         read_model(Checkpoint.open(folder))

@@ -6,11 +6,14 @@ from quantkit.models.value_heads import ValueHeads
 
 
 def test_a_scale_is_one_for_all_that_read_a_value_and_falls_on_its_rows_alone() -> None:
-    """3 heads of 4 values, each read by 2 query heads; 5 rows before each head's values. o(v) is what it was."""
+    """3 heads of 4 values, each read by 2 query heads; 5 rows before each head's values. o(v) is
+    what it was."""
     heads = ValueHeads(3, 2, 4, before=5)
     drawn = torch.rand(7, heads.columns) + 0.5
     scales = heads.alike(drawn)
-    assert torch.equal(scales.unflatten(-1, (3, 2, 4))[:, :, 0], scales.unflatten(-1, (3, 2, 4))[:, :, 1])
+    assert torch.equal(
+        scales.unflatten(-1, (3, 2, 4))[:, :, 0], scales.unflatten(-1, (3, 2, 4))[:, :, 1]
+    )
     torch.testing.assert_close(scales.log().mean(-1), torch.zeros(7))
     torch.testing.assert_close(heads.alike(scales), scales)
     made, o = torch.randn(3 * 9, 16), torch.randn(8, heads.columns)
@@ -20,7 +23,9 @@ def test_a_scale_is_one_for_all_that_read_a_value_and_falls_on_its_rows_alone() 
         return o @ values.flatten(0, 2)
 
     by = heads.of_rows(scales[0])
-    torch.testing.assert_close(added(made / by[:, None], o * scales[0]), added(made, o), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        added(made / by[:, None], o * scales[0]), added(made, o), rtol=1e-4, atol=1e-4
+    )
     assert torch.equal(by.unflatten(0, (3, 9))[:, :5], torch.ones(3, 5))
 
 

@@ -21,7 +21,9 @@ def layers(draw: st.DrawFn) -> tuple[np.ndarray, int, int]:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(layers())
-def test_every_expert_is_somewhere_and_none_twice_on_a_device(layer: tuple[np.ndarray, int, int]) -> None:
+def test_every_expert_is_somewhere_and_none_twice_on_a_device(
+    layer: tuple[np.ndarray, int, int],
+) -> None:
     counts, devices, slots = layer
     placed = place_layer(counts, devices, slots)
     assert placed.shape == (devices, slots)
@@ -43,11 +45,15 @@ def test_an_expert_has_no_more_copies_than_there_are_devices() -> None:
 
 @pytest.mark.parametrize(("devices", "redundant"), [(8, 8), (32, 32), (144, 176)])
 def test_skewed_experts_are_even_on_other_tokens(devices: int, redundant: int) -> None:
-    """R1's shape: 256 experts asked as Zipf's law has it (0.8), placed by one text's counts and judged by another's."""
+    """R1's shape: 256 experts asked as Zipf's law has it (0.8), placed by one text's counts and
+    judged by another's."""
     generator = np.random.default_rng(0)
     shares = 1 / np.arange(1, 257) ** 0.8
     shares = generator.permutation(shares / shares.sum())
-    counted, held_out = (generator.multinomial(8 * tokens, shares).astype(np.float64) for tokens in (200_000, 1_000_000))
+    counted, held_out = (
+        generator.multinomial(8 * tokens, shares).astype(np.float64)
+        for tokens in (200_000, 1_000_000)
+    )
     placed = place_layer(counted, devices, (256 + redundant) // devices)
     assert balance(placed, held_out) >= 0.95
     if 256 % devices == 0:

@@ -1,4 +1,5 @@
-"""`quantkit place` and the counts it reads: from commands that count, to files read as each engine reads them."""
+"""`quantkit place` and the counts it reads: from commands that count, to files read as each engine
+reads them."""
 
 import json
 from pathlib import Path
@@ -20,12 +21,21 @@ ENGINES = ("vllm", "sglang", "vllm-ascend", "omni-infer")
 
 
 def counts_of(checkpoint: Path, seed: int = 0, **changes: Any) -> ExpertCounts:
-    """Counts as a text could leave them in the model of tiny_checkpoint: skewed, layer by layer otherwise."""
+    """Counts as a text could leave them in the model of tiny_checkpoint: skewed, layer by layer
+    otherwise."""
     config = Checkpoint.open(checkpoint).config
     generator = np.random.default_rng(seed)
     shares = 1 / np.arange(1, config["n_routed_experts"] + 1)
-    layers = {layer: (1000 * generator.permutation(shares)).astype(int).tolist() for layer in (1, 2)}
-    about = {"model_type": "deepseek_v3", "hidden_size": config["hidden_size"], "experts": len(shares), "tokens": 900, "layers": layers}
+    layers = {
+        layer: (1000 * generator.permutation(shares)).astype(int).tolist() for layer in (1, 2)
+    }
+    about = {
+        "model_type": "deepseek_v3",
+        "hidden_size": config["hidden_size"],
+        "experts": len(shares),
+        "tokens": 900,
+        "layers": layers,
+    }
     return ExpertCounts(**(about | changes))
 
 
@@ -37,30 +47,56 @@ def counts(tiny_checkpoint: Path, tmp_path: Path) -> Path:
 
 
 def placed_by(engine: str, file: Path, devices: int) -> list[list[set[int]]]:
-    """Experts of each device of each layer with experts, read as the engine's own source reads them (see layouts.py)."""
+    """Experts of each device of each layer with experts, read as the engine's own source reads them
+    (see layouts.py)."""
     if engine == "omni-infer":
         pattern = np.load(file, allow_pickle=False).astype(np.int32)
-        return [[set(np.flatnonzero(pattern[device, layer])) for device in range(devices)] for layer in range(pattern.shape[1])]
+        return [
+            [set(np.flatnonzero(pattern[device, layer])) for device in range(devices)]
+            for layer in range(pattern.shape[1])
+        ]
     found = json.loads(file.read_text())
     if engine == "vllm-ascend":
         assert found["moe_layer_count"] == len(found["layer_list"])
-        rows = [torch.tensor([one["device_expert"] for one in layer["device_list"]]) for layer in found["layer_list"]]
+        rows = [
+            torch.tensor([one["device_expert"] for one in layer["device_list"]])
+            for layer in found["layer_list"]
+        ]
         return [[set(device.tolist()) for device in layer] for layer in rows]
-    flat = found if engine == "vllm" else found["physical_to_logical_map"][1:]  # the first of three layers is dense
-    return [[set(device) for device in np.array(layer).reshape(devices, -1).tolist()] for layer in flat]
+    flat = (
+        found if engine == "vllm" else found["physical_to_logical_map"][1:]
+    )  # the first of three layers is dense
+    return [
+        [set(device) for device in np.array(layer).reshape(devices, -1).tolist()] for layer in flat
+    ]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_file_says_what_was_placed(tiny_checkpoint: Path, counts: Path, tmp_path: Path, engine: str) -> None:
+def test_the_file_says_what_was_placed(
+    tiny_checkpoint: Path, counts: Path, tmp_path: Path, engine: str
+) -> None:
     out = tmp_path / "placement"
     answer = command(
-        *("place", str(tiny_checkpoint), "--counts", str(counts), "--devices", "4", "--redundant", "4"),
+        *(
+            "place",
+            str(tiny_checkpoint),
+            "--counts",
+            str(counts),
+            "--devices",
+            "4",
+            "--redundant",
+            "4",
+        ),
         *("--engine", engine, "--out", str(out), "--held-out", str(counts), "--json"),
     )
     told = answer.json
-    loads = {layer: np.array(row, float) for layer, row in counts_of(tiny_checkpoint).layers.items()}
+    loads = {
+        layer: np.array(row, float) for layer, row in counts_of(tiny_checkpoint).layers.items()
+    }
     expected = place_layers(loads, 4, 4, uneven=engine == "omni-infer")
-    assert placed_by(engine, out, 4) == [[set(row) for row in slots.tolist()] for slots in expected.values()]
+    assert placed_by(engine, out, 4) == [
+        [set(row) for row in slots.tolist()] for slots in expected.values()
+    ]
     assert told["balance"] == told["held_out_balance"] > told["in_order_balance"]
     assert sum(told["slots"]) == 6  # 8 experts and 4 copies on 4 devices, in two layers
     # gate, up and down of 128 x 256 in FP8 with a scale for each 128 x 128
@@ -69,7 +105,9 @@ def test_the_file_says_what_was_placed(tiny_checkpoint: Path, counts: Path, tmp_
     assert not list(tmp_path.glob("*.new"))
 
 
-def test_sglang_has_a_row_for_dense_layers(tiny_checkpoint: Path, counts: Path, tmp_path: Path) -> None:
+def test_sglang_has_a_row_for_dense_layers(
+    tiny_checkpoint: Path, counts: Path, tmp_path: Path
+) -> None:
     place(tiny_checkpoint, counts, 4, engine="sglang", redundant=4, out=tmp_path / "p.json")
     rows = json.loads((tmp_path / "p.json").read_text())["physical_to_logical_map"]
     assert len(rows) == 3
@@ -78,7 +116,10 @@ def test_sglang_has_a_row_for_dense_layers(tiny_checkpoint: Path, counts: Path, 
 
 def test_layers_share_copies_where_the_engine_allows_it() -> None:
     flat, steep = np.full(16, 100.0), np.array([800.0, 800.0, *[1.0] * 14])
-    slots = {layer: placed.shape[1] for layer, placed in place_layers({0: flat, 1: steep}, 4, 4, uneven=True).items()}
+    slots = {
+        layer: placed.shape[1]
+        for layer, placed in place_layers({0: flat, 1: steep}, 4, 4, uneven=True).items()
+    }
     assert slots == {0: 4, 1: 6}  # the two busy experts need three copies more each
     assert all(placed.shape[1] == 5 for placed in place_layers({0: flat, 1: steep}, 4, 4).values())
 
@@ -103,21 +144,50 @@ def test_layers_share_copies_where_the_engine_allows_it() -> None:
     ],
 )
 def test_what_does_not_belong_together_is_told_in_a_line(
-    tiny_checkpoint: Path, tmp_path: Path, changes: dict[str, Any], options: dict[str, str], told: str
+    tiny_checkpoint: Path,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    options: dict[str, str],
+    told: str,
 ) -> None:
     counts_of(tiny_checkpoint, **changes).write(tmp_path / "counts.json")
-    given = {"--counts": str(tmp_path / "counts.json"), "--devices": "4", "--engine": "vllm", "--out": str(tmp_path / "p")} | options
-    answer = command("place", str(tiny_checkpoint), *(text for pair in given.items() for text in pair))
+    given = {
+        "--counts": str(tmp_path / "counts.json"),
+        "--devices": "4",
+        "--engine": "vllm",
+        "--out": str(tmp_path / "p"),
+    } | options
+    answer = command(
+        "place", str(tiny_checkpoint), *(text for pair in given.items() for text in pair)
+    )
     assert answer.code == 1
     assert told in answer.error
     assert answer.errors == 1
     assert not (tmp_path / "p").exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"quantkit": "expert counts"}', '{"quantkit": "expert counts", "layers": {"x": []}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"quantkit": "expert counts"}',
+        '{"quantkit": "expert counts", "layers": {"x": []}}',
+    ],
+)
 def test_a_file_that_is_none_is_told(tiny_checkpoint: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "counts.json").write_text(text)
-    answer = command("place", str(tiny_checkpoint), "--counts", str(tmp_path / "counts.json"), "--devices", "4", "--engine", "vllm")
+    answer = command(
+        "place",
+        str(tiny_checkpoint),
+        "--counts",
+        str(tmp_path / "counts.json"),
+        "--devices",
+        "4",
+        "--engine",
+        "vllm",
+    )
     assert answer.code == 1
     assert "counts.json" in answer.error
 
@@ -130,7 +200,12 @@ def chosen_by_hand(checkpoint: Path, ids: list[int]) -> dict[int, list[int]]:
         if hasattr(layer.mlp, "choose"):
             mlp, original = layer.mlp, layer.mlp.choose
 
-            def choose(x: torch.Tensor, original: Any = original, number: int = number, k: int = mlp.routing.num_experts_per_tok) -> Any:
+            def choose(
+                x: torch.Tensor,
+                original: Any = original,
+                number: int = number,
+                k: int = mlp.routing.num_experts_per_tok,
+            ) -> Any:
                 topk_ids, weights = original(x)
                 found[number] = torch.bincount(topk_ids[:, :k].flatten(), minlength=8).tolist()
                 return topk_ids, weights
@@ -144,7 +219,14 @@ def chosen_by_hand(checkpoint: Path, ids: list[int]) -> dict[int, list[int]]:
 def test_ppl_counts_what_the_routers_choose(tiny_checkpoint: Path, tmp_path: Path) -> None:
     text = "Experts are asked, and counted. " * 4
     (tmp_path / "text.txt").write_text(text)
-    answer = command("ppl", str(tiny_checkpoint), "--text", str(tmp_path / "text.txt"), "--count-experts", str(tmp_path / "c.json"))
+    answer = command(
+        "ppl",
+        str(tiny_checkpoint),
+        "--text",
+        str(tmp_path / "text.txt"),
+        "--count-experts",
+        str(tmp_path / "c.json"),
+    )
     assert answer.code == 0, answer.err
     counts = ExpertCounts.read(tmp_path / "c.json")
     ids = ChatTokenizer(tiny_checkpoint).encode(text)
@@ -152,16 +234,39 @@ def test_ppl_counts_what_the_routers_choose(tiny_checkpoint: Path, tmp_path: Pat
     assert dict(counts.layers) == chosen_by_hand(tiny_checkpoint, ids)
 
 
-def test_run_counts_every_token_and_refuses_a_file_it_cannot_write(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    given = ("run", str(tiny_checkpoint), "--prompt", "one", "--raw", "--max-new-tokens", "5", "--json", "--count-experts")
+def test_run_counts_every_token_and_refuses_a_file_it_cannot_write(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    given = (
+        "run",
+        str(tiny_checkpoint),
+        "--prompt",
+        "one",
+        "--raw",
+        "--max-new-tokens",
+        "5",
+        "--json",
+        "--count-experts",
+    )
     told = command(*given, str(tmp_path / "c.json")).json
     counts = ExpertCounts.read(tmp_path / "c.json")
-    assert counts.tokens == told["prompt_tokens"] + told["tokens"] - 1  # the last one is not read any more
+    assert (
+        counts.tokens == told["prompt_tokens"] + told["tokens"] - 1
+    )  # the last one is not read any more
     assert all(sum(row) == 3 * counts.tokens for row in counts.layers.values())
     assert "no folder" in command(*given, str(tmp_path / "none" / "c.json")).error
 
 
 def test_the_experts_of_a_server_are_counted_where_it_runs(tmp_path: Path) -> None:
-    answer = command("eval", "http://127.0.0.1:1", "--tasks", "tiny-math", "--limit", "1", "--count-experts", str(tmp_path / "c.json"))
+    answer = command(
+        "eval",
+        "http://127.0.0.1:1",
+        "--tasks",
+        "tiny-math",
+        "--limit",
+        "1",
+        "--count-experts",
+        str(tmp_path / "c.json"),
+    )
     assert answer.code == 1
     assert not (tmp_path / "c.json").exists()

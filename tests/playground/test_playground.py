@@ -1,4 +1,5 @@
-"""The playground: what it says of tokens is what the engines compute, its page shows it, and nothing a model writes is markup."""
+"""The playground: what it says of tokens is what the engines compute, its page shows it, and
+nothing a model writes is markup."""
 
 import json
 import math
@@ -27,12 +28,18 @@ from quantkit.playground.play import Playground
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
 CHAIN = ["<|answer|>", "One", HOSTILE, "<b>two</b>", " three", " four"]
 OTHER = [*CHAIN[:3], " four", " three", "<b>two</b>"]
-needs_browser = pytest.mark.skipif(browser.PROGRAM is None, reason="there is no Chromium on this machine")
+needs_browser = pytest.mark.skipif(
+    browser.PROGRAM is None, reason="there is no Chromium on this machine"
+)
 
 
 @contextmanager
 def served(playground: Playground) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(create_app(playground), port=0, log_level="error", timeout_graceful_shutdown=2))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(playground), port=0, log_level="error", timeout_graceful_shutdown=2
+        )
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     until = time.monotonic() + 20
@@ -57,7 +64,12 @@ def rounded(tiny_checkpoint: Path, tiny_dense_checkpoint: Path) -> Playground:
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Playground:
     folder = tmp_path_factory.mktemp("models")
-    return opened(*(scripted_model.write(folder / name, [chain]) for name, chain in (("first", CHAIN), ("second", OTHER))))
+    return opened(
+        *(
+            scripted_model.write(folder / name, [chain])
+            for name, chain in (("first", CHAIN), ("second", OTHER))
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -80,19 +92,35 @@ def test_probabilities_and_answers_are_the_engines(rounded: Playground) -> None:
     for side, event in enumerate(done):
         assert "as" not in event, "rounding changed nothing: the test tests half"
         (answer,) = rounded.models[side].engine.generate([ids], SamplingParams(max_new_tokens=12))
-        assert [token["text"] for token in event["tokens"]] == rounded.models[0].pieces(answer.token_ids)
+        assert [token["text"] for token in event["tokens"]] == rounded.models[0].pieces(
+            answer.token_ids
+        )
         for number, model in enumerate(rounded.models):
-            (read,) = model.engine.generate([ids + answer.token_ids], SamplingParams(max_new_tokens=1, prompt_logprobs=0))
+            (read,) = model.engine.generate(
+                [ids + answer.token_ids], SamplingParams(max_new_tokens=1, prompt_logprobs=0)
+            )
             assert read.prompt_logprobs is not None
             scores = [one.logprob for one in read.prompt_logprobs[len(ids) - 1 :]]
-            apart = sorted(abs(math.log(token["p"][number]) - score) for token, score in zip(event["tokens"], scores, strict=True))
-            assert apart[-2] < 0.1, apart  # in bfloat16 one token's experts may nearly tie, and a prompt be rounded otherwise than steps
+            apart = sorted(
+                abs(math.log(token["p"][number]) - score)
+                for token, score in zip(event["tokens"], scores, strict=True)
+            )
+            assert apart[-2] < 0.1, (
+                apart
+                # in bfloat16 one token's experts may nearly tie, and a prompt be rounded otherwise
+                # than steps
+            )
         assert all(token["kl"] > 0 for token in event["tokens"])
         changed = torch.tensor(event["experts"]["changed"])
         assert event["experts"]["layers"] == [1, 2]
         assert changed.shape == (2, len(event["tokens"]))
         assert 0 < changed.mean() < 0.6
-    texts = ["".join(event["text"] for event in events if event["kind"] == "text" and event["side"] == side) for side in (0, 1)]
+    texts = [
+        "".join(
+            event["text"] for event in events if event["kind"] == "text" and event["side"] == side
+        )
+        for side in (0, 1)
+    ]
     assert texts[0] != texts[1]
 
 
@@ -108,11 +136,16 @@ def test_a_model_beside_itself_is_the_same(tiny_checkpoint: Path) -> None:
 def test_divergence_by_its_formula() -> None:
     p, q = [0.5, 0.25, 0.25, 0.0], [0.25, 0.25, 0.5, 0.0]
     expected = sum(a * math.log(a / b) for a, b in zip(p, q) if a)
-    assert divergence(torch.tensor(p).log(), torch.tensor(q).log()) == pytest.approx(expected, rel=1e-6)
+    assert divergence(torch.tensor(p).log(), torch.tensor(q).log()) == pytest.approx(
+        expected, rel=1e-6
+    )
     assert divergence(torch.tensor([1.0, 0.0]).log(), torch.tensor([1.0, 0.0]).log()) == 0
 
 
-@pytest.mark.parametrize(("answers", "place"), [([[1, 2], [1, 2]], None), ([[1, 2], [1, 3]], 1), ([[1], [1, 2]], 1), ([[], [4]], 0)])
+@pytest.mark.parametrize(
+    ("answers", "place"),
+    [([[1, 2], [1, 2]], None), ([[1, 2], [1, 3]], 1), ([[1], [1, 2]], 1), ([[], [4]], 0)],
+)
 def test_where_paths_part(answers: list[list[int]], place: int | None) -> None:
     assert parting(answers) == place
 
@@ -126,8 +159,16 @@ def test_models_of_other_tokens_are_refused(tiny_checkpoint: Path, scripted: Pla
 def test_only_its_own_page_is_answered(url: str) -> None:
     body = {"prompt": "a", "max_new_tokens": 2}
     assert httpx.get(f"{url}/models", headers={"Host": "evil.example"}).status_code == 403
-    assert httpx.post(f"{url}/play", json=body, headers={"Origin": "http://evil.example"}).status_code == 403
-    assert httpx.post(f"{url}/play", content=json.dumps(body), headers={"Content-Type": "text/plain"}).status_code == 400
+    assert (
+        httpx.post(f"{url}/play", json=body, headers={"Origin": "http://evil.example"}).status_code
+        == 403
+    )
+    assert (
+        httpx.post(
+            f"{url}/play", content=json.dumps(body), headers={"Content-Type": "text/plain"}
+        ).status_code
+        == 400
+    )
     page = httpx.get(f"{url}/")
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert page.headers["x-content-type-options"] == "nosniff"
@@ -164,7 +205,10 @@ def test_who_goes_stops_the_work(scripted: Playground, url: str) -> None:
     while any(model.engine.has_work for model in scripted.models):
         assert time.monotonic() < until, "it goes on for nobody"
         time.sleep(0.02)
-    assert httpx.post(f"{url}/play", json={"prompt": "a", "max_new_tokens": 2}, timeout=30).status_code == 200
+    assert (
+        httpx.post(f"{url}/play", json={"prompt": "a", "max_new_tokens": 2}, timeout=30).status_code
+        == 200
+    )
 
 
 @contextmanager
@@ -177,22 +221,32 @@ def page_at(address: str, **options: Any) -> Iterator[browser.Page]:
         page.close()
 
 
-TOKENS = "[...document.querySelectorAll('.side')].map(side => [...side.querySelectorAll('.token')].map(one => one.textContent))"
+TOKENS = (
+    "[...document.querySelectorAll('.side')].map(side => "
+    "[...side.querySelectorAll('.token')].map(one => one.textContent))"
+)
 
 
 @needs_browser
 def test_two_models_in_the_browser(url: str) -> None:
     with page_at(url, width=420, height=900, dark=True) as page:
         page.wait("document.querySelectorAll('.side').length === 2")
-        page.value("document.getElementById('prompt').value = 'count'; document.getElementById('go').click()")
+        page.value(
+            "document.getElementById('prompt').value = 'count'; "
+            "document.getElementById('go').click()"
+        )
         page.wait("document.body.dataset.done")
         end = "<｜end▁of▁sentence｜>"
         assert page.value(TOKENS) == [[*CHAIN[1:], end], [*OTHER[1:], end]]
-        assert page.value("document.getElementById('status').textContent") == "the greedy paths part at token 3"
+        assert (
+            page.value("document.getElementById('status').textContent")
+            == "the greedy paths part at token 3"
+        )
         marked = "[...document.querySelectorAll('.parted')].map(one => one.textContent)"
         assert page.value(marked) == [CHAIN[3], OTHER[3]]
         heats = page.value(
-            "[...document.querySelector('.side').querySelectorAll('.token')].map(one => +one.style.getPropertyValue('--heat'))"
+            "[...document.querySelector('.side').querySelectorAll('.token')].map(one => "
+            "+one.style.getPropertyValue('--heat'))"
         )
         assert heats[2] == 1, "they are sure of different tokens there"
         assert max(heats[:2]) < 0.1
@@ -214,13 +268,21 @@ def test_two_models_in_the_browser(url: str) -> None:
 
 @needs_browser
 def test_one_model_in_the_browser(scripted: Playground) -> None:
-    with served(Playground(scripted.models[:1])) as url, page_at(f"{url}/#most=3&prompt=count") as page:
+    with (
+        served(Playground(scripted.models[:1])) as url,
+        page_at(f"{url}/#most=3&prompt=count") as page,
+    ):
         page.wait("document.body.dataset.done")
         assert page.value(TOKENS) == [CHAIN[1:4]]
-        assert page.value("document.getElementById('legend-title').textContent") == "how unlikely each token was"
+        assert (
+            page.value("document.getElementById('legend-title').textContent")
+            == "how unlikely each token was"
+        )
         assert page.value("document.querySelectorAll('.mark, canvas').length") == 0
         page.value("document.getElementById('prompt').value = 'x'.repeat(5000)")
         page.value("delete document.body.dataset.done; document.getElementById('go').click()")
         page.wait("document.body.dataset.done")
-        assert "the context holds 512" in page.value("document.getElementById('status').textContent")
+        assert "the context holds 512" in page.value(
+            "document.getElementById('status').textContent"
+        )
         assert page.said == []

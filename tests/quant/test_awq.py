@@ -1,4 +1,5 @@
-"""Scales: the identity is among the candidates, and folding them into stored gains loses nothing."""
+"""Scales: the identity is among the candidates, and folding them into stored gains loses
+nothing."""
 
 import torch
 
@@ -11,15 +12,22 @@ def test_candidates_begin_with_the_identity_and_are_centred() -> None:
     assert candidates.shape == (12, 256)
     assert torch.equal(candidates[0], torch.ones(256))
     torch.testing.assert_close((candidates.amax(-1) * candidates.amin(-1)).sqrt(), torch.ones(12))
-    assert torch.corrcoef(torch.stack([candidates[5], activation]))[0, 1] > 0.999, "the last plain candidate is the activations' own size"
+    assert torch.corrcoef(torch.stack([candidates[5], activation]))[0, 1] > 0.999, (
+        "the last plain candidate is the activations' own size"
+    )
 
 
 def test_weight_points_add_candidates_between_plain_and_whole_weights() -> None:
     activation, weight = torch.rand(64) + 0.1, torch.rand(64) * 0.9 + 0.1
-    few, more = candidate_scales(activation, weight, 5), candidate_scales(activation, weight, 5, weight_points=3)
+    few, more = (
+        candidate_scales(activation, weight, 5),
+        candidate_scales(activation, weight, 5, weight_points=3),
+    )
     assert more.shape == (25, 64)
     assert torch.equal(more[:10], few)
-    wanted = activation**0.75 / (weight**0.5 + 1e-4)  # the fourth of five powers, the second of three exponents
+    wanted = activation**0.75 / (
+        weight**0.5 + 1e-4
+    )  # the fourth of five powers, the second of three exponents
     torch.testing.assert_close(more[18] / wanted, (more[18] / wanted)[:1].expand(64))
 
 
@@ -31,21 +39,27 @@ def test_batched_candidates_are_those_of_each() -> None:
 
 
 def test_effective_scale_folds_exactly() -> None:
-    """gain * w == new gain * (w * s), bit for bit in the products' float64 value, although the new gain is BF16."""
+    """gain * w == new gain * (w * s), bit for bit in the products' float64 value, although the new
+    gain is BF16."""
     generator = torch.Generator().manual_seed(0)
     gain = (torch.randn(512, generator=generator) * 3).bfloat16()
     gain[7] = 0
     scale = torch.rand(512, generator=generator) * 10 + 0.01
     folded, effective = effective_scale(gain, scale)
     assert folded.dtype == torch.bfloat16
-    torch.testing.assert_close(folded.double() * effective.double(), gain.double(), rtol=1e-7, atol=0)
+    torch.testing.assert_close(
+        folded.double() * effective.double(), gain.double(), rtol=1e-7, atol=0
+    )
     assert effective[7] == 1
     assert ((effective / scale - 1).abs() < 0.01).logical_or(gain == 0).all()
 
 
 def test_powers_of_two_fold_without_any_rounding() -> None:
     generator = torch.Generator().manual_seed(0)
-    gain, router = torch.randn(256, generator=generator).bfloat16(), torch.randn(8, 256, generator=generator).bfloat16()
+    gain, router = (
+        torch.randn(256, generator=generator).bfloat16(),
+        torch.randn(8, 256, generator=generator).bfloat16(),
+    )
     scale = power_of_two(torch.rand(256, generator=generator) * 20 + 0.05)
     folded, effective = effective_scale(gain, scale)
     assert torch.equal(effective, scale)
@@ -55,4 +69,6 @@ def test_powers_of_two_fold_without_any_rounding() -> None:
 
 def test_relative_weight_counts_every_row_once() -> None:
     a, b = torch.randn(10, 64), torch.randn(30, 64)
-    torch.testing.assert_close(relative_weight([a, b], 32), relative_weight([torch.cat([a, b])], 32))
+    torch.testing.assert_close(
+        relative_weight([a, b], 32), relative_weight([torch.cat([a, b])], 32)
+    )

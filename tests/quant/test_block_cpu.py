@@ -1,4 +1,5 @@
-"""On a CPU a block of columns is rounded by C++: as PyTorch's own operations round it, the same by any number of threads."""
+"""On a CPU a block of columns is rounded by C++: as PyTorch's own operations round it, the same by
+any number of threads."""
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ EVERY = GRIDS | MORE
 pytestmark = pytest.mark.skipif(not block_cpu.is_there(), reason="no C++ compiler here")
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (128, 100), (3, 128, 100), (128, 64), (7, 65), (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, (128, 100), (3, 128, 100), (128, 64), (7, 65), (1, 1)], ids=str
+)
 @pytest.mark.parametrize("grid", EVERY)
 def test_block_is_rounded_as_column_by_column(grid: str, shape: tuple[int, ...]) -> None:
     assert_as_column_by_column(gptq.block_rounder(torch.device("cpu")), EVERY[grid], shape, "cpu")
@@ -29,13 +32,19 @@ def test_block_is_rounded_as_column_by_column(grid: str, shape: tuple[int, ...])
 
 @pytest.mark.parametrize("grid", EVERY)
 def test_ties_fall_to_even_and_ends_are_kept(grid: str) -> None:
-    assert_ties_fall_to_even_and_ends_are_kept(gptq.block_rounder(torch.device("cpu")), EVERY[grid], "cpu")
+    assert_ties_fall_to_even_and_ends_are_kept(
+        gptq.block_rounder(torch.device("cpu")), EVERY[grid], "cpu"
+    )
 
 
 def test_bits_are_those_of_any_number_of_threads() -> None:
     torch.manual_seed(2)
     rounder, shape = EVERY["int4 with zero points"], (2, 128, 300)
-    target, step, reaction = torch.randn(shape), random_step(rounder, shape, "cpu"), random_reaction((2,), 128, "cpu")
+    target, step, reaction = (
+        torch.randn(shape),
+        random_step(rounder, shape, "cpu"),
+        random_reaction((2,), 128, "cpu"),
+    )
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 3):

@@ -7,11 +7,18 @@ import os
 
 import pytest
 import torch
-from block_rounding import GRIDS, SHAPES, assert_as_column_by_column, assert_ties_fall_to_even_and_ends_are_kept
+from block_rounding import (
+    GRIDS,
+    SHAPES,
+    assert_as_column_by_column,
+    assert_ties_fall_to_even_and_ends_are_kept,
+)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="no CUDA device here")
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="no CUDA device here"
+)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -1,4 +1,5 @@
-"""Descent ends where no column and no step could be better, on every grid, batched or not, and tells the loss that is left."""
+"""Descent ends where no column and no step could be better, on every grid, batched or not, and
+tells the loss that is left."""
 
 import pytest
 import torch
@@ -21,7 +22,10 @@ def loss(w: Tensor, values: Tensor, hessian: Tensor) -> Tensor:
 def spread(step: RoundingStep) -> RoundingStep:
     """Steps [N, G] as [N, K]."""
     times = K // step.step.shape[-1]
-    return RoundingStep(step.step.repeat_interleave(times, -1), None if step.zero is None else step.zero.repeat_interleave(times, -1))
+    return RoundingStep(
+        step.step.repeat_interleave(times, -1),
+        None if step.zero is None else step.zero.repeat_interleave(times, -1),
+    )
 
 
 def settled(name: str) -> tuple[Tensor, Tensor, CompensatedRows, CompensatedRows]:
@@ -29,26 +33,39 @@ def settled(name: str) -> tuple[Tensor, Tensor, CompensatedRows, CompensatedRows
     w, hessian = problem()
     hessian = damp_(hessian.clone(), 0.01)
     curvature = Curvature.of(hessian, 1e-12)
-    return w, hessian, compensate(w, curvature, ROUNDERS[name]), compensate(w, curvature, ROUNDERS[name], Descent(30, fits_steps=True))
+    return (
+        w,
+        hessian,
+        compensate(w, curvature, ROUNDERS[name]),
+        compensate(w, curvature, ROUNDERS[name], Descent(30, fits_steps=True)),
+    )
 
 
 @pytest.mark.parametrize("name", ROUNDERS)
 def test_no_column_could_be_better(name: str) -> None:
     w, hessian, compensated, descended = settled(name)
-    torch.testing.assert_close(descended.loss.double(), loss(w, descended.values, hessian), rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(
+        descended.loss.double(), loss(w, descended.values, hessian), rtol=1e-3, atol=1e-6
+    )
     assert (descended.loss <= compensated.loss * (1 + 1e-5)).all()
     assert descended.loss.sum() < 0.99 * compensated.loss.sum()
-    wanted = descended.values + ((w - descended.values).double() @ hessian.double() / hessian.diagonal().double()).float()
+    wanted = (
+        descended.values
+        + ((w - descended.values).double() @ hessian.double() / hessian.diagonal().double()).float()
+    )
     again = ROUNDERS[name].snap(wanted, spread(descended.step))
     assert (again != descended.values).float().mean() < 0.002, "but for ties within float32"
 
 
 @pytest.mark.parametrize("name", ROUNDERS)
 def test_no_step_that_is_stored_could_be_better(name: str) -> None:
-    """Ten times a row, one group's values are multiplied by what its next stored step would be to the step it has."""
+    """Ten times a row, one group's values are multiplied by what its next stored step would be to
+    the step it has."""
     w, hessian, _, descended = settled(name)
     rounder, groups = ROUNDERS[name], descended.step.step.shape[-1]
-    assert torch.equal(dequantize(rounder.weight(descended.values, descended.step)), descended.values), "values lie on the stored grid"
+    assert torch.equal(
+        dequantize(rounder.weight(descended.values, descended.step)), descended.values
+    ), "values lie on the stored grid"
     before = loss(w, descended.values, hessian)
     for group in range(0, groups, max(1, groups // 5)):
         columns = slice(group * (K // groups), (group + 1) * (K // groups))
@@ -88,7 +105,8 @@ def test_steps_stay_where_they_are_not_to_be_fitted() -> None:
     w, hessian = problem()
     curvature = Curvature.of(hessian, 0.01)
     first, plain, fitted = (
-        compensate(w, curvature, ROUNDERS["int4-fitted"], one) for one in (None, Descent(4), Descent(4, fits_steps=True))
+        compensate(w, curvature, ROUNDERS["int4-fitted"], one)
+        for one in (None, Descent(4), Descent(4, fits_steps=True))
     )
     assert torch.equal(plain.step.step, first.step.step)
     assert not torch.equal(fitted.step.step, first.step.step)

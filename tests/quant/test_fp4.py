@@ -1,4 +1,5 @@
-"""NVFP4: the codes and scales of ModelOpt and compressed-tensors, and rounding to the nearest of 16 values."""
+"""NVFP4: the codes and scales of ModelOpt and compressed-tensors, and rounding to the nearest of 16
+values."""
 
 import golden
 import pytest
@@ -14,12 +15,15 @@ from quantkit.quant.packing import pack_pairs
 
 
 def test_golden_codes_and_scales() -> None:
-    """Packed bytes are those of both libraries, scales those of ModelOpt (which gives a group of zeros the scale 1)."""
+    """Packed bytes are those of both libraries, scales those of ModelOpt (which gives a group of
+    zeros the scale 1)."""
     vectors = golden.load("nvfp4_g16")
     expected = vectors["modelopt_0_47_fp32_input"]
     weight = quantize_fp4(golden.tensor(vectors["input_weight"]).float())
     assert torch.equal(pack_pairs(weight.codes), golden.tensor(expected["weight"]))
-    assert torch.equal(weight.scale.view(torch.uint8), golden.tensor(expected["weight_scale"]).view(torch.uint8))
+    assert torch.equal(
+        weight.scale.view(torch.uint8), golden.tensor(expected["weight_scale"]).view(torch.uint8)
+    )
     assert torch.equal(weight.global_scale, golden.tensor(expected["weight_scale_2"]))
 
 
@@ -39,7 +43,9 @@ def test_codes_are_the_nearest_of_all_values() -> None:
 
 def test_decode_inverts_encode() -> None:
     codes = torch.arange(16, dtype=torch.uint8)
-    assert torch.equal(encode_e2m1(decode_e2m1(codes))[codes != 8], codes[codes != 8])  # -0.0 encodes as 0
+    assert torch.equal(
+        encode_e2m1(decode_e2m1(codes))[codes != 8], codes[codes != 8]
+    )  # -0.0 encodes as 0
 
 
 @settings(deadline=None, max_examples=500)

@@ -15,7 +15,9 @@ def test_codes_and_scales_of_deepseek(shape: tuple[int, int]) -> None:
     weight = quantize_fp8_block(w)
     assert torch.equal(weight.codes.view(torch.uint8), codes.view(torch.uint8))
     assert torch.equal(weight.scale, scale)
-    assert ((dequantize(weight) - w).abs() <= w.abs() / 16 + scale.max() * 2**-9).all()  # 3 bits of mantissa
+    assert (
+        (dequantize(weight) - w).abs() <= w.abs() / 16 + scale.max() * 2**-9
+    ).all()  # 3 bits of mantissa
 
 
 def test_zeros_stay_zero() -> None:

@@ -1,4 +1,5 @@
-"""GPTQ minimises what it says, on every grid, batched or not, and never does worse than plain rounding on its own loss."""
+"""GPTQ minimises what it says, on every grid, batched or not, and never does worse than plain
+rounding on its own loss."""
 
 import pytest
 import torch
@@ -41,13 +42,21 @@ def test_loss_is_the_trace_and_below_plain_rounding(name: str) -> None:
     w, hessian = problem()
     result = compensate(w, Curvature.of(hessian, 0.01), rounder)
     nearest, _ = round_to_nearest(w, rounder)
-    torch.testing.assert_close(result.loss.double(), trace_loss(w, result.values, damped(hessian, 0.01)), rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(
+        result.loss.double(),
+        trace_loss(w, result.values, damped(hessian, 0.01)),
+        rtol=1e-3,
+        atol=1e-6,
+    )
     assert result.loss.sum() < 0.8 * trace_loss(w, nearest, damped(hessian, 0.01)).sum()
-    assert torch.equal(dequantize(rounder.weight(result.values, result.step)), result.values), "values lie on the stored grid"
+    assert torch.equal(dequantize(rounder.weight(result.values, result.step)), result.values), (
+        "values lie on the stored grid"
+    )
 
 
 def test_it_is_gptq() -> None:
-    """Against the textbook: error over the diagonal of the inverse's Cholesky factor, spread over the columns to come."""
+    """Against the textbook: error over the diagonal of the inverse's Cholesky factor, spread over
+    the columns to come."""
     w, hessian = problem()
     hessian = damped(hessian, 0.01).double()
     upper = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
@@ -87,14 +96,25 @@ def test_scaled_curvature_is_the_curvature_of_scaled_inputs() -> None:
 
 @pytest.mark.parametrize("name", ROUNDERS)
 @pytest.mark.parametrize("batch", [(), (2,)])
-def test_losses_of_candidates_are_those_of_compensated_scaled_weights(name: str, batch: tuple[int, ...]) -> None:
+def test_losses_of_candidates_are_those_of_compensated_scaled_weights(
+    name: str, batch: tuple[int, ...]
+) -> None:
     rounder = ROUNDERS[name]
     w, hessian = problem(batch=batch)
-    scale = torch.stack([torch.ones(K), torch.linspace(0.5, 2, K)]).view(2, *[1] * len(batch), K).expand(2, *batch, K)
+    scale = (
+        torch.stack([torch.ones(K), torch.linspace(0.5, 2, K)])
+        .view(2, *[1] * len(batch), K)
+        .expand(2, *batch, K)
+    )
     curvature = Curvature.of(hessian, 0.01)
     losses = scaled_losses(w, scale, curvature, rounder)
     for s, loss in zip(scale, losses):
-        torch.testing.assert_close(loss.sum(), compensate(w * s.unsqueeze(-2), curvature.scaled(s), rounder).loss.sum(), rtol=0.01, atol=0)
+        torch.testing.assert_close(
+            loss.sum(),
+            compensate(w * s.unsqueeze(-2), curvature.scaled(s), rounder).loss.sum(),
+            rtol=0.01,
+            atol=0,
+        )
 
 
 @pytest.mark.parametrize("size", [7, 1300])
@@ -106,7 +126,8 @@ def test_reversed_in_panels(size: int) -> None:
 
 @pytest.mark.parametrize("name", ["int4", "int4-fitted", "fp4"])
 def test_channels_go_by_energy_and_keep_the_step_of_their_group(name: str) -> None:
-    """Whatever the order, and for every member of a batch its own: codes times the group's step are the values."""
+    """Whatever the order, and for every member of a batch its own: codes times the group's step are
+    the values."""
     rounder = ROUNDERS[name]
     w, hessian = problem(batch=(2,))
     curvature = Curvature.of(hessian, 0.01)
@@ -116,7 +137,10 @@ def test_channels_go_by_energy_and_keep_the_step_of_their_group(name: str) -> No
     result = compensate(w, curvature, rounder)
     for i in range(2):
         stored = rounder.weight(
-            result.values[i], RoundingStep(result.step.step[i], None if result.step.zero is None else result.step.zero[i])
+            result.values[i],
+            RoundingStep(
+                result.step.step[i], None if result.step.zero is None else result.step.zero[i]
+            ),
         )
         assert torch.equal(dequantize(stored), result.values[i])
 

@@ -12,7 +12,12 @@ from quantkit.grids.integer import int_params, round_int
 from quantkit.grids.schemes import IntGrid
 from quantkit.grids.weights import dequantize
 
-_GRIDS = [IntGrid(4, 32, False), IntGrid(4, 32, True), IntGrid(4, None, True), IntGrid(8, None, True)]
+_GRIDS = [
+    IntGrid(4, 32, False),
+    IntGrid(4, 32, True),
+    IntGrid(4, None, True),
+    IntGrid(8, None, True),
+]
 
 
 @settings(deadline=None, max_examples=40)
@@ -23,7 +28,9 @@ _GRIDS = [IntGrid(4, 32, False), IntGrid(4, 32, True), IntGrid(4, None, True), I
     offset=st.sampled_from([0.0, 3.0, -3.0]),
     size=st.sampled_from([1e-3, 1.0, 100.0]),
 )
-def test_codes_are_the_nearest(seed: int, grid: IntGrid, dtype: torch.dtype, offset: float, size: float) -> None:
+def test_codes_are_the_nearest(
+    seed: int, grid: IntGrid, dtype: torch.dtype, offset: float, size: float
+) -> None:
     w = (torch.randn(6, 96, generator=torch.Generator().manual_seed(seed)) + offset) * size
     weight = quantize_int(w, grid, scale_dtype=dtype)
     assert torch.equal(weight.scale.to(dtype).float(), weight.scale)
@@ -81,12 +88,20 @@ def test_int8_codes_and_scales_of_omni_infer() -> None:
     """amax / 127 in float32, never -128: the golden bytes."""
     vectors = golden.load("int8_per_channel")
     expected = vectors["amax_over_127_fp32"]
-    weight = quantize_int(golden.tensor(vectors["input_weight"]).float(), IntGrid(8, None, True), scale_dtype=torch.float32)
+    weight = quantize_int(
+        golden.tensor(vectors["input_weight"]).float(),
+        IntGrid(8, None, True),
+        scale_dtype=torch.float32,
+    )
     assert torch.equal(weight.codes, golden.tensor(expected["weight"]))
     assert torch.equal(weight.scale, golden.tensor(expected["weight_scale"]))
 
 
 def test_symmetric_int4_scales_of_compressed_tensors() -> None:
     vectors = golden.load("ct_pack_quantized_g32_sym")
-    weight = quantize_int(golden.tensor(vectors["input_weight"]).float(), IntGrid(4, 32, True), scale_dtype=torch.bfloat16)
+    weight = quantize_int(
+        golden.tensor(vectors["input_weight"]).float(),
+        IntGrid(4, 32, True),
+        scale_dtype=torch.bfloat16,
+    )
     assert torch.equal(weight.scale.bfloat16(), golden.tensor(vectors["tensors"]["weight_scale"]))

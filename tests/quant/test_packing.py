@@ -13,30 +13,43 @@ from quantkit.quant import packing
 
 
 def _nibbles(seed: int, *shape: int) -> Tensor:
-    return torch.randint(0, 16, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 16, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def test_awq_order() -> None:
     """Outputs 0..31 holding their number modulo 16."""
     outputs = torch.arange(32, dtype=torch.uint8).remainder(16).reshape(32, 1)
-    assert packing.pack_awq(outputs)[0].tolist() == golden.words(golden.load("autoawq_pack_order")["qweight_row0_hex"])
+    assert packing.pack_awq(outputs)[0].tolist() == golden.words(
+        golden.load("autoawq_pack_order")["qweight_row0_hex"]
+    )
 
 
 def test_compressed_tensors_order() -> None:
     vectors = golden.load("ct_pack_order")
     row = torch.tensor([vectors["row_values"]], dtype=torch.int8)
-    assert packing.pack_words(packing.to_offset(row))[0].tolist() == golden.words(vectors["packed_hex"])
+    assert packing.pack_words(packing.to_offset(row))[0].tolist() == golden.words(
+        vectors["packed_hex"]
+    )
 
 
 def test_low_nibble_is_the_even_element() -> None:
-    assert packing.pack_pairs(torch.tensor([[1, 2, 3, 15]], dtype=torch.uint8)).tolist() == [[0x21, 0xF3]]
+    assert packing.pack_pairs(torch.tensor([[1, 2, 3, 15]], dtype=torch.uint8)).tolist() == [
+        [0x21, 0xF3]
+    ]
 
 
 @pytest.mark.parametrize(
     ("pack", "unpack"),
-    [(packing.to_offset, packing.from_offset), (packing.to_twos_complement, packing.from_twos_complement)],
+    [
+        (packing.to_offset, packing.from_offset),
+        (packing.to_twos_complement, packing.from_twos_complement),
+    ],
 )
-def test_signed_codes_become_nibbles_and_back(pack: Callable[[Tensor], Tensor], unpack: Callable[[Tensor], Tensor]) -> None:
+def test_signed_codes_become_nibbles_and_back(
+    pack: Callable[[Tensor], Tensor], unpack: Callable[[Tensor], Tensor]
+) -> None:
     codes = torch.arange(-8, 8, dtype=torch.int8)
     nibbles = pack(codes)
     assert sorted(nibbles.tolist()) == list(range(16))
@@ -50,7 +63,12 @@ def test_the_two_ways_to_write_minus_one() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(seed=st.integers(0, 2**31), rows=st.integers(1, 9), eights=st.integers(1, 5), transposed=st.booleans())
+@given(
+    seed=st.integers(0, 2**31),
+    rows=st.integers(1, 9),
+    eights=st.integers(1, 5),
+    transposed=st.booleans(),
+)
 def test_unpack_inverts_pack(seed: int, rows: int, eights: int, transposed: bool) -> None:
     nibbles = _nibbles(seed, 8 * eights, rows).T if transposed else _nibbles(seed, rows, 8 * eights)
     before = nibbles.clone()
@@ -61,10 +79,17 @@ def test_unpack_inverts_pack(seed: int, rows: int, eights: int, transposed: bool
 
 
 @settings(deadline=None, max_examples=60)
-@given(seed=st.integers(0, 2**31), rows=st.integers(1, 9), words=st.integers(1, 5), transposed=st.booleans())
+@given(
+    seed=st.integers(0, 2**31),
+    rows=st.integers(1, 9),
+    words=st.integers(1, 5),
+    transposed=st.booleans(),
+)
 def test_pack_inverts_unpack(seed: int, rows: int, words: int, transposed: bool) -> None:
     shape = (words, rows) if transposed else (rows, words)
-    packed = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+    packed = torch.randint(
+        -(2**31), 2**31, shape, dtype=torch.int32, generator=torch.Generator().manual_seed(seed)
+    )
     packed = packed.T if transposed else packed
     assert torch.equal(packing.pack_words(packing.unpack_words(packed)), packed)
     assert torch.equal(packing.pack_awq(packing.unpack_awq(packed)), packed)

@@ -1,4 +1,5 @@
-"""Rounders agree with the plain rounding of the grids, fit better where asked to, and their values survive being stored."""
+"""Rounders agree with the plain rounding of the grids, fit better where asked to, and their values
+survive being stored."""
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ GRIDS = [INT4, IntGrid(4, 32, symmetric=True), IntGrid(8, None, symmetric=True)]
 
 
 def weight(rows: int = 24, columns: int = 256) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)) * torch.linspace(0.1, 4, columns)
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)) * torch.linspace(
+        0.1, 4, columns
+    )
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -40,7 +43,12 @@ def test_plain_fp4_fit_is_round_to_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    "rounder", [IntRounder(INT4, torch.bfloat16, (1.0, 0.9, 0.8)), Fp4Rounder(torch.tensor(0.01), (0, -1, 1, 4))], ids=["int4", "fp4"]
+    "rounder",
+    [
+        IntRounder(INT4, torch.bfloat16, (1.0, 0.9, 0.8)),
+        Fp4Rounder(torch.tensor(0.01), (0, -1, 1, 4)),
+    ],
+    ids=["int4", "fp4"],
 )
 def test_fitted_values_are_stored_exactly(rounder: IntRounder | Fp4Rounder) -> None:
     values, step = round_to_nearest(weight(), rounder, torch.linspace(9, 1, 256))
@@ -50,7 +58,9 @@ def test_fitted_values_are_stored_exactly(rounder: IntRounder | Fp4Rounder) -> N
 def test_fitting_lowers_the_weighted_error_of_every_row() -> None:
     w, importance = weight(), torch.linspace(9, 1, 256).square()
     plain, _ = round_to_nearest(w, IntRounder(INT4, torch.float16))
-    fitted, _ = round_to_nearest(w, IntRounder(INT4, torch.float16, (1.0, 0.9, 0.8, 0.7)), importance)
+    fitted, _ = round_to_nearest(
+        w, IntRounder(INT4, torch.float16, (1.0, 0.9, 0.8, 0.7)), importance
+    )
     before, after = (((w - values).square() * importance).sum(-1) for values in (plain, fitted))
     assert (after <= before).all()
     assert after.sum() < 0.9 * before.sum()

@@ -1,4 +1,5 @@
-"""The predicted activation error is the one that rounding makes, and smoothing a spiky input lowers it."""
+"""The predicted activation error is the one that rounding makes, and smoothing a spiky input lowers
+it."""
 
 import torch
 

@@ -1,5 +1,6 @@
-"""Products on tensor cores are of the operands rounded to TF32, for as long as is asked and no longer; a processor's large ones of
-what errors carry are in BF16, and GPTQ and descent lose nothing by it."""
+"""Products on tensor cores are of the operands rounded to TF32, for as long as is asked and no
+longer; a processor's large ones of what errors carry are in BF16, and GPTQ and descent lose nothing
+by it."""
 
 import pytest
 import torch
@@ -37,9 +38,14 @@ def test_products_of_a_processor_are_those_of_float32() -> None:
     assert torch.equal(product, a @ b)
 
 
-def test_large_products_of_a_processor_are_in_bf16_where_it_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_products_of_a_processor_are_in_bf16_where_it_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    a, b = torch.randn(2, 128, 1024, generator=generator), torch.randn(2, 1024, 512, generator=generator)
+    a, b = (
+        torch.randn(2, 128, 1024, generator=generator),
+        torch.randn(2, 1024, 512, generator=generator),
+    )
     assert LARGE == 128 * 1024 * 512
     rounded, exact = (a.bfloat16().double() @ b.bfloat16().double()), a.double() @ b.double()
     monkeypatch.setattr(tensor_cores, "_has_bf16", lambda: True)
@@ -57,10 +63,14 @@ def test_large_products_of_a_processor_are_in_bf16_where_it_has_them(monkeypatch
 
 
 def test_gptq_and_descent_lose_nothing_by_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss by the curvatures, in float64, over that of products in float32: with rows that make up for columns, and for rows, too."""
+    """Loss by the curvatures, in float64, over that of products in float32: with rows that make up
+    for columns, and for rows, too."""
     monkeypatch.setattr(tensor_cores, "LARGE", 1)
     generator = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(2048, 64, generator=generator) @ torch.randn(64, 384, generator=generator) for _ in range(2))
+    x, y = (
+        torch.randn(2048, 64, generator=generator) @ torch.randn(64, 384, generator=generator)
+        for _ in range(2)
+    )
     x, y = (one + 4 * torch.randn(one.shape, generator=generator) for one in (x, y))
     inputs, outputs = (Curvature.of(one.t() @ one / len(one), 0.01) for one in (x, y))
     w = torch.randn(384, 384, generator=generator)

@@ -33,17 +33,23 @@ def test_the_two_sided_loss_falls(name: str) -> None:
     plain = compensate(w, inputs, ROUNDERS[name])
     assert torch.equal(step.step, plain.step.step)
     assert loss(w, values, hessian, cost) < 0.6 * loss(w, plain.values, hessian, cost)
-    torch.testing.assert_close(ROUNDERS[name].snap(values, spread(step)), values)  # they are on the grid
+    torch.testing.assert_close(
+        ROUNDERS[name].snap(values, spread(step)), values
+    )  # they are on the grid
 
 
 def spread(step: RoundingStep) -> RoundingStep:
     """Steps [N, G] as [N, K]."""
     times = K // step.step.shape[-1]
-    return RoundingStep(step.step.repeat_interleave(times, -1), None if step.zero is None else step.zero.repeat_interleave(times, -1))
+    return RoundingStep(
+        step.step.repeat_interleave(times, -1),
+        None if step.zero is None else step.zero.repeat_interleave(times, -1),
+    )
 
 
 def test_rows_one_by_one_follow_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row i, in the order of the outputs, is W_i + inv(M_LL) M_LP E_P rounded, L the rows from i on and P those before."""
+    """Row i, in the order of the outputs, is W_i + inv(M_LL) M_LP E_P rounded, L the rows from i on
+    and P those before."""
     monkeypatch.setattr(two_sided, "ROW_BLOCKS", N)
     w, hessian = problem(2)
     rounder = ROUNDERS["int4"]
@@ -55,7 +61,10 @@ def test_rows_one_by_one_follow_the_formula(monkeypatch: pytest.MonkeyPatch) -> 
     for place in (1, N // 2, N - 1):
         before, later = outputs.order[:place], outputs.order[place:]
         error = (w[before] - values[before]).double()
-        best = w[later].double() + torch.linalg.solve(cost[later][:, later], cost[later][:, before]) @ error
+        best = (
+            w[later].double()
+            + torch.linalg.solve(cost[later][:, later], cost[later][:, before]) @ error
+        )
         row = outputs.order[place]
         own = RoundingStep(step.step[row], None if step.zero is None else step.zero[row])
         assert torch.equal(round_row(best[0].float(), inputs, own), values[row])
@@ -66,7 +75,9 @@ def round_row(target: Tensor, inputs: Curvature, step: RoundingStep) -> Tensor:
     upper, values = inputs.factor.double(), torch.empty(K)
     missed = torch.zeros(K, dtype=torch.float64)
     for place, channel in enumerate(inputs.order.tolist()):
-        best = target[channel].double() + missed[:place] @ upper[:place, place] / upper[place, place]
+        best = (
+            target[channel].double() + missed[:place] @ upper[:place, place] / upper[place, place]
+        )
         group = channel // 128
         own = RoundingStep(step.step[group], None if step.zero is None else step.zero[group])
         values[channel] = ROUNDERS["int4"].snap(best.float(), own)
@@ -89,7 +100,9 @@ def test_a_batch_is_its_members() -> None:
     values, _ = compensate_both(w, Curvature.of(hessian, 0.01), outputs, ROUNDERS["int4"])
     for i in range(3):
         alone, _ = compensate_both(w[i], Curvature.of(hessian[i], 0.01), outputs, ROUNDERS["int4"])
-        assert (values[i] == alone).float().mean() > 0.99  # sums in another order may round a tie the other way
+        assert (
+            values[i] == alone
+        ).float().mean() > 0.99  # sums in another order may round a tie the other way
 
 
 def test_judged_outputs_are_the_cost() -> None:
@@ -110,9 +123,13 @@ def test_parts_that_cost_nothing_together_are_rounded_as_if_alone() -> None:
     torch.testing.assert_close(judge @ judge.t(), torch.block_diag(*costs), rtol=0.1, atol=0.02)
     for part, cost in enumerate(costs):
         own = slice(part * half, (part + 1) * half)
-        alone, alone_step = compensate_both(w[own], inputs, Curvature.of(cost, 0.01), ROUNDERS["int4"])
+        alone, alone_step = compensate_both(
+            w[own], inputs, Curvature.of(cost, 0.01), ROUNDERS["int4"]
+        )
         assert torch.equal(step.step[own], alone_step.step)
-        assert (values[own] == alone).float().mean() > 0.99  # sums in another order may round a tie the other way
+        assert (
+            values[own] == alone
+        ).float().mean() > 0.99  # sums in another order may round a tie the other way
         assert loss(w[own], values[own], hessian, cost) < 0.7 * loss(
             w[own], compensate(w[own], inputs, ROUNDERS["int4"]).values, hessian, cost
         )
@@ -120,7 +137,9 @@ def test_parts_that_cost_nothing_together_are_rounded_as_if_alone() -> None:
 
 def test_few_rows_at_a_time_are_rows_of_every_part() -> None:
     w, hessian = problem(8)
-    outputs = Curvature.of(torch.stack([cost_of_outputs(seed)[: N // 2, : N // 2] for seed in (8, 9)]), 0.01)
+    outputs = Curvature.of(
+        torch.stack([cost_of_outputs(seed)[: N // 2, : N // 2] for seed in (8, 9)]), 0.01
+    )
     inputs = Curvature.of(hessian, 0.01)
     few, _ = compensate_both(w, inputs, outputs, ROUNDERS["int4"], most_rows=3)
     cost = torch.block_diag(*(cost_of_outputs(seed)[: N // 2, : N // 2] for seed in (8, 9)))

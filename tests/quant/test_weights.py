@@ -4,7 +4,16 @@ import golden
 import pytest
 import torch
 
-from quantkit.grids.weights import E2M1_VALUES, Fp4Weight, Fp8BlockWeight, IntWeight, decode_e2m1, dequantize, divide_rows, dividing_powers
+from quantkit.grids.weights import (
+    E2M1_VALUES,
+    Fp4Weight,
+    Fp8BlockWeight,
+    IntWeight,
+    decode_e2m1,
+    dequantize,
+    divide_rows,
+    dividing_powers,
+)
 
 
 def test_int_weight_is_codes_less_zero_point_times_scale() -> None:
@@ -13,7 +22,10 @@ def test_int_weight_is_codes_less_zero_point_times_scale() -> None:
     zero_point = torch.tensor([[-8, 1], [0, 7]], dtype=torch.int8)
     expected = [[0.0, 7.5, -2.0, 4.0], [0.25, -0.25, -6.0, -39.0]]
     assert dequantize(IntWeight(codes, scale, zero_point, bits=4)).tolist() == expected
-    assert dequantize(IntWeight(codes, scale, None, bits=4)).tolist() == [[-4.0, 3.5, 0.0, 6.0], [0.25, -0.25, 15.0, -18.0]]
+    assert dequantize(IntWeight(codes, scale, None, bits=4)).tolist() == [
+        [-4.0, 3.5, 0.0, 6.0],
+        [0.25, -0.25, 15.0, -18.0],
+    ]
 
 
 def test_int_weight_group_size() -> None:
@@ -25,7 +37,9 @@ def test_int_weight_group_size() -> None:
 def test_fp4_weight_has_two_levels_of_scale() -> None:
     codes = torch.arange(32, dtype=torch.uint8).remainder(16).reshape(1, 32)
     scale = torch.tensor([[2.0, 0.5]]).to(torch.float8_e4m3fn)
-    expected = [value * 2.0 * 0.25 for value in E2M1_VALUES] + [value * 0.5 * 0.25 for value in E2M1_VALUES]
+    expected = [value * 2.0 * 0.25 for value in E2M1_VALUES] + [
+        value * 0.5 * 0.25 for value in E2M1_VALUES
+    ]
     assert dequantize(Fp4Weight(codes, scale, torch.tensor(0.25))).flatten().tolist() == expected
 
 
@@ -42,7 +56,9 @@ def test_fp8_block_weight_scales_each_block(shape: tuple[int, int]) -> None:
     value = dequantize(Fp8BlockWeight(codes, scale))
     for row in range(0, shape[0], 41):
         for column in range(0, shape[1], 37):
-            assert value[row, column] == codes[row, column].float() * scale[row // 128, column // 128]
+            assert (
+                value[row, column] == codes[row, column].float() * scale[row // 128, column // 128]
+            )
 
 
 def test_dequantize_rounds_once_and_leaves_the_weight_alone() -> None:
@@ -59,8 +75,12 @@ def test_dequantize_rounds_once_and_leaves_the_weight_alone() -> None:
     [
         lambda: IntWeight(torch.zeros(2, 4), torch.ones(2, 1), None, bits=4),
         lambda: IntWeight(torch.zeros(2, 4, dtype=torch.int8), torch.ones(2, 3), None, bits=4),
-        lambda: IntWeight(torch.zeros(2, 4, dtype=torch.int8), torch.ones(2, 1).half(), None, bits=4),
-        lambda: Fp4Weight(torch.zeros(2, 16, dtype=torch.uint8), torch.ones(2, 1), torch.tensor(1.0)),
+        lambda: IntWeight(
+            torch.zeros(2, 4, dtype=torch.int8), torch.ones(2, 1).half(), None, bits=4
+        ),
+        lambda: Fp4Weight(
+            torch.zeros(2, 16, dtype=torch.uint8), torch.ones(2, 1), torch.tensor(1.0)
+        ),
         lambda: Fp8BlockWeight(torch.zeros(200, 4).to(torch.float8_e4m3fn), torch.ones(1, 1)),
     ],
 )
@@ -72,18 +92,24 @@ def test_parts_that_do_not_fit_are_refused(wrong: object) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rows_are_divided_by_powers_of_two_without_touching_a_code(dtype: torch.dtype) -> None:
     scale = torch.tensor([[0.5, 3e-4], [2.0, 7.0]]).to(dtype).float()
-    weight = IntWeight(torch.tensor([[-8, 7, 0, 3], [1, -1, 5, -6]], dtype=torch.int8), scale, None, bits=4)
+    weight = IntWeight(
+        torch.tensor([[-8, 7, 0, 3], [1, -1, 5, -6]], dtype=torch.int8), scale, None, bits=4
+    )
     _check_division(weight, dtype)
 
 
 def test_fp4_rows_are_divided_within_the_range_of_their_scales() -> None:
     scale = torch.tensor([[448.0, 2.0], [1.5, 0.01], [4.0, 8.0]]).to(torch.float8_e4m3fn)
-    weight = Fp4Weight(torch.arange(96, dtype=torch.uint8).remainder(16).reshape(3, 32), scale, torch.tensor(0.25))
+    weight = Fp4Weight(
+        torch.arange(96, dtype=torch.uint8).remainder(16).reshape(3, 32), scale, torch.tensor(0.25)
+    )
     least, largest = _check_division(weight, torch.float8_e4m3fn)
     assert (least.tolist(), largest.tolist()) == ([1.0, 2.0**-8, 2.0**-5], [2.0**7, 1.0, 2.0**8])
 
 
-def _check_division(weight: IntWeight | Fp4Weight, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _check_division(
+    weight: IntWeight | Fp4Weight, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     least, largest = dividing_powers(weight, dtype)
     for divisor in (least, largest):
         divided = divide_rows(weight, divisor, dtype)

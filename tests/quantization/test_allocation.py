@@ -12,21 +12,30 @@ GRIDS = (IntGrid(4, 128, symmetric=False), Fp4Grid(), IntGrid(8, None, symmetric
 
 
 def instance(seed: int, count: int = 5) -> dict[str, list[Option]]:
-    """Choices of several sizes, some of which are read in part, with KL that mostly falls with size."""
+    """Choices of several sizes, some of which are read in part, with KL that mostly falls with
+    size."""
     draw = random.Random(seed)
     found = {}
     for number in range(count):
-        weights, asked, kl = draw.randint(50, 400), draw.choice([1.0, 1.0, 0.1]), 10 ** draw.uniform(-6, -3)
+        weights, asked, kl = (
+            draw.randint(50, 400),
+            draw.choice([1.0, 1.0, 0.1]),
+            10 ** draw.uniform(-6, -3),
+        )
         sizes = [weights * share // 16 for share in (4, 5, 8, 16)]
         factors = [1.0, draw.uniform(0.2, 1.3), draw.uniform(0.001, 0.05), 0.0]
-        found[f"c{number}"] = [Option(grid, s, s * asked, kl * f) for grid, s, f in zip(GRIDS, sizes, factors)]
+        found[f"c{number}"] = [
+            Option(grid, s, s * asked, kl * f) for grid, s, f in zip(GRIDS, sizes, factors)
+        ]
     return found
 
 
 def best(options: dict[str, list[Option]], budget: int) -> float:
     """Of all allocations that fit."""
     return min(
-        sum(one.kl for one in chosen) for chosen in itertools.product(*options.values()) if sum(one.stored for one in chosen) <= budget
+        sum(one.kl for one in chosen)
+        for chosen in itertools.product(*options.values())
+        if sum(one.stored for one in chosen) <= budget
     )
 
 
@@ -47,13 +56,18 @@ def test_between_the_points_the_budget_is_kept_and_used(seed: int) -> None:
     options = instance(seed)
     budgeting = Budgeting(options, 1000, 0.0)
     curve = budgeting.curve()
-    for budget in range(budgeting.smallest, curve[-1].stored, max(1, (curve[-1].stored - budgeting.smallest) // 15)):
+    for budget in range(
+        budgeting.smallest, curve[-1].stored, max(1, (curve[-1].stored - budgeting.smallest) // 15)
+    ):
         found = budgeting.allocate(budget)
         assert found.stored <= budget
-        below = max((point for point in curve if point.stored <= budget), key=lambda point: point.stored)
+        below = max(
+            (point for point in curve if point.stored <= budget), key=lambda point: point.stored
+        )
         assert best(options, budget) <= found.kl <= below.kl
         assert not any(
-            one.kl < found.chosen[name].kl and one.stored - found.chosen[name].stored <= budget - found.stored
+            one.kl < found.chosen[name].kl
+            and one.stored - found.chosen[name].stored <= budget - found.stored
             for name, own in options.items()
             for one in own
         ), "no single change that fits is left"
@@ -63,17 +77,29 @@ def test_bytes_read_decide_where_they_are_what_counts() -> None:
     """Two choices of one size and KL; one is read for a tenth of the tokens."""
     alike = [(100, 1e-3), (200, 1e-5)]
     options = {
-        "always": [Option(grid, s, float(s), kl) for grid, (s, kl) in zip((GRIDS[0], GRIDS[2]), alike)],
-        "seldom": [Option(grid, s, s / 10, 1.01 * kl) for grid, (s, kl) in zip((GRIDS[0], GRIDS[2]), alike)],
+        "always": [
+            Option(grid, s, float(s), kl) for grid, (s, kl) in zip((GRIDS[0], GRIDS[2]), alike)
+        ],
+        "seldom": [
+            Option(grid, s, s / 10, 1.01 * kl) for grid, (s, kl) in zip((GRIDS[0], GRIDS[2]), alike)
+        ],
     }
-    options["always"] = [Option(one.grid, one.stored, one.read, 1.1 * one.kl) for one in options["always"]]
+    options["always"] = [
+        Option(one.grid, one.stored, one.read, 1.1 * one.kl) for one in options["always"]
+    ]
     stored, read = (Budgeting(options, 1000, weight).allocate(300) for weight in (0.0, 1.0))
     assert [name for name, one in stored.chosen.items() if one.stored == 200] == ["always"]
     assert [name for name, one in read.chosen.items() if one.stored == 200] == ["seldom"]
 
 
 def test_the_smallest_is_the_smallest_and_a_better_grid_of_no_more_bytes_is_taken() -> None:
-    options = {"a": [Option(GRIDS[0], 100, 100.0, 2e-3), Option(GRIDS[1], 100, 100.0, 1e-3), Option(None, 400, 400.0, 0.0)]}
+    options = {
+        "a": [
+            Option(GRIDS[0], 100, 100.0, 2e-3),
+            Option(GRIDS[1], 100, 100.0, 1e-3),
+            Option(None, 400, 400.0, 0.0),
+        ]
+    }
     budgeting = Budgeting(options, 200, 0.0)
     assert budgeting.smallest == 100
     assert budgeting.allocate(100).chosen["a"].grid == GRIDS[1]

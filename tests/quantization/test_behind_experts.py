@@ -1,4 +1,5 @@
-"""A norm behind the routed experts, as openPangu-Ultra-MoE has it: calibration, pruning and what the report says heed it."""
+"""A norm behind the routed experts, as openPangu-Ultra-MoE has it: calibration, pruning and what
+the report says heed it."""
 
 from pathlib import Path
 
@@ -30,13 +31,18 @@ for absent in ("rope_scaling", "n_group", "topk_group", "topk_method"):
 
 
 def written(folder: Path, n_routed_experts: int) -> Path:
-    """Norms far from 1, as those behind the experts are: what experts add without it is of another size altogether."""
+    """Norms far from 1, as those behind the experts are: what experts add without it is of another
+    size altogether."""
     config = {**CONFIG, "n_routed_experts": n_routed_experts}
     generator, tensors = torch.Generator().manual_seed(3), {}
     architecture = find_architecture(config)
     for row in architecture.parameters(architecture.Config.from_dict(config)):
         noise = torch.randn(row.shape, generator=generator)
-        value = 0.3 * noise.exp() if row.role == "norm" else noise * (1.0 if row.role in ("embedding", "head") else row.shape[-1] ** -0.5)
+        value = (
+            0.3 * noise.exp()
+            if row.role == "norm"
+            else noise * (1.0 if row.role in ("embedding", "head") else row.shape[-1] ** -0.5)
+        )
         tensors[row.name] = value if row.role == "router_bias" else value.bfloat16()
     letters = torch.randint(97, 123, (1500,), generator=generator).tolist()
     (folder / "text.txt").write_text("".join(map(chr, letters)))
@@ -52,7 +58,15 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe_of(source: Path, prune: float = 0.0) -> Recipe:
     text = str(source.parent / "text.txt")
     return Recipe(
-        scheme="awq-w4a16", calibration=text, samples=10, held_out=4, seq_len=48, search_rows=16, scale_points=3, sweeps=2, prune=prune
+        scheme="awq-w4a16",
+        calibration=text,
+        samples=10,
+        held_out=4,
+        seq_len=48,
+        search_rows=16,
+        scale_points=3,
+        sweeps=2,
+        prune=prune,
     )
 
 
@@ -61,23 +75,39 @@ def said(path: Path, sequences: list[Tensor]) -> Tensor:
     checkpoint = Checkpoint.open(path)
     architecture = find_architecture(checkpoint.config)
     config = architecture.Config.from_dict(checkpoint.config)
-    rows = [row for row in architecture.parameters(config) if not row.mtp and not (row.optional and row.name not in checkpoint.tensors)]
+    rows = [
+        row
+        for row in architecture.parameters(config)
+        if not row.mtp and not (row.optional and row.name not in checkpoint.tensors)
+    ]
     linears = checkpoint.linears
     tensors = {
-        row.name: dequantize(checkpoint.weight(row.module)) if row.module in linears else checkpoint.read(row.name).float() for row in rows
+        row.name: dequantize(checkpoint.weight(row.module))
+        if row.module in linears
+        else checkpoint.read(row.name).float()
+        for row in rows
     }
     model = architecture.Model(config, PlainWeights(tensors))
     with torch.inference_mode():
-        return torch.cat([model.logits(model(ids, CausalContext([len(ids)]))) for ids in sequences]).log_softmax(-1)
+        return torch.cat(
+            [model.logits(model(ids, CausalContext([len(ids)]))) for ids in sequences]
+        ).log_softmax(-1)
 
 
 def agrees(source: Path, out: Path, recipe: Recipe) -> None:
     """KL that the report tells, and that of the whole models on the same text."""
     report = quantize(source, out, SCHEMES["awq-w4a16"], "auto", recipe, device="cpu")
-    sizes = {"samples": recipe.samples, "held_out": recipe.held_out, "seq_len": recipe.seq_len, "seed": recipe.seed}
+    sizes = {
+        "samples": recipe.samples,
+        "held_out": recipe.held_out,
+        "seq_len": recipe.seq_len,
+        "seed": recipe.seed,
+    }
     sequences = load_sequences(recipe.calibration, ChatTokenizer(source), **sizes)
     before, after = (said(path, sequences.held_out) for path in (source, out))
-    assert report.findings.next_token["kl"] == pytest.approx(float((before.exp() * (before - after)).sum(-1).mean()), rel=0.02)
+    assert report.findings.next_token["kl"] == pytest.approx(
+        float((before.exp() * (before - after)).sum(-1).mean()), rel=0.02
+    )
 
 
 def test_the_report_says_what_the_whole_models_say(source: Path, tmp_path: Path) -> None:
@@ -91,5 +121,12 @@ def test_of_experts_that_were_left_out_too(tmp_path: Path) -> None:
 
 def test_grids_by_their_cost_are_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(QuantkitError, match="behind its experts"):
-        quantize(source, tmp_path / "out", SCHEMES["awq-w4a16"], "auto", recipe_of(source), mixture=Mixture(bits=5.0))
+        quantize(
+            source,
+            tmp_path / "out",
+            SCHEMES["awq-w4a16"],
+            "auto",
+            recipe_of(source),
+            mixture=Mixture(bits=5.0),
+        )
     assert not (tmp_path / "out").exists()

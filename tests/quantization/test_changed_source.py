@@ -1,4 +1,5 @@
-"""A source that changes while it is read, between two starts, or after it was read is noticed, wherever the change lies."""
+"""A source that changes while it is read, between two starts, or after it was read is noticed,
+wherever the change lies."""
 
 import os
 import shutil
@@ -27,7 +28,9 @@ Run = Callable[..., bool]  # (source, out, on_event) -> done already
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
-    return make_model.write_dense(tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config))
+    return make_model.write_dense(
+        tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config)
+    )
 
 
 @pytest.fixture
@@ -39,11 +42,21 @@ def awq(source: Path, out: Path, on_event: OnEvent = silent) -> bool:
     text = out.with_name("text.txt")
     text.write_text("what is read may change, and who reads it must know. " * 20)
     recipe = Recipe(scheme="awq-w4a16", calibration=str(text), **quantize_job.SMALL)
-    return quantize(source, out, find_scheme("awq-w4a16"), "auto", recipe, device="cpu", on_event=on_event).done_already
+    return quantize(
+        source, out, find_scheme("awq-w4a16"), "auto", recipe, device="cpu", on_event=on_event
+    ).done_already
 
 
 def rtn(source: Path, out: Path, on_event: OnEvent = silent) -> bool:
-    return quantize(source, out, find_scheme("rtn-w4a16"), "auto", Recipe(scheme="rtn-w4a16"), device="cpu", on_event=on_event).done_already
+    return quantize(
+        source,
+        out,
+        find_scheme("rtn-w4a16"),
+        "auto",
+        Recipe(scheme="rtn-w4a16"),
+        device="cpu",
+        on_event=on_event,
+    ).done_already
 
 
 def to_fp16(source: Path, out: Path, on_event: OnEvent = silent) -> bool:
@@ -62,7 +75,10 @@ def edit(source: Path, tensor: str) -> Path:
     info, before = checkpoint.tensors[tensor], checkpoint.fingerprint
     shard = source / info.shard
     last = shard.stat().st_size - reader._SAMPLE_BYTES
-    places = [last * number // (reader._SAMPLES - 1) + reader._SAMPLE_BYTES + 100 for number in range(reader._SAMPLES - 1)]
+    places = [
+        last * number // (reader._SAMPLES - 1) + reader._SAMPLE_BYTES + 100
+        for number in range(reader._SAMPLES - 1)
+    ]
     place = next(place for place in places if info.offset <= place < info.offset + info.nbytes)
     with shard.open("r+b") as file:
         file.seek(place)
@@ -91,20 +107,28 @@ def stopped(run: Run, source: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("time_kept", [False, True])
-def test_changed_between_two_starts(run: Run, source: Path, tmp_path: Path, time_kept: bool) -> None:
+def test_changed_between_two_starts(
+    run: Run, source: Path, tmp_path: Path, time_kept: bool
+) -> None:
     stopped(run, source, tmp_path / "out")
     shard = source / Checkpoint.open(source).tensors[EARLY].shard
     before = shard.stat()
     edit(source, EARLY)
     if time_kept:
         os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(QuantkitError, match=rf"{shard.name} was changed after .* was made from it; restore that file, or give --overwrite"):
+    with pytest.raises(
+        QuantkitError,
+        match=rf"{shard.name} was changed after .* was made from it; restore that file, or give "
+        r"--overwrite",
+    ):
         run(source, tmp_path / "out")
     edit(source, EARLY)  # back
     assert not run(source, tmp_path / "out")
 
 
-def test_the_same_bytes_with_other_times_go_on(run: Run, source: Path, original: Path, tmp_path: Path) -> None:
+def test_the_same_bytes_with_other_times_go_on(
+    run: Run, source: Path, original: Path, tmp_path: Path
+) -> None:
     """All shards downloaded again. The output is that of an undisturbed run."""
     stopped(run, source, tmp_path / "out")
     for shard in source.glob("*.safetensors"):
@@ -116,14 +140,17 @@ def test_the_same_bytes_with_other_times_go_on(run: Run, source: Path, original:
 
 
 def test_changed_while_it_is_read(run: Run, source: Path, tmp_path: Path) -> None:
-    """Bytes are hashed beside the run: what was not yet entered when they changed is not kept, and then made of the new ones alone."""
+    """Bytes are hashed beside the run: what was not yet entered when they changed is not kept, and
+    then made of the new ones alone."""
     changed: list[Path] = []
 
     def change(event: Event) -> None:
         if isinstance(event, Progress) and "layers.1" in event.unit and not changed:
             changed.append(edit(source, EARLY))
 
-    with pytest.raises(QuantkitError, match=r"while it was read; restore that file and run again|was changed after"):
+    with pytest.raises(
+        QuantkitError, match=r"while it was read; restore that file and run again|was changed after"
+    ):
         run(source, tmp_path / "out", change)
     assert not (tmp_path / "out").exists()
     told = ""
@@ -155,5 +182,7 @@ def test_an_embedding_that_calibration_has_read(source: Path, tmp_path: Path) ->
     """It is written last, and the hidden states that are kept came from it."""
     stopped(awq, source, tmp_path / "out")
     edit(source, "model.embed_tokens.weight")
-    with pytest.raises(QuantkitError, match=r"was changed after model\.embed_tokens was made from it"):
+    with pytest.raises(
+        QuantkitError, match=r"was changed after model\.embed_tokens was made from it"
+    ):
         awq(source, tmp_path / "out")

@@ -1,4 +1,5 @@
-"""--bits and --size from end to end: what is measured foretells what rounding costs, and the output holds what was chosen."""
+"""--bits and --size from end to end: what is measured foretells what rounding costs, and the output
+holds what was chosen."""
 
 import itertools
 import json
@@ -51,13 +52,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model.write_fp8(tmp_path_factory.mktemp("models") / "fp8", CONFIG, tensors)
 
 
-def run(source: Path, out: Path, text: str, mixture: Mixture, **options: object) -> QuantizationReport:
+def run(
+    source: Path, out: Path, text: str, mixture: Mixture, **options: object
+) -> QuantizationReport:
     recipe = Recipe(scheme=SCHEME.name, calibration=text, **SMALL)
     return quantize(source, out, SCHEME, "auto", recipe, mixture=mixture, device="cpu", **options)
 
 
 @pytest.fixture(scope="module")
-def chosen(source: Path, text: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[QuantizationReport, list[Event]]:
+def chosen(
+    source: Path, text: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[QuantizationReport, list[Event]]:
     """At 5 bits, stopped while it measures and again while it quantizes."""
 
     class Stopped(Exception):
@@ -76,7 +81,9 @@ def chosen(source: Path, text: str, tmp_path_factory: pytest.TempPathFactory) ->
     return run(source, out, text, Mixture(bits=5.0), on_event=told.append), told
 
 
-def test_the_output_is_what_was_chosen(source: Path, chosen: tuple[QuantizationReport, list[Event]]) -> None:
+def test_the_output_is_what_was_chosen(
+    source: Path, chosen: tuple[QuantizationReport, list[Event]]
+) -> None:
     report, written = chosen[0], Checkpoint.open(chosen[0].out)
     told = json.loads((report.out / "report.json").read_text())["allocation"]
     assert 4.5 < told["bits"] <= 5.0
@@ -84,20 +91,51 @@ def test_the_output_is_what_was_chosen(source: Path, chosen: tuple[QuantizationR
     rows = {row.module: row for row in read_model(written).rows}
     grids = {linear.grid for linear in written.linears.values()}
     assert len(grids) > 1
-    assert grids <= {W4, IntGrid(4, 32, symmetric=False), Fp4Grid(), IntGrid(8, None, symmetric=True), Fp8BlockGrid()}
+    assert grids <= {
+        W4,
+        IntGrid(4, 32, symmetric=False),
+        Fp4Grid(),
+        IntGrid(8, None, symmetric=True),
+        Fp8BlockGrid(),
+    }
     for module, linear in written.linears.items():
-        siblings = [other for other, row in rows.items() if row.fused and row.fused == rows[module].fused]
-        assert {written.linears[other].grid for other in siblings} <= {linear.grid}, "fused linears share a grid"
+        siblings = [
+            other for other, row in rows.items() if row.fused and row.fused == rows[module].fused
+        ]
+        assert {written.linears[other].grid for other in siblings} <= {linear.grid}, (
+            "fused linears share a grid"
+        )
     for layer in (1, 2):
-        assert len({written.linears[module].grid for module, row in rows.items() if row.layer == layer and row.block == "expert"}) == 1
-    assert [problem for problem in check_checkpoint("vllm", written, device="cuda") if problem.severity == "error"] == []
+        assert (
+            len(
+                {
+                    written.linears[module].grid
+                    for module, row in rows.items()
+                    if row.layer == layer and row.block == "expert"
+                }
+            )
+            == 1
+        )
+    assert [
+        problem
+        for problem in check_checkpoint("vllm", written, device="cuda")
+        if problem.severity == "error"
+    ] == []
     assert "Grids that were chosen" in (report.out / "report.html").read_text()
 
 
-def test_a_stopped_run_measures_no_layer_twice_and_nothing_is_left_beside(chosen: tuple[QuantizationReport, list[Event]]) -> None:
-    measured = [event.unit for event in chosen[1] if isinstance(event, Progress) and event.phase == "measuring" and "layers" in event.unit]
+def test_a_stopped_run_measures_no_layer_twice_and_nothing_is_left_beside(
+    chosen: tuple[QuantizationReport, list[Event]],
+) -> None:
+    measured = [
+        event.unit
+        for event in chosen[1]
+        if isinstance(event, Progress) and event.phase == "measuring" and "layers" in event.unit
+    ]
     assert measured.count("layers.0.attend") == 1
-    assert any(isinstance(event, Note) and "as measured before" in event.text for event in chosen[1])
+    assert any(
+        isinstance(event, Note) and "as measured before" in event.text for event in chosen[1]
+    )
     assert sorted(path.name for path in chosen[0].out.parent.iterdir()) == [chosen[0].out.name]
 
 
@@ -105,7 +143,9 @@ def test_it_writes_the_same_bytes_from_a_file_of_sensitivities(
     source: Path, text: str, chosen: tuple[QuantizationReport, list[Event]], tmp_path: Path
 ) -> None:
     shutil.copy(chosen[0].out / "sensitivities.json", tmp_path / "s.json")
-    again = run(source, tmp_path / "out", text, Mixture(bits=5.0), sensitivities=tmp_path / "s.json")
+    again = run(
+        source, tmp_path / "out", text, Mixture(bits=5.0), sensitivities=tmp_path / "s.json"
+    )
     assert files(again.out) == files(chosen[0].out)
     planned = plan(source, SCHEME, mixture=Mixture(bits=5.0), sensitivities=tmp_path / "s.json")
     assert planned.output_bytes == again.output_bytes
@@ -114,10 +154,16 @@ def test_it_writes_the_same_bytes_from_a_file_of_sensitivities(
     assert planned.sizes[0].kl > planned.sizes[-1].kl
 
 
-def test_measured_costs_foretell_what_rounding_one_choice_costs(source: Path, chosen: tuple[QuantizationReport, list[Event]]) -> None:
-    """Rank correlation over choices, each rounded alone to int4 in the whole model, on other tokens."""
+def test_measured_costs_foretell_what_rounding_one_choice_costs(
+    source: Path, chosen: tuple[QuantizationReport, list[Event]]
+) -> None:
+    """Rank correlation over choices, each rounded alone to int4 in the whole model, on other
+    tokens."""
     kl = json.loads((chosen[0].out / "sensitivities.json").read_text())["kl"]
-    job = open_job(read_request(SCHEME, "auto", None, Recipe(scheme=SCHEME.name), Mixture(bits=5.0)), Checkpoint.open(source))
+    job = open_job(
+        read_request(SCHEME, "auto", None, Recipe(scheme=SCHEME.name), Mixture(bits=5.0)),
+        Checkpoint.open(source),
+    )
     measured = measure_alone(job.checkpoint, Options(job))
     names = sorted(measured)
     assert len(names) == 11
@@ -133,7 +179,9 @@ def measure_alone(checkpoint: Checkpoint, options: Options) -> dict[str, float]:
     from quantkit.models.context import CausalContext
 
     read = read_model(checkpoint)
-    solvers = Solvers(options.job.request.target, lambda module: W4, Recipe(scheme=SCHEME.name, **SMALL), ())
+    solvers = Solvers(
+        options.job.request.target, lambda module: W4, Recipe(scheme=SCHEME.name, **SMALL), ()
+    )
     ids = torch.randint(0, 300, (128,), generator=torch.Generator().manual_seed(5))
 
     class Rounded(Checkpoint):
@@ -147,7 +195,9 @@ def measure_alone(checkpoint: Checkpoint, options: Options) -> dict[str, float]:
     twin = Rounded.open(checkpoint.path)
 
     def states() -> torch.Tensor:
-        weights = ExecutorWeights(twin, read.rows, device=torch.device("cpu"), dtype=torch.float32, backend="reference")
+        weights = ExecutorWeights(
+            twin, read.rows, device=torch.device("cpu"), dtype=torch.float32, backend="reference"
+        )
         with torch.inference_mode():
             return read.architecture.Model(read.config, weights)(ids, CausalContext([len(ids)]))
 
@@ -155,7 +205,9 @@ def measure_alone(checkpoint: Checkpoint, options: Options) -> dict[str, float]:
     head = dequantize(checkpoint.weight("lm_head"))
     for choice in options.sensed():
         plain = {row.module: dequantize(checkpoint.weight(row.module)) for row in choice.rows}
-        solved = solvers.on(W4).nearest(plain, {row.module: row.fused for row in choice.rows if row.fused})
+        solved = solvers.on(W4).nearest(
+            plain, {row.module: row.fused for row in choice.rows if row.fused}
+        )
         twin.values = {module: one.values for module, one in solved.items()}
         found[choice.name] = compare_paths(original, [states()], [head.float()])[0].kl
     return found
@@ -178,13 +230,25 @@ def rank_correlation(a: list[float], b: list[float]) -> float:
         (["--bits", "4.5", "--size", "9MB"], "give one of them"),
         (["--size", "9 parrots"], "is no size"),
         (["--bits", "4.5", "--format", "awq"], "format awq holds no mixture of grids"),
-        (["--bits", "4.5", "--scheme", "rtn-w4a16"], "has no calibration, by which grids are chosen"),
+        (
+            ["--bits", "4.5", "--scheme", "rtn-w4a16"],
+            "has no calibration, by which grids are chosen",
+        ),
         (["--bits", "4.5", "--engine", "chitu"], "chitu loads one grid a checkpoint, no mixture"),
         (["--bits", "4.5", "--engine", "sglang"], "sglang loads one grid a checkpoint, no mixture"),
         (["--bits", "4.5", "--read-weight", "2"], "--read-weight 2 is not between 0 and 1"),
-        (["--scheme", "awq-w4a16", "--read-weight", "0.5"], "--read-weight is for grids that are chosen; give --bits or --size"),
-        (["--scheme", "awq-w4a16", "--sensitivities", "nowhere.json"], "sensitivities are for grids that are chosen; give --bits or"),
-        (["--bits", "4.5", "--sensitivities", "nowhere.json"], "cannot read sensitivities nowhere.json"),
+        (
+            ["--scheme", "awq-w4a16", "--read-weight", "0.5"],
+            "--read-weight is for grids that are chosen; give --bits or --size",
+        ),
+        (
+            ["--scheme", "awq-w4a16", "--sensitivities", "nowhere.json"],
+            "sensitivities are for grids that are chosen; give --bits or",
+        ),
+        (
+            ["--bits", "4.5", "--sensitivities", "nowhere.json"],
+            "cannot read sensitivities nowhere.json",
+        ),
         (["--bits", "4.5", "--preset", "experts-only"], "says what is kept"),
     ],
 )
@@ -197,51 +261,113 @@ def test_what_cannot_be_is_told_in_a_line(source: Path, asked: list[str], told: 
 
 def test_the_smallest_that_is_named_can_be_had(source: Path) -> None:
     for option, too_small in (("--bits", "1"), ("--size", "0.1MB")):
-        least = command("plan", str(source), option, too_small).error.removesuffix(" or more").split()[-1]
+        least = (
+            command("plan", str(source), option, too_small)
+            .error.removesuffix(" or more")
+            .split()[-1]
+        )
         answer = command("plan", str(source), option, least, "--json")
         assert answer.code == 0, answer.err
         assert {"bits", "bytes", "devices", "read_bytes", "kl"} == set(answer.json["sizes"][0])
         assert answer.json["sizes"][0]["kl"] is None
 
 
-@pytest.mark.parametrize("damage", ["{}", "[]", "{", '{"kl": {"a": {"int8": NaN}}, "asked": {}, "tokens": 3, "source": "x"}'])
-def test_a_damaged_file_of_sensitivities_is_named(source: Path, tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    ["{}", "[]", "{", '{"kl": {"a": {"int8": NaN}}, "asked": {}, "tokens": 3, "source": "x"}'],
+)
+def test_a_damaged_file_of_sensitivities_is_named(
+    source: Path, tmp_path: Path, damage: str
+) -> None:
     (tmp_path / "s.json").write_text(damage)
-    assert "s.json" in command("plan", str(source), "--bits", "5", "--sensitivities", str(tmp_path / "s.json")).error
+    assert (
+        "s.json"
+        in command(
+            "plan", str(source), "--bits", "5", "--sensitivities", str(tmp_path / "s.json")
+        ).error
+    )
 
 
 def test_sensitivities_of_another_model_are_refused(
     source: Path, text: str, chosen: tuple[QuantizationReport, list[Event]], tmp_path: Path
 ) -> None:
     shutil.copytree(source, tmp_path / "other")
-    (tmp_path / "other" / "config.json").write_text(json.dumps({**CONFIG, **json.loads((source / "config.json").read_text()), "x": 1}))
+    (tmp_path / "other" / "config.json").write_text(
+        json.dumps({**CONFIG, **json.loads((source / "config.json").read_text()), "x": 1})
+    )
     with pytest.raises(QuantkitError, match="measured on another source"):
-        run(tmp_path / "other", tmp_path / "o", text, Mixture(bits=5.0), sensitivities=chosen[0].out / "sensitivities.json")
+        run(
+            tmp_path / "other",
+            tmp_path / "o",
+            text,
+            Mixture(bits=5.0),
+            sensitivities=chosen[0].out / "sensitivities.json",
+        )
     with pytest.raises(QuantkitError, match="give --bits or --size"):
-        run(source, tmp_path / "o", text, Mixture(), sensitivities=chosen[0].out / "sensitivities.json")
+        run(
+            source,
+            tmp_path / "o",
+            text,
+            Mixture(),
+            sensitivities=chosen[0].out / "sensitivities.json",
+        )
     assert not beside(tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize(
-    ("engine", "scheme"), [("vllm", "awq-w4a16"), ("vllm", "fp4-w4a16"), ("vllm-ascend", "int4-w4a8"), ("vllm-ascend", "awq-w4a16")]
+    ("engine", "scheme"),
+    [
+        ("vllm", "awq-w4a16"),
+        ("vllm", "fp4-w4a16"),
+        ("vllm-ascend", "int4-w4a8"),
+        ("vllm-ascend", "awq-w4a16"),
+    ],
 )
-def test_every_grid_that_is_offered_is_one_that_the_engine_takes(source: Path, engine: str, scheme: str) -> None:
-    job = open_job(read_request(find_scheme(scheme), "auto", engine, Recipe(scheme=scheme), Mixture(bits=8.5)), Checkpoint.open(source))
+def test_every_grid_that_is_offered_is_one_that_the_engine_takes(
+    source: Path, engine: str, scheme: str
+) -> None:
+    job = open_job(
+        read_request(find_scheme(scheme), "auto", engine, Recipe(scheme=scheme), Mixture(bits=8.5)),
+        Checkpoint.open(source),
+    )
     options, several = Options(job), job.request.several
     assert several is not None
-    offered = {(row.block, grid) for choice, grids in options.grids.items() for row in choice.rows for grid in grids if grid is not None}
-    assert all(several.allows(row, grid) for choice, grids in options.grids.items() for row in choice.rows for grid in grids if grid)
+    offered = {
+        (row.block, grid)
+        for choice, grids in options.grids.items()
+        for row in choice.rows
+        for grid in grids
+        if grid is not None
+    }
+    assert all(
+        several.allows(row, grid)
+        for choice, grids in options.grids.items()
+        for row in choice.rows
+        for grid in grids
+        if grid
+    )
     if engine == "vllm-ascend":
-        assert {grid for block, grid in offered if block == "attention"} == {IntGrid(8, None, symmetric=True)}
+        assert {grid for block, grid in offered if block == "attention"} == {
+            IntGrid(8, None, symmetric=True)
+        }
         assert len({grid for block, grid in offered if block == "expert"}) == 2
     else:
-        assert {block for block, grid in offered if isinstance(grid, Fp8BlockGrid)} == {"attention", "mlp", "expert", "shared_expert"}
+        assert {block for block, grid in offered if isinstance(grid, Fp8BlockGrid)} == {
+            "attention",
+            "mlp",
+            "expert",
+            "shared_expert",
+        }
 
 
 def test_kept_kinds_are_not_chosen_for(source: Path) -> None:
-    request = read_request(SCHEME, "auto", None, Recipe(scheme=SCHEME.name), Mixture(keep=("attention",), bits=5.0))
+    request = read_request(
+        SCHEME, "auto", None, Recipe(scheme=SCHEME.name), Mixture(keep=("attention",), bits=5.0)
+    )
     options = Options(open_job(request, Checkpoint.open(source)))
     assert not any(row.block == "attention" for choice in options.grids for row in choice.rows)
-    assert {grid for module, grid in options.job.grids.items() if "self_attn" in module} == {Fp8BlockGrid()}
+    assert {grid for module, grid in options.job.grids.items() if "self_attn" in module} == {
+        Fp8BlockGrid()
+    }
     assert replace(request, mixture=Mixture(bits=5.0)).mixture.chooses
     assert list(itertools.islice(options.grids, 1))

@@ -1,4 +1,5 @@
-"""Hidden states of a device are saved from memory that is kept, and never while an earlier save reads it."""
+"""Hidden states of a device are saved from memory that is kept, and never while an earlier save
+reads it."""
 
 import threading
 from pathlib import Path
@@ -38,7 +39,9 @@ def test_a_layer_is_saved_before_its_copies_are_written_over(tmp_path: Path) -> 
 
         background.hand_over(run, 0)
 
-    output._writer = SimpleNamespace(state_dir=tmp_path, afterwards=afterwards, settle=background.settle)  # type: ignore[assignment]
+    output._writer = SimpleNamespace(
+        state_dir=tmp_path, afterwards=afterwards, settle=background.settle
+    )  # type: ignore[assignment]
     output.save_state(1, {"quantized": torch.full((4,), 1.0)}, {})
     threading.Timer(0.2, begin.set).start()
     output.save_state(2, {"quantized": torch.full((4,), 2.0)}, {})

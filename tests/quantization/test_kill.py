@@ -1,4 +1,5 @@
-"""A run of quantize() killed, starved of disk or robbed of its source goes on, and ends with the bytes of an undisturbed one."""
+"""A run of quantize() killed, starved of disk or robbed of its source goes on, and ends with the
+bytes of an undisturbed one."""
 
 import json
 import os
@@ -37,7 +38,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
-    return make_model.write_fp8(tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config), shards=4)
+    return make_model.write_fp8(
+        tmp_path_factory.mktemp("models") / "source",
+        config,
+        make_model.random_tensors(config),
+        shards=4,
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,7 +56,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], float]:
+def undisturbed(
+    source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, bytes], float]:
     """The files, and the seconds it took."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
     start = time.perf_counter()
@@ -64,7 +72,16 @@ def test_killed_at_random_moments_and_in_writes(
     """SIGKILL, also with half of a tensor written."""
     expected, seconds = undisturbed
     out = tmp_path / "out"
-    command = [sys.executable, str(JOB), str(source), str(text), str(out), "kill", str(KILLS), str(seconds)]
+    command = [
+        sys.executable,
+        str(JOB),
+        str(source),
+        str(text),
+        str(out),
+        "kill",
+        str(KILLS),
+        str(seconds),
+    ]
     result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert files(out) == expected
     assert min(result["deaths"].values()) >= KILLS, result
@@ -74,9 +91,15 @@ def test_killed_at_random_moments_and_in_writes(
 
 @pytest.mark.parametrize("last", ["layers.0.attend", "layers.1.experts.0", "layers.1.experts.1"])
 def test_stopped_after_a_unit(
-    last: str, source: Path, text: Path, undisturbed: tuple[dict[str, bytes], float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    last: str,
+    source: Path,
+    text: Path,
+    undisturbed: tuple[dict[str, bytes], float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also between the two experts of a batch, which is then solved again for the second one's sake."""
+    """Also between the two experts of a batch, which is then solved again for the second one's
+    sake."""
     write = CheckpointWriter.write
 
     def write_and_stop(writer: CheckpointWriter, unit: str, *rest: Any) -> None:
@@ -95,10 +118,29 @@ def test_stopped_after_a_unit(
 def test_a_full_disk_stops_cleanly_and_room_is_enough(
     source: Path, text: Path, undisturbed: tuple[dict[str, bytes], float], tmp_path: Path
 ) -> None:
-    mount = ["unshare", "-rm", "sh", "-c", f'mount -t tmpfs -o size=8m none {tmp_path} && exec "$@"', "sh"]
-    if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
+    mount = [
+        "unshare",
+        "-rm",
+        "sh",
+        "-c",
+        f'mount -t tmpfs -o size=8m none {tmp_path} && exec "$@"',
+        "sh",
+    ]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*mount, "true"], capture_output=True).returncode
+    ):
         pytest.skip("this machine lets nobody mount a small file system")
-    command = [*mount, sys.executable, str(JOB), str(source), str(text), str(tmp_path / "out"), "full", "7"]
+    command = [
+        *mount,
+        sys.executable,
+        str(JOB),
+        str(source),
+        str(text),
+        str(tmp_path / "out"),
+        "full",
+        "7",
+    ]
     result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert "MB free" in result["told"][0] or "GB free" in result["told"][0]
     assert set(result["left"]) <= {"filler", "out.partial"}
@@ -108,7 +150,8 @@ def test_a_full_disk_stops_cleanly_and_room_is_enough(
 def test_a_lost_shard_is_named_and_bringing_it_back_is_enough(
     source: Path, text: Path, undisturbed: tuple[dict[str, bytes], float], tmp_path: Path
 ) -> None:
-    """Cut short while the first layer is in work, then gone. The copy that comes back has another time of change."""
+    """Cut short while the first layer is in work, then gone. The copy that comes back has another
+    time of change."""
     copy, out = tmp_path / "source", tmp_path / "out"
     shutil.copytree(source, copy)
     shard = sorted(copy.glob("*.safetensors"))[-1]
@@ -119,7 +162,10 @@ def test_a_lost_shard_is_named_and_bringing_it_back_is_enough(
 
     recipe = Recipe(scheme="awq-w4a16", calibration=str(text), **quantize_job.SMALL)
     scheme = find_scheme("awq-w4a16")
-    with pytest.raises(QuantkitError, match=rf"{shard.name} became shorter while it was read; restore that file and run again"):
+    with pytest.raises(
+        QuantkitError,
+        match=rf"{shard.name} became shorter while it was read; restore that file and run again",
+    ):
         quantize(copy, out, scheme, "auto", recipe, device="cpu", on_event=lose)
     shard.unlink()
     with pytest.raises(QuantkitError, match=rf"shard {shard.name} is missing from"):
@@ -129,7 +175,9 @@ def test_a_lost_shard_is_named_and_bringing_it_back_is_enough(
     assert files(out) == undisturbed[0]
 
 
-def test_what_was_begun_otherwise_is_refused(source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_begun_otherwise_is_refused(
+    source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another source, recipe or version; and an output that is there already."""
     copy, out = tmp_path / "source", tmp_path / "out"
     shutil.copytree(source, copy)
@@ -141,8 +189,14 @@ def test_what_was_begun_otherwise_is_refused(source: Path, text: Path, tmp_path:
 
     with pytest.raises(KeyboardInterrupt):
         quantize(copy, out, scheme, "auto", recipe, device="cpu", on_event=stop)
-    with pytest.raises(QuantkitError, match="was begun with a different recipe; run the command that began it, or give --overwrite"):
-        quantize(copy, out, scheme, "auto", recipe.model_copy(update={"fit_points": 2}), device="cpu")
+    with pytest.raises(
+        QuantkitError,
+        match="was begun with a different recipe; run the command that began it, or give "
+        "--overwrite",
+    ):
+        quantize(
+            copy, out, scheme, "auto", recipe.model_copy(update={"fit_points": 2}), device="cpu"
+        )
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "__version__", "0.0.0")
         with pytest.raises(QuantkitError, match="was begun with a different version"):
@@ -157,6 +211,14 @@ def test_what_was_begun_otherwise_is_refused(source: Path, text: Path, tmp_path:
     assert not report.done_already
     again = quantize(copy, out, scheme, "auto", recipe, device="cpu")
     assert again.done_already
-    assert (again.findings.errors, again.output_bytes) == (report.findings.errors, report.output_bytes)
-    with pytest.raises(QuantkitError, match="exists, made with a different recipe; choose another --out, or give --overwrite"):
-        quantize(copy, out, scheme, "auto", recipe.model_copy(update={"fit_points": 2}), device="cpu")
+    assert (again.findings.errors, again.output_bytes) == (
+        report.findings.errors,
+        report.output_bytes,
+    )
+    with pytest.raises(
+        QuantkitError,
+        match="exists, made with a different recipe; choose another --out, or give --overwrite",
+    ):
+        quantize(
+            copy, out, scheme, "auto", recipe.model_copy(update={"fit_points": 2}), device="cpu"
+        )

@@ -25,7 +25,9 @@ def planned(source: Path, scheme: str, **changes: Any) -> int:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = make_model.tiny_config()
-    return make_model.write_fp8(tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config))
+    return make_model.write_fp8(
+        tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config)
+    )
 
 
 def test_it_grows_with_tokens_and_not_with_layers(source: Path, tmp_path: Path) -> None:
@@ -33,36 +35,78 @@ def test_it_grows_with_tokens_and_not_with_layers(source: Path, tmp_path: Path) 
     deeper = make_model.write_fp8(tmp_path / "deeper", config, make_model.random_tensors(config))
     assert planned(deeper, "awq-w4a16") == planned(source, "awq-w4a16")
     assert planned(source, "awq-w4a16", samples=64) < planned(source, "awq-w4a16", samples=128)
-    assert planned(source, "rtn-w4a16", samples=64) == planned(source, "rtn-w4a16", samples=128) < planned(source, "awq-w4a16")
+    assert (
+        planned(source, "rtn-w4a16", samples=64)
+        == planned(source, "rtn-w4a16", samples=128)
+        < planned(source, "awq-w4a16")
+    )
 
 
-def test_a_run_that_does_not_fit_is_refused_before_anything_is_written(source: Path, tmp_path: Path) -> None:
+def test_a_run_that_does_not_fit_is_refused_before_anything_is_written(
+    source: Path, tmp_path: Path
+) -> None:
     recipe = load_recipe("rtn-w4a16")
-    with pytest.raises(QuantkitError, match=r"needs 0\.4 GiB of memory at .* and --memory is 0\.1 GiB; give --memory 0.5GiB or more"):
-        quantize(source, tmp_path / "out", find_scheme("rtn-w4a16"), "auto", recipe, device="cpu", memory=parse_bytes("100MiB"))
+    with pytest.raises(
+        QuantkitError,
+        match=r"needs 0\.4 GiB of memory at .* and --memory is 0\.1 GiB; give --memory 0.5GiB or "
+        r"more",
+    ):
+        quantize(
+            source,
+            tmp_path / "out",
+            find_scheme("rtn-w4a16"),
+            "auto",
+            recipe,
+            device="cpu",
+            memory=parse_bytes("100MiB"),
+        )
     assert list(tmp_path.iterdir()) == []
-    report = quantize(source, tmp_path / "out", find_scheme("rtn-w4a16"), "auto", recipe, device="cpu", memory=parse_bytes("1GiB"))
+    report = quantize(
+        source,
+        tmp_path / "out",
+        find_scheme("rtn-w4a16"),
+        "auto",
+        recipe,
+        device="cpu",
+        memory=parse_bytes("1GiB"),
+    )
     assert report.planned_memory < 2**30
 
 
 def test_a_refusal_names_the_most_texts_that_fit(source: Path, tmp_path: Path) -> None:
     recipe = load_recipe("awq-w4a16")
-    few, fewer = (plan(source, find_scheme("awq-w4a16"), samples=count).host_least_bytes for count in (41, 42))
+    few, fewer = (
+        plan(source, find_scheme("awq-w4a16"), samples=count).host_least_bytes for count in (41, 42)
+    )
     with pytest.raises(QuantkitError, match="--samples 41, which fits"):
-        quantize(source, tmp_path / "out", find_scheme("awq-w4a16"), "auto", recipe, device="cpu", memory=(few + fewer) // 2)
+        quantize(
+            source,
+            tmp_path / "out",
+            find_scheme("awq-w4a16"),
+            "auto",
+            recipe,
+            device="cpu",
+            memory=(few + fewer) // 2,
+        )
 
 
-def test_states_are_kept_once_more_where_something_is_behind_the_experts_in_the_channels_they_add_to(tmp_path: Path) -> None:
+def test_states_are_kept_once_more_where_something_is_behind_the_experts_in_the_channels_they_add_to(
+    tmp_path: Path,
+) -> None:
     from test_architectures import CONFIGS, random_tensors
 
     config, tokens = CONFIGS["openpangu_v2"], (128 + 16 + 2 * 16) * 512
     path = make_model.write_dense(tmp_path / "model", config, random_tensors(config))
     streams = 4 * config["hidden_size"] + 1
     quick = load_recipe("awq-w4a16-quick")
-    assert plan(path, find_scheme("awq-w4a16"), recipe=quick).host_peak.hidden_states == 4 * tokens * (streams + config["hidden_size"])
+    assert plan(
+        path, find_scheme("awq-w4a16"), recipe=quick
+    ).host_peak.hidden_states == 4 * tokens * (streams + config["hidden_size"])
 
 
-def test_a_calibrated_run_keeps_under_the_least_it_may_be_given(source: Path, tmp_path: Path) -> None:
+def test_a_calibrated_run_keeps_under_the_least_it_may_be_given(
+    source: Path, tmp_path: Path
+) -> None:
     """As the operating system counts, in a process of its own. A byte less is refused."""
     text = write_letters(tmp_path / "calibration.txt", 4000)
     recipe = Recipe(scheme="awq-w4a16", **quantize_job.SMALL)
@@ -71,7 +115,11 @@ def test_a_calibrated_run_keeps_under_the_least_it_may_be_given(source: Path, tm
     assert least < about.host_peak_bytes
     arguments = [str(source), str(text), str(tmp_path / "out"), "once"]
     refused, done = (
-        subprocess.run([sys.executable, quantize_job.__file__, *arguments, str(memory)], capture_output=True, text=True)
+        subprocess.run(
+            [sys.executable, quantize_job.__file__, *arguments, str(memory)],
+            capture_output=True,
+            text=True,
+        )
         for memory in (least - 1, least)
     )
     assert refused.returncode != 0
@@ -82,7 +130,14 @@ def test_a_calibrated_run_keeps_under_the_least_it_may_be_given(source: Path, tm
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("16GiB", 2**34), ("64GB", 64 * 10**9), ("1.5TiB", 3 * 2**39), ("512MiB", 2**29), ("500kB", 500_000), ("16gb", 16 * 10**9)],
+    [
+        ("16GiB", 2**34),
+        ("64GB", 64 * 10**9),
+        ("1.5TiB", 3 * 2**39),
+        ("512MiB", 2**29),
+        ("500kB", 500_000),
+        ("16gb", 16 * 10**9),
+    ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size

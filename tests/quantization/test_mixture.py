@@ -1,4 +1,5 @@
-"""Linears that stay as the source has them: --keep and the preset experts-only, from the request to what the executor computes."""
+"""Linears that stay as the source has them: --keep and the preset experts-only, from the request to
+what the executor computes."""
 
 import json
 import shutil
@@ -41,28 +42,48 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model.write_fp8(tmp_path_factory.mktemp("models") / "fp8", CONFIG, make_model.random_tensors(CONFIG))
+    return make_model.write_fp8(
+        tmp_path_factory.mktemp("models") / "fp8", CONFIG, make_model.random_tensors(CONFIG)
+    )
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Channels of the norms differ, and rows have several groups, so that scales have something to do."""
-    config = make_model.tiny_config(num_hidden_layers=2, **{**make_model.NARROW, "hidden_size": 256})
+    """Channels of the norms differ, and rows have several groups, so that scales have something to
+    do."""
+    config = make_model.tiny_config(
+        num_hidden_layers=2, **{**make_model.NARROW, "hidden_size": 256}
+    )
     tensors, generator = make_model.random_tensors(config), torch.Generator().manual_seed(1)
     for name, tensor in tensors.items():
         if tensor.dim() == 1 and "layernorm" in name:
-            tensors[name] = (tensor.float() * torch.randn(tensor.shape, generator=generator).exp()).bfloat16()
+            tensors[name] = (
+                tensor.float() * torch.randn(tensor.shape, generator=generator).exp()
+            ).bfloat16()
     return make_model.write_dense(tmp_path_factory.mktemp("models") / "dense", config, tensors)
 
 
-def run(source: Path, out: Path, text: str, mixture: Mixture, scheme: str = "awq-w4a16", **options: object) -> QuantizationReport:
+def run(
+    source: Path,
+    out: Path,
+    text: str,
+    mixture: Mixture,
+    scheme: str = "awq-w4a16",
+    **options: object,
+) -> QuantizationReport:
     recipe = Recipe(scheme=scheme, calibration=text, **SMALL)
-    return quantize(source, out, find_scheme(scheme), "auto", recipe, mixture=mixture, device="cpu", **options)
+    return quantize(
+        source, out, find_scheme(scheme), "auto", recipe, mixture=mixture, device="cpu", **options
+    )
 
 
 @pytest.fixture(scope="module")
-def experts_only(fp8: Path, text: str, tmp_path_factory: pytest.TempPathFactory) -> QuantizationReport:
-    return run(fp8, tmp_path_factory.mktemp("out") / "experts-only", text, Mixture(preset="experts-only"))
+def experts_only(
+    fp8: Path, text: str, tmp_path_factory: pytest.TempPathFactory
+) -> QuantizationReport:
+    return run(
+        fp8, tmp_path_factory.mktemp("out") / "experts-only", text, Mixture(preset="experts-only")
+    )
 
 
 def raw(path: Path) -> dict[str, torch.Tensor]:
@@ -73,8 +94,14 @@ def raw(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_experts_only_leaves_fp8_blocks_untouched(fp8: Path, experts_only: QuantizationReport) -> None:
-    before, written, after = Checkpoint.open(fp8), Checkpoint.open(experts_only.out), raw(experts_only.out)
+def test_experts_only_leaves_fp8_blocks_untouched(
+    fp8: Path, experts_only: QuantizationReport
+) -> None:
+    before, written, after = (
+        Checkpoint.open(fp8),
+        Checkpoint.open(experts_only.out),
+        raw(experts_only.out),
+    )
     source = raw(fp8)
     kept = 0
     for row in read_model(written).rows:
@@ -84,13 +111,24 @@ def test_experts_only_leaves_fp8_blocks_untouched(fp8: Path, experts_only: Quant
             assert written.linears[row.module].grid == IntGrid(4, 128, symmetric=False), row.module
         else:
             assert isinstance(written.linears[row.module].grid, Fp8BlockGrid), row.module
-            assert torch.equal(after[row.name].view(torch.uint8), source[row.name].view(torch.uint8))
-            assert torch.equal(after[f"{row.module}.weight_scale"], source[f"{row.module}.weight_scale_inv"])
+            assert torch.equal(
+                after[row.name].view(torch.uint8), source[row.name].view(torch.uint8)
+            )
+            assert torch.equal(
+                after[f"{row.module}.weight_scale"], source[f"{row.module}.weight_scale_inv"]
+            )
             kept += 1
     assert kept > 20
     assert before.config["hidden_size"] == written.config["hidden_size"]
-    assert all(problem.severity == "warning" for problem in check_checkpoint("vllm", written, device="cuda"))
-    assert [p.severity for p in check_checkpoint("vllm-ascend", written)] == ["error"] * len(check_checkpoint("vllm-ascend", written)) != []
+    assert all(
+        problem.severity == "warning"
+        for problem in check_checkpoint("vllm", written, device="cuda")
+    )
+    assert (
+        [p.severity for p in check_checkpoint("vllm-ascend", written)]
+        == ["error"] * len(check_checkpoint("vllm-ascend", written))
+        != []
+    )
 
 
 def test_the_doctor_finds_nothing_wrong(experts_only: QuantizationReport) -> None:
@@ -98,17 +136,32 @@ def test_the_doctor_finds_nothing_wrong(experts_only: QuantizationReport) -> Non
     assert answer.code == 0, answer.out
 
 
-def test_the_plan_counts_the_bytes_that_are_written(fp8: Path, experts_only: QuantizationReport) -> None:
+def test_the_plan_counts_the_bytes_that_are_written(
+    fp8: Path, experts_only: QuantizationReport
+) -> None:
     planned = plan(fp8, find_scheme("awq-w4a16"), mixture=Mixture(preset="experts-only"))
-    assert planned.output_bytes == experts_only.output_bytes == sum(t.nbytes for t in raw(experts_only.out).values())
+    assert (
+        planned.output_bytes
+        == experts_only.output_bytes
+        == sum(t.nbytes for t in raw(experts_only.out).values())
+    )
     assert planned.format == experts_only.format == "compressed-tensors"
 
 
-def test_the_executor_computes_what_the_tensors_say(experts_only: QuantizationReport, tmp_path: Path) -> None:
+def test_the_executor_computes_what_the_tensors_say(
+    experts_only: QuantizationReport, tmp_path: Path
+) -> None:
     """Against the same weights decoded to a dense checkpoint by hand."""
     written = Checkpoint.open(experts_only.out)
-    plain = {row.name: written.read(row.name) for row in read_model(written).rows if row.module not in written.linears}
-    plain |= {f"{module}.weight": dequantize(written.weight(module), torch.float32) for module in written.linears}
+    plain = {
+        row.name: written.read(row.name)
+        for row in read_model(written).rows
+        if row.module not in written.linears
+    }
+    plain |= {
+        f"{module}.weight": dequantize(written.weight(module), torch.float32)
+        for module in written.linears
+    }
     config = {key: value for key, value in written.config.items() if key != "quantization_config"}
     twin = make_model.write_dense(tmp_path / "twin", config, plain)
     ids = torch.arange(40) % 300
@@ -120,12 +173,18 @@ def test_the_executor_computes_what_the_tensors_say(experts_only: QuantizationRe
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
 
 
-def test_a_stopped_run_goes_on_to_the_same_bytes(fp8: Path, text: str, experts_only: QuantizationReport, tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_to_the_same_bytes(
+    fp8: Path, text: str, experts_only: QuantizationReport, tmp_path: Path
+) -> None:
     class Stopped(Exception):
         pass
 
     def stop(event: Event) -> None:
-        if isinstance(event, Progress) and event.phase == "done" and event.unit == "layers.1.attend":
+        if (
+            isinstance(event, Progress)
+            and event.phase == "done"
+            and event.unit == "layers.1.attend"
+        ):
             raise Stopped
 
     with pytest.raises(Stopped):
@@ -134,19 +193,27 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(fp8: Path, text: str, experts_o
     assert files(tmp_path / "out") == files(experts_only.out)
 
 
-def test_another_mixture_is_not_taken_for_the_same_run(fp8: Path, text: str, experts_only: QuantizationReport, tmp_path: Path) -> None:
+def test_another_mixture_is_not_taken_for_the_same_run(
+    fp8: Path, text: str, experts_only: QuantizationReport, tmp_path: Path
+) -> None:
     shutil.copytree(experts_only.out, tmp_path / "out")
     assert run(fp8, tmp_path / "out", text, Mixture(preset="experts-only")).done_already
     with pytest.raises(QuantkitError, match="overwrite"):
         run(fp8, tmp_path / "out", text, Mixture(keep=("attention",)))
 
 
-def test_kept_experts_of_a_plain_model_are_the_sources_but_for_the_scale(dense: Path, text: str, tmp_path: Path) -> None:
+def test_kept_experts_of_a_plain_model_are_the_sources_but_for_the_scale(
+    dense: Path, text: str, tmp_path: Path
+) -> None:
     """Routed experts that are not rounded still read what the layer's scale was folded out of."""
     report = run(dense, tmp_path / "out", text, Mixture(keep=("experts", "mtp")))
     written = Checkpoint.open(report.out)
     rows = {row.module: row for row in read_model(written).rows}
-    assert {rows[module].block for module in written.linears} == {"attention", "mlp", "shared_expert"}
+    assert {rows[module].block for module in written.linears} == {
+        "attention",
+        "mlp",
+        "shared_expert",
+    }
     assert written.format.variant == "gemm"  # one grid is left: no mixture is needed
     before, after = raw(dense), raw(report.out)
     norm, expert = "model.layers.1.post_attention_layernorm.weight", "model.layers.1.mlp.experts.3"
@@ -154,11 +221,15 @@ def test_kept_experts_of_a_plain_model_are_the_sources_but_for_the_scale(dense: 
     assert float((scale - 1).abs().max()) > 0.1, "a scale was folded"
     for side in ("gate", "up"):
         name = f"{expert}.{side}_proj.weight"
-        torch.testing.assert_close(after[name].float(), before[name].float() * scale, rtol=2**-7, atol=0)
+        torch.testing.assert_close(
+            after[name].float(), before[name].float() * scale, rtol=2**-7, atol=0
+        )
     assert torch.equal(after[f"{expert}.down_proj.weight"], before[f"{expert}.down_proj.weight"])
     found = load_model(report.out, device="cpu", dtype="float32")
     with torch.inference_mode():
-        assert bool(found.model.logits(found.model(torch.arange(8), CausalContext([8]))).isfinite().all())
+        assert bool(
+            found.model.logits(found.model(torch.arange(8), CausalContext([8]))).isfinite().all()
+        )
 
 
 @pytest.mark.parametrize(
@@ -171,29 +242,46 @@ def test_kept_experts_of_a_plain_model_are_the_sources_but_for_the_scale(dense: 
         ("fp4-w4a16", "chitu", {Fp4Grid()}),
     ],
 )
-def test_the_rest_of_experts_only_is_what_the_engine_takes(fp8: Path, scheme: str, engine: str, grids: set[object]) -> None:
-    request = read_request(find_scheme(scheme), "auto", engine, Recipe(scheme=scheme), Mixture(preset="experts-only"))
+def test_the_rest_of_experts_only_is_what_the_engine_takes(
+    fp8: Path, scheme: str, engine: str, grids: set[object]
+) -> None:
+    request = read_request(
+        find_scheme(scheme), "auto", engine, Recipe(scheme=scheme), Mixture(preset="experts-only")
+    )
     job = open_job(request, Checkpoint.open(fp8))
     assert set(job.grids.values()) == grids
-    assert {row.block for row in job.linears if job.grids[row.module] == request.scheme.weight} == {"expert"}
+    assert {row.block for row in job.linears if job.grids[row.module] == request.scheme.weight} == {
+        "expert"
+    }
 
 
 def test_a_bf16_source_keeps_bf16(dense: Path, text: str, tmp_path: Path) -> None:
     planned = plan(dense, find_scheme("awq-w4a16"), mixture=Mixture(preset="experts-only"))
     assert planned.format == "awq"
     assert planned.output_bytes_by_part["attention"] == sum(
-        t.nbytes for name, t in raw(dense).items() if "self_attn" in name and ".layers.2." not in name
+        t.nbytes
+        for name, t in raw(dense).items()
+        if "self_attn" in name and ".layers.2." not in name
     )
 
 
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        (["--keep", "attn"], "--keep 'attn' is no kind of sublayer; kinds are attention, mlp, shared, experts, mtp"),
+        (
+            ["--keep", "attn"],
+            "--keep 'attn' is no kind of sublayer; kinds are attention, mlp, shared, experts, mtp",
+        ),
         (["--keep", "mlp,"], "--keep '' is no kind"),
-        (["--preset", "attention-only"], "preset 'attention-only' is not known; choose one of experts-only, int8-attention"),
+        (
+            ["--preset", "attention-only"],
+            "preset 'attention-only' is not known; choose one of experts-only, int8-attention",
+        ),
         (["--preset", "experts-only", "--keep", "mlp"], "says what is kept"),
-        (["--scheme", "awq-w4a16", "--keep", "attention,mlp,shared,experts,mtp"], "leaves no linear of this model to be rounded"),
+        (
+            ["--scheme", "awq-w4a16", "--keep", "attention,mlp,shared,experts,mtp"],
+            "leaves no linear of this model to be rounded",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_told_in_a_line(fp8: Path, asked: list[str], told: str) -> None:
@@ -204,7 +292,9 @@ def test_what_cannot_be_meant_is_told_in_a_line(fp8: Path, asked: list[str], tol
 
 
 def test_a_model_without_the_kind_says_what_it_has(tmp_path: Path) -> None:
-    config = make_model.tiny_config(num_hidden_layers=1, first_k_dense_replace=1, num_nextn_predict_layers=0)
+    config = make_model.tiny_config(
+        num_hidden_layers=1, first_k_dense_replace=1, num_nextn_predict_layers=0
+    )
     path = make_model.write_dense(tmp_path / "m", config, make_model.random_tensors(config))
     with pytest.raises(QuantkitError, match="it has attention, mlp"):
         plan(path, find_scheme("awq-w4a16"), mixture=Mixture(keep=("experts",)))
@@ -213,11 +303,20 @@ def test_a_model_without_the_kind_says_what_it_has(tmp_path: Path) -> None:
 
 
 def test_profiles_name_formats_that_mix() -> None:
-    told = [(name, rule.format, rule.variant) for name in engine_names() for rule in find_engine(name).mixtures]
-    assert {(form, variant) for _, form, variant in told} == {("compressed-tensors", "mixed-precision"), ("modelslim", "ascendV1")}
+    told = [
+        (name, rule.format, rule.variant)
+        for name in engine_names()
+        for rule in find_engine(name).mixtures
+    ]
+    assert {(form, variant) for _, form, variant in told} == {
+        ("compressed-tensors", "mixed-precision"),
+        ("modelslim", "ascendV1"),
+    }
 
 
-def test_fused_linears_on_several_grids_are_an_engines_fault(experts_only: QuantizationReport, tmp_path: Path) -> None:
+def test_fused_linears_on_several_grids_are_an_engines_fault(
+    experts_only: QuantizationReport, tmp_path: Path
+) -> None:
     """An int8 q_a beside an FP8 kv_a: engines make one linear of the two."""
     shutil.copytree(experts_only.out, tmp_path / "out")
     path = tmp_path / "out"
@@ -234,26 +333,58 @@ def test_fused_linears_on_several_grids_are_an_engines_fault(experts_only: Quant
     save_file(tensors, path / "model.safetensors")
     config = json.loads((path / "config.json").read_text())
     quantized = {name: linear.grid for name, linear in written.linears.items()} | {module: INT8}
-    specs = [tensor for name, tensor in written.tensors.items() if name.removesuffix(".weight") not in written.linears]
-    plain = [one for one in specs if not any(one.name.startswith(f"{linear}.") for linear in written.linears)]
+    specs = [
+        tensor
+        for name, tensor in written.tensors.items()
+        if name.removesuffix(".weight") not in written.linears
+    ]
+    plain = [
+        one
+        for one in specs
+        if not any(one.name.startswith(f"{linear}.") for linear in written.linears)
+    ]
     config["quantization_config"] = written.format.config_block(None, quantized, plain)
     (path / "config.json").write_text(json.dumps(config))
-    told = [problem.problem for problem in check_checkpoint("vllm", Checkpoint.open(path), device="cuda") if problem.severity == "error"]
+    told = [
+        problem.problem
+        for problem in check_checkpoint("vllm", Checkpoint.open(path), device="cuda")
+        if problem.severity == "error"
+    ]
     assert len(told) == 1
     assert "fused by vllm, and on several grids" in told[0]
 
 
 def test_int8_before_latent_attention(dense: Path, tmp_path: Path) -> None:
-    """What Ascend's fused operator computes is int8, everything else of the scheme's grid; no calibration is needed for it."""
+    """What Ascend's fused operator computes is int8, everything else of the scheme's grid; no
+    calibration is needed for it."""
     recipe = Recipe(scheme="rtn-w4a16", methods=())
     report = quantize(
-        dense, tmp_path / "out", find_scheme("rtn-w4a16"), "auto", recipe, mixture=Mixture(preset="int8-attention"), device="cpu"
+        dense,
+        tmp_path / "out",
+        find_scheme("rtn-w4a16"),
+        "auto",
+        recipe,
+        mixture=Mixture(preset="int8-attention"),
+        device="cpu",
     )
     written = Checkpoint.open(report.out)
-    grids = {row.projection: written.linears[row.module].grid for row in read_model(written).rows if row.module in written.linears}
+    grids = {
+        row.projection: written.linears[row.module].grid
+        for row in read_model(written).rows
+        if row.module in written.linears
+    }
     assert {name for name, grid in grids.items() if grid == INT8} == {"q_a", "q_b", "kv_a"}
-    assert all(grid == IntGrid(4, 128, symmetric=False) for name, grid in grids.items() if name not in ("q_a", "q_b", "kv_a"))
-    beside = plan(dense, find_scheme("awq-w4a16"), engine="vllm-ascend", mixture=Mixture(preset="int8-attention"))
+    assert all(
+        grid == IntGrid(4, 128, symmetric=False)
+        for name, grid in grids.items()
+        if name not in ("q_a", "q_b", "kv_a")
+    )
+    beside = plan(
+        dense,
+        find_scheme("awq-w4a16"),
+        engine="vllm-ascend",
+        mixture=Mixture(preset="int8-attention"),
+    )
     assert beside.format == "compressed-tensors"
     query = "model.layers.0.self_attn.q_a_proj"
     assert written.linears[query].format.member(query).activation_bits_of(INT8) == 8

@@ -1,4 +1,5 @@
-"""quantize() and plan() open a model by the same steps: both accept what is asked for, or both refuse it in the same words."""
+"""quantize() and plan() open a model by the same steps: both accept what is asked for, or both
+refuse it in the same words."""
 
 import json
 from collections.abc import Callable
@@ -54,7 +55,9 @@ def outcome(act: Callable[[], object]) -> str:
 # Models: each writes one into a folder.
 
 
-def dense(change: Callable[[dict[str, Tensor], dict[str, Any]], object] = lambda t, c: None, **sizes: Any) -> Callable[[Path], object]:
+def dense(
+    change: Callable[[dict[str, Tensor], dict[str, Any]], object] = lambda t, c: None, **sizes: Any
+) -> Callable[[Path], object]:
     def write(path: Path) -> object:
         config = make_model.tiny_config(**sizes)
         tensors = make_model.random_tensors(config)
@@ -75,7 +78,9 @@ def tied(path: Path, *, same: bool) -> None:
     make_model.write_dense(path, TIED, tensors | {HEAD: head if same else head + 1})
 
 
-def then(write: Callable[[Path], object], damage: Callable[[Path], object]) -> Callable[[Path], object]:
+def then(
+    write: Callable[[Path], object], damage: Callable[[Path], object]
+) -> Callable[[Path], object]:
     def both(path: Path) -> None:
         write(path)
         damage(path)
@@ -85,7 +90,13 @@ def then(write: Callable[[Path], object], damage: Callable[[Path], object]) -> C
 
 def describe_as_awq(path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
-    block = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+    block = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 128,
+        "version": "gemm",
+        "zero_point": True,
+    }
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": block}))
 
 
@@ -113,32 +124,92 @@ CASES: dict[str, Case] = {
     "unknown architecture, rounded": (UNKNOWN, "rtn-w4a16", {}, {}, True),
     "unknown architecture, rounded to fp4": (UNKNOWN, "fp4-w4a16", {}, ROUNDED, True),
     "unknown architecture for vllm": (UNKNOWN, "rtn-w4a16", {"engine": "vllm"}, {}, False),
-    "no tokenizer, rounded": (then(fp8, lambda path: (path / "tokenizer.json").unlink()), "rtn-w4a16", {}, {}, True),
+    "no tokenizer, rounded": (
+        then(fp8, lambda path: (path / "tokenizer.json").unlink()),
+        "rtn-w4a16",
+        {},
+        {},
+        True,
+    ),
     "tied head, stored": (lambda path: tied(path, same=True), "awq-w4a16", {}, {}, True),
     "tied head, another": (lambda path: tied(path, same=False), "awq-w4a16", {}, {}, False),
-    "no tokenizer": (then(fp8, lambda path: (path / "tokenizer.json").unlink()), "awq-w4a16", {}, {}, False),
-    "bad tokenizer": (then(fp8, lambda path: (path / "tokenizer.json").write_text("{}")), "rtn-w4a16", {}, {}, False),
-    "bad companion": (then(fp8, lambda path: (path / "generation_config.json").write_text("[]")), "rtn-w4a16", {}, {}, False),
+    "no tokenizer": (
+        then(fp8, lambda path: (path / "tokenizer.json").unlink()),
+        "awq-w4a16",
+        {},
+        {},
+        False,
+    ),
+    "bad tokenizer": (
+        then(fp8, lambda path: (path / "tokenizer.json").write_text("{}")),
+        "rtn-w4a16",
+        {},
+        {},
+        False,
+    ),
+    "bad companion": (
+        then(fp8, lambda path: (path / "generation_config.json").write_text("[]")),
+        "rtn-w4a16",
+        {},
+        {},
+        False,
+    ),
     "unknown architecture": (UNKNOWN, "awq-w4a16", {}, {}, False),
     "format of another scheme": (fp8, "awq-w4a16", {"format": "modelopt"}, {}, False),
     "no such format": (fp8, "awq-w4a16", {"format": "gguf"}, {}, False),
     "no such engine": (fp8, "awq-w4a16", {"engine": "tgi"}, {}, False),
     "engine without the scheme": (fp8, "int4-w4a8", {"engine": "vllm"}, {}, False),
-    "engine without the format": (fp8, "int8-a8w8c16", {"engine": "vllm", "format": "modelslim"}, {}, False),
+    "engine without the format": (
+        fp8,
+        "int8-a8w8c16",
+        {"engine": "vllm", "format": "modelslim"},
+        {},
+        False,
+    ),
     "group size of int8": (fp8, "int8-a8w8c16", {}, {"group_size": 64}, False),
     "descent without GPTQ": (fp8, "awq-w4a16", {}, {"methods": ("awq", "descent")}, False),
     "drift without GPTQ": (fp8, "awq-w4a16", {}, {"methods": ("awq", "drift")}, False),
     "steps without descent": (fp8, "awq-w4a16", {}, {"methods": ("awq", "gptq", "steps")}, False),
     "group size 96": (fp8, "awq-w4a16", {}, {"group_size": 96}, False),
-    "no experts": (dense(first_k_dense_replace=3, num_nextn_predict_layers=0), "int4-w4a8", {}, {}, False),
+    "no experts": (
+        dense(first_k_dense_replace=3, num_nextn_predict_layers=0),
+        "int4-w4a8",
+        {},
+        {},
+        False,
+    ),
     "tensor missing": (dense(lambda t, c: t.pop("model.norm.weight")), "rtn-w4a16", {}, {}, False),
-    "tensor unknown": (dense(lambda t, c: t.update({"model.extra.weight": torch.ones(4)})), "rtn-w4a16", {}, {}, False),
-    "shape": (dense(lambda t, c: t.update({"model.norm.weight": torch.ones(8)})), "awq-w4a16", {}, {}, False),
+    "tensor unknown": (
+        dense(lambda t, c: t.update({"model.extra.weight": torch.ones(4)})),
+        "rtn-w4a16",
+        {},
+        {},
+        False,
+    ),
+    "shape": (
+        dense(lambda t, c: t.update({"model.norm.weight": torch.ones(8)})),
+        "awq-w4a16",
+        {},
+        {},
+        False,
+    ),
     "number": (dense(lambda t, c: c.update(hidden_size="wide")), "awq-w4a16", {}, {}, False),
     "quantized already": (then(dense(), describe_as_awq), "rtn-w4a16", {}, {}, False),
-    "shard missing": (then(fp8, lambda path: next(path.glob("*.safetensors")).unlink()), "rtn-w4a16", {}, {}, False),
+    "shard missing": (
+        then(fp8, lambda path: next(path.glob("*.safetensors")).unlink()),
+        "rtn-w4a16",
+        {},
+        {},
+        False,
+    ),
     "shard cut": (then(fp8, cut), "rtn-w4a16", {}, {}, False),
-    "no config.json": (then(fp8, lambda path: (path / "config.json").unlink()), "rtn-w4a16", {}, {}, False),
+    "no config.json": (
+        then(fp8, lambda path: (path / "config.json").unlink()),
+        "rtn-w4a16",
+        {},
+        {},
+        False,
+    ),
 }
 
 
@@ -150,5 +221,9 @@ def test_plan_says_what_quantize_says(name: str, text: str, tmp_path: Path) -> N
     recipe = Recipe(scheme=scheme, calibration=text, **{**SMALL, **changes})
     wanted = {"format": "auto", **arguments}
     planned = outcome(lambda: plan(source, chosen, recipe=recipe, **wanted))
-    assert planned == outcome(lambda: run.quantize(source, tmp_path / "out", chosen, recipe=recipe, device="cpu", **wanted))
+    assert planned == outcome(
+        lambda: run.quantize(
+            source, tmp_path / "out", chosen, recipe=recipe, device="cpu", **wanted
+        )
+    )
     assert (planned == "accepted") == accepted, planned

@@ -1,4 +1,5 @@
-"""`quantize --prune`: which experts go, that what is left is the smaller model written by hand, and that no interruption shows."""
+"""`quantize --prune`: which experts go, that what is left is the smaller model written by hand, and
+that no interruption shows."""
 
 import json
 import shutil
@@ -29,7 +30,13 @@ from quantkit.quantization import quantize
 from quantkit.quantization.conversion import convert
 from quantkit.tokenizer.chat import ChatTokenizer
 
-CONFIG = {"num_hidden_layers": 2, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+CONFIG = {
+    "num_hidden_layers": 2,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,11 +52,18 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = make_model.tiny_config(**CONFIG)
-    return make_model.write_dense(tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config))
+    return make_model.write_dense(
+        tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config)
+    )
 
 
 def run(
-    source: Path, text: Path, out: Path, scheme: str = "awq-w4a16", prune: float = 0.5, listen: Callable[[Event], None] = silent
+    source: Path,
+    text: Path,
+    out: Path,
+    scheme: str = "awq-w4a16",
+    prune: float = 0.5,
+    listen: Callable[[Event], None] = silent,
 ) -> Path:
     recipe = Recipe(scheme=scheme, calibration=str(text), prune=prune, **SMALL)
     quantize(source, out, find_scheme(scheme), "auto", recipe, device="cpu", on_event=listen)
@@ -63,11 +77,15 @@ def pruned(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def kept_in(out: Path) -> dict[int, list[int]]:
-    return {int(layer): about["kept"] for layer, about in json.loads((out / "pruning.json").read_text())["layers"].items()}
+    return {
+        int(layer): about["kept"]
+        for layer, about in json.loads((out / "pruning.json").read_text())["layers"].items()
+    }
 
 
 def by_hand(source: Path, kept: dict[int, list[int]], folder: Path) -> Path:
-    """The source with these experts alone, numbered anew, its routers cut, and config.json as that has to be."""
+    """The source with these experts alone, numbered anew, its routers cut, and config.json as that
+    has to be."""
     checkpoint = Checkpoint.open(source)
     tensors: dict[str, Tensor] = {}
     for name in checkpoint.tensors:
@@ -86,11 +104,18 @@ def by_hand(source: Path, kept: dict[int, list[int]], folder: Path) -> Path:
 
 
 def weights_of(out: Path) -> dict[str, bytes]:
-    return {name: content for name, content in files(out).items() if name.endswith(".safetensors") or name == "config.json"}
+    return {
+        name: content
+        for name, content in files(out).items()
+        if name.endswith(".safetensors") or name == "config.json"
+    }
 
 
-def test_what_is_left_is_the_smaller_model_quantized(source: Path, text: Path, pruned: Path, tmp_path: Path) -> None:
-    """To the byte, MTP layer included: the same codes, scales and names as of the smaller model written by hand."""
+def test_what_is_left_is_the_smaller_model_quantized(
+    source: Path, text: Path, pruned: Path, tmp_path: Path
+) -> None:
+    """To the byte, MTP layer included: the same codes, scales and names as of the smaller model
+    written by hand."""
     hand = by_hand(source, kept_in(pruned), tmp_path / "hand")
     expected = run(hand, text, tmp_path / "expected", prune=0.0)
     assert weights_of(pruned) == weights_of(expected)
@@ -103,7 +128,10 @@ def test_groups_stay_whole(source: Path, pruned: Path) -> None:
         assert [expert // 4 for expert in experts] == [0, 0, 1, 1]
         assert experts == sorted(experts)
     config = json.loads((pruned / "config.json").read_text())
-    assert config | {"quantization_config": None} == Checkpoint.open(source).config | {"n_routed_experts": 4, "quantization_config": None}
+    assert config | {"quantization_config": None} == Checkpoint.open(source).config | {
+        "n_routed_experts": 4,
+        "quantization_config": None,
+    }
 
 
 def test_saliency_is_the_mean_of_weight_times_norm(source: Path, text: Path, pruned: Path) -> None:
@@ -113,25 +141,41 @@ def test_saliency_is_the_mean_of_weight_times_norm(source: Path, text: Path, pru
     assert isinstance(mlp, MoeMlp)
     seen: list[Tensor] = []
     original = mlp.experts
-    mlp.experts = lambda x, ids, w: (seen.extend((x.clone(), ids.clone(), w.clone())), original(x, ids, w))[1]
+    mlp.experts = lambda x, ids, w: (
+        seen.extend((x.clone(), ids.clone(), w.clone())),
+        original(x, ids, w),
+    )[1]
     from quantkit.calibrate.data import load_sequences
 
-    sequences = load_sequences(str(text), ChatTokenizer(source), samples=6, held_out=2, seq_len=32, seed=0).calibration
+    sequences = load_sequences(
+        str(text), ChatTokenizer(source), samples=6, held_out=2, seq_len=32, seed=0
+    ).calibration
     with torch.inference_mode():
-        loaded.model(torch.cat(sequences), CausalContext([len(s) for s in sequences], loaded.device))
+        loaded.model(
+            torch.cat(sequences), CausalContext([len(s) for s in sequences], loaded.device)
+        )
     x, topk_ids, topk_weights = seen
     checkpoint, expected = Checkpoint.open(source), []
     for expert in range(8):
-        gate, up, down = (checkpoint.read(f"model.layers.1.mlp.experts.{expert}.{p}_proj.weight").float() for p in ("gate", "up", "down"))
+        gate, up, down = (
+            checkpoint.read(f"model.layers.1.mlp.experts.{expert}.{p}_proj.weight").float()
+            for p in ("gate", "up", "down")
+        )
         tokens, slots = (topk_ids[:, :2] == expert).nonzero(as_tuple=True)
-        out = (torch.nn.functional.silu(x[tokens].float() @ gate.T) * (x[tokens].float() @ up.T)) @ down.T
-        expected.append(float((topk_weights[tokens, slots] * out.norm(dim=1)).mean()) if len(tokens) else 0.0)
+        out = (
+            torch.nn.functional.silu(x[tokens].float() @ gate.T) * (x[tokens].float() @ up.T)
+        ) @ down.T
+        expected.append(
+            float((topk_weights[tokens, slots] * out.norm(dim=1)).mean()) if len(tokens) else 0.0
+        )
     found = json.loads((pruned / "pruning.json").read_text())["layers"]["1"]["saliency"]
     assert found == pytest.approx(expected, rel=1e-3)
     assert choose_kept({1: found}, 2, 2)[1] == kept_in(pruned)[1]
 
 
-def test_a_run_stopped_while_it_chooses_goes_on(source: Path, text: Path, pruned: Path, tmp_path: Path) -> None:
+def test_a_run_stopped_while_it_chooses_goes_on(
+    source: Path, text: Path, pruned: Path, tmp_path: Path
+) -> None:
     told: list[str] = []
 
     def stop(event: Event) -> None:
@@ -143,17 +187,30 @@ def test_a_run_stopped_while_it_chooses_goes_on(source: Path, text: Path, pruned
     with pytest.raises(RuntimeError, match="stopped"):
         run(source, text, tmp_path / "out", listen=stop)
     again: list[str] = []
-    run(source, text, tmp_path / "out", listen=lambda event: again.append(event.unit) if isinstance(event, Progress) else None)
+    run(
+        source,
+        text,
+        tmp_path / "out",
+        listen=lambda event: again.append(event.unit) if isinstance(event, Progress) else None,
+    )
     assert told == ["layers.0", "layers.1"]
     assert again[:2] == ["layers.1", "layers.2"]  # the first layer is not computed again
     same = {name for name in files(pruned) if not name.startswith("report")}
-    assert {name: files(tmp_path / "out")[name] for name in same} == {name: files(pruned)[name] for name in same}
+    assert {name: files(tmp_path / "out")[name] for name in same} == {
+        name: files(pruned)[name] for name in same
+    }
     assert quantize_again(source, text, tmp_path / "out")
 
 
-def test_a_source_that_was_written_to_while_the_run_was_stopped_is_looked_at_anew(source: Path, text: Path, tmp_path: Path) -> None:
+def test_a_source_that_was_written_to_while_the_run_was_stopped_is_looked_at_anew(
+    source: Path, text: Path, tmp_path: Path
+) -> None:
     def stop(event: Event) -> None:
-        if isinstance(event, Progress) and event.phase == "choosing experts" and event.unit == "layers.1":
+        if (
+            isinstance(event, Progress)
+            and event.phase == "choosing experts"
+            and event.unit == "layers.1"
+        ):
             raise RuntimeError("stopped")
 
     shutil.copytree(source, tmp_path / "source")
@@ -162,28 +219,43 @@ def test_a_source_that_was_written_to_while_the_run_was_stopped_is_looked_at_ane
     shard = next((tmp_path / "source").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes())
     again: list[str] = []
-    run(tmp_path / "source", text, tmp_path / "out", listen=lambda event: again.append(event.unit) if isinstance(event, Progress) else None)
+    run(
+        tmp_path / "source",
+        text,
+        tmp_path / "out",
+        listen=lambda event: again.append(event.unit) if isinstance(event, Progress) else None,
+    )
     assert again[:2] == ["layers.0", "layers.1"]
 
 
 def quantize_again(source: Path, text: Path, out: Path) -> bool:
     """Whether a finished run given again has nothing to do."""
     recipe = Recipe(scheme="awq-w4a16", calibration=str(text), prune=0.5, **SMALL)
-    return quantize(source, out, find_scheme("awq-w4a16"), "auto", recipe, device="cpu").done_already
+    return quantize(
+        source, out, find_scheme("awq-w4a16"), "auto", recipe, device="cpu"
+    ).done_already
 
 
 def test_every_tensor_of_the_source_is_accounted_for(source: Path, pruned: Path) -> None:
     manifest, kept = json.loads((pruned / "manifest.json").read_text())["tensors"], kept_in(pruned)
     assert manifest.keys() == Checkpoint.open(source).tensors.keys()
-    gone = f"model.layers.1.mlp.experts.{next(e for e in range(8) if e not in kept[1])}.up_proj.weight"
-    assert manifest[gone] == {"became": [], "reason": "a routed expert that was pruned", "status": "dropped"}
+    gone = (
+        f"model.layers.1.mlp.experts.{next(e for e in range(8) if e not in kept[1])}.up_proj.weight"
+    )
+    assert manifest[gone] == {
+        "became": [],
+        "reason": "a routed expert that was pruned",
+        "status": "dropped",
+    }
     last = manifest[f"model.layers.1.mlp.experts.{kept[1][3]}.up_proj.weight"]
     assert all(name.startswith("model.layers.1.mlp.experts.3.up_proj.") for name in last["became"])
 
 
 def test_plan_tells_the_bytes(source: Path, pruned: Path) -> None:
     planned = plan(source, find_scheme("awq-w4a16"), recipe=Recipe(scheme="awq-w4a16", prune=0.5))
-    assert planned.output_bytes == sum(tensor.nbytes for tensor in Checkpoint.open(pruned).tensors.values())
+    assert planned.output_bytes == sum(
+        tensor.nbytes for tensor in Checkpoint.open(pruned).tensors.values()
+    )
 
 
 def test_transformers_computes_the_same(source: Path, text: Path, tmp_path: Path) -> None:
@@ -191,7 +263,9 @@ def test_transformers_computes_the_same(source: Path, text: Path, tmp_path: Path
     convert(out, tmp_path / "dense", dtype="float32")
     ids = torch.tensor(ChatTokenizer(source).encode("What is left computes."))
     loaded = load_model(tmp_path / "dense", device="cpu", dtype="float32")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "dense", dtype=torch.float32
+    )
     assert theirs.config.n_routed_experts == 6
     with torch.inference_mode():
         ours = loaded.model.logits(loaded.model(ids, CausalContext([len(ids)], loaded.device)))
@@ -200,10 +274,27 @@ def test_transformers_computes_the_same(source: Path, text: Path, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("share", "told"),
-    [("5%", "give --prune 25% or more"), ("90%", "give --prune 50% or less"), ("100%", "no share"), ("-1", "no share"), ("x", "no share")],
+    [
+        ("5%", "give --prune 25% or more"),
+        ("90%", "give --prune 50% or less"),
+        ("100%", "no share"),
+        ("-1", "no share"),
+        ("x", "no share"),
+    ],
 )
-def test_what_cannot_be_pruned_is_told(source: Path, text: Path, tmp_path: Path, share: str, told: str) -> None:
-    given = ("--scheme", "rtn-w4a16", "--calibration", str(text), "--out", str(tmp_path / "out"), "--prune", share)
+def test_what_cannot_be_pruned_is_told(
+    source: Path, text: Path, tmp_path: Path, share: str, told: str
+) -> None:
+    given = (
+        "--scheme",
+        "rtn-w4a16",
+        "--calibration",
+        str(text),
+        "--out",
+        str(tmp_path / "out"),
+        "--prune",
+        share,
+    )
     answer = command("quantize", str(source), *given)
     assert (answer.code, answer.errors) == (1, 1)
     assert told in answer.error
@@ -211,13 +302,26 @@ def test_what_cannot_be_pruned_is_told(source: Path, text: Path, tmp_path: Path,
 
 
 def test_a_dense_model_has_nothing_to_prune(tmp_path: Path, text: Path) -> None:
-    config = make_model.tiny_config(num_hidden_layers=1, first_k_dense_replace=1, num_nextn_predict_layers=0)
+    config = make_model.tiny_config(
+        num_hidden_layers=1, first_k_dense_replace=1, num_nextn_predict_layers=0
+    )
     dense = make_model.write_dense(tmp_path / "dense", config, make_model.random_tensors(config))
-    answer = command("quantize", str(dense), "--scheme", "rtn-w4a16", "--prune", "25%", "--out", str(tmp_path / "out"))
+    answer = command(
+        "quantize",
+        str(dense),
+        "--scheme",
+        "rtn-w4a16",
+        "--prune",
+        "25%",
+        "--out",
+        str(tmp_path / "out"),
+    )
     assert "no routed experts to prune" in answer.error
 
 
-def test_check_says_that_a_pruned_model_is_not_compared_with_its_source(source: Path, pruned: Path) -> None:
+def test_check_says_that_a_pruned_model_is_not_compared_with_its_source(
+    source: Path, pruned: Path
+) -> None:
     done = command("check", str(pruned), "--source", str(source))
     assert done.code == 1
     assert "has fewer experts than" in done.error

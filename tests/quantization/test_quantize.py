@@ -1,4 +1,5 @@
-"""quantize() from end to end on a small random DeepSeek-V3: what is written, what it is worth, and what a restart does."""
+"""quantize() from end to end on a small random DeepSeek-V3: what is written, what it is worth, and
+what a restart does."""
 
 import copy
 import json
@@ -59,26 +60,39 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.Generator().manual_seed(1)
     for name, tensor in tensors.items():
         if tensor.dim() == 1 and "layernorm" in name:
-            tensors[name] = (tensor.float() * (1.5 * torch.randn(tensor.shape, generator=generator)).exp()).bfloat16()
+            tensors[name] = (
+                tensor.float() * (1.5 * torch.randn(tensor.shape, generator=generator)).exp()
+            ).bfloat16()
     return make_model.write_fp8(tmp_path_factory.mktemp("models") / "salient", CONFIG, tensors)
 
 
 def run(
-    source: Path, out: Path, scheme: str, text: str, on_event: Callable[[Event], None] = lambda event: None, **changes: object
+    source: Path,
+    out: Path,
+    scheme: str,
+    text: str,
+    on_event: Callable[[Event], None] = lambda event: None,
+    **changes: object,
 ) -> QuantizationReport:
     format_name = str(changes.pop("format", "auto"))
     recipe = Recipe(scheme=scheme, calibration=text, **{**SMALL, **changes})
-    return quantize(source, out, find_scheme(scheme), format_name, recipe, device="cpu", on_event=on_event)
+    return quantize(
+        source, out, find_scheme(scheme), format_name, recipe, device="cpu", on_event=on_event
+    )
 
 
 @pytest.fixture(scope="module")
-def outputs(source: Path, text: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, QuantizationReport]:
+def outputs(
+    source: Path, text: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, QuantizationReport]:
     directory = tmp_path_factory.mktemp("outputs")
     return {scheme: run(source, directory / scheme, scheme, text) for scheme in SCHEMES}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_output_is_a_checkpoint_of_the_scheme(outputs: dict[str, QuantizationReport], scheme: str) -> None:
+def test_the_output_is_a_checkpoint_of_the_scheme(
+    outputs: dict[str, QuantizationReport], scheme: str
+) -> None:
     written = Checkpoint.open(outputs[scheme].out)
     assert written.scheme is not None
     assert written.scheme.weight == SCHEMES[scheme].weight
@@ -91,7 +105,9 @@ def test_the_output_is_a_checkpoint_of_the_scheme(outputs: dict[str, Quantizatio
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_every_source_tensor_is_accounted_for(source: Path, outputs: dict[str, QuantizationReport], scheme: str) -> None:
+def test_every_source_tensor_is_accounted_for(
+    source: Path, outputs: dict[str, QuantizationReport], scheme: str
+) -> None:
     entries = json.loads((outputs[scheme].out / "manifest.json").read_text())["tensors"]
     before, after = Checkpoint.open(source), Checkpoint.open(outputs[scheme].out)
     assert entries.keys() == before.tensors.keys()
@@ -99,30 +115,40 @@ def test_every_source_tensor_is_accounted_for(source: Path, outputs: dict[str, Q
     assert {name for entry in entries.values() for name in entry["became"]} == after.tensors.keys()
     for name, entry in entries.items():
         if entry["status"] == "copied":
-            assert torch.equal(before.read(name).view(torch.uint8), after.read(name).view(torch.uint8)), name
-    assert any(name.startswith("model.layers.2.") and entry["status"] == "quantized" for name, entry in entries.items()) == (
-        scheme != "fp4-w4a16"
-    ), "the MTP layer: quantized but in ModelOpt's format"
+            assert torch.equal(
+                before.read(name).view(torch.uint8), after.read(name).view(torch.uint8)
+            ), name
+    assert any(
+        name.startswith("model.layers.2.") and entry["status"] == "quantized"
+        for name, entry in entries.items()
+    ) == (scheme != "fp4-w4a16"), "the MTP layer: quantized but in ModelOpt's format"
 
 
 def test_the_mtp_head_is_listed_as_sglang_calls_it(outputs: dict[str, QuantizationReport]) -> None:
     out = outputs["fp4-w4a16"].out
-    config, side = (json.loads((out / name).read_text()) for name in ("config.json", "hf_quant_config.json"))
+    config, side = (
+        json.loads((out / name).read_text()) for name in ("config.json", "hf_quant_config.json")
+    )
     assert "model.shared_head.head" in config["quantization_config"]["ignore"]
     assert "model.shared_head.head" in side["quantization"]["exclude_modules"]
 
 
-def test_compensated_weights_lose_less_than_rounded_ones(outputs: dict[str, QuantizationReport]) -> None:
+def test_compensated_weights_lose_less_than_rounded_ones(
+    outputs: dict[str, QuantizationReport],
+) -> None:
     """Of the inputs' error, on held-out text; every linear of the decoder is there."""
     errors = outputs["awq-w4a16"].findings.errors
     config = deepseek_v3.Config.from_dict(CONFIG)
-    assert errors.keys() == {row.module for row in deepseek_v3.parameters(config) if row.role == "linear"}
+    assert errors.keys() == {
+        row.module for row in deepseek_v3.parameters(config) if row.role == "linear"
+    }
     assert all(error < 0.02 for error in errors.values())
     assert outputs["awq-w4a16"].findings.mean_error < 0.7 * _nearest_error(outputs["awq-w4a16"])
 
 
 def _nearest_error(report: QuantizationReport) -> float:
-    """What int4 in groups of 128 loses on white inputs: a sixth of a step, variance over twelve, of about 4.5 sigma in 15 steps."""
+    """What int4 in groups of 128 loses on white inputs: a sixth of a step, variance over twelve, of
+    about 4.5 sigma in 15 steps."""
     return (4.5 / 15) ** 2 / 12
 
 
@@ -130,24 +156,37 @@ def _nearest_error(report: QuantizationReport) -> float:
 def test_the_report_says_what_both_models_say_on_held_out_text(
     source: Path, text: str, outputs: dict[str, QuantizationReport], scheme: str
 ) -> None:
-    """Run whole, by the executor, activations rounded where the scheme rounds them: some tokens choose other experts, and few tokens make
-    the mean."""
+    """Run whole, by the executor, activations rounded where the scheme rounds them: some tokens
+    choose other experts, and few tokens make the mean."""
     recipe = Recipe(scheme=scheme, **SMALL)
     sequences = load_sequences(
-        text, ChatTokenizer(source), samples=recipe.samples, held_out=recipe.held_out, seq_len=recipe.seq_len, seed=recipe.seed
+        text,
+        ChatTokenizer(source),
+        samples=recipe.samples,
+        held_out=recipe.held_out,
+        seq_len=recipe.seq_len,
+        seed=recipe.seed,
     )
     said = []
     for path in (source, outputs[scheme].out):
         watched = Watched(load_model(path, device="cpu", dtype="float32"))
-        said.append(watched.loaded.model.head(watched(sequences.held_out).final).float().log_softmax(-1))
+        said.append(
+            watched.loaded.model.head(watched(sequences.held_out).final).float().log_softmax(-1)
+        )
     facts = json.loads((outputs[scheme].out / "report.json").read_text())["held_out"]
     assert facts["tokens"] == len(said[0]) == sum(map(len, sequences.held_out))
-    assert facts["kl"] == pytest.approx(float((said[0].exp() * (said[0] - said[1])).sum(-1).mean()), rel=0.3)
-    assert facts["top1_agree"] == pytest.approx(float((said[0].argmax(-1) == said[1].argmax(-1)).float().mean()), abs=0.08)
+    assert facts["kl"] == pytest.approx(
+        float((said[0].exp() * (said[0] - said[1])).sum(-1).mean()), rel=0.3
+    )
+    assert facts["top1_agree"] == pytest.approx(
+        float((said[0].argmax(-1) == said[1].argmax(-1)).float().mean()), abs=0.08
+    )
     assert 0.5 < facts["expert_agree"] < 1
 
 
-def test_folding_leaves_the_router_what_it_was_but_for_one_rounding_to_bf16(source: Path, outputs: dict[str, QuantizationReport]) -> None:
+def test_folding_leaves_the_router_what_it_was_but_for_one_rounding_to_bf16(
+    source: Path, outputs: dict[str, QuantizationReport]
+) -> None:
     before, after = Checkpoint.open(source), Checkpoint.open(outputs["awq-w4a16"].out)
     names = ("model.layers.1.post_attention_layernorm.weight", "model.layers.1.mlp.gate.weight")
     gain, router = (before.read(name).double() for name in names)
@@ -156,8 +195,11 @@ def test_folding_leaves_the_router_what_it_was_but_for_one_rounding_to_bf16(sour
     torch.testing.assert_close(folded_gain * folded_router, gain * router, rtol=2**-8, atol=0)
 
 
-def test_scales_are_undone_by_the_consumers(source: Path, outputs: dict[str, QuantizationReport]) -> None:
-    """Norm gain times weight is what it was, but for rounding: for a linear, an expert, and the MTP layer."""
+def test_scales_are_undone_by_the_consumers(
+    source: Path, outputs: dict[str, QuantizationReport]
+) -> None:
+    """Norm gain times weight is what it was, but for rounding: for a linear, an expert, and the MTP
+    layer."""
     before, after = Checkpoint.open(source), Checkpoint.open(outputs["awq-w4a16"].out)
     for norm, module in (
         ("layers.0.input_layernorm", "layers.0.self_attn.q_a_proj"),
@@ -165,20 +207,30 @@ def test_scales_are_undone_by_the_consumers(source: Path, outputs: dict[str, Qua
         ("layers.2.self_attn.q_a_layernorm", "layers.2.self_attn.q_b_proj"),
     ):
         product = [
-            dequantize(checkpoint.weight(f"model.{module}")) * checkpoint.read(f"model.{norm}.weight").float()
+            dequantize(checkpoint.weight(f"model.{module}"))
+            * checkpoint.read(f"model.{norm}.weight").float()
             for checkpoint in (before, after)
         ]
         assert (product[1] - product[0]).norm() / product[0].norm() < 0.25, module
 
 
-def test_scales_of_values_are_undone_by_o(source: Path, outputs: dict[str, QuantizationReport]) -> None:
-    """Of latent attention in int8: rows of kv_b that make values are divided, those that make keys are not, and o has what it had."""
-    heads, width, keys = CONFIG["num_attention_heads"], CONFIG["v_head_dim"], CONFIG["qk_nope_head_dim"]
+def test_scales_of_values_are_undone_by_o(
+    source: Path, outputs: dict[str, QuantizationReport]
+) -> None:
+    """Of latent attention in int8: rows of kv_b that make values are divided, those that make keys
+    are not, and o has what it had."""
+    heads, width, keys = (
+        CONFIG["num_attention_heads"],
+        CONFIG["v_head_dim"],
+        CONFIG["qk_nope_head_dim"],
+    )
     made, sizes = [], []
     for checkpoint in (Checkpoint.open(source), Checkpoint.open(outputs["int8-a8w8c16"].out)):
         at = "model.layers.1.self_attn"
         kv_b, o = (dequantize(checkpoint.weight(f"{at}.{name}_proj")) for name in ("kv_b", "o"))
-        rows = (kv_b * checkpoint.read(f"{at}.kv_a_layernorm.weight").float()).unflatten(0, (heads, keys + width))
+        rows = (kv_b * checkpoint.read(f"{at}.kv_a_layernorm.weight").float()).unflatten(
+            0, (heads, keys + width)
+        )
         made.append(torch.einsum("nhv,hvl->hnl", o.unflatten(1, (heads, width)), rows[:, keys:]))
         sizes.append(rows.norm(dim=-1))
     assert (made[1] - made[0]).norm() / made[0].norm() < 0.15
@@ -205,7 +257,8 @@ class Stopped(Exception):
 
 
 def stop_after(count: int, notes: list[Note] | None = None) -> Callable[[Event], None]:
-    """Stops a run at the count-th finished unit or phase, wherever that is; what it notes until then goes to `notes`."""
+    """Stops a run at the count-th finished unit or phase, wherever that is; what it notes until
+    then goes to `notes`."""
     seen = 0
 
     def on_event(event: Event) -> None:
@@ -219,7 +272,9 @@ def stop_after(count: int, notes: list[Note] | None = None) -> Callable[[Event],
     return on_event
 
 
-def test_a_stopped_run_goes_on_to_the_same_bytes(source: Path, text: str, outputs: dict[str, QuantizationReport], tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_to_the_same_bytes(
+    source: Path, text: str, outputs: dict[str, QuantizationReport], tmp_path: Path
+) -> None:
     out, notes = tmp_path / "out", list[Note]()
     for count in (3, 9, 12, 14, 8):
         with pytest.raises(Stopped):
@@ -238,12 +293,21 @@ def test_another_recipe_does_not_go_on(source: Path, text: str, tmp_path: Path) 
         run(source, tmp_path / "out", "awq-w4a16", text, damping=0.02)
 
 
-def test_another_scheme_by_the_same_recipe_is_not_done_already(source: Path, text: str, tmp_path: Path) -> None:
+def test_another_scheme_by_the_same_recipe_is_not_done_already(
+    source: Path, text: str, tmp_path: Path
+) -> None:
     """One format holds both, and the recipe of one's own names a third."""
     recipe = Recipe(scheme="awq-w4a16", calibration=text, methods=("awq",), **SMALL)
 
     def made(scheme: str) -> QuantizationReport:
-        return quantize(source, tmp_path / "out", find_scheme(scheme), "compressed-tensors", recipe, device="cpu")
+        return quantize(
+            source,
+            tmp_path / "out",
+            find_scheme(scheme),
+            "compressed-tensors",
+            recipe,
+            device="cpu",
+        )
 
     made("fp4-w4a16")
     with pytest.raises(QuantkitError, match="exists, made with a different recipe"):
@@ -251,7 +315,9 @@ def test_another_scheme_by_the_same_recipe_is_not_done_already(source: Path, tex
     assert made("fp4-w4a16").out == tmp_path / "out", "done already"
 
 
-def test_a_wrong_scale_group_stops_the_run(source: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_scale_group_stops_the_run(
+    source: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fault two peers have: the router reads the scaled norm and is not compensated."""
     inside = scale._inside
 
@@ -263,7 +329,9 @@ def test_a_wrong_scale_group_stops_the_run(source: Path, text: str, tmp_path: Pa
         run(source, tmp_path / "out", "awq-w4a16", text)
 
 
-def broken(source: Path, tmp_path: Path, change: Callable[[dict[str, torch.Tensor], dict], None]) -> Path:
+def broken(
+    source: Path, tmp_path: Path, change: Callable[[dict[str, torch.Tensor], dict], None]
+) -> Path:
     config = copy.deepcopy(CONFIG)
     tensors = make_model.random_tensors(config)
     change(tensors, config)
@@ -285,35 +353,57 @@ def _set(name: str, index: int, value: float) -> Callable[[dict, dict], None]:
 
 
 FAULTS: dict[str, tuple[Callable[[dict, dict], None], str]] = {
-    "tensor missing": (_drop("model.layers.1.mlp.experts.3.up_proj.weight"), "lacks model.layers.1.mlp.experts.3.up_proj.weight"),
-    "tensor unknown": (lambda t, c: t.update({"model.layers.1.extra.weight": torch.ones(4)}), "no place for, such as model.layers.1.extra"),
-    "shape": (lambda t, c: t.update({"model.norm.weight": torch.ones(8)}), r"model.norm.weight in .* has shape \[8\]"),
+    "tensor missing": (
+        _drop("model.layers.1.mlp.experts.3.up_proj.weight"),
+        "lacks model.layers.1.mlp.experts.3.up_proj.weight",
+    ),
+    "tensor unknown": (
+        lambda t, c: t.update({"model.layers.1.extra.weight": torch.ones(4)}),
+        "no place for, such as model.layers.1.extra",
+    ),
+    "shape": (
+        lambda t, c: t.update({"model.norm.weight": torch.ones(8)}),
+        r"model.norm.weight in .* has shape \[8\]",
+    ),
     "architecture": (
         lambda t, c: c.update(model_type="never"),
-        "'never' is not one that quantkit has a file for, and transformers .* does not know 'never'; pip install",
+        "'never' is not one that quantkit has a file for, and transformers .* does not know "
+        "'never'; pip install",
     ),
     "no architecture": (
         lambda t, c: c.update(model_type=None),
         "config.json: it has no model_type, .* use the config.json that came with the model",
     ),
-    "norm is nan": (_set("model.layers.1.input_layernorm.weight", 3, float("nan")), "model.layers.1.input_layernorm.weight holds 1 value"),
+    "norm is nan": (
+        _set("model.layers.1.input_layernorm.weight", 3, float("nan")),
+        "model.layers.1.input_layernorm.weight holds 1 value",
+    ),
     "embedding is inf": (_set("lm_head.weight", 3, float("inf")), "lm_head.weight holds 1 value"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_of_the_source_are_named(source: Path, text: str, tmp_path: Path, fault: str) -> None:
+def test_faults_of_the_source_are_named(
+    source: Path, text: str, tmp_path: Path, fault: str
+) -> None:
     change, says = FAULTS[fault]
     with pytest.raises(QuantkitError, match=says):
         # Without calibration an unknown architecture will do: its linears are told by name.
-        run(broken(source, tmp_path, change), tmp_path / "out", "awq-w4a16" if "architecture" in fault else "rtn-w4a16", text)
+        run(
+            broken(source, tmp_path, change),
+            tmp_path / "out",
+            "awq-w4a16" if "architecture" in fault else "rtn-w4a16",
+            text,
+        )
     assert not (tmp_path / "out").exists()
 
 
 def test_what_does_not_fit_together_is_refused(source: Path, text: str, tmp_path: Path) -> None:
     with pytest.raises(QuantkitError, match="no engine loads int8-a8w8c16 in format awq"):
         run(source, tmp_path / "out", "int8-a8w8c16", text, format="awq")
-    with pytest.raises(QuantkitError, match="group size 100 does not divide the 256 input channels"):
+    with pytest.raises(
+        QuantkitError, match="group size 100 does not divide the 256 input channels"
+    ):
         run(source, tmp_path / "out", "rtn-w4a16", text, group_size=100)
     with pytest.raises(QuantkitError, match="has none to choose"):
         run(source, tmp_path / "out", "int8-a8w8c16", text, group_size=64)
@@ -323,7 +413,9 @@ def test_what_does_not_fit_together_is_refused(source: Path, text: str, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_quantized_source_is_refused(outputs: dict[str, QuantizationReport], text: str, tmp_path: Path) -> None:
+def test_a_quantized_source_is_refused(
+    outputs: dict[str, QuantizationReport], text: str, tmp_path: Path
+) -> None:
     with pytest.raises(QuantkitError, match="already quantized"):
         run(outputs["awq-w4a16"].out, tmp_path / "out", "rtn-w4a16", text)
 
@@ -333,5 +425,10 @@ def test_only_a_models_own_files_are_copied(source: Path, text: str, tmp_path: P
     (own / "secrets.txt").write_text("not yours")
     report = run(own, tmp_path / "out", "rtn-w4a16", text)
     names = {path.name for path in report.out.iterdir()}
-    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "manifest.json"} <= names
+    assert {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "manifest.json",
+    } <= names
     assert "secrets.txt" not in names

@@ -41,7 +41,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
-    return make_model.write_fp8(tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config))
+    return make_model.write_fp8(
+        tmp_path_factory.mktemp("models") / "source", config, make_model.random_tensors(config)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +52,19 @@ def alone(source: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return quantize_job.run(source, text, tmp_path_factory.mktemp("alone") / "one")
 
 
-def test_ranks_write_the_bytes_of_one(source: Path, text: Path, alone: QuantizationReport, tmp_path: Path) -> None:
-    """Three, as torchrun starts them: two solve a batch of experts of every layer each, and run them for the others; one has none."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+def test_ranks_write_the_bytes_of_one(
+    source: Path, text: Path, alone: QuantizationReport, tmp_path: Path
+) -> None:
+    """Three, as torchrun starts them: two solve a batch of experts of every layer each, and run
+    them for the others; one has none."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "3",
+    ]
     arguments = [quantize_job.__file__, str(source), str(text), str(tmp_path / "three"), "once"]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -60,9 +72,14 @@ def test_ranks_write_the_bytes_of_one(source: Path, text: Path, alone: Quantizat
 
 
 def test_a_rank_reads_its_own_experts_alone(
-    source: Path, text: Path, alone: QuantizationReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path,
+    text: Path,
+    alone: QuantizationReport,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In a layer's experts; and finds out what the other's errors were without reading their weights. Both write the bytes of one."""
+    """In a layer's experts; and finds out what the other's errors were without reading their
+    weights. Both write the bytes of one."""
     read: list[int] = []
     ahead: list[int] = []
     reading, load = ExpertLayer._read, Output.load
@@ -86,15 +103,24 @@ def test_a_rank_reads_its_own_experts_alone(
 
     def compute(parallel: Parallel) -> object:
         errors = quantize_job.run(source, text, tmp_path / "two").findings.errors
-        assert ahead == [expert for expert in read for _ in range(3)], "each linear of what is read is announced before"
-        return {"read": torch.tensor(read), "errors": torch.tensor([errors[name] for name in sorted(errors)])}
+        assert ahead == [expert for expert in read for _ in range(3)], (
+            "each linear of what is read is announced before"
+        )
+        return {
+            "read": torch.tensor(read),
+            "errors": torch.tensor([errors[name] for name in sorted(errors)]),
+        }
 
     first, second = run_ranks(2, tmp_path, compute)
     assert set(first["read"].tolist()) == {0, 1}  # type: ignore[index]
     assert set(second["read"].tolist()) == {2, 3}  # type: ignore[index]
     errors = alone.findings.errors
-    assert first["errors"].tolist() == torch.tensor([errors[name] for name in sorted(errors)]).tolist()  # type: ignore[index]
-    assert sum("experts" in name for name in errors) > 2 * 4 * 3, "all experts of both layers are told of"
+    assert (
+        first["errors"].tolist() == torch.tensor([errors[name] for name in sorted(errors)]).tolist()
+    )  # type: ignore[index]
+    assert sum("experts" in name for name in errors) > 2 * 4 * 3, (
+        "all experts of both layers are told of"
+    )
     assert files(tmp_path / "two") == files(alone.out)
 
 
@@ -105,7 +131,9 @@ def test_a_rank_computes_its_own_experts_before_it_waits_for_another(
     done: list[int] = []
     outputs, add_weighted = ExpertLayer._outputs, expert_layer.add_weighted
 
-    def computed(self: ExpertLayer, expert: int, own: object, paths: object) -> Iterator[torch.Tensor]:
+    def computed(
+        self: ExpertLayer, expert: int, own: object, paths: object
+    ) -> Iterator[torch.Tensor]:
         if own is not None:
             done.append(expert)
         return outputs(self, expert, own, paths)  # type: ignore[arg-type]
@@ -123,11 +151,23 @@ def test_a_rank_computes_its_own_experts_before_it_waits_for_another(
         return torch.tensor(done)
 
     for rank, order in enumerate(run_ranks(2, tmp_path, compute)):
-        layers = "".join("." if one < 0 else str(one) for one in order.tolist()).split(f"{2 * rank}")[1:]  # type: ignore[attr-defined]
+        layers = "".join("." if one < 0 else str(one) for one in order.tolist()).split(
+            f"{2 * rank}"
+        )[1:]  # type: ignore[attr-defined]
         assert all(layer.startswith(f"{2 * rank + 1}.") for layer in layers), layers
 
 
-NCCL_DTYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NCCL_DTYPES = (
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)
 
 
 def as_nccl(broadcast: Callable[..., None]) -> Callable[..., None]:
@@ -137,7 +177,9 @@ def as_nccl(broadcast: Callable[..., None]) -> Callable[..., None]:
         assert values.is_contiguous(), "NCCL: tensors must be contiguous"
         assert values.dtype in NCCL_DTYPES, values.dtype
         assert values.numel(), values.shape
-        lengths = [torch.empty(1, dtype=torch.int64) for _ in range(ranks_module.dist.get_world_size())]
+        lengths = [
+            torch.empty(1, dtype=torch.int64) for _ in range(ranks_module.dist.get_world_size())
+        ]
         ranks_module.dist.all_gather(lengths, torch.tensor([values.nbytes]))
         assert all(int(one) == values.nbytes for one in lengths), f"NCCL waits for ever: {lengths}"
         broadcast(values, source, group=group)
@@ -145,13 +187,21 @@ def as_nccl(broadcast: Callable[..., None]) -> Callable[..., None]:
     return sent
 
 
-def test_what_lies_transposed_is_sent_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lies_transposed_is_sent_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To ranks where it lies so, and to those where it does not."""
     monkeypatch.setattr(ranks_module.dist, "broadcast", as_nccl(ranks_module.dist.broadcast))
 
     def compute(parallel: Parallel) -> torch.Tensor:
         ranks, held = Ranks(parallel.rank, parallel.size), torch.full((3, 2), float(parallel.rank))
-        own = torch.arange(6.0).view(3, 2).t() if parallel.rank == 1 else held.t() if parallel.rank == 2 else torch.zeros(2, 3)
+        own = (
+            torch.arange(6.0).view(3, 2).t()
+            if parallel.rank == 1
+            else held.t()
+            if parallel.rank == 2
+            else torch.zeros(2, 3)
+        )
         assert ranks.send(own, 1) is own
         return own.contiguous() if parallel.rank != 2 else held.t().contiguous()
 
@@ -159,11 +209,21 @@ def test_what_lies_transposed_is_sent_in_place(tmp_path: Path, monkeypatch: pyte
         assert torch.equal(found, torch.arange(6.0).view(3, 2).t())  # type: ignore[arg-type]
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int8, torch.int16, torch.uint16, torch.int64)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.bool,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.int64,
+)
 
 
 def test_any_dtype_and_shape_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL knows neither 16-bit integers nor, everywhere, FP8; what is empty is nobody's to wait for."""
+    """NCCL knows neither 16-bit integers nor, everywhere, FP8; what is empty is nobody's to wait
+    for."""
     monkeypatch.setattr(ranks_module.dist, "broadcast", as_nccl(ranks_module.dist.broadcast))
     told = torch.tensor([[0, 1, 1], [1, 0, 1]])
 
@@ -172,22 +232,33 @@ def test_any_dtype_and_shape_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyP
         sent = [ranks.send((told if mine else 0 * told).to(dtype), 1) for dtype in DTYPES]
         single = ranks.send(torch.tensor(7.0 if mine else 0.0), 1)
         empty = ranks.send(torch.empty(0, 4), 1)
-        kept = [torch.equal(one.long(), told) and one.dtype == dtype for one, dtype in zip(sent, DTYPES)]
+        kept = [
+            torch.equal(one.long(), told) and one.dtype == dtype for one, dtype in zip(sent, DTYPES)
+        ]
         return [*kept, float(single) == 7, not len(empty)]
 
     for found in run_ranks(2, tmp_path, compute):
         assert found == [True] * (len(DTYPES) + 2), found
 
 
-def test_ranks_share_forwards_and_linears(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside the routed experts, too: the batches that run through attention and what is beside experts, and what is weighed on both sides
-    of one input."""
+def test_ranks_share_forwards_and_linears(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside the routed experts, too: the batches that run through attention and what is beside
+    experts, and what is weighed on both sides of one input."""
     config = make_model.tiny_config(num_hidden_layers=2, **make_model.FEW_EXPERTS)
     source = make_model.write_fp8(tmp_path / "source", config, make_model.random_tensors(config))
-    tokens, solved, q_a, kv_a = [0], list[int](), config["q_lora_rank"], config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    tokens, solved, q_a, kv_a = (
+        [0],
+        list[int](),
+        config["q_lora_rank"],
+        config["kv_lora_rank"] + config["qk_rope_head_dim"],
+    )
     both = linear_solver.compensate_both
 
-    def counted(half: Run, block: DecoderLayer, hidden: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    def counted(
+        half: Run, block: DecoderLayer, hidden: torch.Tensor, lengths: list[int]
+    ) -> torch.Tensor:
         tokens[0] += len(hidden)
         return half(block, hidden, lengths)
 
@@ -211,7 +282,9 @@ def test_ranks_share_forwards_and_linears(text: Path, tmp_path: Path, monkeypatc
     for size in (2, 4):
         monkeypatch.setenv("WORLD_SIZE", str(size))
         (tmp_path / f"ranks of {size}").mkdir()
-        shares.append(run_ranks(size, tmp_path / f"ranks of {size}", lambda parallel: run(str(parallel.size))))
+        shares.append(
+            run_ranks(size, tmp_path / f"ranks of {size}", lambda parallel: run(str(parallel.size)))
+        )
         assert files(tmp_path / str(size)) == files(tmp_path / "1")
     assert int(alone[1]) == 4, "two in each layer"
     assert [[int(one[1]) for one in ranks] for ranks in shares] == [[2, 2], [2, 2, 0, 0]]
@@ -220,17 +293,23 @@ def test_ranks_share_forwards_and_linears(text: Path, tmp_path: Path, monkeypatc
 
 
 def test_every_rank_hears_what_one_runs(tmp_path: Path) -> None:
-    """In the order of one process: two listeners, a linear that is asked once a sequence, what is shown twice, experts, and a last, or
-    only, round with too few batches for all."""
+    """In the order of one process: two listeners, a linear that is asked once a sequence, what is
+    shown twice, experts, and a last, or only, round with too few batches for all."""
     lengths = [3, 1, 2, 2, 4, 1]
 
     def heard(ranks: Ranks, count: int) -> torch.Tensor:
-        runs, told, begun = SharedRuns(ranks, torch.device("cpu")), list[torch.Tensor](), list[int]()
+        runs, told, begun = (
+            SharedRuns(ranks, torch.device("cpu")),
+            list[torch.Tensor](),
+            list[int](),
+        )
 
         def hear(weight: int, module: str, x: torch.Tensor) -> None:
             told.append(weight * len(module) * x.sum())
 
-        def asked(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        def asked(
+            x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+        ) -> torch.Tensor:
             told.append((x.sum(1) * topk_weights[:, 0] * topk_ids[:, 0]).sum())
             return torch.zeros_like(x)
 
@@ -243,11 +322,15 @@ def test_every_rank_hears_what_one_runs(tmp_path: Path) -> None:
             second("shared", x)
             assert not experts(x, torch.arange(len(x))[:, None], 1 + x[:, :1]).any()
             for length in batch.lengths:
-                first("a", torch.arange(6.0 * length).view(length, 6).t())  # a view that is not contiguous
+                first(
+                    "a", torch.arange(6.0 * length).view(length, 6).t()
+                )  # a view that is not contiguous
             second("long", torch.full((sum(batch.lengths), 2), float(batch.part.start)))
 
         states = HiddenStates(torch.zeros(sum(lengths[:count]), 4), 0, lengths[:count], 3)
-        runs.over(states.batches(), run, lambda batch: told.append(torch.tensor(-1.0 - batch.part.start)))
+        runs.over(
+            states.batches(), run, lambda batch: told.append(torch.tensor(-1.0 - batch.part.start))
+        )
         return torch.stack([torch.tensor(float(len(begun))), *told])
 
     def as_rank(count: int, parallel: Parallel) -> torch.Tensor:
@@ -263,7 +346,8 @@ def test_every_rank_hears_what_one_runs(tmp_path: Path) -> None:
 
 
 def test_experts_are_in_as_many_batches_as_a_power_of_two() -> None:
-    """So that 2, 4 and 8 ranks have as many each: 256 experts of which 24 could be solved together are 16 batches of 16."""
+    """So that 2, 4 and 8 ranks have as many each: 256 experts of which 24 could be solved together
+    are 16 batches of 16."""
     side = Parameter("model.layers.0.mlp.experts.0.gate_proj.weight", (2, 2), "linear")
     expert = GatedMlp(side, side, side)
     for count, most, sizes in (
@@ -295,6 +379,10 @@ def test_ranks_sum_panels_of_one_square(tmp_path: Path, monkeypatch: pytest.Monk
         return torch.stack([means.mean_hessian, drift.means()["a"].inputs])
 
     alone = summed(Ranks())
-    torch.testing.assert_close(alone, torch.stack([torch.einsum("bti,btj->ij", a, x) for a in (x, o - x)]) / 60)
-    for found in run_ranks(3, tmp_path, lambda parallel: summed(Ranks(parallel.rank, parallel.size))):
+    torch.testing.assert_close(
+        alone, torch.stack([torch.einsum("bti,btj->ij", a, x) for a in (x, o - x)]) / 60
+    )
+    for found in run_ranks(
+        3, tmp_path, lambda parallel: summed(Ranks(parallel.rank, parallel.size))
+    ):
         assert torch.equal(found, alone)  # type: ignore[arg-type]

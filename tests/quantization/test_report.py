@@ -35,11 +35,15 @@ ACCOUNT = Account(
 )
 
 
-def linear(module: str, layer: int | None, block: Block | None, expert: int | None = None) -> Parameter:
+def linear(
+    module: str, layer: int | None, block: Block | None, expert: int | None = None
+) -> Parameter:
     return Parameter(f"{module}.weight", (8, 8), "linear", layer=layer, block=block, expert=expert)
 
 
-ROWS = [linear(f"model.layers.{layer}.self_attn.o_proj", layer, "attention") for layer in range(4)] + [
+ROWS = [
+    linear(f"model.layers.{layer}.self_attn.o_proj", layer, "attention") for layer in range(4)
+] + [
     linear(f"model.layers.{layer}.mlp.experts.{expert}.{name}", layer, "expert", expert)
     for layer in range(2, 4)
     for expert in range(8)
@@ -49,11 +53,18 @@ ROWS = [linear(f"model.layers.{layer}.self_attn.o_proj", layer, "attention") for
 
 def findings() -> Findings:
     errors = {f"model.layers.{layer}.self_attn.o_proj": 0.001 * (layer + 1) for layer in range(4)}
-    errors |= {f"model.layers.{layer}.mlp.experts.{e}.down_proj": 0.01 * (e + 1) for layer in range(2, 4) for e in range(3)}
+    errors |= {
+        f"model.layers.{layer}.mlp.experts.{e}.down_proj": 0.01 * (e + 1)
+        for layer in range(2, 4)
+        for e in range(3)
+    }
     errors["model.layers.3.mlp.experts.7.up_proj"] = float("nan")
     return Findings(
         errors=errors,
-        methods={module: "nearest" if module.endswith("0.self_attn.o_proj") else "awq+gptq" for module in errors},
+        methods={
+            module: "nearest" if module.endswith("0.self_attn.o_proj") else "awq+gptq"
+            for module in errors
+        },
         scales={f"model.layers.{layer}.mlp.gate_up": [0.5, 1.0, 4.0] for layer in range(4)},
         expert_tokens={"2": [900, 64, 63, 0], "3": [300, 300, 300, 124]},
         expert_agreement={"2": 0.99, "3": 0.97},
@@ -68,7 +79,9 @@ def files() -> dict[str, bytes]:
 
 
 def test_json_says_everything(files: dict[str, bytes]) -> None:
-    facts = json.loads(files["report.json"], parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
+    facts = json.loads(
+        files["report.json"], parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON")
+    )
     assert facts["starved_experts"] == {"2": [2, 3]}
     assert facts["errors"]["model.layers.3.mlp.experts.7.up_proj"] is None
     assert facts["hidden_error"]["2"] is None
@@ -83,20 +96,32 @@ def test_json_says_everything(files: dict[str, bytes]) -> None:
     }
     assert facts["verdict"]["word"] == "good"
     assert "0.05 of plain rounding's 6.42e-02 (usual: 0." in facts["verdict"]["sentence"]
-    mixed = json.loads(report_files(replace(ACCOUNT, scheme="a mixture"), findings(), ROWS, RUN)["report.json"])
+    mixed = json.loads(
+        report_files(replace(ACCOUNT, scheme="a mixture"), findings(), ROWS, RUN)["report.json"]
+    )
     assert "usual" not in mixed["verdict"]["sentence"], "no model was measured with it"
 
 
 def test_the_page_says_how_it_was_made(files: dict[str, bytes]) -> None:
     page = files["report.html"].decode()
-    for told in ("/models/some-model", ACCOUNT.command, "two &lt;cores&gt;", "4 min 12 s", "3 of 9 units are done", "seed: 0"):
+    for told in (
+        "/models/some-model",
+        ACCOUNT.command,
+        "two &lt;cores&gt;",
+        "4 min 12 s",
+        "3 of 9 units are done",
+        "seed: 0",
+    ):
         assert told in page
 
 
 def test_experts_that_were_left_are_told() -> None:
     page = report_files(replace(ACCOUNT, experts_left=True), findings(), ROWS, RUN)["report.html"]
     assert b"No routed expert was quantized" in page
-    assert b"No routed expert was quantized" not in report_files(ACCOUNT, findings(), ROWS, RUN)["report.html"]
+    assert (
+        b"No routed expert was quantized"
+        not in report_files(ACCOUNT, findings(), ROWS, RUN)["report.html"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,11 +144,24 @@ def test_verdicts(kl: float, plain: float | None, word: str, told: str) -> None:
 
 def test_kinds_and_layers() -> None:
     """Asked of the table: the names need not tell."""
-    shared, head = linear("model.layers.3.mlp.shared_experts.up_proj", 3, "shared_expert"), linear("lm_head", None, None)
-    routed, plain = linear("blocks.7.moe.5.w2", 7, "expert", 5), linear("model.layers.10.mlp.up_proj", 10, "mlp")
-    assert [kind_of(row) for row in (shared, routed, plain)] == ["shared up_proj", "expert w2", "up_proj"]
+    shared, head = (
+        linear("model.layers.3.mlp.shared_experts.up_proj", 3, "shared_expert"),
+        linear("lm_head", None, None),
+    )
+    routed, plain = (
+        linear("blocks.7.moe.5.w2", 7, "expert", 5),
+        linear("model.layers.10.mlp.up_proj", 10, "mlp"),
+    )
+    assert [kind_of(row) for row in (shared, routed, plain)] == [
+        "shared up_proj",
+        "expert w2",
+        "up_proj",
+    ]
     errors = {plain.module: 0.5, head.module: 1.0, routed.module: 0.25}
-    assert by_layer(errors, [shared, head, routed, plain]) == {"up_proj": {"10": 0.5}, "expert w2": {"7": 0.25}}
+    assert by_layer(errors, [shared, head, routed, plain]) == {
+        "up_proj": {"10": 0.5},
+        "expert w2": {"7": 0.25},
+    }
 
 
 def test_page_is_self_contained_and_the_same_each_time(files: dict[str, bytes]) -> None:
@@ -136,7 +174,10 @@ def test_page_is_self_contained_and_the_same_each_time(files: dict[str, bytes]) 
 
 
 def test_a_run_without_calibration_has_a_page() -> None:
-    plain = Findings(errors={"model.layers.0.self_attn.o_proj": 0.01}, methods={"model.layers.0.self_attn.o_proj": "nearest"})
+    plain = Findings(
+        errors={"model.layers.0.self_attn.o_proj": 0.01},
+        methods={"model.layers.0.self_attn.o_proj": "nearest"},
+    )
     files = report_files(ACCOUNT, plain, ROWS, RUN)
     assert files["report.html"].count(b"<svg") == 2
     assert json.loads(files["report.json"])["held_out"] is None
@@ -150,15 +191,30 @@ def test_a_browser_shows_it(files: dict[str, bytes], width: int, tmp_path: Path)
     if browser is None:
         pytest.skip("no chromium on this machine")
     probe = b"""<script>document.title = JSON.stringify({
-        rows: Object.fromEntries([...document.querySelector("table").rows].map(e => [e.cells[0].innerText, e.cells[1].innerText])),
-        plots: [...document.querySelectorAll("svg")].filter(e => e.getBoundingClientRect().height > 40).length,
+        rows: Object.fromEntries([...document.querySelector("table").rows].map(e =>
+        [e.cells[0].innerText, e.cells[1].innerText])),
+        plots: [...document.querySelectorAll("svg")].filter(e => e.getBoundingClientRect().height >
+        40).length,
         over: document.documentElement.scrollWidth - window.innerWidth })</script></body>"""
     (tmp_path / "report.html").write_bytes(files["report.html"].replace(b"</body>", probe))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", f"--user-data-dir={tmp_path}/profile"]
-    done = subprocess.run([browser, *options, "--dump-dom", f"file://{tmp_path}/report.html"], capture_output=True, text=True, check=True)
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--window-size={width},900",
+        f"--user-data-dir={tmp_path}/profile",
+    ]
+    done = subprocess.run(
+        [browser, *options, "--dump-dom", f"file://{tmp_path}/report.html"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     match = re.search(r"<title>(\{.*\})</title>", done.stdout)
     assert match, done.stdout[:500]
     seen = json.loads(match[1])
     assert seen["plots"] == 6
-    assert [seen["rows"][name] for name in ("KL to the source", "same next token", "same experts")] == ["3.21e-03", "98.75 %", "98.00 %"]
+    assert [
+        seen["rows"][name] for name in ("KL to the source", "same next token", "same experts")
+    ] == ["3.21e-03", "98.75 %", "98.00 %"]
     assert seen["over"] <= 0

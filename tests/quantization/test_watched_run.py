@@ -1,4 +1,5 @@
-"""Architectures that quantkit has no file for, calibrated: what is written, what the report says of it, and going on after a stop."""
+"""Architectures that quantkit has no file for, calibrated: what is written, what the report says of
+it, and going on after a stop."""
 
 import json
 from pathlib import Path
@@ -60,19 +61,36 @@ def peer(model_type: str, **extra: Any) -> Any:
 
 def written(model: Any, path: Path) -> Path:
     as_it_is = model.config.model_type in STACKED
-    tensors = revert_weight_conversion(model, model.state_dict()) if as_it_is else checkpoint_tensors(model)
-    return write_dense(path, model.config.to_dict(), {name: one.bfloat16().clone() for name, one in tensors.items()})
+    tensors = (
+        revert_weight_conversion(model, model.state_dict())
+        if as_it_is
+        else checkpoint_tensors(model)
+    )
+    return write_dense(
+        path,
+        model.config.to_dict(),
+        {name: one.bfloat16().clone() for name, one in tensors.items()},
+    )
 
 
 def run(source: Path, out: Path, scheme: str, told: list[str] | None = None) -> QuantizationReport:
     lines: list[str] = [] if told is None else told
-    return quantize(source, out, SCHEMES[scheme], "auto", recipe_of(source, scheme), on_event=lambda event: lines.append(str(event)))
+    return quantize(
+        source,
+        out,
+        SCHEMES[scheme],
+        "auto",
+        recipe_of(source, scheme),
+        on_event=lambda event: lines.append(str(event)),
+    )
 
 
 def is_rounded_alone(source: Path, told: str) -> None:
     """Rounded to nearest and measured; calibration refuses it and says `told`."""
     run(source, source.parent / "out", "rtn-w4a16")
-    found = measure(str(source.parent / "out"), [torch.arange(5, 40)], baseline=str(source), device="cpu")
+    found = measure(
+        str(source.parent / "out"), [torch.arange(5, 40)], baseline=str(source), device="cpu"
+    )
     assert found.kl is not None
     assert 0 < found.kl < 0.5
     with pytest.raises(QuantkitError, match=told):
@@ -83,7 +101,15 @@ def recipe_of(source: Path, scheme: str) -> Recipe:
     """With a text of its own, beside the source."""
     text = write_letters(source.parent / "calibration.txt", 600)
     return Recipe(
-        scheme=scheme, calibration=str(text), samples=6, held_out=2, seq_len=48, scale_points=3, fit_points=1, search_rows=16, sweeps=2
+        scheme=scheme,
+        calibration=str(text),
+        samples=6,
+        held_out=2,
+        seq_len=48,
+        scale_points=3,
+        fit_points=1,
+        search_rows=16,
+        sweeps=2,
     )
 
 
@@ -91,8 +117,12 @@ def stored(path: Path) -> dict[str, Tensor]:
     """What a checkpoint's tensors stand for."""
     checkpoint = Checkpoint.open(path)
     packed = {name for module in checkpoint.linears for name in checkpoint.parts(module)}
-    linears = {f"{module}.weight": dequantize(checkpoint.weight(module)) for module in checkpoint.linears}
-    return linears | {name: checkpoint.read(name).float() for name in checkpoint.tensors if name not in packed}
+    linears = {
+        f"{module}.weight": dequantize(checkpoint.weight(module)) for module in checkpoint.linears
+    }
+    return linears | {
+        name: checkpoint.read(name).float() for name in checkpoint.tensors if name not in packed
+    }
 
 
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
@@ -127,19 +157,35 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("gemma2", "awq-w4a16", {}),
     ("gpt_neox", "fp4-w4a16", {}),
     ("phi", "mxfp4-w4a16", {}),
-    ("granitemoe", "awq-w4a16", {**EXPERTS, "intermediate_size": 128, "residual_multiplier": 0.4}),  # experts in one tensor
+    (
+        "granitemoe",
+        "awq-w4a16",
+        {**EXPERTS, "intermediate_size": 128, "residual_multiplier": 0.4},
+    ),  # experts in one tensor
     ("olmoe", "awq-w4a16", {**EXPERTS, "hidden_act": "gelu"}),
-    # Experts that are each given an input of their own, turned; norms behind the experts, a dense MLP or a shared expert beside them.
+    # Experts that are each given an input of their own, turned; norms behind the experts, a dense
+    # MLP or a shared expert beside them.
     (
         "llama4_text",
         "awq-w4a16",
-        {"num_experts_per_tok": 1, "num_local_experts": 4, "intermediate_size": 128, "intermediate_size_mlp": 256},
+        {
+            "num_experts_per_tok": 1,
+            "num_local_experts": 4,
+            "intermediate_size": 128,
+            "intermediate_size_mlp": 256,
+        },
     ),
     ("gemma4_text", "fp4-w4a16", GEMMA4),
     (
         "afmoe",
         "awq-w4a16",
-        {**EXPERTS, "moe_intermediate_size": 128, "num_dense_layers": 1, "num_experts_per_tok": 4, "sliding_window": 32},
+        {
+            **EXPERTS,
+            "moe_intermediate_size": 128,
+            "num_dense_layers": 1,
+            "num_experts_per_tok": 4,
+            "sliding_window": 32,
+        },
     ),
     ("deepseek_v3", "awq-w4a16", MOONLIGHT),
     ("flex_olmo", "awq-w4a16", {**EXPERTS, "num_experts_per_tok": 4}),  # no norm before the experts
@@ -166,34 +212,61 @@ def stacked(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("model_type", "scheme", "extra"), CASES, ids=[case[0] for case in CASES])
-def test_the_report_says_of_the_output_what_transformers_says(model_type: str, scheme: str, extra: dict[str, Any], tmp_path: Path) -> None:
-    """KL on the held-out text, computed once more by transformers' whole model over what was written."""
+def test_the_report_says_of_the_output_what_transformers_says(
+    model_type: str, scheme: str, extra: dict[str, Any], tmp_path: Path
+) -> None:
+    """KL on the held-out text, computed once more by transformers' whole model over what was
+    written."""
     model, told = peer(model_type, **extra), list[str]()
     source = written(model, tmp_path / model_type)
     report = run(source, tmp_path / "out", scheme, told)
     found = report.findings.next_token
-    assert report.coverage.share > (0.85 if model_type == "deepseek_v3" else 0.98)  # kv_b keeps 16 bits
-    assert any("computed by transformers' modules: " in line and "scale groups proven" in line for line in told)
+    assert report.coverage.share > (
+        0.85 if model_type == "deepseek_v3" else 0.98
+    )  # kv_b keeps 16 bits
+    assert any(
+        "computed by transformers' modules: " in line and "scale groups proven" in line
+        for line in told
+    )
     assert len(report.findings.scales) >= (0 if model_type in ("flex_olmo", "minimax") else 2)
     recipe = recipe_of(source, scheme)
-    sizes = {"samples": recipe.samples, "held_out": recipe.held_out, "seq_len": recipe.seq_len, "seed": recipe.seed}
+    sizes = {
+        "samples": recipe.samples,
+        "held_out": recipe.held_out,
+        "seq_len": recipe.seq_len,
+        "seed": recipe.seed,
+    }
     sequences = load_sequences(recipe.calibration, ChatTokenizer(source), **sizes)
     with torch.inference_mode():
-        before = torch.cat([model(input_ids=ids[None]).logits[0] for ids in sequences.held_out]).log_softmax(-1)
-        unknown = model.load_state_dict(stacked(stored(tmp_path / "out"), model), strict=False).unexpected_keys
+        before = torch.cat(
+            [model(input_ids=ids[None]).logits[0] for ids in sequences.held_out]
+        ).log_softmax(-1)
+        unknown = model.load_state_dict(
+            stacked(stored(tmp_path / "out"), model), strict=False
+        ).unexpected_keys
         assert set(unknown) <= {"embed_out.weight"}  # which is not quantized
-        after = torch.cat([model(input_ids=ids[None]).logits[0] for ids in sequences.held_out]).log_softmax(-1)
-    assert found["kl"] == pytest.approx(float(F.kl_div(after, before, log_target=True, reduction="batchmean")), rel=5e-3)
+        after = torch.cat(
+            [model(input_ids=ids[None]).logits[0] for ids in sequences.held_out]
+        ).log_softmax(-1)
+    assert found["kl"] == pytest.approx(
+        float(F.kl_div(after, before, log_target=True, reduction="batchmean")), rel=5e-3
+    )
     assert found["kl"] < found["plain_kl"]
     if model_type in STACKED:  # plain again, and as transformers saved it: nothing is missing
         again = convert(tmp_path / "out", tmp_path / "plain", dtype="fp32").out
         kind: Any = transformers.AutoModelForCausalLM
         loaded, facts = kind.from_pretrained(again, output_loading_info=True)
-        assert not any(facts[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-        assert all(torch.equal(one, model.state_dict()[name]) for name, one in loaded.state_dict().items())
+        assert not any(
+            facts[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        )
+        assert all(
+            torch.equal(one, model.state_dict()[name]) for name, one in loaded.state_dict().items()
+        )
 
 
-@pytest.mark.parametrize(("model_type", "scheme"), [("stablelm", "int8-a8w8c16"), ("olmoe", "int4-w4a8")])
+@pytest.mark.parametrize(
+    ("model_type", "scheme"), [("stablelm", "int8-a8w8c16"), ("olmoe", "int4-w4a8")]
+)
 def test_eight_bit_activations(model_type: str, scheme: str, tmp_path: Path) -> None:
     source = written(peer(model_type, **EXPERTS), tmp_path / "model")
     report = run(source, tmp_path / "out", scheme)
@@ -201,7 +274,9 @@ def test_eight_bit_activations(model_type: str, scheme: str, tmp_path: Path) -> 
     assert report.findings.next_token["kl"] < 0.02
 
 
-def test_a_stopped_run_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_goes_on_to_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = written(peer("gemma2"), tmp_path / "model")
     run(source, tmp_path / "undisturbed", "awq-w4a16")
     write = CheckpointWriter.write
@@ -221,42 +296,64 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatch: py
     assert files(tmp_path / "out") == files(tmp_path / "undisturbed")
 
 
-@pytest.mark.parametrize(("model_type", "scheme"), [("gemma2", "awq-w4a16"), ("granitemoe", "int8-a8w8c16"), ("granitemoe", "nvfp4-w4a4")])
+@pytest.mark.parametrize(
+    ("model_type", "scheme"),
+    [("gemma2", "awq-w4a16"), ("granitemoe", "int8-a8w8c16"), ("granitemoe", "nvfp4-w4a4")],
+)
 def test_what_was_made_is_measured_and_run(model_type: str, scheme: str, tmp_path: Path) -> None:
-    """ppl tells the KL that the report tells, and transformers' own greedy answer comes out of run."""
+    """ppl tells the KL that the report tells, and transformers' own greedy answer comes out of
+    run."""
     model = peer(model_type, **EXPERTS)
     source = written(model, tmp_path / model_type)
     report = run(source, tmp_path / "out", scheme)
     recipe = recipe_of(source, scheme)
-    sizes = {"samples": recipe.samples, "held_out": recipe.held_out, "seq_len": recipe.seq_len, "seed": recipe.seed}
+    sizes = {
+        "samples": recipe.samples,
+        "held_out": recipe.held_out,
+        "seq_len": recipe.seq_len,
+        "seed": recipe.seed,
+    }
     sequences = load_sequences(recipe.calibration, ChatTokenizer(source), **sizes)
     found = measure(str(tmp_path / "out"), sequences.held_out, baseline=str(source), device="cpu")
     tokens = sum(len(one) for one in sequences.held_out)
     assert found.kl is not None
-    assert found.kl == pytest.approx(report.findings.next_token["kl"], rel=0.1)  # which counts the last tokens, too
+    assert found.kl == pytest.approx(
+        report.findings.next_token["kl"], rel=0.1
+    )  # which counts the last tokens, too
     assert found.tokens == tokens - len(sequences.held_out)
     engine = open_engine(EngineOptions(source, device="cpu"))
     (done,) = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, ignore_eos=True))
-    expected = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, min_new_tokens=4, do_sample=False)[0, 3:].tolist()
+    expected = model.generate(
+        torch.tensor([[5, 6, 7]]), max_new_tokens=4, min_new_tokens=4, do_sample=False
+    )[0, 3:].tolist()
     assert done.token_ids == expected
     with pytest.raises(QuantkitError, match="which has no --tp here"):
         open_engine(EngineOptions(source, device="cpu", tp=2))
 
 
 @pytest.mark.parametrize(
-    ("model_type", "extra"), [("rwkv", {"attention_hidden_size": 128}), ("qwen3_5_text", {"layer_types": ["linear_attention"] * 2})]
+    ("model_type", "extra"),
+    [
+        ("rwkv", {"attention_hidden_size": 128}),
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 2}),
+    ],
 )
-def test_a_model_without_attention_runs(model_type: str, extra: dict[str, Any], tmp_path: Path) -> None:
-    """Transformers has no cache of keys and values for it, or one that cannot tell a text's length: each token computes the whole text."""
+def test_a_model_without_attention_runs(
+    model_type: str, extra: dict[str, Any], tmp_path: Path
+) -> None:
+    """Transformers has no cache of keys and values for it, or one that cannot tell a text's length:
+    each token computes the whole text."""
     model = peer(model_type, **extra)
-    (done,) = open_engine(EngineOptions(written(model, tmp_path / model_type), device="cpu")).generate(
-        [[5, 6, 7]], SamplingParams(max_new_tokens=4, ignore_eos=True)
-    )
+    (done,) = open_engine(
+        EngineOptions(written(model, tmp_path / model_type), device="cpu")
+    ).generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, ignore_eos=True))
     assert done.fault is None
     text = [5, 6, 7]
     with torch.inference_mode():
         for _ in range(4):
-            text.append(int(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+            text.append(
+                int(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].argmax())
+            )
     assert done.token_ids == text[3:]
 
 
@@ -282,10 +379,16 @@ def test_experts_that_hand_on_what_they_read_run_and_are_rounded_to_nearest(tmp_
     model = peer("longcat_flash", **LONGCAT)
     source = tmp_path / "longcat"
     tensors = revert_weight_conversion(model, model.state_dict())
-    write_dense(source, model.config.to_dict(), {name: one.bfloat16().clone() for name, one in tensors.items()})
+    write_dense(
+        source,
+        model.config.to_dict(),
+        {name: one.bfloat16().clone() for name, one in tensors.items()},
+    )
     engine = open_engine(EngineOptions(source, device="cpu"))
     (done,) = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=12, ignore_eos=True))
-    expected = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=12, min_new_tokens=12, do_sample=False)[0, 3:].tolist()
+    expected = model.generate(
+        torch.tensor([[5, 6, 7]]), max_new_tokens=12, min_new_tokens=12, do_sample=False
+    )[0, 3:].tolist()
     assert done.token_ids == expected
     is_rounded_alone(source, "some experts of layer 0 hand on what they read")
 
@@ -297,7 +400,12 @@ def test_sizes_that_do_not_go_together_are_told_in_a_line(model_type: str, tmp_p
     source = written(model, tmp_path / model_type)
     engine = open_engine(EngineOptions(source, device="cpu"))
     (done,) = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, ignore_eos=True))
-    assert done.token_ids == model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, min_new_tokens=4, do_sample=False)[0, 3:].tolist()
+    assert (
+        done.token_ids
+        == model.generate(
+            torch.tensor([[5, 6, 7]]), max_new_tokens=4, min_new_tokens=4, do_sample=False
+        )[0, 3:].tolist()
+    )
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "rotary_dim": 64}))
     wrong = open_engine(EngineOptions(source, device="cpu"))
@@ -307,33 +415,73 @@ def test_sizes_that_do_not_go_together_are_told_in_a_line(model_type: str, tmp_p
     assert "config.json" in fault.value.remedy
 
 
-def test_a_model_whose_layers_read_the_tokens_once_more_runs_and_is_measured(tmp_path: Path) -> None:
-    """Gemma 4 of few parameters: every layer has an embedding of its own. It is rounded and computed whole, and not calibrated."""
-    sizes = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 320, "global_head_dim": 32, "num_global_key_value_heads": 1}
+def test_a_model_whose_layers_read_the_tokens_once_more_runs_and_is_measured(
+    tmp_path: Path,
+) -> None:
+    """Gemma 4 of few parameters: every layer has an embedding of its own. It is rounded and
+    computed whole, and not calibrated."""
+    sizes = {
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 320,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+    }
     model = peer("gemma4_text", **sizes, layer_types=["sliding_attention", "full_attention"])
     source = written(model, tmp_path / "gemma4")
-    (done,) = open_engine(EngineOptions(source, device="cpu")).generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, ignore_eos=True))
-    expected = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, min_new_tokens=4, do_sample=False)[0, 3:].tolist()
+    (done,) = open_engine(EngineOptions(source, device="cpu")).generate(
+        [[5, 6, 7]], SamplingParams(max_new_tokens=4, ignore_eos=True)
+    )
+    expected = model.generate(
+        torch.tensor([[5, 6, 7]]), max_new_tokens=4, min_new_tokens=4, do_sample=False
+    )[0, 3:].tolist()
     assert done.token_ids == expected
     is_rounded_alone(source, "layers cannot be run one by one")
 
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_experts_that_are_stacked_either_way(turned: bool, tmp_path: Path) -> None:
-    """Qwen3-VL-MoE is published with its experts turned, and transformers 5 saves them as it computes with them."""
+    """Qwen3-VL-MoE is published with its experts turned, and transformers 5 saves them as it
+    computes with them."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
-    text = {**SIZES, **EXPERTS, "model_type": "qwen3_vl_moe_text", "moe_intermediate_size": 256, "rope_parameters": rope}
-    vision: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 128}
+    text = {
+        **SIZES,
+        **EXPERTS,
+        "model_type": "qwen3_vl_moe_text",
+        "moe_intermediate_size": 256,
+        "rope_parameters": rope,
+    }
+    vision: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "depth": 1,
+        "num_heads": 2,
+        "out_hidden_size": 128,
+    }
     vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
-    config = transformers.AutoConfig.for_model("qwen3_vl_moe", text_config=text, vision_config=vision)
+    config = transformers.AutoConfig.for_model(
+        "qwen3_vl_moe", text_config=text, vision_config=vision
+    )
     torch.manual_seed(7)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
-    tensors = {name: one.mT.contiguous() if turned and ".experts." in name else one.clone() for name, one in model.state_dict().items()}
-    source = write_dense(tmp_path / "source", {**model.config.to_dict(), "vocab_size": SIZES["vocab_size"]}, tensors)
+    tensors = {
+        name: one.mT.contiguous() if turned and ".experts." in name else one.clone()
+        for name, one in model.state_dict().items()
+    }
+    source = write_dense(
+        tmp_path / "source", {**model.config.to_dict(), "vocab_size": SIZES["vocab_size"]}, tensors
+    )
     ids = torch.arange(5, 25)
     with torch.inference_mode():
-        expected = model(input_ids=ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None]).mean()
-    assert measure(str(source), [ids], device="cpu").ppl == pytest.approx(float((-expected).exp()), rel=1e-4)
+        expected = (
+            model(input_ids=ids[None])
+            .logits[0]
+            .log_softmax(-1)[:-1]
+            .gather(1, ids[1:, None])
+            .mean()
+        )
+    assert measure(str(source), [ids], device="cpu").ppl == pytest.approx(
+        float((-expected).exp()), rel=1e-4
+    )
     report = run(source, tmp_path / "out", "awq-w4a16")
     assert report.coverage.share > 0.75  # beside a vision tower
     found = measure(str(report.out), [ids], baseline=str(source), device="cpu").kl
@@ -355,20 +503,30 @@ def test_check_does_not_call_scales_wrong_that_no_table_tells_of(tmp_path: Path)
 
 
 def test_linears_of_sizes_that_no_engine_takes_are_named(tmp_path: Path) -> None:
-    """No scheme has groups short enough, and int8 has none: the refusal said only that nothing would be quantized."""
+    """No scheme has groups short enough, and int8 has none: the refusal said only that nothing
+    would be quantized."""
     source = written(peer("seed_oss", hidden_size=100, intermediate_size=160), tmp_path / "source")
-    with pytest.raises(QuantkitError, match=r"q_proj is \[\d+, 100\], and 32 must divide the inputs of a linear and 8 its outputs"):
+    with pytest.raises(
+        QuantkitError,
+        match=r"q_proj is \[\d+, 100\], and 32 must divide the inputs of a linear and 8 its outputs",
+    ):
         run(source, tmp_path / "out", "int8-a8w8c16")
 
 
 def test_groups_that_do_not_divide_every_linear(tmp_path: Path) -> None:
-    """128 divides the inputs of o_proj alone: refused with the size that divides all; with it everything is quantized."""
+    """128 divides the inputs of o_proj alone: refused with the size that divides all; with it
+    everything is quantized."""
     source = written(peer("seed_oss", hidden_size=96, intermediate_size=160), tmp_path / "source")
-    with pytest.raises(QuantkitError, match=r"would quantize [\d.]+% of the weights.*give --group-size 32, or set least_quantized"):
+    with pytest.raises(
+        QuantkitError,
+        match=r"would quantize [\d.]+% of the weights.*give --group-size 32, or set least_quantized",
+    ):
         run(source, tmp_path / "out", "rtn-w4a16")
     recipe = recipe_of(source, "rtn-w4a16").with_given(group_size=32)
     report = quantize(source, tmp_path / "out", SCHEMES["rtn-w4a16"], "auto", recipe)
     assert len(Checkpoint.open(report.out).linears) == 7 * SIZES["num_hidden_layers"]
     recipe = recipe_of(source, "rtn-w4a16").with_given(least_quantized=0)
-    few = Checkpoint.open(quantize(source, tmp_path / "few", SCHEMES["rtn-w4a16"], "auto", recipe).out)
+    few = Checkpoint.open(
+        quantize(source, tmp_path / "few", SCHEMES["rtn-w4a16"], "auto", recipe).out
+    )
     assert {module.rpartition(".")[2] for module in few.linears} == {"o_proj"}

@@ -27,8 +27,13 @@ def test_renders_and_encodes_as_transformers(chat: ChatTokenizer, tiny_checkpoin
     from transformers import AutoTokenizer
 
     peer = AutoTokenizer.from_pretrained(tiny_checkpoint)
-    assert chat.render(MESSAGES) == peer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
-    assert chat.encode_chat(MESSAGES) == peer.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    assert chat.render(MESSAGES) == peer.apply_chat_template(
+        MESSAGES, tokenize=False, add_generation_prompt=True
+    )
+    assert (
+        chat.encode_chat(MESSAGES)
+        == peer.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    )
     assert chat.encode("plain text") == peer.encode("plain text")
     assert chat.eos_ids == {1}
 
@@ -46,9 +51,15 @@ def test_tokens_that_end_an_answer_may_stand_in_text_config(
     """As Qwen3.5 has it: a text model inside another, and config.json says nothing beside it."""
     path = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     (path / "generation_config.json").unlink()
-    (path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "eos_token_id": None, **changes}))
+    (path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_5", "eos_token_id": None, **changes})
+    )
     assert ChatTokenizer(path).eos_ids == expected
-    (path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": {"eos_token_id": 320, "vocab_size": 320}}))
+    (path / "config.json").write_text(
+        json.dumps(
+            {"model_type": "qwen3_5", "text_config": {"eos_token_id": 320, "vocab_size": 320}}
+        )
+    )
     with pytest.raises(QuantkitError, match="has eos_token_id = 320"):
         ChatTokenizer(path)
 
@@ -62,21 +73,27 @@ def test_knows_who_opens_think(chat: ChatTokenizer, tiny_checkpoint: Path, tmp_p
 
 def test_a_processors_template_is_read_last(tiny_checkpoint: Path, tmp_path: Path) -> None:
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
-    (model / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0]['content'] }}!"}))
+    (model / "chat_template.json").write_text(
+        json.dumps({"chat_template": "{{ messages[0]['content'] }}!"})
+    )
     assert ChatTokenizer(model).prefills_think
     settings = json.loads((model / "tokenizer_config.json").read_text())
     del settings["chat_template"]
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     assert ChatTokenizer(model).render(MESSAGES) == "Be brief.!"
     (model / "chat_template.json").write_text('{"chat_template": 3}')
-    with pytest.raises(QuantkitError, match=r"chat_template\.json has a chat_template that is neither"):
+    with pytest.raises(
+        QuantkitError, match=r"chat_template\.json has a chat_template that is neither"
+    ):
         ChatTokenizer(model)
 
 
 def test_bos_is_added_where_the_settings_say_so(tiny_checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_checkpoint, tmp_path / "model")
     settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
-    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({**settings, "add_bos_token": True}))
+    (tmp_path / "model" / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "add_bos_token": True})
+    )
     chat = ChatTokenizer(tmp_path / "model")
     assert chat.encode("x")[0] == 0
     assert chat.encode_chat(MESSAGES).count(0) == 1
@@ -90,13 +107,18 @@ def test_special_tokens_of_older_files(tiny_checkpoint: Path, tmp_path: Path) ->
     (tmp_path / "model" / "special_tokens_map.json").write_text(
         json.dumps({"eos_token": {"content": "<｜User｜>"}, "bos_token": "<think>"})
     )
-    chat, peer = ChatTokenizer(tmp_path / "model"), AutoTokenizer.from_pretrained(tmp_path / "model")
+    chat, peer = (
+        ChatTokenizer(tmp_path / "model"),
+        AutoTokenizer.from_pretrained(tmp_path / "model"),
+    )
     assert (chat.bos, chat.eos) == (peer.bos_token, peer.eos_token) == ("<think>", "<｜User｜>")
 
 
 def test_template_cannot_leave_the_sandbox(tiny_checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_checkpoint, tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    (tmp_path / "model" / "chat_template.jinja").write_text(
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    )
     with pytest.raises(QuantkitError, match=r"chat_template\.jinja refuses these messages"):
         ChatTokenizer(tmp_path / "model").render(MESSAGES)
 
@@ -105,7 +127,10 @@ def test_a_template_that_is_none_is_told_as_that(tiny_checkpoint: Path, tmp_path
     """Not as messages that it refuses: nobody's messages are at fault."""
     shutil.copytree(tiny_checkpoint, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ bos_token }}\n{% for x in %}")
-    with pytest.raises(QuantkitError, match=r"chat_template\.jinja is no template: Expected an expression.*, line 2; copy it"):
+    with pytest.raises(
+        QuantkitError,
+        match=r"chat_template\.jinja is no template: Expected an expression.*, line 2; copy it",
+    ):
         ChatTokenizer(tmp_path / "model").render(MESSAGES)
 
 
@@ -114,7 +139,9 @@ def test_no_tokenizer_is_told(tmp_path: Path) -> None:
         ChatTokenizer(tmp_path)
 
 
-def stream_text(chat: ChatTokenizer, text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
+def stream_text(
+    chat: ChatTokenizer, text: str, stop: tuple[str, ...] = ()
+) -> tuple[list[str], bool]:
     stream = TextStream(chat.tokenizer, stop)
     pieces = []
     for token in chat.tokenizer.encode(text, add_special_tokens=False).ids:
@@ -152,7 +179,9 @@ def test_the_earliest_stop_string_counts(chat: ChatTokenizer) -> None:
         (("xab xabc",), 7, ""),
     ],
 )
-def test_a_stop_string_that_ends_too_early_is_text(chat: ChatTokenizer, stop: tuple[str, ...], early: int, shown: str) -> None:
+def test_a_stop_string_that_ends_too_early_is_text(
+    chat: ChatTokenizer, stop: tuple[str, ...], early: int, shown: str
+) -> None:
     """Also where its characters may begin another; one that begins early and ends late counts."""
     stream, text = TextStream(chat.tokenizer, stop, min_tokens=early), ""
     for character in "xab xabc":
@@ -168,33 +197,53 @@ def test_what_only_looked_like_a_stop_string_comes_out(chat: ChatTokenizer) -> N
     assert "".join(pieces) == "a EN EEND? EN"
 
 
-def test_a_panic_of_the_library_is_a_fault_that_is_told(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_panic_of_the_library_is_a_fault_that_is_told(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     """An expression that takes too long on some text: a request's, and the server goes on."""
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     described = json.loads((model / "tokenizer.json").read_text())
-    described["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(a|a|aa)+$"}, "behavior": "Isolated", "invert": False}
+    described["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": {"Regex": "(a|a|aa)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     (model / "tokenizer.json").write_text(json.dumps(described))
     chat = ChatTokenizer(model)
-    with pytest.raises(QuantkitError, match=r"tokenizer\.json cannot encode this text: .*retry-limit"):
+    with pytest.raises(
+        QuantkitError, match=r"tokenizer\.json cannot encode this text: .*retry-limit"
+    ):
         chat.encode("a" * 60 + "b")
     assert chat.encode("b")
 
 
 @pytest.mark.parametrize("part", ["normalizer", "decoder"])
-@pytest.mark.parametrize(("pattern", "content"), [({"String": ""}, "a" * 30), ({"String": "a"}, "a" * 30), ({"Regex": "."}, "a" * 30)])
+@pytest.mark.parametrize(
+    ("pattern", "content"),
+    [({"String": ""}, "a" * 30), ({"String": "a"}, "a" * 30), ({"Regex": "."}, "a" * 30)],
+)
 def test_a_tokenizer_that_makes_texts_far_longer_is_refused(
     part: str, pattern: dict[str, str], content: str, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     """Eight such steps make one letter into 30^8, and all memory is gone."""
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     described = json.loads((model / "tokenizer.json").read_text())
-    described[part] = {"type": "Sequence", f"{part}s": [{"type": "Replace", "pattern": pattern, "content": content}] * 8}
+    described[part] = {
+        "type": "Sequence",
+        f"{part}s": [{"type": "Replace", "pattern": pattern, "content": content}] * 8,
+    }
     (model / "tokenizer.json").write_text(json.dumps(described))
-    with pytest.raises(QuantkitError, match=r"tokenizer\.json replaces parts of a text so that it may be \S+ times as long"):
+    with pytest.raises(
+        QuantkitError,
+        match=r"tokenizer\.json replaces parts of a text so that it may be \S+ times as long",
+    ):
         ChatTokenizer(model)
 
 
-def test_a_tokenizer_may_put_one_mark_in_the_place_of_another(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_may_put_one_mark_in_the_place_of_another(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
     described = json.loads((model / "tokenizer.json").read_text())
     replaced: list[dict[str, object]] = [{"Regex": " {2,}"}, {"String": "y"}]

@@ -1,4 +1,5 @@
-"""An answer ends at its stop string with the token that completes it, which is always one of those behind which the text is looked at."""
+"""An answer ends at its stop string with the token that completes it, which is always one of those
+behind which the text is looked at."""
 
 import random
 
@@ -10,8 +11,33 @@ from quantkit.tokenizer.chat import ChatTokenizer, TextStream
 from quantkit.tokenizer.stops import StopTokens, stop_tokens
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-PIECES = ["a", "b", "ab", "ba", "abc", "c", "。", "五", "▁", "▁a", "▁ab", "b▁", "▁▁", "\n", "\n\n", "</", "s>"]
-LLAMA = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+PIECES = [
+    "a",
+    "b",
+    "ab",
+    "ba",
+    "abc",
+    "c",
+    "。",
+    "五",
+    "▁",
+    "▁a",
+    "▁ab",
+    "b▁",
+    "▁▁",
+    "\n",
+    "\n\n",
+    "</",
+    "s>",
+]
+LLAMA = decoders.Sequence(
+    [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
+)
 
 
 def made(decoder: decoders.Decoder | None) -> Tokenizer:
@@ -36,17 +62,27 @@ def tokenizers() -> dict[str, Tokenizer]:
 @pytest.mark.parametrize("name", ["bytes", "llama", "metaspace", "none"])
 @pytest.mark.parametrize("skip_special", [False, True])
 def test_no_end_is_missed(name: str, skip_special: bool) -> None:
-    """Texts of random tokens, characters of several bytes among them, with stop strings that occur in them."""
+    """Texts of random tokens, characters of several bytes among them, with stop strings that occur
+    in them."""
     tokenizer, draw = tokenizers()[name], random.Random(name)
     known = range(tokenizer.get_vocab_size()) if name == "bytes" else range(1 + len(PIECES))
     characters = [tokenizer.token_to_id(f"<0x{byte:02X}>") or 0 for byte in "é五🙂".encode()]
     ended = 0
     for _ in range(300):
-        tokens = [token for _ in range(40) for token in (characters if draw.random() < 0.05 else [draw.choice(known)])]
+        tokens = [
+            token
+            for _ in range(40)
+            for token in (characters if draw.random() < 0.05 else [draw.choice(known)])
+        ]
         text = tokenizer.decode(tokens, skip_special_tokens=skip_special)
         places = [draw.randrange(len(text)) for _ in range(2)]
-        stop = tuple(found for place in places if (found := text[place : place + draw.randrange(1, 7)]))
-        stream, ends = TextStream(tokenizer, stop, skip_special=skip_special), StopTokens(tokenizer, stop, skip_special)
+        stop = tuple(
+            found for place in places if (found := text[place : place + draw.randrange(1, 7)])
+        )
+        stream, ends = (
+            TextStream(tokenizer, stop, skip_special=skip_special),
+            StopTokens(tokenizer, stop, skip_special),
+        )
         for token in tokens:
             stream.push(token)
             if stream.stopped:
@@ -62,4 +98,6 @@ def test_few_tokens_are_looked_at() -> None:
     ends = stop_tokens(tokenizer, ("never", "</answer>"), True)
     assert 0 < sum(ends[token] for token in vocab) < 0.25 * len(vocab)
     assert stop_tokens(tokenizer, ("never", "</answer>"), True) is ends
-    assert all(StopTokens(made(None), ("x",), True)[token] for token in range(9)), "what a token's text is, is not known"
+    assert all(StopTokens(made(None), ("x",), True)[token] for token in range(9)), (
+        "what a token's text is, is not known"
+    )

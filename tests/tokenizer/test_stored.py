@@ -1,4 +1,5 @@
-"""Tokenizers that are no tokenizer.json, against the libraries that made them and against transformers."""
+"""Tokenizers that are no tokenizer.json, against the libraries that made them and against
+transformers."""
 
 import base64
 import json
@@ -16,8 +17,13 @@ from quantkit.common.errors import QuantkitError
 from quantkit.tokenizer import tiktoken
 from quantkit.tokenizer.chat import ChatTokenizer, TextStream
 
-_LINES = [json.loads(line) for line in calibration_text().read_text(encoding="utf-8").splitlines()[:528:6]]
-TEXTS = [one.get("text") or "\n".join(message["content"] for message in one["messages"]) for one in _LINES]
+_LINES = [
+    json.loads(line) for line in calibration_text().read_text(encoding="utf-8").splitlines()[:528:6]
+]
+TEXTS = [
+    one.get("text") or "\n".join(message["content"] for message in one["messages"])
+    for one in _LINES
+]
 SAMPLES = [
     *TEXTS,
     "",
@@ -33,10 +39,25 @@ SAMPLES = [
     "aaaaaaaaaaaaaaaaaaaaaaa ababababab",
 ]
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False},
+    "llama": {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+    },
     "normalized": {"model_type": "bpe", "normalization_rule_name": "nmt_nfkc"},
-    "unigram": {"model_type": "unigram", "byte_fallback": True, "normalization_rule_name": "nfkc", "remove_extra_whitespaces": False},
-    "no prefix": {"model_type": "bpe", "byte_fallback": True, "add_dummy_prefix": False, "user_defined_symbols": ["<think>"]},
+    "unigram": {
+        "model_type": "unigram",
+        "byte_fallback": True,
+        "normalization_rule_name": "nfkc",
+        "remove_extra_whitespaces": False,
+    },
+    "no prefix": {
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "add_dummy_prefix": False,
+        "user_defined_symbols": ["<think>"],
+    },
 }
 
 
@@ -69,7 +90,9 @@ def test_sentencepiece_makes_the_ids_of_the_library(trained: Path, name: str) ->
     peer = sentencepiece.SentencePieceProcessor(model_file=str(trained / name / "tokenizer.model"))
     for text in SAMPLES:
         ids, theirs = chat.encode(text), peer.encode(text)
-        if name == "unigram" and ids != theirs:  # "0", "00" is as likely as "00", "0": each library takes another
+        if (
+            name == "unigram" and ids != theirs
+        ):  # "0", "00" is as likely as "00", "0": each library takes another
             assert len(ids) == len(theirs)
             assert sum(map(peer.get_score, ids)) == pytest.approx(sum(map(peer.get_score, theirs)))
             continue
@@ -79,12 +102,22 @@ def test_sentencepiece_makes_the_ids_of_the_library(trained: Path, name: str) ->
     assert (chat.bos, chat.eos, chat.unknown_id) == ("<s>", "</s>", 0)
 
 
-@pytest.mark.parametrize("settings", [{}, {"legacy": True}, {"legacy": False, "add_bos_token": True}, {"add_prefix_space": False}])
-def test_sentencepiece_makes_the_ids_of_transformers(trained: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"legacy": True}, {"legacy": False, "add_bos_token": True}, {"add_prefix_space": False}],
+)
+def test_sentencepiece_makes_the_ids_of_transformers(
+    trained: Path, settings: dict[str, Any]
+) -> None:
     from transformers import AutoTokenizer
 
     added = {"1500": {"content": "<|user|>", "special": True}}
-    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "added_tokens_decoder": added}
+    named = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "added_tokens_decoder": added,
+    }
     chat = configured(trained / "llama", tokenizer_class="LlamaTokenizer", **named, **settings)
     peer = AutoTokenizer.from_pretrained(trained / "llama")
     for text in [*SAMPLES, "<s>x</s> y", "<|user|>hi <|user|> there"]:
@@ -93,38 +126,60 @@ def test_sentencepiece_makes_the_ids_of_transformers(trained: Path, settings: di
 
 
 def test_added_tokens_have_the_ids_that_are_written(trained: Path) -> None:
-    added = {"1500": {"content": "<|user|>", "special": True}, "1503": {"content": "<tool>", "special": False}}
+    added = {
+        "1500": {"content": "<|user|>", "special": True},
+        "1503": {"content": "<tool>", "special": False},
+    }
     chat = configured(trained / "llama", added_tokens_decoder=added)
     ids = chat.encode_rendered("<|user|>a<tool>")
     assert (ids[0], ids[-1]) == (1500, 1503)
     assert chat.decode(ids) == "a<tool>"
-    with pytest.raises(QuantkitError, match=r"gives '<think>' the id 7, and by tokenizer\.model it has 1500"):
+    with pytest.raises(
+        QuantkitError, match=r"gives '<think>' the id 7, and by tokenizer\.model it has 1500"
+    ):
         configured(trained / "llama", added_tokens_decoder={"7": {"content": "<think>"}})
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiktoken.model of bytes and 2,000 merges, with special tokens as Kimi has them."""
-    trainer = trainers.BpeTrainer(vocab_size=2256, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=2256, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(tiktoken.KIMI), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.train_from_iterator(TEXTS, trainer)
     byte_of = {letter: byte for byte, letter in tiktoken.byte_letters().items()}
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda one: one[1])
     path = tmp_path_factory.mktemp("tiktoken")
-    lines = [base64.b64encode(bytes(byte_of[letter] for letter in token)) + b" %d\n" % rank for token, rank in tokens]
+    lines = [
+        base64.b64encode(bytes(byte_of[letter] for letter in token)) + b" %d\n" % rank
+        for token, rank in tokens
+    ]
     (path / "tiktoken.model").write_bytes(b"".join(lines))
     special = {"2256": "[BOS]", "2257": "[EOS]", "2258": "<|im_end|>", "2261": "<|im_user|>"}
-    listed = {token_id: {"content": content, "special": True} for token_id, content in special.items()}
-    configured(path, tokenizer_class="TikTokenTokenizer", bos_token="[BOS]", eos_token="[EOS]", added_tokens_decoder=listed)
+    listed = {
+        token_id: {"content": content, "special": True} for token_id, content in special.items()
+    }
+    configured(
+        path,
+        tokenizer_class="TikTokenTokenizer",
+        bos_token="[BOS]",
+        eos_token="[EOS]",
+        added_tokens_decoder=listed,
+    )
     return path
 
 
 def library(path: Path, pattern: str) -> peer.Encoding:
     lines = (path / "tiktoken.model").read_bytes().splitlines()
     special = {"[BOS]": 2256, "[EOS]": 2257, "<|im_end|>": 2258, "<|im_user|>": 2261}
-    merged = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
+    merged = {
+        base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)
+    }
     return peer.Encoding("peer", pat_str=pattern, mergeable_ranks=merged, special_tokens=special)
 
 
@@ -157,7 +212,8 @@ def test_tiktoken_makes_the_ids_of_the_library(ranks: Path) -> None:
     [
         'class T:\n    pat_str = "|".join([r"""\\p{L}+""", r"""\\P{L}"""])\n',
         'PAT_STR: str = r"\\p{L}+|" + r"\\P{L}"\n',
-        'import os\nos._exit(3)\nclass T:\n    def __init__(self):\n        self.pat_str = r"\\p{L}+|\\P{L}"\n',
+        "import os\nos._exit(3)\nclass T:\n    def __init__(self):\n        self.pat_str = "
+        'r"\\p{L}+|\\P{L}"\n',
     ],
 )
 def test_the_pattern_is_read_and_no_code_is_run(ranks: Path, tmp_path: Path, code: str) -> None:
@@ -168,7 +224,9 @@ def test_the_pattern_is_read_and_no_code_is_run(ranks: Path, tmp_path: Path, cod
     assert all(chat.encode(text) == encoding.encode(text) for text in SAMPLES)
     assert "tokenization_own.py" in read_companions(tmp_path)
     (tmp_path / "tokenization_own.py").write_text("pat_str = make()\n")
-    with pytest.raises(QuantkitError, match=r"can be read in tokenization_own\.py, which is not run"):
+    with pytest.raises(
+        QuantkitError, match=r"can be read in tokenization_own\.py, which is not run"
+    ):
         ChatTokenizer(tmp_path)
 
 
@@ -177,7 +235,10 @@ def test_ranks_under_the_name_of_a_sentencepiece_model(ranks: Path, tmp_path: Pa
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     (tmp_path / "tokenizer.model").write_bytes((ranks / "tiktoken.model").read_bytes())
-    chat, converted = ChatTokenizer(tmp_path), TikTokenConverter(vocab_file=str(tmp_path / "tokenizer.model")).converted()
+    chat, converted = (
+        ChatTokenizer(tmp_path),
+        TikTokenConverter(vocab_file=str(tmp_path / "tokenizer.model")).converted(),
+    )
     assert all(chat.encode(text) == converted.encode(text).ids for text in SAMPLES)
 
 

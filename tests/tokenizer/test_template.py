@@ -1,4 +1,5 @@
-"""Chat templates that run for ever, grow without end, or do what they should not: told in one line, and the next rendering works."""
+"""Chat templates that run for ever, grow without end, or do what they should not: told in one line,
+and the next rendering works."""
 
 import os
 import time
@@ -10,11 +11,27 @@ from damage import TEMPLATES
 from quantkit.common.errors import QuantkitError
 from quantkit.tokenizer.template import ChatTemplate
 
-VARIABLES = {"messages": [{"role": "user", "content": "hi"}], "tools": None, "bos_token": "<s>", "add_generation_prompt": True}
-_NO_TEXT = ("1 / 0", "raise_exception", "macro f", "range(10**9)", "range(99999) %}{% for", "10**10", "ns.s + ns.s", "__mro__")
+VARIABLES = {
+    "messages": [{"role": "user", "content": "hi"}],
+    "tools": None,
+    "bos_token": "<s>",
+    "add_generation_prompt": True,
+}
+_NO_TEXT = (
+    "1 / 0",
+    "raise_exception",
+    "macro f",
+    "range(10**9)",
+    "range(99999) %}{% for",
+    "10**10",
+    "ns.s + ns.s",
+    "__mro__",
+)
 
 
-@pytest.mark.parametrize("source", [one for one in TEMPLATES if any(part in one for part in _NO_TEXT)])
+@pytest.mark.parametrize(
+    "source", [one for one in TEMPLATES if any(part in one for part in _NO_TEXT)]
+)
 def test_a_template_that_has_no_end_is_refused(source: str) -> None:
     template = ChatTemplate(source, "chat_template.jinja")
     with pytest.raises(QuantkitError, match=r"the chat template in chat_template\.jinja") as told:
@@ -34,7 +51,10 @@ def test_rendering_goes_on_after_one_that_had_to_be_ended() -> None:
 
 def test_time_is_counted_for_each_rendering() -> None:
     """A process that has served for long is not ended for what it did before."""
-    template = ChatTemplate("{% for i in range(60000) %}{% for j in range(4) %}{{ '' }}{% endfor %}{% endfor %}x", "here")
+    template = ChatTemplate(
+        "{% for i in range(60000) %}{% for j in range(4) %}{{ '' }}{% endfor %}{% endfor %}x",
+        "here",
+    )
     start = time.process_time()
     assert all(template.render(VARIABLES) == "x" for _ in range(30))
     assert time.process_time() - start < 5  # none of it in this process
@@ -44,13 +64,18 @@ def test_threads_get_their_own_texts() -> None:
     template = ChatTemplate("{{ messages[0].content }}", "here")
     texts = [f"text {number} " * (number * 50) for number in range(60)]
     with ThreadPoolExecutor(8) as pool:
-        rendered = pool.map(lambda text: template.render({"messages": [{"role": "user", "content": text}]}), texts)
+        rendered = pool.map(
+            lambda text: template.render({"messages": [{"role": "user", "content": text}]}), texts
+        )
         assert list(rendered) == texts
 
 
 def test_long_conversations_pass() -> None:
     text = "a line of text\n" * 400_000
-    assert ChatTemplate("{{ messages[0].content }}", "here").render({"messages": [{"content": text}]}) == text
+    assert (
+        ChatTemplate("{{ messages[0].content }}", "here").render({"messages": [{"content": text}]})
+        == text
+    )
 
 
 def test_what_is_no_json_is_refused() -> None:

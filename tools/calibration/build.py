@@ -54,7 +54,12 @@ def tokens(text: str) -> float:
 
 
 def length(messages: list[dict[str, Any]]) -> float:
-    return tokens("".join(f"{one.get('reasoning_content', '')}{one['content']}{one.get('tool_calls', '')}" for one in messages))
+    return tokens(
+        "".join(
+            f"{one.get('reasoning_content', '')}{one['content']}{one.get('tool_calls', '')}"
+            for one in messages
+        )
+    )
 
 
 def long_enough(messages: list[dict[str, Any]]) -> bool:
@@ -75,7 +80,11 @@ def written(name: str) -> Iterator[Document]:
             if role == "think":
                 thought = content.strip()
                 continue
-            messages.append({"role": role} | ({"reasoning_content": thought} if thought else {}) | {"content": content.strip()})
+            messages.append(
+                {"role": role}
+                | ({"reasoning_content": thought} if thought else {})
+                | {"content": content.strip()}
+            )
             thought = None
         yield {"kind": name, "messages": messages}
 
@@ -94,7 +103,11 @@ def filled(documents: list[Document], pairs: Iterator[tuple[str, ...]]) -> Itera
         rest = one["messages"][len(system) :]
         while not long_enough([*system, *rest]):
             question, reply = next(pairs)
-            rest = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}, *rest]
+            rest = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": reply},
+                *rest,
+            ]
         yield {"kind": one["kind"], "messages": [*system, *rest]}
     if len(texts) > 1 and tokens(texts[-1]) < SHORTEST:
         texts[-2:] = ["\n\n* * *\n\n".join(texts[-2:])]
@@ -120,7 +133,10 @@ def questions(rng: random.Random, kind: str) -> Iterator[Document]:
         messages: list[dict[str, Any]] = []
         while not long_enough(messages):
             question, reply = next(fact)[2:] if "Chinese" in kind else next(fact)[:2]
-            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+            messages += [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": reply},
+            ]
         yield {"kind": kind, "messages": messages}
 
 
@@ -132,15 +148,22 @@ def translation(rng: random.Random) -> Iterator[Document]:
         while not long_enough(messages):
             question, reply, zh_question, zh_reply = next(fact)
             english, chinese = f"{question} {reply}", f"{zh_question}{zh_reply}"
-            asked = f"Translate into Chinese: {english}" if into_chinese else f"请翻译成英文：{chinese}"
-            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": chinese if into_chinese else english}]
+            asked = (
+                f"Translate into Chinese: {english}" if into_chinese else f"请翻译成英文：{chinese}"
+            )
+            messages += [
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": chinese if into_chinese else english},
+            ]
         yield {"kind": "translation", "messages": messages}
 
 
 def pasted(rng: random.Random, kind: str, makers: tuple[Any, ...]) -> Document:
     messages: list[dict[str, Any]] = []
     while not long_enough(messages):
-        messages += [one for one in rng.choice(makers)(rng) if not (messages and one["role"] == "system")]
+        messages += [
+            one for one in rng.choice(makers)(rng) if not (messages and one["role"] == "system")
+        ]
     return {"kind": kind, "messages": messages}
 
 
@@ -153,7 +176,10 @@ def made(kind: str) -> Iterator[Document]:
         yield from translation(rng)
     for index in itertools.count():
         if kind.startswith("mathematics"):
-            yield {"kind": kind, "messages": mathematics.conversation(rng, long_enough, chinese="Chinese" in kind)}
+            yield {
+                "kind": kind,
+                "messages": mathematics.conversation(rng, long_enough, chinese="Chinese" in kind),
+            }
         elif kind == "word problems":
             yield {"kind": kind, "messages": word_problems.conversation(rng, long_enough)}
         elif kind == "programs":
@@ -169,7 +195,9 @@ def documents() -> Iterator[Document]:
     for number, name in enumerate(WRITTEN):
         fact = drawn(random.Random(number))
         chinese = name == "chinese"
-        yield from filled(list(written(name)), ((one[2], one[3]) if chinese else (one[0], one[1]) for one in fact))
+        yield from filled(
+            list(written(name)), ((one[2], one[3]) if chinese else (one[0], one[1]) for one in fact)
+        )
     for kind, count in MADE.items():
         yield from itertools.islice(made(kind), count)
 
@@ -177,8 +205,12 @@ def documents() -> Iterator[Document]:
 def main() -> None:
     found = list(documents())
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else TARGET
-    target.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in found), encoding="utf-8")
-    sizes = sorted(length(one["messages"]) if "messages" in one else tokens(one["text"]) for one in found)
+    target.write_text(
+        "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in found), encoding="utf-8"
+    )
+    sizes = sorted(
+        length(one["messages"]) if "messages" in one else tokens(one["text"]) for one in found
+    )
     print(
         f"{len(found)} documents, {target.stat().st_size / 1e6:.2f} MB, estimated tokens {sizes[0]:.0f} to {sizes[-1]:.0f}, median {sizes[len(sizes) // 2]:.0f}"
     )

@@ -29,7 +29,11 @@ def linear_system(rng: random.Random) -> Exercise:
         f"Put that into the first equation: {a}x = {p} - ({b})({y}) = {p - b * y}, so x = {x}.",
         f"Check in the second: {c}({x}) + ({d})({y}) = {c * x} + {d * y} = {q}. Right.",
     ]
-    return Exercise(f"Solve for x and y: {a}x + ({b})y = {p} and {c}x + ({d})y = {q}.", steps, f"x = {x}, y = {y}")
+    return Exercise(
+        f"Solve for x and y: {a}x + ({b})y = {p} and {c}x + ({d})y = {q}.",
+        steps,
+        f"x = {x}, y = {y}",
+    )
 
 
 def quadratic(rng: random.Random) -> Exercise:
@@ -58,7 +62,9 @@ def euclid(rng: random.Random) -> Exercise:
         p, q = q, p % q
         s0, s1, t0, t1 = s1, s0 - k * s1, t1, t0 - k * t1
     steps.append(f"The last remainder that is not zero is {p}, so gcd({a}, {b}) = {p}.")
-    steps.append(f"Going back up: {p} = ({s0}) * {a} + ({t0}) * {b}. Check: {s0 * a} + ({t0 * b}) = {s0 * a + t0 * b}.")
+    steps.append(
+        f"Going back up: {p} = ({s0}) * {a} + ({t0}) * {b}. Check: {s0 * a} + ({t0 * b}) = {s0 * a + t0 * b}."
+    )
     steps.append(f"The least common multiple is {a} * {b} / {p} = {a * b // p}.")
     return Exercise(
         f"Compute the greatest common divisor and the least common multiple of {a} and {b}, and write the divisor as a combination of both.",
@@ -82,26 +88,48 @@ def divisors(rng: random.Random) -> Exercise:
     steps.append(
         f"Each exponent can be chosen from 0 up to its value: {' * '.join(str(e + 1) for e in powers.values())} = {count} divisors."
     )
-    parts = " * ".join(f"({p}^{e + 1} - 1)/{p - 1}" if p > 2 else f"(2^{e + 1} - 1)" for p, e in powers.items())
+    parts = " * ".join(
+        f"({p}^{e + 1} - 1)/{p - 1}" if p > 2 else f"(2^{e + 1} - 1)" for p, e in powers.items()
+    )
     steps.append(f"Their sum is {parts} = {total}.")
-    return Exercise(f"Factor {n}. How many positive divisors does it have, and what is their sum?", steps, f"{product}; {count}; {total}")
+    return Exercise(
+        f"Factor {n}. How many positive divisors does it have, and what is their sum?",
+        steps,
+        f"{product}; {count}; {total}",
+    )
 
 
 def price_changes(rng: random.Random) -> Exercise:
     price = rng.randint(12, 480) * 5
-    changes = [rng.choice([-30, -25, -20, -15, -10, -5, 5, 8, 10, 12, 20, 25]) for _ in range(rng.randint(3, 4))]
-    thing = rng.choice(["A coat", "A share", "A bicycle", "The monthly rent of a stall", "A crate of oranges", "A second-hand camera"])
+    changes = [
+        rng.choice([-30, -25, -20, -15, -10, -5, 5, 8, 10, 12, 20, 25])
+        for _ in range(rng.randint(3, 4))
+    ]
+    thing = rng.choice(
+        [
+            "A coat",
+            "A share",
+            "A bicycle",
+            "The monthly rent of a stall",
+            "A crate of oranges",
+            "A second-hand camera",
+        ]
+    )
     steps, now = [], Fraction(price)
     for change in changes:
         after = now * (100 + change) / 100
-        steps.append(f"{'+' if change > 0 else '-'}{abs(change)} %: {float(now):.2f} * {(100 + change) / 100:.2f} = {float(after):.2f}")
+        steps.append(
+            f"{'+' if change > 0 else '-'}{abs(change)} %: {float(now):.2f} * {(100 + change) / 100:.2f} = {float(after):.2f}"
+        )
         now = after
     ratio = float(now / price)
     steps.append(
         f"Altogether the factor is {ratio:.4f}, a change of {100 * (ratio - 1):+.2f} %. Adding the percentages would give {sum(changes):+d} %,"
     )
     steps.append("which is wrong because each percentage is taken of another base.")
-    told = ", then ".join(f"{'rises' if change > 0 else 'falls'} by {abs(change)} %" for change in changes)
+    told = ", then ".join(
+        f"{'rises' if change > 0 else 'falls'} by {abs(change)} %" for change in changes
+    )
     question = f"{thing} costs {price}. The price {told}. What is it now, and by how many percent did it change altogether?"
     return Exercise(question, steps, f"{float(now):.2f}, {100 * (ratio - 1):+.2f} %")
 
@@ -122,7 +150,11 @@ def urn(rng: random.Random) -> Exercise:
         f"A bag holds {red} red, {blue} blue and {green} green marbles. Three are drawn without putting any back. "
         "How likely are three different colours, three equal ones, and exactly two of one colour?"
     )
-    return Exercise(question, steps, f"{Fraction(each, total)}, {Fraction(same, total)}, {1 - Fraction(each + same, total)}")
+    return Exercise(
+        question,
+        steps,
+        f"{Fraction(each, total)}, {Fraction(same, total)}, {1 - Fraction(each + same, total)}",
+    )
 
 
 def cubic(rng: random.Random) -> Exercise:
@@ -143,7 +175,11 @@ def cubic(rng: random.Random) -> Exercise:
         f"f''(x) = 6x + ({2 * b}) changes its sign at x = {Fraction(-b, 3)}, the point of inflection, half way between them.",
     ]
     question = f"Find the local extrema and the point of inflection of f(x) = x^3 + ({b})x^2 + ({c})x + ({k})."
-    return Exercise(question, steps, f"maximum ({u}, {f(u)}), minimum ({v}, {f(v)}), inflection at x = {Fraction(-b, 3)}")
+    return Exercise(
+        question,
+        steps,
+        f"maximum ({u}, {f(u)}), minimum ({v}, {f(v)}), inflection at x = {Fraction(-b, 3)}",
+    )
 
 
 def series(rng: random.Random) -> Exercise:
@@ -156,7 +192,11 @@ def series(rng: random.Random) -> Exercise:
             f"The sum is {n} * ({a} + {last}) / 2 = {n * (a + last) // 2}.",
         ]
         shown = ", ".join(str(a + i * d) for i in range(4))
-        return Exercise(f"What is the sum of the first {n} terms of {shown}, ...?", steps, str(n * (a + last) // 2))
+        return Exercise(
+            f"What is the sum of the first {n} terms of {shown}, ...?",
+            steps,
+            str(n * (a + last) // 2),
+        )
     a, r, n = rng.randint(1, 9), rng.choice([2, 3, 4, 5, -2, -3]), rng.randint(6, 11)
     total = a * (r**n - 1) // (r - 1)
     steps = [
@@ -164,7 +204,11 @@ def series(rng: random.Random) -> Exercise:
         f"The sum of n terms is a(r^n - 1)/(r - 1) = {a} * ({r}^{n} - 1) / ({r - 1}).",
         f"({r})^{n} = {r**n}, so the sum is {a} * {r**n - 1} / ({r - 1}) = {total}.",
     ]
-    return Exercise(f"What is the sum of the first {n} terms of {', '.join(str(a * r**i) for i in range(4))}, ...?", steps, str(total))
+    return Exercise(
+        f"What is the sum of the first {n} terms of {', '.join(str(a * r**i) for i in range(4))}, ...?",
+        steps,
+        str(total),
+    )
 
 
 def spread(rng: random.Random) -> Exercise:
@@ -180,7 +224,11 @@ def spread(rng: random.Random) -> Exercise:
         f"Sample variance: {float(squares):.2f} / {n - 1} = {float(squares / (n - 1)):.3f}; its root is {math.sqrt(squares / (n - 1)):.3f}.",
     ]
     answer = f"mean {float(mean):.3f}, median {float(median):g}, standard deviation {math.sqrt(squares / (n - 1)):.3f}"
-    return Exercise(f"Give mean, median and sample standard deviation of {', '.join(map(str, values))}.", steps, answer)
+    return Exercise(
+        f"Give mean, median and sample standard deviation of {', '.join(map(str, values))}.",
+        steps,
+        answer,
+    )
 
 
 def power_mod(rng: random.Random) -> Exercise:
@@ -207,9 +255,15 @@ def determinant(rng: random.Random) -> Exercise:
         "Expand along the first row.",
         f"Minor of {a}: {e}*{i} - ({f})*({h}) = {parts[0]}. Minor of {b}: {d}*{i} - ({f})*({g}) = {parts[1]}. Minor of {c}: {d}*{h} - ({e})*({g}) = {parts[2]}.",
         f"det = {a}*({parts[0]}) - ({b})*({parts[1]}) + ({c})*({parts[2]}) = {a * parts[0]} - ({b * parts[1]}) + ({c * parts[2]}) = {value}.",
-        "It is not zero, so the matrix is invertible." if value else "It is zero: the rows are linearly dependent and there is no inverse.",
+        "It is not zero, so the matrix is invertible."
+        if value
+        else "It is zero: the rows are linearly dependent and there is no inverse.",
     ]
-    return Exercise(f"Compute the determinant of [[{a}, {b}, {c}], [{d}, {e}, {f}], [{g}, {h}, {i}]]. Is it invertible?", steps, str(value))
+    return Exercise(
+        f"Compute the determinant of [[{a}, {b}, {c}], [{d}, {e}, {f}], [{g}, {h}, {i}]]. Is it invertible?",
+        steps,
+        str(value),
+    )
 
 
 def long_product(rng: random.Random) -> Exercise:
@@ -222,22 +276,46 @@ def long_product(rng: random.Random) -> Exercise:
     steps.append(
         f"Last digit: {a % 10} * {b % 10} ends in {a * b % 10}, as the result does. Size: about {round(a, -2)} * {round(b, -2)} = {round(a, -2) * round(b, -2)}."
     )
-    steps.append(f"Nines: {a} leaves {a % 9}, {b} leaves {b % 9}, the product of these {a % 9 * (b % 9) % 9}; {a * b} leaves {a * b % 9}.")
-    return Exercise(f"Multiply {a} by {b} without a calculator and check the result in two ways.", steps, f"{a * b}")
+    steps.append(
+        f"Nines: {a} leaves {a % 9}, {b} leaves {b % 9}, the product of these {a % 9 * (b % 9) % 9}; {a * b} leaves {a * b % 9}."
+    )
+    return Exercise(
+        f"Multiply {a} by {b} without a calculator and check the result in two ways.",
+        steps,
+        f"{a * b}",
+    )
 
 
 def letters(rng: random.Random) -> Exercise:
     word = rng.choice(
-        ["BANANA", "PEPPER", "LETTER", "COFFEE", "ALGEBRA", "MISSISSIPPI", "PARALLEL", "COMMITTEE", "BALLOON", "TOMORROW", "NEEDLESS"]
+        [
+            "BANANA",
+            "PEPPER",
+            "LETTER",
+            "COFFEE",
+            "ALGEBRA",
+            "MISSISSIPPI",
+            "PARALLEL",
+            "COMMITTEE",
+            "BALLOON",
+            "TOMORROW",
+            "NEEDLESS",
+        ]
     )
     counts = {letter: word.count(letter) for letter in sorted(set(word))}
     repeated = {letter: count for letter, count in counts.items() if count > 1}
-    total = math.factorial(len(word)) // math.prod(math.factorial(count) for count in counts.values())
+    total = math.factorial(len(word)) // math.prod(
+        math.factorial(count) for count in counts.values()
+    )
     vowels = [letter for letter in word if letter in "AEIOU"]
     rest = len(word) - len(vowels) + 1
     others = [letter for letter in word if letter not in "AEIOU"]
-    inner = math.factorial(len(vowels)) // math.prod(math.factorial(vowels.count(one)) for one in set(vowels))
-    outer = math.factorial(rest) // math.prod(math.factorial(others.count(one)) for one in set(others))
+    inner = math.factorial(len(vowels)) // math.prod(
+        math.factorial(vowels.count(one)) for one in set(vowels)
+    )
+    outer = math.factorial(rest) // math.prod(
+        math.factorial(others.count(one)) for one in set(others)
+    )
     steps = [
         f"{word} has {len(word)} letters; repeated are {', '.join(f'{letter} ({count} times)' for letter, count in repeated.items())}.",
         f"All orders: {len(word)}! / ({' * '.join(f'{count}!' for count in repeated.values())}) = {total}.",
@@ -264,7 +342,9 @@ def meeting(rng: random.Random) -> Exercise:
         f"检验：乙走了 {float(b * hours):g} 千米，{float(a * (hours + late)):g} + {float(b * hours):g} = {distance}，正确。",
     ]
     question = f"A、B 两地相距 {distance} 千米。甲车从 A 地出发，每小时 {a} 千米，{late} 小时后乙车从 B 地出发相向而行，每小时 {b} 千米。乙车出发后多久相遇？相遇点离 A 地多远？"
-    return Exercise(question, steps, f"{float(hours):g} 小时后相遇，离 A 地 {float(a * (hours + late)):g} 千米")
+    return Exercise(
+        question, steps, f"{float(hours):g} 小时后相遇，离 A 地 {float(a * (hours + late)):g} 千米"
+    )
 
 
 def work_together(rng: random.Random) -> Exercise:
@@ -279,9 +359,7 @@ def work_together(rng: random.Random) -> Exercise:
         f"还需要 {left} ÷ {both} = {left / both} 天，约 {float(left / both):.2f} 天。",
         f"乙做了全部工程的 {left / both} × 1/{y} = {left / both / y}，甲做了其余的 {1 - left / both / y}。",
     ]
-    question = (
-        f"一项工程甲队单独做要 {x} 天，乙队单独做要 {y} 天。甲队先做 {alone} 天，余下的两队合作，还要几天完成？乙队做了全部的几分之几？"
-    )
+    question = f"一项工程甲队单独做要 {x} 天，乙队单独做要 {y} 天。甲队先做 {alone} 天，余下的两队合作，还要几天完成？乙队做了全部的几分之几？"
     return Exercise(question, steps, f"还要 {left / both} 天，乙队做了 {left / both / y}")
 
 
@@ -315,28 +393,51 @@ _OPENINGS = [
     "We need to be careful with signs here.",
     "",
 ]
-_DOUBTS = ["Let me check that again.", "Does that make sense?", "So far so good.", "Wait, I should verify this step.", ""]
+_DOUBTS = [
+    "Let me check that again.",
+    "Does that make sense?",
+    "So far so good.",
+    "Wait, I should verify this step.",
+    "",
+]
 _CLOSING = ["**{}**", "The answer: {}.", "So we get {}.", "Result: {}", "\\boxed{{{}}}"]
 
 
-def turn(rng: random.Random, problem: Exercise, *, thinks: bool, chinese: bool) -> list[dict[str, str]]:
+def turn(
+    rng: random.Random, problem: Exercise, *, thinks: bool, chinese: bool
+) -> list[dict[str, str]]:
     """A question and its reply: with the steps in the reply, or in a thought before a short one."""
     closing = "答案：{}。" if chinese else rng.choice(_CLOSING)
     final = closing.format(problem.answer)
     numbered = rng.random() < 0.4
-    steps = [f"{number}. {step}" if numbered else step for number, step in enumerate(problem.steps, start=1)]
+    steps = [
+        f"{number}. {step}" if numbered else step
+        for number, step in enumerate(problem.steps, start=1)
+    ]
     worked = "\n".join(steps)
     if not thinks:
         opening = "" if chinese else rng.choice(_OPENINGS)
         reply = "\n\n".join(part for part in (opening, worked, final) if part)
-        return [{"role": "user", "content": problem.question}, {"role": "assistant", "content": reply}]
+        return [
+            {"role": "user", "content": problem.question},
+            {"role": "assistant", "content": reply},
+        ]
     doubt = "再检查一遍，每一步都对得上。" if chinese else rng.choice(_DOUBTS)
-    thought = "\n".join(part for part in ("" if chinese else rng.choice(_OPENINGS), "\n".join(problem.steps), doubt) if part)
+    thought = "\n".join(
+        part
+        for part in ("" if chinese else rng.choice(_OPENINGS), "\n".join(problem.steps), doubt)
+        if part
+    )
     reply = f"{worked}\n\n{final}" if rng.random() < 0.5 else f"{problem.steps[-1]}\n\n{final}"
-    return [{"role": "user", "content": problem.question}, {"role": "assistant", "reasoning_content": thought, "content": reply}]
+    return [
+        {"role": "user", "content": problem.question},
+        {"role": "assistant", "reasoning_content": thought, "content": reply},
+    ]
 
 
-def conversation(rng: random.Random, long_enough: Callable[[list[dict[str, str]]], bool], *, chinese: bool) -> list[dict[str, str]]:
+def conversation(
+    rng: random.Random, long_enough: Callable[[list[dict[str, str]]], bool], *, chinese: bool
+) -> list[dict[str, str]]:
     """Problems of different families until it is long enough; in half of them the last one is thought about first."""
     families = rng.sample(CHINESE if chinese else ENGLISH, len(CHINESE if chinese else ENGLISH))
     messages: list[dict[str, str]] = []
@@ -344,5 +445,7 @@ def conversation(rng: random.Random, long_enough: Callable[[list[dict[str, str]]
         family = families.pop() if families else rng.choice(CHINESE if chinese else ENGLISH)
         messages += turn(rng, family(rng), thinks=False, chinese=chinese)
     if rng.random() < 0.5:
-        messages += turn(rng, rng.choice(CHINESE if chinese else ENGLISH)(rng), thinks=True, chinese=chinese)
+        messages += turn(
+            rng, rng.choice(CHINESE if chinese else ENGLISH)(rng), thinks=True, chinese=chinese
+        )
     return messages

@@ -29,9 +29,30 @@ THINGS = [
     ("Sample", "samples", "a water laboratory", "site str, analyst str, nitrate float, taken_at datetime, repeated bool", "Well 9|M. Ito|Weir"),
 ]  # fmt: skip
 PYTHON = {"date": "dt.date", "datetime": "dt.datetime"}
-SQL = {"str": "text", "int": "integer", "float": "double precision", "bool": "boolean", "date": "date", "datetime": "timestamptz"}
-GO = {"str": "string", "int": "int", "float": "float64", "bool": "bool", "date": "time.Time", "datetime": "time.Time"}
-TS = {"str": "string", "int": "number", "float": "number", "bool": "boolean", "date": "string", "datetime": "string"}
+SQL = {
+    "str": "text",
+    "int": "integer",
+    "float": "double precision",
+    "bool": "boolean",
+    "date": "date",
+    "datetime": "timestamptz",
+}
+GO = {
+    "str": "string",
+    "int": "int",
+    "float": "float64",
+    "bool": "bool",
+    "date": "time.Time",
+    "datetime": "time.Time",
+}
+TS = {
+    "str": "string",
+    "int": "number",
+    "float": "number",
+    "bool": "boolean",
+    "date": "string",
+    "datetime": "string",
+}
 
 
 class Thing:
@@ -39,7 +60,10 @@ class Thing:
         self.name, self.plural, self.place, fields, texts = entry
         self.fields = [(part.split()[0], part.split()[1]) for part in fields.split(", ")]
         self.texts, self.rng = texts.split("|"), rng
-        of = {kind: [name for name, one in self.fields if one == kind] for kind in ("str", "int", "float", "bool")}
+        of = {
+            kind: [name for name, one in self.fields if one == kind]
+            for kind in ("str", "int", "float", "bool")
+        }
         self.text, self.flag = of["str"][0], of["bool"][0]
         self.amount = [*of["float"], *of["int"]][0]
         self.when = next(name for name, kind in self.fields if kind in ("date", "datetime"))
@@ -53,7 +77,12 @@ class Thing:
             "float": round(rng.uniform(0.2, 90), 1),
             "bool": rng.random() < 0.4,
         }
-        return made.get(kind, day if kind == "date" else f"{day}T{rng.randint(6, 21):02d}:{rng.randint(0, 59):02d}:00Z")
+        return made.get(
+            kind,
+            day
+            if kind == "date"
+            else f"{day}T{rng.randint(6, 21):02d}:{rng.randint(0, 59):02d}:00Z",
+        )
 
     def rows(self, count: int) -> list[dict[str, object]]:
         return [{name: self.value(kind) for name, kind in self.fields} for _ in range(count)]
@@ -70,7 +99,10 @@ def python(thing: Thing) -> tuple[str, str]:
         "date": "dt.date.fromisoformat({})",
         "datetime": "dt.datetime.fromisoformat({})",
     }
-    read = "\n".join(f"                {name}={reads.get(kind, '{}').format(f'row[{name!r}]')}," for name, kind in t.fields)
+    read = "\n".join(
+        f"                {name}={reads.get(kind, '{}').format(f'row[{name!r}]')},"
+        for name, kind in t.fields
+    )
     code = f'''```python
 import csv
 import datetime as dt
@@ -134,7 +166,9 @@ def sql(thing: Thing) -> tuple[str, str]:
             return str(v).upper()
         return str(v) if isinstance(v, int | float) else "'" + str(v).replace("'", "''") + "'"
 
-    inserted = ",\n".join(f"    ({', '.join(literal(row[name]) for name, _ in t.fields)})" for row in rows)
+    inserted = ",\n".join(
+        f"    ({', '.join(literal(row[name]) for name, _ in t.fields)})" for row in rows
+    )
     months = rng.randint(3, 24)
     code = f"""```sql
 CREATE TABLE {t.plural} (
@@ -169,7 +203,9 @@ ORDER BY percent DESC NULLS LAST;
 def typescript(thing: Thing) -> tuple[str, str]:
     t = thing
     declared = "\n".join(f"  {name}: {TS[kind]};" for name, kind in t.fields)
-    checks = "\n".join(f'    typeof value.{name} === "{TS[kind]}" &&' for name, kind in t.fields)[:-3]
+    checks = "\n".join(f'    typeof value.{name} === "{TS[kind]}" &&' for name, kind in t.fields)[
+        :-3
+    ]
     code = f"""```ts
 export interface {t.name} {{
 {declared}
@@ -283,7 +319,11 @@ func (s *Store) ServeHTTP(w http.ResponseWriter, r *http.Request) {{
 
 def schema(thing: Thing) -> tuple[str, str]:
     t, rng = thing, thing.rng
-    kinds = {"str": {"type": "string", "minLength": 1}, "int": {"type": "integer", "minimum": 0}, "float": {"type": "number", "minimum": 0}}
+    kinds = {
+        "str": {"type": "string", "minLength": 1},
+        "int": {"type": "integer", "minimum": 0},
+        "float": {"type": "number", "minimum": 0},
+    }
     kinds |= {
         "bool": {"type": "boolean"},
         "date": {"type": "string", "format": "date"},
@@ -308,7 +348,10 @@ def schema(thing: Thing) -> tuple[str, str]:
         f"And this one is not, for three reasons: `{missing}` is missing, `{t.amount}` is negative, and `{t.flag}` is a text:\n\n```json\n{json.dumps(bad, indent=2)}\n```",
         "Note that `format` is only a remark for most validators unless you switch its checking on, and that `additionalProperties: false` makes every later field a breaking change for old readers.",
     ])  # fmt: skip
-    return f"Write a JSON Schema for the {t.plural} of {t.place}, with an example that passes and one that does not.", reply
+    return (
+        f"Write a JSON Schema for the {t.plural} of {t.place}, with an example that passes and one that does not.",
+        reply,
+    )
 
 
 WRITERS = (python, sql, typescript, go, schema)

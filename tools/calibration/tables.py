@@ -47,13 +47,19 @@ SERVICES = ["gateway", "billing", "search", "mailer", "thumbnails", "ledger", "l
 def group_means(rng: random.Random) -> list[dict[str, str]]:
     topic = rng.choice(list(TOPICS))
     kinds, unit, place = TOPICS[topic]
-    rows = [(rng.choice(NAMES), rng.choice(kinds), rng.randint(1, 4), rng.randint(2, 95)) for _ in range(rng.randint(18, 26))]
+    rows = [
+        (rng.choice(NAMES), rng.choice(kinds), rng.randint(1, 4), rng.randint(2, 95))
+        for _ in range(rng.randint(18, 26))
+    ]
     pasted = "\n".join(",".join(map(str, row)) for row in [("person", "kind", place, unit), *rows])
     by_kind: dict[str, list[int]] = defaultdict(list)
     for _, kind, _, amount in rows:
         by_kind[kind].append(amount)
     ordered = sorted(by_kind.items(), key=lambda item: -sum(item[1]))
-    table = "\n".join(f"| {kind} | {len(values)} | {sum(values)} | {sum(values) / len(values):.1f} |" for kind, values in ordered)
+    table = "\n".join(
+        f"| {kind} | {len(values)} | {sum(values)} | {sum(values) / len(values):.1f} |"
+        for kind, values in ordered
+    )
     people = Counter()
     for person, _, _, amount in rows:
         people[person] += amount
@@ -64,11 +70,15 @@ def group_means(rng: random.Random) -> list[dict[str, str]]:
         f"{100 * most / total:.0f} % of all. The largest single entry is {largest[0]}'s {largest[3]} for {largest[1]} in {place} {largest[2]}."
     )
     worst_kind, values = min(ordered, key=lambda item: sum(item[1]) / len(item[1]))
-    follow = f"By mean it is {worst_kind}, with {sum(values) / len(values):.1f} over {len(values)} row(s)." + (
-        " With so few rows I would not conclude anything from it." if len(values) < 4 else ""
+    follow = (
+        f"By mean it is {worst_kind}, with {sum(values) / len(values):.1f} over {len(values)} row(s)."
+        + (" With so few rows I would not conclude anything from it." if len(values) < 4 else "")
     )
     return [
-        {"role": "user", "content": f"Summarise these {topic} by kind, and tell me who has the most.\n\n{pasted}"},
+        {
+            "role": "user",
+            "content": f"Summarise these {topic} by kind, and tell me who has the most.\n\n{pasted}",
+        },
         {"role": "assistant", "content": reply},
         {"role": "user", "content": "And which kind does worst on average?"},
         {"role": "assistant", "content": follow},
@@ -82,7 +92,9 @@ def log(rng: random.Random) -> list[dict[str, str]]:
         start += rng.randint(1, 40)
         at = f"{start // 3600 % 24:02d}:{start // 60 % 60:02d}:{start % 60:02d}.{rng.randint(0, 999):03d}"
         if number > 6 and rng.random() < 0.35:
-            lines.append(f"{at} ERROR {culprit}[{rng.randint(200, 999)}]: {fault} (request {rng.getrandbits(32):08x})")
+            lines.append(
+                f"{at} ERROR {culprit}[{rng.randint(200, 999)}]: {fault} (request {rng.getrandbits(32):08x})"
+            )
             bad, first = bad + 1, first or at
         else:
             service = rng.choice(SERVICES)
@@ -102,7 +114,10 @@ def log(rng: random.Random) -> list[dict[str, str]]:
         reply = "There is no error in these lines; all requests ended with a status below 400. If something fails, it is in another time or another log."
     else:
         reply = f"All {bad} errors are of one kind and one service: **{culprit}** says \"{fault}\", for the first time at {first}. The other services answer normally in between, so neither the machine nor the network as a whole is down.\n\n{advice}\n\nTo see whether it has stopped: `grep -c '{fault}' app.log` now and again in five minutes."
-    return [{"role": "user", "content": f"What is wrong here?\n\n```\n{body}\n```"}, {"role": "assistant", "content": reply}]
+    return [
+        {"role": "user", "content": f"What is wrong here?\n\n```\n{body}\n```"},
+        {"role": "assistant", "content": reply},
+    ]
 
 
 def extraction(rng: random.Random) -> list[dict[str, str]]:
@@ -119,7 +134,10 @@ def extraction(rng: random.Random) -> list[dict[str, str]]:
         "ask for a second offer",
     ]
     for person, task in zip(people, rng.sample(tasks, 4)):
-        day, hours = rng.choice(["Monday", "Tuesday", "Wednesday", "Thursday", "Friday"]), rng.choice([1, 2, 3, 5])
+        day, hours = (
+            rng.choice(["Monday", "Tuesday", "Wednesday", "Thursday", "Friday"]),
+            rng.choice([1, 2, 3, 5]),
+        )
         kind = rng.choice(
             [
                 "{p} will {t} by {d}, that should take {h} hours.",
@@ -144,17 +162,24 @@ def extraction(rng: random.Random) -> list[dict[str, str]]:
     text = " ".join(part for pair in zip(notes, [*filler, ""]) for part in pair if part)
     total = sum(one["hours"] for one in made)
     return [
-        {"role": "system", "content": "Answer with JSON only: a list of objects with person, task, due and hours."},
+        {
+            "role": "system",
+            "content": "Answer with JSON only: a list of objects with person, task, due and hours.",
+        },
         {"role": "user", "content": f"Which tasks were given out?\n\n{text}"},
         {"role": "assistant", "content": json.dumps(made, indent=2)},
-        {"role": "user", "content": "Now one object: the total of the hours, and the tasks by day."},
+        {
+            "role": "user",
+            "content": "Now one object: the total of the hours, and the tasks by day.",
+        },
         {
             "role": "assistant",
             "content": json.dumps(
                 {
                     "hours": total,
                     "by_day": {
-                        day: [one["task"] for one in made if one["due"] == day] for day in dict.fromkeys(one["due"] for one in made)
+                        day: [one["task"] for one in made if one["due"] == day]
+                        for day in dict.fromkeys(one["due"] for one in made)
                     },
                 },
                 indent=2,
@@ -165,7 +190,12 @@ def extraction(rng: random.Random) -> list[dict[str, str]]:
 
 def zh_sales(rng: random.Random) -> list[dict[str, str]]:
     rows = [
-        (rng.choice(ZH_NAMES), rng.choice(ZH_GOODS), rng.randint(1, 12), rng.choice([38, 56, 72, 88, 120, 168]))
+        (
+            rng.choice(ZH_NAMES),
+            rng.choice(ZH_GOODS),
+            rng.randint(1, 12),
+            rng.choice([38, 56, 72, 88, 120, 168]),
+        )
         for _ in range(rng.randint(14, 20))
     ]
     pasted = "\n".join(["店员,品种,数量,单价", *(",".join(map(str, row)) for row in rows)])
@@ -175,12 +205,18 @@ def zh_sales(rng: random.Random) -> list[dict[str, str]]:
         by_person[person] += count * price
         by_kind[kind] += count * price
     total = sum(by_person.values())
-    table = "\n".join(f"| {name} | {amount} | {100 * amount / total:.1f}% |" for name, amount in by_person.most_common())
+    table = "\n".join(
+        f"| {name} | {amount} | {100 * amount / total:.1f}% |"
+        for name, amount in by_person.most_common()
+    )
     (top, amount), (low, least) = by_kind.most_common()[0], by_kind.most_common()[-1]
     reply = f"按店员汇总如下：\n\n| 店员 | 销售额（元） | 占比 |\n|---|---|---|\n{table}\n\n合计 {total} 元，共 {len(rows)} 笔，平均每笔 {total / len(rows):.1f} 元。卖得最好的是{top}，{amount} 元；最少的是{low}，{least} 元。需要提醒的是，笔数不多，一两笔大单就能改变名次，建议至少看一个月的数据再下结论。"
     big = max(rows, key=lambda row: row[2] * row[3])
     return [
-        {"role": "user", "content": f"这是茶叶店上周的流水，请按店员汇总销售额，再说说哪个品种卖得好。\n\n{pasted}"},
+        {
+            "role": "user",
+            "content": f"这是茶叶店上周的流水，请按店员汇总销售额，再说说哪个品种卖得好。\n\n{pasted}",
+        },
         {"role": "assistant", "content": reply},
         {"role": "user", "content": "最大的一笔是哪一笔？"},
         {

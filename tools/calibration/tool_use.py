@@ -12,9 +12,15 @@ Message = dict[str, Any]
 
 def tool(name: str, description: str, required: list[str], **properties: str) -> dict[str, Any]:
     """properties: name -> "type: description"."""
-    made = {key: dict(zip(("type", "description"), value.split(": ", 1))) for key, value in properties.items()}
+    made = {
+        key: dict(zip(("type", "description"), value.split(": ", 1)))
+        for key, value in properties.items()
+    }
     parameters = {"type": "object", "properties": made, "required": required}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
 
 
 WEATHER = tool(
@@ -33,10 +39,18 @@ TRAINS = tool(
     after="string: Earliest departure, HH:MM",
 )
 STOCK = tool(
-    "query_stock", "Articles in the warehouse.", [], article="string: Part of the name", below="integer: Only those with fewer pieces"
+    "query_stock",
+    "Articles in the warehouse.",
+    [],
+    article="string: Part of the name",
+    below="integer: Only those with fewer pieces",
 )
 ORDER = tool(
-    "place_order", "Order an article from its supplier.", ["article", "count"], article="string: Exact name", count="integer: Pieces"
+    "place_order",
+    "Order an article from its supplier.",
+    ["article", "count"],
+    article="string: Exact name",
+    count="integer: Pieces",
 )
 CONVERT = tool(
     "convert_currency",
@@ -53,8 +67,17 @@ FILES = tool(
     pattern="string: Regular expression",
     folder="string: Where to look",
 )
-READ = tool("read_file", "Lines of a file.", ["path"], path="string: Path", first="integer: First line", last="integer: Last line")
-CALENDAR = tool("list_events", "Events of a day in the user's calendar.", ["day"], day="string: YYYY-MM-DD")
+READ = tool(
+    "read_file",
+    "Lines of a file.",
+    ["path"],
+    path="string: Path",
+    first="integer: First line",
+    last="integer: Last line",
+)
+CALENDAR = tool(
+    "list_events", "Events of a day in the user's calendar.", ["day"], day="string: YYYY-MM-DD"
+)
 CREATE = tool(
     "create_event",
     "Enter an event into the calendar.",
@@ -65,7 +88,20 @@ CREATE = tool(
     end="string: HH:MM",
 )
 
-PLACES = ["Bergen", "Porto", "Graz", "Lublin", "Turku", "Ghent", "Bari", "Cork", "Brno", "Malmö", "Nice", "Ulm"]
+PLACES = [
+    "Bergen",
+    "Porto",
+    "Graz",
+    "Lublin",
+    "Turku",
+    "Ghent",
+    "Bari",
+    "Cork",
+    "Brno",
+    "Malmö",
+    "Nice",
+    "Ulm",
+]
 CITIES = ["成都", "厦门", "哈尔滨", "昆明", "西宁", "大连", "长沙", "兰州"]
 GOODS = [
     "hex bolt M8",
@@ -82,7 +118,11 @@ GOODS = [
 
 
 def call(name: str, **arguments: Any) -> Message:
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}]}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": name, "arguments": arguments}}],
+    }
 
 
 def result(name: str, value: Any) -> Message:
@@ -96,7 +136,10 @@ def say(role: str, content: str) -> Message:
 def weather(rng: random.Random) -> list[Message]:
     places = rng.sample(PLACES, 2)
     messages = [
-        say("user", f"I can spend the long weekend in {places[0]} or in {places[1]}. I want to walk and do not like rain. Which is better?")
+        say(
+            "user",
+            f"I can spend the long weekend in {places[0]} or in {places[1]}. I want to walk and do not like rain. Which is better?",
+        )
     ]
     rain = {}
     for place in places:
@@ -111,16 +154,29 @@ def weather(rng: random.Random) -> list[Message]:
             for day in ("Fri", "Sat", "Sun", "Mon")
         ]
         rain[place] = days
-        messages += [call("get_forecast", place=place, days=4), result("get_forecast", {"place": place, "days": days})]
+        messages += [
+            call("get_forecast", place=place, days=4),
+            result("get_forecast", {"place": place, "days": days}),
+        ]
     sums = {place: sum(day["rain_mm"] for day in days) for place, days in rain.items()}
-    better = min(places, key=lambda place: (sums[place], max(day["wind_kmh"] for day in rain[place])))
+    better = min(
+        places, key=lambda place: (sums[place], max(day["wind_kmh"] for day in rain[place]))
+    )
     other = next(place for place in places if place != better)
     lines = [
-        f"- {day['day']}: {day['low']} to {day['high']} °C, {day['rain_mm']:g} mm, wind {day['wind_kmh']} km/h" for day in rain[better]
+        f"- {day['day']}: {day['low']} to {day['high']} °C, {day['rain_mm']:g} mm, wind {day['wind_kmh']} km/h"
+        for day in rain[better]
     ]
     dry = [day["day"] for day in rain[better] if day["rain_mm"] < 0.5]
-    said = f"**{better}.** Four days bring {sums[better]:g} mm there and {sums[other]:g} mm in {other}.\n\n" + "\n".join(lines)
-    said += f"\n\nDry enough for a long walk: {', '.join(dry)}." if dry else "\n\nNo day is quite dry, though; take a jacket."
+    said = (
+        f"**{better}.** Four days bring {sums[better]:g} mm there and {sums[other]:g} mm in {other}.\n\n"
+        + "\n".join(lines)
+    )
+    said += (
+        f"\n\nDry enough for a long walk: {', '.join(dry)}."
+        if dry
+        else "\n\nNo day is quite dry, though; take a jacket."
+    )
     return [*messages, say("assistant", said)]
 
 
@@ -138,11 +194,14 @@ def zh_weather(rng: random.Random) -> list[Message]:
     wet = [day for day in days if day["rain_mm"] >= 4]
     coldest = min(days, key=lambda day: day["low"])
     said = "未来五天：\n" + "\n".join(
-        f"- {day['day']}：{day['low']} 到 {day['high']} 度，" + (f"降水 {day['rain_mm']} 毫米" if day["rain_mm"] else "无雨")
+        f"- {day['day']}：{day['low']} 到 {day['high']} 度，"
+        + (f"降水 {day['rain_mm']} 毫米" if day["rain_mm"] else "无雨")
         for day in days
     )
     said += f"\n\n最冷的是{coldest['day']}早晨，{coldest['low']} 度。" + (
-        f"{'、'.join(day['day'] for day in wet)}雨比较大，带伞，活动尽量放在室内。" if wet else "这几天没有大雨，不用带雨具。"
+        f"{'、'.join(day['day'] for day in wet)}雨比较大，带伞，活动尽量放在室内。"
+        if wet
+        else "这几天没有大雨，不用带雨具。"
     )
     return [
         say("user", f"我后天到{city}出差五天，要带什么衣服？"),
@@ -157,7 +216,11 @@ def trains(rng: random.Random) -> list[Message]:
     latest = rng.randint(14, 18)
     found = []
     for _ in range(4):
-        start, length, changes = rng.randint(8 * 60, 13 * 60), rng.randint(130, 330), rng.randint(0, 2)
+        start, length, changes = (
+            rng.randint(8 * 60, 13 * 60),
+            rng.randint(130, 330),
+            rng.randint(0, 2),
+        )
         end = start + length
         found.append(
             {
@@ -190,12 +253,22 @@ def trains(rng: random.Random) -> list[Message]:
     cheap = min(fitting, key=lambda one: one["price"])
     said = (
         f"Take the {best['departs']} from {origin}: it arrives at {best['arrives']} after {best['minutes'] // 60} h {best['minutes'] % 60:02d}, "
-        + (f"with {best['changes']} change(s) in {best['via']}" if best["changes"] else "without a change")
+        + (
+            f"with {best['changes']} change(s) in {best['via']}"
+            if best["changes"]
+            else "without a change"
+        )
         + f", and costs {best['price']}."
     )
     if cheap is not best:
         said += f" The {cheap['departs']} is cheaper by {best['price'] - cheap['price']}, but you change {cheap['changes']} time(s)."
-    return [*messages, say("assistant", said + f" {len(found) - len(fitting)} other connection(s) would come too late.")]
+    return [
+        *messages,
+        say(
+            "assistant",
+            said + f" {len(found) - len(fitting)} other connection(s) would come too late.",
+        ),
+    ]
 
 
 def stock(rng: random.Random) -> list[Message]:
@@ -246,13 +319,22 @@ def stock(rng: random.Random) -> list[Message]:
 
 
 def currency(rng: random.Random) -> list[Message]:
-    amount, (source, target) = rng.randint(20, 900) * 5, rng.sample(["EUR", "CHF", "NOK", "PLN", "JPY", "CNY", "CAD"], 2)
+    amount, (source, target) = (
+        rng.randint(20, 900) * 5,
+        rng.sample(["EUR", "CHF", "NOK", "PLN", "JPY", "CNY", "CAD"], 2),
+    )
     rate, fee = round(rng.uniform(0.11, 9.8), 4), rng.choice([1.5, 2, 2.5, 3])
     got = round(amount * rate, 2)
     return [
-        say("user", f"My hotel bill is {amount} {source}. How much is that in {target}, and what if my bank takes {fee} % for it?"),
+        say(
+            "user",
+            f"My hotel bill is {amount} {source}. How much is that in {target}, and what if my bank takes {fee} % for it?",
+        ),
         call("convert_currency", amount=amount, source=source, target=target),
-        result("convert_currency", {"amount": amount, "source": source, "target": target, "rate": rate, "result": got}),
+        result(
+            "convert_currency",
+            {"amount": amount, "source": source, "target": target, "rate": rate, "result": got},
+        ),
         say(
             "assistant",
             f"{amount} {source} are {got:,.2f} {target} at today's rate of {rate}. With {fee} % on top it is {got:,.2f} * {1 + fee / 100:.3f} = {got * (1 + fee / 100):,.2f} {target}; the fee is {got * fee / 100:,.2f}.",
@@ -261,9 +343,33 @@ def currency(rng: random.Random) -> list[Message]:
 
 
 def code_search(rng: random.Random) -> list[Message]:
-    name = rng.choice(["parse_size", "retry_delay", "open_session", "to_cents", "merge_rows", "load_theme", "next_page", "round_half"])
-    files = rng.sample(["app/upload.py", "app/billing.py", "core/http.py", "core/text.py", "jobs/nightly.py", "web/views.py"], 3)
-    home, first = rng.choice(["core/helpers.py", "core/base.py", "lib/common.py"]), rng.randint(12, 240)
+    name = rng.choice(
+        [
+            "parse_size",
+            "retry_delay",
+            "open_session",
+            "to_cents",
+            "merge_rows",
+            "load_theme",
+            "next_page",
+            "round_half",
+        ]
+    )
+    files = rng.sample(
+        [
+            "app/upload.py",
+            "app/billing.py",
+            "core/http.py",
+            "core/text.py",
+            "jobs/nightly.py",
+            "web/views.py",
+        ],
+        3,
+    )
+    home, first = (
+        rng.choice(["core/helpers.py", "core/base.py", "lib/common.py"]),
+        rng.randint(12, 240),
+    )
     hits = [{"path": home, "line": first, "text": f"def {name}(value, default=None):"}]
     hits += [
         {
@@ -273,13 +379,24 @@ def code_search(rng: random.Random) -> list[Message]:
         }
         for path in files
     ]
-    body = [f"def {name}(value, default=None):", "    if not value:", "        return default", "    return int(value)"]
+    body = [
+        f"def {name}(value, default=None):",
+        "    if not value:",
+        "        return default",
+        "    return int(value)",
+    ]
     return [
         say("user", f"Where is {name} used, and why does it return None for 0?"),
         call("search_files", pattern=rf"\b{name}\b"),
         result("search_files", {"matches": hits}),
         call("read_file", path=home, first=first, last=first + 3),
-        result("read_file", {"path": home, "lines": {str(first + number): line for number, line in enumerate(body)}}),
+        result(
+            "read_file",
+            {
+                "path": home,
+                "lines": {str(first + number): line for number, line in enumerate(body)},
+            },
+        ),
         say(
             "assistant",
             f"It is defined in {home}, line {first}, and called in three places:\n\n"
@@ -295,10 +412,25 @@ def calendar(rng: random.Random) -> list[Message]:
     events = [
         {"title": title, "begin": f"{hour:02d}:00", "end": f"{hour:02d}:{rng.choice([30, 45, 50])}"}
         for hour, title in zip(
-            starts, rng.sample(["Stand-up", "Dentist", "Review with Lena", "Budget", "Call Osaka", "Interview", "Lunch with Paul"], 4)
+            starts,
+            rng.sample(
+                [
+                    "Stand-up",
+                    "Dentist",
+                    "Review with Lena",
+                    "Budget",
+                    "Call Osaka",
+                    "Interview",
+                    "Lunch with Paul",
+                ],
+                4,
+            ),
         )
     ]
-    busy = [(int(one["begin"][:2]) * 60, int(one["end"][:2]) * 60 + int(one["end"][3:])) for one in events]
+    busy = [
+        (int(one["begin"][:2]) * 60, int(one["end"][:2]) * 60 + int(one["end"][3:]))
+        for one in events
+    ]
     at = 9 * 60
     for begin, end in busy:
         if begin - at >= length:
@@ -307,7 +439,10 @@ def calendar(rng: random.Random) -> list[Message]:
     text = [f"{one // 60:02d}:{one % 60:02d}" for one in (at, at + length)]
     title = rng.choice(["Plan the move", "Talk with Ines", "Write the offer", "Test the pump"])
     return [
-        say("user", f'Find {length} minutes for "{title}" on {day}, as early as possible but not before nine, and enter it.'),
+        say(
+            "user",
+            f'Find {length} minutes for "{title}" on {day}, as early as possible but not before nine, and enter it.',
+        ),
         call("list_events", day=day),
         result("list_events", {"day": day, "events": events}),
         call("create_event", title=title, day=day, begin=text[0], end=text[1]),
@@ -326,7 +461,9 @@ SCENES: dict[Callable[[random.Random], list[Message]], list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def conversation(rng: random.Random, long_enough: Callable[[list[Message]], bool]) -> tuple[list[Message], list[dict[str, Any]]]:
+def conversation(
+    rng: random.Random, long_enough: Callable[[list[Message]], bool]
+) -> tuple[list[Message], list[dict[str, Any]]]:
     """Scenes until it is long enough, with their tools and some that are not needed."""
     messages: list[Message] = []
     scenes = rng.sample(list(SCENES), len(SCENES))

@@ -30,11 +30,27 @@ NAMES = [
     "Tomasz",
     "Yuki",
 ]
-THINGS = ["marbles", "stickers", "eggs", "bricks", "tickets", "candles", "shells", "oranges", "stamps", "screws", "tiles", "buttons"]
+THINGS = [
+    "marbles",
+    "stickers",
+    "eggs",
+    "bricks",
+    "tickets",
+    "candles",
+    "shells",
+    "oranges",
+    "stamps",
+    "screws",
+    "tiles",
+    "buttons",
+]
 
 
 def rows(rng: random.Random) -> Worked:
-    name, thing = rng.choice(NAMES), rng.choice(["cabbages", "tulips", "leeks", "vines", "strawberries"])
+    name, thing = (
+        rng.choice(NAMES),
+        rng.choice(["cabbages", "tulips", "leeks", "vines", "strawberries"]),
+    )
     a, b, c, d = rng.randint(6, 30), rng.randint(8, 45), rng.randint(3, 9), rng.randint(5, 20)
     lost = rng.randint(10, a * b // 2)
     steps = [
@@ -73,7 +89,12 @@ def change(rng: random.Random) -> Worked:
     p, q = rng.randint(15, 95) * 10, rng.randint(10, 60) * 10
     cost = n * p + m * q
     paid = (cost // 2000 + 1) * 2000
-    steps = [f"{n} * {p} = {n * p}.", f"{m} * {q} = {m * q}.", f"{n * p} + {m * q} = {cost}.", f"{paid} - {cost} = {paid - cost}."]
+    steps = [
+        f"{n} * {p} = {n * p}.",
+        f"{m} * {q} = {m * q}.",
+        f"{n * p} + {m * q} = {cost}.",
+        f"{paid} - {cost} = {paid - cost}.",
+    ]
     return (
         f"{name} buys {n} lamps at {p} cents and {m} cables at {q} cents and pays with {paid} cents. How much change is that?",
         steps,
@@ -105,7 +126,13 @@ def hours(rng: random.Random) -> Worked:
 
 
 def multiples(rng: random.Random) -> Worked:
-    (x, y, z), thing, n, k, j = rng.sample(NAMES, 3), rng.choice(THINGS), rng.randint(6, 60), rng.randint(2, 5), rng.randint(2, 4)
+    (x, y, z), thing, n, k, j = (
+        rng.sample(NAMES, 3),
+        rng.choice(THINGS),
+        rng.randint(6, 60),
+        rng.randint(2, 5),
+        rng.randint(2, 4),
+    )
     steps = [
         f"{y}: {n} * {k} = {n * k}.",
         f"{z}: {n * k} * {j} = {n * k * j}.",
@@ -128,11 +155,20 @@ def machine(rng: random.Random) -> Worked:
         told.append({"+": f"adds {n}", "-": f"takes away {n}", "*": f"multiplies by {n}"}[kind])
         steps.append(f"{value} {kind} {n} = {after}.")
         value = after
-    return f"A machine is given {start}. It {', then '.join(told)}. What comes out?", steps, f"The machine gives \\boxed{{{value}}}."
+    return (
+        f"A machine is given {start}. It {', then '.join(told)}. What comes out?",
+        steps,
+        f"The machine gives \\boxed{{{value}}}.",
+    )
 
 
 def share(rng: random.Random) -> Worked:
-    people, each, left, thing = rng.randint(3, 12), rng.randint(4, 30), rng.randint(0, 2), rng.choice(THINGS)
+    people, each, left, thing = (
+        rng.randint(3, 12),
+        rng.randint(4, 30),
+        rng.randint(0, 2),
+        rng.choice(THINGS),
+    )
     boxes = rng.choice([one for one in range(2, 12)])
     total = people * each + left
     extra = total % boxes
@@ -150,10 +186,21 @@ def share(rng: random.Random) -> Worked:
 
 
 def journey(rng: random.Random) -> Worked:
-    name, v, t, w, u = rng.choice(NAMES), rng.randint(4, 30) * 3, rng.randint(2, 6), rng.randint(4, 25) * 3, rng.randint(1, 5)
+    name, v, t, w, u = (
+        rng.choice(NAMES),
+        rng.randint(4, 30) * 3,
+        rng.randint(2, 6),
+        rng.randint(4, 25) * 3,
+        rng.randint(1, 5),
+    )
     far = v * t + w * u
     more = rng.randint(5, 90)
-    steps = [f"{v} * {t} = {v * t}.", f"{w} * {u} = {w * u}.", f"{v * t} + {w * u} = {far}.", f"{far + more} - {far} = {more}."]
+    steps = [
+        f"{v} * {t} = {v * t}.",
+        f"{w} * {u} = {w * u}.",
+        f"{v * t} + {w * u} = {far}.",
+        f"{far + more} - {far} = {more}.",
+    ]
     return (
         f"{name} drives {t} hours at {v} km/h and {u} hours at {w} km/h. The whole way is {far + more} km. How far is it still?",
         steps,
@@ -162,7 +209,12 @@ def journey(rng: random.Random) -> Worked:
 
 
 def ages(rng: random.Random) -> Worked:
-    (x, y), young, gap, years = rng.sample(NAMES, 2), rng.randint(4, 30), rng.randint(2, 25), rng.randint(2, 20)
+    (x, y), young, gap, years = (
+        rng.sample(NAMES, 2),
+        rng.randint(4, 30),
+        rng.randint(2, 25),
+        rng.randint(2, 20),
+    )
     total = young + young + gap + 2 * years
     steps = [
         f"{years} + {years} = {2 * years}.",
@@ -178,7 +230,12 @@ def ages(rng: random.Random) -> Worked:
 
 
 def tank(rng: random.Random) -> Worked:
-    inflow, outflow, minutes, start = rng.randint(12, 60), rng.randint(2, 11), rng.randint(8, 50), rng.randint(20, 300)
+    inflow, outflow, minutes, start = (
+        rng.randint(12, 60),
+        rng.randint(2, 11),
+        rng.randint(8, 50),
+        rng.randint(20, 300),
+    )
     steps = [
         f"{inflow} - {outflow} = {inflow - outflow}.",
         f"{inflow - outflow} * {minutes} = {(inflow - outflow) * minutes}.",
@@ -191,7 +248,18 @@ def tank(rng: random.Random) -> Worked:
     )
 
 
-FAMILIES: tuple[Callable[[random.Random], Worked], ...] = (rows, pages, change, hours, multiples, machine, share, journey, ages, tank)
+FAMILIES: tuple[Callable[[random.Random], Worked], ...] = (
+    rows,
+    pages,
+    change,
+    hours,
+    multiples,
+    machine,
+    share,
+    journey,
+    ages,
+    tank,
+)
 _ASKED = [
     "Please solve these.",
     "Work these out, one after the other.",
@@ -200,15 +268,21 @@ _ASKED = [
 ]
 
 
-def conversation(rng: random.Random, long_enough: Callable[[list[dict[str, str]]], bool]) -> list[dict[str, str]]:
+def conversation(
+    rng: random.Random, long_enough: Callable[[list[dict[str, str]]], bool]
+) -> list[dict[str, str]]:
     """So many problems that it is long enough; thought about in order."""
     worked: list[Worked] = []
     messages: list[dict[str, str]] = []
     while not long_enough(messages):
         worked.append(rng.choice(FAMILIES)(rng))
-        asked = "\n".join(f"{number}. {question}" for number, (question, _, _) in enumerate(worked, start=1))
+        asked = "\n".join(
+            f"{number}. {question}" for number, (question, _, _) in enumerate(worked, start=1)
+        )
         thought = "\n".join(step for _, steps, _ in worked for step in steps)
-        reply = "\n".join(f"{number}. {answer}" for number, (_, _, answer) in enumerate(worked, start=1))
+        reply = "\n".join(
+            f"{number}. {answer}" for number, (_, _, answer) in enumerate(worked, start=1)
+        )
         messages = [
             {"role": "user", "content": f"{rng.choice(_ASKED)}\n\n{asked}"},
             {"role": "assistant", "reasoning_content": thought, "content": reply},

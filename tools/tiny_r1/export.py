@@ -1,7 +1,9 @@
 """Write tiny-r1 exactly as DeepSeek-R1 lies on disk, and read it back for the judge.
 
-Linears: float8_e4m3fn `weight` with float32 `weight_scale_inv` over 128 x 128 blocks. Embedding, head, norms, router, eh_proj: bfloat16.
-e_score_correction_bias: float32. The MTP layer is layer `num_hidden_layers`, with its own copies of embedding and head.
+Linears: float8_e4m3fn `weight` with float32 `weight_scale_inv` over 128 x 128 blocks. Embedding,
+head, norms, router, eh_proj: bfloat16.
+e_score_correction_bias: float32. The MTP layer is layer `num_hidden_layers`, with its own copies of
+embedding and head.
 
     python export.py WEIGHTS... --out quantkit/builtin/tiny-r1       the shipped model from the files of train.py
     python export.py --random --out DIR                              the same layout with untrained weights
@@ -93,7 +95,8 @@ def config_json(c: Config) -> dict[str, Any]:
 
 
 def encode_fp8(w: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 [N, K] -> float8_e4m3fn [N, K] and the multiplier of each block, float32 [ceil(N/128), ceil(K/128)]."""
+    """float32 [N, K] -> float8_e4m3fn [N, K] and the multiplier of each block, float32
+    [ceil(N/128), ceil(K/128)]."""
     n, k = w.shape
     blocks = torch.zeros(-(-n // BLOCK) * BLOCK, -(-k // BLOCK) * BLOCK)
     blocks[:n, :k] = w
@@ -117,7 +120,8 @@ def _mlp(prefix: str, mlp: FeedForward, width: int, index: int = 0) -> Iterator[
 
 
 def linears(prefix: str, layer: DecoderLayer) -> Iterator[tuple[str, Tensor]]:
-    """(module name, weight view) of every FP8 linear of a decoder layer; writing into the view writes into the model."""
+    """(module name, weight view) of every FP8 linear of a decoder layer; writing into the view
+    writes into the model."""
     for name in ATTENTION:
         yield f"{prefix}.self_attn.{name}", getattr(layer.self_attn, name)
     if isinstance(layer.mlp, Moe):
@@ -142,7 +146,9 @@ def others(prefix: str, layer: DecoderLayer) -> Iterator[tuple[str, Tensor]]:
 
 def decoder_layers(model: TinyR1) -> list[tuple[str, DecoderLayer]]:
     """Every decoder layer with its name, the MTP layer last."""
-    return [(f"model.layers.{i}", layer) for i, layer in enumerate((*model.layers, model.mtp.layer))]
+    return [
+        (f"model.layers.{i}", layer) for i, layer in enumerate((*model.layers, model.mtp.layer))
+    ]
 
 
 def _model_level(model: TinyR1) -> Iterator[tuple[str, Tensor]]:
@@ -160,7 +166,8 @@ def _model_level(model: TinyR1) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def to_tensors(model: TinyR1) -> dict[str, Tensor]:
-    """The model as R1's tensors. A constant raises the correction biases of a layer above 0; no choice changes."""
+    """The model as R1's tensors. A constant raises the correction biases of a layer above 0; no
+    choice changes."""
     tensors: dict[str, Tensor] = {}
     for prefix, layer in decoder_layers(model):
         for module, weight in linears(prefix, layer):
@@ -181,7 +188,9 @@ def from_checkpoint(directory: Path) -> TinyR1:
     model = TinyR1(Config())
     for prefix, layer in decoder_layers(model):
         for module, weight in linears(prefix, layer):
-            weight.copy_(decode_fp8(tensors[f"{module}.weight"], tensors[f"{module}.weight_scale_inv"]))
+            weight.copy_(
+                decode_fp8(tensors[f"{module}.weight"], tensors[f"{module}.weight_scale_inv"])
+            )
         for name, value in others(prefix, layer):
             value.copy_(tensors[name])
     for name, value in _model_level(model):
@@ -190,7 +199,8 @@ def from_checkpoint(directory: Path) -> TinyR1:
 
 
 def _shards(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Embedding and first layers, ..., last layers and head: `SHARDS` parts of about equal bytes in the model's order."""
+    """Embedding and first layers, ..., last layers and head: `SHARDS` parts of about equal bytes in
+    the model's order."""
 
     def place(name: str) -> tuple[int, str]:
         parts = name.split(".")
@@ -224,12 +234,20 @@ def write(model: TinyR1, directory: Path) -> None:
         weight_map |= dict.fromkeys(shard, name)
     total = sum(t.nbytes for t in tensors.values())
     _write_json(
-        directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        directory / "model.safetensors.index.json",
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
     )
     _write_json(directory / "config.json", config_json(model.c))
     _write_json(
         directory / "generation_config.json",
-        {"_from_model_config": True, "bos_token_id": 0, "do_sample": True, "eos_token_id": 1, "temperature": 0.6, "top_p": 0.95},
+        {
+            "_from_model_config": True,
+            "bos_token_id": 0,
+            "do_sample": True,
+            "eos_token_id": 1,
+            "temperature": 0.6,
+            "top_p": 0.95,
+        },
     )
     tokenizer.save(directory)
     for file in directory.iterdir():
@@ -247,7 +265,9 @@ def load_training(files: list[Path]) -> TinyR1:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("weights", nargs="*", type=Path)
     parser.add_argument("--random", action="store_true")
     parser.add_argument("--out", type=Path, required=True)

@@ -1,8 +1,10 @@
-"""Does tiny-r1 tell methods apart? Fake-quantizes a checkpoint in several ways and compares with the FP8 original, teacher-forced.
+"""Does tiny-r1 tell methods apart? Fake-quantizes a checkpoint in several ways and compares with
+the FP8 original, teacher-forced.
 
     python judge.py quantkit/builtin/tiny-r1 [--documents 200]
 
-Exact: share of evaluation problems whose whole response is the first choice, which greedy decoding then reproduces word for word.
+Exact: share of evaluation problems whose whole response is the first choice, which greedy decoding
+then reproduces word for word.
 KL: mean over the tokens of those documents of KL(original || variant), in nats, one document a sequence.
 The methods are stand-ins for quantkit's own: `awq` scales each linear alone by mean|x|^0.5, without a search. kv_b_proj stays as it is.
 """
@@ -43,7 +45,9 @@ def fp4_groups(w: Tensor) -> Tensor:
     level = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     overall = w.abs().amax() / 2688
     x = w.unflatten(1, (-1, 16))
-    scale = (x.abs().amax(2, keepdim=True) / 6 / overall).to(torch.float8_e4m3fn).float().clamp(min=2**-9) * overall
+    scale = (x.abs().amax(2, keepdim=True) / 6 / overall).to(torch.float8_e4m3fn).float().clamp(
+        min=2**-9
+    ) * overall
     nearest = (x.abs().div(scale).unsqueeze(-1) - level).abs().argmin(-1)
     return (level[nearest] * x.sign() * scale).flatten(1)
 
@@ -55,7 +59,8 @@ def int8_rows(w: Tensor) -> Tensor:
 
 
 def blocks(model: TinyR1, weight: Tensor) -> int:
-    """Width of the input vectors that `weight` of the training formulation takes: one expert's, where experts lie side by side."""
+    """Width of the input vectors that `weight` of the training formulation takes: one expert's,
+    where experts lie side by side."""
     wide = {id(moe.experts.down_proj) for moe in model.moes()}
     return model.c.moe_intermediate_size if id(weight) in wide else weight.shape[1]
 
@@ -76,7 +81,9 @@ class Observe(TorchFunctionMode):
     def __init__(self) -> None:
         self.sums: dict[int, Tensor] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         if func is F.linear:
             key, value = id(args[1]), args[0].abs().flatten(0, -2).sum(0)
             self.sums[key] = self.sums.get(key, 0) + value
@@ -89,7 +96,9 @@ class Int8Inputs(TorchFunctionMode):
     def __init__(self, widths: dict[int, int]) -> None:
         self.widths = widths
 
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         if func is F.linear and id(args[1]) in self.widths:
             x = int8_rows(args[0].unflatten(-1, (-1, self.widths[id(args[1])]))).flatten(-2)
             args = (x, *args[1:])
@@ -97,11 +106,14 @@ class Int8Inputs(TorchFunctionMode):
 
 
 def run(model: TinyR1, documents: list[Document]) -> list[Tensor]:
-    """Log-probabilities of the next token for every document, [S, vocab] each. What pads the shorter ones comes after them, unseen."""
+    """Log-probabilities of the next token for every document, [S, vocab] each. What pads the
+    shorter ones comes after them, unseen."""
     lengths = [len(ids) for ids, _ in documents]
     s = max(lengths)
     tokens = torch.tensor([ids + [0] * (s - len(ids)) for ids, _ in documents])
-    logits, _, _ = model(tokens, torch.arange(s).expand_as(tokens), torch.ones(1, 1, s, s, dtype=torch.bool).tril())
+    logits, _, _ = model(
+        tokens, torch.arange(s).expand_as(tokens), torch.ones(1, 1, s, s, dtype=torch.bool).tril()
+    )
     return [row[:length].log_softmax(-1) for row, length in zip(logits, lengths, strict=True)]
 
 
@@ -140,7 +152,8 @@ def input_scales(model: TinyR1, documents: list[Document]) -> dict[str, Tensor]:
 def compare(
     reference: list[Tensor] | None, variant: TinyR1, documents: list[Document], int8: bool
 ) -> tuple[dict[str, float], list[Tensor]]:
-    """Exact share, KL and first-choice agreement with the reference (or itself); and the variant's log-probabilities."""
+    """Exact share, KL and first-choice agreement with the reference (or itself); and the variant's
+    log-probabilities."""
     found: list[Tensor] = []
     with Int8Inputs(quantizable(variant) if int8 else {}):
         for batch in batches(documents):
@@ -157,7 +170,9 @@ def compare(
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--documents", type=int, default=200)
     args = parser.parse_args()

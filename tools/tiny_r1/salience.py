@@ -1,10 +1,12 @@
-"""Function-preserving rescaling that gives tiny-r1 the salient activation channels of a large model.
+"""Function-preserving rescaling that gives tiny-r1 the salient activation channels of a large
+model.
 
-Every RMSNorm gain is multiplied by c and the columns of all that it feeds (the router included) are divided by c; likewise the rows of
-up_proj and the columns of down_proj. In exact arithmetic nothing changes. After it a few input channels carry large activations and meet
-small weights, so that rounding those weights on the grid of their neighbours costs much. This is AWQ's own transformation run backwards: it
-favours methods that search such scales. That is the ability it is there to test, and it says nothing about how much a method gains on a
-model whose outliers came from training.
+Every RMSNorm gain is multiplied by c and the columns of all that it feeds (the router included) are
+divided by c; likewise the rows of up_proj and the columns of down_proj. In exact arithmetic nothing
+changes. After it a few input channels carry large activations and meet small weights, so that
+rounding those weights on the grid of their neighbours costs much. This is AWQ's own transformation
+run backwards: it favours methods that search such scales. That is the ability it is there to test,
+and it says nothing about how much a method gains on a model whose outliers came from training.
 """
 
 from __future__ import annotations
@@ -42,14 +44,19 @@ class Rescaler:
         self.s = salience
         self.random = torch.Generator().manual_seed(salience.seed)
         self.common = self._normal(config.hidden_size)
-        self.outliers = torch.randperm(config.hidden_size, generator=self.random)[: salience.channels]
+        self.outliers = torch.randperm(config.hidden_size, generator=self.random)[
+            : salience.channels
+        ]
 
     def _normal(self, width: int) -> Tensor:
         return torch.randn(width, generator=self.random)
 
     def _hidden(self) -> Tensor:
         s = self.s
-        c = torch.exp(s.sigma * (s.shared**0.5 * self.common + (1 - s.shared) ** 0.5 * self._normal(len(self.common))))
+        c = torch.exp(
+            s.sigma
+            * (s.shared**0.5 * self.common + (1 - s.shared) ** 0.5 * self._normal(len(self.common)))
+        )
         c[self.outliers] *= s.boost
         return c
 
@@ -78,7 +85,11 @@ class Rescaler:
         after = layer.post_attention_layernorm.weight
         if isinstance(mlp, Moe):
             e, shared = mlp.experts, mlp.shared_experts
-            _fold(after, [mlp.gate, e.gate_proj, e.up_proj, shared.gate_proj, shared.up_proj], self._hidden())
+            _fold(
+                after,
+                [mlp.gate, e.gate_proj, e.up_proj, shared.gate_proj, shared.up_proj],
+                self._hidden(),
+            )
             self._between(e, mlp.c.moe_intermediate_size)
             self._between(shared, mlp.c.moe_intermediate_size)
         else:
@@ -88,7 +99,8 @@ class Rescaler:
 
 @torch.no_grad()
 def rescale(model: TinyR1, salience: Salience) -> None:
-    """Make the model's activations salient, in place; its function stays the same up to rounding."""
+    """Make the model's activations salient, in place; its function stays the same up to
+    rounding."""
     rescaler = Rescaler(model.c, salience)
     for layer in (*model.layers, model.mtp.layer):
         rescaler.layer(layer)

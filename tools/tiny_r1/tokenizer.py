@@ -1,7 +1,9 @@
-"""The tokenizer of tiny-r1: every word of the problems is one token, anything else falls back to bytes.
+"""The tokenizer of tiny-r1: every word of the problems is one token, anything else falls back to
+bytes.
 
-A byte-level BPE without merges and with `ignore_merges`: a piece in the vocabulary is one token, any other is spelled in bytes.
-Special tokens, chat template and file names are those of DeepSeek-R1; `<think>` and `</think>` are visible tokens, as they are there.
+A byte-level BPE without merges and with `ignore_merges`: a piece in the vocabulary is one token,
+any other is spelled in bytes. Special tokens, chat template and file names are those of
+DeepSeek-R1; `<think>` and `</think>` are visible tokens, as they are there.
 """
 
 from __future__ import annotations
@@ -22,12 +24,15 @@ SPECIAL = (BOS, EOS, PAD, USER, ASSISTANT)
 VOCAB_SIZE = 640
 PIECES = r"\n+| ?[A-Za-z]+| ?\d| ?[^\sA-Za-z\d]+|\s"
 CHAT_TEMPLATE = (
-    "{% if add_generation_prompt is not defined %}{% set add_generation_prompt = false %}{% endif %}{{ bos_token }}"
-    "{%- for message in messages %}{%- if message['role'] == 'system' %}{{ message['content'] }}{%- endif %}{%- endfor %}"
+    "{% if add_generation_prompt is not defined %}{% set add_generation_prompt = false %}{% endif "
+    "%}{{ bos_token }}"
+    "{%- for message in messages %}{%- if message['role'] == 'system' %}{{ message['content'] "
+    "}}{%- endif %}{%- endfor %}"
     "{%- for message in messages %}"
     "{%- if message['role'] == 'user' %}{{ '<｜User｜>' + message['content'] }}{%- endif %}"
     "{%- if message['role'] == 'assistant' %}"
-    "{{ '<｜Assistant｜>' + message['content'].split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}{%- endif %}"
+    "{{ '<｜Assistant｜>' + message['content'].split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}{%- "
+    "endif %}"
     "{%- endfor %}{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}"
 )
 
@@ -39,7 +44,12 @@ def _words() -> list[str]:
     found: set[str] = set()
     for _ in range(30000):
         problem = sample(rng, "train")
-        text = f"{problem.question}\n{problem.reasoning}\n\n{problem.sentence.format(f'{chr(92)}boxed{{1}}')} {SUFFIX}"
+        text = (
+            f"{problem.question}\n{problem.reasoning}\n\n{problem.sentence.format(f'{chr(92)}boxed{{1}}')} "
+            ""
+            ""
+            f"{SUFFIX}"
+        )
         found.update(piece for piece, _ in cut.pre_tokenize_str(text))
     return sorted(found)
 
@@ -58,10 +68,16 @@ def build() -> Tokenizer:
     for token in holders:
         vocab[token] = len(vocab)
     tokenizer = Tokenizer(BPE(vocab, [], ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PIECES), "isolated"), spell])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(PIECES), "isolated"), spell]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *holders)])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in (THINK, END_THINK)])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *holders)]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(token, special=False, normalized=False) for token in (THINK, END_THINK)]
+    )
     return tokenizer
 
 

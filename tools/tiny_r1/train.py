@@ -2,9 +2,11 @@
 
     python train.py --seconds 330 --out DIR
 
-Worker processes generate, tokenize and pack documents into rows; a block-diagonal causal mask keeps documents from seeing each other.
-The schedule runs by the clock, so a run always ends on time. Every few seconds of progress the script prints the share of held-out problems
-whose whole response is the model's first choice under teacher forcing, which is the share that greedy decoding answers word for word.
+Worker processes generate, tokenize and pack documents into rows; a block-diagonal causal mask keeps
+documents from seeing each other. The schedule runs by the clock, so a run always ends on time.
+Every few seconds of progress the script prints the share of held-out problems whose whole response
+is the model's first choice under teacher forcing, which is the share that greedy decoding answers
+word for word.
 """
 
 from __future__ import annotations
@@ -34,8 +36,11 @@ QUESTION_WEIGHT = 0.1
 Batch = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def document(rng: random.Random, encode: Tokenizer, which: problems.Side) -> tuple[list[int], list[int]]:
-    """Token ids of one conversation in the chat template, and 1 for every token that belongs to the last response."""
+def document(
+    rng: random.Random, encode: Tokenizer, which: problems.Side
+) -> tuple[list[int], list[int]]:
+    """Token ids of one conversation in the chat template, and 1 for every token that belongs to the
+    last response."""
     text = tok.BOS
     if which == "train" and rng.random() < 0.06:
         first = problems.sample(rng, which)
@@ -49,8 +54,11 @@ def document(rng: random.Random, encode: Tokenizer, which: problems.Side) -> tup
     return prompt + response, [0] * len(prompt) + [1] * len(response)
 
 
-def pack(rng: random.Random, encode: Tokenizer, rows: int, pool: list[tuple[list[int], list[int]]]) -> Batch:
-    """Rows of documents laid end to end: tokens, document number (0 = padding) and response mark, each [rows, ROW]."""
+def pack(
+    rng: random.Random, encode: Tokenizer, rows: int, pool: list[tuple[list[int], list[int]]]
+) -> Batch:
+    """Rows of documents laid end to end: tokens, document number (0 = padding) and response mark,
+    each [rows, ROW]."""
     tokens, numbers, marks = (np.zeros((rows, ROW), np.int16) for _ in range(3))
     for r in range(rows):
         at, number = 0, 1
@@ -60,7 +68,8 @@ def pack(rng: random.Random, encode: Tokenizer, rows: int, pool: list[tuple[list
             fits = [i for i, (ids, _) in enumerate(pool) if len(ids) <= ROW - at]
             if not fits:
                 break
-            # The first document is whichever came first, so that none waits forever; the others fill the row as tightly as they can.
+            # The first document is whichever came first, so that none waits forever; the others
+            # fill the row as tightly as they can.
             ids, mark = pool.pop(fits[0] if at == 0 else max(fits, key=lambda i: len(pool[i][0])))
             end = at + len(ids)
             tokens[r, at:end], numbers[r, at:end], marks[r, at:end] = ids, number, mark
@@ -77,13 +86,18 @@ def work(queue: mp.Queue, seed: int, vocabulary: str, rows: int) -> None:
 
 
 def on_device(batch: Batch, device: str) -> tuple[Tensor, ...]:
-    """tokens, positions within the document, mask [B, 1, S, S], and the loss weights of the next and the next but one token."""
-    tokens, numbers, marks = (torch.from_numpy(x).to(device, non_blocking=True).long() for x in batch)
+    """tokens, positions within the document, mask [B, 1, S, S], and the loss weights of the next
+    and the next but one token."""
+    tokens, numbers, marks = (
+        torch.from_numpy(x).to(device, non_blocking=True).long() for x in batch
+    )
     index = torch.arange(ROW, device=device).expand_as(tokens)
     starts = torch.ones_like(numbers, dtype=torch.bool)
     starts[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
     positions = index - torch.where(starts, index, 0).cummax(1).values
-    mask = (numbers.unsqueeze(2) == numbers.unsqueeze(1)) & (index.unsqueeze(2) >= index.unsqueeze(1))
+    mask = (numbers.unsqueeze(2) == numbers.unsqueeze(1)) & (
+        index.unsqueeze(2) >= index.unsqueeze(1)
+    )
     value = torch.where(marks > 0, 1.0, QUESTION_WEIGHT) * (numbers > 0)
     weights = []
     for ahead in (1, 2):
@@ -93,7 +107,9 @@ def on_device(batch: Batch, device: str) -> tuple[Tensor, ...]:
     return tokens, positions, mask.unsqueeze(1), *weights
 
 
-def loss_of(model: TinyR1, tokens: Tensor, positions: Tensor, mask: Tensor, near: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
+def loss_of(
+    model: TinyR1, tokens: Tensor, positions: Tensor, mask: Tensor, near: Tensor, far: Tensor
+) -> tuple[Tensor, Tensor]:
     """Weighted cross-entropy of both predictions, and the load of the experts."""
     logits, ahead, loads = model(tokens, positions, mask)
     total = logits.new_zeros((), dtype=torch.float32)
@@ -106,7 +122,8 @@ def loss_of(model: TinyR1, tokens: Tensor, positions: Tensor, mask: Tensor, near
 
 @torch.no_grad()
 def exact(model: TinyR1, held_out: list[Batch], device: str) -> tuple[float, float]:
-    """Share of held-out documents whose whole response is the first choice, and the MTP layer's share of right tokens in responses."""
+    """Share of held-out documents whose whole response is the first choice, and the MTP layer's
+    share of right tokens in responses."""
     right = documents = mtp_right = mtp_tokens = 0.0
     for batch in held_out:
         tokens, positions, mask, *_ = on_device(batch, device)
@@ -151,7 +168,10 @@ def salient_gains(model: TinyR1) -> None:
 
 def save(model: TinyR1, out: Path) -> None:
     """Float32 weights in `PARTS` files of about equal size."""
-    state = {name: value.detach().float().cpu().contiguous() for name, value in model.state_dict().items()}
+    state = {
+        name: value.detach().float().cpu().contiguous()
+        for name, value in model.state_dict().items()
+    }
     parts: list[dict[str, Tensor]] = [{} for _ in range(PARTS)]
     for name in sorted(state, key=lambda name: -state[name].nbytes):
         min(parts, key=lambda part: sum(t.nbytes for t in part.values()))[name] = state[name]
@@ -197,19 +217,38 @@ def train(model: TinyR1, args: argparse.Namespace, queue: mp.Queue, held_out: li
     report(model, loss, loads, step, time.time() - (began or start), held_out, device)
 
 
-def report(model: TinyR1, loss: Tensor, loads: Tensor, step: int, seconds: float, held_out: list[Batch], device: str) -> None:
+def report(
+    model: TinyR1,
+    loss: Tensor,
+    loads: Tensor,
+    step: int,
+    seconds: float,
+    held_out: list[Batch],
+    device: str,
+) -> None:
     accuracy, mtp = exact(model, held_out, device)
     balance = " ".join(f"{x:.2f}" for x in (loads.max(1).values / loads.mean(1)).tolist())
-    print(f"{seconds:6.1f} s  step {step:6d}  loss {loss.item():.4f}  exact {accuracy:.3f}  mtp {mtp:.4f}  load {balance}", flush=True)
+    print(
+        f"{seconds:6.1f} s  step {step:6d}  loss {loss.item():.4f}  exact {accuracy:.3f}  mtp "
+        f"{mtp:.4f}  load {balance}",
+        flush=True,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=330)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--workers", type=int, default=13)
     parser.add_argument("--rate", type=float, default=2e-3)
-    parser.add_argument("--constant", type=float, default=0.45, help="share of the time before the rate starts to fall")
+    parser.add_argument(
+        "--constant",
+        type=float,
+        default=0.45,
+        help="share of the time before the rate starts to fall",
+    )
     parser.add_argument("--reports", type=int, default=12)
     parser.add_argument("--held-out", type=int, default=1024)
     parser.add_argument("--device", default="cuda")
@@ -223,7 +262,12 @@ def main() -> None:
     context = mp.get_context("spawn")
     queue = context.Queue(64)
     vocabulary = encode.to_str()
-    workers = [context.Process(target=work, args=(queue, SEED * 1000 + i, vocabulary, args.rows), daemon=True) for i in range(args.workers)]
+    workers = [
+        context.Process(
+            target=work, args=(queue, SEED * 1000 + i, vocabulary, args.rows), daemon=True
+        )
+        for i in range(args.workers)
+    ]
     for worker in workers:
         worker.start()
     held_out = held_out_batches(encode, args.held_out, min(128, args.held_out))

@@ -1,4 +1,5 @@
-"""Word lists of the tiny-r1 problems. Every word is one token, so the lists are part of the vocabulary of the shipped model."""
+"""Word lists of the tiny-r1 problems. Every word is one token, so the lists are part of the
+vocabulary of the shipped model."""
 
 
 def _list(*lines: str) -> tuple[str, ...]:
@@ -14,7 +15,8 @@ PLACES = _list(
     "greenhouse warehouse shelter studio pantry quarry kiosk ferry",
 )
 ITEMS = _list(
-    "pears plums lanterns ropes candles barrels crates stamps maps bricks tiles shells kites ribbons",
+    "pears plums lanterns ropes candles barrels crates stamps maps bricks tiles shells kites "
+    "ribbons",
     "melons jars bolts lamps blankets scrolls bottles sacks acorns coins buckets flutes mugs seeds",
 )
 CONTAINERS = _list("boxes carts trays bags baskets pallets")

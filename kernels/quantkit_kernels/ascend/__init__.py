@@ -1,8 +1,9 @@
-"""Triton kernels for the Ascend 910B: int4, FP4 and int8 linears and experts, and the router of few tokens; and experts by the Ascend C
-kernels, where these were built.
+"""Triton kernels for the Ascend 910B: int4, FP4 and int8 linears and experts, and the router of few
+tokens; and experts by the Ascend C kernels, where these were built.
 
-FP4 exists here alone on this chip: no operator of torch_npu reads E2M1. Lowered by triton-ascend 3.2.0 to its Ascend910B linalg IR, and
-that IR executed on a CPU (tests/ascend/lowered); never compiled by bishengir nor run on an NPU.
+FP4 exists here alone on this chip: no operator of torch_npu reads E2M1. Lowered by triton-ascend
+3.2.0 to its Ascend910B linalg IR, and that IR executed on a CPU (tests/ascend/lowered); never
+compiled by bishengir nor run on an NPU.
 """
 
 import functools
@@ -22,7 +23,9 @@ from quantkit_kernels.weights import Weight, stack
 __all__ = ["experts_layout", "linear", "moe_gate", "refused", "route", "unusable"]
 
 
-def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
+def unusable(
+    operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]
+) -> str | None:
     if device.type != "npu":
         return f"runs on Ascend NPUs, not on {device.type}"
     if not has_triton_ascend():
@@ -32,7 +35,8 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
 
 
 def refused(operator: str, dtype: torch.dtype | None, shape: Shape | None) -> str | None:
-    """Why the kernels cannot run an operator, whatever the machine; dtype and shape are None when asked in general."""
+    """Why the kernels cannot run an operator, whatever the machine; dtype and shape are None when
+    asked in general."""
     if operator in ("route", "moe_gate"):
         return None
     family, _, weight_kind = operator.partition("_")
@@ -51,7 +55,9 @@ def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> AscendLi
     return AscendLinear(weight, dtype, device)
 
 
-def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> ExpertsLayout:
+def experts_layout(
+    num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device
+) -> ExpertsLayout:
     if streamed.fits(stack(gate, gate), dtype, device) and streamed.fits(down, dtype, device):
         return streamed.StreamedLayout(num_experts, dtype, device)
     return AscendLayout(num_experts, dtype, device)
@@ -59,4 +65,7 @@ def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dt
 
 @functools.cache
 def has_triton_ascend() -> bool:
-    return importlib.util.find_spec("triton") is not None and importlib.util.find_spec("triton.backends.ascend") is not None
+    return (
+        importlib.util.find_spec("triton") is not None
+        and importlib.util.find_spec("triton.backends.ascend") is not None
+    )

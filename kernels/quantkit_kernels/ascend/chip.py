@@ -1,7 +1,8 @@
 """What an Ascend 910B core holds, and the tile sizes that fit it.
 
-Buffers of one core (Atlas A2): a vector core's unified buffer, a cube core's L1 and its L0A/L0B operand and L0C accumulator buffers. The
-checked figures are of the 910B3, the smallest of the family in cores; the others differ in the number of cores, not in a core.
+Buffers of one core (Atlas A2): a vector core's unified buffer, a cube core's L1 and its L0A/L0B
+operand and L0C accumulator buffers. The checked figures are of the 910B3, the smallest of the
+family in cores; the others differ in the number of cores, not in a core.
 """
 
 import functools
@@ -22,7 +23,8 @@ VECTOR_CORES = 40
 VECTOR_TOKENS = 2
 """Up to this many tokens the vector cores multiply alone."""
 FEW_TOKENS = 4
-"""Up to this many tokens a layer's experts are two launches, and its router's product one, on the vector cores."""
+"""Up to this many tokens a layer's experts are two launches, and its router's product one, on the
+vector cores."""
 ROUTER_TILE = (16, 256)
 """Experts and input features of the router that are multiplied together, in float32."""
 
@@ -40,7 +42,8 @@ SPAN = 128
 """Input features whose two halves share the bytes of one 4-bit container tile."""
 
 COLUMNS = {"int4": 64, "fp4": 64, "int8": 128}
-"""Output features of a weight tile: what fits the unified buffer while two halves of a tile are float32 there."""
+"""Output features of a weight tile: what fits the unified buffer while two halves of a tile are
+float32 there."""
 
 BLOCK_ROWS = (16, 32, 64, 128)
 EXPERT_BLOCK_ROWS = 16
@@ -57,7 +60,8 @@ def tile(kind: str, bm: int) -> Tile:
 
 
 def cube_bytes(kind: str, bm: int) -> dict[str, int]:
-    """Bytes that one step needs in the cube core's buffers; operands in L1 are held twice, one loading while the other is multiplied."""
+    """Bytes that one step needs in the cube core's buffers; operands in L1 are held twice, one
+    loading while the other is multiplied."""
     shape = tile(kind, bm)
     operand = 1 if kind == "int8" else 2
     left, right = shape.bm * shape.bk * operand, shape.bk * shape.bn * operand

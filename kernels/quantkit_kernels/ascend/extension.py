@@ -1,6 +1,8 @@
-"""The Ascend C kernels as operators of torch, where their library was built: `make ascendc`, on a machine with CANN and torch_npu.
+"""The Ascend C kernels as operators of torch, where their library was built: `make ascendc`, on a
+machine with CANN and torch_npu.
 
-The library is looked for in the user's cache, or where $QUANTKIT_ASCENDC says. Without it the Triton kernels do the work.
+The library is looked for in the user's cache, or where $QUANTKIT_ASCENDC says. Without it the
+Triton kernels do the work.
 """
 
 import functools
@@ -34,4 +36,7 @@ def _load() -> None:
     if path.exists():
         torch.ops.load_library(str(path))
     elif "QUANTKIT_ASCENDC" in os.environ:
-        raise ValueError(f"QUANTKIT_ASCENDC names {path}, which does not exist: build it with `make ascendc`, or unset the variable")
+        raise ValueError(
+            f"QUANTKIT_ASCENDC names {path}, which does not exist: build it with `make ascendc`, "
+            "or unset the variable"
+        )

@@ -1,4 +1,5 @@
-"""The router and its choice: of few tokens the product in one launch, and whatever follows npu_moe_gating_top_k in one."""
+"""The router and its choice: of few tokens the product in one launch, and whatever follows
+npu_moe_gating_top_k in one."""
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,9 @@ from quantkit_kernels.torch_npu.functional import choose
 from quantkit_kernels.torch_npu.rule import HALVES
 
 
-def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def moe_gate(
+    x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing
+) -> tuple[Tensor, Tensor]:
     return route(_logits(x, router), bias, routing)
 
 
@@ -23,7 +26,11 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     joined_ids = torch.empty(len(ids), routing.columns, dtype=torch.int32, device=ids.device)
     joined_weights = torch.empty(len(ids), routing.columns, dtype=torch.float32, device=ids.device)
     if len(ids):
-        launch.run(launch.join(ids.to(torch.int32), weights, joined_ids, joined_weights, routing.n_routed_experts))
+        launch.run(
+            launch.join(
+                ids.to(torch.int32), weights, joined_ids, joined_weights, routing.n_routed_experts
+            )
+        )
     return joined_ids, joined_weights
 
 

@@ -1,22 +1,27 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""Triton kernels for the Ascend 910B: W4A16 int4 and FP4, and INT8 A8W8, of one linear or over the experts of a layer. What computes the
-experts of few tokens in two launches is in few_tokens.py.
+"""Triton kernels for the Ascend 910B: W4A16 int4 and FP4, and INT8 A8W8, of one linear or over the
+experts of a layer. What computes the experts of few tokens in two launches is in few_tokens.py.
 
 Two families, for the chip has two kinds of core:
   *_rows     on the vector cores alone, one row of x at a time: for batches so small that the cube's 16 rows would be empty.
   *_blocks   vector cores decode a tile, cube cores multiply up to BM rows with it: for everything else. `assign` says which rows.
-A program takes the items pid, pid + programs, ...: launch one program per core. An item is one row (or block of rows) times one column
-tile; its expert is read from `experts`, and weights are offset by whole experts. layout.py holds the layouts: every load of a weight or
-scale is one run without gaps. Weights come in int8 containers, for the chip's compiler has no unsigned loads and no uint8 product.
+A program takes the items pid, pid + programs, ...: launch one program per core. An item is one row
+(or block of rows) times one column tile; its expert is read from `experts`, and weights are offset
+by whole experts. layout.py holds the layouts: every load of a weight or scale is one run without
+gaps. Weights come in int8 containers, for the chip's compiler has no unsigned loads and no uint8
+product.
 
-Decoding is integer arithmetic, never a look-up (a gather becomes a scalar loop here). A container c of two nibbles, widened to int16:
+Decoding is integer arithmetic, never a look-up (a gather becomes a scalar loop here). A container c
+of two nibbles, widened to int16:
   int4   low (c << 12) >> 12, high c >> 4
   E2M1   low ((c << 12) >> 3) & 0x8E00, high (c << 5) & 0x8E00, read as fp16: sign, two exponent and one mantissa bit are where fp16 has
-         them, and the value is 2^-14 of the code's (the code for 0.5 becomes a subnormal fp16; published kernels rely on the chip
-         keeping those, `quantkit kernels --check` would show it if not)
+         them, and the value is 2^-14 of the code's (the code for 0.5 becomes a subnormal fp16;
+         published kernels rely on the chip keeping those, `quantkit kernels --check` would show it
+         if not)
   e4m3   scale << 7 read as fp16: 2^-8 of the scale's value
-The powers of two are in `global_scale` already (`layout.FP4_RESCALE`), so decoding an FP4 weight costs one multiply, by its scale.
-What the kernels share is functions that the front end inlines: the lowered code is the kernel's own.
+The powers of two are in `global_scale` already (`layout.FP4_RESCALE`), so decoding an FP4 weight
+costs one multiply, by its scale. What the kernels share is functions that the front end inlines:
+the lowered code is the kernel's own.
 """
 
 import triton
@@ -32,7 +37,9 @@ def nibbles(tile_weight, span, BN: tl.constexpr):
     """The containers of a span, int16 [HALF, BN]."""
     half = tl.arange(0, HALF)
     column = tl.arange(0, BN)
-    return tl.load(tile_weight + span * HALF * BN + half[:, None] * BN + column[None, :]).to(tl.int16)
+    return tl.load(tile_weight + span * HALF * BN + half[:, None] * BN + column[None, :]).to(
+        tl.int16
+    )
 
 
 @triton.jit
@@ -57,7 +64,8 @@ def e4m3_values(address):
 
 @triton.jit
 def group_offsets(span, GROUP: tl.constexpr, BN: tl.constexpr):
-    """Where the scales of a span's two halves lie within those of a tile, [groups in a half, BN] each; a group of 128 serves both."""
+    """Where the scales of a span's two halves lie within those of a tile, [groups in a half, BN]
+    each; a group of 128 serves both."""
     PER_HALF: tl.constexpr = HALF // GROUP if GROUP < HALF else 1
     part = tl.arange(0, PER_HALF)
     column = tl.arange(0, BN)
@@ -84,12 +92,15 @@ def group_sums(x_half, GROUP: tl.constexpr):
 def row_halves(x_row, span):
     """What one row of x has for the halves of a span, float32 [HALF] each."""
     half = tl.arange(0, HALF)
-    return tl.load(x_row + span * 2 * HALF + half).to(tl.float32), tl.load(x_row + span * 2 * HALF + HALF + half).to(tl.float32)
+    return tl.load(x_row + span * 2 * HALF + half).to(tl.float32), tl.load(
+        x_row + span * 2 * HALF + HALF + half
+    ).to(tl.float32)
 
 
 @triton.jit
 def multiplied(acc, x_block, span, row, m, low, high, BN: tl.constexpr):
-    """acc [BM, BN] plus a block of rows of x times the decoded halves of a span, which the cube takes in x's dtype."""
+    """acc [BM, BN] plus a block of rows of x times the decoded halves of a span, which the cube
+    takes in x's dtype."""
     x_low = tl.load(x_block + span * 2 * HALF, mask=row[:, None] < m, other=0.0)
     x_high = tl.load(x_block + span * 2 * HALF + HALF, mask=row[:, None] < m, other=0.0)
     acc = tl.dot(x_low, tl.reshape(low, (HALF, BN)).to(x_low.dtype), acc)
@@ -125,9 +136,12 @@ def int4_row(
         low_sum = tl.sum(by_group(low * x_low[:, None], GROUP, BN), axis=1)
         high_sum = tl.sum(by_group(high * x_high[:, None], GROUP, BN), axis=1)
         if HAS_ZERO:
-            # sum of x * (code - zero) = sum of x * code - zero * sum of x: once per group, not per weight.
+            # sum of x * (code - zero) = sum of x * code - zero * sum of x: once per group, not per
+            # weight.
             low_sum -= tl.load(tile_zero + first).to(tl.float32) * group_sums(x_low, GROUP)[:, None]
-            high_sum -= tl.load(tile_zero + second).to(tl.float32) * group_sums(x_high, GROUP)[:, None]
+            high_sum -= (
+                tl.load(tile_zero + second).to(tl.float32) * group_sums(x_high, GROUP)[:, None]
+            )
         low_sum *= tl.load(tile_scale + first)
         high_sum *= tl.load(tile_scale + second)
         acc += tl.sum(low_sum + high_sum, axis=0)
@@ -143,8 +157,12 @@ def fp4_row(x_row, weight, scale, global_scale, slot, spans, BN: tl.constexpr):
         low, high = e2m1_values(nibbles(weight + slot * spans * HALF * BN, span, BN))
         x_low, x_high = row_halves(x_row, span)
         first, second = group_offsets(span, FP4_GROUP, BN)
-        low_sum = tl.sum(by_group(low * x_low[:, None], FP4_GROUP, BN), axis=1) * e4m3_values(tile_scale + first)
-        high_sum = tl.sum(by_group(high * x_high[:, None], FP4_GROUP, BN), axis=1) * e4m3_values(tile_scale + second)
+        low_sum = tl.sum(by_group(low * x_low[:, None], FP4_GROUP, BN), axis=1) * e4m3_values(
+            tile_scale + first
+        )
+        high_sum = tl.sum(by_group(high * x_high[:, None], FP4_GROUP, BN), axis=1) * e4m3_values(
+            tile_scale + second
+        )
         acc += tl.sum(low_sum + high_sum, axis=0)
     return acc * tl.load(global_scale + slot * BN + tl.arange(0, BN))
 
@@ -160,7 +178,18 @@ def int4_rows(
         row = item // tiles
         tile = item % tiles
         slot = tl.load(experts + row).to(tl.int64) * tiles + tile
-        acc = int4_row(x + row * k, weight, scale, zero_point, slot, k // (2 * HALF), groups, GROUP, HAS_ZERO, BN)
+        acc = int4_row(
+            x + row * k,
+            weight,
+            scale,
+            zero_point,
+            slot,
+            k // (2 * HALF),
+            groups,
+            GROUP,
+            HAS_ZERO,
+            BN,
+        )
         store_row(out, acc, row, tile, n, BN)
 
 
@@ -181,8 +210,8 @@ def int4_blocks(
     x, weight, scale, zero_point, experts, begin, end, out, items, n, k, groups,
     GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = x[r] @ W[experts[b]].T for the rows r of blocks b: begin[b] to end[b], at most BM. x [m, k]; out [m, n]; a block with
-    expert -1 is left alone."""
+    """out[r] = x[r] @ W[experts[b]].T for the rows r of blocks b: begin[b] to end[b], at most BM. x
+    [m, k]; out [m, n]; a block with expert -1 is left alone."""
     tiles = tl.cdiv(n, BN)
     spans = k // (2 * HALF)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
@@ -218,7 +247,8 @@ def fp4_blocks(
 ):  # fmt: skip
     """As int4_blocks.
 
-    The product of a code and its e4m3 scale has six significant bits: the bf16 tile that the cube reads is exact.
+    The product of a code and its e4m3 scale has six significant bits: the bf16 tile that the cube
+    reads is exact.
     """
     tiles = tl.cdiv(n, BN)
     spans = k // (2 * HALF)
@@ -248,7 +278,8 @@ def int8_blocks(
     x, row_scale, weight, scale, experts, begin, end, out, items, n, k,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """As int4_blocks, times row_scale[r] and scale; x int8 [m, k]; the cube adds int8 products in int32, exactly."""
+    """As int4_blocks, times row_scale[r] and scale; x int8 [m, k]; the cube adds int8 products in
+    int32, exactly."""
     tiles = tl.cdiv(n, BN)
     steps = k // BK
     inner = tl.arange(0, BK)
@@ -270,13 +301,15 @@ def int8_blocks(
                 acc = tl.dot(a, b, acc, out_dtype=tl.int32)
             rows = tl.load(row_scale + row, mask=row < m, other=0.0)
             columns = tl.load(scale + slot * BN + column)
-            store_block(out, acc.to(tl.float32) * rows[:, None] * columns[None, :], row, tile, m, n, BN)
+            store_block(
+                out, acc.to(tl.float32) * rows[:, None] * columns[None, :], row, tile, m, n, BN
+            )
 
 
 @triton.jit
 def assign(counts, experts, first, last, num_experts, blocks, BM: tl.constexpr):
-    """Blocks of at most BM rows of one expert, of rows sorted by expert; counts int64 [num_experts]. What is left over gets expert -1. One
-    program."""
+    """Blocks of at most BM rows of one expert, of rows sorted by expert; counts int64
+    [num_experts]. What is left over gets expert -1. One program."""
     block = 0
     start = 0
     for expert in range(0, num_experts):

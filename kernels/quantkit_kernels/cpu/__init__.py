@@ -1,12 +1,16 @@
-"""The CPU backend: torch's and oneDNN's packed operators where they are right on this processor, and C++ where torch has none or is slow.
+"""The CPU backend: torch's and oneDNN's packed operators where they are right on this processor,
+and C++ where torch has none or is slow.
 
 int4   int4_rows.cpp for few rows, over codes as torch packs them, 4.25 bits per weight in bf16: bfloat16 products where the processor
-       has them, else float32, by AVX-512 or AVX2. Many rows: torch's matmul over blocks expanded by int4.cpp. Without a compiler, or where
-       torch packs otherwise, `_weight_int4pack_mm_for_cpu`, in bf16 or fp16.
-dense  Of backend expanded: dense.cpp for few rows in float32, and in bf16 where the processor does not multiply it.
+       has them, else float32, by AVX-512 or AVX2. Many rows: torch's matmul over blocks expanded by
+       int4.cpp. Without a compiler, or where torch packs otherwise, `_weight_int4pack_mm_for_cpu`,
+       in bf16 or fp16.
+dense  Of backend expanded: dense.cpp for few rows in float32, and in bf16 where the processor does
+not multiply it.
 int8   int8.cpp: any number of rows on a processor with VNNI and no AMX, whose experts of a layer are one call (int8_experts.cpp); few with
-       AMX, by AVX2 or the compiler's own vectors. For more, or without a compiler: `onednn.qlinear_pointwise` with u8 activations where
-       the processor has VNNI (it saturates in 16 bits without, which a test product finds out), over the same packed weight; else
+       AMX, by AVX2 or the compiler's own vectors. For more, or without a compiler:
+       `onednn.qlinear_pointwise` with u8 activations where the processor has VNNI (it saturates in
+       16 bits without, which a test product finds out), over the same packed weight; else
        `_weight_int8pack_mm` and float32 products of expanded blocks.
 fp4    fp4.cpp, AVX-512 or AVX2; 4.5 bits per weight.
 gqa    gqa.cpp, decoding over pages, of latents in 16 and 32 bits too. Prompts: prompts.cpp, keys and values expanded from latents too.
@@ -21,7 +25,13 @@ import torch
 from quantkit_kernels.backends import SINKS, Shape
 from quantkit_kernels.cpu.build import why_no_library
 from quantkit_kernels.cpu.functional import add_rms_norm, rms_norm, silu_and_mul
-from quantkit_kernels.cpu.grouped import gqa_decode, gqa_prefill, gqa_prepare, mla_decode, mla_prefill
+from quantkit_kernels.cpu.grouped import (
+    gqa_decode,
+    gqa_prefill,
+    gqa_prepare,
+    mla_decode,
+    mla_prefill,
+)
 from quantkit_kernels.cpu.int8_experts import Int8ExpertsLayout
 from quantkit_kernels.cpu.linear import linear, refused
 from quantkit_kernels.reference.experts import LoopLayout
@@ -45,7 +55,9 @@ __all__ = [
 ]
 
 
-def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
+def unusable(
+    operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]
+) -> str | None:
     if device.type != "cpu":
         return f"runs on the CPU, not on {device.type}"
     if operator.endswith("_dense"):
@@ -62,6 +74,8 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> LoopLayout:
+def experts_layout(
+    num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device
+) -> LoopLayout:
     kind = Int8ExpertsLayout if isinstance(gate, Int8) else LoopLayout
     return kind(num_experts, linear, dtype, device, "cpu", silu=silu_and_mul)

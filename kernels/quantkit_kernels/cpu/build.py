@@ -1,4 +1,5 @@
-"""Compiles one of the C++ files beside it with the user's C++ compiler at first use, some seconds, and loads it."""
+"""Compiles one of the C++ files beside it with the user's C++ compiler at first use, some seconds,
+and loads it."""
 
 import ctypes
 import functools
@@ -23,7 +24,10 @@ _LEVELS = {
     "fp4": ("AVX2", "AVX512", "VNNI"),
     "int4_rows": ("AVX2", "AVX512", "VNNI", "BF16"),
     "int8_experts": ("VNNI",),
-    **dict.fromkeys(("dense", "gqa", "int4", "int8", "norm", "prompts", "round_block", "silu"), ("AVX2", "AVX512", "VNNI", "PORTABLE")),
+    **dict.fromkeys(
+        ("dense", "gqa", "int4", "int8", "norm", "prompts", "round_block", "silu"),
+        ("AVX2", "AVX512", "VNNI", "PORTABLE"),
+    ),
 }
 """Which processors each source is for."""
 _FUNCTIONS: dict[str, dict[str, tuple[int, ...]]] = {
@@ -39,11 +43,14 @@ _FUNCTIONS: dict[str, dict[str, tuple[int, ...]]] = {
     "round_block": {"qk_round_block": (6, 8)},
     "silu": {"qk_silu_and_mul": (2, 4)},
 }
-"""Of each library, and how many pointers, then integers, then numbers they take. Blocks are for VNNI alone."""
+"""Of each library, and how many pointers, then integers, then numbers they take. Blocks are for
+VNNI alone."""
 
 
 _HEADERS = {
-    **dict.fromkeys(("dense", "gqa", "int4_rows", "norm", "prompts", "round_block"), ("vectors.h",)),
+    **dict.fromkeys(
+        ("dense", "gqa", "int4_rows", "norm", "prompts", "round_block"), ("vectors.h",)
+    ),
     "silu": ("silu.h", "vectors.h"),
     "int8": ("int8.h",),
     "int8_experts": ("int8.h", "silu.h", "vectors.h"),
@@ -62,7 +69,11 @@ def level() -> str:
 def level_of(name: str) -> str:
     """What `name`.cpp is compiled for here."""
     here = level()
-    return "BF16" if here == "VNNI" and "BF16" in _LEVELS[name] and torch.cpu._is_avx512_bf16_supported() else here
+    return (
+        "BF16"
+        if here == "VNNI" and "BF16" in _LEVELS[name] and torch.cpu._is_avx512_bf16_supported()
+        else here
+    )
 
 
 def why_no_library(name: str) -> str | None:
@@ -74,7 +85,10 @@ def why_no_library(name: str) -> str | None:
     if _library_path(name, level_of(name)).exists():
         return None
     if _compiler() is None:
-        return "no C++ compiler is installed (c++, g++ or $CXX), and it compiles the kernel at first use"
+        return (
+            "no C++ compiler is installed (c++, g++ or $CXX), and it compiles the kernel at "
+            "first use"
+        )
     return why_no_cache()
 
 
@@ -84,7 +98,8 @@ def library(name: str) -> ctypes.CDLL:
 
 @functools.cache
 def once(name: str) -> ctypes.CDLL | None:
-    """The library, None where there is none. Found once a process: for what is called hundreds of times a step."""
+    """The library, None where there is none. Found once a process: for what is called hundreds of
+    times a step."""
     return library(name) if why_no_library(name) is None else None
 
 
@@ -95,18 +110,31 @@ def _loaded(name: str, level: str) -> ctypes.CDLL:
         compiler = _compiler()
         assert compiler is not None, "it was there when the backend was chosen"
         # OpenMP's runtime is the one that torch has loaded, so that the two share their threads.
-        compile_into(path, [compiler, "-O3", "-std=c++17", *_FLAGS[level], "-fopenmp", "-shared", "-fPIC"], [_source(name)])
+        compile_into(
+            path,
+            [compiler, "-O3", "-std=c++17", *_FLAGS[level], "-fopenmp", "-shared", "-fPIC"],
+            [_source(name)],
+        )
     loaded = ctypes.CDLL(str(path))
     for function, counts in _FUNCTIONS[name].items():
         if hasattr(loaded, function):
             kinds = zip((ctypes.c_void_p, ctypes.c_int, ctypes.c_float), counts)
-            getattr(loaded, function).argtypes = [kind for kind, count in kinds for _ in range(count)]
+            getattr(loaded, function).argtypes = [
+                kind for kind, count in kinds for _ in range(count)
+            ]
             getattr(loaded, function).restype = None
     return loaded
 
 
 def _compiler() -> str | None:
-    return next((found for name in (os.environ.get("CXX"), "c++", "g++") if name and (found := shutil.which(name))), None)
+    return next(
+        (
+            found
+            for name in (os.environ.get("CXX"), "c++", "g++")
+            if name and (found := shutil.which(name))
+        ),
+        None,
+    )
 
 
 def _source(name: str) -> Path:
@@ -115,7 +143,11 @@ def _source(name: str) -> Path:
 
 def _library_path(name: str, level: str) -> Path:
     made_from = b"".join(
-        path.read_bytes() for path in (_source(name), *(Path(__file__).parent / header for header in _HEADERS.get(name, ())))
+        path.read_bytes()
+        for path in (
+            _source(name),
+            *(Path(__file__).parent / header for header in _HEADERS.get(name, ())),
+        )
     )
     digest = hashlib.sha256(made_from).hexdigest()[:16]
     return cache_directory() / f"{name}-{level.lower()}-{digest}.so"

@@ -1,4 +1,5 @@
-"""Operators without packed weights on a CPU: the project's C++ (norm.cpp, silu.cpp), or torch, of the activation some rows at a time."""
+"""Operators without packed weights on a CPU: the project's C++ (norm.cpp, silu.cpp), or torch, of
+the activation some rows at a time."""
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +10,9 @@ from quantkit_kernels.paged import Rotation
 from quantkit_kernels.reference import functional as plain
 
 _ROWS_BYTES = 4 << 20
-"""Of a piece's values in float32, gate and up. All of 512 x 9728 at once are 20 MB, which the allocator gives back to the system each time:
-new pages cost more than the arithmetic, 20 ms where pieces take 5 (a prompt of a model of 0.5B, one core)."""
+"""Of a piece's values in float32, gate and up. All of 512 x 9728 at once are 20 MB, which the
+allocator gives back to the system each time: new pages cost more than the arithmetic, 20 ms where
+pieces take 5 (a prompt of a model of 0.5B, one core)."""
 
 
 _READ = (torch.bfloat16, torch.float32)
@@ -26,23 +28,41 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return _normed(x, residual, weight, eps) or plain.add_rms_norm(x, residual, weight, eps)
 
 
-def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-    """The norm of x [.., width], or of x + residual, and that sum; None where norm.cpp is not for these."""
+def _normed(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor] | None:
+    """The norm of x [.., width], or of x + residual, and that sum; None where norm.cpp is not for
+    these."""
     loaded, width = once("norm"), x.shape[-1]
-    if loaded is None or x.dtype not in _READ or weight.dtype not in _READ or (residual is not None and residual.dtype != x.dtype):
+    if (
+        loaded is None
+        or x.dtype not in _READ
+        or weight.dtype not in _READ
+        or (residual is not None and residual.dtype != x.dtype)
+    ):
         return None
-    rows, gains, added = x.contiguous(), weight.contiguous(), None if residual is None else residual.contiguous()
+    rows, gains, added = (
+        x.contiguous(),
+        weight.contiguous(),
+        None if residual is None else residual.contiguous(),
+    )
     out, total = torch.empty_like(rows), rows if added is None else torch.empty_like(rows)
     pointers = (None if one is None else one.data_ptr() for one in (rows, added, gains, out, total))
     halves = (x.dtype == torch.bfloat16, weight.dtype == torch.bfloat16)
-    loaded.qk_rms_norm(*pointers, *halves, rows.numel() // max(1, width), width, torch.get_num_threads(), eps)
+    loaded.qk_rms_norm(
+        *pointers, *halves, rows.numel() // max(1, width), width, torch.get_num_threads(), eps
+    )
     return out, total
 
 
 def turned(x: Tensor, rotation: Rotation) -> Tensor:
     """As `plain.turned`: x [T, heads, D] by the angles of its tokens [T, D/2]."""
     loaded, sides = once("norm"), (rotation.cos, rotation.sin)
-    readable = x.dtype in _READ and x.stride(-1) == 1 and all(side.dtype == torch.float32 and side.is_contiguous() for side in sides)
+    readable = (
+        x.dtype in _READ
+        and x.stride(-1) == 1
+        and all(side.dtype == torch.float32 and side.is_contiguous() for side in sides)
+    )
     if loaded is None or rotation.interleaved or not readable:
         return plain.turned(x, rotation)
     out = torch.empty(x.shape, dtype=x.dtype)
@@ -57,11 +77,18 @@ def silu_and_mul(x: Tensor) -> Tensor:
     loaded = once("silu")
     if x.dtype in _READ and loaded is not None:
         rows = x.contiguous()
-        sizes = (x.dtype == torch.bfloat16, out.numel() // max(1, width // 2), width // 2, torch.get_num_threads())
+        sizes = (
+            x.dtype == torch.bfloat16,
+            out.numel() // max(1, width // 2),
+            width // 2,
+            torch.get_num_threads(),
+        )
         loaded.qk_silu_and_mul(rows.data_ptr(), out.data_ptr(), *sizes)
         return out
     rows_at_once = max(1, _ROWS_BYTES // (4 * width))
-    for piece, found in zip(x.reshape(-1, width).split(rows_at_once), out.view(-1, width // 2).split(rows_at_once)):
+    for piece, found in zip(
+        x.reshape(-1, width).split(rows_at_once), out.view(-1, width // 2).split(rows_at_once)
+    ):
         gate, up = piece.chunk(2, dim=-1)
         found.copy_(F.silu(gate.float()).mul_(up))
     return out

@@ -1,4 +1,5 @@
-"""A layer's experts with int8 weights by one call of the project's C++ (int8_experts.cpp), which reads what their linears hold."""
+"""A layer's experts with int8 weights by one call of the project's C++ (int8_experts.cpp), which
+reads what their linears hold."""
 
 import torch
 from torch import Tensor
@@ -14,9 +15,15 @@ _READ = (torch.bfloat16, torch.float32)
 class Int8Experts(LoopExperts):
     """As a loop over the experts, to the bit."""
 
-    def __init__(self, loop: LoopExperts, gate_up: list[VnniInt8Linear], down: list[VnniInt8Linear]) -> None:
-        super().__init__(loop.gate_up, loop.down, loop.dtype, loop.device, loop.backend, silu=loop.silu)
-        self._table = torch.tensor([(*first.addresses(), *last.addresses()) for first, last in zip(gate_up, down)])
+    def __init__(
+        self, loop: LoopExperts, gate_up: list[VnniInt8Linear], down: list[VnniInt8Linear]
+    ) -> None:
+        super().__init__(
+            loop.gate_up, loop.down, loop.dtype, loop.device, loop.backend, silu=loop.silu
+        )
+        self._table = torch.tensor(
+            [(*first.addresses(), *last.addresses()) for first, last in zip(gate_up, down)]
+        )
         self._blocks = (gate_up[0].block, down[0].block)
         self._compute = library("int8_experts").qk_int8_experts
 
@@ -27,7 +34,14 @@ class Int8Experts(LoopExperts):
         self.check_ids(*(int(bound) for bound in topk_ids.aminmax()))
         rows, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
         operands = (self._table, rows, topk_ids.int().contiguous(), topk_weights.contiguous(), y)
-        sizes = (*topk_ids.shape, self.num_experts, self.hidden, self.intermediate, *self._blocks, torch.get_num_threads())
+        sizes = (
+            *topk_ids.shape,
+            self.num_experts,
+            self.hidden,
+            self.intermediate,
+            *self._blocks,
+            torch.get_num_threads(),
+        )
         self._compute(*(one.data_ptr() for one in operands), x.dtype == torch.bfloat16, *sizes)
         return y
 

@@ -1,10 +1,13 @@
-"""CUDA C++ kernels for Hopper, compiled by the user's nvcc at first use (about 20 s on 16 cores) and kept in the user's cache.
+"""CUDA C++ kernels for Hopper, compiled by the user's nvcc at first use (about 20 s on 16 cores)
+and kept in the user's cache.
 
-They are in C++ because Triton cannot express weights that lie in the order of the matrix instructions' operands, copies of 16 bytes that a
-warp waits for alone, and routing inside a product. Attention of prompts needs none of these and is the Triton backend's.
+They are in C++ because Triton cannot express weights that lie in the order of the matrix
+instructions' operands, copies of 16 bytes that a warp waits for alone, and routing inside a
+product. Attention of prompts needs none of these and is the Triton backend's.
 
-csrc/ and the Python beside it have the same rooms: linears, experts, attention, operators (norms, activation, routing, rotary embedding),
-collectives. plans.py says which kernel a product takes, abi.py what the library's functions are given.
+csrc/ and the Python beside it have the same rooms: linears, experts, attention, operators (norms,
+activation, routing, rotary embedding), collectives. plans.py says which kernel a product takes,
+abi.py what the library's functions are given.
 """
 
 import torch
@@ -16,7 +19,14 @@ from quantkit_kernels.cuda.attention.prefill import gqa_prefill, mla_prefill
 from quantkit_kernels.cuda.build import why_no_library
 from quantkit_kernels.cuda.experts.experts import CudaExpertsLayout
 from quantkit_kernels.cuda.linears.linear import linear
-from quantkit_kernels.cuda.operators import add_rms_norm, moe_gate, rms_norm, rope, route, silu_and_mul
+from quantkit_kernels.cuda.operators import (
+    add_rms_norm,
+    moe_gate,
+    rms_norm,
+    rope,
+    route,
+    silu_and_mul,
+)
 from quantkit_kernels.reference.functional import cache_layout
 from quantkit_kernels.weights import Weight
 
@@ -42,10 +52,15 @@ __all__ = [
 ]
 
 
-LIMITS = {f"experts_{kind}": "gates other than SiLU alone, biases: another backend" for kind in ("int4", "int8", "fp4")}
+LIMITS = {
+    f"experts_{kind}": "gates other than SiLU alone, biases: another backend"
+    for kind in ("int4", "int8", "fp4")
+}
 
 
-def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
+def unusable(
+    operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]
+) -> str | None:
     if device.type != "cuda":
         return f"runs on CUDA, not on {device.type}"
     if not torch.cuda.is_available():
@@ -79,5 +94,7 @@ def _refused(kind: str, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) ->
     return None
 
 
-def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> CudaExpertsLayout:
+def experts_layout(
+    num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device
+) -> CudaExpertsLayout:
     return CudaExpertsLayout(num_experts, gate, dtype, device)

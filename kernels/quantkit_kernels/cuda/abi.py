@@ -1,6 +1,7 @@
 """The C interface of the compiled kernels: the structures and functions that csrc/ declares.
 
-tests/kernels/test_cuda_sources.py compares every structure with its header field by field, and every function parameter by parameter.
+tests/kernels/test_cuda_sources.py compares every structure with its header field by field, and
+every function parameter by parameter.
 """
 
 import ctypes
@@ -25,7 +26,10 @@ class TileParams(ctypes.Structure):
     """linears/tile_params.cuh."""
 
     _fields_ = [
-        *_fields(_POINTER, "words scales zeros row_scale x x_scale out tile_expert tile_count order pair_weights"),
+        *_fields(
+            _POINTER,
+            "words scales zeros row_scale x x_scale out tile_expert tile_count order pair_weights",
+        ),
         *_fields(_INT, "tiles m n k out_n split epilogue"),
     ]
 
@@ -57,7 +61,11 @@ class RouteParams(ctypes.Structure):
 
     _fields_ = [
         *_fields(_POINTER, "bias ids weights"),
-        *_fields(_INT, "n_routed_experts num_experts_per_tok n_group topk_group softmax norm_topk_prob num_joined_experts"),
+        *_fields(
+            _INT,
+            "n_routed_experts num_experts_per_tok n_group topk_group softmax norm_topk_prob "
+            "num_joined_experts",
+        ),
         *_fields(_FLOAT, "routed_scaling_factor"),
     ]
 
@@ -83,7 +91,9 @@ class MlaDecode(ctypes.Structure):
 
     _fields_ = [
         *_fields(_POINTER, "q kv_b cosines sines cache table lengths absorbed weighted found out"),
-        *_fields(_INT, "table_stride lengths_stride table_width block_size rows heads splits interleaved"),
+        *_fields(
+            _INT, "table_stride lengths_stride table_width block_size rows heads splits interleaved"
+        ),
         *_fields(_FLOAT, "scale"),
     ]
 
@@ -98,7 +108,9 @@ class GqaPrepare(ctypes.Structure):
     """attention/gqa_head.cuh."""
 
     _fields_ = [
-        *_fields(_POINTER, "qkv q_norm k_norm cosines sines slots q keys values key_scales value_scales"),
+        *_fields(
+            _POINTER, "qkv q_norm k_norm cosines sines slots q keys values key_scales value_scales"
+        ),
         *_fields(_INT, "tokens heads kv_heads d rope interleaved"),
         *_fields(_FLOAT, "eps"),
     ]
@@ -108,8 +120,14 @@ class GqaDecode(ctypes.Structure):
     """attention/gqa_schedule.cuh."""
 
     _fields_ = [
-        *_fields(_POINTER, "q keys values key_scales value_scales table lengths out partial arrived"),
-        *_fields(_INT, "table_stride lengths_stride table_width block_size rows kv_heads shared d window blocks least_tiles"),
+        *_fields(
+            _POINTER, "q keys values key_scales value_scales table lengths out partial arrived"
+        ),
+        *_fields(
+            _INT,
+            "table_stride lengths_stride table_width block_size rows kv_heads shared d window "
+            "blocks least_tiles",
+        ),
         *_fields(_FLOAT, "scale"),
     ]
 
@@ -130,7 +148,12 @@ FUNCTIONS: dict[str, list[type]] = {
     "qk_tokens_in_registers": [ctypes.POINTER(GemmParams), *[_INT] * 7, _POINTER],
     "qk_tokens_in_shared": [ctypes.POINTER(GemmParams), *[_INT] * 4, _POINTER],
     "qk_tile_per_block": [ctypes.POINTER(TileParams), *[_INT] * 5, _POINTER],
-    "qk_tile_and_share": [ctypes.POINTER(TileParams), ctypes.POINTER(Shares), *[_INT] * 5, _POINTER],
+    "qk_tile_and_share": [
+        ctypes.POINTER(TileParams),
+        ctypes.POINTER(Shares),
+        *[_INT] * 5,
+        _POINTER,
+    ],
     "qk_persistent_tiles": [ctypes.POINTER(TileParams), *[_INT] * 5, _POINTER],
     "qk_expand": [ctypes.POINTER(GemmParams), *[_INT] * 3, _POINTER, _POINTER],
     "qk_arrange": [*[_POINTER] * 4, *[_INT] * 4, _POINTER],
@@ -145,12 +168,37 @@ FUNCTIONS: dict[str, list[type]] = {
     "qk_silu_and_mul": [_POINTER, _POINTER, *[_INT] * 3, _POINTER],
     "qk_rope": [*[_POINTER] * 5, *[_INT] * 6, _LONG, _LONG, _POINTER],
     "qk_route": [_POINTER, _INT, _INT, ctypes.POINTER(RouteParams), _POINTER],
-    "qk_moe_gate": [_POINTER, _POINTER, _INT, _INT, _POINTER, ctypes.POINTER(RouteParams), _POINTER],
+    "qk_moe_gate": [
+        _POINTER,
+        _POINTER,
+        _INT,
+        _INT,
+        _POINTER,
+        ctypes.POINTER(RouteParams),
+        _POINTER,
+    ],
     "qk_mla_prepare": [ctypes.POINTER(MlaPrepare), _INT, _POINTER],
-    "qk_mla_prepare_codes": [ctypes.POINTER(MlaPrepare), ctypes.POINTER(MlaCodesOut), _INT, _INT, _POINTER],
-    "qk_mla_queries": [ctypes.POINTER(MlaPrepare), ctypes.POINTER(GemmParams), *[_INT] * 3, _POINTER],
+    "qk_mla_prepare_codes": [
+        ctypes.POINTER(MlaPrepare),
+        ctypes.POINTER(MlaCodesOut),
+        _INT,
+        _INT,
+        _POINTER,
+    ],
+    "qk_mla_queries": [
+        ctypes.POINTER(MlaPrepare),
+        ctypes.POINTER(GemmParams),
+        *[_INT] * 3,
+        _POINTER,
+    ],
     "qk_mla_decode": [ctypes.POINTER(MlaDecode), _INT, _POINTER],
-    "qk_mla_decode_codes": [ctypes.POINTER(MlaDecode), ctypes.POINTER(MlaCodes), _INT, _INT, _POINTER],
+    "qk_mla_decode_codes": [
+        ctypes.POINTER(MlaDecode),
+        ctypes.POINTER(MlaCodes),
+        _INT,
+        _INT,
+        _POINTER,
+    ],
     "qk_gqa_prepare": [ctypes.POINTER(GqaPrepare), _INT, _POINTER],
     "qk_gqa_prepare_codes": [ctypes.POINTER(GqaPrepare), _INT, _INT, _POINTER],
     "qk_gqa_decode": [ctypes.POINTER(GqaDecode), _INT, _POINTER],

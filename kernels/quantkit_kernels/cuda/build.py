@@ -1,8 +1,11 @@
-"""Finds the library of the CUDA kernels, or compiles it with the user's nvcc at first use, and loads it.
+"""Finds the library of the CUDA kernels, or compiles it with the user's nvcc at first use, and
+loads it.
 
-A wheel may carry it (shipped.py). nvcc is the toolkit's, or that of NVIDIA's wheels beside PyTorch's own. NVRTC, which comes with PyTorch,
-would not do: it compiles device code only, and what chooses among the kernels and launches them is C++ for the host. What is compiled here
-is kept in the user's cache under a hash of the sources and the device's architecture.
+A wheel may carry it (shipped.py). nvcc is the toolkit's, or that of NVIDIA's wheels beside
+PyTorch's own. NVRTC, which comes with PyTorch,
+would not do: it compiles device code only, and what chooses among the kernels and launches them is
+C++ for the host. What is compiled here is kept in the user's cache under a hash of the sources and
+the device's architecture.
 """
 
 import ctypes
@@ -40,7 +43,9 @@ def _found(architecture: str) -> Path | None:
 
 @functools.cache
 def _digest() -> str:
-    return hashlib.sha256(b"".join(path.read_bytes() for path in (*_UNITS, *_HEADERS))).hexdigest()[:16]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in (*_UNITS, *_HEADERS))).hexdigest()[
+        :16
+    ]
 
 
 def find_nvcc() -> str | None:
@@ -75,7 +80,10 @@ def why_no_library(architecture: str) -> str | None:
     if find_nvcc() is None:
         version = ".".join((torch.version.cuda or "13.0").split(".")[:2])
         wheels = " ".join(f"{name}=={version}.*" for name in _OF_WHEELS)
-        return f"nvcc is not installed, and it compiles the kernels at first use: the CUDA toolkit has it, or pip install {wheels}"
+        return (
+            "nvcc is not installed, and it compiles the kernels at first use: the CUDA "
+            f"toolkit has it, or pip install {wheels}"
+        )
     if shutil.which("g++") is None:
         return "g++ is not installed, and nvcc needs it to compile the kernels at first use"
     return why_no_cache()
@@ -84,16 +92,37 @@ def why_no_library(architecture: str) -> str | None:
 def compile_library(architecture: str, folder: Path | None = None) -> Path:
     """Compile for an architecture such as "90". It takes about 20 s on 16 cores.
 
-    folder: of a library for other machines, which brings libstdc++ along; by default it is for this one and goes to the user's cache.
+    folder: of a library for other machines, which brings libstdc++ along; by default it is for this
+    one and goes to the user's cache.
     """
-    target = library_path(architecture) if folder is None else folder / library_name(architecture, _digest())
+    target = (
+        library_path(architecture)
+        if folder is None
+        else folder / library_name(architecture, _digest())
+    )
     nvcc = find_nvcc()
     assert nvcc is not None, "nvcc was there when the backend was chosen"
     # "a": with the instructions that only this architecture has.
-    target_flags = ["-gencode", f"arch=compute_{architecture}a,code=sm_{architecture}a", "--threads=0", "--split-compile=0"]
+    target_flags = [
+        "-gencode",
+        f"arch=compute_{architecture}a,code=sm_{architecture}a",
+        "--threads=0",
+        "--split-compile=0",
+    ]
     libraries = f"-L{Path(nvcc).parent.parent / 'lib'}"  # of wheels; a toolkit's nvcc knows its own
     host = "-fPIC" if folder is None else "-fPIC,-static-libstdc++"
-    command = [nvcc, "-O3", "-std=c++20", f"-I{SOURCES}", *target_flags, "-shared", "-cudart=static", "-Xcompiler", host, libraries]
+    command = [
+        nvcc,
+        "-O3",
+        "-std=c++20",
+        f"-I{SOURCES}",
+        *target_flags,
+        "-shared",
+        "-cudart=static",
+        "-Xcompiler",
+        host,
+        libraries,
+    ]
     with tempfile.TemporaryDirectory() as made:
         unit = Path(made) / "origin.cu"
         unit.write_text(origin_unit(_digest()))

@@ -1,7 +1,9 @@
-"""Collectives of small tensors over the GPUs of one host, by memory that the ranks open to each other (exchange.cu).
+"""Collectives of small tensors over the GPUs of one host, by memory that the ranks open to each
+other (exchange.cu).
 
-Every rank makes a `Peers` at the same time and then the same calls in the same order, eagerly or in a captured graph. The ranks'
-processes meet through `exchange`, so nothing here knows of a process group.
+Every rank makes a `Peers` at the same time and then the same calls in the same order, eagerly or in
+a captured graph. The ranks' processes meet through `exchange`, so nothing here knows of a process
+group.
 """
 
 import ctypes
@@ -18,14 +20,15 @@ from quantkit_kernels.cuda.launch import DTYPES, checked, stream_of
 from quantkit_kernels.pairs import UnsummedPairs
 
 MAX_SUM_BYTES = 1 << 21
-"""146 tokens of 7168 values. At 128 tokens on four H200 a sum takes 19 us, NCCL's 31; a longer one needs larger inboxes."""
+"""146 tokens of 7168 values. At 128 tokens on four H200 a sum takes 19 us, NCCL's 31; a longer one
+needs larger inboxes."""
 
 MAX_BYTES = 1 << 21
 """Of one rank's part in a call: 32 tokens' logits over 129280 tokens on 4 ranks."""
 
 MAX_GATHERS = 8
-"""Calls that gather one tensor, as many rows at a time as a call takes: 256 tokens' logits on 4 ranks, 128 on 2. On two
-H200 64 tokens' take 31 us in four calls, NCCL's gather 71."""
+"""Calls that gather one tensor, as many rows at a time as a call takes: 256 tokens' logits on 4
+ranks, 128 on 2. On two H200 64 tokens' take 31 us in four calls, NCCL's gather 71."""
 
 MAX_RANKS = 8
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -44,9 +47,11 @@ Exchange = Callable[[Any], list[Any]]
 
 
 class Peers:
-    """This rank's inbox (4 * size MiB, kept until the process ends) and the others' as this process sees them.
+    """This rank's inbox (4 * size MiB, kept until the process ends) and the others' as this process
+    sees them.
 
-    RuntimeError, on every rank alike, where one of them cannot take part: its text says which and why.
+    RuntimeError, on every rank alike, where one of them cannot take part: its text says which and
+    why.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, exchange: Exchange) -> None:
@@ -66,8 +71,11 @@ class Peers:
         return self._moves(x) and x.nbytes <= MAX_SUM_BYTES and x.nbytes % _WORD == 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, added in float32 in the order of ranks and rounded once: the same bits on every rank."""
-        return self._exchange(x, torch.empty_like(x, memory_format=torch.contiguous_format), _DTYPES[x.dtype], 1)
+        """The sum over ranks, added in float32 in the order of ranks and rounded once: the same
+        bits on every rank."""
+        return self._exchange(
+            x, torch.empty_like(x, memory_format=torch.contiguous_format), _DTYPES[x.dtype], 1
+        )
 
     def norms(self, x: Tensor, weight: Tensor) -> bool:
         """Whether `add_rms_norm` takes x and the norm's gain."""
@@ -75,41 +83,70 @@ class Peers:
         return alike and self.adds(x) and x.shape[1] % _EIGHT == 0 and x.shape[1] <= MAX_NORM_WIDTH
 
     def norms_pairs(self, pairs: UnsummedPairs, weight: Tensor) -> bool:
-        """Whether `add_rms_norm` adds up pairs too. With more tokens a launch of its own is as fast: it has more blocks."""
+        """Whether `add_rms_norm` adds up pairs too. With more tokens a launch of its own is as
+        fast: it has more blocks."""
         few = 0 < pairs.tokens <= MAX_TOKENS_OF_PAIRS and pairs.weighed.device == self.device
         width = pairs.weighed.shape[1]
-        return few and pairs.dtype == weight.dtype and pairs.dtype in DTYPES and width % _EIGHT == 0 and width <= MAX_NORM_WIDTH
+        return (
+            few
+            and pairs.dtype == weight.dtype
+            and pairs.dtype in DTYPES
+            and width % _EIGHT == 0
+            and width <= MAX_NORM_WIDTH
+        )
 
-    def add_rms_norm(self, x: Tensor | UnsummedPairs, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`quantkit_kernels.add_rms_norm` of `all_reduce(x)`, in one launch. x, residual [T, H]; weight [H]."""
+    def add_rms_norm(
+        self, x: Tensor | UnsummedPairs, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """`quantkit_kernels.add_rms_norm` of `all_reduce(x)`, in one launch. x, residual [T, H];
+        weight [H]."""
         residual, weight = residual.contiguous(), weight.contiguous()
         normed, total = torch.empty_like(residual), torch.empty_like(residual)
-        (rows, width), pointers = residual.shape, (one.data_ptr() for one in (residual, weight, normed, total))
+        (rows, width), pointers = (
+            residual.shape,
+            (one.data_ptr() for one in (residual, weight, normed, total)),
+        )
         given: tuple[int | None, int | None]
         if isinstance(x, Tensor):
             x = x.contiguous()
             given, counters, top_k = (x.data_ptr(), None), None, 0
         else:
-            given, counters, top_k = (None, x.weighed.data_ptr()), x.counters, len(x.weighed) // rows
+            given, counters, top_k = (
+                (None, x.weighed.data_ptr()),
+                x.counters,
+                len(x.weighed) // rows,
+            )
         cleared = (None, 0) if counters is None else (counters.data_ptr(), counters.numel())
-        params = ExchangeNorm(*given, *pointers, *cleared, rows, width, top_k, self.rank, MAX_BYTES // _WORD, eps)
+        params = ExchangeNorm(
+            *given, *pointers, *cleared, rows, width, top_k, self.rank, MAX_BYTES // _WORD, eps
+        )
         ours = (self.size, self._inboxes, self._state.data_ptr(), stream_of(residual.device))
         checked(library().qk_exchange_norm(ctypes.byref(params), DTYPES[residual.dtype], *ours))
         return normed, total
 
     def scatters(self, x: Tensor) -> bool:
         """Whether `scatter_sum` takes x."""
-        return self._moves(x) and x.nbytes <= MAX_BYTES * self.size and x.nbytes % (_WORD * self.size) == 0
+        return (
+            self._moves(x)
+            and x.nbytes <= MAX_BYTES * self.size
+            and x.nbytes % (_WORD * self.size) == 0
+        )
 
     def scatter_sum(self, x: Tensor) -> Tensor:
-        """x [size * T, n] of each rank -> this rank's [T, n] of the sum, added in float32 in the order of ranks and rounded once."""
+        """x [size * T, n] of each rank -> this rank's [T, n] of the sum, added in float32 in the
+        order of ranks and rounded once."""
         out = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
         return self._exchange(x, out, _OWN_PART + _DTYPES[x.dtype], 1)
 
     def gathers(self, x: Tensor) -> bool:
         """Whether `all_gather` takes x."""
         row = x.shape[-1] * x.element_size()
-        return self._moves(x) and row % _WORD == 0 and row <= MAX_BYTES and x.nbytes <= MAX_GATHERS * (MAX_BYTES // row) * row
+        return (
+            self._moves(x)
+            and row % _WORD == 0
+            and row <= MAX_BYTES
+            and x.nbytes <= MAX_GATHERS * (MAX_BYTES // row) * row
+        )
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[..., n] of each rank -> [..., size * n], ranks in order."""
@@ -129,14 +166,24 @@ class Peers:
         checked(
             library().qk_peer_exchange(
                 *(x.data_ptr(), out.data_ptr(), self._inboxes, self._state.data_ptr()),
-                *(kind, self.size, self.rank, words, row_words, MAX_BYTES // _WORD, stream_of(x.device)),
+                *(
+                    kind,
+                    self.size,
+                    self.rank,
+                    words,
+                    row_words,
+                    MAX_BYTES // _WORD,
+                    stream_of(x.device),
+                ),
             )
         )
         return out
 
     def _make_own(self) -> str | None:
         pointer, handle = ctypes.c_void_p(), ctypes.create_string_buffer(64)
-        fault = _fault(library().qk_inbox_make(2 * self.size * MAX_BYTES, ctypes.byref(pointer), handle))
+        fault = _fault(
+            library().qk_inbox_make(2 * self.size * MAX_BYTES, ctypes.byref(pointer), handle)
+        )
         self._own, self._handle = pointer.value, handle.raw
         return fault and f"no memory for the other GPUs to write to: {fault}"
 

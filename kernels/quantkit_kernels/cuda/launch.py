@@ -1,4 +1,5 @@
-"""What every launch of a kernel needs besides its tensors: the stream, and the check of what it returned."""
+"""What every launch of a kernel needs besides its tensors: the stream, and the check of what it
+returned."""
 
 import torch
 
@@ -11,7 +12,8 @@ STORE, SILU_MUL, WEIGH = range(3)
 
 
 def stream_of(device: torch.device) -> int:
-    """As `torch.cuda.current_stream(device).cuda_stream`, without the object that it makes: every launch asks."""
+    """As `torch.cuda.current_stream(device).cuda_stream`, without the object that it makes: every
+    launch asks."""
     index = torch.cuda.current_device() if device.index is None else device.index
     stream: int = torch._C._cuda_getCurrentRawStream(index)
     return stream

@@ -1,5 +1,5 @@
-"""Norms, activation, routing and rotary embedding in one launch each. Arguments arrive checked; what the kernels cannot take, unusual
-types or widths, the reference computes."""
+"""Norms, activation, routing and rotary embedding in one launch each. Arguments arrive checked;
+what the kernels cannot take, unusual types or widths, the reference computes."""
 
 import ctypes
 
@@ -42,10 +42,24 @@ def _normable(x: Tensor, weight: Tensor) -> bool:
     return x.dtype in DTYPES and weight.dtype == x.dtype and x.shape[-1] % 8 == 0 and x.numel() > 0
 
 
-def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, normed: Tensor, total: Tensor | None, eps: float) -> None:
+def _norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    normed: Tensor,
+    total: Tensor | None,
+    eps: float,
+) -> None:
     width = x.shape[-1]
-    pointers = [None if tensor is None else tensor.data_ptr() for tensor in (x, residual, weight.contiguous(), normed, total)]
-    checked(library().qk_add_rms_norm(*pointers, DTYPES[x.dtype], x.numel() // width, width, eps, stream_of(x.device)))
+    pointers = [
+        None if tensor is None else tensor.data_ptr()
+        for tensor in (x, residual, weight.contiguous(), normed, total)
+    ]
+    checked(
+        library().qk_add_rms_norm(
+            *pointers, DTYPES[x.dtype], x.numel() // width, width, eps, stream_of(x.device)
+        )
+    )
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -54,7 +68,16 @@ def silu_and_mul(x: Tensor) -> Tensor:
         return reference.silu_and_mul(x)
     x = x.contiguous()
     y = x.new_empty(*x.shape[:-1], width)
-    checked(library().qk_silu_and_mul(x.data_ptr(), y.data_ptr(), DTYPES[x.dtype], y.numel() // width, width, stream_of(x.device)))
+    checked(
+        library().qk_silu_and_mul(
+            x.data_ptr(),
+            y.data_ptr(),
+            DTYPES[x.dtype],
+            y.numel() // width,
+            width,
+            stream_of(x.device),
+        )
+    )
     return y
 
 
@@ -64,13 +87,29 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
         return reference.route(logits, bias, routing)
     logits = logits.contiguous()
     ids, weights, params = _results_and_params(tokens, bias, routing, logits.device)
-    checked(library().qk_route(logits.data_ptr(), _LOGIT_DTYPES[logits.dtype], tokens, ctypes.byref(params), stream_of(logits.device)))
+    checked(
+        library().qk_route(
+            logits.data_ptr(),
+            _LOGIT_DTYPES[logits.dtype],
+            tokens,
+            ctypes.byref(params),
+            stream_of(logits.device),
+        )
+    )
     return ids, weights
 
 
-def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def moe_gate(
+    x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing
+) -> tuple[Tensor, Tensor]:
     (tokens, hidden), experts = x.shape, router.shape[0]
-    fits = x.dtype == torch.bfloat16 and hidden % 16 == 0 and hidden <= 8192 and experts == _GATE_EXPERTS and _routable(routing)
+    fits = (
+        x.dtype == torch.bfloat16
+        and hidden % 16 == 0
+        and hidden <= 8192
+        and experts == _GATE_EXPERTS
+        and _routable(routing)
+    )
     if not fits or not 0 < tokens <= _GATE_TOKENS:
         return route(_logits(x, router), bias, routing)
     x, router = x.contiguous(), router.contiguous()
@@ -82,8 +121,8 @@ def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -
 
 
 def _logits(x: Tensor, router: Tensor) -> Tensor:
-    """x @ router.T in float32. Few and many tokens go by the tensor cores: three numbers of bfloat16 add up to one of float32 to its last
-    bit."""
+    """x @ router.T in float32. Few and many tokens go by the tensor cores: three numbers of
+    bfloat16 add up to one of float32 to its last bit."""
     if x.dtype == torch.bfloat16 and 0 < x.shape[0] <= GATE_TOKENS:
         return few_logits(x, router)
     if x.dtype != torch.bfloat16 or x.shape[0] < _TENSOR_CORE_TOKENS:
@@ -93,7 +132,8 @@ def _logits(x: Tensor, router: Tensor) -> Tensor:
 
 
 def _routable(routing: Routing) -> bool:
-    """Whether a warp can choose: a lane holds neighbouring experts, and a group is 1, 2, 4, ... whole lanes."""
+    """Whether a warp can choose: a lane holds neighbouring experts, and a group is 1, 2, 4, ...
+    whole lanes."""
     experts = routing.n_routed_experts
     per_lane = -(-experts // 32)
     lanes, rest = divmod(experts // routing.n_group, per_lane)
@@ -101,7 +141,9 @@ def _routable(routing: Routing) -> bool:
     return experts <= 512 and routing.columns <= 32 and grouped
 
 
-def _results_and_params(tokens: int, bias: Tensor | None, routing: Routing, device: torch.device) -> tuple[Tensor, Tensor, RouteParams]:
+def _results_and_params(
+    tokens: int, bias: Tensor | None, routing: Routing, device: torch.device
+) -> tuple[Tensor, Tensor, RouteParams]:
     """Room for ids and weights, and what the kernels are told. The caller keeps `bias` alive."""
     ids = torch.empty(tokens, routing.columns, dtype=torch.int64, device=device)
     weights = torch.empty(tokens, routing.columns, dtype=torch.float32, device=device)
@@ -128,7 +170,10 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
     x = x if x.stride(-1) == 1 else x.contiguous()
     tokens, heads, width = x.shape
     y = torch.empty(tokens, heads, width, dtype=x.dtype, device=x.device)
-    pointers = [tensor.data_ptr() for tensor in (x, positions.contiguous(), cos.contiguous(), sin.contiguous(), y)]
+    pointers = [
+        tensor.data_ptr()
+        for tensor in (x, positions.contiguous(), cos.contiguous(), sin.contiguous(), y)
+    ]
     wide = positions.dtype == torch.int64
     sizes = (tokens, heads, width // 2, interleaved, x.stride(0), x.stride(1))
     checked(library().qk_rope(*pointers, DTYPES[x.dtype], wide, *sizes, stream_of(x.device)))

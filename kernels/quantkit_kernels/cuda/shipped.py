@@ -1,6 +1,8 @@
-"""The compiled library that a wheel may carry (`make wheel`): then nothing is compiled at first use and no toolkit is needed.
+"""The compiled library that a wheel may carry (`make wheel`): then nothing is compiled at first use
+and no toolkit is needed.
 
-It is taken where it was made from the sources beside it, has every function of abi.py, and the driver runs what its toolkit made. What it
+It is taken where it was made from the sources beside it, has every function of abi.py, and the
+driver runs what its toolkit made. What it
 was made from it says itself: compile_library adds two functions, for a file can be renamed.
 """
 
@@ -21,17 +23,23 @@ def library_name(architecture: str, digest: str) -> str:
 
 def origin_unit(digest: str) -> str:
     """CUDA source that tells what a library was made from."""
-    return f'extern "C" const char* qk_sources() {{ return "{digest}"; }}\nextern "C" int qk_toolkit() {{ return __CUDACC_VER_MAJOR__; }}\n'
+    return (
+        f'extern "C" const char* qk_sources() {{ return "{digest}"; }}\nextern "C" int '
+        f"qk_toolkit() {{ return __CUDACC_VER_MAJOR__; }}\n"
+    )
 
 
 @functools.cache
 def shipped_library(architecture: str, digest: str, folder: Path = FOLDER) -> Path | None:
-    """The library for such a card made from the sources of `digest`, or None. One that cannot be used is named in a warning."""
+    """The library for such a card made from the sources of `digest`, or None. One that cannot be
+    used is named in a warning."""
     for path in sorted(folder.glob(library_name(architecture, "*"))):
         reason = why_unfit(path, digest) or why_not_driven(path)
         if reason is None:
             return path
-        _log.warning("the compiled kernels of this installation, %s, are not used: %s", path.name, reason)
+        _log.warning(
+            "the compiled kernels of this installation, %s, are not used: %s", path.name, reason
+        )
     return None
 
 
@@ -46,19 +54,26 @@ def why_unfit(path: Path, digest: str) -> str | None:
         return f"it cannot be loaded: {fault}"
     except AttributeError as fault:
         return f"it is incomplete: {fault}"
-    return None if sources == digest else f"it was made from other sources ({sources}, not {digest})"
+    return (
+        None if sources == digest else f"it was made from other sources ({sources}, not {digest})"
+    )
 
 
 def why_not_driven(path: Path) -> str | None:
-    """None where the driver runs what the library's toolkit made, or where there is none; else the reason."""
+    """None where the driver runs what the library's toolkit made, or where there is none; else the
+    reason."""
     toolkit, driver = int(ctypes.CDLL(str(path)).qk_toolkit()), driver_version()
     if driver is None or driver // 1000 >= toolkit:
         return None
-    return f"it needs a driver for CUDA {toolkit}, and this one is for {driver // 1000}.{driver % 1000 // 10}"
+    return (
+        f"it needs a driver for CUDA {toolkit}, and this one is for "
+        f"{driver // 1000}.{driver % 1000 // 10}"
+    )
 
 
 def driver_version() -> int | None:
-    """1000 x major + 10 x minor of the CUDA that the driver is for; None where there is no driver."""
+    """1000 x major + 10 x minor of the CUDA that the driver is for; None where there is no
+    driver."""
     version = ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -1,7 +1,9 @@
-"""Weights expanded to the compute dtype once, then torch's own matmul: the fastest for small models, and the largest in memory.
+"""Weights expanded to the compute dtype once, then torch's own matmul: the fastest for small
+models, and the largest in memory.
 
-Taken for unquantized weights; for quantized ones only when asked for by name. `nbytes` counts the expanded weight. Int8 keeps its meaning:
-activations are still rounded to int8 per token, and the codes are multiplied as float32.
+Taken for unquantized weights; for quantized ones only when asked for by name. `nbytes` counts the
+expanded weight. Int8 keeps its meaning: activations are still rounded to int8 per token, and the
+codes are multiplied as float32.
 """
 
 import torch
@@ -17,16 +19,25 @@ from quantkit_kernels.weights import Weight
 __all__ = ["experts_layout", "gated_experts_layout", "linear", "unusable"]
 
 
-def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
+def unusable(
+    operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]
+) -> str | None:
     return None if operator.startswith(("linear_", "experts_")) else "holds weights only"
 
 
-def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> ExpertsLayout:
+def experts_layout(
+    num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device
+) -> ExpertsLayout:
     return gated_experts_layout(num_experts, gate, down, dtype, device, SILU)
 
 
 def gated_experts_layout(
-    num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device, gating: Gating
+    num_experts: int,
+    gate: Weight,
+    down: Weight,
+    dtype: torch.dtype,
+    device: torch.device,
+    gating: Gating,
 ) -> ExpertsLayout:
     if why_not_grouped(gate, down, dtype, device) is None:
         return ExpandedLayout(num_experts, gate, dtype, device, gating)

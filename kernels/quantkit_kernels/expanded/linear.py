@@ -10,13 +10,15 @@ from quantkit_kernels.cpu.units import has_unit
 from quantkit_kernels.linear import Linear, quantize_rows
 from quantkit_kernels.weights import Int8, Weight, dequantize, shape
 
-# From this many rows on, a CPU without bf16/fp16 units is faster in float32, expanding the weight block by block
-# (4096 x 4096 on AVX2, one core, ms for bf16 against float32 blocks: M=1 1.7/3.7, M=4 8.1/7.8, M=16 29/13, M=64 111/33).
+# From this many rows on, a CPU without bf16/fp16 units is faster in float32, expanding the weight
+# block by block (4096 x 4096 on AVX2, one core, ms for bf16 against float32 blocks: M=1 1.7/3.7,
+# M=4 8.1/7.8, M=16 29/13, M=64 111/33).
 _UPCAST_ROWS = 4
 
 
 class ExpandedLinear(Linear):
-    """The weight in the compute dtype. On a CPU few rows are multiplied by dense.cpp where torch is slower."""
+    """The weight in the compute dtype. On a CPU few rows are multiplied by dense.cpp where torch is
+    slower."""
 
     def __init__(self, weight: Weight, dtype: torch.dtype, device: torch.device) -> None:
         n, k = shape(weight)
@@ -32,12 +34,15 @@ class ExpandedLinear(Linear):
         if x.shape[0] <= self._few_rows:
             return dense.multiply(x, self.weight)
         if self._upcast and x.shape[0] >= _UPCAST_ROWS:
-            return blocked_matmul(x.float(), self.out_features, lambda start, stop: self.weight[start:stop].float()).to(self.dtype)
+            return blocked_matmul(
+                x.float(), self.out_features, lambda start, stop: self.weight[start:stop].float()
+            ).to(self.dtype)
         return F.linear(x, self.weight)
 
 
 class ExpandedInt8Linear(Linear):
-    """The int8 codes as float32: sums of their products are exact up to 2^24 and rounded to float32 beyond."""
+    """The int8 codes as float32: sums of their products are exact up to 2^24 and rounded to float32
+    beyond."""
 
     def __init__(self, weight: Int8, dtype: torch.dtype, device: torch.device) -> None:
         n, k = shape(weight)

@@ -1,6 +1,8 @@
-"""The plain torch backend: every operator, any device, no packing. What the others are measured against.
+"""The plain torch backend: every operator, any device, no packing. What the others are measured
+against.
 
-Codes stay one per byte and are expanded at every call in blocks of rows; the arithmetic is float32. Nothing here is meant to be fast.
+Codes stay one per byte and are expanded at every call in blocks of rows; the arithmetic is float32.
+Nothing here is meant to be fast.
 """
 
 import torch
@@ -51,9 +53,13 @@ __all__ = [
 ]
 
 
-def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
+def unusable(
+    operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]
+) -> str | None:
     return None
 
 
-def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> LoopLayout:
+def experts_layout(
+    num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device
+) -> LoopLayout:
     return LoopLayout(num_experts, linear, dtype, device, "reference")

@@ -37,22 +37,32 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    scores = logits.float().sigmoid() if routing.scoring_func == "sigmoid" else logits.float().softmax(dim=-1)
+    scores = (
+        logits.float().sigmoid()
+        if routing.scoring_func == "sigmoid"
+        else logits.float().softmax(dim=-1)
+    )
     wanted = scores if bias is None else scores + bias
     if routing.topk_group < routing.n_group:
         groups = wanted.unflatten(1, (routing.n_group, -1))
         kept = groups.topk(2, dim=-1).values.sum(dim=-1).topk(routing.topk_group, dim=-1).indices
-        dropped = torch.ones(groups.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, kept, False)
+        dropped = torch.ones(groups.shape[:2], dtype=torch.bool, device=logits.device).scatter_(
+            1, kept, False
+        )
         # Minus infinity, not zero: with a negative bias a kept expert may score below zero.
         wanted = groups.masked_fill(dropped.unsqueeze(-1), float("-inf")).view(wanted.shape)
     ids = wanted.topk(routing.num_experts_per_tok, dim=-1).indices
     weights = scores.gather(1, ids)
     if routing.norm_topk_prob:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return with_shared(ids, weights * routing.routed_scaling_factor, logits.shape[1], routing.num_joined_experts)
+    return with_shared(
+        ids, weights * routing.routed_scaling_factor, logits.shape[1], routing.num_joined_experts
+    )
 
 
-def with_shared(ids: Tensor, weights: Tensor, experts: int, num_shared: int) -> tuple[Tensor, Tensor]:
+def with_shared(
+    ids: Tensor, weights: Tensor, experts: int, num_shared: int
+) -> tuple[Tensor, Tensor]:
     """The routing with the shared experts' columns."""
     if num_shared == 0:
         return ids, weights
@@ -61,7 +71,9 @@ def with_shared(ids: Tensor, weights: Tensor, experts: int, num_shared: int) -> 
     return ids, F.pad(weights, (0, num_shared), value=1.0)
 
 
-def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def moe_gate(
+    x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing
+) -> tuple[Tensor, Tensor]:
     return route(F.linear(x.float(), router), bias, routing)
 
 
@@ -74,7 +86,11 @@ def turned(x: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = rotation.cos.unsqueeze(1), rotation.sin.unsqueeze(1)
     if rotation.interleaved:
         even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-        return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
+        return (
+            torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
+            .flatten(-2)
+            .to(x.dtype)
+        )
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
 
@@ -102,35 +118,47 @@ def mla_prepare(
     steps: AttentionSteps = PLAIN,
     code_step: Tensor | None = None,
 ) -> Tensor:
-    q_a, latent, k_pe = qkv_a.split([norms.q.shape[0], norms.k.shape[0], 2 * rotation.cos.shape[1]], dim=-1)
+    q_a, latent, k_pe = qkv_a.split(
+        [norms.q.shape[0], norms.k.shape[0], 2 * rotation.cos.shape[1]], dim=-1
+    )
     latent = steps.rms_norm(latent, norms.k, norms.eps)
     key = steps.turned(k_pe.unsqueeze(1), rotation).squeeze(1)
     if isinstance(cache, CodedLatents):
         store_latents(cache, slots, latent, key, code_step)
     else:
         assert isinstance(cache, Tensor), "one tensor, as cache_layout says"
-        cache.view(-1, cache.shape[2]).index_copy_(0, slots, torch.cat([latent, key], dim=-1).to(cache.dtype))
+        cache.view(-1, cache.shape[2]).index_copy_(
+            0, slots, torch.cat([latent, key], dim=-1).to(cache.dtype)
+        )
     return steps.rms_norm(q_a, norms.q, norms.eps)
 
 
-def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, scale: float) -> Tensor:
+def mla_decode(
+    q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, scale: float
+) -> Tensor:
     nope = q.shape[2] - 2 * rotation.cos.shape[1]
     query = torch.cat([absorbed(q[..., :nope], kv_b), turned(q[..., nope:], rotation)], dim=-1)
     return values(attend(query, pages, scale, kv_b.shape[2]), kv_b, nope)
 
 
 def attend(query: Tensor, pages: PagedLatents, scale: float, kv_lora_rank: int) -> Tensor:
-    """query [B, heads, D], absorbed and turned -> what the probabilities make of the latents [B, heads, kv_lora_rank]."""
+    """query [B, heads, D], absorbed and turned -> what the probabilities make of the latents [B,
+    heads, kv_lora_rank]."""
     cache, block_table = pages.cache, pages.block_table
     assert isinstance(cache, Tensor | CodedLatents), "one tensor or codes, as cache_layout says"
     slots = torch.arange(block_table.shape[1] * parts_of(cache)[0].shape[1], device=query.device)
     valid = slots < pages.seq_lens.unsqueeze(1)  # [B, slots]
-    # Slots past the end are zeroed, not only masked: a probability of 0 times a stored NaN would still be NaN.
-    latents = entries(cache, block_table).flatten(1, 2).float().masked_fill(~valid.unsqueeze(-1), 0.0)  # [B, slots, D]
+    # Slots past the end are zeroed, not only masked: a probability of 0 times a stored NaN would
+    # still be NaN.
+    latents = (
+        entries(cache, block_table).flatten(1, 2).float().masked_fill(~valid.unsqueeze(-1), 0.0)
+    )  # [B, slots, D]
     scores = (query.float() * scale) @ latents.transpose(1, 2)  # [B, heads, slots]
     masked = ~valid.unsqueeze(1)
     # The second mask turns the NaN of an empty row into zeros.
-    probabilities = scores.masked_fill(masked, float("-inf")).softmax(dim=-1).masked_fill(masked, 0.0)
+    probabilities = (
+        scores.masked_fill(masked, float("-inf")).softmax(dim=-1).masked_fill(masked, 0.0)
+    )
     return (probabilities @ latents[..., :kv_lora_rank]).to(query.dtype)
 
 

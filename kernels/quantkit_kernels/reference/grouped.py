@@ -34,27 +34,36 @@ def gqa_prepare(
     return sides[0]
 
 
-def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int, sinks: Tensor | None = None) -> Tensor:
+def gqa_decode(
+    q: Tensor, pages: PagedKeys, scale: float, window: int, sinks: Tensor | None = None
+) -> Tensor:
     keys, block_table, seq_lens = pages.keys, pages.block_table, pages.seq_lens
     slots = torch.arange(block_table.shape[1] * keys.shape[1], device=q.device)
     seen = slots < seq_lens.unsqueeze(1)  # [B, slots]
     if window:
         seen &= slots >= seq_lens.unsqueeze(1) - window
-    # What is not seen is zeroed, not only masked: a probability of 0 times a stored NaN would still be NaN.
-    k, v = (side.flatten(1, 2).masked_fill(~seen[:, :, None, None], 0.0) for side in picked(pages.cache, block_table))
+    # What is not seen is zeroed, not only masked: a probability of 0 times a stored NaN would still
+    # be NaN.
+    k, v = (
+        side.flatten(1, 2).masked_fill(~seen[:, :, None, None], 0.0)
+        for side in picked(pages.cache, block_table)
+    )
     grouped = (q.float() * scale).unflatten(1, (keys.shape[2], -1))  # [B, kv_heads, shared, D]
     scores = grouped @ k.permute(0, 2, 3, 1)
     masked = ~seen[:, None, None]
     scores = scores.masked_fill(masked, float("-inf"))
     if sinks is not None:
-        scores = torch.cat([scores, sinks.view(1, keys.shape[2], -1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+        scores = torch.cat(
+            [scores, sinks.view(1, keys.shape[2], -1, 1).expand(*scores.shape[:3], 1)], dim=-1
+        )
     # The second mask turns the NaN of an empty row into zeros.
     probabilities = scores.softmax(dim=-1)[..., : masked.shape[-1]].masked_fill(masked, 0.0)
     return (probabilities @ v.transpose(1, 2)).flatten(1, 2).to(q.dtype)
 
 
 def picked(cache: KeyValues, index: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Keys and values float32 [..., kv_heads, D] of what the index picks of their first dimension."""
+    """Keys and values float32 [..., kv_heads, D] of what the index picks of their first
+    dimension."""
     keys, values = cache[0][index], cache[1][index]
     if isinstance(cache, CodedKeys):
         return decode(keys, cache.key_scales[index]), decode(values, cache.value_scales[index])

@@ -9,7 +9,8 @@ from quantkit_kernels.weights import Int8, Weight, dequantize, rows, shape, to_d
 
 
 class ReferenceLinear(Linear):
-    """Float32 products of the expanded weight; for int8, float64 products of the codes, which are exact as an integer unit's are."""
+    """Float32 products of the expanded weight; for int8, float64 products of the codes, which are
+    exact as an integer unit's are."""
 
     def __init__(self, weight: Weight, dtype: torch.dtype, device: torch.device) -> None:
         n, k = shape(weight)
@@ -23,9 +24,15 @@ class ReferenceLinear(Linear):
         weight = self.weight
         if isinstance(weight, Int8):
             codes, row_scale = quantize_rows(x)
-            products = blocked_matmul(codes.double(), self.out_features, lambda start, stop: weight.codes[start:stop].double())
+            products = blocked_matmul(
+                codes.double(),
+                self.out_features,
+                lambda start, stop: weight.codes[start:stop].double(),
+            )
             return (products * row_scale * weight.scale.T).to(self.dtype)
-        return blocked_matmul(x.float(), self.out_features, lambda start, stop: dequantize(rows(weight, start, stop))).to(self.dtype)
+        return blocked_matmul(
+            x.float(), self.out_features, lambda start, stop: dequantize(rows(weight, start, stop))
+        ).to(self.dtype)
 
 
 def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:

@@ -1,4 +1,5 @@
-"""W4A4 linears: the weight's codes and scales as they are, activations rounded to NVFP4 row by row in groups of 16."""
+"""W4A4 linears: the weight's codes and scales as they are, activations rounded to NVFP4 row by row
+in groups of 16."""
 
 import functools
 import logging
@@ -35,7 +36,17 @@ def product(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor) -> Tens
     from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
     blocks, order = ScalingType.BlockWise1x16, SwizzleType.SWIZZLE_32_4_4
-    return scaled_mm(x, weight.t(), x_scales, blocks, scales, blocks, swizzle_a=order, swizzle_b=order, output_dtype=torch.bfloat16)
+    return scaled_mm(
+        x,
+        weight.t(),
+        x_scales,
+        blocks,
+        scales,
+        blocks,
+        swizzle_a=order,
+        swizzle_b=order,
+        output_dtype=torch.bfloat16,
+    )
 
 
 def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
@@ -46,4 +57,7 @@ def linear(weight: Weight, dtype: torch.dtype, device: torch.device) -> Linear:
 
 @functools.cache
 def _tell() -> None:
-    _log.warning("backend scaled_mm rounds activations to NVFP4: what runs is W4A4, not what a W4A16 checkpoint was made for")
+    _log.warning(
+        "backend scaled_mm rounds activations to NVFP4: what runs is W4A4, not what a W4A16 "
+        "checkpoint was made for"
+    )

@@ -1,7 +1,8 @@
 """The built-in operators of torch_npu, for Ascend NPUs.
 
-Every call is checked against the manual's rules (rules.py); tests/ascend checks the calls against the real schemas of torch_npu 2.13.0 and
-runs them on a double that computes the documented results. Never run on an NPU.
+Every call is checked against the manual's rules (rules.py); tests/ascend checks the calls against
+the real schemas of torch_npu 2.13.0 and runs them on a double that computes the documented results.
+Never run on an NPU.
 """
 
 import torch
@@ -54,7 +55,12 @@ __all__ = [
 
 _PRESENT = ("npu_swiglu",)
 """What shows that torch_npu is there, where its operators stand behind torch's own."""
-_GROUPED = ("npu_moe_init_routing_v2", "npu_grouped_matmul", "npu_swiglu", "npu_moe_finalize_routing")
+_GROUPED = (
+    "npu_moe_init_routing_v2",
+    "npu_grouped_matmul",
+    "npu_swiglu",
+    "npu_moe_finalize_routing",
+)
 NEEDS = {
     "linear_int4": ("npu_weight_quant_batchmatmul",),
     "linear_int8": ("npu_dynamic_quant", "npu_quant_matmul", "npu_format_cast"),
@@ -78,22 +84,33 @@ NEEDS = {
         "npu_dynamic_quant",
         "npu_format_cast",
     ),
-    "mla_decode": ("npu_fused_infer_attention_score", "npu_transpose_batchmatmul", "npu_rotary_mul", "npu_interleave_rope"),
+    "mla_decode": (
+        "npu_fused_infer_attention_score",
+        "npu_transpose_batchmatmul",
+        "npu_rotary_mul",
+        "npu_interleave_rope",
+    ),
     "mla_prefill": ("npu_rotary_mul",),
     "gqa_prepare": ("npu_rms_norm", "npu_rotary_mul"),
     "gqa_decode": ("npu_fused_infer_attention_score",),
     "gqa_prefill": _PRESENT,
 }
-"""The operators of torch_npu behind each of ours. FP4 is decoded, and unquantized weights are multiplied, by torch's own."""
+"""The operators of torch_npu behind each of ours. FP4 is decoded, and unquantized weights are
+multiplied, by torch's own."""
 
 NARROW_EXPERTS = True
 """Experts of int8 whose codes have four bits are held in four."""
-NO_CODES = "operators of torch_npu want scales that were fixed before, and a cache in 8 bits has each token's own"
+NO_CODES = (
+    "operators of torch_npu want scales that were fixed before, and a cache in 8 bits has "
+    "each token's own"
+)
 LIMITS = {"mla_prolog": PROLOG_LIMITS}
 """What a usable operator was made for, where that is not everything."""
 
 
-def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
+def unusable(
+    operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]
+) -> str | None:
     if operator == "gate_and_mul":
         return "silu_and_mul only"
     if operator == "likeliest":
@@ -103,7 +120,11 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
         return "torch_npu is not installed"
     if missing:
         return f"{missing[0]} does not run on {device.type}"
-    if operator.startswith(("linear_", "experts_")) and not operator.endswith("_dense") and dtype not in (None, *HALVES):
+    if (
+        operator.startswith(("linear_", "experts_"))
+        and not operator.endswith("_dense")
+        and dtype not in (None, *HALVES)
+    ):
         return "computes in bfloat16 and float16 only"
     if operator == "mla_prolog" and dtype not in (None, torch.bfloat16):
         return "computes in bfloat16 only"
@@ -113,7 +134,9 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
     return None
 
 
-def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> ExpertsLayout:
+def experts_layout(
+    num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device
+) -> ExpertsLayout:
     if isinstance(gate, Fp4):
         return LoopLayout(num_experts, linear, dtype, device, "torch_npu")
     return GroupedLayout(num_experts, dtype, device)

@@ -1,5 +1,6 @@
-"""The operators of functional.py over torch_npu's fused ones. Where an operator's rules exclude the arguments (a model smaller than those
-it was made for), the plain torch of the reference runs on the NPU instead."""
+"""The operators of functional.py over torch_npu's fused ones. Where an operator's rules exclude the
+arguments (a model smaller than those it was made for), the plain torch of the reference runs on the
+NPU instead."""
 
 from dataclasses import replace
 
@@ -46,8 +47,8 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
 
 
 def choose(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    """`route` without the joined experts. npu_moe_gating_top_k divides sigmoid weights by their sum and softmax ones not; the other two
-    cases are plain torch."""
+    """`route` without the joined experts. npu_moe_gating_top_k divides sigmoid weights by their sum
+    and softmax ones not; the other two cases are plain torch."""
     kwargs = {
         "bias": bias,
         "k_group": routing.topk_group,
@@ -59,13 +60,17 @@ def choose(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tenso
     }
     args = (logits.float(), routing.num_experts_per_tok)
     divides = routing.scoring_func == "sigmoid"
-    if divides != routing.norm_topk_prob or violated("npu_moe_gating_top_k", bind("npu_moe_gating_top_k", args, kwargs)):
+    if divides != routing.norm_topk_prob or violated(
+        "npu_moe_gating_top_k", bind("npu_moe_gating_top_k", args, kwargs)
+    ):
         return plain.route(logits, bias, replace(routing, num_joined_experts=0))
     weights, ids, _ = call("npu_moe_gating_top_k", *args, **kwargs)
     return ids, weights
 
 
-def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def moe_gate(
+    x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing
+) -> tuple[Tensor, Tensor]:
     return route(F.linear(x.float(), router), bias, routing)
 
 
@@ -74,10 +79,18 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
 
 
 def turned(x: Tensor, rotation: Rotation) -> Tensor:
-    """x [T, heads, D] by the angles of its tokens [T, D/2]: npu_rotary_mul, in float32 as the tables are; it wants each angle twice."""
-    doubled = [angles.repeat_interleave(2, dim=-1) if rotation.interleaved else angles.repeat(1, 2) for angles in rotation[:2]]
+    """x [T, heads, D] by the angles of its tokens [T, D/2]: npu_rotary_mul, in float32 as the
+    tables are; it wants each angle twice."""
+    doubled = [
+        angles.repeat_interleave(2, dim=-1) if rotation.interleaved else angles.repeat(1, 2)
+        for angles in rotation[:2]
+    ]
     operator = "npu_rotary_mul"
-    args = (x.float(), *(angles.unsqueeze(1) for angles in doubled), "interleave" if rotation.interleaved else "half")
+    args = (
+        x.float(),
+        *(angles.unsqueeze(1) for angles in doubled),
+        "interleave" if rotation.interleaved else "half",
+    )
     if x.numel() == 0 or violated(operator, bind(operator, args, {})):
         return plain.turned(x, rotation)
     result: Tensor = call(operator, *args)
@@ -88,12 +101,15 @@ STEPS = plain.AttentionSteps(rms_norm, turned)
 
 
 def cache_layout(kv_lora: int, rope_dim: int, dtype: torch.dtype) -> CacheLayout:
-    """In two tensors at DeepSeek-V3's sizes, which are the only ones its operators have. Blocks of 128 suit every one of them."""
+    """In two tensors at DeepSeek-V3's sizes, which are the only ones its operators have. Blocks of
+    128 suit every one of them."""
     apart = (kv_lora, rope_dim) == (LATENT, ROPE) and dtype in HALVES
     return CacheLayout((kv_lora, rope_dim) if apart else (kv_lora + rope_dim,), 128)
 
 
-def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents, slots: Tensor) -> Tensor:
+def mla_prepare(
+    qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents, slots: Tensor
+) -> Tensor:
     if isinstance(cache, Tensor):
         return plain.mla_prepare(qkv_a, norms, rotation, cache, slots, STEPS)
     q_a, kv = qkv_a.split([norms.q.shape[0], LATENT + ROPE], dim=-1)
@@ -101,17 +117,31 @@ def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents,
         kv = torch.cat([kv[:, :LATENT], pairs_together(kv[:, LATENT:])], dim=-1)
     latents, keys = (part.unsqueeze(2) for part in cache)
     rows = kv.contiguous()[:, None, None]
-    call("npu_kv_rmsnorm_rope_cache", rows, norms.k, *_four(rotation), slots, keys, latents, epsilon=norms.eps, cache_mode="PA")
+    call(
+        "npu_kv_rmsnorm_rope_cache",
+        rows,
+        norms.k,
+        *_four(rotation),
+        slots,
+        keys,
+        latents,
+        epsilon=norms.eps,
+        cache_mode="PA",
+    )
     return rms_norm(q_a, norms.q, norms.eps)
 
 
-def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, scale: float) -> Tensor:
+def mla_decode(
+    q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, scale: float
+) -> Tensor:
     nope = q.shape[2] - (2 * rotation.cos.shape[1] if isinstance(pages.cache, Tensor) else ROPE)
     absorbed, q_pe = by_head(q[..., :nope], kv_b[:, :nope], order=[1, 0, 2]), q[..., nope:]
     if isinstance(pages.cache, Tensor):
         q_pe = turned(q_pe, rotation)
     else:
-        neighbours = (q_pe if rotation.interleaved else pairs_together(q_pe)).unsqueeze(2).contiguous()
+        neighbours = (
+            (q_pe if rotation.interleaved else pairs_together(q_pe)).unsqueeze(2).contiguous()
+        )
         q_pe = call("npu_interleave_rope", neighbours, *_four(rotation)).squeeze(2)
     return values(attend(absorbed, q_pe, pages, scale), kv_b, nope)
 
@@ -122,8 +152,12 @@ def values(attended: Tensor, kv_b: Tensor, nope: int) -> Tensor:
 
 
 def by_head(x: Tensor, weight: Tensor, order: list[int]) -> Tensor:
-    """x times each head's weight [heads, K, N] -> [T, heads, N], tokens first in the same launch. order: how x becomes [heads, T, K]."""
-    operator, permuted = "npu_transpose_batchmatmul", {"perm_x1": order, "perm_x2": [0, 1, 2], "perm_y": [1, 0, 2]}
+    """x times each head's weight [heads, K, N] -> [T, heads, N], tokens first in the same launch.
+    order: how x becomes [heads, T, K]."""
+    operator, permuted = (
+        "npu_transpose_batchmatmul",
+        {"perm_x1": order, "perm_x2": [0, 1, 2], "perm_y": [1, 0, 2]},
+    )
     if violated(operator, bind(operator, (x, weight), permuted)):
         return torch.bmm(x.permute(order), weight).transpose(0, 1)
     result: Tensor = call(operator, x, weight, **permuted)
@@ -131,12 +165,14 @@ def by_head(x: Tensor, weight: Tensor, order: list[int]) -> Tensor:
 
 
 def attend(absorbed: Tensor, q_pe: Tensor, pages: PagedLatents, scale: float) -> Tensor:
-    """Absorbed attention by npu_fused_infer_attention_score over the blocks where they lie: absorbed [B, heads, kv_lora], q_pe
-    [B, heads, R] in the cache's order of channels -> [heads, B, kv_lora], as the product with W_UV takes it.
+    """Absorbed attention by npu_fused_infer_attention_score over the blocks where they lie:
+    absorbed [B, heads, kv_lora], q_pe [B, heads, R] in the cache's order of channels -> [heads, B,
+    kv_lora], as the product with W_UV takes it.
 
-    A cache in two tensors goes in as DeepSeek-V3's latent and rotary parts, and comes out heads first as vllm-ascend asks for it
-    (BNSD_NBSD); one in one tensor as keys of at most 512, whose first channels are the values. The lengths are the
-    host's: a captured graph is told them before each replay (accelerator.py).
+    A cache in two tensors goes in as DeepSeek-V3's latent and rotary parts, and comes out heads
+    first as vllm-ascend asks for it (BNSD_NBSD); one in one tensor as keys of at most 512, whose
+    first channels are the values. The lengths are the host's: a captured graph is told them before
+    each replay (accelerator.py).
     """
     cache, block_table, seq_lens, lengths = pages
     operator = "npu_fused_infer_attention_score"
@@ -154,7 +190,11 @@ def attend(absorbed: Tensor, q_pe: Tensor, pages: PagedLatents, scale: float) ->
         query, keys = torch.cat([absorbed, q_pe], dim=-1), cache.unsqueeze(1)
     else:
         query, keys = absorbed, cache[0].unsqueeze(1)
-        kwargs |= {"query_rope": q_pe.unsqueeze(2).contiguous(), "key_rope": cache[1].unsqueeze(1), "input_layout": "BNSD_NBSD"}
+        kwargs |= {
+            "query_rope": q_pe.unsqueeze(2).contiguous(),
+            "key_rope": cache[1].unsqueeze(1),
+            "input_layout": "BNSD_NBSD",
+        }
     kwargs["block_size"] = keys.shape[2]
     args = (query.unsqueeze(2).contiguous(), keys, keys)
     if isinstance(cache, Tensor) and violated(operator, bind(operator, args, kwargs)):

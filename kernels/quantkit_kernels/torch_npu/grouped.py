@@ -1,5 +1,6 @@
-"""Grouped-query attention over torch_npu's fused operators, pages where they lie, and attention of prompts. Where an operator's rules
-exclude the arguments, the plain torch of the reference runs on the NPU instead."""
+"""Grouped-query attention over torch_npu's fused operators, pages where they lie, and attention of
+prompts. Where an operator's rules exclude the arguments, the plain torch of the reference runs on
+the NPU instead."""
 
 from typing import Any
 
@@ -19,12 +20,15 @@ from quantkit_kernels.torch_npu.rules import violated
 _OPERATOR = "npu_fused_infer_attention_score"
 
 
-def gqa_prepare(qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: KeyValues, slots: Tensor) -> Tensor:
+def gqa_prepare(
+    qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: KeyValues, slots: Tensor
+) -> Tensor:
     return plain.gqa_prepare(qkv, norms, rotation, cache, slots, STEPS)
 
 
 def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int) -> Tensor:
-    """The lengths are the host's: a captured graph is told them before each replay (accelerator.py)."""
+    """The lengths are the host's: a captured graph is told them before each replay
+    (accelerator.py)."""
     keys, values, block_table, seq_lens, lengths, scales = pages
     known = list(seq_lens.tolist() if lengths is None else lengths)
     kwargs: dict[str, Any] = {
@@ -46,9 +50,15 @@ def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int) -> Tensor
 
 
 def gqa_prefill(q: Tensor, cache: KeyValues, prompts: Prompts, scale: float, window: int) -> Tensor:
-    return plain_prompts.gqa_prefill(q, cache, prompts, scale, window, own=plain_prompts.attend_at_once)
+    return plain_prompts.gqa_prefill(
+        q, cache, prompts, scale, window, own=plain_prompts.attend_at_once
+    )
 
 
-def mla_prefill(q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float) -> Tensor:
+def mla_prefill(
+    q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float
+) -> Tensor:
     q_pe = turned(q[..., -2 * rotation.cos.shape[1] :], rotation)
-    return plain_prompts.attend_expanded(q, q_pe, kv_b, cache, prompts, scale, rotation.interleaved, plain_prompts.attend_at_once)
+    return plain_prompts.attend_expanded(
+        q, q_pe, kv_b, cache, prompts, scale, rotation.interleaved, plain_prompts.attend_at_once
+    )

@@ -1,13 +1,29 @@
-"""Linear over torch_npu's quantized products, and over torch's own for weights that are not quantized."""
+"""Linear over torch_npu's quantized products, and over torch's own for weights that are not
+quantized."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit_kernels.linear import Linear
-from quantkit_kernels.torch_npu.calls import dynamic_quant, format_cast_nz, quant_matmul, weight_quant_matmul
+from quantkit_kernels.torch_npu.calls import (
+    dynamic_quant,
+    format_cast_nz,
+    quant_matmul,
+    weight_quant_matmul,
+)
 from quantkit_kernels.torch_npu.layout import antiquant_group, int4_tensors
-from quantkit_kernels.weights import FP4_GROUP_SIZE, Dense, Fp4, Int4, Int8, Weight, kind, shape, to_device
+from quantkit_kernels.weights import (
+    FP4_GROUP_SIZE,
+    Dense,
+    Fp4,
+    Int4,
+    Int8,
+    Weight,
+    kind,
+    shape,
+    to_device,
+)
 
 BACKEND = "torch_npu"
 _RESCALE = 2.0**22
@@ -47,11 +63,12 @@ class Int8Linear(Linear):
 
 
 class Fp4Linear(Linear):
-    """E2M1 decoded at every call, for no operator reads it: correct and compact, and slow. Backend ascend decodes inside its product.
+    """E2M1 decoded at every call, for no operator reads it: correct and compact, and slow. Backend
+    ascend decodes inside its product.
 
-    Two codes to a byte, features k and k + K/2, so that both halves come out as runs. Decoding is multiplication, masks and one
-    reinterpretation, as in ascend/kernels.py: a code's bits are put where fp16 has sign, exponent and mantissa, which makes 2^-14 of
-    it, and 2^-8 of an e4m3 scale.
+    Two codes to a byte, features k and k + K/2, so that both halves come out as runs. Decoding is
+    multiplication, masks and one reinterpretation, as in ascend/kernels.py: a code's bits are put
+    where fp16 has sign, exponent and mantissa, which makes 2^-14 of it, and 2^-8 of an e4m3 scale.
     """
 
     def __init__(self, weight: Fp4, dtype: torch.dtype, device: torch.device) -> None:
@@ -71,14 +88,19 @@ class Fp4Linear(Linear):
     def decode(self) -> Tensor:
         """W[N, K] of the compute dtype."""
         bytes_ = self.codes.to(torch.int16)
-        shifted = torch.cat([((bytes_ & 8) * 4096) | ((bytes_ & 7) * 512), (bytes_ * 32) & -29184], dim=1)
+        shifted = torch.cat(
+            [((bytes_ & 8) * 4096) | ((bytes_ & 7) * 512), (bytes_ * 32) & -29184], dim=1
+        )
         values = shifted.view(torch.float16).float().unflatten(1, (-1, FP4_GROUP_SIZE))
-        scale = (self.scale_bits.to(torch.int16) * 128).view(torch.float16).float() * self.global_scale
+        scale = (self.scale_bits.to(torch.int16) * 128).view(
+            torch.float16
+        ).float() * self.global_scale
         return (values * scale.unsqueeze(-1)).flatten(1).to(self.dtype)
 
 
 class DenseLinear(Linear):
-    """torch's own product. The weight stays ND: the manual calls FRACTAL_NZ internal, and vllm-ascend leaves 16-bit weights so too."""
+    """torch's own product. The weight stays ND: the manual calls FRACTAL_NZ internal, and
+    vllm-ascend leaves 16-bit weights so too."""
 
     def __init__(self, weight: Dense, dtype: torch.dtype, device: torch.device) -> None:
         n, k = shape(weight)
@@ -93,7 +115,8 @@ class DenseLinear(Linear):
 
 
 class NzLinear(Linear):
-    """torch's own product by an unquantized weight [K, N] in the cube's layout, where an operator beside it wants that layout."""
+    """torch's own product by an unquantized weight [K, N] in the cube's layout, where an operator
+    beside it wants that layout."""
 
     def __init__(self, weight: Dense, dtype: torch.dtype, device: torch.device) -> None:
         n, k = shape(weight)

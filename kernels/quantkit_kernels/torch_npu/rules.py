@@ -1,7 +1,9 @@
-"""What the manuals of torch_npu demand of the operators called here, on the Atlas A2 (910B): data, asserted before every call.
+"""What the manuals of torch_npu demand of the operators called here, on the Atlas A2 (910B): data,
+asserted before every call.
 
-The operators' own shape functions are lenient (a wrong K, groups of 33 and int8 activations pass), and a device answers a violated rule
-with an error code at best. Source: op-plugin's documentation of the custom interfaces, as of August 2026; it covers more than is called.
+The operators' own shape functions are lenient (a wrong K, groups of 33 and int8 activations pass),
+and a device answers a violated rule with an error code at best. Source: op-plugin's documentation
+of the custom interfaces, as of August 2026; it covers more than is called.
 """
 
 from typing import Any
@@ -27,7 +29,9 @@ def violated(name: str, arguments: Arguments) -> str | None:
 
 
 def _described(arguments: Arguments) -> str:
-    return ", ".join(f"{name} {_short(value)}" for name, value in vars(arguments).items() if value is not None)
+    return ", ".join(
+        f"{name} {_short(value)}" for name, value in vars(arguments).items() if value is not None
+    )
 
 
 def _short(value: Any) -> str:
@@ -55,13 +59,23 @@ def _antiquant_shapes(a: Arguments) -> bool:
 WEIGHT_QUANT_BATCHMATMUL = (
     Rule("x is fp16 or bf16 [M, K]", lambda a: a.x.dim() == 2 and a.x.dtype in HALVES),
     Rule("nothing is empty", lambda a: a.x.numel() > 0 and a.weight.numel() > 0),
-    Rule("weight is int8 or int32 (eight int4) [K, N]", lambda a: a.weight.dim() == 2 and a.weight.dtype in (torch.int8, torch.int32)),
+    Rule(
+        "weight is int8 or int32 (eight int4) [K, N]",
+        lambda a: a.weight.dim() == 2 and a.weight.dtype in (torch.int8, torch.int32),
+    ),
     Rule("weight has x's K", lambda a: a.weight.shape[0] == a.x.shape[1]),
-    Rule("an int4 weight is contiguous", lambda a: not _is_int4(a.weight) or a.weight.is_contiguous()),
-    Rule("K and N are in 1..65535", lambda a: a.x.shape[1] <= 65535 and _columns(a.weight) <= 65535),
+    Rule(
+        "an int4 weight is contiguous", lambda a: not _is_int4(a.weight) or a.weight.is_contiguous()
+    ),
+    Rule(
+        "K and N are in 1..65535", lambda a: a.x.shape[1] <= 65535 and _columns(a.weight) <= 65535
+    ),
     Rule(
         "antiquant_group_size is 0 or a multiple of 32 in 32..K-1",
-        lambda a: a.antiquant_group_size == 0 or (a.antiquant_group_size % 32 == 0 and 32 <= a.antiquant_group_size < a.x.shape[1]),
+        lambda a: (
+            a.antiquant_group_size == 0
+            or (a.antiquant_group_size % 32 == 0 and 32 <= a.antiquant_group_size < a.x.shape[1])
+        ),
     ),
     Rule("antiquant_scale is of x's dtype", lambda a: a.antiquant_scale.dtype == a.x.dtype),
     Rule("antiquant_scale is (1,), (N,) or (K/group, N)", _antiquant_shapes),
@@ -69,19 +83,30 @@ WEIGHT_QUANT_BATCHMATMUL = (
         "antiquant_offset has antiquant_scale's shape and dtype",
         lambda a: (
             a.antiquant_offset is None
-            or (a.antiquant_offset.shape == a.antiquant_scale.shape and a.antiquant_offset.dtype == a.antiquant_scale.dtype)
+            or (
+                a.antiquant_offset.shape == a.antiquant_scale.shape
+                and a.antiquant_offset.dtype == a.antiquant_scale.dtype
+            )
         ),
     ),
-    Rule("output is not quantized, no bias: not used here", lambda a: a.quant_scale is None and a.quant_offset is None and a.bias is None),
+    Rule(
+        "output is not quantized, no bias: not used here",
+        lambda a: a.quant_scale is None and a.quant_offset is None and a.bias is None,
+    ),
     Rule("inner_precise is 0 for an ND weight", lambda a: a.inner_precise == 0),
     Rule("weight_dtype is not set on the A2", lambda a: a.weight_dtype is None),
 )
 
 QUANT_MATMUL = (
     Rule("x1 and x2 are int8", lambda a: a.x1.dtype == torch.int8 and a.x2.dtype == torch.int8),
-    Rule("x1 is [.., M, K] of 2 to 6 dimensions, x2 [K, N]", lambda a: 2 <= a.x1.dim() <= 6 and a.x2.dim() == 2),
+    Rule(
+        "x1 is [.., M, K] of 2 to 6 dimensions, x2 [K, N]",
+        lambda a: 2 <= a.x1.dim() <= 6 and a.x2.dim() == 2,
+    ),
     Rule("x2 has x1's K", lambda a: a.x2.shape[0] == a.x1.shape[-1]),
-    Rule("last dimensions are at most 65535", lambda a: max(a.x1.shape[-1], a.x2.shape[-1]) <= 65535),
+    Rule(
+        "last dimensions are at most 65535", lambda a: max(a.x1.shape[-1], a.x2.shape[-1]) <= 65535
+    ),
     Rule("scale is (1,) or (N,)", lambda a: tuple(a.scale.shape) in ((1,), (a.x2.shape[1],))),
     Rule("output_dtype is given: the default is int8", lambda a: a.output_dtype in HALVES),
     Rule(
@@ -90,9 +115,18 @@ QUANT_MATMUL = (
     ),
     Rule(
         "pertoken_scale is fp32 (M,)",
-        lambda a: a.pertoken_scale is None or (a.pertoken_scale.dtype == torch.float32 and a.pertoken_scale.shape == (a.x1.shape[-2],)),
+        lambda a: (
+            a.pertoken_scale is None
+            or (
+                a.pertoken_scale.dtype == torch.float32
+                and a.pertoken_scale.shape == (a.x1.shape[-2],)
+            )
+        ),
     ),
-    Rule("fp16 outputs with an fp32 scale take a pertoken_scale", lambda a: a.output_dtype != torch.half or a.pertoken_scale is not None),
+    Rule(
+        "fp16 outputs with an fp32 scale take a pertoken_scale",
+        lambda a: a.output_dtype != torch.half or a.pertoken_scale is not None,
+    ),
     Rule("offset goes with int8 outputs only", lambda a: a.offset is None),
     Rule("bias is not used here", lambda a: a.bias is None),
 )
@@ -101,13 +135,20 @@ DYNAMIC_QUANT = (
     Rule("input is fp16 or bf16", lambda a: a.input.dtype in HALVES),
     Rule("input has more than one dimension", lambda a: a.input.dim() > 1),
     Rule("dst_type is int8 (None) on this path", lambda a: a.dst_type is None),
-    Rule("quant_mode and dst_type_max are left alone on the A2", lambda a: a.quant_mode == "pertoken" and a.dst_type_max == 0.0),
-    Rule("smooth_scales are not used here", lambda a: a.smooth_scales is None and a.group_index is None),
+    Rule(
+        "quant_mode and dst_type_max are left alone on the A2",
+        lambda a: a.quant_mode == "pertoken" and a.dst_type_max == 0.0,
+    ),
+    Rule(
+        "smooth_scales are not used here",
+        lambda a: a.smooth_scales is None and a.group_index is None,
+    ),
 )
 
 
 NARROW_INPUTS = 18432
-"""Of int8 rows by int4 weights: aclnnGroupedMatmulV4 (ops-transformer at 50e9ae9), which has this for the A2; op-plugin's page has not."""
+"""Of int8 rows by int4 weights: aclnnGroupedMatmulV4 (ops-transformer at 50e9ae9), which has this
+for the A2; op-plugin's page has not."""
 
 
 def _grouped_rows(a: Arguments) -> bool:
@@ -129,7 +170,12 @@ def _grouped_scales(a: Arguments) -> bool:
     if scale is None:
         return True
     e, n = weight.shape[0], _columns(weight)
-    per_group = scale[0].dim() == 3 and scale[0].shape[0] == e and scale[0].shape[2] == n and weight.shape[1] % scale[0].shape[1] == 0
+    per_group = (
+        scale[0].dim() == 3
+        and scale[0].shape[0] == e
+        and scale[0].shape[2] == n
+        and weight.shape[1] % scale[0].shape[1] == 0
+    )
     return tuple(scale[0].shape) == (e, n) or (_is_int4(weight) and per_group)
 
 
@@ -139,23 +185,51 @@ def _narrow(a: Arguments) -> bool:
 
 
 GROUPED_MATMUL = (
-    Rule("one x, one weight, one output", lambda a: len(a.x) == len(a.weight) == 1 and a.split_item in (2, 3)),
+    Rule(
+        "one x, one weight, one output",
+        lambda a: len(a.x) == len(a.weight) == 1 and a.split_item in (2, 3),
+    ),
     Rule("groups are along M", lambda a: a.group_type == 0),
-    Rule("group_list holds int64 counts of 2 to 1024 experts", lambda a: a.group_list_type == 1 and a.group_list.dtype == torch.int64),
-    Rule("group_list has one count per expert", lambda a: 2 <= a.group_list.shape[0] == a.weight[0].shape[0] <= 1024),
+    Rule(
+        "group_list holds int64 counts of 2 to 1024 experts",
+        lambda a: a.group_list_type == 1 and a.group_list.dtype == torch.int64,
+    ),
+    Rule(
+        "group_list has one count per expert",
+        lambda a: 2 <= a.group_list.shape[0] == a.weight[0].shape[0] <= 1024,
+    ),
     Rule("counts add up to the rows of x", _grouped_rows),
-    Rule("x is [M, K], weight [E, K, N] with x's K", lambda a: a.x[0].dim() == 2 and a.weight[0].shape[1] == a.x[0].shape[1]),
+    Rule(
+        "x is [M, K], weight [E, K, N] with x's K",
+        lambda a: a.x[0].dim() == 2 and a.weight[0].shape[1] == a.x[0].shape[1],
+    ),
     Rule("x is not transposed", lambda a: a.x[0].is_contiguous()),
-    Rule("last dimensions are below 65536", lambda a: max(a.x[0].shape[-1], _columns(a.weight[0])) < 65536),
-    Rule("int8 x with int8 or int4 weight, 16-bit x with these and antiquant_scale, or both of one float dtype", _grouped_dtypes),
+    Rule(
+        "last dimensions are below 65536",
+        lambda a: max(a.x[0].shape[-1], _columns(a.weight[0])) < 65536,
+    ),
+    Rule(
+        "int8 x with int8 or int4 weight, 16-bit x with these and antiquant_scale, or both of one "
+        "float dtype",
+        _grouped_dtypes,
+    ),
     Rule("antiquant_scale is [E, N], or [E, G, N] for int4 with G dividing K", _grouped_scales),
-    Rule("antiquant_scale is of x's dtype", lambda a: a.antiquant_scale is None or a.antiquant_scale[0].dtype == a.x[0].dtype),
+    Rule(
+        "antiquant_scale is of x's dtype",
+        lambda a: a.antiquant_scale is None or a.antiquant_scale[0].dtype == a.x[0].dtype,
+    ),
     Rule(
         "antiquant_offset is given with antiquant_scale, of its shape and dtype",
         lambda a: (
             (a.antiquant_offset is None) == (a.antiquant_scale is None)
-            and (a.antiquant_scale is None or a.antiquant_offset[0].shape == a.antiquant_scale[0].shape)
-            and (a.antiquant_scale is None or a.antiquant_offset[0].dtype == a.antiquant_scale[0].dtype)
+            and (
+                a.antiquant_scale is None
+                or a.antiquant_offset[0].shape == a.antiquant_scale[0].shape
+            )
+            and (
+                a.antiquant_scale is None
+                or a.antiquant_offset[0].dtype == a.antiquant_scale[0].dtype
+            )
         ),
     ),
     Rule(
@@ -165,14 +239,19 @@ GROUPED_MATMUL = (
             or _narrow(a)
             or (
                 tuple(a.scale[0].shape) == (a.weight[0].shape[0], a.weight[0].shape[2])
-                and (a.scale[0].dtype, a.output_dtype) in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16))
+                and (a.scale[0].dtype, a.output_dtype)
+                in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16))
             )
         ),
     ),
     Rule(
         "int8: per_token_scale is fp32 (M,)",
         lambda a: (
-            a.x[0].dtype != torch.int8 or (a.per_token_scale[0].dtype == torch.float32 and a.per_token_scale[0].shape == (a.x[0].shape[0],))
+            a.x[0].dtype != torch.int8
+            or (
+                a.per_token_scale[0].dtype == torch.float32
+                and a.per_token_scale[0].shape == (a.x[0].shape[0],)
+            )
         ),
     ),
     Rule(
@@ -180,58 +259,121 @@ GROUPED_MATMUL = (
         lambda a: (
             not _narrow(a)
             or (
-                (a.scale[0].dtype, tuple(a.scale[0].shape)) == (torch.int64, (a.weight[0].shape[0], 1, _columns(a.weight[0])))
+                (a.scale[0].dtype, tuple(a.scale[0].shape))
+                == (torch.int64, (a.weight[0].shape[0], 1, _columns(a.weight[0])))
                 and a.bias is not None
-                and (a.bias[0].dtype, tuple(a.bias[0].shape)) == (torch.float32, (a.weight[0].shape[0], _columns(a.weight[0])))
+                and (a.bias[0].dtype, tuple(a.bias[0].shape))
+                == (torch.float32, (a.weight[0].shape[0], _columns(a.weight[0])))
                 and a.output_dtype in HALVES
             )
         ),
     ),
-    Rule("int8 by int4: the weight is contiguous", lambda a: not _narrow(a) or a.weight[0].is_contiguous()),
-    Rule(f"int8 by int4: K is at most {NARROW_INPUTS}", lambda a: not _narrow(a) or a.x[0].shape[1] <= NARROW_INPUTS),
-    Rule("offset and activation_* are not to be given", lambda a: a.offset is None and a.activation_input is None),
-    Rule("a bias goes with int8 by int4 only, act_type is not used here", lambda a: (a.bias is None or _narrow(a)) and a.act_type == 0),
+    Rule(
+        "int8 by int4: the weight is contiguous",
+        lambda a: not _narrow(a) or a.weight[0].is_contiguous(),
+    ),
+    Rule(
+        f"int8 by int4: K is at most {NARROW_INPUTS}",
+        lambda a: not _narrow(a) or a.x[0].shape[1] <= NARROW_INPUTS,
+    ),
+    Rule(
+        "offset and activation_* are not to be given",
+        lambda a: a.offset is None and a.activation_input is None,
+    ),
+    Rule(
+        "a bias goes with int8 by int4 only, act_type is not used here",
+        lambda a: (a.bias is None or _narrow(a)) and a.act_type == 0,
+    ),
 )
 
 MOE_GATING_TOP_K = (
-    Rule("x is a float [T, E] of at most 2048 experts", lambda a: a.x.dim() == 2 and a.x.dtype in FLOATS and a.x.shape[1] <= 2048),
-    Rule("bias is [E] of x's dtype", lambda a: a.bias is None or (a.bias.dtype == a.x.dtype and a.bias.shape == (a.x.shape[1],))),
+    Rule(
+        "x is a float [T, E] of at most 2048 experts",
+        lambda a: a.x.dim() == 2 and a.x.dtype in FLOATS and a.x.shape[1] <= 2048,
+    ),
+    Rule(
+        "bias is [E] of x's dtype",
+        lambda a: a.bias is None or (a.bias.dtype == a.x.dtype and a.bias.shape == (a.x.shape[1],)),
+    ),
     Rule("experts split into the groups", lambda a: a.x.shape[1] % a.group_count == 0),
     Rule("a group has more than two experts", lambda a: a.x.shape[1] // a.group_count > 2),
-    Rule("groups padded to 32 experts are at most 2048", lambda a: -(-(a.x.shape[1] // a.group_count) // 32) * 32 * a.group_count <= 2048),
+    Rule(
+        "groups padded to 32 experts are at most 2048",
+        lambda a: -(-(a.x.shape[1] // a.group_count) // 32) * 32 * a.group_count <= 2048,
+    ),
     Rule("k_group is in 1..group_count", lambda a: 1 <= a.k_group <= a.group_count),
-    Rule("k is at most the experts of the kept groups", lambda a: 1 <= a.k <= a.x.shape[1] // a.group_count * a.k_group),
-    Rule("modes are 0 or 1, renorm is 0", lambda a: a.norm_type in (0, 1) and a.group_select_mode in (0, 1) and a.renorm == 0),
+    Rule(
+        "k is at most the experts of the kept groups",
+        lambda a: 1 <= a.k <= a.x.shape[1] // a.group_count * a.k_group,
+    ),
+    Rule(
+        "modes are 0 or 1, renorm is 0",
+        lambda a: a.norm_type in (0, 1) and a.group_select_mode in (0, 1) and a.renorm == 0,
+    ),
 )
 
 MOE_INIT_ROUTING_V2 = (
-    Rule("x is a float or int8 [T, H]", lambda a: a.x.dim() == 2 and a.x.dtype in (*FLOATS, torch.int8)),
-    Rule("expert_idx is int32 [T, k]", lambda a: a.expert_idx.dtype == torch.int32 and a.expert_idx.shape[0] == a.x.shape[0]),
+    Rule(
+        "x is a float or int8 [T, H]",
+        lambda a: a.x.dim() == 2 and a.x.dtype in (*FLOATS, torch.int8),
+    ),
+    Rule(
+        "expert_idx is int32 [T, k]",
+        lambda a: a.expert_idx.dtype == torch.int32 and a.expert_idx.shape[0] == a.x.shape[0],
+    ),
     Rule("quant_mode is -1 (none) or 1 (int8 per token)", lambda a: a.quant_mode in (-1, 1)),
     Rule("a quantized x is a float", lambda a: a.quant_mode == -1 or a.x.dtype in FLOATS),
-    Rule("nothing is dropped", lambda a: a.drop_pad_mode == 0 and a.active_num == a.expert_idx.numel()),
+    Rule(
+        "nothing is dropped",
+        lambda a: a.drop_pad_mode == 0 and a.active_num == a.expert_idx.numel(),
+    ),
     Rule("all experts are active", lambda a: list(a.active_expert_range) == [0, a.expert_num]),
-    Rule("counts are asked for, or where they add up", lambda a: a.expert_tokens_num_type in (0, 1) and a.expert_tokens_num_flag),
+    Rule(
+        "counts are asked for, or where they add up",
+        lambda a: a.expert_tokens_num_type in (0, 1) and a.expert_tokens_num_flag,
+    ),
     Rule("rows are where tokens went (gather)", lambda a: a.row_idx_type == 0),
     Rule("scale and offset are not used here", lambda a: a.scale is None and a.offset is None),
 )
 
 MOE_FINALIZE_ROUTING = (
-    Rule("rows are a float [T * k, H]", lambda a: a.expanded_permuted_rows.dim() == 2 and a.expanded_permuted_rows.dtype in FLOATS),
-    Rule("scales are [T, k] of the rows' dtype", lambda a: a.scales.dim() == 2 and a.scales.dtype == a.expanded_permuted_rows.dtype),
-    Rule("there is a row for every scale", lambda a: a.scales.numel() == a.expanded_permuted_rows.shape[0]),
+    Rule(
+        "rows are a float [T * k, H]",
+        lambda a: a.expanded_permuted_rows.dim() == 2 and a.expanded_permuted_rows.dtype in FLOATS,
+    ),
+    Rule(
+        "scales are [T, k] of the rows' dtype",
+        lambda a: a.scales.dim() == 2 and a.scales.dtype == a.expanded_permuted_rows.dtype,
+    ),
+    Rule(
+        "there is a row for every scale",
+        lambda a: a.scales.numel() == a.expanded_permuted_rows.shape[0],
+    ),
     Rule(
         "expanded_src_to_dst_row is int32 [T * k]",
-        lambda a: a.expanded_src_to_dst_row.dtype == torch.int32 and a.expanded_src_to_dst_row.shape == (a.scales.numel(),),
+        lambda a: (
+            a.expanded_src_to_dst_row.dtype == torch.int32
+            and a.expanded_src_to_dst_row.shape == (a.scales.numel(),)
+        ),
     ),
-    Rule("drop_pad_mode is 2: nothing dropped, token-major indices", lambda a: a.drop_pad_mode == 2),
-    Rule("skips and bias are not used here", lambda a: a.skip1 is None and a.skip2 is None and a.bias is None),
+    Rule(
+        "drop_pad_mode is 2: nothing dropped, token-major indices", lambda a: a.drop_pad_mode == 2
+    ),
+    Rule(
+        "skips and bias are not used here",
+        lambda a: a.skip1 is None and a.skip2 is None and a.bias is None,
+    ),
 )
 
 SWIGLU = (
-    Rule("input is a contiguous float", lambda a: a.input.dtype in FLOATS and a.input.is_contiguous()),
+    Rule(
+        "input is a contiguous float", lambda a: a.input.dtype in FLOATS and a.input.is_contiguous()
+    ),
     Rule("input is not empty", lambda a: a.input.numel() > 0),
-    Rule("input has 1 to 8 dimensions, the split one even", lambda a: 1 <= a.input.dim() <= 8 and a.input.shape[a.dim] % 2 == 0),
+    Rule(
+        "input has 1 to 8 dimensions, the split one even",
+        lambda a: 1 <= a.input.dim() <= 8 and a.input.shape[a.dim] % 2 == 0,
+    ),
 )
 
 RMS_NORM = (
@@ -243,20 +385,32 @@ RMS_NORM = (
 )
 
 ADD_RMS_NORM = (
-    Rule("x1, x2 and gamma are of one float dtype", lambda a: a.x1.dtype in FLOATS and a.x1.dtype == a.x2.dtype == a.gamma.dtype),
-    Rule("x1 and x2 are of one shape, not empty", lambda a: a.x1.shape == a.x2.shape and a.x1.numel() > 0),
+    Rule(
+        "x1, x2 and gamma are of one float dtype",
+        lambda a: a.x1.dtype in FLOATS and a.x1.dtype == a.x2.dtype == a.gamma.dtype,
+    ),
+    Rule(
+        "x1 and x2 are of one shape, not empty",
+        lambda a: a.x1.shape == a.x2.shape and a.x1.numel() > 0,
+    ),
     Rule("gamma is the last dimension", lambda a: a.gamma.shape == a.x1.shape[-1:]),
 )
 
 
 FORMAT_CAST = (
     Rule("acl_format is 2 (ND) or 29 (FRACTAL_NZ)", lambda a: a.acl_format in (2, 29)),
-    Rule("input is contiguous: the manual does not say what becomes of another", lambda a: a.input.is_contiguous()),
+    Rule(
+        "input is contiguous: the manual does not say what becomes of another",
+        lambda a: a.input.is_contiguous(),
+    ),
 )
 
 PREFETCH = (
     Rule("max_size is positive", lambda a: a.max_size > 0),
-    Rule("offset lies within the tensor", lambda a: 0 <= a.offset < a.input.numel() * a.input.element_size()),
+    Rule(
+        "offset lies within the tensor",
+        lambda a: 0 <= a.offset < a.input.numel() * a.input.element_size(),
+    ),
 )
 
 RULES: dict[str, tuple[Rule, ...]] = {

@@ -1,6 +1,8 @@
-"""Triton kernels for every GPU that Triton compiles for: NVIDIA's from compute capability 8.0 on, and AMD's. One set of sources.
+"""Triton kernels for every GPU that Triton compiles for: NVIDIA's from compute capability 8.0 on,
+and AMD's. One set of sources.
 
-Run on an H200; compiled ahead for the architectures in the kernels' README. cards.py has what differs from card to card.
+Run on an H200; compiled ahead for the architectures in the kernels' README. cards.py has what
+differs from card to card.
 """
 
 import functools
@@ -60,7 +62,9 @@ __all__ = [
 ]
 
 
-def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]) -> str | None:
+def unusable(
+    operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]
+) -> str | None:
     if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
         return f"runs on GPUs, not on {device.type}"
     why_not = _why_no_triton()
@@ -68,7 +72,11 @@ def unusable(operator: str, device: torch.device, dtype: torch.dtype | None, sha
         return why_not
     if device.type == "cuda" and not torch.cuda.is_available():
         return "no GPU here"
-    if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
+    if (
+        device.type == "cuda"
+        and not torch.version.hip
+        and torch.cuda.get_device_capability(device) < (8, 0)
+    ):
         return "needs compute capability 8.0 or more"
     if device.type == "cuda" and (reason := why_not_kept() or why_not_started()) is not None:
         return reason
@@ -96,15 +104,23 @@ def _why_no_triton() -> str | None:
         return "triton is not installed: pip install triton"
     try:
         import triton
-    except (ImportError, OSError) as fault:  # OSError: a library of it that this machine cannot load
+    except (
+        ImportError,
+        OSError,
+    ) as fault:  # OSError: a library of it that this machine cannot load
         return f"triton is installed and cannot be imported: {str(fault).partition(chr(10))[0]}"
     version = str(getattr(triton, "__version__", "0"))
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _OLDEST:
-        return f"triton {version} is too old, {'.'.join(map(str, _OLDEST))} or newer is needed: pip install --upgrade triton"
+        return (
+            f"triton {version} is too old, {'.'.join(map(str, _OLDEST))} or newer is needed: "
+            "pip install --upgrade triton"
+        )
     return None
 
 
-def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device) -> ExpertsLayout:
+def experts_layout(
+    num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device
+) -> ExpertsLayout:
     if kind(gate) == "dense":
         announce(device)
         return DenseExpertsLayout(num_experts, gate, dtype, device)
@@ -112,7 +128,12 @@ def experts_layout(num_experts: int, gate: Weight, down: Weight, dtype: torch.dt
 
 
 def gated_experts_layout(
-    num_experts: int, gate: Weight, down: Weight, dtype: torch.dtype, device: torch.device, gating: Gating
+    num_experts: int,
+    gate: Weight,
+    down: Weight,
+    dtype: torch.dtype,
+    device: torch.device,
+    gating: Gating,
 ) -> ExpertsLayout:
     announce(device)
     if not gating.is_formula:

@@ -1,5 +1,6 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""Codes of a cache in 8 bits, int8 or FP8 (E4M3), in whole-number arithmetic: not every card converts FP8. A kernel sees both as bytes."""
+"""Codes of a cache in 8 bits, int8 or FP8 (E4M3), in whole-number arithmetic: not every card
+converts FP8. A kernel sees both as bytes."""
 
 import triton
 import triton.language as tl
@@ -35,7 +36,8 @@ def encoded(values, scale, CODES: tl.constexpr):
 
 @triton.jit
 def nearest(values):
-    """Of numbers below 2^22 the nearest whole one, ties to even: adding 1.5 * 2^23 leaves no room for a fraction."""
+    """Of numbers below 2^22 the nearest whole one, ties to even: adding 1.5 * 2^23 leaves no room
+    for a fraction."""
     return (values + 12582912.0) - 12582912.0
 
 

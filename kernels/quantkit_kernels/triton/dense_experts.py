@@ -1,5 +1,6 @@
-"""Routed experts with 16-bit weights: pairs sorted by expert, silu(gate) * up, down with the routing weights, and the sum over each
-token's experts. Four launches, none of which depends on the routing's values, so a step can be captured.
+"""Routed experts with 16-bit weights: pairs sorted by expert, silu(gate) * up, down with the
+routing weights, and the sum over each token's experts. Four launches, none of which depends on the
+routing's values, so a step can be captured.
 """
 
 import math
@@ -17,9 +18,11 @@ from quantkit_kernels.triton.experts import in_parts, sort_pairs
 
 
 class DensePlan(NamedTuple):
-    """most: pairs an expert up to which this one is taken. pairs: of a tile. rows, features: of a tile of gate and up, and of a step along
-    K. down: rows of one of its tiles. stages: steps of weights under way at once, where the card's shared memory holds them. rounded:
-    whether a pair's result is rounded before it is added to those of its token, as is written and read then in half of the time."""
+    """most: pairs an expert up to which this one is taken. pairs: of a tile. rows, features: of a
+    tile of gate and up, and of a step along
+    K. down: rows of one of its tiles. stages: steps of weights under way at once, where the card's
+    shared memory holds them. rounded: whether a pair's result is rounded before it is added to
+    those of its token, as is written and read then in half of the time."""
 
     most: float
     pairs: int
@@ -37,19 +40,21 @@ PLANS = (
     DensePlan(64, 64, 128, 256, 64, 8, 4),
     DensePlan(math.inf, 128, 128, 256, 64, 8, 4, rounded=True),
 )
-"""The fastest on an H200 of up to 59, with 128 experts of 2048 x 768, 256 of 7168 x 512, 8 of 4096 x 14336 and 32 of 2880 x 1440; the last
-two of 14 with 1024 to 8192 tokens of the first of these."""
+"""The fastest on an H200 of up to 59, with 128 experts of 2048 x 768, 256 of 7168 x 512, 8 of 4096
+x 14336 and 32 of 2880 x 1440; the last two of 14 with 1024 to 8192 tokens of the first of these."""
 
 
 _WIDE = ("sm_90",)
-"""Cards whose matrix instructions read both operands from shared memory: with registers for them, 256 rows of down do not fit elsewhere."""
+"""Cards whose matrix instructions read both operands from shared memory: with registers for them,
+256 rows of down do not fit elsewhere."""
 MANY_PAIRS = 8192
-"""From so many on, pairs are sorted in two launches whose programs read their own, not in one whose programs read all."""
+"""From so many on, pairs are sorted in two launches whose programs read their own, not in one whose
+programs read all."""
 _SORTED, _LOOKED_AT = 256, 32
 """Pairs of a program that sorts; how many of them, and of programs, it looks at at once."""
 KEPT_BYTES = 1 << 30
-"""Of pairs that are computed at once, between the launches. Each part reads all experts and leaves tiles half empty: 8192 tokens of
-Qwen3-30B-A3B, 0.6 GB, are one."""
+"""Of pairs that are computed at once, between the launches. Each part reads all experts and leaves
+tiles half empty: 8192 tokens of Qwen3-30B-A3B, 0.6 GB, are one."""
 
 
 class DenseExperts(Experts):
@@ -67,7 +72,9 @@ class DenseExperts(Experts):
         each = topk_ids.numel() / self.num_experts
         plan = next(plan for plan in PLANS if each <= plan.most)
         kept = 4 * self.hidden + 2 * self.intermediate
-        return in_parts(partial(self.by_plan, plan=plan), x, topk_ids, topk_weights, max(1, KEPT_BYTES // kept))
+        return in_parts(
+            partial(self.by_plan, plan=plan), x, topk_ids, topk_weights, max(1, KEPT_BYTES // kept)
+        )
 
     def by_plan(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: DensePlan) -> Tensor:
         pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
@@ -75,14 +82,23 @@ class DenseExperts(Experts):
         slots = sort(topk_ids, self.num_experts, plan.pairs)
         between = torch.empty(pairs, self.intermediate, dtype=self.dtype, device=x.device)
         self._multiply(x, self.gate_up, between, slots, plan, top_k=top_k)
-        weighed = torch.empty(pairs, self.hidden, dtype=self.dtype if plan.rounded else torch.float32, device=x.device)
+        weighed = torch.empty(
+            pairs, self.hidden, dtype=self.dtype if plan.rounded else torch.float32, device=x.device
+        )
         self._multiply(between, self.down, weighed, slots, plan, pair_weights=topk_weights)
         y = torch.empty_like(x)
         rows.sum_pairs(weighed, y)
         return y
 
     def _multiply(
-        self, x: Tensor, weight: Tensor, out: Tensor, slots: Slots, plan: DensePlan, top_k: int = 1, pair_weights: Tensor | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        slots: Slots,
+        plan: DensePlan,
+        top_k: int = 1,
+        pair_weights: Tensor | None = None,
     ) -> None:
         from quantkit_kernels.triton.dense_experts_kernel import multiply_pairs as kernel
 
@@ -106,12 +122,17 @@ def sort_many_pairs(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
 
     pairs, how = topk_ids.numel(), overlapped(topk_ids.device)
     slots = empty_slots(topk_ids, num_experts, tokens)
-    blocks, tiles, experts = -(-pairs // _SORTED), slots.tile_count.numel(), max(2, rows.power_of_two(num_experts))
+    blocks, tiles, experts = (
+        -(-pairs // _SORTED),
+        slots.tile_count.numel(),
+        max(2, rows.power_of_two(num_experts)),
+    )
     counts = torch.empty(blocks, experts, dtype=torch.int32, device=topk_ids.device)
     count_pairs[(blocks,)](topk_ids, pairs, counts, EXPERTS=experts, BLOCK=_SORTED, **how)
     place_pairs[(blocks,)](
         topk_ids, pairs, counts, blocks, *slots, tiles,
-        EXPERTS=experts, TOKENS=tokens, BLOCK=_SORTED, TILES=rows.power_of_two(-(-tiles // blocks)), SOME=_LOOKED_AT, **how,
+        EXPERTS=experts, TOKENS=tokens, BLOCK=_SORTED,
+        TILES=rows.power_of_two(-(-tiles // blocks)), SOME=_LOOKED_AT, **how,
     )  # fmt: skip
     return slots
 

@@ -1,5 +1,6 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""A product of sorted token-expert pairs with 16-bit weights of their experts, and what comes after it."""
+"""A product of sorted token-expert pairs with 16-bit weights of their experts, and what comes after
+it."""
 
 import triton
 import triton.language as tl
@@ -11,14 +12,15 @@ from quantkit_kernels.triton.weights_kernel import dot, rounded, wait_for_input
 @triton.jit(do_not_specialize=["top_k"])
 def multiply_pairs(
     x, weight, out, order, tile_expert, tile_count, pair_weights, n, k, top_k,
-    GATED: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
+    GATED: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    EVEN_K: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """A program per BN of n features and tile of BM pairs of one expert.
 
-    GATED: weight [E, 2n, k], gate's rows first; out[pair] = silu(gate) * up of x[pair // top_k], in x's type. Else weight [E, n, k];
-    out[pair] = pair_weights[pair] times the product of x[pair], in float32 or rounded to out's type. The tables are those of `Slots`; BM
-    is their tokens.
+    GATED: weight [E, 2n, k], gate's rows first; out[pair] = silu(gate) * up of x[pair // top_k], in
+    x's type. Else weight [E, n, k]; out[pair] = pair_weights[pair] times the product of x[pair], in
+    float32 or rounded to out's type. The tables are those of `Slots`; BM is their tokens.
     """
     tile = tl.program_id(1)
     wait_for_input(PDL)

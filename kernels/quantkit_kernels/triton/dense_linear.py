@@ -1,5 +1,5 @@
-"""Linears of 16-bit weights: few rows by a kernel that begins while the launch before it ends, where one was measured to be faster than the
-vendor's library; the library else."""
+"""Linears of 16-bit weights: few rows by a kernel that begins while the launch before it ends,
+where one was measured to be faster than the vendor's library; the library else."""
 
 import torch
 import torch.nn.functional as F
@@ -22,21 +22,30 @@ class TritonDenseLinear(Linear):
         return [self.weight]
 
     def rows(self, x: Tensor) -> Tensor:
-        plan = dense_plan(architecture(self.device), self.out_features, self.in_features, x.shape[0])
-        return F.linear(x, self.weight) if plan is None else multiply_rows(x.contiguous(), self.weight, plan)
+        plan = dense_plan(
+            architecture(self.device), self.out_features, self.in_features, x.shape[0]
+        )
+        return (
+            F.linear(x, self.weight)
+            if plan is None
+            else multiply_rows(x.contiguous(), self.weight, plan)
+        )
 
 
 def multiply_rows(x: Tensor, weight: Tensor, plan: DenseRowsPlan) -> Tensor:
-    """x[M, K] @ weight[N, K].T -> [M, N], all in one 16-bit type; N a multiple of plan.rows, K of plan.features, M at most
-    `dense_plans.MOST_ROWS`."""
+    """x[M, K] @ weight[N, K].T -> [M, N], all in one 16-bit type; N a multiple of plan.rows, K of
+    plan.features, M at most `dense_plans.MOST_ROWS`."""
     from quantkit_kernels.triton.dense_rows_kernel import multiply_dense
 
     (tokens, k), n = x.shape, weight.shape[0]
     tiles, width = n // plan.rows, max(16, 1 << (tokens - 1).bit_length())
     y = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
-    partial, arrived = workspace(x.device, tiles * plan.split * plan.rows * width if plan.split > 1 else 0)
+    partial, arrived = workspace(
+        x.device, tiles * plan.split * plan.rows * width if plan.split > 1 else 0
+    )
     multiply_dense[(tiles * plan.split,)](
         x, weight, y, partial, arrived, tokens, n, k,
-        SPLIT=plan.split, BN=plan.rows, BK=plan.features, BM=width, STAGES=plan.stages, num_warps=plan.warps, **overlapped(x.device),
+        SPLIT=plan.split, BN=plan.rows, BK=plan.features, BM=width, STAGES=plan.stages,
+        num_warps=plan.warps, **overlapped(x.device),
     )  # fmt: skip
     return y

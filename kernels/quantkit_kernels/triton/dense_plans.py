@@ -1,10 +1,11 @@
-"""Plans of dense_rows_kernel.py, products of few rows by 16-bit weights: what `quantkit kernels --tune` tries. There is no rule: without a
-measured plan the vendor's library multiplies."""
+"""Plans of dense_rows_kernel.py, products of few rows by 16-bit weights: what `quantkit kernels
+--tune` tries. There is no rule: without a measured plan the vendor's library multiplies."""
 
 from dataclasses import dataclass
 
 MOST_ROWS = 64
-"""Of tokens: from there on the library was as fast on an H200 (docs/lab/2026-11-28-beside-vllm-at-once.md)."""
+"""Of tokens: from there on the library was as fast on an H200
+(docs/lab/2026-11-28-beside-vllm-at-once.md)."""
 _SHAPES = ((64, 128, 4, 4), (64, 128, 4, 6), (128, 64, 4, 6), (128, 128, 8, 3), (64, 256, 4, 3))
 _SPLITS = (1, 2, 3, 4, 6, 8)
 _FEWEST_STEPS, _PROGRAMS = 4, (0.9, 3.2)
@@ -13,8 +14,8 @@ _FEWEST_STEPS, _PROGRAMS = 4, (0.9, 3.2)
 
 @dataclass(frozen=True)
 class DenseRowsPlan:
-    """rows: of the weight, in a tile; features: of a step along K; split: programs that share K; warps; stages: steps of weights under way
-    at once."""
+    """rows: of the weight, in a tile; features: of a step along K; split: programs that share K;
+    warps; stages: steps of weights under way at once."""
 
     rows: int
     features: int
@@ -24,8 +25,8 @@ class DenseRowsPlan:
 
 
 def dense_candidates(processors: int, n: int, k: int, room: int) -> list[DenseRowsPlan]:
-    """Those for W[n, k] that fill the card and leave each program some of K, with as many of their stages as fit `room` bytes of shared
-    memory, two at least."""
+    """Those for W[n, k] that fill the card and leave each program some of K, with as many of their
+    stages as fit `room` bytes of shared memory, two at least."""
     least, most = (processors * times for times in _PROGRAMS)
     found: list[DenseRowsPlan] = []
     for rows, features, warps, stages in _SHAPES:
@@ -34,6 +35,10 @@ def dense_candidates(processors: int, n: int, k: int, room: int) -> list[DenseRo
             continue
         for split in _SPLITS:
             plan = DenseRowsPlan(rows, features, split, warps, fitting)
-            if least <= n // rows * split <= most and k // features // split >= _FEWEST_STEPS and plan not in found:
+            if (
+                least <= n // rows * split <= most
+                and k // features // split >= _FEWEST_STEPS
+                and plan not in found
+            ):
                 found.append(plan)
     return found

@@ -1,6 +1,6 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""Token-expert pairs of prompts sorted by expert, in tiles of one expert each, in two launches whose programs read their own pairs: those
-of `experts_kernel.sort_pairs` read all of them twice."""
+"""Token-expert pairs of prompts sorted by expert, in tiles of one expert each, in two launches
+whose programs read their own pairs: those of `experts_kernel.sort_pairs` read all of them twice."""
 
 import triton
 import triton.language as tl
@@ -15,16 +15,20 @@ def count_pairs(ids, pairs, counts, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, 
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
     some = tl.load(ids + at, mask=at < pairs, other=0).to(tl.int32)
-    tl.store(counts + block * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(some, EXPERTS, mask=at < pairs))
+    tl.store(
+        counts + block * EXPERTS + tl.arange(0, EXPERTS),
+        tl.histogram(some, EXPERTS, mask=at < pairs),
+    )
 
 
 @triton.jit(do_not_specialize=["pairs", "blocks", "tiles"])
 def place_pairs(
     ids, pairs, counts, blocks, tile_expert, tile_count, order, tiles,
-    EXPERTS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, SOME: tl.constexpr, PDL: tl.constexpr,
+    EXPERTS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    SOME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program per BLOCK pairs, which also describes TILES tiles; unused ones have expert -1 and no pairs. SOME: blocks, and pairs, that
-    are looked at at once."""
+    """A program per BLOCK pairs, which also describes TILES tiles; unused ones have expert -1 and
+    no pairs. SOME: blocks, and pairs, that are looked at at once."""
     wait_for_input(PDL)
     block = tl.program_id(0)
     number = tl.arange(0, EXPERTS)
@@ -44,13 +48,19 @@ def place_pairs(
     rank = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, BLOCK, SOME):
         others = start + tl.arange(0, SOME)
-        theirs = tl.load(ids + block * BLOCK + others, mask=block * BLOCK + others < pairs, other=-1).to(tl.int32)
-        rank += tl.sum(((theirs[None, :] == mine[:, None]) & (others[None, :] < own[:, None])).to(tl.int32), 1)
+        theirs = tl.load(
+            ids + block * BLOCK + others, mask=block * BLOCK + others < pairs, other=-1
+        ).to(tl.int32)
+        rank += tl.sum(
+            ((theirs[None, :] == mine[:, None]) & (others[None, :] < own[:, None])).to(tl.int32), 1
+        )
     slot = tl.gather(first * TOKENS + before, tl.maximum(mine, 0), 0) + rank
     tl.store(order + slot, at, mask=at < pairs)
     tile = block * TILES + tl.arange(0, TILES)
     expert = tl.sum((end[None, :] <= tile[:, None]).to(tl.int32), 1)
     known = tl.minimum(expert, EXPERTS - 1)
-    count = tl.minimum(tl.gather(total, known, 0) - (tile - tl.gather(first, known, 0)) * TOKENS, TOKENS)
+    count = tl.minimum(
+        tl.gather(total, known, 0) - (tile - tl.gather(first, known, 0)) * TOKENS, TOKENS
+    )
     tl.store(tile_expert + tile, tl.where(expert < EXPERTS, expert, -1), mask=tile < tiles)
     tl.store(tile_count + tile, tl.where(expert < EXPERTS, count, 0), mask=tile < tiles)

@@ -10,7 +10,8 @@ from quantkit_kernels.triton.weights_kernel import INT4, SPAN, load_scales, plan
 @triton.jit
 def expand(
     codes, scales, row_scale, out, n, out_n, k,
-    KIND: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, BN: tl.constexpr, NVIDIA: tl.constexpr, DTYPE: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, BN: tl.constexpr,
+    NVIDIA: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """out [out_n, k]: a program per BN rows and step."""
     rows = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -24,9 +25,18 @@ def expand(
     if KIND == INT4 and GROUP == 32:
         second = load_scales(scales, step, 1, n, rows, KIND, GROUP)
     for part in tl.static_range(PARTS):
-        words = tl.load(codes + (step * PARTS + part) * n * COLUMNS + rows[:, None] * COLUMNS + column[None, :])
+        words = tl.load(
+            codes + (step * PARTS + part) * n * COLUMNS + rows[:, None] * COLUMNS + column[None, :]
+        )
         for i in tl.static_range(4):
             feature = step * SPAN + 32 * i + COLUMNS * part + column
-            values = plane(words, first, second, i, part, KIND, GROUP, DTYPE, NVIDIA).to(tl.float32) * factor[:, None]
+            values = (
+                plane(words, first, second, i, part, KIND, GROUP, DTYPE, NVIDIA).to(tl.float32)
+                * factor[:, None]
+            )
             inside = (rows[:, None] < out_n) & (feature[None, :] < k)
-            tl.store(out + rows.to(tl.int64)[:, None] * k + feature[None, :], rounded(values, DTYPE), mask=inside)
+            tl.store(
+                out + rows.to(tl.int64)[:, None] * k + feature[None, :],
+                rounded(values, DTYPE),
+                mask=inside,
+            )

@@ -1,5 +1,6 @@
-"""Routed experts: pairs sorted by expert, gate and up with what is between them and down, down with the routing weights, and the sum over
-each token's experts. Biases and gates that are clamped or shifted are part of the two products.
+"""Routed experts: pairs sorted by expert, gate and up with what is between them and down, down with
+the routing weights, and the sum over each token's experts. Biases and gates that are clamped or
+shifted are part of the two products.
 
 No launch depends on the routing's values, so a step can be captured in a graph.
 """
@@ -15,18 +16,32 @@ from quantkit_kernels.experts import BiasedExpertsLayout, Experts
 from quantkit_kernels.gating import SILU, ExpertBiases, Gating
 from quantkit_kernels.pairs import Slots, empty_slots
 from quantkit_kernels.triton import rows
-from quantkit_kernels.triton.cards import ExpertsPlan, architecture, experts_plan, experts_split, multiprocessors, overlapped
+from quantkit_kernels.triton.cards import (
+    ExpertsPlan,
+    architecture,
+    experts_plan,
+    experts_split,
+    multiprocessors,
+    overlapped,
+)
 from quantkit_kernels.triton.launch import SILU_MUL, WEIGH, ChosenExperts, Packed, multiply
 from quantkit_kernels.triton.layout import STRIP, PackedSteps, group_of, pack
 from quantkit_kernels.weights import Weight, kind, shape, to_device
 
 MOST_PAIRS = 16384
-"""Pairs that are computed at once. What is kept between the launches takes about 70 KB a pair (R1)."""
+"""Pairs that are computed at once. What is kept between the launches takes about 70 KB a pair
+(R1)."""
 
 
 class TritonExperts(Experts):
     def __init__(
-        self, gate_up: Packed, down: Packed, num_experts: int, dtype: torch.dtype, device: torch.device, gating: Gating = SILU
+        self,
+        gate_up: Packed,
+        down: Packed,
+        num_experts: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        gating: Gating = SILU,
     ) -> None:
         super().__init__(num_experts, down.n, down.k, dtype, device, "triton")
         self.gate_up, self.down, self.gating = gate_up, down, gating
@@ -36,23 +51,54 @@ class TritonExperts(Experts):
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         plan = experts_plan(
-            architecture(self.device), self.gate_up.kind, self.intermediate, self.hidden, topk_ids.numel() / self.num_experts
+            architecture(self.device),
+            self.gate_up.kind,
+            self.intermediate,
+            self.hidden,
+            topk_ids.numel() / self.num_experts,
         )
         return in_parts(partial(self.by_plan, plan=plan), x, topk_ids, topk_weights, MOST_PAIRS)
 
-    def by_plan(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: ExpertsPlan, split: int = 0) -> Tensor:
+    def by_plan(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: ExpertsPlan, split: int = 0
+    ) -> Tensor:
         """split: programs that share K of gate and up; 0 for as many as the rule says."""
         pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
-        slots = ChosenExperts(topk_ids.flatten()) if len(x) == 1 else sort_pairs(topk_ids, self.num_experts, plan.down.tokens)
+        slots = (
+            ChosenExperts(topk_ids.flatten())
+            if len(x) == 1
+            else sort_pairs(topk_ids, self.num_experts, plan.down.tokens)
+        )
         between = torch.empty(pairs, self.intermediate, dtype=self.dtype, device=x.device)
         codes, scale = self._quantized(x)
         tiles = len(slots[0])
-        split = split or experts_split(plan.gate_up, multiprocessors(self.device), self.intermediate, self.hidden, tiles)
+        split = split or experts_split(
+            plan.gate_up, multiprocessors(self.device), self.intermediate, self.hidden, tiles
+        )
         first = replace(plan.gate_up, split=split)
-        multiply(self.gate_up, codes, scale, between, first, epilogue=SILU_MUL, slots=slots, top_k=top_k, gating=self.gating)
+        multiply(
+            self.gate_up,
+            codes,
+            scale,
+            between,
+            first,
+            epilogue=SILU_MUL,
+            slots=slots,
+            top_k=top_k,
+            gating=self.gating,
+        )
         weighed = torch.empty(pairs, self.hidden, dtype=torch.float32, device=x.device)
         codes, scale = self._quantized(between)
-        multiply(self.down, codes, scale, weighed, plan.down, epilogue=WEIGH, slots=slots, pair_weights=topk_weights)
+        multiply(
+            self.down,
+            codes,
+            scale,
+            weighed,
+            plan.down,
+            epilogue=WEIGH,
+            slots=slots,
+            pair_weights=topk_weights,
+        )
         y = torch.empty_like(x)
         rows.sum_pairs(weighed, y)
         return y
@@ -61,10 +107,21 @@ class TritonExperts(Experts):
         return rows.quantize_rows(x) if self.gate_up.kind == "int8" else (x, None)
 
 
-def in_parts(compute: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, topk_ids: Tensor, topk_weights: Tensor, most: int) -> Tensor:
-    """What `compute` makes of x[T, H], topk_ids[T, k] and topk_weights[T, k], of `most` pairs at a time."""
+def in_parts(
+    compute: Callable[[Tensor, Tensor, Tensor], Tensor],
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    most: int,
+) -> Tensor:
+    """What `compute` makes of x[T, H], topk_ids[T, k] and topk_weights[T, k], of `most` pairs at a
+    time."""
     tokens = max(1, most // topk_ids.shape[1])
-    parts = zip(x.contiguous().split(tokens), topk_ids.contiguous().split(tokens), topk_weights.contiguous().split(tokens))
+    parts = zip(
+        x.contiguous().split(tokens),
+        topk_ids.contiguous().split(tokens),
+        topk_weights.contiguous().split(tokens),
+    )
     results = [compute(*part) for part in parts]
     return results[0] if len(results) == 1 else torch.cat(results)
 
@@ -78,26 +135,49 @@ def sort_pairs(topk_ids: Tensor, num_experts: int, tokens: int) -> Slots:
     block = min(1024, max(128, rows.power_of_two(pairs)))
     experts, how = max(2, rows.power_of_two(num_experts)), overlapped(topk_ids.device)
     kernel[(num_experts,)](
-        topk_ids, pairs, *slots, slots.tile_count.numel(), num_experts, EXPERTS=experts, TOKENS=tokens, BLOCK=block, **how
+        topk_ids,
+        pairs,
+        *slots,
+        slots.tile_count.numel(),
+        num_experts,
+        EXPERTS=experts,
+        TOKENS=tokens,
+        BLOCK=block,
+        **how,
     )
     return slots
 
 
 class TritonExpertsLayout(BiasedExpertsLayout):
-    """Packs each expert, as it comes, into its place in the layer's tensors: gate's rows, padded to whole strips, then up's."""
+    """Packs each expert, as it comes, into its place in the layer's tensors: gate's rows, padded to
+    whole strips, then up's."""
 
-    def __init__(self, num_experts: int, gate: Weight, dtype: torch.dtype, device: torch.device, gating: Gating = SILU) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        gate: Weight,
+        dtype: torch.dtype,
+        device: torch.device,
+        gating: Gating = SILU,
+    ) -> None:
         self._gating, self._biases = gating, list[Tensor]()
         self._count, self._dtype, self._device = num_experts, dtype, device
         self._kind, self._group = kind(gate), group_of(gate)
         self._intermediate, self._hidden = shape(gate)
         self._layers: list[PackedSteps] = []
 
-    def place(self, index: int, gate: Weight, up: Weight, down: Weight, biases: ExpertBiases | None = None) -> None:
-        first, second, third = (pack(to_device(weight, self._device)) for weight in (gate, up, down))
+    def place(
+        self, index: int, gate: Weight, up: Weight, down: Weight, biases: ExpertBiases | None = None
+    ) -> None:
+        first, second, third = (
+            pack(to_device(weight, self._device)) for weight in (gate, up, down)
+        )
         packed = [_side_by_side(first, second), third]
         if not self._layers:
-            self._layers = [PackedSteps(*(part.new_empty(self._count, *part.shape) for part in one)) for one in packed]
+            self._layers = [
+                PackedSteps(*(part.new_empty(self._count, *part.shape) for part in one))
+                for one in packed
+            ]
         for layer, one in zip(self._layers, packed, strict=True):
             for room, part in zip(layer, one, strict=True):
                 room[index] = part
@@ -109,13 +189,20 @@ class TritonExpertsLayout(BiasedExpertsLayout):
         if not self._biases:
             self._biases = [torch.zeros_like(layer.row_scale) for layer in self._layers]
         up = self._biases[0].shape[1] // 2
-        for room, start, bias in zip((self._biases[0], *self._biases), (0, up, 0), (biases.gate, biases.up, biases.down), strict=True):
+        for room, start, bias in zip(
+            (self._biases[0], *self._biases),
+            (0, up, 0),
+            (biases.gate, biases.up, biases.down),
+            strict=True,
+        ):
             room[index, start : start + len(bias)] = bias
 
     def finish(self) -> TritonExperts:
         gate_up, down = self._layers
         biases = self._biases or (None, None)
-        first = Packed(gate_up, self._kind, self._group, 2 * self._intermediate, self._hidden, biases[0])
+        first = Packed(
+            gate_up, self._kind, self._group, 2 * self._intermediate, self._hidden, biases[0]
+        )
         second = Packed(down, self._kind, self._group, self._hidden, self._intermediate, biases[1])
         return TritonExperts(first, second, self._count, self._dtype, self._device, self._gating)
 

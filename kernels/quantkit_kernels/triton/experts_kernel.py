@@ -1,5 +1,6 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""Token-expert pairs sorted by expert, in tiles of one expert each: one launch, and the host does not wait for the device."""
+"""Token-expert pairs sorted by expert, in tiles of one expert each: one launch, and the host does
+not wait for the device."""
 
 import triton
 import triton.language as tl
@@ -9,12 +10,15 @@ from quantkit_kernels.triton.weights_kernel import wait_for_input
 
 @triton.jit(do_not_specialize=["pairs", "tiles", "experts"])
 def sort_pairs(
-    ids, pairs, tile_expert, tile_count, order, tiles, experts, EXPERTS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    ids, pairs, tile_expert, tile_count, order, tiles, experts, EXPERTS: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program per expert: it counts the pairs of all experts, so that it knows where its own tiles begin, and writes them.
+    """A program per expert: it counts the pairs of all experts, so that it knows where its own
+    tiles begin, and writes them.
 
-    EXPERTS: a power of two, at least `experts`. The last program also marks the tiles that no expert uses.
+    EXPERTS: a power of two, at least `experts`. The last program also marks the tiles that no
+    expert uses.
     """
     wait_for_input(PDL)
     expert = tl.program_id(0)

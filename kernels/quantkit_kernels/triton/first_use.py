@@ -1,4 +1,5 @@
-"""One line for who waits: Triton compiles each kernel where it is first used, and keeps it in its own cache."""
+"""One line for who waits: Triton compiles each kernel where it is first used, and keeps it in its
+own cache."""
 
 import functools
 import hashlib
@@ -17,12 +18,15 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def announce(device: torch.device) -> None:
-    """Says once on a machine, for these sources and this Triton, that kernels are going to be compiled."""
+    """Says once on a machine, for these sources and this Triton, that kernels are going to be
+    compiled."""
     if device.type != "cuda":
         return
     marker = cache_directory() / f"triton-{architecture(device)}-{_digest()}"
     if not os.path.exists(marker):  # Path.exists raises below a folder that is closed
-        _log.warning("compiling the Triton kernels as they are used, once on this machine: about 10 s in all")
+        _log.warning(
+            "compiling the Triton kernels as they are used, once on this machine: about 10 s in all"
+        )
         if why_no_cache() is None:
             marker.parent.mkdir(parents=True, exist_ok=True)
             marker.touch()
@@ -34,25 +38,40 @@ def why_not_kept() -> str | None:
     folder = os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache")
     if can_be_written(Path(folder).absolute()):
         return None
-    return f"{folder} cannot be written, where Triton keeps what it compiles; set TRITON_CACHE_DIR to a folder that can"
+    return (
+        f"{folder} cannot be written, where Triton keeps what it compiles; set "
+        "TRITON_CACHE_DIR to a folder that can"
+    )
 
 
 @functools.cache
 def why_not_started() -> str | None:
-    """None where Triton's driver starts. At first use on a machine Triton builds it, and what launches each kernel, with a C compiler,
-    which a small container lacks, as it may lack Python's headers."""
+    """None where Triton's driver starts. At first use on a machine Triton builds it, and what
+    launches each kernel, with a C compiler, which a small container lacks, as it may lack Python's
+    headers."""
     from triton.runtime import driver
 
     try:
         driver.active  # noqa: B018  made, and built, when it is first looked at; no device is touched
-    except (RuntimeError, OSError, AssertionError, ImportError, subprocess.SubprocessError) as fault:
+    except (
+        RuntimeError,
+        OSError,
+        AssertionError,
+        ImportError,
+        subprocess.SubprocessError,
+    ) as fault:
         told = str(fault).partition("\n")[0][:200]
-        return f"Triton does not start: {told}; it needs a C compiler and Python's headers: install gcc and python3-dev"
+        return (
+            f"Triton does not start: {told}; it needs a C compiler and Python's headers: "
+            "install gcc and python3-dev"
+        )
     return None
 
 
 def _digest() -> str:
-    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*_kernel.py")))
+    sources = b"".join(
+        path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*_kernel.py"))
+    )
     return hashlib.sha256(sources + _version().encode()).hexdigest()[:16]
 
 

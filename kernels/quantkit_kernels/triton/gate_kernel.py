@@ -1,6 +1,7 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""The router's product of few tokens. The router is float32 and tokens are bfloat16: a weight is the sum of three bfloat16 numbers to its
-last bit, so three products of matrix instructions are as exact as one in float32."""
+"""The router's product of few tokens. The router is float32 and tokens are bfloat16: a weight is
+the sum of three bfloat16 numbers to its last bit, so three products of matrix instructions are as
+exact as one in float32."""
 
 import triton
 import triton.language as tl
@@ -15,7 +16,8 @@ def router_logits(
     SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, NVIDIA: tl.constexpr,
     ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x [tokens, k] times router [experts, k] -> logits float32 [tokens, experts]. ALONE: of one token."""
+    """x [tokens, k] times router [experts, k] -> logits float32 [tokens, experts]. ALONE: of one
+    token."""
     tile = tl.program_id(0) // SPLIT
     part = tl.program_id(0) % SPLIT
     expert = tile * BN + tl.arange(0, BN)
@@ -30,9 +32,15 @@ def router_logits(
     for start in range(part * BK, k, SPLIT * BK):
         inside = start + column < k
         weight = tl.load(
-            router + expert[:, None] * k + start + column[None, :], mask=(expert < experts)[:, None] & inside[None, :], other=0.0
+            router + expert[:, None] * k + start + column[None, :],
+            mask=(expert < experts)[:, None] & inside[None, :],
+            other=0.0,
         )
-        some = tl.load(x + token[None, :] * k + start + column[:, None], mask=(token < tokens)[None, :] & inside[:, None], other=0.0)
+        some = tl.load(
+            x + token[None, :] * k + start + column[:, None],
+            mask=(token < tokens)[None, :] & inside[:, None],
+            other=0.0,
+        )
         for _ in tl.static_range(3):
             near = rounded(weight, tl.bfloat16)
             acc = dot(near, some, acc)

@@ -23,7 +23,8 @@ class ChosenExperts(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Weights [N, K] of one linear or of all experts, and their grid. bias: float32, of as many rows as the packed weight has."""
+    """Weights [N, K] of one linear or of all experts, and their grid. bias: float32, of as many
+    rows as the packed weight has."""
 
     steps: PackedSteps
     kind: str
@@ -49,7 +50,8 @@ def multiply(
     pair_weights: Tensor | None = None,
     gating: Gating = SILU,
 ) -> None:
-    """Write the product of x and the weight into `out`. Experts: the row of a pair is that of token pair // top_k; gating: of SILU_MUL."""
+    """Write the product of x and the weight into `out`. Experts: the row of a pair is that of token
+    pair // top_k; gating: of SILU_MUL."""
     from quantkit_kernels.triton.multiply_kernel import multiply as kernel
 
     codes, scales, row_scale = packed.steps
@@ -58,7 +60,9 @@ def multiply(
     tiles = -(-features // plan.rows)
     token_tiles = -(-x.shape[0] // plan.tokens) if slots is None else len(slots[0])
     split, sums = plan.split, 2 if epilogue == SILU_MUL else 1
-    partial, arrived = workspace(x.device, tiles * token_tiles * split * sums * plan.rows * plan.tokens if split > 1 else 0)
+    partial, arrived = workspace(
+        x.device, tiles * token_tiles * split * sums * plan.rows * plan.tokens if split > 1 else 0
+    )
     assert split == 1 or tiles * token_tiles <= len(arrived), (tiles, token_tiles)
     nothing, own_rows = row_scale, rows // 2 if epilogue == SILU_MUL else rows
     tables = [arrived, slots[0] if slots else arrived, arrived]
@@ -70,9 +74,11 @@ def multiply(
         *tables,
         nothing if pair_weights is None else pair_weights,
         x.shape[0], rows, packed.k, out.shape[1], -(-packed.k // 128), top_k, rows // 2,
-        KIND=KINDS[packed.kind], GROUP=packed.group, COLUMNS=COLUMNS[packed.kind], EPILOGUE=epilogue,
+        KIND=KINDS[packed.kind], GROUP=packed.group, COLUMNS=COLUMNS[packed.kind],
+        EPILOGUE=epilogue,
         EXPERTS=0 if slots is None else 1 if isinstance(slots, Slots) else 2,
-        SPLIT=split, BN=plan.rows, BM=plan.tokens, EVEN_N=own_rows % plan.rows == 0, EVEN_K=packed.k % 128 == 0,
+        SPLIT=split, BN=plan.rows, BM=plan.tokens, EVEN_N=own_rows % plan.rows == 0,
+        EVEN_K=packed.k % 128 == 0,
         NVIDIA=by_assembly(x.device), STAGES=plan.stages,
         DTYPE=decoded_type(out.dtype if epilogue != WEIGH else x.dtype),
         ALONE=x.shape[0] == 1 if slots is None else isinstance(slots, ChosenExperts),
@@ -82,7 +88,8 @@ def multiply(
 
 
 def scaled_sums(kind: str, plan: LinearPlan) -> bool:
-    """Whether codes are multiplied as they are and sums scaled, of which a tile of 8 tokens has a quarter of the weights' number."""
+    """Whether codes are multiplied as they are and sums scaled, of which a tile of 8 tokens has a
+    quarter of the weights' number."""
     return kind == "int4" and plan.tokens <= 8
 
 

@@ -1,13 +1,17 @@
-"""Weights as the Triton kernels read them: steps of 128 input features, one after the other, and of each step all output features.
+"""Weights as the Triton kernels read them: steps of 128 input features, one after the other, and of
+each step all output features.
 
     4 bits   int16 [E, K/128, P, N, C]: the words of a step; word j of part p has the codes of features 32 i + C p + j, i = 0..3.
-             int4: C = 32, P = 1, code + 8 in bits 4 i .. 4 i + 3. FP4: C = 16, P = 2, bits as bfloat16 has them, shifted right by 3 i
-             (sign 15, magnitude 8..6), but plane 3, which has sign, exponents and mantissa in bits 14, 13, 11 and 10
+             int4: C = 32, P = 1, code + 8 in bits 4 i .. 4 i + 3. FP4: C = 16, P = 2, bits as
+             bfloat16 has them, shifted right by 3 i (sign 15, magnitude 8..6), but plane 3, which
+             has sign, exponents and mantissa in bits 14, 13, 11 and 10
     int8     int8 [E, K/128, N, 128]
     scales   of a step and output feature. int4: 32 bits a group, scale as float16 and zero point + 8: int32 [E, K/128, N] for groups of
-             128, int64 for 64, int64 [E, K/128, 2, N] for 32. FP4: int64, a byte a group, 5 bits of exponent and 3 of mantissa
+             128, int64 for 64, int64 [E, K/128, 2, N] for 32. FP4: int64, a byte a group, 5 bits of
+             exponent and 3 of mantissa
 
-N is padded to whole strips of 64 rows, K to whole steps; what is added decodes to zero. Everything here is plain torch.
+N is padded to whole strips of 64 rows, K to whole steps; what is added decodes to zero. Everything
+here is plain torch.
 """
 
 from typing import NamedTuple
@@ -20,7 +24,8 @@ from quantkit_kernels.weights import Fp4, Int4, Int8, Weight, group_size, shape
 
 SPAN, STRIP = 128, 64
 FP4_SCALE_BIAS, FP4_FACTOR = 16, 2.0**45
-"""Codes are decoded to 2^-126 of their value and scales to 2^81 times theirs; the row's scale makes up for both."""
+"""Codes are decoded to 2^-126 of their value and scales to 2^81 times theirs; the row's scale makes
+up for both."""
 
 
 class PackedSteps(NamedTuple):
@@ -35,8 +40,17 @@ def pack(weight: Weight) -> PackedSteps:
     n, k = shape(weight)
     below, beside = -n % STRIP, -k % SPAN
     if isinstance(weight, Int8):
-        codes = F.pad(weight.codes, (0, beside, 0, below)).unflatten(1, (-1, SPAN)).transpose(0, 1).contiguous()
-        return PackedSteps(codes, torch.zeros(1, dtype=torch.int32, device=codes.device), F.pad(weight.scale[:, 0], (0, below)))
+        codes = (
+            F.pad(weight.codes, (0, beside, 0, below))
+            .unflatten(1, (-1, SPAN))
+            .transpose(0, 1)
+            .contiguous()
+        )
+        return PackedSteps(
+            codes,
+            torch.zeros(1, dtype=torch.int32, device=codes.device),
+            F.pad(weight.scale[:, 0], (0, below)),
+        )
     if isinstance(weight, Int4):
         return _pack_int4(weight, below, beside)
     assert isinstance(weight, Fp4), type(weight)
@@ -59,22 +73,33 @@ def _signed(words: Tensor, dtype: torch.dtype, bits: int) -> Tensor:
 
 def _pack_int4(weight: Int4, below: int, beside: int) -> PackedSteps:
     group, per_step = group_size(weight), SPAN // group_size(weight)
-    zero = torch.zeros_like(weight.scale) if weight.zero_point is None else weight.zero_point.float()
-    # float16 holds the scales of fp16 and bf16 checkpoints exactly once a power of two per row has brought them into its range.
+    zero = (
+        torch.zeros_like(weight.scale) if weight.zero_point is None else weight.zero_point.float()
+    )
+    # float16 holds the scales of fp16 and bf16 checkpoints exactly once a power of two per row has
+    # brought them into its range.
     exponent = torch.frexp(weight.scale.amax(dim=1, keepdim=True)).exponent
-    scale = F.pad(torch.ldexp(weight.scale, 12 - exponent), (0, -(weight.scale.shape[1]) % per_step, 0, below)).to(torch.float16)
+    scale = F.pad(
+        torch.ldexp(weight.scale, 12 - exponent), (0, -(weight.scale.shape[1]) % per_step, 0, below)
+    ).to(torch.float16)
     zero = F.pad(zero + 8, (0, scale.shape[1] - zero.shape[1], 0, below))
     halves = scale.view(torch.int16).to(torch.int32) & 0xFFFF
-    groups = (halves | (zero.to(torch.int32) << 16)).unflatten(1, (-1, per_step))  # [N, K/128, groups of a step]
+    groups = (halves | (zero.to(torch.int32) << 16)).unflatten(
+        1, (-1, per_step)
+    )  # [N, K/128, groups of a step]
     if group == 128:
         scales = groups[..., 0].T.contiguous()
     else:
-        wide = groups.unflatten(2, (-1, 2)).contiguous().view(torch.int64)[..., 0]  # little endian: the first group is in the low bits
+        wide = (
+            groups.unflatten(2, (-1, 2)).contiguous().view(torch.int64)[..., 0]
+        )  # little endian: the first group is in the low bits
         scales = wide.permute(1, 2, 0).contiguous()
         scales = scales[:, 0].contiguous() if group == 64 else scales
     planes = _planes(F.pad(weight.codes.to(torch.int32) + 8, (0, beside, 0, below)), 32)
     words = sum((planes[..., i] << (4 * i) for i in range(4)), torch.zeros_like(planes[..., 0]))
-    row_scale = F.pad(torch.ldexp(torch.ones_like(weight.scale[:, 0]), exponent[:, 0] - 12), (0, below))
+    row_scale = F.pad(
+        torch.ldexp(torch.ones_like(weight.scale[:, 0]), exponent[:, 0] - 12), (0, below)
+    )
     return PackedSteps(_signed(words, torch.int16, 16).contiguous(), scales, row_scale)
 
 
@@ -83,16 +108,23 @@ def _pack_fp4(weight: Fp4, below: int, beside: int) -> PackedSteps:
     scale = weight.scale.float()
     # A scale of zero has no exponent: its codes become zeros instead.
     alive = (scale > 0).repeat_interleave(16, dim=1)
-    codes = F.pad(torch.where(alive, weight.codes, torch.zeros_like(weight.codes)).to(torch.int32), (0, beside, 0, below))
+    codes = F.pad(
+        torch.where(alive, weight.codes, torch.zeros_like(weight.codes)).to(torch.int32),
+        (0, beside, 0, below),
+    )
     planes = _planes(codes, 16)
     sign, magnitude = planes >> 3, planes & 7
     words = torch.zeros_like(planes[..., 0])
     for i in range(3):
         words |= (sign[..., i] << (15 - 3 * i)) | (magnitude[..., i] << (6 - 3 * i))
-    words |= (sign[..., 3] << 14) | ((magnitude[..., 3] >> 2) << 13) | ((magnitude[..., 3] & 3) << 10)
+    words |= (
+        (sign[..., 3] << 14) | ((magnitude[..., 3] >> 2) << 13) | ((magnitude[..., 3] & 3) << 10)
+    )
     mantissa, exponent = torch.frexp(torch.where(scale > 0, scale, torch.ones_like(scale)))
     bits = ((exponent - 1 + FP4_SCALE_BIAS) << 3) | ((mantissa * 2 - 1) * 8).to(torch.int32)
-    groups = F.pad(bits.to(torch.uint8), (0, beside // 16, 0, below)).unflatten(1, (-1, 8)).contiguous()
+    groups = (
+        F.pad(bits.to(torch.uint8), (0, beside // 16, 0, below)).unflatten(1, (-1, 8)).contiguous()
+    )
     scales = groups.view(torch.int64)[..., 0].T.contiguous()
     row_scale = F.pad((weight.global_scale * FP4_FACTOR).expand(n), (0, below))
     return PackedSteps(_signed(words, torch.int16, 16).contiguous(), scales, row_scale)

@@ -8,8 +8,11 @@ from quantkit_kernels.triton.weights_kernel import wait_for_input
 
 
 @triton.jit
-def of_parts(x, values, places, width, share, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """The largest of `share` numbers of a row [width] of float32, in blocks, and its place. NaN counts as infinity."""
+def of_parts(
+    x, values, places, width, share, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """The largest of `share` numbers of a row [width] of float32, in blocks, and its place. NaN
+    counts as infinity."""
     wait_for_input(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first, end = part * share, tl.minimum((part + 1) * share, width)

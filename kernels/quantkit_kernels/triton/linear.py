@@ -28,7 +28,12 @@ class TritonLinear(Linear):
 
     def rows(self, x: Tensor) -> Tensor:
         plan = linear_plan(
-            architecture(self.device), multiprocessors(self.device), self.packed.kind, self.out_features, self.in_features, x.shape[0]
+            architecture(self.device),
+            multiprocessors(self.device),
+            self.packed.kind,
+            self.out_features,
+            self.in_features,
+            x.shape[0],
         )
         return self.expand(x) if plan is None else self.tiles(x.contiguous(), plan)
 
@@ -44,7 +49,8 @@ class TritonLinear(Linear):
         return y
 
     def expand(self, x: Tensor) -> Tensor:
-        """x[M, K] -> [M, N] by the vendor's library over W[N, K] in the compute dtype, which exists during this call only."""
+        """x[M, K] -> [M, N] by the vendor's library over W[N, K] in the compute dtype, which exists
+        during this call only."""
         return F.linear(x, rows.expanded(self.packed, self.dtype))
 
 

@@ -1,9 +1,11 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""x @ W.T for packed weights, of one linear or of the experts of sorted pairs, from one token to many.
+"""x @ W.T for packed weights, of one linear or of the experts of sorted pairs, from one token to
+many.
 
-Weights are the left operand: they go from memory to registers in the order of the matrix instruction's operand, are decoded there, and
-tokens are its columns, of which 8 are the fewest on NVIDIA's cards and 16 on others. A program has BN rows and BM tokens, and the SPLIT-th
-part of K; of the programs of one tile the last to arrive adds their sums up, in the order of K.
+Weights are the left operand: they go from memory to registers in the order of the matrix
+instruction's operand, are decoded there, and tokens are its columns, of which 8 are the fewest on
+NVIDIA's cards and 16 on others. A program has BN rows and BM tokens, and the SPLIT-th part of K; of
+the programs of one tile the last to arrive adds their sums up, in the order of K.
 """
 
 import triton
@@ -29,9 +31,11 @@ ONE_TOKEN = tl.constexpr(2)
 
 
 @triton.jit
-def add_step(acc, step, x, places, k, there, codes, scales, n, rows, COLUMNS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+def add_step(acc, step, x, places, k, there, codes, scales, n, rows, COLUMNS: tl.constexpr,
+KIND: tl.constexpr, GROUP: tl.constexpr,
              DTYPE: tl.constexpr, EVEN_K: tl.constexpr, NVIDIA: tl.constexpr):  # fmt: skip
-    """acc [BN, BM] plus the product over 128 input features in 4 bits. places: where each token's row of x begins."""
+    """acc [BN, BM] plus the product over 128 input features in 4 bits. places: where each token's
+    row of x begins."""
     PARTS: tl.constexpr = 32 // COLUMNS
     column = tl.arange(0, COLUMNS)
     first = load_scales(scales, step, 0, n, rows, KIND, GROUP)
@@ -44,20 +48,29 @@ def add_step(acc, step, x, places, k, there, codes, scales, n, rows, COLUMNS: tl
         for i in tl.static_range(4):
             feature = step * SPAN + 32 * i + COLUMNS * part + column
             if EVEN_K:
-                some = tl.load(x + places[None, :] + feature[:, None], mask=there[None, :], other=0.0)
+                some = tl.load(
+                    x + places[None, :] + feature[:, None], mask=there[None, :], other=0.0
+                )
             else:
-                some = tl.load(x + places[None, :] + feature[:, None], mask=there[None, :] & (feature[:, None] < k), other=0.0)
+                some = tl.load(
+                    x + places[None, :] + feature[:, None],
+                    mask=there[None, :] & (feature[:, None] < k),
+                    other=0.0,
+                )
             acc = dot(plane(words, first, second, i, part, KIND, GROUP, DTYPE, NVIDIA), some, acc)
     return acc
 
 
 @triton.jit
-def add_codes_step(acc, step, x, places, k, there, codes, scales, n, rows, GROUP: tl.constexpr, DTYPE: tl.constexpr, EVEN_K: tl.constexpr,
+def add_codes_step(acc, step, x, places, k, there, codes, scales, n, rows, GROUP: tl.constexpr,
+DTYPE: tl.constexpr, EVEN_K: tl.constexpr,
                    NVIDIA: tl.constexpr):  # fmt: skip
-    """add_step of int4 for few tokens: the codes themselves are multiplied, and the sums of each group scaled, of which there are fewer.
+    """add_step of int4 for few tokens: the codes themselves are multiplied, and the sums of each
+    group scaled, of which there are fewer.
 
-    A code comes with the power of two that decoding by bits leaves in it. That and the zero point are taken away with the sum of the
-    tokens' features, a product with ones; in float16, where that power is 1024, they are taken from the codes.
+    A code comes with the power of two that decoding by bits leaves in it. That and the zero point
+    are taken away with the sum of the tokens' features, a product with ones; in float16, where that
+    power is 1024, they are taken from the codes.
     """
     BN: tl.constexpr = acc.shape[0]
     BM: tl.constexpr = acc.shape[1]
@@ -76,9 +89,15 @@ def add_codes_step(acc, step, x, places, k, there, codes, scales, n, rows, GROUP
         for i in tl.static_range(group * PLANES, group * PLANES + PLANES):
             feature = step * SPAN + 32 * i + column
             if EVEN_K:
-                some = tl.load(x + places[None, :] + feature[:, None], mask=there[None, :], other=0.0)
+                some = tl.load(
+                    x + places[None, :] + feature[:, None], mask=there[None, :], other=0.0
+                )
             else:
-                some = tl.load(x + places[None, :] + feature[:, None], mask=there[None, :] & (feature[:, None] < k), other=0.0)
+                some = tl.load(
+                    x + places[None, :] + feature[:, None],
+                    mask=there[None, :] & (feature[:, None] < k),
+                    other=0.0,
+                )
             if DTYPE == tl.bfloat16:
                 sums = dot(int4_plane(words, i, DTYPE, NVIDIA), some, sums)
                 total = dot(ones, some, total)
@@ -99,17 +118,24 @@ def add_int8_step(acc, step, x, places, k, there, codes, n, rows, EVEN_K: tl.con
     if EVEN_K:
         some = tl.load(x + places[None, :] + feature[:, None], mask=there[None, :], other=0)
     else:
-        some = tl.load(x + places[None, :] + feature[:, None], mask=there[None, :] & (feature[:, None] < k), other=0)
+        some = tl.load(
+            x + places[None, :] + feature[:, None],
+            mask=there[None, :] & (feature[:, None] < k),
+            other=0,
+        )
     return tl.dot(weights, some, acc, out_dtype=tl.int32)
 
 
 @triton.jit
 def sum_of_parts(
     acc, more, partial, arrived, tile, part,
-    SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, PAIR: tl.constexpr, ALONE: tl.constexpr,
+    SPLIT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, PAIR: tl.constexpr,
+    ALONE: tl.constexpr,
 ):  # fmt: skip
-    """The sums of acc and, with PAIR, of more over the programs of a tile, and whether this one has them: the last to arrive. Counters are
-    zero before and after. ALONE: only the first of the BM tokens is one; its sums lie side by side, and the others are undefined."""
+    """The sums of acc and, with PAIR, of more over the programs of a tile, and whether this one has
+    them: the last to arrive. Counters are
+    zero before and after. ALONE: only the first of the BM tokens is one; its sums lie side by side,
+    and the others are undefined."""
     at = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
     there = None
     if ALONE:
@@ -154,17 +180,24 @@ def gated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexp
 
 @triton.jit(do_not_specialize=["m", "steps", "top_k"])
 def multiply(
-    x, x_scale, codes, scales, row_scale, bias, out, partial, arrived, order, tile_expert, tile_count, pair_weights,
+    x, x_scale, codes, scales, row_scale, bias, out, partial, arrived, order, tile_expert,
+    tile_count, pair_weights,
     m, n, k, out_n, steps, top_k, up,
-    KIND: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, EPILOGUE: tl.constexpr, EXPERTS: tl.constexpr, SPLIT: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, NVIDIA: tl.constexpr, STAGES: tl.constexpr,
-    DTYPE: tl.constexpr, ALONE: tl.constexpr, SCALED_SUMS: tl.constexpr, BIASED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, EPILOGUE: tl.constexpr,
+    EXPERTS: tl.constexpr, SPLIT: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    NVIDIA: tl.constexpr, STAGES: tl.constexpr,
+    DTYPE: tl.constexpr, ALONE: tl.constexpr, SCALED_SUMS: tl.constexpr, BIASED: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     SHIFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One linear: x[m, k] -> out[m, out_n]. EXPERTS: of a tile of sorted pairs, from x's rows pair // top_k to out's rows pair.
+    """One linear: x[m, k] -> out[m, out_n]. EXPERTS: of a tile of sorted pairs, from x's rows pair
+    // top_k to out's rows pair.
 
-    n: rows of the packed weight, of each expert; up: rows from a feature of gate to that of up, with SILU_MUL. ALONE: of each tile only the
-    first token is one. SCALED_SUMS: of int4, `add_codes_step`. BIASED: bias float32 as row_scale lies. ALPHA, LIMIT, SHIFT: of `gated`.
+    n: rows of the packed weight, of each expert; up: rows from a feature of gate to that of up,
+    with SILU_MUL. ALONE: of each tile only the
+    first token is one. SCALED_SUMS: of int4, `add_codes_step`. BIASED: bias float32 as row_scale
+    lies. ALPHA, LIMIT, SHIFT: of `gated`.
     """
     row_tile = tl.program_id(0) // SPLIT
     part = tl.program_id(0) % SPLIT
@@ -180,7 +213,12 @@ def multiply(
     BYTES: tl.constexpr = BN * SPAN if KIND == INT8 else BN * SPAN // 2
     if PDL and EVEN_N and not EXPERTS:  # weights are there before the tokens are
         for ahead in tl.static_range(STAGES - 1):
-            fetch(codes + tl.minimum(begin + ahead, end - 1).to(tl.int64) * n * WIDTH + row_tile * BN * WIDTH, BYTES)
+            fetch(
+                codes
+                + tl.minimum(begin + ahead, end - 1).to(tl.int64) * n * WIDTH
+                + row_tile * BN * WIDTH,
+                BYTES,
+            )
     wait_for_input(PDL)
     expert = 0
     if EXPERTS == ONE_TOKEN:
@@ -216,19 +254,72 @@ def multiply(
             if EPILOGUE == SILU_MUL:
                 more = add_int8_step(more, step, x, places, k, there, codes, n, rows + up, EVEN_K)
         elif SCALED_SUMS:
-            acc = add_codes_step(acc, step, x, places, k, there, codes, scales, n, rows, GROUP, DTYPE, EVEN_K, NVIDIA)
+            acc = add_codes_step(
+                acc, step, x, places, k, there, codes, scales, n, rows, GROUP, DTYPE, EVEN_K, NVIDIA
+            )
             if EPILOGUE == SILU_MUL:
-                more = add_codes_step(more, step, x, places, k, there, codes, scales, n, rows + up, GROUP, DTYPE, EVEN_K, NVIDIA)
+                more = add_codes_step(
+                    more,
+                    step,
+                    x,
+                    places,
+                    k,
+                    there,
+                    codes,
+                    scales,
+                    n,
+                    rows + up,
+                    GROUP,
+                    DTYPE,
+                    EVEN_K,
+                    NVIDIA,
+                )
         else:
-            acc = add_step(acc, step, x, places, k, there, codes, scales, n, rows, COLUMNS, KIND, GROUP, DTYPE, EVEN_K, NVIDIA)
+            acc = add_step(
+                acc,
+                step,
+                x,
+                places,
+                k,
+                there,
+                codes,
+                scales,
+                n,
+                rows,
+                COLUMNS,
+                KIND,
+                GROUP,
+                DTYPE,
+                EVEN_K,
+                NVIDIA,
+            )
             if EPILOGUE == SILU_MUL:
-                more = add_step(more, step, x, places, k, there, codes, scales, n, rows + up, COLUMNS, KIND, GROUP, DTYPE, EVEN_K, NVIDIA)
+                more = add_step(
+                    more,
+                    step,
+                    x,
+                    places,
+                    k,
+                    there,
+                    codes,
+                    scales,
+                    n,
+                    rows + up,
+                    COLUMNS,
+                    KIND,
+                    GROUP,
+                    DTYPE,
+                    EVEN_K,
+                    NVIDIA,
+                )
     result = acc.to(tl.float32)
     other = more.to(tl.float32)
     last = True
     if SPLIT > 1:
         tile = token_tile * (tl.num_programs(0) // SPLIT) + row_tile
-        result, other, last = sum_of_parts(result, other, partial, arrived, tile, part, SPLIT, BN, BM, EPILOGUE == SILU_MUL, ALONE)
+        result, other, last = sum_of_parts(
+            result, other, partial, arrived, tile, part, SPLIT, BN, BM, EPILOGUE == SILU_MUL, ALONE
+        )
     if last:
         factor = 1.0
         if KIND == INT8:
@@ -244,4 +335,6 @@ def multiply(
         if EPILOGUE == WEIGH:
             result = result * tl.load(pair_weights + token, mask=there, other=0.0)[None, :]
         to = out + token.to(tl.int64)[None, :] * out_n + own[:, None]
-        tl.store(to, rounded(result, out.dtype.element_ty), mask=there[None, :] & (own[:, None] < out_n))
+        tl.store(
+            to, rounded(result, out.dtype.element_ty), mask=there[None, :] & (own[:, None] < out_n)
+        )

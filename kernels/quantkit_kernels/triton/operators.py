@@ -1,5 +1,6 @@
-"""Norms, activation, routing, rotary embedding and what attention does before it. Arguments arrive checked; what the kernels cannot take,
-such as groups of experts that are no power of two, the reference computes."""
+"""Norms, activation, routing, rotary embedding and what attention does before it. Arguments arrive
+checked; what the kernels cannot take, such as groups of experts that are no power of two, the
+reference computes."""
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,8 @@ _HEADS = 8
 GATE_TOKENS, _GATE_ROWS, _GATE_STEP = 64, 16, 128
 _CUT = 2048
 _PARTS = 128
-"""Of a row of logits: torch gives its argmax to few blocks, 27 us for 8 rows of 129,280 on an H200."""
+"""Of a row of logits: torch gives its argmax to few blocks, 27 us for 8 rows of 129,280 on an
+H200."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -43,14 +45,24 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return normed, total
 
 
-def _norm(x: Tensor, residual: Tensor, weight: Tensor, normed: Tensor, total: Tensor, eps: float, add: bool) -> None:
+def _norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    normed: Tensor,
+    total: Tensor,
+    eps: float,
+    add: bool,
+) -> None:
     from quantkit_kernels.triton.rows_kernel import add_rms_norm as kernel
 
     width = x.shape[-1]
     block = power_of_two(width)
     grid = (x.numel() // width,)
     how = {"num_warps": warps_for(block), **overlapped(x.device)}
-    kernel[grid](x, residual, weight.contiguous(), normed, total, width, eps, ADD=add, BLOCK=block, **how)
+    kernel[grid](
+        x, residual, weight.contiguous(), normed, total, width, eps, ADD=add, BLOCK=block, **how
+    )
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -82,22 +94,29 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
     ids = torch.empty(tokens, columns, dtype=torch.int64, device=logits.device)
     weights = torch.empty(tokens, columns, dtype=torch.float32, device=logits.device)
     kernel[(tokens,)](
-        logits.contiguous(), weights if bias is None else bias.contiguous(), ids, weights, experts, routing.routed_scaling_factor,
-        EXPERTS=width, GROUPS=routing.n_group if grouped else 1, TOPK_GROUP=routing.topk_group if grouped else 1,
-        TOP_K=routing.num_experts_per_tok, JOINED=routing.num_joined_experts, COLUMNS=power_of_two(columns),
-        SIGMOID=routing.scoring_func == "sigmoid", BIASED=bias is not None, NORMED=routing.norm_topk_prob, num_warps=1,
+        logits.contiguous(), weights if bias is None else bias.contiguous(), ids, weights, experts,
+        routing.routed_scaling_factor,
+        EXPERTS=width, GROUPS=routing.n_group if grouped else 1,
+        TOPK_GROUP=routing.topk_group if grouped else 1,
+        TOP_K=routing.num_experts_per_tok, JOINED=routing.num_joined_experts,
+        COLUMNS=power_of_two(columns),
+        SIGMOID=routing.scoring_func == "sigmoid", BIASED=bias is not None,
+        NORMED=routing.norm_topk_prob, num_warps=1,
         **overlapped(logits.device),
     )  # fmt: skip
     return ids, weights
 
 
-def moe_gate(x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def moe_gate(
+    x: Tensor, router: Tensor, bias: Tensor | None, routing: Routing
+) -> tuple[Tensor, Tensor]:
     few = x.dtype == torch.bfloat16 and 0 < x.shape[0] <= GATE_TOKENS
     return route(few_logits(x, router) if few else F.linear(x.float(), router), bias, routing)
 
 
 def few_logits(x: Tensor, router: Tensor) -> Tensor:
-    """x bfloat16 [T, H] @ router float32 [E, H].T in float32, of up to GATE_TOKENS tokens, one at least."""
+    """x bfloat16 [T, H] @ router float32 [E, H].T in float32, of up to GATE_TOKENS tokens, one at
+    least."""
     from quantkit_kernels.triton.gate_kernel import router_logits
 
     (tokens, k), experts = x.shape, router.shape[0]
@@ -105,7 +124,14 @@ def few_logits(x: Tensor, router: Tensor) -> Tensor:
     tiles, width = -(-experts // _GATE_ROWS), max(16, power_of_two(tokens))
     split = max(1, min(2 * multiprocessors(x.device) // tiles, -(-k // (2 * _GATE_STEP)), 16))
     partial, arrived = workspace(x.device, tiles * split * _GATE_ROWS * width)
-    shape = {"SPLIT": split, "BN": _GATE_ROWS, "BM": width, "BK": _GATE_STEP, "ALONE": tokens == 1, "NVIDIA": by_assembly(x.device)}
+    shape = {
+        "SPLIT": split,
+        "BN": _GATE_ROWS,
+        "BM": width,
+        "BK": _GATE_STEP,
+        "ALONE": tokens == 1,
+        "NVIDIA": by_assembly(x.device),
+    }
     tensors = (x.contiguous(), router.contiguous(), logits, partial, arrived)
     router_logits[(tiles * split,)](*tensors, tokens, experts, k, **shape, **overlapped(x.device))
     return logits
@@ -128,10 +154,22 @@ def likeliest(logits: Tensor) -> Tensor:
     if rows == 0:
         return reference.likeliest(logits)
     values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
-    places, found = values.new_empty(rows, parts, dtype=torch.int32), values.new_empty(rows, dtype=torch.int64)
+    places, found = (
+        values.new_empty(rows, parts, dtype=torch.int32),
+        values.new_empty(rows, dtype=torch.int64),
+    )
     how = {"num_warps": 4, **overlapped(logits.device)}
     share = -(-width // parts)
-    of_parts[(rows, parts)](logits.contiguous(), values, places, width, share, PARTS=parts, BLOCK=min(power_of_two(share), 1024), **how)
+    of_parts[(rows, parts)](
+        logits.contiguous(),
+        values,
+        places,
+        width,
+        share,
+        PARTS=parts,
+        BLOCK=min(power_of_two(share), 1024),
+        **how,
+    )
     of_rows[(rows,)](values, places, found, PARTS=parts, **how)
     return found
 
@@ -151,25 +189,41 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
     return y
 
 
-def mla_prepare(qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents, slots: Tensor) -> Tensor:
+def mla_prepare(
+    qkv_a: Tensor, norms: Norms, rotation: Rotation, cache: Latents, slots: Tensor
+) -> Tensor:
     from quantkit_kernels.triton.rope_kernel import mla_prepare as kernel
 
-    tokens, q_lora, kv_lora, rotary = qkv_a.shape[0], norms.q.shape[0], norms.k.shape[0], 2 * rotation.cos.shape[1]
+    tokens, q_lora, kv_lora, rotary = (
+        qkv_a.shape[0],
+        norms.q.shape[0],
+        norms.k.shape[0],
+        2 * rotation.cos.shape[1],
+    )
     q_a = torch.empty(tokens, q_lora, dtype=qkv_a.dtype, device=qkv_a.device)
     if tokens == 0:
         return q_a
     latents, keys, scales = latent_parts(cache, kv_lora)
-    tensors = (one.contiguous() for one in (qkv_a, norms.q, norms.k, rotation.cos, rotation.sin, slots))
-    widths = {"Q_WIDTH": power_of_two(q_lora), "K_WIDTH": power_of_two(kv_lora), "R_WIDTH": power_of_two(rotary)}
+    tensors = (
+        one.contiguous() for one in (qkv_a, norms.q, norms.k, rotation.cos, rotation.sin, slots)
+    )
+    widths = {
+        "Q_WIDTH": power_of_two(q_lora),
+        "K_WIDTH": power_of_two(kv_lora),
+        "R_WIDTH": power_of_two(rotary),
+    }
     kernel[(tokens, 2)](
-        *tensors, q_a, latents, keys, scales, latents.stride(1), keys.stride(1), norms.eps, torch.finfo(keys.dtype).max,
-        Q=q_lora, K=kv_lora, R=rotary, INTERLEAVED=rotation.interleaved, CODES=codes_of(cache), **widths, **overlapped(qkv_a.device),
+        *tensors, q_a, latents, keys, scales, latents.stride(1), keys.stride(1), norms.eps,
+        torch.finfo(keys.dtype).max,
+        Q=q_lora, K=kv_lora, R=rotary, INTERLEAVED=rotation.interleaved, CODES=codes_of(cache),
+        **widths, **overlapped(qkv_a.device),
     )  # fmt: skip
     return q_a
 
 
 def latent_parts(cache: Latents, kv_lora: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Latents, rotary keys and scales, codes as bytes. Without codes the first two are parts of one tensor, and scales are nothing."""
+    """Latents, rotary keys and scales, codes as bytes. Without codes the first two are parts of one
+    tensor, and scales are nothing."""
     if isinstance(cache, CodedLatents):
         return cache.codes.view(torch.int8), cache.keys, cache.scales
     assert isinstance(cache, Tensor), "one tensor, as cache_layout says"
@@ -181,7 +235,9 @@ def codes_of(cache: Latents | KeyValues) -> int:
     return {torch.int8: 1, torch.float8_e4m3fn: 2}.get(cache[0].dtype, 0)
 
 
-def gqa_prepare(qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: KeyValues, slots: Tensor) -> Tensor:
+def gqa_prepare(
+    qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: KeyValues, slots: Tensor
+) -> Tensor:
     from quantkit_kernels.triton.rope_kernel import gqa_prepare as kernel
 
     kv_heads, width = cache[0].shape[2:]
@@ -193,8 +249,10 @@ def gqa_prepare(qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: Key
     gains = (qkv, qkv) if norms is None else (norms.q.contiguous(), norms.k.contiguous())
     tensors = (one.contiguous() for one in (rotation.cos, rotation.sin, slots))
     kernel[(tokens, heads + 2 * kv_heads)](
-        qkv.contiguous(), *gains, *tensors, q, *sides, heads, kv_heads, 0.0 if norms is None else norms.eps,
-        D=width, R=2 * rotation.cos.shape[1], WIDTH=power_of_two(width), INTERLEAVED=rotation.interleaved, NORMED=norms is not None,
+        qkv.contiguous(), *gains, *tensors, q, *sides, heads, kv_heads,
+        0.0 if norms is None else norms.eps,
+        D=width, R=2 * rotation.cos.shape[1], WIDTH=power_of_two(width),
+        INTERLEAVED=rotation.interleaved, NORMED=norms is not None,
         CODES=codes_of(cache), num_warps=1, **overlapped(qkv.device),
     )  # fmt: skip
     return q
@@ -203,5 +261,10 @@ def gqa_prepare(qkv: Tensor, norms: Norms | None, rotation: Rotation, cache: Key
 def key_sides(cache: KeyValues) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keys, values and their scales, codes as bytes; without codes scales are nothing."""
     if isinstance(cache, CodedKeys):
-        return cache.keys.view(torch.int8), cache.values.view(torch.int8), cache.key_scales, cache.value_scales
+        return (
+            cache.keys.view(torch.int8),
+            cache.values.view(torch.int8),
+            cache.key_scales,
+            cache.value_scales,
+        )
     return cache[0], cache[1], cache[0], cache[1]

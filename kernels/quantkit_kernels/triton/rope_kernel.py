@@ -1,5 +1,6 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""Rotary embedding, and what attention does before it: norms, rotation, and writing to the cache. Arithmetic is float32."""
+"""Rotary embedding, and what attention does before it: norms, rotation, and writing to the cache.
+Arithmetic is float32."""
 
 import triton
 import triton.language as tl
@@ -10,7 +11,8 @@ from quantkit_kernels.triton.weights_kernel import rounded, wait_for_input
 
 @triton.jit
 def partner_of(channel, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The other channel of a pair, the pair's number, and 1 for the first channel, which loses what the second gains: -1."""
+    """The other channel of a pair, the pair's number, and 1 for the first channel, which loses what
+    the second gains: -1."""
     if INTERLEAVED:
         first = channel % 2 == 0
         partner = tl.where(first, channel + 1, channel - 1)
@@ -25,7 +27,8 @@ def partner_of(channel, R: tl.constexpr, INTERLEAVED: tl.constexpr):
 @triton.jit
 def rope(
     x, positions, cosines, sines, y, heads, token_stride, head_stride,
-    R: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """x [T, heads, R] turned to y, contiguous. WIDTH: a power of two, at least R."""
     wait_for_input(PDL)
@@ -41,18 +44,23 @@ def rope(
     one = tl.load(row + channel[None, :], mask=inside, other=0.0).to(tl.float32)
     other = tl.load(row + partner[None, :], mask=inside, other=0.0).to(tl.float32)
     to = y + (token * heads + head[:, None]) * R + channel[None, :]
-    tl.store(to, rounded(one * cosine[None, :] + other * sine[None, :], y.dtype.element_ty), mask=inside)
+    tl.store(
+        to, rounded(one * cosine[None, :] + other * sine[None, :], y.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
 def mla_prepare(
-    qkv_a, q_norm, k_norm, cosines, sines, slots, q_a, latents, keys, scales, latent_token, key_token, eps, largest_key,
-    Q: tl.constexpr, K: tl.constexpr, R: tl.constexpr, Q_WIDTH: tl.constexpr, K_WIDTH: tl.constexpr, R_WIDTH: tl.constexpr,
+    qkv_a, q_norm, k_norm, cosines, sines, slots, q_a, latents, keys, scales, latent_token,
+    key_token, eps, largest_key,
+    Q: tl.constexpr, K: tl.constexpr, R: tl.constexpr, Q_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, R_WIDTH: tl.constexpr,
     INTERLEAVED: tl.constexpr, CODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program per token and half: the query part normed to q_a; the latent normed and the rotary key turned, to the token's slot. Slots
-    are latent_token numbers of `latents` apart, key_token of `keys`. CODES: codes_kernel.py; then keys are divided by their token's scale,
-    and are no larger than largest_key."""
+    """A program per token and half: the query part normed to q_a; the latent normed and the rotary
+    key turned, to the token's slot. Slots are latent_token numbers of `latents` apart, key_token of
+    `keys`. CODES: codes_kernel.py; then keys are divided by their token's scale, and are no larger
+    than largest_key."""
     wait_for_input(PDL)
     token = tl.program_id(0).to(tl.int64)
     row = qkv_a + token * (Q + K + R)
@@ -79,22 +87,38 @@ def mla_prepare(
         other = tl.load(row + Q + K + partner, mask=channel < R, other=0.0).to(tl.float32)
         turned = rounded(one * cosine + other * sine, TYPE).to(tl.float32)
         if CODES:
-            scale = tl.maximum(scale_of(tl.max(tl.abs(latent), 0), CODES), tl.div_rn(tl.max(tl.abs(turned), 0), largest_key))
-            tl.store(latents + slot * latent_token + place, encoded(latent, scale, CODES), mask=place < K)
+            scale = tl.maximum(
+                scale_of(tl.max(tl.abs(latent), 0), CODES),
+                tl.div_rn(tl.max(tl.abs(turned), 0), largest_key),
+            )
+            tl.store(
+                latents + slot * latent_token + place, encoded(latent, scale, CODES), mask=place < K
+            )
             turned = tl.div_rn(turned, scale)
             tl.store(scales + slot, scale)
         else:
-            tl.store(latents + slot * latent_token + place, rounded(latent, latents.dtype.element_ty), mask=place < K)
-        tl.store(keys + slot * key_token + channel, rounded(turned, keys.dtype.element_ty), mask=channel < R)
+            tl.store(
+                latents + slot * latent_token + place,
+                rounded(latent, latents.dtype.element_ty),
+                mask=place < K,
+            )
+        tl.store(
+            keys + slot * key_token + channel,
+            rounded(turned, keys.dtype.element_ty),
+            mask=channel < R,
+        )
 
 
 @triton.jit
 def gqa_prepare(
-    qkv, q_norm, k_norm, cosines, sines, slots, q, keys, values, key_scales, value_scales, heads, kv_heads, eps,
-    D: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, NORMED: tl.constexpr, CODES: tl.constexpr,
+    qkv, q_norm, k_norm, cosines, sines, slots, q, keys, values, key_scales, value_scales, heads,
+    kv_heads, eps,
+    D: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NORMED: tl.constexpr, CODES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program per token and head, of queries, keys and values. D: a head's channels, of which the first R turn; WIDTH: a power of two.
+    """A program per token and head, of queries, keys and values. D: a head's channels, of which the
+    first R turn; WIDTH: a power of two.
     CODES: codes_kernel.py."""
     wait_for_input(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -106,7 +130,9 @@ def gqa_prepare(
     one = tl.load(row + channel, mask=inside, other=0.0).to(tl.float32)
     slot = tl.load(slots + token)
     if head >= heads + kv_heads:
-        store_head(one, values, value_scales, slot * kv_heads + head - heads - kv_heads, channel, D, CODES)
+        store_head(
+            one, values, value_scales, slot * kv_heads + head - heads - kv_heads, channel, D, CODES
+        )
     else:
         partner, pair, sign = partner_of(channel, R, INTERLEAVED)
         turns = channel < R
@@ -116,8 +142,13 @@ def gqa_prepare(
             gains = k_norm
             if head < heads:
                 gains = q_norm
-            one = rounded(one * factor * tl.load(gains + channel, mask=inside, other=0.0).to(tl.float32), TYPE).to(tl.float32)
-            other = rounded(other * factor * tl.load(gains + partner, mask=turns, other=0.0).to(tl.float32), TYPE).to(tl.float32)
+            one = rounded(
+                one * factor * tl.load(gains + channel, mask=inside, other=0.0).to(tl.float32), TYPE
+            ).to(tl.float32)
+            other = rounded(
+                other * factor * tl.load(gains + partner, mask=turns, other=0.0).to(tl.float32),
+                TYPE,
+            ).to(tl.float32)
         angle = token * (R // 2) + pair
         cosine = tl.load(cosines + angle, mask=turns, other=1.0)
         sine = tl.load(sines + angle, mask=turns, other=0.0) * sign
@@ -125,12 +156,21 @@ def gqa_prepare(
         if head < heads:
             tl.store(q + (token * heads + head) * D + channel, turned, mask=inside)
         else:
-            store_head(turned.to(tl.float32), keys, key_scales, slot * kv_heads + head - heads, channel, D, CODES)
+            store_head(
+                turned.to(tl.float32),
+                keys,
+                key_scales,
+                slot * kv_heads + head - heads,
+                channel,
+                D,
+                CODES,
+            )
 
 
 @triton.jit
 def store_head(some, side, scales, place, channel, D: tl.constexpr, CODES: tl.constexpr):
-    """A head's numbers, float32 and zeros from D on, to its place among the heads of a cache's side."""
+    """A head's numbers, float32 and zeros from D on, to its place among the heads of a cache's
+    side."""
     if CODES:
         scale = scale_of(tl.max(tl.abs(some), 0), CODES)
         tl.store(side + place * D + channel, encoded(some, scale, CODES), mask=channel < D)

@@ -1,5 +1,6 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""Which experts a token goes to: the group-limited choice of the best. A program per token; arithmetic is float32."""
+"""Which experts a token goes to: the group-limited choice of the best. A program per token;
+arithmetic is float32."""
 
 import triton
 import triton.language as tl
@@ -10,10 +11,12 @@ from quantkit_kernels.triton.weights_kernel import wait_for_input
 @triton.jit
 def route(
     logits, bias, ids, weights, experts, factor,
-    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr, TOP_K: tl.constexpr, JOINED: tl.constexpr, COLUMNS: tl.constexpr,
+    EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOPK_GROUP: tl.constexpr, TOP_K: tl.constexpr,
+    JOINED: tl.constexpr, COLUMNS: tl.constexpr,
     SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """EXPERTS, COLUMNS: powers of two, at least the experts and the columns; with fewer than all groups, exactly the experts.
+    """EXPERTS, COLUMNS: powers of two, at least the experts and the columns; with fewer than all
+    groups, exactly the experts.
 
     Among equals the lower number is better.
     """
@@ -21,7 +24,9 @@ def route(
     token = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, EXPERTS)
     inside = number < experts
-    logit = tl.load(logits + token * experts + number, mask=inside, other=float("-inf")).to(tl.float32)
+    logit = tl.load(logits + token * experts + number, mask=inside, other=float("-inf")).to(
+        tl.float32
+    )
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-logit))
     else:
@@ -38,12 +43,17 @@ def route(
         at = tl.argmax(of_group, 1, tie_break_left=True)
         both = best + tl.max(tl.where(place[None, :] == at[:, None], float("-inf"), of_group), 1)
         group = tl.arange(0, GROUPS)
-        across = tl.sum(tl.where(group[:, None] == group[None, :], both[:, None], 0.0), 0)  # both, along the other dimension
-        better = (across[None, :] > both[:, None]) | ((across[None, :] == both[:, None]) & (group[None, :] < group[:, None]))
+        across = tl.sum(
+            tl.where(group[:, None] == group[None, :], both[:, None], 0.0), 0
+        )  # both, along the other dimension
+        better = (across[None, :] > both[:, None]) | (
+            (across[None, :] == both[:, None]) & (group[None, :] < group[:, None])
+        )
         kept = tl.sum(better.to(tl.int32), 1) < TOPK_GROUP
         wanted = tl.reshape(tl.where(kept[:, None], of_group, float("-inf")), (EXPERTS,))
     column = tl.arange(0, COLUMNS)
-    # Numbers in the order of floats, and below them those of experts, so that the largest is the best and among equals the first.
+    # Numbers in the order of floats, and below them those of experts, so that the largest is the
+    # best and among equals the first.
     bits = wanted.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     key = ordered * 65536 + (65535 - number).to(tl.int64)

@@ -8,7 +8,8 @@ from quantkit_kernels.triton.launch import COLUMNS, KINDS, Packed, by_assembly, 
 
 _EXPAND_ROWS = 64
 _WIDEST, _PART = 1 << 15, 1 << 12
-"""Activations of a token that a program holds while they are quantized, 64 a thread; of more it takes so many at a time, twice."""
+"""Activations of a token that a program holds while they are quantized, 64 a thread; of more it
+takes so many at a time, twice."""
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,18 +22,24 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     whole = width <= _WIDEST
     block = 1 << (width.bit_length() - 1) if whole else _PART
     rest = power_of_two(width - block) if whole and width > block else 0
-    how = {"num_warps": warps_for(power_of_two(min(width, block + rest)) // 2), **overlapped(x.device)}
+    how = {
+        "num_warps": warps_for(power_of_two(min(width, block + rest)) // 2),
+        **overlapped(x.device),
+    }
     kernel[(x.shape[0],)](x, codes, scale, width, BLOCK=block, REST=rest, WHOLE=whole, **how)
     return codes, scale
 
 
 def sum_pairs(weighed: Tensor, y: Tensor) -> None:
-    """y[T, H] = the sum in float32 over each token's k rows of weighed [T * k, H], float32 or of y's type."""
+    """y[T, H] = the sum in float32 over each token's k rows of weighed [T * k, H], float32 or of
+    y's type."""
     from quantkit_kernels.triton.rows_kernel import sum_pairs as kernel
 
     width = y.shape[1]
     block = min(power_of_two(width), 1024)
-    kernel[(y.shape[0], -(-width // block))](weighed, y, width, TOP_K=weighed.shape[0] // y.shape[0], BLOCK=block, **overlapped(y.device))
+    kernel[(y.shape[0], -(-width // block))](
+        weighed, y, width, TOP_K=weighed.shape[0] // y.shape[0], BLOCK=block, **overlapped(y.device)
+    )
 
 
 def expanded(packed: Packed, dtype: torch.dtype) -> Tensor:

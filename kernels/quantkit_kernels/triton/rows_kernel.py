@@ -1,5 +1,6 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""Kernels with a program per row: quantization of activations, norms, activation, and the sum over a token's experts."""
+"""Kernels with a program per row: quantization of activations, norms, activation, and the sum over
+a token's experts."""
 
 import triton
 import triton.language as tl
@@ -9,7 +10,16 @@ from quantkit_kernels.triton.weights_kernel import INTERPRETED, rounded, wait_fo
 
 
 @triton.jit
-def quantize_rows(x, codes, scale, k, BLOCK: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr):
+def quantize_rows(
+    x,
+    codes,
+    scale,
+    k,
+    BLOCK: tl.constexpr,
+    REST: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Symmetric int8: scale = max|x| / 127, 1 for a row of zeros; codes are rounded half to even. WHOLE: the row is BLOCK numbers and up to
     REST more, read once; a longer one is read twice, in blocks."""
     wait_for_input(PDL)
@@ -49,10 +59,12 @@ def step_of(largest):
 
 @triton.jit
 def codes_of(values, step):
-    """float32 values, of 127 steps at most, over `step`, to the nearest whole number, ties to even: int8.
+    """float32 values, of 127 steps at most, over `step`, to the nearest whole number, ties to even:
+    int8.
 
-    The quotient is corrected by its remainder, which rounds it as a division does (Markstein, IBM J. Res. Dev. 34, 1990) in a third of
-    the instructions. Where 1 / step is no normal number, and in the interpreter, which rounds between product and sum, it is a division.
+    The quotient is corrected by its remainder, which rounds it as a division does (Markstein, IBM
+    J. Res. Dev. 34, 1990) in a third of the instructions. Where 1 / step is no normal number, and
+    in the interpreter, which rounds between product and sum, it is a division.
     """
     if not INTERPRETED and step > 2.0**-100:
         inverse = tl.div_rn(1.0, step)
@@ -65,15 +77,29 @@ def codes_of(values, step):
 
 
 @triton.jit
-def add_rms_norm(x, residual, weight, normed, total, h, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """normed = weight * t / sqrt(mean(t^2) + eps) with t = x + residual rounded to x's type, which is stored in `total`; else t = x."""
+def add_rms_norm(
+    x,
+    residual,
+    weight,
+    normed,
+    total,
+    h,
+    eps,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """normed = weight * t / sqrt(mean(t^2) + eps) with t = x + residual rounded to x's type, which
+    is stored in `total`; else t = x."""
     wait_for_input(PDL)
     row = tl.program_id(0).to(tl.int64) * h
     at = tl.arange(0, BLOCK)
     inside = at < h
     some = tl.load(x + row + at, mask=inside, other=0.0)
     if ADD:
-        some = some.to(tl.float32) + tl.load(residual + row + at, mask=inside, other=0.0).to(tl.float32)
+        some = some.to(tl.float32) + tl.load(residual + row + at, mask=inside, other=0.0).to(
+            tl.float32
+        )
         some = rounded(some, x.dtype.element_ty)
         tl.store(total + row + at, some, mask=inside)
     wide = some.to(tl.float32)
@@ -84,7 +110,8 @@ def add_rms_norm(x, residual, weight, normed, total, h, eps, ADD: tl.constexpr, 
 
 @triton.jit
 def gate_and_mul(
-    x, y, width, BLOCK: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, PDL: tl.constexpr
+    x, y, width, BLOCK: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    SHIFT: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """y [rows, width] = `gated` of x = [gate, up]."""
     wait_for_input(PDL)
@@ -93,7 +120,11 @@ def gate_and_mul(
     inside = at < width
     gate = tl.load(x + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row * width + at, rounded(gated(gate, up, ALPHA, LIMIT, SHIFT), y.dtype.element_ty), mask=inside)
+    tl.store(
+        y + row * width + at,
+        rounded(gated(gate, up, ALPHA, LIMIT, SHIFT), y.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @triton.jit
@@ -105,5 +136,7 @@ def sum_pairs(weighed, y, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: 
     inside = at < width
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(TOP_K):
-        total += tl.load(weighed + (row * TOP_K + i) * width + at, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(weighed + (row * TOP_K + i) * width + at, mask=inside, other=0.0).to(
+            tl.float32
+        )
     tl.store(y + row * width + at, rounded(total, y.dtype.element_ty), mask=inside)

@@ -1,7 +1,9 @@
-"""Measures plans of products on this card: a table as cards.py reads it. It takes minutes, and nothing of it happens while a model runs.
+"""Measures plans of products on this card: a table as cards.py reads it. It takes minutes, and
+nothing of it happens while a model runs.
 
-Weight after weight: kernels of its candidates are compiled by several processes, measured, and the best are on disk before the next, so
-that a run that is stopped keeps what it has. Times are of graph replays over weights that rotate beyond the cache.
+Weight after weight: kernels of its candidates are compiled by several processes, measured, and the
+best are on disk before the next, so that a run that is stopped keeps what it has. Times are of
+graph replays over weights that rotate beyond the cache.
 """
 
 import json
@@ -42,7 +44,14 @@ from quantkit_kernels.triton.layout import PackedSteps
 from quantkit_kernels.triton.linear import TritonLinear
 from quantkit_kernels.triton.tune_dense import tune_dense
 from quantkit_kernels.triton.tune_experts import TOKENS as TOKENS_OF_EXPERTS
-from quantkit_kernels.triton.tune_experts import ExpertsCase, compile_experts, experts_of, grid_of, kernels_of_experts, tune_experts
+from quantkit_kernels.triton.tune_experts import (
+    ExpertsCase,
+    compile_experts,
+    experts_of,
+    grid_of,
+    kernels_of_experts,
+    tune_experts,
+)
 from quantkit_kernels.triton.wgmma_plans import WgmmaPlan, has_wgmma, wgmma_candidates
 
 TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024)
@@ -63,12 +72,25 @@ def candidates(name: str, processors: int, case: Case) -> list[AnyPlan]:
         found.append(ruled)
     width = max(16, min(256, 1 << (tokens - 1).bit_length()))
     if tokens <= 64:
-        shapes, waves = [(64, width, 4, 3), (64, width, 4, 5), (128, width, 4, 3), (128, width, 8, 3)], [1, 2, 4, 6]
+        shapes, waves = (
+            [(64, width, 4, 3), (64, width, 4, 5), (128, width, 4, 3), (128, width, 8, 3)],
+            [1, 2, 4, 6],
+        )
         if tokens <= 32:
-            shapes += [(64, width, 2, 3), (64, width, 2, 4), (64, width, 2, 5), (64, width, 2, 6), (128, width, 4, 4)]
+            shapes += [
+                (64, width, 2, 3),
+                (64, width, 2, 4),
+                (64, width, 2, 5),
+                (64, width, 2, 6),
+                (128, width, 4, 4),
+            ]
             waves.append(12)
     else:
-        shapes, waves = [(128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 4)] + [(128, 256, 8, 3)] * (width == 256), [1, 2]
+        shapes, waves = (
+            [(128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 4)]
+            + [(128, 256, 8, 3)] * (width == 256),
+            [1, 2],
+        )
     if tokens < least_tokens(name, kind) < width:
         shapes += [(128, 8, 4, 3), (128, 8, 4, 5), (64, 8, 2, 5)]
     for rows, wide, warps, stages in shapes:
@@ -86,16 +108,29 @@ def candidates(name: str, processors: int, case: Case) -> list[AnyPlan]:
 def tune(
     kind: str, n: int, k: int, device: torch.device, compile_all: Compilers
 ) -> Iterator[tuple[int, list[tuple[float, AnyPlan | None]]]]:
-    """Of every number of tokens the seconds of each candidate, the fastest first; None is expansion."""
+    """Of every number of tokens the seconds of each candidate, the fastest first; None is
+    expansion."""
     name, processors = architecture(device), multiprocessors(device)
-    work = [(tokens, candidates(name, processors, (kind, n, k, tokens))) for tokens in (*TOKENS, *MORE_TOKENS.get(kind, ()))]
+    work = [
+        (tokens, candidates(name, processors, (kind, n, k, tokens)))
+        for tokens in (*TOKENS, *MORE_TOKENS.get(kind, ()))
+    ]
     size = LinearSize(kind, n % 128, k % 128)
-    compile_all(_compile, list(dict.fromkeys((size, min(tokens, plan.tokens), plan) for tokens, plans in work for plan in plans)))
+    compile_all(
+        _compile,
+        list(
+            dict.fromkeys(
+                (size, min(tokens, plan.tokens), plan) for tokens, plans in work for plan in plans
+            )
+        ),
+    )
     rng = torch.Generator(device)
     copies = linears(kind, n, k, rng)
     for tokens, plans in work:
         x = torch.randn(tokens, k, generator=rng, device=device).bfloat16()
-        sides: list[list[Callable[[], object]]] = [[partial(one.tiles, x, plan) for one in copies] for plan in plans]
+        sides: list[list[Callable[[], object]]] = [
+            [partial(one.tiles, x, plan) for one in copies] for plan in plans
+        ]
         options: list[AnyPlan | None] = [*plans]
         if kind != "int8" and tokens >= 256:
             sides.append([partial(one.expand, x) for one in copies])
@@ -122,13 +157,17 @@ def linears(kind: str, n: int, k: int, rng: torch.Generator) -> list[TritonLinea
 def compilers() -> Iterator[Compilers]:
     """By several processes, each of which runs a kernel once."""
     count = max(1, len(os.sched_getaffinity(0)) - 2)
-    # Who stops the command stops its first process, which ends the others: they need not say so one by one.
-    with multiprocessing.get_context("spawn").Pool(count, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+    # Who stops the command stops its first process, which ends the others: they need not say so one
+    # by one.
+    with multiprocessing.get_context("spawn").Pool(
+        count, signal.signal, (signal.SIGINT, signal.SIG_IGN)
+    ) as pool:
         yield partial(pool.map, chunksize=1)
 
 
 def _compile(what: tuple[LinearSize, int, AnyPlan]) -> None:
-    """On a weight of one tile and as many steps as it takes, and what the size is beyond whole ones."""
+    """On a weight of one tile and as many steps as it takes, and what the size is beyond whole
+    ones."""
     (kind, n, k), tokens, plan = what
     n, k = n + 128, k + 128 * max(4, plan.split)
     device = torch.device("cuda")
@@ -139,13 +178,17 @@ def _compile(what: tuple[LinearSize, int, AnyPlan]) -> None:
 
 
 class TableFile:
-    """A table on disk. Plans of a weight take the place of those that an earlier run measured; others stay.
+    """A table on disk. Plans of a weight take the place of those that an earlier run measured;
+    others stay.
 
     NoTable where there is something else, or nothing can be written.
     """
 
     def __init__(self, path: Path, device: torch.device) -> None:
-        self._path, self._machine = path, {"card": torch.cuda.get_device_name(device), "torch": torch.__version__}
+        self._path, self._machine = (
+            path,
+            {"card": torch.cuda.get_device_name(device), "torch": torch.__version__},
+        )
         self._plans: dict[str, list[list[Any]]] = plans_in(path) if os.path.exists(path) else {}
         if not can_be_written(path.parent):
             raise NoTable(f"{path.parent} cannot be written")
@@ -154,7 +197,11 @@ class TableFile:
     def put(self, section: str, weight: Sequence[object], rows: Sequence[Sequence[object]]) -> None:
         """rows: what follows the weight's kind and sizes in each of its rows."""
         others = [row for row in self._plans.get(section, []) if row[: len(weight)] != list(weight)]
-        self._plans |= {"linear": [], "experts": []} | self._plans | {section: others + [[*weight, *row] for row in rows]}
+        self._plans |= (
+            {"linear": [], "experts": []}
+            | self._plans
+            | {section: others + [[*weight, *row] for row in rows]}
+        )
         with tempfile.TemporaryDirectory(dir=self._path.parent) as folder:
             whole = Path(folder) / self._path.name
             whole.write_text(json.dumps({**self._machine, "plans": self._plans}))
@@ -162,7 +209,8 @@ class TableFile:
 
 
 def write_table(device: torch.device, path: Path, products: Products = MEASURED) -> Iterator[str]:
-    """Measures, and writes a table that cards.py reads, anew after every weight. Yields a line for every case."""
+    """Measures, and writes a table that cards.py reads, anew after every weight. Yields a line for
+    every case."""
     table, name, processors = TableFile(path, device), architecture(device), multiprocessors(device)
     with compilers() as compile_all:
         for _, n, k in (size for size in products.linears if size.kind == "dense"):
@@ -170,37 +218,56 @@ def write_table(device: torch.device, path: Path, products: Products = MEASURED)
             for count, choices in tune_dense(n, k, device, compile_all):
                 fastest = choices[0][1]
                 of_rows.append([count, list(astuple(fastest)) if fastest else [0] * 5])
-                yield f"16 bits {n} x {k}, {count} rows: {told(choices, dense_plan(name, n, k, count), 'the library')}"
+                yield (
+                    f"16 bits {n} x {k}, {count} rows: "
+                    f"{told(choices, dense_plan(name, n, k, count), 'the library')}"
+                )
             table.put("dense", (n, k), of_rows)
         for kind, n, k in (size for size in products.linears if size.kind != "dense"):
             rows: dict[str, list[list[object]]] = {"linear": [], "wgmma": []}
             for tokens, found in tune(kind, n, k, device, compile_all):
                 for section, plan in best_of(found).items():
                     rows[section].append([tokens, plan])
-                yield f"{kind} {n} x {k}, {tokens} tokens: {told(found, linear_plan(name, processors, kind, n, k, tokens))}"
+                yield (
+                    f"{kind} {n} x {k}, {tokens} tokens: "
+                    f"{told(found, linear_plan(name, processors, kind, n, k, tokens))}"
+                )
             table.put("linear", (kind, n, k), rows["linear"])
             if rows["wgmma"]:
                 table.put("wgmma", (n, k), rows["wgmma"])
         for size in products.experts:
             layers = []
             for case, seconds, plans in tune_layer(size, device, compile_all):
-                layers.append([round(case.pairs_per_expert * 256), *(list(astuple(one)) for one in plans)])
-                yield f"{size.kind} experts {size.hidden} x {size.intermediate}, {case.tokens} tokens: {seconds * 1e6:.1f} us, {plans}"
+                layers.append(
+                    [round(case.pairs_per_expert * 256), *(list(astuple(one)) for one in plans)]
+                )
+                yield (
+                    f"{size.kind} experts {size.hidden} x {size.intermediate}, {case.tokens} "
+                    f"tokens: {seconds * 1e6:.1f} us, {plans}"
+                )
             table.put("experts", size[:3], layers)
 
 
 def told(
-    found: Sequence[tuple[float, AnyPlan | DenseRowsPlan | None]], before: AnyPlan | DenseRowsPlan | None, without: str = "expanded"
+    found: Sequence[tuple[float, AnyPlan | DenseRowsPlan | None]],
+    before: AnyPlan | DenseRowsPlan | None,
+    without: str = "expanded",
 ) -> str:
-    """The fastest of candidates, and what the plan took that was taken until now, where that is another. without: what no plan is."""
+    """The fastest of candidates, and what the plan took that was taken until now, where that is
+    another. without: what no plan is."""
     seconds, best = found[0]
     line = f"{seconds * 1e6:.1f} us, {best or without}"
     taken = next((one for one, plan in found if plan == before), None)
-    return line if best == before or taken is None else f"{line}; until now {taken * 1e6:.1f} us, {before or without}"
+    return (
+        line
+        if best == before or taken is None
+        else f"{line}; until now {taken * 1e6:.1f} us, {before or without}"
+    )
 
 
 def best_of(found: Sequence[tuple[float, AnyPlan | None]]) -> dict[str, list[int]]:
-    """Of candidates, the fastest first, what a table's sections are given. Zeros: expansion, or no plan by wgmma."""
+    """Of candidates, the fastest first, what a table's sections are given. Zeros: expansion, or no
+    plan by wgmma."""
     plain = next(plan for _, plan in found if not isinstance(plan, WgmmaPlan))
     chosen = {"linear": [*map(int, astuple(plain))] if plain else [0] * 5}
     if any(isinstance(plan, WgmmaPlan) for _, plan in found):
@@ -210,11 +277,16 @@ def best_of(found: Sequence[tuple[float, AnyPlan | None]]) -> dict[str, list[int
 
 
 def tune_layer(
-    size: ExpertsSize, device: torch.device, compile_all: Compilers, token_counts: Sequence[int] = TOKENS_OF_EXPERTS
+    size: ExpertsSize,
+    device: torch.device,
+    compile_all: Compilers,
+    token_counts: Sequence[int] = TOKENS_OF_EXPERTS,
 ) -> Iterator[tuple[ExpertsCase, float, ExpertsPlan]]:
     """Of every number of tokens the seconds of the fastest plan of routed experts, and it."""
     cases = [ExpertsCase(size, count) for count in token_counts]
-    compile_all(compile_experts, kernels_of_experts(architecture(device), multiprocessors(device), cases))
+    compile_all(
+        compile_experts, kernels_of_experts(architecture(device), multiprocessors(device), cases)
+    )
     rng = torch.Generator(device)
     layer = experts_of(size, rng)
     for case in cases:

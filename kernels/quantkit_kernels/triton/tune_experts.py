@@ -1,4 +1,5 @@
-"""Measures plans of routed experts on this card, of both products one after the other. `tune.py` measures linears and writes the table."""
+"""Measures plans of routed experts on this card, of both products one after the other. `tune.py`
+measures linears and writes the table."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -44,7 +45,11 @@ class ExpertsCase(NamedTuple):
 
 def grid_of(kind: str, k: int) -> str:
     """A grid of this kind for input features in k, its groups as long as they can be."""
-    return kind if kind != "int4" else f"int4-asym-{next(group for group in (128, 64, 32) if k % group == 0)}"
+    return (
+        kind
+        if kind != "int4"
+        else f"int4-asym-{next(group for group in (128, 64, 32) if k % group == 0)}"
+    )
 
 
 def candidates(name: str, case: ExpertsCase) -> list[ExpertsPlan]:
@@ -61,7 +66,11 @@ def followers(name: str, case: ExpertsCase, best: ExpertsPlan) -> list[ExpertsPl
     """The best first product with every launch of the second."""
     return [
         best,
-        *(ExpertsPlan(best.gate_up, down) for down in _launches(name, case.size.kind, best.down.tokens, False) if down != best.down),
+        *(
+            ExpertsPlan(best.gate_up, down)
+            for down in _launches(name, case.size.kind, best.down.tokens, False)
+            if down != best.down
+        ),
     ]
 
 
@@ -89,27 +98,41 @@ def _launches(name: str, kind: str, width: int, doubled: bool) -> list[LinearPla
     else:
         shapes = [(64, 4, 4), (64, 4, 3), (128, 8, 3), (128, 4, 3), (128, 8, 2), (128, 8, 4)]
     plans = [LinearPlan(rows, width, 1, warps, stages) for rows, warps, stages in shapes]
-    return [plan for plan in plans if stage_bytes(plan, kind, doubled) * plan.stages <= shared_bytes(name)]
+    return [
+        plan
+        for plan in plans
+        if stage_bytes(plan, kind, doubled) * plan.stages <= shared_bytes(name)
+    ]
 
 
-def tune_experts(experts: TritonExperts, case: ExpertsCase, rng: torch.Generator) -> list[tuple[float, ExpertsPlan]]:
+def tune_experts(
+    experts: TritonExperts, case: ExpertsCase, rng: torch.Generator
+) -> list[tuple[float, ExpertsPlan]]:
     """The seconds of each plan that was tried, the fastest first."""
     name, device = architecture(experts.device), experts.device
     count, top_k = case.size.experts, case.size.top_k
     x = torch.randn(case.tokens, case.size.hidden, generator=rng, device=device).bfloat16()
-    choices = [torch.rand(case.tokens, count, generator=rng, device=device).topk(top_k, dim=-1).indices for _ in range(_CHOICES)]
+    choices = [
+        torch.rand(case.tokens, count, generator=rng, device=device).topk(top_k, dim=-1).indices
+        for _ in range(_CHOICES)
+    ]
     weights = torch.rand(case.tokens, top_k, generator=rng, device=device)
 
     def measured(plans: Sequence[ExpertsPlan]) -> list[tuple[float, ExpertsPlan]]:
-        sides: list[list[Callable[[], object]]] = [[partial(experts.by_plan, x, ids, weights, plan) for ids in choices] for plan in plans]
-        return sorted(zip(seconds_in_turns(sides, device), plans, strict=True), key=lambda one: one[0])
+        sides: list[list[Callable[[], object]]] = [
+            [partial(experts.by_plan, x, ids, weights, plan) for ids in choices] for plan in plans
+        ]
+        return sorted(
+            zip(seconds_in_turns(sides, device), plans, strict=True), key=lambda one: one[0]
+        )
 
     first = measured(candidates(name, case))
     return measured(followers(name, case, first[0][1]))
 
 
 Kernels = tuple[ExpertsSize, ExpertsPlan, int, int]
-"""Sizes, a plan, how many programs share K of gate and up, and tokens: one, whose pairs are not sorted, or two for any number."""
+"""Sizes, a plan, how many programs share K of gate and up, and tokens: one, whose pairs are not
+sorted, or two for any number."""
 
 
 def kernels_of_experts(name: str, processors: int, cases: Sequence[ExpertsCase]) -> list[Kernels]:
@@ -120,7 +143,9 @@ def kernels_of_experts(name: str, processors: int, cases: Sequence[ExpertsCase])
         for plan in candidates(name, case):
             for one in (plan, *followers(name, case, plan)):
                 tiles = min(pairs, size.experts) + pairs // one.down.tokens
-                split = experts_split(one.gate_up, processors, size.intermediate, size.hidden, tiles)
+                split = experts_split(
+                    one.gate_up, processors, size.intermediate, size.hidden, tiles
+                )
                 found[size, one, split, min(case.tokens, 2)] = None
     # Each product once is enough.
     firsts: dict[tuple[ExpertsSize, LinearPlan, int, int], Kernels] = {}
@@ -132,9 +157,12 @@ def kernels_of_experts(name: str, processors: int, cases: Sequence[ExpertsCase])
 
 
 def compile_experts(kernels: Kernels) -> None:
-    """By running them once, on two experts of few tiles and steps, whole or not as those of these sizes are."""
+    """By running them once, on two experts of few tiles and steps, whole or not as those of these
+    sizes are."""
     size, plan, split, tokens = kernels
-    least = size._replace(hidden=128 * 8 + size.hidden % 128, intermediate=128 + size.intermediate % 128, experts=2)
+    least = size._replace(
+        hidden=128 * 8 + size.hidden % 128, intermediate=128 + size.intermediate % 128, experts=2
+    )
     device = torch.device("cuda")
     rng = torch.Generator(device).manual_seed(0)
     layer = experts_of(least, rng)
@@ -148,7 +176,10 @@ def experts_of(size: ExpertsSize, rng: torch.Generator) -> TritonExperts:
     """A layer of experts that are all the same."""
     kind, hidden, intermediate, count, _ = size
     grid = grid_of(kind, math.gcd(hidden, intermediate))
-    weights = [random_weight(grid, n, k, rng) for n, k in ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))]
+    weights = [
+        random_weight(grid, n, k, rng)
+        for n, k in ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
+    ]
     layout = TritonExpertsLayout(count, weights[0], torch.bfloat16, rng.device)
     for index in range(count):
         layout.place(index, weights[0], weights[1], weights[2])

@@ -55,11 +55,16 @@ def find_format(name: str, scheme: Scheme) -> Format:
     """The format called `name` on the command line that holds the scheme's weights."""
     named = [format for format in FORMATS if format.name == name]
     if not named:
-        raise UsageFault(f"format {name!r} is not known", f"choose one of {', '.join(dict.fromkeys(format.name for format in FORMATS))}")
+        raise UsageFault(
+            f"format {name!r} is not known",
+            f"choose one of {', '.join(dict.fromkeys(format.name for format in FORMATS))}",
+        )
     for format in named:
         if format.holds(scheme.weight):
             return format
-    raise QuantkitError(f"format {name} cannot hold {scheme.name}", f"use --format {' or '.join(scheme.formats)}")
+    raise QuantkitError(
+        f"format {name} cannot hold {scheme.name}", f"use --format {' or '.join(scheme.formats)}"
+    )
 
 
 def detect_format(path: Path, config: Mapping[str, Any], side: Mapping[str, Any]) -> Format:
@@ -69,9 +74,16 @@ def detect_format(path: Path, config: Mapping[str, Any], side: Mapping[str, Any]
         return found[0].of_checkpoint(config, side)
     if found:
         said = " and ".join(sorted({format.name for format in found}))
-        raise QuantkitError(f"{path} says two things of its quantization: {said}", "keep the files of one format only")
+        raise QuantkitError(
+            f"{path} says two things of its quantization: {said}",
+            "keep the files of one format only",
+        )
     block = config.get("quantization_config") or {}
-    method = " ".join(str(block[key]) for key in ("quant_method", "quant_algo", "format") if key in block) or ", ".join(side)
+    method = " ".join(
+        str(block[key]) for key in ("quant_method", "quant_algo", "format") if key in block
+    ) or ", ".join(side)
     readable = ", ".join(dict.fromkeys(f"{format.name} ({format.variant})" for format in FORMATS))
     remedy = f"give the model that it was made from; of quantized ones quantkit reads {readable}"
-    raise QuantkitError(f"{path} is quantized in a way that quantkit does not read: {method}", remedy)
+    raise QuantkitError(
+        f"{path} is quantized in a way that quantkit does not read: {method}", remedy
+    )

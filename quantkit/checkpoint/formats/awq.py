@@ -1,9 +1,10 @@
-"""AutoAWQ "gemm": int4 packed along the outputs in an interleaved order, with raw zero points (AutoAWQ, packing_utils.py).
+"""AutoAWQ "gemm": int4 packed along the outputs in an interleaved order, with raw zero points
+(AutoAWQ, packing_utils.py).
 
     X.qweight int32 [K, N / 8]     X.qzeros int32 [G, N / 8]     X.scales float16 [G, N]
 
-A stored code is unsigned 0..15 and a zero point is stored as it is (no minus one): w[k, n] = (q - z) * s. A symmetric weight
-is one with z = 8 everywhere.
+A stored code is unsigned 0..15 and a zero point is stored as it is (no minus one): w[k, n] = (q -
+z) * s. A symmetric weight is one with z = 8 everywhere.
 """
 
 import re
@@ -31,7 +32,8 @@ from quantkit.grids.schemes import Grid, IntGrid
 from quantkit.grids.weights import IntWeight, Weight
 from quantkit.quant.packing import from_offset, pack_awq, to_offset, unpack_awq
 
-# Engines take an entry as a substring of the module name, so "mlp.gate" would also skip mlp.gate_proj: "mlp.gate." does not.
+# Engines take an entry as a substring of the module name, so "mlp.gate" would also skip
+# mlp.gate_proj: "mlp.gate." does not.
 _SPELLING = IgnoreSpelling(
     layer=lambda prefix: f"{prefix}.",
     tails=lambda tail: (tail, f"{tail}."),
@@ -41,17 +43,27 @@ _SPELLING = IgnoreSpelling(
 
 
 def _unquantized(quantized: Sequence[str], linears: Sequence[str]) -> list[str]:
-    """modules_to_not_convert: parts outside the layers in which nothing is quantized, such as a vision tower, are one entry each, by
-    their own name alone, for engines put them elsewhere in the model, and an ending such as attn.qkv may be part of what engines call
-    linears that they join; of the others as `ignore_list` has it."""
+    """modules_to_not_convert: parts outside the layers in which nothing is quantized, such as a
+    vision tower, are one entry each, by their own name alone, for engines put them elsewhere in the
+    model, and an ending such as attn.qkv may be part of what engines call linears that they join;
+    of the others as `ignore_list` has it."""
     holders = {name[: dot.start()] for name in quantized for dot in re.finditer(r"\.", name)}
     towers: dict[str, None] = {}
     left = []
     for module in linears:
-        whole = next((above for dot in re.finditer(r"\.", module) if (above := module[: dot.start()]) not in holders), "")
+        whole = next(
+            (
+                above
+                for dot in re.finditer(r"\.", module)
+                if (above := module[: dot.start()]) not in holders
+            ),
+            "",
+        )
         entry = f"{whole.rpartition('.')[2]}."
         outside = whole and not re.search(r"\.\d+(\.|$)", whole)
-        if outside and (entry in towers or not any(_SPELLING.matches(entry, name) for name in quantized)):
+        if outside and (
+            entry in towers or not any(_SPELLING.matches(entry, name) for name in quantized)
+        ):
             towers[entry] = None
         else:
             left.append(module)
@@ -69,7 +81,9 @@ class Awq(Format):
     def holds(self, grid: Grid) -> bool:
         return isinstance(grid, IntGrid) and (grid.bits, grid.activation_bits) == (4, 16)
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
+    def parts(
+        self, module: str, shape: tuple[int, int], grid: Grid | None
+    ) -> tuple[StoredPart, ...]:
         assert isinstance(grid, IntGrid), grid
         rows, columns = shape
         require_multiple(module, "outputs", rows, 8)
@@ -78,16 +92,24 @@ class Awq(Format):
         return (
             StoredPart(".qweight", (torch.int32,), (columns, rows // 8), axes=(("K", 1), ("N", 8))),
             StoredPart(".qzeros", (torch.int32,), (count, rows // 8), axes=(along, ("N", 8))),
-            StoredPart(".scales", (torch.float16, *FLOAT_DTYPES), (count, rows), axes=(along, ("N", 1))),
+            StoredPart(
+                ".scales", (torch.float16, *FLOAT_DTYPES), (count, rows), axes=(along, ("N", 1))
+            ),
         )
 
-    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+    def stored(
+        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
+    ) -> tuple[tuple[int, int], Grid | None]:
         columns, words = tensors[f"{module}.qweight"].shape
         return (words * 8, columns), grid
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         assert isinstance(weight, IntWeight), type(weight)
-        zero_point = torch.zeros_like(weight.scale, dtype=torch.int8) if weight.zero_point is None else weight.zero_point
+        zero_point = (
+            torch.zeros_like(weight.scale, dtype=torch.int8)
+            if weight.zero_point is None
+            else weight.zero_point
+        )
         return {
             f"{module}.qweight": pack_awq(to_offset(weight.codes)),
             f"{module}.qzeros": pack_awq(to_offset(zero_point)),
@@ -107,19 +129,36 @@ class Awq(Format):
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         block = config["quantization_config"]
-        bits, size = block.get("bits", block.get("w_bit")), block.get("group_size", block.get("q_group_size"))
-        version, zero_point = str(block.get("version", "gemm")).lower(), block.get("zero_point", True)
+        bits, size = (
+            block.get("bits", block.get("w_bit")),
+            block.get("group_size", block.get("q_group_size")),
+        )
+        version, zero_point = (
+            str(block.get("version", "gemm")).lower(),
+            block.get("zero_point", True),
+        )
         if bits != 4 or type(size) is not int or version != "gemm" or zero_point is not True:
             said = f"bits {bits}, group_size {size}, version {version}, zero_point {zero_point}"
-            raise QuantkitError(f"the checkpoint is AWQ with {said}", "quantkit reads AWQ gemm with 4 bits and zero points")
+            raise QuantkitError(
+                f"the checkpoint is AWQ with {said}",
+                "quantkit reads AWQ gemm with 4 bits and zero points",
+            )
         return IntGrid(bits=4, group_size=size if size > 0 else None, symmetric=False)
 
-    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    def ignored(
+        self, config: Mapping[str, Any], side: Mapping[str, Any]
+    ) -> Callable[[str], bool] | None:
         # An empty list declares nothing: engines then go by the tensors.
         entries = config["quantization_config"].get("modules_to_not_convert")
-        return (lambda module: any(_SPELLING.matches(entry, module) for entry in entries)) if entries else None
+        return (
+            (lambda module: any(_SPELLING.matches(entry, module) for entry in entries))
+            if entries
+            else None
+        )
 
-    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
+    ) -> dict[str, Any]:
         assert isinstance(grid, IntGrid), grid
         return {
             "quant_method": "awq",
@@ -127,7 +166,8 @@ class Awq(Format):
             "group_size": grid.group_size or -1,
             "zero_point": True,
             "version": "gemm",
-            "modules_to_not_convert": _unquantized(list(quantized), plain_linears(plain, quantized)) or None,
+            "modules_to_not_convert": _unquantized(list(quantized), plain_linears(plain, quantized))
+            or None,
         }
 
 

@@ -1,7 +1,8 @@
-"""What a format is: how one quantized linear becomes stored tensors and back, and how a checkpoint says so.
+"""What a format is: how one quantized linear becomes stored tensors and back, and how a checkpoint
+says so.
 
-A linear `module` (a name without ".weight") of shape [N, K] is stored as `parts`, each a suffix with a dtype and a
-shape; reading, writing, planning and checking all follow that one table.
+A linear `module` (a name without ".weight") of shape [N, K] is stored as `parts`, each a suffix
+with a dtype and a shape; reading, writing, planning and checking all follow that one table.
 """
 
 import re
@@ -21,7 +22,10 @@ from quantkit.grids.weights import Weight
 # JSON files beside config.json that say how a checkpoint is quantized.
 SLIM_FILES = (
     "quant_model_description.json",
-    *(f"quant_model_description_{kind}.json" for kind in ("w8a8", "w8a8_dynamic", "w8a16", "w4a16", "w4a8_dynamic")),
+    *(
+        f"quant_model_description_{kind}.json"
+        for kind in ("w8a8", "w8a8_dynamic", "w8a16", "w4a16", "w4a8_dynamic")
+    ),
 )
 """ModelSlim's names for its description: today's, and those of its first releases."""
 SIDE_FILES = ("hf_quant_config.json", *SLIM_FILES, "quant_config.json", "quantize_config.json")
@@ -33,7 +37,8 @@ Axis = Literal["N", "K"]
 """Of a weight [N, K]: outputs or inputs."""
 
 Along = tuple[Axis, int] | None
-"""What a stored tensor's dimension runs along, and how many channels of it an element covers; None: all of them share it."""
+"""What a stored tensor's dimension runs along, and how many channels of it an element covers; None:
+all of them share it."""
 
 CODES: tuple[Along, ...] = (("N", 1), ("K", 1))
 """A tensor with an element for each weight."""
@@ -53,7 +58,8 @@ class StoredPart:
     axes: tuple[Along, ...] = ()
 
     def block(self, axis: Axis, start: int, stop: int) -> tuple[tuple[int, int], ...] | None:
-        """Where the channels start..stop of an axis lie in this tensor, by dimension; None: in all of it."""
+        """Where the channels start..stop of an axis lie in this tensor, by dimension; None: in all
+        of it."""
         if not self.axes:
             return None
         return tuple(
@@ -71,20 +77,29 @@ class Format(ABC):
     marker: ClassVar[str]  # suffix of the tensor that only a quantized linear has,
     marker_dtype: ClassVar[torch.dtype]  # with this dtype
     own_suffixes: ClassVar[tuple[str, ...]]  # suffixes no other tensor has: alone, they are a fault
-    is_source: ClassVar[bool] = False  # models are published so by those who trained them, and may be quantized further
+    is_source: ClassVar[bool] = (
+        False  # models are published so by those who trained them, and may be quantized further
+    )
     writes_mixtures: ClassVar[bool] = False  # its config_block describes linears on several grids
-    activation_bits: ClassVar[int] = 16  # 8: engines quantize the inputs of its linears to int8, per token
+    activation_bits: ClassVar[int] = (
+        16  # 8: engines quantize the inputs of its linears to int8, per token
+    )
 
     @abstractmethod
     def holds(self, grid: Grid) -> bool:
         """Whether weights on this grid can be stored."""
 
     @abstractmethod
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
-        """Stored tensors of one quantized linear of `shape` (N, K). Raises QuantkitError where the shape does not fit."""
+    def parts(
+        self, module: str, shape: tuple[int, int], grid: Grid | None
+    ) -> tuple[StoredPart, ...]:
+        """Stored tensors of one quantized linear of `shape` (N, K). Raises QuantkitError where the
+        shape does not fit."""
 
     @abstractmethod
-    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+    def stored(
+        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
+    ) -> tuple[tuple[int, int], Grid | None]:
         """Shape (N, K) and grid of a quantized linear, from the headers of its tensors."""
 
     @abstractmethod
@@ -101,33 +116,47 @@ class Format(ABC):
 
     @abstractmethod
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
-        """The weight grid a checkpoint declares, None where the format has only one. Raises QuantkitError for one not read."""
+        """The weight grid a checkpoint declares, None where the format has only one. Raises
+        QuantkitError for one not read."""
 
     @abstractmethod
-    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    def ignored(
+        self, config: Mapping[str, Any], side: Mapping[str, Any]
+    ) -> Callable[[str], bool] | None:
         """Whether the checkpoint declares a module unquantized; None where it declares nothing."""
 
     @abstractmethod
-    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
+    ) -> dict[str, Any]:
         """`quantization_config` of config.json; empty where the format has none.
 
-        quantized: the modules stored quantized, with their grids. plain: the tensors stored as they are.
+        quantized: the modules stored quantized, with their grids. plain: the tensors stored as they
+        are.
         """
 
-    def extra_files(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, bytes]:
+    def extra_files(
+        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
+    ) -> dict[str, bytes]:
         """Files beside config.json that engines need, by name."""
         return {}
 
     def cache_codes(self, side: Mapping[str, Any]) -> CacheCodes | None:
-        """The codes of a cache whose steps a checkpoint holds, by the files beside config.json; None of one of 16 bits."""
+        """The codes of a cache whose steps a checkpoint holds, by the files beside config.json;
+        None of one of 16 bits."""
         return None
 
     def specs(self, module: str, shape: tuple[int, int], grid: Grid | None) -> list[TensorSpec]:
         """Tensors that `pack` will return for a linear of `shape` (N, K)."""
-        return [TensorSpec(module + part.suffix, part.dtypes[0], part.shape) for part in self.parts(module, shape, grid) if part.required]
+        return [
+            TensorSpec(module + part.suffix, part.dtypes[0], part.shape)
+            for part in self.parts(module, shape, grid)
+            if part.required
+        ]
 
     def split_fault(self, module: str, grid: Grid, *, row_parallel: bool) -> str | None:
-        """Why engines could not cut the module as the model's table does, if they could not. row_parallel: along its inputs."""
+        """Why engines could not cut the module as the model's table does, if they could not.
+        row_parallel: along its inputs."""
         return None
 
     def takes(self, grid: Grid) -> bool:
@@ -143,7 +172,8 @@ class Format(ABC):
         return self.activation_bits
 
     def of_checkpoint(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> "Format":
-        """The format for one checkpoint that it detects: another where the description says more than one thing (declared.py)."""
+        """The format for one checkpoint that it detects: another where the description says more
+        than one thing (declared.py)."""
         return self
 
     def member(self, module: str) -> "Format":
@@ -155,7 +185,8 @@ class Format(ABC):
         return module + self.marker
 
     def declared_grids(self, config: Mapping[str, Any]) -> Callable[[str], Grid | None] | None:
-        """The grid that config.json declares for a module, where it declares them module by module."""
+        """The grid that config.json declares for a module, where it declares them module by
+        module."""
         return None
 
     def quantized_module(self, tensor: TensorSpec) -> str | None:
@@ -165,33 +196,49 @@ class Format(ABC):
         return None
 
     def quantizes(self, module: str, role: str, *, mtp: bool = False) -> bool:
-        """Whether this format may store the module quantized. `mtp`: it belongs to a multi-token-prediction layer."""
+        """Whether this format may store the module quantized. `mtp`: it belongs to a
+        multi-token-prediction layer."""
         return role == "linear"
 
 
 def lifted(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json with its quantization at the top, where models with a text_config have it inside that."""
+    """config.json with its quantization at the top, where models with a text_config have it inside
+    that."""
     text = config.get("text_config")
-    if config.get("quantization_config") or not isinstance(text, dict) or not text.get("quantization_config"):
+    if (
+        config.get("quantization_config")
+        or not isinstance(text, dict)
+        or not text.get("quantization_config")
+    ):
         return config
     bare = {key: value for key, value in text.items() if key != "quantization_config"}
     return {**config, "text_config": bare, "quantization_config": text["quantization_config"]}
 
 
 def is_cache_alone(config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
-    """Whether the description is of a cache, and weights are not quantized: compressed-tensors' and ModelOpt's way to say so."""
-    block = config.get("quantization_config") or side.get("hf_quant_config.json", {}).get("quantization")
-    if not isinstance(block, dict) or not (block.get("kv_cache_scheme") or block.get("kv_cache_quant_algo")):
+    """Whether the description is of a cache, and weights are not quantized: compressed-tensors' and
+    ModelOpt's way to say so."""
+    block = config.get("quantization_config") or side.get("hf_quant_config.json", {}).get(
+        "quantization"
+    )
+    if not isinstance(block, dict) or not (
+        block.get("kv_cache_scheme") or block.get("kv_cache_quant_algo")
+    ):
         return False
     groups = (block.get("config_groups") or {}).values()
     weights = any(isinstance(group, dict) and group.get("weights") is not None for group in groups)
     if block.get("quant_method") == "compressed-tensors":
         return not weights
-    return block.get("quant_algo") is None and not weights and str(block.get("quant_method", "modelopt")).startswith("modelopt")
+    return (
+        block.get("quant_algo") is None
+        and not weights
+        and str(block.get("quant_method", "modelopt")).startswith("modelopt")
+    )
 
 
 def output_config(source: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
-    """The source's config.json with its quantization replaced by `block`, or removed where that is empty."""
+    """The source's config.json with its quantization replaced by `block`, or removed where that is
+    empty."""
     config = {key: value for key, value in source.items() if key != "quantization_config"}
     return config | ({"quantization_config": dict(block)} if block else {})
 
@@ -211,13 +258,17 @@ def groups(module: str, columns: int, grid: IntGrid) -> int:
 
 
 def along_groups(columns: int, count: int) -> Along:
-    """Of a dimension with `count` scale groups along K: one group is a scale per channel, of whatever inputs there are."""
+    """Of a dimension with `count` scale groups along K: one group is a scale per channel, of
+    whatever inputs there are."""
     return None if count == 1 else ("K", columns // count)
 
 
 def require_multiple(module: str, what: str, size: int, divisor: int) -> None:
     if size % divisor:
-        raise QuantkitError(f"{module} has {size} {what}, not a multiple of {divisor}", "choose another group size or format")
+        raise QuantkitError(
+            f"{module} has {size} {what}, not a multiple of {divisor}",
+            "choose another group size or format",
+        )
 
 
 HEAD = "lm_head"
@@ -225,12 +276,17 @@ HEAD = "lm_head"
 
 
 def plain_linears(plain: Iterable[TensorSpec], quantized: Container[str]) -> list[str]:
-    """Unquantized modules that an engine may take for a linear: those of 2-D weights other than embeddings, and the head.
+    """Unquantized modules that an engine may take for a linear: those of 2-D weights other than
+    embeddings, and the head.
 
-    A head that is tied to the embedding has no tensor, and engines make a linear of it all the same: transformers quantizes it with
-    compressed-tensors as it loads, vLLM with ModelOpt.
+    A head that is tied to the embedding has no tensor, and engines make a linear of it all the
+    same: transformers quantizes it with compressed-tensors as it loads, vLLM with ModelOpt.
     """
-    names = {spec.name.removesuffix(".weight") for spec in plain if spec.name.endswith(".weight") and len(spec.shape) == 2}
+    names = {
+        spec.name.removesuffix(".weight")
+        for spec in plain
+        if spec.name.endswith(".weight") and len(spec.shape) == 2
+    }
     if HEAD not in quantized:
         names.add(HEAD)
     return sorted(name for name in names if not name.endswith("embed_tokens"))
@@ -241,15 +297,20 @@ class IgnoreSpelling:
     """How a format writes that modules are unquantized, and how its engines match that."""
 
     layer: Callable[[str], str]  # every module under this prefix
-    tails: Callable[[str], tuple[str, ...]]  # every module that ends so, ways of saying it in order of preference
+    tails: Callable[
+        [str], tuple[str, ...]
+    ]  # every module that ends so, ways of saying it in order of preference
     name: Callable[[str], str]  # this one module
     matches: Callable[[str, str], bool]  # (entry, module)
 
 
-def ignore_list(quantized: Iterable[str], linears: Iterable[str], spelling: IgnoreSpelling) -> list[str]:
+def ignore_list(
+    quantized: Iterable[str], linears: Iterable[str], spelling: IgnoreSpelling
+) -> list[str]:
     """Shortest list of entries that covers every module of `linears` and none of `quantized`.
 
-    Layers with nothing quantized are one entry each, then endings such as self_attn.kv_b_proj, then single names.
+    Layers with nothing quantized are one entry each, then endings such as self_attn.kv_b_proj, then
+    single names.
     """
     quantized = list(quantized)
     layers_with_quantized = {_layer(name) for name in quantized}
@@ -265,7 +326,9 @@ def ignore_list(quantized: Iterable[str], linears: Iterable[str], spelling: Igno
         ways = (spelling.name(tail),) if modules == [tail] else spelling.tails(tail)
         if any(name.endswith(f".{tail}") for name in quantized):
             ways = ()  # linears of one name, of which only some are quantized
-        safe = [entry for entry in ways if not any(spelling.matches(entry, name) for name in quantized)]
+        safe = [
+            entry for entry in ways if not any(spelling.matches(entry, name) for name in quantized)
+        ]
         entries.update(dict.fromkeys(safe[:1] or [spelling.name(module) for module in modules]))
     return list(entries)
 

@@ -1,6 +1,8 @@
-"""What the compressed-tensors variants share: the config block, its ignore list, and how engines read them.
+"""What the compressed-tensors variants share: the config block, its ignore list, and how engines
+read them.
 
-QuantizationArgs forbids unknown keys, so the block has only those that every version since 0.9 knows. Module names in
+QuantizationArgs forbids unknown keys, so the block has only those that every version since 0.9
+knows. Module names in
 `ignore` are exact, or a regular expression after "re:" that must match from the start.
 """
 
@@ -31,14 +33,21 @@ _SPELLING = IgnoreSpelling(
 
 
 MIXED = "mixed-precision"
-INT8_TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+INT8_TOKENS = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "token",
+    "dynamic": True,
+}
 """How activations are described that are quantized so."""
 _CLASSES = ("Linear", "Expert", "MLP", "Moe", "MoE")
 """In the name of a class that a group is for: it has linears."""
 
 
 def detect(config: Mapping[str, Any], variant: str) -> bool:
-    """Whether the block says this variant; of several descriptions of weights, whatever it says, only MIXED."""
+    """Whether the block says this variant; of several descriptions of weights, whatever it says,
+    only MIXED."""
     block = config.get("quantization_config") or {}
     if block.get("quant_method") != "compressed-tensors":
         return False
@@ -60,36 +69,62 @@ def weight_descriptions(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 def has_bits(config: Mapping[str, Any], bits: int) -> bool:
     """Whether all that the block describes has so many bits."""
     groups = config["quantization_config"].get("config_groups")
-    described = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
-    return bool(described) and all(isinstance(args, dict) and args.get("num_bits") == bits for args in described)
+    described = (
+        [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+        if isinstance(groups, dict)
+        else []
+    )
+    return bool(described) and all(
+        isinstance(args, dict) and args.get("num_bits") == bits for args in described
+    )
 
 
 def reads_int8(config: Mapping[str, Any]) -> bool:
     """Whether linears quantize what they read to int8, a step a token that is found as it comes."""
     groups = (config["quantization_config"].get("config_groups") or {}).values()
-    described = [group.get("input_activations") for group in groups if isinstance(group, dict) and group.get("weights") is not None]
-    return bool(described) and all(isinstance(args, dict) and INT8_TOKENS.items() <= args.items() for args in described)
+    described = [
+        group.get("input_activations")
+        for group in groups
+        if isinstance(group, dict) and group.get("weights") is not None
+    ]
+    return bool(described) and all(
+        isinstance(args, dict) and INT8_TOKENS.items() <= args.items() for args in described
+    )
 
 
 def weight_args(config: Mapping[str, Any]) -> dict[str, Any]:
     """The one description of quantized weights."""
     described = weight_descriptions(config)
     if len(described) != 1:
-        fault = f"the checkpoint is compressed-tensors with {len(described)} descriptions of weights"
-        raise QuantkitError(fault, "download config.json again: its config_groups say how weights are stored")
+        fault = (
+            f"the checkpoint is compressed-tensors with {len(described)} descriptions of weights"
+        )
+        raise QuantkitError(
+            fault, "download config.json again: its config_groups say how weights are stored"
+        )
     return described[0]
 
 
 def unreadable(args: Mapping[str, Any], readable: str) -> QuantkitError:
-    said = ", ".join(f"{key} {args.get(key)}" for key in ("num_bits", "type", "strategy", "group_size", "symmetric"))
-    return QuantkitError(f"the checkpoint's weights are {said}", f"in this format quantkit reads {readable}")
+    said = ", ".join(
+        f"{key} {args.get(key)}"
+        for key in ("num_bits", "type", "strategy", "group_size", "symmetric")
+    )
+    return QuantkitError(
+        f"the checkpoint's weights are {said}", f"in this format quantkit reads {readable}"
+    )
 
 
 def ignored(config: Mapping[str, Any]) -> Callable[[str], bool]:
     """Whether a module is listed as unquantized, or no group is for it."""
     listed = matcher(config["quantization_config"].get("ignore") or [])
     groups = (config["quantization_config"].get("config_groups") or {}).values()
-    targets = [str(target) for group in groups if isinstance(group, dict) for target in group.get("targets", _CLASSES)]
+    targets = [
+        str(target)
+        for group in groups
+        if isinstance(group, dict)
+        for target in group.get("targets", _CLASSES)
+    ]
     if any(not is_name(target) and any(word in target for word in _CLASSES) for target in targets):
         return listed
     meant = matcher([target for target in targets if is_name(target)])
@@ -117,9 +152,18 @@ def _found(pattern: regex.Pattern[str], module: str) -> bool:
 
 
 def config_block(
-    variant: str, weights: dict[str, Any], activations: dict[str, Any] | None, quantized: Collection[str], plain: Sequence[TensorSpec]
+    variant: str,
+    weights: dict[str, Any],
+    activations: dict[str, Any] | None,
+    quantized: Collection[str],
+    plain: Sequence[TensorSpec],
 ) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": activations,
+        "output_activations": None,
+    }
     return {
         "quant_method": "compressed-tensors",
         "format": variant,

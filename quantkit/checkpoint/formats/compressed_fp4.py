@@ -1,10 +1,13 @@
-"""compressed-tensors nvfp4-pack-quantized: E2M1 codes two to a byte along the inputs, the even one in the low bits.
+"""compressed-tensors nvfp4-pack-quantized: E2M1 codes two to a byte along the inputs, the even one
+in the low bits.
 
     X.weight_packed uint8 [N, K / 2]   X.weight_scale float8_e4m3fn [N, K / 16]   X.weight_global_scale float32 [1]
-    X.input_global_scale float32 [1], where input_activations are described as 4-bit floats in groups (W4A4)
+    X.input_global_scale float32 [1], where input_activations are described as 4-bit floats in
+    groups (W4A4)
 
-Global scales are DIVISORS: w = e2m1 * weight_scale / weight_global_scale. `fp4.global_scale` makes multipliers whose
-reciprocal inverts back exactly; a multiplier from elsewhere may come back one unit in the last place off.
+Global scales are DIVISORS: w = e2m1 * weight_scale / weight_global_scale. `fp4.global_scale` makes
+multipliers whose reciprocal inverts back exactly; a multiplier from elsewhere may come back one
+unit in the last place off.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +31,9 @@ class CompressedFp4(Nvfp4):
     marker = ".weight_packed"
     own_suffixes = (".weight_packed", ".weight_scale", ".weight_global_scale")
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
+    def parts(
+        self, module: str, shape: tuple[int, int], grid: Grid | None
+    ) -> tuple[StoredPart, ...]:
         codes, scales = code_shapes(module, shape)
         return (
             StoredPart(".weight_packed", (torch.uint8,), codes, axes=CODE_PAIRS),
@@ -54,32 +59,50 @@ class CompressedFp4(Nvfp4):
             codes=unpack_pairs(tensors[f"{module}.weight_packed"]),
             scale=tensors[f"{module}.weight_scale"],
             global_scale=tensors[f"{module}.weight_global_scale"].reciprocal().reshape(()),
-            input_divisor=tensors[f"{module}.input_global_scale"].reshape(()) if self.rounds_inputs else None,
+            input_divisor=tensors[f"{module}.input_global_scale"].reshape(())
+            if self.rounds_inputs
+            else None,
         )
 
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
-        return compressed.detect(config, self.variant) and _rounds_inputs(config) == self.rounds_inputs
+        return (
+            compressed.detect(config, self.variant) and _rounds_inputs(config) == self.rounds_inputs
+        )
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         args = compressed.weight_args(config)
-        if args.get("num_bits") != 4 or args.get("type") != "float" or args.get("group_size") != FP4_GROUP:
+        if (
+            args.get("num_bits") != 4
+            or args.get("type") != "float"
+            or args.get("group_size") != FP4_GROUP
+        ):
             raise compressed.unreadable(args, f"4-bit float in groups of {FP4_GROUP}")
         return self.own_grid
 
-    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    def ignored(
+        self, config: Mapping[str, Any], side: Mapping[str, Any]
+    ) -> Callable[[str], bool] | None:
         return compressed.ignored(config)
 
-    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
+    ) -> dict[str, Any]:
         strategy = {"strategy": "tensor_group", "group_size": FP4_GROUP}
         shared = {"num_bits": 4, "type": "float", "symmetric": True, **strategy}
         activations = {**shared, "dynamic": "local"} if self.rounds_inputs else None
-        return compressed.config_block(self.variant, {**shared, "dynamic": False}, activations, quantized, plain)
+        return compressed.config_block(
+            self.variant, {**shared, "dynamic": False}, activations, quantized, plain
+        )
 
 
 def _rounds_inputs(config: Mapping[str, Any]) -> bool:
     """Whether groups with weights describe their inputs as NVFP4."""
     groups = config["quantization_config"].get("config_groups") or {}
-    described = [group for group in groups.values() if isinstance(group, dict) and group.get("weights")] if isinstance(groups, dict) else []
+    described = (
+        [group for group in groups.values() if isinstance(group, dict) and group.get("weights")]
+        if isinstance(groups, dict)
+        else []
+    )
     return bool(described) and all(is_nvfp4(group.get("input_activations")) for group in described)
 
 

@@ -1,10 +1,12 @@
-"""compressed-tensors pack-quantized: int4 or int8 in natural order, P = eight or four to a word along the inputs.
+"""compressed-tensors pack-quantized: int4 or int8 in natural order, P = eight or four to a word
+along the inputs.
 
     X.weight_packed int32 [N, K / P]   X.weight_scale bfloat16 [N, G]   X.weight_shape int64 [2] = (N, K)
     X.weight_zero_point int32 [N / P, G], asymmetric only, packed along the OUTPUTS
 
-Codes and zero points are signed, stored as v + 8 or v + 128: w = (q - z) * s. Activations have 16 bits (W4A16, W8A16), or int4 codes come
-with input_activations of int8, a step a token (W4A8 in groups).
+Codes and zero points are signed, stored as v + 8 or v + 128: w = (q - z) * s. Activations have 16
+bits (W4A16, W8A16), or int4 codes come with input_activations of int8, a step a token (W4A8 in
+groups).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +16,26 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.formats import compressed
-from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format, StoredPart, along_groups, groups, require_multiple, stored_scale
+from quantkit.checkpoint.formats.base import (
+    FLOAT_DTYPES,
+    Format,
+    StoredPart,
+    along_groups,
+    groups,
+    require_multiple,
+    stored_scale,
+)
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.grids.schemes import Grid, IntGrid
 from quantkit.grids.weights import IntWeight, Weight
-from quantkit.quant.packing import from_offset, pack_bytes, pack_words, to_offset, unpack_bytes, unpack_words
+from quantkit.quant.packing import (
+    from_offset,
+    pack_bytes,
+    pack_words,
+    to_offset,
+    unpack_bytes,
+    unpack_words,
+)
 
 
 class CompressedInt4(Format):
@@ -37,24 +54,43 @@ class CompressedInt4(Format):
     def holds(self, grid: Grid) -> bool:
         return isinstance(grid, IntGrid) and grid.bits == self.bits and grid.activation_bits == 16
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
+    def parts(
+        self, module: str, shape: tuple[int, int], grid: Grid | None
+    ) -> tuple[StoredPart, ...]:
         assert isinstance(grid, IntGrid), grid
         rows, columns = shape
         require_multiple(module, "input channels", columns, self.per_word)
         count = groups(module, columns, grid)
         along = along_groups(columns, count)
         parts = (
-            StoredPart(".weight_packed", (torch.int32,), (rows, columns // self.per_word), axes=(("N", 1), ("K", self.per_word))),
-            StoredPart(".weight_scale", (self.scale_dtype, *FLOAT_DTYPES), (rows, count), axes=(("N", 1), along)),
+            StoredPart(
+                ".weight_packed",
+                (torch.int32,),
+                (rows, columns // self.per_word),
+                axes=(("N", 1), ("K", self.per_word)),
+            ),
+            StoredPart(
+                ".weight_scale",
+                (self.scale_dtype, *FLOAT_DTYPES),
+                (rows, count),
+                axes=(("N", 1), along),
+            ),
             StoredPart(".weight_shape", (torch.int64, torch.int32), (2,)),
         )
         if grid.symmetric:
             return parts
         require_multiple(module, "outputs", rows, self.per_word)
-        points = StoredPart(".weight_zero_point", (torch.int32,), (rows // self.per_word, count), axes=(("N", self.per_word), along))
+        points = StoredPart(
+            ".weight_zero_point",
+            (torch.int32,),
+            (rows // self.per_word, count),
+            axes=(("N", self.per_word), along),
+        )
         return (*parts, points)
 
-    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+    def stored(
+        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
+    ) -> tuple[tuple[int, int], Grid | None]:
         rows, words = tensors[f"{module}.weight_packed"].shape
         return (rows, words * self.per_word), grid
 
@@ -94,18 +130,44 @@ class CompressedInt4(Format):
         args = compressed.weight_args(config)
         size = args.get("group_size")
         by_group = args.get("strategy") == "group" and type(size) is int and size > 0
-        if args.get("num_bits") != self.bits or args.get("type") != "int" or not (by_group or args.get("strategy") == "channel"):
+        if (
+            args.get("num_bits") != self.bits
+            or args.get("type") != "int"
+            or not (by_group or args.get("strategy") == "channel")
+        ):
             raise compressed.unreadable(args, f"{self.bits}-bit int by group or channel")
-        symmetric, reads = bool(args.get("symmetric", True)), self.activation_bits if by_group else 16
-        return IntGrid(bits=self.bits, group_size=size if by_group else None, symmetric=symmetric, activation_bits=reads)
+        symmetric, reads = (
+            bool(args.get("symmetric", True)),
+            self.activation_bits if by_group else 16,
+        )
+        return IntGrid(
+            bits=self.bits,
+            group_size=size if by_group else None,
+            symmetric=symmetric,
+            activation_bits=reads,
+        )
 
-    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    def ignored(
+        self, config: Mapping[str, Any], side: Mapping[str, Any]
+    ) -> Callable[[str], bool] | None:
         return compressed.ignored(config)
 
-    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
+    ) -> dict[str, Any]:
         assert isinstance(grid, IntGrid), grid
-        strategy: dict[str, Any] = {"strategy": "group", "group_size": grid.group_size} if grid.group_size else {"strategy": "channel"}
-        weights = {"num_bits": self.bits, "type": "int", "symmetric": grid.symmetric, **strategy, "dynamic": False}
+        strategy: dict[str, Any] = (
+            {"strategy": "group", "group_size": grid.group_size}
+            if grid.group_size
+            else {"strategy": "channel"}
+        )
+        weights = {
+            "num_bits": self.bits,
+            "type": "int",
+            "symmetric": grid.symmetric,
+            **strategy,
+            "dynamic": False,
+        }
         activations = compressed.INT8_TOKENS if self.activation_bits == 8 else None
         return compressed.config_block(self.variant, weights, activations, quantized, plain)
 
@@ -114,7 +176,11 @@ class _Int8Inputs(CompressedInt4):
     activation_bits = 8
 
     def holds(self, grid: Grid) -> bool:
-        return isinstance(grid, IntGrid) and (grid.bits, grid.symmetric, grid.activation_bits) == (4, True, 8)
+        return isinstance(grid, IntGrid) and (grid.bits, grid.symmetric, grid.activation_bits) == (
+            4,
+            True,
+            8,
+        )
 
 
 class _Fp16Scales(CompressedInt4):
@@ -138,4 +204,5 @@ FORMAT = CompressedInt4()
 W4A8 = _Int8Inputs()
 INT8_WORDS = CompressedInt8Words()
 FP16_SCALES = _Fp16Scales()
-"""For weights that come with such scales. Engines copy a scale into the dtype they run in, so float16 runs lose nothing."""
+"""For weights that come with such scales. Engines copy a scale into the dtype they run in, so
+float16 runs lose nothing."""

@@ -1,11 +1,13 @@
-"""compressed-tensors int-quantized, W8A8: int8 per output channel, activations quantized per token when they come.
+"""compressed-tensors int-quantized, W8A8: int8 per output channel, activations quantized per token
+when they come.
 
     X.weight int8 [N, K]   X.weight_scale float32 [N, 1]
 
-vLLM, SGLang, vllm-ascend and omni-infer load it. The scale is float32, omni-infer's own; the others copy it into their dtype.
+vLLM, SGLang, vllm-ascend and omni-infer load it. The scale is float32, omni-infer's own; the others
+copy it into their dtype.
 
-What llm-compressor also calls so is read, and never written: int4 a byte a code (its W4A8 and W4AFP8), groups, zero points, and one scale
-for all of a weight.
+What llm-compressor also calls so is read, and never written: int4 a byte a code (its W4A8 and
+W4AFP8), groups, zero points, and one scale for all of a weight.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +17,16 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.formats import compressed
-from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, Along, Format, StoredPart, along_groups, groups, stored_scale
+from quantkit.checkpoint.formats.base import (
+    CODES,
+    FLOAT_DTYPES,
+    Along,
+    Format,
+    StoredPart,
+    along_groups,
+    groups,
+    stored_scale,
+)
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.grids.schemes import Grid, IntGrid
 from quantkit.grids.weights import IntWeight, Weight
@@ -35,44 +46,78 @@ class CompressedInt8(Format):
     def holds(self, grid: Grid) -> bool:
         return grid == GRID
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
+    def parts(
+        self, module: str, shape: tuple[int, int], grid: Grid | None
+    ) -> tuple[StoredPart, ...]:
         return (
             StoredPart(".weight", (torch.int8,), shape, axes=CODES),
-            StoredPart(".weight_scale", (torch.float32, *FLOAT_DTYPES), (shape[0], 1), axes=(("N", 1), None)),
+            StoredPart(
+                ".weight_scale",
+                (torch.float32, *FLOAT_DTYPES),
+                (shape[0], 1),
+                axes=(("N", 1), None),
+            ),
         )
 
-    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+    def stored(
+        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
+    ) -> tuple[tuple[int, int], Grid | None]:
         rows, columns = tensors[f"{module}.weight"].shape
         return (rows, columns), grid
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         assert isinstance(weight, IntWeight), type(weight)
-        return {f"{module}.weight": weight.codes, f"{module}.weight_scale": stored_scale(module, weight.scale, self.scale_dtype)}
+        return {
+            f"{module}.weight": weight.codes,
+            f"{module}.weight_scale": stored_scale(module, weight.scale, self.scale_dtype),
+        }
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
-        return IntWeight(tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"].float(), None, bits=8)
+        return IntWeight(
+            tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"].float(), None, bits=8
+        )
 
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
-        return compressed.detect(config, self.variant) and not any(_is_other(args) for args in compressed.weight_descriptions(config))
+        return compressed.detect(config, self.variant) and not any(
+            _is_other(args) for args in compressed.weight_descriptions(config)
+        )
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         compressed.weight_args(config)
         return GRID
 
-    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    def ignored(
+        self, config: Mapping[str, Any], side: Mapping[str, Any]
+    ) -> Callable[[str], bool] | None:
         return compressed.ignored(config)
 
-    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
-        weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-        return compressed.config_block(self.variant, weights, compressed.INT8_TOKENS, quantized, plain)
+    def config_block(
+        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
+    ) -> dict[str, Any]:
+        weights = {
+            "num_bits": 8,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "channel",
+            "dynamic": False,
+        }
+        return compressed.config_block(
+            self.variant, weights, compressed.INT8_TOKENS, quantized, plain
+        )
 
 
 def _is_other(args: Mapping[str, Any]) -> bool:
-    return tuple(args.get(key) for key in ("num_bits", "type", "strategy", "symmetric")) != (8, "int", "channel", True)
+    return tuple(args.get(key) for key in ("num_bits", "type", "strategy", "symmetric")) != (
+        8,
+        "int",
+        "channel",
+        True,
+    )
 
 
 class CompressedInts(CompressedInt8):
-    """bits: of a code. per_tensor: one scale, float [1]. activation_bits: 8 where what linears read is described as int8 per token.
+    """bits: of a code. per_tensor: one scale, float [1]. activation_bits: 8 where what linears read
+    is described as int8 per token.
 
     Else X.weight_scale [N, G], and X.weight_zero_point int8 [N, G] where not symmetric.
     """
@@ -86,7 +131,9 @@ class CompressedInts(CompressedInt8):
     def holds(self, grid: Grid) -> bool:
         return False
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
+    def parts(
+        self, module: str, shape: tuple[int, int], grid: Grid | None
+    ) -> tuple[StoredPart, ...]:
         assert isinstance(grid, IntGrid), grid
         codes = StoredPart(".weight", (torch.int8,), shape, axes=CODES)
         if self.per_tensor:
@@ -107,7 +154,9 @@ class CompressedInts(CompressedInt8):
         if not compressed.detect(config, self.variant):
             return False
         said = [
-            (args.get("num_bits"), args.get("strategy") == "tensor") for args in compressed.weight_descriptions(config) if _is_other(args)
+            (args.get("num_bits"), args.get("strategy") == "tensor")
+            for args in compressed.weight_descriptions(config)
+            if _is_other(args)
         ]
         # What is on no grid that is read, one of them must own: it says so.
         known = bool(said) and said[0] in [(one.bits, one.per_tensor) for one in OTHERS]
@@ -122,11 +171,25 @@ class CompressedInts(CompressedInt8):
         by_group = strategy == "group" and type(size) is int and size > 0
         symmetric = bool(args.get("symmetric", True))
         strategies = ("tensor",) if self.per_tensor and symmetric else ("channel",)
-        if bits != self.bits or args.get("type") != "int" or not (by_group or strategy in strategies):
+        if (
+            bits != self.bits
+            or args.get("type") != "int"
+            or not (by_group or strategy in strategies)
+        ):
             raise compressed.unreadable(args, "4- or 8-bit int by group, channel or tensor")
         reads = self.activation_bits if by_group and bits == 4 else 16
-        return IntGrid(bits=bits, group_size=size if by_group else None, symmetric=symmetric, activation_bits=reads)
+        return IntGrid(
+            bits=bits,
+            group_size=size if by_group else None,
+            symmetric=symmetric,
+            activation_bits=reads,
+        )
 
 
 FORMAT = CompressedInt8()
-OTHERS = (CompressedInts(4), CompressedInts(4, activation_bits=8), CompressedInts(8), CompressedInts(8, per_tensor=True, activation_bits=8))
+OTHERS = (
+    CompressedInts(4),
+    CompressedInts(4, activation_bits=8),
+    CompressedInts(8),
+    CompressedInts(8, per_tensor=True, activation_bits=8),
+)

@@ -1,14 +1,16 @@
-"""compressed-tensors mixed-precision: linears on several grids in one checkpoint, each stored as the format of its own grid stores it.
+"""compressed-tensors mixed-precision: linears on several grids in one checkpoint, each stored as
+the format of its own grid stores it.
 
     int4            pack-quantized         X.weight_packed int32
     NVFP4           nvfp4-pack-quantized   X.weight_packed uint8
     int8            int-quantized          X.weight int8
     FP8 in blocks   float-quantized        X.weight float8_e4m3fn [N, K]   X.weight_scale float32 [ceil(N / 128), ceil(K / 128)]
 
-config.json has a config group for each grid, with a format of its own, and names the modules of each: engines go by the names, so they must
-say what the tensors are. Read, too, are groups of every other variant that has a file here, and several groups of one variant, which
-llm-compressor calls by that variant's name (declared.py). vLLM compares a target with a module's class before it looks into fused
-modules; a group for the class Linear would take every fused linear, and none is written.
+config.json has a config group for each grid, with a format of its own, and names the modules of
+each: engines go by the names, so they must say what the tensors are. Read, too, are groups of every
+other variant that has a file here, and several groups of one variant, which llm-compressor calls by
+that variant's name (declared.py). vLLM compares a target with a module's class before it looks into
+fused modules; a group for the class Linear would take every fused linear, and none is written.
 """
 
 import re
@@ -19,7 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.formats import compressed, compressed_fp4, compressed_int4, compressed_int8, compressed_mxfp4, fp8
+from quantkit.checkpoint.formats import (
+    compressed,
+    compressed_fp4,
+    compressed_int4,
+    compressed_int8,
+    compressed_mxfp4,
+    fp8,
+)
 from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, Format, StoredPart
 from quantkit.checkpoint.formats.declared import Declared, DeclaredFormat, Placed
 from quantkit.checkpoint.header import TensorSpec
@@ -34,25 +43,45 @@ class _Fp8Blocks(fp8.CompressedFp8):
     def holds(self, grid: Grid) -> bool:
         return isinstance(grid, Fp8BlockGrid)
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
+    def parts(
+        self, module: str, shape: tuple[int, int], grid: Grid | None
+    ) -> tuple[StoredPart, ...]:
         blocks = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
         return (
             StoredPart(".weight", (torch.float8_e4m3fn,), shape, axes=CODES),
-            StoredPart(".weight_scale", (torch.float32, *FLOAT_DTYPES), blocks, axes=(("N", FP8_BLOCK), ("K", FP8_BLOCK))),
+            StoredPart(
+                ".weight_scale",
+                (torch.float32, *FLOAT_DTYPES),
+                blocks,
+                axes=(("N", FP8_BLOCK), ("K", FP8_BLOCK)),
+            ),
         )
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         return Fp8BlockGrid()
 
-    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
+    ) -> dict[str, Any]:
         shared = {"num_bits": 8, "type": "float", "symmetric": True}
-        weights = {**shared, "strategy": "block", "block_structure": [FP8_BLOCK, FP8_BLOCK], "dynamic": False}
+        weights = {
+            **shared,
+            "strategy": "block",
+            "block_structure": [FP8_BLOCK, FP8_BLOCK],
+            "dynamic": False,
+        }
         activations = {**shared, "strategy": "group", "group_size": FP8_BLOCK, "dynamic": True}
         return compressed.config_block(self.variant, weights, activations, quantized, plain)
 
 
 _FP8 = _Fp8Blocks(fp8.BLOCK)
-_MEMBERS: tuple[Format, ...] = (compressed_int4.FORMAT, compressed_fp4.FORMAT, compressed_fp4.W4A4, compressed_int8.FORMAT, _FP8)
+_MEMBERS: tuple[Format, ...] = (
+    compressed_int4.FORMAT,
+    compressed_fp4.FORMAT,
+    compressed_fp4.W4A4,
+    compressed_int8.FORMAT,
+    _FP8,
+)
 
 
 _READ: tuple[Format, ...] = (
@@ -77,7 +106,9 @@ class CompressedMixed(Format):
     scale_dtype = torch.float32
     marker = ".weight"
     marker_dtype = torch.int8
-    own_suffixes = tuple(dict.fromkeys(suffix for member in _MEMBERS for suffix in member.own_suffixes))
+    own_suffixes = tuple(
+        dict.fromkeys(suffix for member in _MEMBERS for suffix in member.own_suffixes)
+    )
 
     def holds(self, grid: Grid) -> bool:
         """Never as the one grid of a checkpoint: its own format is read by more engines."""
@@ -93,20 +124,28 @@ class CompressedMixed(Format):
         return _member(grid).activation_bits
 
     def quantized_module(self, tensor: TensorSpec) -> str | None:
-        return next((module for member in _MEMBERS if (module := member.quantized_module(tensor))), None)
+        return next(
+            (module for member in _MEMBERS if (module := member.quantized_module(tensor))), None
+        )
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
+    def parts(
+        self, module: str, shape: tuple[int, int], grid: Grid | None
+    ) -> tuple[StoredPart, ...]:
         assert grid is not None, module
         return _member(grid).parts(module, shape, grid)
 
-    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+    def stored(
+        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
+    ) -> tuple[tuple[int, int], Grid | None]:
         raise AssertionError(f"{self.name} {self.variant} is read by its description")
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         return _member_of(weight).pack(module, weight)
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
-        specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+        specs = [
+            TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
+        ]
         member = next(one for one in _MEMBERS if any(one.quantized_module(spec) for spec in specs))
         if member is compressed_fp4.FORMAT and f"{module}.input_global_scale" in tensors:
             member = compressed_fp4.W4A4
@@ -122,10 +161,14 @@ class CompressedMixed(Format):
         """None: there are several."""
         return None
 
-    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    def ignored(
+        self, config: Mapping[str, Any], side: Mapping[str, Any]
+    ) -> Callable[[str], bool] | None:
         return compressed.ignored(config)
 
-    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
+    ) -> dict[str, Any]:
         by_grid: dict[Grid, list[str]] = defaultdict(list)
         for module, own in quantized.items():
             assert own is not None, module
@@ -135,7 +178,11 @@ class CompressedMixed(Format):
             member = _member(own)
             (group,) = member.config_block(own, {}, ())["config_groups"].values()
             others = [module for module in quantized if quantized[module] != own]
-            groups[f"group_{number}"] = {**group, "targets": module_patterns(modules, others), "format": member.variant}
+            groups[f"group_{number}"] = {
+                **group,
+                "targets": module_patterns(modules, others),
+                "format": member.variant,
+            }
         block = compressed.config_block(self.variant, {}, None, quantized, plain)
         return {**block, "config_groups": groups}
 
@@ -176,22 +223,43 @@ def _declared_groups(config: Mapping[str, Any]) -> list[tuple[DeclaredFormat, li
     found = []
     for name, group in (block.get("config_groups") or {}).items():
         if not isinstance(group, dict) or not isinstance(group.get("targets"), list):
-            raise QuantkitError(f"config_groups.{name} of quantization_config names no targets", "download config.json again")
+            raise QuantkitError(
+                f"config_groups.{name} of quantization_config names no targets",
+                "download config.json again",
+            )
         if group.get("weights") is None:
             continue
-        said = group.get("format") or (block.get("format") if block.get("format") != compressed.MIXED else None)
+        said = group.get("format") or (
+            block.get("format") if block.get("format") != compressed.MIXED else None
+        )
         alone = {"quantization_config": {**block, "format": said, "config_groups": {name: group}}}
         member = next((one for one in _READ if one.detect(alone, {})), None)
         if member is None:
-            told = f"config_groups.{name} of quantization_config is {said}, with weights {_short(group['weights'])}"
-            raise QuantkitError(told, f"in a mixture quantkit reads {', '.join(dict.fromkeys(one.variant for one in _READ))}")
-        found.append((DeclaredFormat(member, member.grid(alone, {})), [str(target) for target in group["targets"]]))
+            told = (
+                f"config_groups.{name} of quantization_config is {said}, with weights "
+                f"{_short(group['weights'])}"
+            )
+            raise QuantkitError(
+                told,
+                "in a mixture quantkit reads "
+                f"{', '.join(dict.fromkeys(one.variant for one in _READ))}",
+            )
+        found.append(
+            (
+                DeclaredFormat(member, member.grid(alone, {})),
+                [str(target) for target in group["targets"]],
+            )
+        )
     return found
 
 
 def _short(args: Any) -> str:
     """What is said of weights, without what is not said."""
-    return ", ".join(f"{key} {value}" for key, value in args.items() if value is not None) if isinstance(args, dict) else str(args)
+    return (
+        ", ".join(f"{key} {value}" for key, value in args.items() if value is not None)
+        if isinstance(args, dict)
+        else str(args)
+    )
 
 
 def _matchers(targets: Iterable[str]) -> tuple[Callable[[str], bool], bool]:
@@ -202,9 +270,11 @@ def _matchers(targets: Iterable[str]) -> tuple[Callable[[str], bool], bool]:
 
 
 def module_patterns(chosen: Collection[str], others: Collection[str]) -> list[str]:
-    """Regular expressions, after "re:", that match every module of `chosen` and none of `others`; names where a pattern would.
+    """Regular expressions, after "re:", that match every module of `chosen` and none of `others`;
+    names where a pattern would.
 
-    Linears that are alike in every layer, and in every expert, share a pattern that lists their layers.
+    Linears that are alike in every layer, and in every expert, share a pattern that lists their
+    layers.
     """
     layers: dict[tuple[str, str], dict[str, list[str]]] = {}
     names: list[str] = []
@@ -221,7 +291,9 @@ def module_patterns(chosen: Collection[str], others: Collection[str]) -> list[st
         alike.setdefault((prefix, tuple(by_layer)), []).append((inner, modules))
     patterns = []
     for (prefix, numbers), kinds in alike.items():
-        pattern = f"{re.escape(prefix)}({'|'.join(numbers)})\\.({'|'.join(inner for inner, _ in kinds)})$"
+        pattern = (
+            f"{re.escape(prefix)}({'|'.join(numbers)})\\.({'|'.join(inner for inner, _ in kinds)})$"
+        )
         if any(map(re.compile(pattern).match, others)):
             names += [module for _, modules in kinds for module in modules]
         else:

@@ -1,7 +1,9 @@
-"""Checkpoints whose description says, module by module, which format and grid a linear is on. Read only.
+"""Checkpoints whose description says, module by module, which format and grid a linear is on. Read
+only.
 
-A `Declared` is made for one checkpoint (`Format.of_checkpoint`). The description decides, because tensors alone do not: int32 words hold
-four codes or eight, zero points are stored with or without their minus one. Tensors that are not what is described are refused.
+A `Declared` is made for one checkpoint (`Format.of_checkpoint`). The description decides, because
+tensors alone do not: int32 words hold four codes or eight, zero points are stored with or without
+their minus one. Tensors that are not what is described are refused.
 """
 
 from abc import abstractmethod
@@ -21,7 +23,8 @@ from quantkit.grids.weights import Weight
 
 @dataclass(frozen=True)
 class DeclaredFormat:
-    """The format that a linear is stored in, and its grid there, None where the format has only one."""
+    """The format that a linear is stored in, and its grid there, None where the format has only
+    one."""
 
     format: Format
     grid: Grid | None
@@ -51,10 +54,14 @@ class ReadOnly(Format):
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         return None
 
-    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    def ignored(
+        self, config: Mapping[str, Any], side: Mapping[str, Any]
+    ) -> Callable[[str], bool] | None:
         return None
 
-    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
+    ) -> dict[str, Any]:
         return {}
 
 
@@ -70,10 +77,14 @@ class Description(ReadOnly):
     def of_checkpoint(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Format:
         return Declared(self, self.placed(config, side), self.members)
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
+    def parts(
+        self, module: str, shape: tuple[int, int], grid: Grid | None
+    ) -> tuple[StoredPart, ...]:
         raise AssertionError(f"{module} is stored as one of the members")
 
-    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+    def stored(
+        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
+    ) -> tuple[tuple[int, int], Grid | None]:
         raise AssertionError(f"{module} is stored as one of the members")
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
@@ -93,7 +104,9 @@ class Declared(Format):
     def __init__(self, origin: Format, placed: Placed, members: Iterable[Format]) -> None:
         self.origin, self.placed, self.members = origin, placed, tuple(members)
         self.name, self.variant = origin.name, origin.variant  # type: ignore[misc]
-        self.own_suffixes = tuple(dict.fromkeys(suffix for one in self.members for suffix in one.own_suffixes))  # type: ignore[misc]
+        self.own_suffixes = tuple(
+            dict.fromkeys(suffix for one in self.members for suffix in one.own_suffixes)
+        )  # type: ignore[misc]
 
     def cache_codes(self, side: Mapping[str, Any]) -> CacheCodes | None:
         return self.origin.cache_codes(side)
@@ -104,14 +117,24 @@ class Declared(Format):
     def _placement(self, module: str) -> DeclaredFormat:
         found = self.placed(module)
         if found is None:
-            raise QuantkitError(f"{module} is described as unquantized, and its tensors are quantized", "correct the description")
+            raise QuantkitError(
+                f"{module} is described as unquantized, and its tensors are quantized",
+                "correct the description",
+            )
         return found
 
     def holds(self, grid: Grid) -> bool:
         return False
 
     def quantized_module(self, tensor: TensorSpec) -> str | None:
-        return next((module for one in self.members if (module := one.quantized_module(tensor)) is not None), None)
+        return next(
+            (
+                module
+                for one in self.members
+                if (module := one.quantized_module(tensor)) is not None
+            ),
+            None,
+        )
 
     def main_tensor(self, module: str, names: Container[str]) -> str:
         found = self.placed(module)
@@ -119,15 +142,21 @@ class Declared(Format):
         own = [one.main_tensor(module, names) for one in members]
         return next((name for name in own if name in names), own[0])
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
+    def parts(
+        self, module: str, shape: tuple[int, int], grid: Grid | None
+    ) -> tuple[StoredPart, ...]:
         placement = self._placement(module)
         return placement.format.parts(module, shape, placement.grid if grid is None else grid)
 
-    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+    def stored(
+        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
+    ) -> tuple[tuple[int, int], Grid | None]:
         placement = self._placement(module)
         main = tensors.get(placement.format.main_tensor(module, tensors))
         if main is None or placement.format.quantized_module(main) != module:
-            raise _other(module, placement, f"{self.main_tensor(module, tensors)} is of another format")
+            raise _other(
+                module, placement, f"{self.main_tensor(module, tensors)} is of another format"
+            )
         shape, own = placement.format.stored(module, tensors, placement.grid)
         parts = {module + part.suffix: part for part in placement.format.parts(module, shape, own)}
         for name in (module + suffix for suffix in self.own_suffixes):
@@ -137,7 +166,9 @@ class Declared(Format):
             if part is None:
                 raise _other(module, placement, f"there is {name}")
             if part.shape not in ((), (1,)) and tensor.shape != part.shape:
-                raise _other(module, placement, f"{name} is {list(tensor.shape)}, not {list(part.shape)}")
+                raise _other(
+                    module, placement, f"{name} is {list(tensor.shape)}, not {list(part.shape)}"
+                )
         return shape, own
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
@@ -159,13 +190,22 @@ class Declared(Format):
 
         return declared
 
-    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    def ignored(
+        self, config: Mapping[str, Any], side: Mapping[str, Any]
+    ) -> Callable[[str], bool] | None:
         return lambda module: self.placed(module) is None
 
-    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
-        return self.origin.config_block(grid, quantized, plain) if self.origin.writes_mixtures else {}
+    def config_block(
+        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
+    ) -> dict[str, Any]:
+        return (
+            self.origin.config_block(grid, quantized, plain) if self.origin.writes_mixtures else {}
+        )
 
 
 def _other(module: str, placement: DeclaredFormat, seen: str) -> QuantkitError:
     label = placement.format.variant if placement.grid is None else grid_label(placement.grid)
-    return QuantkitError(f"{module} is described as {label}, and its tensors are not: {seen}", "correct the description")
+    return QuantkitError(
+        f"{module} is described as {label}, and its tensors are not: {seen}",
+        "correct the description",
+    )

@@ -1,10 +1,11 @@
-"""FP8 with a scale per tensor, channel, block or group of inputs, as compressed-tensors, ModelOpt and vLLM's fp8 have it. Read only.
+"""FP8 with a scale per tensor, channel, block or group of inputs, as compressed-tensors, ModelOpt
+and vLLM's fp8 have it. Read only.
 
     X.weight float8_e4m3fn [N, K]   X.weight_scale, a multiplier: a float, or of a power of two the exponent, uint8 or float8_e8m0fnu
     X.input_scale (static activations) is accepted and not used
 
-Of each container there is a format for every layout of scales, for a scale's shape alone does not tell its block. DeepSeek's own FP8 has
-another name for its scale (fp8_block.py).
+Of each container there is a format for every layout of scales, for a scale's shape alone does not
+tell its block. DeepSeek's own FP8 has another name for its scale (fp8_block.py).
 """
 
 from abc import abstractmethod
@@ -50,10 +51,15 @@ class Fp8(Format):
     def holds(self, grid: Grid) -> bool:
         return False
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
+    def parts(
+        self, module: str, shape: tuple[int, int], grid: Grid | None
+    ) -> tuple[StoredPart, ...]:
         tall, wide = self._block(shape)
         scales: tuple[int, ...] = (-(-shape[0] // tall), -(-shape[1] // wide))
-        axes: tuple[Along, ...] = (("N", tall) if self.layout.rows else None, ("K", wide) if self.layout.columns else None)
+        axes: tuple[Along, ...] = (
+            ("N", tall) if self.layout.rows else None,
+            ("K", wide) if self.layout.columns else None,
+        )
         if self.layout == TENSOR:
             scales, axes = (1,), ()
         elif self.layout == CHANNEL and self.flat_channels:
@@ -68,32 +74,44 @@ class Fp8(Format):
     def _block(self, shape: tuple[int, ...]) -> tuple[int, int]:
         return self.layout.rows or shape[0], self.layout.columns or shape[1]
 
-    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+    def stored(
+        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
+    ) -> tuple[tuple[int, int], Grid | None]:
         rows, columns = tensors[f"{module}.weight"].shape
         return (rows, columns), grid
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         assert isinstance(weight, Fp8BlockWeight), type(weight)
-        scale = weight.scale[:, 0] if self.layout == CHANNEL and self.flat_channels else weight.scale
+        scale = (
+            weight.scale[:, 0] if self.layout == CHANNEL and self.flat_channels else weight.scale
+        )
         stored = scale.to(torch.float8_e8m0fnu).view(torch.uint8) if self.layout == MX else scale
-        return {f"{module}.weight": weight.codes, f"{module}.weight_scale": stored.reshape(1) if self.layout == TENSOR else stored}
+        return {
+            f"{module}.weight": weight.codes,
+            f"{module}.weight_scale": stored.reshape(1) if self.layout == TENSOR else stored,
+        }
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
         codes, scale = tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"]
         values = decode_e8m0(scale) if scale.dtype in _EXPONENTS else scale.float()
-        return Fp8BlockWeight(codes, values if values.dim() == 2 else values.reshape(-1, 1), self._block(codes.shape))
+        return Fp8BlockWeight(
+            codes, values if values.dim() == 2 else values.reshape(-1, 1), self._block(codes.shape)
+        )
 
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
         return self.declared(config, side) == self.layout
 
     @abstractmethod
     def declared(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Fp8Layout | None:
-        """The layout that a checkpoint of this container declares; None where it declares none of these, or is of another."""
+        """The layout that a checkpoint of this container declares; None where it declares none of
+        these, or is of another."""
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         return None
 
-    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
+    ) -> dict[str, Any]:
         raise AssertionError(f"{self.name} {self.variant} is read, and never written")
 
     def quantizes(self, module: str, role: str, *, mtp: bool = False) -> bool:
@@ -120,7 +138,9 @@ class CompressedFp8(Fp8):
             return MX if args.get("group_size") == MX_GROUP else None
         return {"tensor": TENSOR, "channel": CHANNEL}.get(str(args.get("strategy")))
 
-    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    def ignored(
+        self, config: Mapping[str, Any], side: Mapping[str, Any]
+    ) -> Callable[[str], bool] | None:
         return compressed.ignored(config)
 
 
@@ -140,7 +160,9 @@ class ModelOptFp8(Fp8):
         layouts = {"FP8": TENSOR, "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL, "MXFP8": MX}
         return layouts.get(str(modelopt.described(config, side).get("quant_algo")))
 
-    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    def ignored(
+        self, config: Mapping[str, Any], side: Mapping[str, Any]
+    ) -> Callable[[str], bool] | None:
         return modelopt.FORMAT.ignored(config, side)
 
 
@@ -152,9 +174,15 @@ class PlainFp8(Fp8):
 
     def declared(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Fp8Layout | None:
         block = config.get("quantization_config") or {}
-        return TENSOR if block.get("quant_method") == "fp8" and block.get("weight_block_size") is None else None
+        return (
+            TENSOR
+            if block.get("quant_method") == "fp8" and block.get("weight_block_size") is None
+            else None
+        )
 
-    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    def ignored(
+        self, config: Mapping[str, Any], side: Mapping[str, Any]
+    ) -> Callable[[str], bool] | None:
         return None
 
 

@@ -1,7 +1,9 @@
-"""DeepSeek's own FP8: X.weight float8_e4m3fn [N, K] and X.weight_scale_inv float32 [ceil(N / 128), ceil(K / 128)].
+"""DeepSeek's own FP8: X.weight float8_e4m3fn [N, K] and X.weight_scale_inv float32 [ceil(N / 128),
+ceil(K / 128)].
 
-The scale is a multiplier despite its name (DeepSeek-V3 README_WEIGHTS.md); some releases store it in 16 bits, or as the exponent of a power
-of two (UE8M0). Which linears are FP8 is said by their dtype.
+The scale is a multiplier despite its name (DeepSeek-V3 README_WEIGHTS.md); some releases store it
+in 16 bits, or as the exponent of a power of two (UE8M0). Which linears are FP8 is said by their
+dtype.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,14 +35,20 @@ class Fp8Block(Format):
     def holds(self, grid: Grid) -> bool:
         return False
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
+    def parts(
+        self, module: str, shape: tuple[int, int], grid: Grid | None
+    ) -> tuple[StoredPart, ...]:
         blocks = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
         return (
             StoredPart(".weight", (torch.float8_e4m3fn,), shape, axes=CODES),
-            StoredPart(".weight_scale_inv", _SCALES, blocks, axes=(("N", FP8_BLOCK), ("K", FP8_BLOCK))),
+            StoredPart(
+                ".weight_scale_inv", _SCALES, blocks, axes=(("N", FP8_BLOCK), ("K", FP8_BLOCK))
+            ),
         )
 
-    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+    def stored(
+        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
+    ) -> tuple[tuple[int, int], Grid | None]:
         rows, columns = tensors[f"{module}.weight"].shape
         return (rows, columns), None
 
@@ -49,24 +57,42 @@ class Fp8Block(Format):
         return {f"{module}.weight": weight.codes, f"{module}.weight_scale_inv": weight.scale}
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
-        return Fp8BlockWeight(tensors[f"{module}.weight"], tensors[f"{module}.weight_scale_inv"].float())
+        return Fp8BlockWeight(
+            tensors[f"{module}.weight"], tensors[f"{module}.weight_scale_inv"].float()
+        )
 
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
         block = config.get("quantization_config") or {}
         has_fp4 = "fp4" in (block.get("expert_dtype"), config.get("expert_dtype"))
-        return block.get("quant_method") == "fp8" and block.get("weight_block_size") is not None and has_fp4 == self.with_fp4
+        return (
+            block.get("quant_method") == "fp8"
+            and block.get("weight_block_size") is not None
+            and has_fp4 == self.with_fp4
+        )
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         block_size = config["quantization_config"].get("weight_block_size")
         if block_size != _BLOCK_SIZE:
-            raise QuantkitError(f"the checkpoint is FP8 with weight_block_size {block_size}", f"quantkit reads FP8 with {_BLOCK_SIZE}")
+            raise QuantkitError(
+                f"the checkpoint is FP8 with weight_block_size {block_size}",
+                f"quantkit reads FP8 with {_BLOCK_SIZE}",
+            )
         return None
 
-    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    def ignored(
+        self, config: Mapping[str, Any], side: Mapping[str, Any]
+    ) -> Callable[[str], bool] | None:
         return None
 
-    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
-        return {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": _BLOCK_SIZE}
+    def config_block(
+        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
+    ) -> dict[str, Any]:
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": _BLOCK_SIZE,
+        }
 
     def quantizes(self, module: str, role: str, *, mtp: bool = False) -> bool:
         return role in ("linear", "kv_b", "indexer")

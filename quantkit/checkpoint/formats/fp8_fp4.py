@@ -1,10 +1,11 @@
-"""DeepSeek-V4's own: FP8 blocks of 128 x 128 beside MXFP4 experts, each with powers of two (UE8M0) for scales. Read only.
+"""DeepSeek-V4's own: FP8 blocks of 128 x 128 beside MXFP4 experts, each with powers of two (UE8M0)
+for scales. Read only.
 
 FP8     X.weight float8_e4m3fn [N, K]     X.weight_scale_inv [ceil(N / 128), ceil(K / 128)]
 MXFP4   X.weight int8 [N, K / 2]          X.weight_scale_inv float8_e8m0fnu [N, K / 32]
 
-E2M1 codes lie two to a byte along the inputs, the even one in the low bits. The dtype says which of the two a linear is. The release writes
-.scale for .weight_scale_inv (checkpoint/tensor_aliases.py).
+E2M1 codes lie two to a byte along the inputs, the even one in the low bits. The dtype says which of
+the two a linear is. The release writes .scale for .weight_scale_inv (checkpoint/tensor_aliases.py).
 """
 
 from collections.abc import Mapping
@@ -27,7 +28,9 @@ class Fp8BlockFp4(Fp8Block):
     variant = "e4m3-128x128 and e2m1-32"
     with_fp4 = True
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
+    def parts(
+        self, module: str, shape: tuple[int, int], grid: Grid | None
+    ) -> tuple[StoredPart, ...]:
         if not isinstance(grid, Mxfp4Grid):
             return super().parts(module, shape, grid)
         rows, columns = shape
@@ -35,7 +38,9 @@ class Fp8BlockFp4(Fp8Block):
         scales = (torch.float8_e8m0fnu, torch.uint8)
         return (
             StoredPart(".weight", (torch.int8, torch.uint8), (rows, columns // 2), axes=CODE_PAIRS),
-            StoredPart(".weight_scale_inv", scales, (rows, columns // MX_GROUP), axes=GROUP_EXPONENTS),
+            StoredPart(
+                ".weight_scale_inv", scales, (rows, columns // MX_GROUP), axes=GROUP_EXPONENTS
+            ),
         )
 
     def quantized_module(self, tensor: TensorSpec) -> str | None:
@@ -43,16 +48,25 @@ class Fp8BlockFp4(Fp8Block):
             return tensor.name.removesuffix(self.marker)
         return super().quantized_module(tensor)
 
-    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+    def stored(
+        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
+    ) -> tuple[tuple[int, int], Grid | None]:
         codes = tensors[f"{module}.weight"]
         rows, columns = codes.shape
-        return ((rows, columns), None) if codes.dtype == self.marker_dtype else ((rows, 2 * columns), Mxfp4Grid())
+        return (
+            ((rows, columns), None)
+            if codes.dtype == self.marker_dtype
+            else ((rows, 2 * columns), Mxfp4Grid())
+        )
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         if not isinstance(weight, Mxfp4Weight):
             return super().pack(module, weight)
         scale = weight.exponent.view(torch.float8_e8m0fnu)
-        return {f"{module}.weight": pack_pairs(weight.codes).view(torch.int8), f"{module}.weight_scale_inv": scale}
+        return {
+            f"{module}.weight": pack_pairs(weight.codes).view(torch.int8),
+            f"{module}.weight_scale_inv": scale,
+        }
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
         codes, scale = tensors[f"{module}.weight"], tensors[f"{module}.weight_scale_inv"]

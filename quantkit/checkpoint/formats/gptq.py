@@ -1,9 +1,11 @@
-"""GPTQ as AutoGPTQ and GPTQModel write it: int4 or int8 packed along the inputs in natural order, zero points along the outputs.
+"""GPTQ as AutoGPTQ and GPTQModel write it: int4 or int8 packed along the inputs in natural order,
+zero points along the outputs.
 
     X.qweight int32 [K / P, N]   X.qzeros int32 [G, N / P]   X.scales float16 [G, N]   X.g_idx int32 [K], the group of each input
 
-P values to a word, 8 of int4 and 4 of int8. A code is unsigned: w[k, n] = (q - z) * s, with z and s of group g_idx[k]. checkpoint_format
-"gptq", the first, stores a zero point minus one; "gptq_v2" stores it as it is. With desc_act the groups are those of GPTQ's own order of
+P values to a word, 8 of int4 and 4 of int8. A code is unsigned: w[k, n] = (q - z) * s, with z and s
+of group g_idx[k]. checkpoint_format "gptq", the first, stores a zero point minus one; "gptq_v2"
+stores it as it is. With desc_act the groups are those of GPTQ's own order of
 inputs: such a weight has no groups of neighbours, and is decoded to float32 as it is read.
 """
 
@@ -37,7 +39,8 @@ _BITS = (4, 8)
 
 
 class Gptq(Format):
-    """checkpoint_format: "gptq" or "gptq_v2". desc_act: whether groups are in GPTQ's own order of inputs."""
+    """checkpoint_format: "gptq" or "gptq_v2". desc_act: whether groups are in GPTQ's own order of
+    inputs."""
 
     name = "gptq"
     scale_dtype = torch.float16
@@ -51,51 +54,89 @@ class Gptq(Format):
         self.first = checkpoint_format == _FIRST
 
     def holds(self, grid: Grid) -> bool:
-        return isinstance(grid, IntGrid) and grid.bits in _BITS and grid.activation_bits == 16 and not self.desc_act
+        return (
+            isinstance(grid, IntGrid)
+            and grid.bits in _BITS
+            and grid.activation_bits == 16
+            and not self.desc_act
+        )
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
+    def parts(
+        self, module: str, shape: tuple[int, int], grid: Grid | None
+    ) -> tuple[StoredPart, ...]:
         assert isinstance(grid, IntGrid), grid
         (rows, columns), per_word = shape, 32 // grid.bits
         require_multiple(module, "outputs", rows, per_word)
         require_multiple(module, "input channels", columns, per_word)
         count = groups(module, columns, grid)
-        # In GPTQ's own order any input may be of any group: all of them are needed for a share of the inputs.
+        # In GPTQ's own order any input may be of any group: all of them are needed for a share of
+        # the inputs.
         along = None if self.desc_act else along_groups(columns, count)
         return (
-            StoredPart(".qweight", (torch.int32,), (columns // per_word, rows), axes=(("K", per_word), ("N", 1))),
-            StoredPart(".qzeros", (torch.int32,), (count, rows // per_word), axes=(along, ("N", per_word))),
-            StoredPart(".scales", (torch.float16, *FLOAT_DTYPES), (count, rows), axes=(along, ("N", 1))),
-            StoredPart(".g_idx", (torch.int32, torch.int64), (columns,), required=False, axes=(("K", 1),)),
+            StoredPart(
+                ".qweight",
+                (torch.int32,),
+                (columns // per_word, rows),
+                axes=(("K", per_word), ("N", 1)),
+            ),
+            StoredPart(
+                ".qzeros", (torch.int32,), (count, rows // per_word), axes=(along, ("N", per_word))
+            ),
+            StoredPart(
+                ".scales", (torch.float16, *FLOAT_DTYPES), (count, rows), axes=(along, ("N", 1))
+            ),
+            StoredPart(
+                ".g_idx", (torch.int32, torch.int64), (columns,), required=False, axes=(("K", 1),)
+            ),
         )
 
-    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+    def stored(
+        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
+    ) -> tuple[tuple[int, int], Grid | None]:
         words, rows = tensors[f"{module}.qweight"].shape
         bits = grid.bits if isinstance(grid, IntGrid) else 4
         return (rows, words * (32 // bits)), grid
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         assert isinstance(weight, IntWeight), type(weight)
-        zero_point = torch.zeros_like(weight.scale, dtype=torch.int8) if weight.zero_point is None else weight.zero_point
+        zero_point = (
+            torch.zeros_like(weight.scale, dtype=torch.int8)
+            if weight.zero_point is None
+            else weight.zero_point
+        )
         return {
             f"{module}.qweight": _pack(weight.codes, weight.bits).T.contiguous(),
-            f"{module}.qzeros": _pack(_wrapped(zero_point.T, -int(self.first), weight.bits), weight.bits),
+            f"{module}.qzeros": _pack(
+                _wrapped(zero_point.T, -int(self.first), weight.bits), weight.bits
+            ),
             f"{module}.scales": stored_scale(module, weight.scale, self.scale_dtype).T.contiguous(),
             f"{module}.g_idx": (torch.arange(weight.shape[1]) // weight.group_size).int(),
         }
 
     def specs(self, module: str, shape: tuple[int, int], grid: Grid | None) -> list[TensorSpec]:
-        return [TensorSpec(module + part.suffix, part.dtypes[0], part.shape) for part in self.parts(module, shape, grid)]
+        return [
+            TensorSpec(module + part.suffix, part.dtypes[0], part.shape)
+            for part in self.parts(module, shape, grid)
+        ]
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
-        scale, zeros = tensors[f"{module}.scales"].float().T.contiguous(), tensors[f"{module}.qzeros"]
+        scale, zeros = (
+            tensors[f"{module}.scales"].float().T.contiguous(),
+            tensors[f"{module}.qzeros"],
+        )
         bits = 32 * zeros.shape[1] // scale.shape[0]
         codes = _unpack(tensors[f"{module}.qweight"].T, bits)
         zero_point = _wrapped(_unpack(zeros, bits), int(self.first), bits).T.contiguous()
         g_idx = tensors.get(f"{module}.g_idx")
         if g_idx is not None and not in_order(g_idx, scale.shape[1]):
             if not self.desc_act:
-                told = f"{module}.g_idx is not in the order of the inputs, and the checkpoint says desc_act false"
-                raise QuantkitError(told, "set desc_act to true in quantization_config, if it was quantized so")
+                told = (
+                    f"{module}.g_idx is not in the order of the inputs, and the checkpoint "
+                    "says desc_act false"
+                )
+                raise QuantkitError(
+                    told, "set desc_act to true in quantization_config, if it was quantized so"
+                )
             of = _checked_groups(module, g_idx, scale.shape[1])
             return (codes - zero_point[:, of].float()) * scale[:, of]
         return IntWeight(codes, scale, zero_point if bool(zero_point.any()) else None, bits)
@@ -103,36 +144,55 @@ class Gptq(Format):
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
         block = _block(config, side)
         method = block.get("quant_method", _METHOD if _is_side(config, side) else None)
-        return method == _METHOD and (_said_format(block), bool(block.get("desc_act"))) == (self.checkpoint_format, self.desc_act)
+        return method == _METHOD and (_said_format(block), bool(block.get("desc_act"))) == (
+            self.checkpoint_format,
+            self.desc_act,
+        )
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         block = _block(config, side)
         bits, size, symmetric = block.get("bits"), block.get("group_size"), block.get("sym", True)
         if bits not in _BITS or type(size) is not int or type(symmetric) is not bool:
             told = f"bits {bits}, group_size {size}, sym {symmetric}"
-            raise QuantkitError(f"the checkpoint is GPTQ with {told}", "quantkit reads GPTQ with 4 and 8 bits")
+            raise QuantkitError(
+                f"the checkpoint is GPTQ with {told}", "quantkit reads GPTQ with 4 and 8 bits"
+            )
         return IntGrid(bits=bits, group_size=size if size > 0 else None, symmetric=symmetric)
 
     def of_checkpoint(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Format:
-        """Where GPTQModel's `dynamic` gives some modules other bits, groups or orders: the format and grid of each."""
+        """Where GPTQModel's `dynamic` gives some modules other bits, groups or orders: the format
+        and grid of each."""
         block, ignored = _block(config, side), self.ignored(config, side)
-        own = [(regex.compile(name.removeprefix("+:")), settings) for name, settings in _dynamic(block).items() if _is_own(name, settings)]
+        own = [
+            (regex.compile(name.removeprefix("+:")), settings)
+            for name, settings in _dynamic(block).items()
+            if _is_own(name, settings)
+        ]
         if not own:
             return self
 
         def placed(module: str) -> DeclaredFormat | None:
-            if (module == HEAD and not block.get("lm_head")) or (ignored is not None and ignored(module)):
+            if (module == HEAD and not block.get("lm_head")) or (
+                ignored is not None and ignored(module)
+            ):
                 return None
-            settings: Mapping[str, Any] = next((one for pattern, one in own if pattern.match(module)), {})
+            settings: Mapping[str, Any] = next(
+                (one for pattern, one in own if pattern.match(module)), {}
+            )
             said = {"quantization_config": {**block, **settings, "dynamic": {}}}
             format = next(
-                one for one in FORMATS if one.first == self.first and one.desc_act == bool(settings.get("desc_act", self.desc_act))
+                one
+                for one in FORMATS
+                if one.first == self.first
+                and one.desc_act == bool(settings.get("desc_act", self.desc_act))
             )
             return DeclaredFormat(format, format.grid(said, {}))
 
         return Declared(self, placed, FORMATS)
 
-    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    def ignored(
+        self, config: Mapping[str, Any], side: Mapping[str, Any]
+    ) -> Callable[[str], bool] | None:
         block = _block(config, side)
         patterns = [regex.compile(name[2:]) for name in _dynamic(block) if name.startswith("-:")]
         listed = block.get("modules_to_not_convert") or []
@@ -140,9 +200,15 @@ class Gptq(Format):
             return None
         # Engines leave the head alone unless lm_head is set, listed or not.
         plain = set() if block.get("lm_head") else {HEAD}
-        return lambda module: module in plain or any(one.match(module) for one in patterns) or any(entry in module for entry in listed)
+        return lambda module: (
+            module in plain
+            or any(one.match(module) for one in patterns)
+            or any(entry in module for entry in listed)
+        )
 
-    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
+    ) -> dict[str, Any]:
         assert isinstance(grid, IntGrid), grid
         linears = [module for module in plain_linears(plain, quantized) if module != HEAD]
         return {
@@ -158,9 +224,12 @@ class Gptq(Format):
 
 
 def in_order(g_idx: Tensor, count: int) -> bool:
-    """Whether neighbours share a group: g_idx [K] rises by one every K / count inputs. All zeros stand for that too, as AutoGPTQ writes."""
+    """Whether neighbours share a group: g_idx [K] rises by one every K / count inputs. All zeros
+    stand for that too, as AutoGPTQ writes."""
     size = max(len(g_idx) // count, 1)
-    return not bool(g_idx.any()) or torch.equal(g_idx.long() - int(g_idx[0]), torch.arange(len(g_idx)) // size)
+    return not bool(g_idx.any()) or torch.equal(
+        g_idx.long() - int(g_idx[0]), torch.arange(len(g_idx)) // size
+    )
 
 
 def _checked_groups(module: str, g_idx: Tensor, count: int) -> Tensor:
@@ -180,7 +249,9 @@ def _block(config: Mapping[str, Any], side: Mapping[str, Any]) -> Mapping[str, A
 
 def _is_side(config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
     """AutoGPTQ's own file names no method."""
-    return not config.get("quantization_config") and "desc_act" in side.get("quantize_config.json", {})
+    return not config.get("quantization_config") and "desc_act" in side.get(
+        "quantize_config.json", {}
+    )
 
 
 def _said_format(block: Mapping[str, Any]) -> str:
@@ -218,4 +289,6 @@ def _wrapped(codes: Tensor, plus: int, bits: int) -> Tensor:
     return ((codes.short() + plus + half) % (2 * half) - half).to(torch.int8)
 
 
-FORMATS = tuple(Gptq(said, desc_act=desc_act) for desc_act in (False, True) for said in (_FIRST, _SECOND))
+FORMATS = tuple(
+    Gptq(said, desc_act=desc_act) for desc_act in (False, True) for said in (_FIRST, _SECOND)
+)

@@ -4,11 +4,12 @@
 
     X.input_scale float32 [], where inputs are described as 4-bit floats (W4A4)
 
-weight_scale_2 and input_scale are MULTIPLIERS. That inputs are rounded is said by quant_algo NVFP4 and the input_activations of a config
-group together. With quant_algo alone, as in DeepSeek-R1-FP4, an input_scale is accepted and not used, which is how engines run such files
-where a card has no FP4 units. The MTP layer stays in BF16: SGLang runs it unquantized. The description stands in hf_quant_config.json and,
-flat, in config.json, as ModelOpt has written both since 0.31: vLLM 0.22 to 0.32 takes W4A16_NVFP4 from config.json only ("Unknown ModelOpt
-quant algo" otherwise).
+weight_scale_2 and input_scale are MULTIPLIERS. That inputs are rounded is said by quant_algo NVFP4
+and the input_activations of a config group together. With quant_algo alone, as in DeepSeek-R1-FP4,
+an input_scale is accepted and not used, which is how engines run such files where a card has no FP4
+units. The MTP layer stays in BF16: SGLang runs it unquantized. The description stands in
+hf_quant_config.json and, flat, in config.json, as ModelOpt has written both since 0.31: vLLM 0.22
+to 0.32 takes W4A16_NVFP4 from config.json only ("Unknown ModelOpt quant algo" otherwise).
 """
 
 import json
@@ -51,12 +52,16 @@ class ModelOpt(Nvfp4):
     marker = ".weight"
     own_suffixes = (".weight_scale", ".weight_scale_2")
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
+    def parts(
+        self, module: str, shape: tuple[int, int], grid: Grid | None
+    ) -> tuple[StoredPart, ...]:
         codes, scales = code_shapes(module, shape)
         return (
             StoredPart(".weight", (torch.uint8,), codes, axes=CODE_PAIRS),
             # chitu declares the same bytes as uint8
-            StoredPart(".weight_scale", (torch.float8_e4m3fn, torch.uint8), scales, axes=GROUP_SCALES),
+            StoredPart(
+                ".weight_scale", (torch.float8_e4m3fn, torch.uint8), scales, axes=GROUP_SCALES
+            ),
             StoredPart(".weight_scale_2", (torch.float32,), ()),
             StoredPart(".input_scale", (torch.float32,), (), required=self.rounds_inputs),
         )
@@ -78,29 +83,49 @@ class ModelOpt(Nvfp4):
             codes=unpack_pairs(tensors[f"{module}.weight"]),
             scale=tensors[f"{module}.weight_scale"].view(torch.float8_e4m3fn),
             global_scale=tensors[f"{module}.weight_scale_2"].reshape(()),
-            input_divisor=tensors[f"{module}.input_scale"].reciprocal().reshape(()) if self.rounds_inputs else None,
+            input_divisor=tensors[f"{module}.input_scale"].reciprocal().reshape(())
+            if self.rounds_inputs
+            else None,
         )
 
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
         block = described(config, side) if is_modelopt(config, side) else {"quant_algo": "FP8"}
         said = str(block.get("quant_algo"))
-        return "FP8" not in said and said != MIXED and _rounds_inputs(block) == self.rounds_inputs  # fp8.py, modelopt_mixed.py
+        return (
+            "FP8" not in said and said != MIXED and _rounds_inputs(block) == self.rounds_inputs
+        )  # fp8.py, modelopt_mixed.py
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         block = described(config, side)
         algorithm, size = block.get("quant_algo"), _group_size(block)
         if algorithm not in _ALGORITHMS or size != FP4_GROUP:
-            said = f"quant_algo {algorithm}" + (f" and group_size {size}" if algorithm in _ALGORITHMS else "")
-            known = f"{', '.join(_ALGORITHMS)} with group_size {FP4_GROUP}, FP8, FP8_PER_CHANNEL_PER_TOKEN, MXFP8 and mixtures of these"
-            raise QuantkitError(f"the checkpoint is ModelOpt with {said}", f"quantkit reads {known}: export it so, or quantize its source")
+            said = f"quant_algo {algorithm}" + (
+                f" and group_size {size}" if algorithm in _ALGORITHMS else ""
+            )
+            known = (
+                f"{', '.join(_ALGORITHMS)} with group_size {FP4_GROUP}, FP8, "
+                "FP8_PER_CHANNEL_PER_TOKEN, MXFP8 and mixtures of these"
+            )
+            raise QuantkitError(
+                f"the checkpoint is ModelOpt with {said}",
+                f"quantkit reads {known}: export it so, or quantize its source",
+            )
         return self.own_grid
 
-    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    def ignored(
+        self, config: Mapping[str, Any], side: Mapping[str, Any]
+    ) -> Callable[[str], bool] | None:
         block = described(config, side)
         entries = block.get("exclude_modules", block.get("ignore"))
-        return None if entries is None else lambda module: any(_SPELLING.matches(entry, module) for entry in entries)
+        return (
+            None
+            if entries is None
+            else lambda module: any(_SPELLING.matches(entry, module) for entry in entries)
+        )
 
-    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
+    ) -> dict[str, Any]:
         numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": FP4_GROUP}
         inputs = {"input_activations": numbers} if self.rounds_inputs else {}
         return {
@@ -112,7 +137,9 @@ class ModelOpt(Nvfp4):
             "producer": _PRODUCER,
         }
 
-    def extra_files(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, bytes]:
+    def extra_files(
+        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
+    ) -> dict[str, bytes]:
         quantization = {
             "quant_algo": self._algorithm,
             "kv_cache_quant_algo": None,
@@ -133,7 +160,9 @@ class ModelOpt(Nvfp4):
 def _rounds_inputs(block: Mapping[str, Any]) -> bool:
     """Whether the description says so of the inputs, and not by its quant_algo alone."""
     groups = (block.get("config_groups") or {}).values()
-    return block.get("quant_algo") == _W4A4 and any(is_nvfp4(group.get("input_activations")) for group in groups if isinstance(group, dict))
+    return block.get("quant_algo") == _W4A4 and any(
+        is_nvfp4(group.get("input_activations")) for group in groups if isinstance(group, dict)
+    )
 
 
 def _unquantized(quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> list[str]:
@@ -145,22 +174,36 @@ def _unquantized(quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpe
 
 def is_modelopt(config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
     """Whether ModelOpt wrote it, in whatever numbers."""
-    return _SIDE_FILE in side or _METHOD.fullmatch(str((config.get("quantization_config") or {}).get("quant_method"))) is not None
+    return (
+        _SIDE_FILE in side
+        or _METHOD.fullmatch(str((config.get("quantization_config") or {}).get("quant_method")))
+        is not None
+    )
 
 
 def described(config: Mapping[str, Any], side: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The description, from config.json where it has one as engines do, else from hf_quant_config.json."""
+    """The description, from config.json where it has one as engines do, else from
+    hf_quant_config.json."""
     block = config.get("quantization_config") or side.get(_SIDE_FILE, {}).get("quantization")
     if not isinstance(block, dict):
-        raise QuantkitError(f"{_SIDE_FILE} says nothing under quantization", "download that file again")
+        raise QuantkitError(
+            f"{_SIDE_FILE} says nothing under quantization", "download that file again"
+        )
     return block
 
 
 def _group_size(block: Mapping[str, Any]) -> Any:
-    """At the top of the description, or with the weights of its groups, where ModelOpt's newer form has it alone."""
+    """At the top of the description, or with the weights of its groups, where ModelOpt's newer form
+    has it alone."""
     groups = (block.get("config_groups") or {}).values()
-    weights = [group["weights"] for group in groups if isinstance(group, dict) and isinstance(group.get("weights"), dict)]
-    return block.get("group_size", next((one["group_size"] for one in weights if "group_size" in one), FP4_GROUP))
+    weights = [
+        group["weights"]
+        for group in groups
+        if isinstance(group, dict) and isinstance(group.get("weights"), dict)
+    ]
+    return block.get(
+        "group_size", next((one["group_size"] for one in weights if "group_size" in one), FP4_GROUP)
+    )
 
 
 FORMAT = ModelOpt()

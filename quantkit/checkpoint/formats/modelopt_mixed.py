@@ -1,7 +1,8 @@
-"""ModelOpt's MIXED_PRECISION: NVFP4 and FP8 linears in one checkpoint, each named with its own quant_algo. Read only.
+"""ModelOpt's MIXED_PRECISION: NVFP4 and FP8 linears in one checkpoint, each named with its own
+quant_algo. Read only.
 
-hf_quant_config.json has them under `quantized_layers`; config.json, which engines ask first, has them there or as the targets of
-config_groups.
+hf_quant_config.json has them under `quantized_layers`; config.json, which engines ask first, has
+them there or as the targets of config_groups.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,11 @@ _ALGORITHMS: dict[str, DeclaredFormat] = {
 }
 
 
-_OF_GROUPS: dict[tuple[Any, ...], str] = {(4, "float", FP4_GROUP): "NVFP4", (8, "float", None): "FP8", (8, "float", MX_GROUP): "MXFP8"}
+_OF_GROUPS: dict[tuple[Any, ...], str] = {
+    (4, "float", FP4_GROUP): "NVFP4",
+    (8, "float", None): "FP8",
+    (8, "float", MX_GROUP): "MXFP8",
+}
 """num_bits, type and group_size of a config group."""
 
 
@@ -34,13 +39,23 @@ class ModelOptMixed(Description):
     members: tuple[Format, ...] = tuple(dict.fromkeys(one.format for one in _ALGORITHMS.values()))  # type: ignore[misc]
 
     def detect(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> bool:
-        return modelopt.is_modelopt(config, side) and modelopt.described(config, side).get("quant_algo") == modelopt.MIXED
+        return (
+            modelopt.is_modelopt(config, side)
+            and modelopt.described(config, side).get("quant_algo") == modelopt.MIXED
+        )
 
     def placed(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Placed:
         block = modelopt.described(config, side)
-        layers = block.get("quantized_layers") or _layers_of_groups(block) or modelopt.described({}, side).get("quantized_layers")
+        layers = (
+            block.get("quantized_layers")
+            or _layers_of_groups(block)
+            or modelopt.described({}, side).get("quantized_layers")
+        )
         if not isinstance(layers, dict) or not layers:
-            raise QuantkitError(f"the checkpoint is ModelOpt's {modelopt.MIXED} and names no layers", "download its description again")
+            raise QuantkitError(
+                f"the checkpoint is ModelOpt's {modelopt.MIXED} and names no layers",
+                "download its description again",
+            )
         found = {module: _placement(module, own) for module, own in layers.items()}
         return found.get
 
@@ -49,7 +64,10 @@ def _placement(module: str, own: Any) -> DeclaredFormat:
     algorithm = own.get("quant_algo") if isinstance(own, dict) else None
     placement = _ALGORITHMS.get(str(algorithm))
     if placement is None or (placement is _NVFP4 and own.get("group_size", FP4_GROUP) != FP4_GROUP):
-        told = f"{module} is ModelOpt's {algorithm} with group_size {own.get('group_size') if isinstance(own, dict) else None}"
+        told = (
+            f"{module} is ModelOpt's {algorithm} with group_size "
+            f"{own.get('group_size') if isinstance(own, dict) else None}"
+        )
         raise QuantkitError(told, f"in a mixture quantkit reads {', '.join(_ALGORITHMS)}")
     return placement
 

@@ -1,13 +1,15 @@
-"""Ascend ModelSlim (ascendV1): INT8 W8A8_DYNAMIC and INT4 W4A8_DYNAMIC, told by quant_model_description.json.
+"""Ascend ModelSlim (ascendV1): INT8 W8A8_DYNAMIC and INT4 W4A8_DYNAMIC, told by
+quant_model_description.json.
 
     W8A8_DYNAMIC   X.weight int8 [N, K]       X.weight_scale float32 [N, 1]   X.weight_offset float32 [N, 1], zeros
     W4A8_DYNAMIC   X.weight int8 [N / 2, K]   the same, and X.scale_bias float32 [N, 1], for down_proj and o_proj [N, 16]
 
-Int4 is symmetric per channel, two rows to a byte in two's complement, the even row in the low bits. The kernel computes with
-codes + 8 and takes scale_bias = 8 * sum_k(code * scale) off again; layers cut along K carry the sum of each of 16 slices.
-vllm-ascend registers weight_offset as a parameter, so it must be there. config.json says nothing. What else ModelSlim writes is read by the
-type that each tensor has in the description (modelslim_kinds.py).
-A cache in int8 is told there, too; the tensors with its steps are in models/cache_steps.py.
+Int4 is symmetric per channel, two rows to a byte in two's complement, the even row in the low bits.
+The kernel computes with codes + 8 and takes scale_bias = 8 * sum_k(code * scale) off again; layers
+cut along K carry the sum of each of 16 slices. vllm-ascend registers weight_offset as a parameter,
+so it must be there. config.json says nothing. What else ModelSlim writes is read by the type that
+each tensor has in the description (modelslim_kinds.py). A cache in int8 is told there, too; the
+tensors with its steps are in models/cache_steps.py.
 """
 
 import json
@@ -33,7 +35,12 @@ from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.schemes import CacheCodes, Grid, IntGrid
 from quantkit.grids.weights import IntWeight, Weight
-from quantkit.quant.packing import from_twos_complement, pack_pairs, to_twos_complement, unpack_pairs
+from quantkit.quant.packing import (
+    from_twos_complement,
+    pack_pairs,
+    to_twos_complement,
+    unpack_pairs,
+)
 
 _SIDE_FILE = "quant_model_description.json"
 _INT8 = IntGrid(bits=8, group_size=None, symmetric=True)
@@ -44,8 +51,16 @@ _SECOND = ".weight_scale_second"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _TYPE_NAMES = {grid: name for name, grid in _TYPES.items()}
 _KINDS: dict[tuple[str, bool, bool], Format] = {
-    **{("W8A8_DYNAMIC", second, new): SlimLinear(8, 8) for second in (False, True) for new in (False, True)},
-    **{(kind, False, new): SlimLinear(8, 8, static=True) for kind in ("W8A8", "W8A8_MIX") for new in (False, True)},
+    **{
+        ("W8A8_DYNAMIC", second, new): SlimLinear(8, 8)
+        for second in (False, True)
+        for new in (False, True)
+    },
+    **{
+        (kind, False, new): SlimLinear(8, 8, static=True)
+        for kind in ("W8A8", "W8A8_MIX")
+        for new in (False, True)
+    },
     **{("W8A16", False, new): SlimLinear(8, 16) for new in (False, True)},
     ("W4A16", False, False): SlimLinear(4, 16),
     ("W4A8_DYNAMIC", False, False): SlimLinear(4, 8),
@@ -55,8 +70,12 @@ _KINDS: dict[tuple[str, bool, bool], Format] = {
 """By type, whether a linear has scales of two stages, and whether the description has a version."""
 _PACKED_W4A16: dict[bool, Format] = {True: SlimLinear(4, 16, "N"), False: SlimLinear(4, 16, "K")}
 """In groups, or per channel."""
-_CACHES = (("fa_quant_type", "FAKQuant", ".fa_k.", "FAQuant"), ("kv_cache_type", "C8", ".kv_cache_", "C8"))
-"""Of latents, and of keys and values: the key that says so and its value, a part of the names of tensors, and their type."""
+_CACHES = (
+    ("fa_quant_type", "FAKQuant", ".fa_k.", "FAQuant"),
+    ("kv_cache_type", "C8", ".kv_cache_", "C8"),
+)
+"""Of latents, and of keys and values: the key that says so and its value, a part of the names of
+tensors, and their type."""
 
 
 class ModelSlim(Format):
@@ -71,7 +90,9 @@ class ModelSlim(Format):
     def holds(self, grid: Grid) -> bool:
         return grid in (_INT8, _INT4)
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
+    def parts(
+        self, module: str, shape: tuple[int, int], grid: Grid | None
+    ) -> tuple[StoredPart, ...]:
         rows, columns = shape
         scales = (
             StoredPart(".weight_scale", _FLOATS, (rows, 1), axes=(("N", 1), None)),
@@ -85,10 +106,17 @@ class ModelSlim(Format):
         return (
             StoredPart(".weight", (torch.int8,), (rows // 2, columns), axes=(("N", 2), ("K", 1))),
             *scales,
-            StoredPart(".scale_bias", (torch.float32,), (rows, slices), axes=(("N", 1), along_groups(columns, slices))),
+            StoredPart(
+                ".scale_bias",
+                (torch.float32,),
+                (rows, slices),
+                axes=(("N", 1), along_groups(columns, slices)),
+            ),
         )
 
-    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+    def stored(
+        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
+    ) -> tuple[tuple[int, int], Grid | None]:
         rows, columns = tensors[f"{module}.weight"].shape
         # A W4A8 checkpoint has INT4 experts and INT8 attention; only INT4 has scale_bias.
         if f"{module}.scale_bias" in tensors:
@@ -98,7 +126,10 @@ class ModelSlim(Format):
     def split_fault(self, module: str, grid: Grid, *, row_parallel: bool) -> str | None:
         if grid != _INT4 or row_parallel == (bias_slices(module) == SLICES):
             return None
-        return "the format tells by its name whether an int4 linear is cut along its inputs, and this name says otherwise"
+        return (
+            "the format tells by its name whether an int4 linear is cut along its inputs, and "
+            "this name says otherwise"
+        )
 
     def pack(self, module: str, weight: Weight) -> dict[str, Tensor]:
         assert isinstance(weight, IntWeight), type(weight)
@@ -109,17 +140,27 @@ class ModelSlim(Format):
             f"{module}.weight_offset": torch.zeros_like(weight.scale),
         }
         if weight.bits == 4:
-            tensors[f"{module}.weight"] = pack_pairs(to_twos_complement(weight.codes.T)).T.contiguous().view(torch.int8)
-            sums = weight.codes.unflatten(1, (bias_slices(module), -1)).sum(dim=-1, dtype=torch.int32)
+            tensors[f"{module}.weight"] = (
+                pack_pairs(to_twos_complement(weight.codes.T)).T.contiguous().view(torch.int8)
+            )
+            sums = weight.codes.unflatten(1, (bias_slices(module), -1)).sum(
+                dim=-1, dtype=torch.int32
+            )
             tensors[f"{module}.scale_bias"] = 8 * sums * weight.scale
         return tensors
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
         if bool(tensors[f"{module}.weight_offset"].any()):
-            raise QuantkitError(f"{module}.weight_offset is not zero: the weight is asymmetric", "quantkit reads symmetric ones")
+            raise QuantkitError(
+                f"{module}.weight_offset is not zero: the weight is asymmetric",
+                "quantkit reads symmetric ones",
+            )
         codes, bits = tensors[f"{module}.weight"], 8
         if f"{module}.scale_bias" in tensors:
-            codes, bits = from_twos_complement(unpack_pairs(codes.view(torch.uint8).T)).T.contiguous(), 4
+            codes, bits = (
+                from_twos_complement(unpack_pairs(codes.view(torch.uint8).T)).T.contiguous(),
+                4,
+            )
         return IntWeight(codes, tensors[f"{module}.weight_scale"].float(), None, bits)
 
     def cache_codes(self, side: Mapping[str, Any]) -> CacheCodes | None:
@@ -133,32 +174,53 @@ class ModelSlim(Format):
         """Itself for what it writes; else each linear by its own type."""
         described = _described(side)
         types = {said for said in described.values() if isinstance(said, str)} - {"FLOAT"}
-        if "version" in described and not any(kind[0] in types for kind in _KINDS if kind[0] not in _TYPES) and not _has_seconds(described):
+        if (
+            "version" in described
+            and not any(kind[0] in types for kind in _KINDS if kind[0] not in _TYPES)
+            and not _has_seconds(described)
+        ):
             return self
         return Declared(self, _placed(described), (self, *_KINDS.values(), *_PACKED_W4A16.values()))
 
     def grid(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Grid | None:
         said = _described(side).get("model_quant_type")
         if said not in _TYPES:
-            raise QuantkitError(f"{_SIDE_FILE} says model_quant_type {said}", f"quantkit reads {', '.join(_READ)}")
+            raise QuantkitError(
+                f"{_SIDE_FILE} says model_quant_type {said}", f"quantkit reads {', '.join(_READ)}"
+            )
         return _TYPES[said]
 
-    def ignored(self, config: Mapping[str, Any], side: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    def ignored(
+        self, config: Mapping[str, Any], side: Mapping[str, Any]
+    ) -> Callable[[str], bool] | None:
         described = _described(side)
-        # What is not described is not quantized; but vllm-ascend asks for the head's type, of one that is tied to the embedding too.
-        return lambda module: described.get(f"{module}.weight", None if module == HEAD else "FLOAT") == "FLOAT"
+        # What is not described is not quantized; but vllm-ascend asks for the head's type, of one
+        # that is tied to the embedding too.
+        return lambda module: (
+            described.get(f"{module}.weight", None if module == HEAD else "FLOAT") == "FLOAT"
+        )
 
-    def config_block(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, Any]:
+    def config_block(
+        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
+    ) -> dict[str, Any]:
         return {}
 
-    def extra_files(self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]) -> dict[str, bytes]:
+    def extra_files(
+        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
+    ) -> dict[str, bytes]:
         assert grid in _TYPE_NAMES, grid
-        description: dict[str, Any] = {"model_quant_type": _TYPE_NAMES[grid], "version": "1.0.0", "group_size": 0}
+        description: dict[str, Any] = {
+            "model_quant_type": _TYPE_NAMES[grid],
+            "version": "1.0.0",
+            "group_size": 0,
+        }
         description |= {"metadata": {}, "optional": {}}
         for module, own_grid in quantized.items():
             assert own_grid in _TYPE_NAMES, f"{module}: {own_grid}"
             suffixes = self.own_suffixes if own_grid == _INT4 else self.own_suffixes[:2]
-            description |= {module + suffix: _TYPE_NAMES[own_grid] for suffix in (".weight", *suffixes)}
+            description |= {
+                module + suffix: _TYPE_NAMES[own_grid] for suffix in (".weight", *suffixes)
+            }
         description |= {spec.name: "FLOAT" for spec in plain}
         for key, said, part, of_tensors in _CACHES:
             steps = [spec.name for spec in plain if part in spec.name]
@@ -191,7 +253,9 @@ def _placed(described: Mapping[str, Any]) -> Placed:
         elif kind == "W4A8_DYNAMIC" and new and not second:
             format = FORMAT
         if format is None:
-            raise QuantkitError(f"{_SIDE_FILE} says that {module} is {kind}", f"quantkit reads {', '.join(_READ)}")
+            raise QuantkitError(
+                f"{_SIDE_FILE} says that {module} is {kind}", f"quantkit reads {', '.join(_READ)}"
+            )
         return DeclaredFormat(format, None)
 
     return placed

@@ -1,4 +1,5 @@
-"""What ModelSlim writes beside its W8A8_DYNAMIC and per-channel W4A8_DYNAMIC: each linear by its type in the description. Read only.
+"""What ModelSlim writes beside its W8A8_DYNAMIC and per-channel W4A8_DYNAMIC: each linear by its
+type in the description. Read only.
 
     W8A8, W8A8_MIX   X.weight int8 [N, K]   X.input_scale, X.input_offset [1]   X.deq_scale [N] = input_scale * weight_scale
                      X.quant_bias int32 [N]; X.weight_scale [N, 1] in its first form alone
@@ -6,8 +7,9 @@
     W4A16            X.weight int8 [N, K], a byte a code; in its second form two to a byte, [N, K / 2] per channel and [N / 2, K] in groups
     W4A8_DYNAMIC     in groups: X.weight_scale [N, 1] times X.weight_scale_second [N, G]; packed [N / 2, K] in the second form
 
-w = (code - offset) * scale. The second form is the one whose description has a version. deq_scale is float32, or, for models in FP16, int64
-whose low 32 bits are those of the float. Static scales of activations are not used: inputs are quantized by token, which loses less.
+w = (code - offset) * scale. The second form is the one whose description has a version. deq_scale
+is float32, or, for models in FP16, int64 whose low 32 bits are those of the float. Static scales of
+activations are not used: inputs are quantized by token, which loses less.
 """
 
 from collections.abc import Mapping
@@ -16,7 +18,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.formats.base import CODES, FLOAT_DTYPES, Along, StoredPart, along_groups, require_multiple
+from quantkit.checkpoint.formats.base import (
+    CODES,
+    FLOAT_DTYPES,
+    Along,
+    StoredPart,
+    along_groups,
+    require_multiple,
+)
 from quantkit.checkpoint.formats.declared import ReadOnly
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.common.errors import QuantkitError
@@ -46,7 +55,15 @@ class SlimLinear(ReadOnly):
     marker_dtype = torch.int8
     own_suffixes = (".weight_scale", ".weight_offset")
 
-    def __init__(self, bits: int, activation_bits: int, packed: Packed = "", *, second: bool = False, static: bool = False) -> None:
+    def __init__(
+        self,
+        bits: int,
+        activation_bits: int,
+        packed: Packed = "",
+        *,
+        second: bool = False,
+        static: bool = False,
+    ) -> None:
         self.bits, self.packed, self.second, self.static = bits, packed, second, static
         self.activation_bits = activation_bits  # type: ignore[misc]
         if static:
@@ -56,57 +73,108 @@ class SlimLinear(ReadOnly):
         is_main = tensor.dtype == self.marker_dtype and tensor.name.endswith(self.marker)
         return tensor.name.removesuffix(self.marker) if is_main else None
 
-    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+    def stored(
+        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
+    ) -> tuple[tuple[int, int], Grid | None]:
         rows, columns = tensors[f"{module}.weight"].shape
-        shape = (rows * (2 if self.packed == "N" else 1), columns * (2 if self.packed == "K" else 1))
+        shape = (
+            rows * (2 if self.packed == "N" else 1),
+            columns * (2 if self.packed == "K" else 1),
+        )
         scale = tensors.get(f"{module}.weight_scale{'_second' if self.second else ''}")
-        count = scale.shape[1] if scale is not None and len(scale.shape) == 2 and scale.shape[1] else 1
+        count = (
+            scale.shape[1] if scale is not None and len(scale.shape) == 2 and scale.shape[1] else 1
+        )
         require_multiple(module, "input channels", shape[1], count)
-        return shape, IntGrid(self.bits, None if count == 1 else shape[1] // count, symmetric=self.activation_bits == 8)
+        return shape, IntGrid(
+            self.bits,
+            None if count == 1 else shape[1] // count,
+            symmetric=self.activation_bits == 8,
+        )
 
-    def parts(self, module: str, shape: tuple[int, int], grid: Grid | None) -> tuple[StoredPart, ...]:
+    def parts(
+        self, module: str, shape: tuple[int, int], grid: Grid | None
+    ) -> tuple[StoredPart, ...]:
         assert isinstance(grid, IntGrid), grid
         rows, columns = shape
-        stored = (rows // (2 if self.packed == "N" else 1), columns // (2 if self.packed == "K" else 1))
-        axes: tuple[Along, ...] = (("N", 2 if self.packed == "N" else 1), ("K", 2 if self.packed == "K" else 1))
+        stored = (
+            rows // (2 if self.packed == "N" else 1),
+            columns // (2 if self.packed == "K" else 1),
+        )
+        axes: tuple[Along, ...] = (
+            ("N", 2 if self.packed == "N" else 1),
+            ("K", 2 if self.packed == "K" else 1),
+        )
         count = columns // (grid.group_size or columns)
         codes = StoredPart(".weight", (torch.int8,), stored, axes=axes if self.packed else CODES)
         if self.static:
             return codes, *_static_parts(rows)
         groups = 1 if self.second else count
         along: tuple[Along, ...] = (("N", 1), along_groups(columns, groups))
-        found = (codes, *(StoredPart(suffix, _OFFSETS, (rows, groups), axes=along) for suffix in (".weight_scale", ".weight_offset")))
+        found = (
+            codes,
+            *(
+                StoredPart(suffix, _OFFSETS, (rows, groups), axes=along)
+                for suffix in (".weight_scale", ".weight_offset")
+            ),
+        )
         if not self.second:
             return found
         along = (("N", 1), along_groups(columns, count))
-        seconds = (StoredPart(f"{suffix}_second", _OFFSETS, (rows, count), axes=along) for suffix in (".weight_scale", ".weight_offset"))
-        sums = StoredPart(".scale_bias", FLOAT_DTYPES, (rows, bias_slices(module)), required=False, axes=(("N", 1), None))
+        seconds = (
+            StoredPart(f"{suffix}_second", _OFFSETS, (rows, count), axes=along)
+            for suffix in (".weight_scale", ".weight_offset")
+        )
+        sums = StoredPart(
+            ".scale_bias",
+            FLOAT_DTYPES,
+            (rows, bias_slices(module)),
+            required=False,
+            axes=(("N", 1), None),
+        )
         return (*found, *seconds, sums)
 
     def unpack(self, module: str, tensors: Mapping[str, Tensor]) -> Weight:
         codes = self._codes(tensors[f"{module}.weight"])
         if self.static:
-            scale = _float_of(tensors[f"{module}.deq_scale"]) / tensors[f"{module}.input_scale"].float().reshape(())
+            scale = _float_of(tensors[f"{module}.deq_scale"]) / tensors[
+                f"{module}.input_scale"
+            ].float().reshape(())
             return IntWeight(codes, scale.reshape(-1, 1).contiguous(), None, 8)
-        scale, offset = tensors[f"{module}.weight_scale"].float(), tensors[f"{module}.weight_offset"]
+        scale, offset = (
+            tensors[f"{module}.weight_scale"].float(),
+            tensors[f"{module}.weight_offset"],
+        )
         if self.second:
             scale = scale * tensors[f"{module}.weight_scale_second"].float()
             if bool(offset.any()) or bool(tensors[f"{module}.weight_offset_second"].any()):
-                raise QuantkitError(f"{module} has offsets of two stages that are not zero", "quantkit reads those that are symmetric")
+                raise QuantkitError(
+                    f"{module} has offsets of two stages that are not zero",
+                    "quantkit reads those that are symmetric",
+                )
             return IntWeight(codes, scale, None, self.bits)
         points = offset.round()
         half = 2 ** (self.bits - 1)
         if not torch.equal(points, offset) or bool((points.abs() > half).any()):
-            return (codes - offset.float().repeat_interleave(codes.shape[1] // offset.shape[1], 1)) * scale.repeat_interleave(
-                codes.shape[1] // scale.shape[1], 1
-            )
+            return (
+                codes - offset.float().repeat_interleave(codes.shape[1] // offset.shape[1], 1)
+            ) * scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)
         zero_point = points.clamp(-half, half - 1).to(torch.int8)
-        return IntWeight(codes, scale, zero_point if self.activation_bits == 16 or bool(points.any()) else None, self.bits)
+        return IntWeight(
+            codes,
+            scale,
+            zero_point if self.activation_bits == 16 or bool(points.any()) else None,
+            self.bits,
+        )
 
     def _codes(self, stored: Tensor) -> Tensor:
         if self.packed == "N":
             return from_twos_complement(unpack_pairs(stored.view(torch.uint8).T)).T.contiguous()
-        return from_twos_complement(unpack_pairs(stored.view(torch.uint8))) if self.packed == "K" else stored
+        return (
+            from_twos_complement(unpack_pairs(stored.view(torch.uint8)))
+            if self.packed == "K"
+            else stored
+        )
 
 
 def _static_parts(rows: int) -> tuple[StoredPart, ...]:
@@ -115,9 +183,16 @@ def _static_parts(rows: int) -> tuple[StoredPart, ...]:
         StoredPart(".deq_scale", (torch.float32, torch.int64), (rows,), axes=(("N", 1),)),
         StoredPart(".quant_bias", (torch.int32,), (rows,), axes=(("N", 1),)),
         *one,
-        *(StoredPart(suffix, _OFFSETS, (rows, 1), required=False, axes=(("N", 1), None)) for suffix in (".weight_scale", ".weight_offset")),
+        *(
+            StoredPart(suffix, _OFFSETS, (rows, 1), required=False, axes=(("N", 1), None))
+            for suffix in (".weight_scale", ".weight_offset")
+        ),
     )
 
 
 def _float_of(deq_scale: Tensor) -> Tensor:
-    return deq_scale if deq_scale.dtype == torch.float32 else deq_scale.to(torch.int32).view(torch.float32)
+    return (
+        deq_scale
+        if deq_scale.dtype == torch.float32
+        else deq_scale.to(torch.int32).view(torch.float32)
+    )

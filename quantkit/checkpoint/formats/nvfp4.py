@@ -1,4 +1,5 @@
-"""What the NVFP4 formats share: codes two to a byte in the marker's tensor, uint8 [N, K / 2], the even input in the low bits."""
+"""What the NVFP4 formats share: codes two to a byte in the marker's tensor, uint8 [N, K / 2], the
+even input in the low bits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,8 +16,9 @@ GROUP_SCALES: tuple[Along, ...] = (("N", 1), ("K", FP4_GROUP))
 
 
 class Nvfp4(Format):
-    """activation_bits: 4 for linears that round what they read, whose description says so and which have a scale for it; 16 for those
-    that do not, where such a scale may lie beside them and is not used."""
+    """activation_bits: 4 for linears that round what they read, whose description says so and which
+    have a scale for it; 16 for those that do not, where such a scale may lie beside them and is not
+    used."""
 
     scale_dtype = torch.float8_e4m3fn
     marker_dtype = torch.uint8
@@ -35,14 +37,21 @@ class Nvfp4(Format):
     def holds(self, grid: Grid) -> bool:
         return grid == self.own_grid
 
-    def stored(self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None) -> tuple[tuple[int, int], Grid | None]:
+    def stored(
+        self, module: str, tensors: Mapping[str, TensorSpec], grid: Grid | None
+    ) -> tuple[tuple[int, int], Grid | None]:
         rows, pairs = tensors[module + self.marker].shape
         return (rows, pairs * 2), grid
 
 
 def is_nvfp4(args: Any) -> bool:
-    """Whether a config group says so of its inputs, by the keys that compressed-tensors and ModelOpt have in common."""
-    return isinstance(args, dict) and (args.get("num_bits"), args.get("type"), args.get("group_size")) == (4, "float", FP4_GROUP)
+    """Whether a config group says so of its inputs, by the keys that compressed-tensors and
+    ModelOpt have in common."""
+    return isinstance(args, dict) and (
+        args.get("num_bits"),
+        args.get("type"),
+        args.get("group_size"),
+    ) == (4, "float", FP4_GROUP)
 
 
 def code_shapes(module: str, shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -1,4 +1,5 @@
-"""Documents to measure on, as token ids: one document a sequence, so that no model is shown two documents in one context."""
+"""Documents to measure on, as token ids: one document a sequence, so that no model is shown two
+documents in one context."""
 
 import json
 from pathlib import Path
@@ -13,27 +14,43 @@ from quantkit.common.errors import QuantkitError
 from quantkit.tokenizer.chat import ChatTokenizer
 
 
-def read_documents(path: Path, tokenizer: ChatTokenizer, *, seq_len: int, limit: int | None = None) -> list[Tensor]:
+def read_documents(
+    path: Path, tokenizer: ChatTokenizer, *, seq_len: int, limit: int | None = None
+) -> list[Tensor]:
     """int64 [T], 2 <= T <= seq_len each, in file order.
 
-    A .jsonl holds one document a line, {"text": ...} or {"messages": [...]}, each cut to seq_len; any other file is one text, cut into
-    pieces of seq_len. Without a chat template a conversation is the text of what is said, as in calibration. Raises QuantkitError where the
-    file cannot be read or gives nothing to predict.
+    A .jsonl holds one document a line, {"text": ...} or {"messages": [...]}, each cut to seq_len;
+    any other file is one text, cut into pieces of seq_len. Without a chat template a conversation
+    is the text of what is said, as in calibration. Raises QuantkitError where the file cannot be
+    read or gives nothing to predict.
     """
     if path.suffix == ".json":
-        raise QuantkitError(f"text {path} is one JSON value", "write its documents as a .jsonl, one object a line, or as a .txt")
+        raise QuantkitError(
+            f"text {path} is one JSON value",
+            "write its documents as a .jsonl, one object a line, or as a .txt",
+        )
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise QuantkitError(f"text {path} cannot be read ({error})", "give a UTF-8 .txt or .jsonl file") from error
+        raise QuantkitError(
+            f"text {path} cannot be read ({error})", "give a UTF-8 .txt or .jsonl file"
+        ) from error
     if path.suffix == ".jsonl":
-        lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-        documents = [_encode(path, number, line, tokenizer)[:seq_len] for number, line in lines[:limit]]
+        lines = [
+            (number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()
+        ]
+        documents = [
+            _encode(path, number, line, tokenizer)[:seq_len] for number, line in lines[:limit]
+        ]
     else:
-        documents = list(torch.tensor(tokenizer.encode(text), dtype=torch.int64).split(seq_len))[:limit]
+        documents = list(torch.tensor(tokenizer.encode(text), dtype=torch.int64).split(seq_len))[
+            :limit
+        ]
     documents = [document for document in documents if len(document) > 1]
     if not documents:
-        raise QuantkitError(f"text {path} holds nothing to predict", "give at least one document of two tokens")
+        raise QuantkitError(
+            f"text {path} holds nothing to predict", "give at least one document of two tokens"
+        )
     return documents
 
 
@@ -41,7 +58,9 @@ def _encode(path: Path, number: int, line: str, tokenizer: ChatTokenizer) -> Ten
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise QuantkitError(f"{path}:{number} is not JSON ({error})", "one JSON object per line is expected") from error
+        raise QuantkitError(
+            f"{path}:{number} is not JSON ({error})", "one JSON object per line is expected"
+        ) from error
     if isinstance(record, dict) and isinstance(record.get("text"), str):
         ids = tokenizer.encode(record["text"])
     elif isinstance(record, dict) and _is_conversation(messages := record.get("messages")):
@@ -50,7 +69,10 @@ def _encode(path: Path, number: int, line: str, tokenizer: ChatTokenizer) -> Ten
         else:
             ids = tokenizer.encode(_said(path, number, messages))
     else:
-        raise QuantkitError(f"{path}:{number} has neither text nor messages", 'each line is {"text": ...} or {"messages": [...]}')
+        raise QuantkitError(
+            f"{path}:{number} has neither text nor messages",
+            'each line is {"text": ...} or {"messages": [...]}',
+        )
     return torch.tensor(ids, dtype=torch.int64)
 
 
@@ -58,7 +80,9 @@ def _said(path: Path, number: int, messages: list[dict[str, Any]]) -> str:
     try:
         return plain(read_document({"messages": messages}))
     except UnknownForm as error:
-        raise QuantkitError(f"{path}:{number} holds no conversation: {error}", "each message has a role and content") from error
+        raise QuantkitError(
+            f"{path}:{number} holds no conversation: {error}", "each message has a role and content"
+        ) from error
 
 
 def _is_conversation(messages: Any) -> TypeGuard[list[dict[str, Any]]]:

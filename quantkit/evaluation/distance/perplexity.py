@@ -1,9 +1,11 @@
-"""How far a quantized model is from its original, token by token: perplexity, KL divergence, agreement, error per layer.
+"""How far a quantized model is from its original, token by token: perplexity, KL divergence,
+agreement, error per layer.
 
-The baseline is run first and leaves behind on disk what the comparison needs: the hidden state after every layer and the chosen experts.
-Then it is unloaded (its output head alone stays) and the candidate runs over the same documents. Short documents share a pass, each a
-sequence of its own. So memory holds one model and at most seq_len tokens, and disk holds tokens x (layers + 1) x hidden values of the
-baseline's dtype until the end.
+The baseline is run first and leaves behind on disk what the comparison needs: the hidden state
+after every layer and the chosen experts. Then it is unloaded (its output head alone stays) and the
+candidate runs over the same documents. Short documents share a pass, each a sequence of its own. So
+memory holds one model and at most seq_len tokens, and disk holds tokens x (layers + 1) x hidden
+values of the baseline's dtype until the end.
 """
 
 import sys
@@ -57,18 +59,25 @@ def measure(
     api_key: str | None = None,
     progress: Report | None = None,
 ) -> Quality:
-    """Perplexity of `model` over the documents of `text` (.jsonl, .txt, or token ids int64 [T] each), and its distance from `baseline`.
+    """Perplexity of `model` over the documents of `text` (.jsonl, .txt, or token ids int64 [T]
+    each), and its distance from `baseline`.
 
-    seq_len: longest document in tokens. stride: windows of seq_len that far apart, over whole documents (windows.py). limit: the first
-    documents only. sampled: instead of a text, what the baseline writes to the prompts of this task (protocol r1, sampled with `seed`,
-    `max_tokens` or the task's own number at most), read from `data_dir`; the greedy paths of the two are compared as well. cache: int8 or
-    fp8 lets `model` attend to what a cache of 8 bits would hold; the baseline, which may be the same model, attends to its 16.
-    One of the two may be the URL of a server, `served_model` there with `api_key`, where a task is sampled: the server samples then, and
-    KL is by the log-probabilities it tells (served.py).
-    Raises QuantkitError where the text is unusable or the two models do not belong together.
+    seq_len: longest document in tokens. stride: windows of seq_len that far apart, over whole
+    documents (windows.py). limit: the first
+    documents only. sampled: instead of a text, what the baseline writes to the prompts of this task
+    (protocol r1, sampled with `seed`,
+    `max_tokens` or the task's own number at most), read from `data_dir`; the greedy paths of the
+    two are compared as well. cache: int8 or fp8 lets `model` attend to what a cache of 8 bits would
+    hold; the baseline, which may be the same model, attends to its 16. One of the two may be the
+    URL of a server, `served_model` there with `api_key`, where a task is sampled: the server
+    samples then, and KL is by the log-probabilities it tells (served.py). Raises QuantkitError
+    where the text is unusable or the two models do not belong together.
     """
     if (text is None) == (sampled is None):
-        raise QuantkitError("a text or a task to sample on is needed, and not both", "give --text FILE, or --sampled TASK")
+        raise QuantkitError(
+            "a text or a task to sample on is needed, and not both",
+            "give --text FILE, or --sampled TASK",
+        )
     if sampled is not None and baseline is None:
         raise QuantkitError("who is to sample?", "give the source with --baseline")
     if is_url(model) or (baseline is not None and is_url(baseline)):
@@ -83,7 +92,15 @@ def measure(
             "device": device,
             "backend": backend,
         }
-        return measure_served(local, asked, is_baseline=served is baseline, task=sampled, cache=cache, progress=progress, **options)
+        return measure_served(
+            local,
+            asked,
+            is_baseline=served is baseline,
+            task=sampled,
+            cache=cache,
+            progress=progress,
+            **options,
+        )
     path, base = find_model(model), find_model(baseline) if baseline is not None else None
     if base is not None:
         _check_same_tokens(path, base)
@@ -96,7 +113,20 @@ def measure(
     else:
         assert text is not None
         windows = _windows(text, path, seq_len, stride, limit)
-    return replace(_score(path, base, windows, seq_len, count_experts, device, backend, cache, progress or (lambda _: None)), greedy=paths)
+    return replace(
+        _score(
+            path,
+            base,
+            windows,
+            seq_len,
+            count_experts,
+            device,
+            backend,
+            cache,
+            progress or (lambda _: None),
+        ),
+        greedy=paths,
+    )
 
 
 def _score(
@@ -113,7 +143,11 @@ def _score(
     """Both models over `windows`, the baseline first."""
     with tempfile.TemporaryDirectory(prefix="quantkit-ppl-") as folder:
         passes = _passes(windows, max(seq_len, *(len(window.ids) for window in windows)))
-        head = _run_baseline(base, passes, Path(folder), device, backend, tell) if base is not None else None
+        head = (
+            _run_baseline(base, passes, Path(folder), device, backend, tell)
+            if base is not None
+            else None
+        )
         watched = open_watched(path, device, backend, cache)
         counter = expert_counter_of(watched) if count_experts else None
         sums, done, total = TokenSums(), 0, sum(len(window.ids) for window in windows)
@@ -125,17 +159,26 @@ def _score(
                 add_layers(sums, trace, theirs)
             done += len(trace.final)
             tell(TextProgress("model", done, total))
-    return replace(figures(sums, len(windows), base is not None), expert_counts=None if counter is None else counter.counts)
+    return replace(
+        figures(sums, len(windows), base is not None),
+        expert_counts=None if counter is None else counter.counts,
+    )
 
 
-def _check_served(model: str, baseline: str | None, sampled: str | None, cache: str | None, count_experts: bool) -> tuple[str, str]:
+def _check_served(
+    model: str, baseline: str | None, sampled: str | None, cache: str | None, count_experts: bool
+) -> tuple[str, str]:
     """The baseline and the task. Refuses what a server cannot be asked."""
     if baseline is None or sampled is None:
         raise QuantkitError(
-            "a server tells log-probabilities of its own replies only", "give --sampled TASK, and a model that is loaded here as the other"
+            "a server tells log-probabilities of its own replies only",
+            "give --sampled TASK, and a model that is loaded here as the other",
         )
     if is_url(model) and is_url(baseline):
-        raise QuantkitError("two servers cannot score each other's tokens", "load one of the two models here, by its folder or name")
+        raise QuantkitError(
+            "two servers cannot score each other's tokens",
+            "load one of the two models here, by its folder or name",
+        )
     if is_url(model):
         check_own_cache(model, cache)
     if count_experts:
@@ -143,9 +186,15 @@ def _check_served(model: str, baseline: str | None, sampled: str | None, cache: 
     return baseline, sampled
 
 
-def _windows(text: Path | list[Tensor], model: Path, seq_len: int, stride: int | None, limit: int | None) -> list[Window]:
+def _windows(
+    text: Path | list[Tensor], model: Path, seq_len: int, stride: int | None, limit: int | None
+) -> list[Window]:
     longest = seq_len if stride is None else sys.maxsize
-    documents = text if isinstance(text, list) else read_documents(text, ChatTokenizer(model), seq_len=longest, limit=limit)
+    documents = (
+        text
+        if isinstance(text, list)
+        else read_documents(text, ChatTokenizer(model), seq_len=longest, limit=limit)
+    )
     if stride is None:
         return [Window(ids) for ids in documents]
     return [window for document in documents for window in slide(document, seq_len, stride)]
@@ -165,23 +214,34 @@ def _passes(windows: list[Window], tokens: int) -> list[list[Window]]:
 
 
 def _check_same_tokens(path: Path, base: Path) -> None:
-    """A token id means the same to both. Whoever saves a tokenizer anew may write other bytes of the same tokenizer."""
+    """A token id means the same to both. Whoever saves a tokenizer anew may write other bytes of
+    the same tokenizer."""
     one, other = (ChatTokenizer(folder).tokenizer for folder in (path, base))
     if one.get_vocab() != other.get_vocab():
-        raise QuantkitError(f"{path} and the baseline {base} have different tokenizers", "compare a model with the one it was made from")
+        raise QuantkitError(
+            f"{path} and the baseline {base} have different tokenizers",
+            "compare a model with the one it was made from",
+        )
 
 
 def _run_baseline(
     base: Path, passes: list[list[Window]], folder: Path, device: str, backend: str, tell: Report
 ) -> Callable[[Tensor], Tensor]:
-    """Leave a trace of every pass in `folder`; returns the output head, the only part of the baseline that is needed on."""
+    """Leave a trace of every pass in `folder`; returns the output head, the only part of the
+    baseline that is needed on."""
     watched = open_watched(base, device, backend)
     done, total = 0, sum(len(window.ids) for together in passes for window in together)
     for number, together in enumerate(passes):
         trace = watched([window.ids for window in together])
         tensors = {f"hidden.{layer}": value for layer, value in trace.hidden.items()}
         tensors |= {f"topk_ids.{layer}": value.int() for layer, value in trace.topk_ids.items()}
-        save_file({name: value.cpu().contiguous() for name, value in (tensors | {"final": trace.final}).items()}, _file(folder, number))
+        save_file(
+            {
+                name: value.cpu().contiguous()
+                for name, value in (tensors | {"final": trace.final}).items()
+            },
+            _file(folder, number),
+        )
         done += len(trace.final)
         tell(TextProgress("baseline", done, total))
     return watched.head
@@ -196,6 +256,14 @@ def _read(folder: Path, number: int, device: torch.device) -> Trace:
     file = _file(folder, number)
     tensors = load_file(file, device=str(device))
     file.unlink()
-    hidden = {int(name.removeprefix("hidden.")): value for name, value in tensors.items() if name.startswith("hidden.")}
-    topk_ids = {int(name.removeprefix("topk_ids.")): value for name, value in tensors.items() if name.startswith("topk_ids.")}
+    hidden = {
+        int(name.removeprefix("hidden.")): value
+        for name, value in tensors.items()
+        if name.startswith("hidden.")
+    }
+    topk_ids = {
+        int(name.removeprefix("topk_ids.")): value
+        for name, value in tensors.items()
+        if name.startswith("topk_ids.")
+    }
     return Trace(hidden, topk_ids, tensors["final"])

@@ -22,10 +22,13 @@ class TextProgress:
 class Quality(Result):
     """Means over predicted tokens. KL is KL(baseline || model) in nats; `kl_stderr` is over documents.
 
-    expert_agree: share of the baseline's chosen experts, over (token, MoE layer, slot), that the model chose too; None without experts.
+    expert_agree: share of the baseline's chosen experts, over (token, MoE layer, slot), that the
+    model chose too; None without experts.
     layer_errors: |h - h_baseline| / |h_baseline| (Frobenius, all tokens) of the hidden state after each layer.
-    named_share: probability of the tokens that a server named; KL beside a server is over those and all others as one.
-    expert_counts: what the model's experts were asked, where that was to be counted; not in the JSON.
+    named_share: probability of the tokens that a server named; KL beside a server is over those and
+    all others as one.
+    expert_counts: what the model's experts were asked, where that was to be counted; not in the
+    JSON.
     """
 
     ppl: float
@@ -42,9 +45,20 @@ class Quality(Result):
     expert_counts: ExpertCounts | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """ppl, tokens, documents; with a baseline also the rest. Figures that do not apply are left out."""
-        every = {"ppl": self.ppl, "tokens": self.tokens, "documents": self.documents, "baseline_ppl": self.baseline_ppl, "kl": self.kl}
-        every |= {"kl_stderr": self.kl_stderr, "top1_agree": self.top1_agree, "expert_agree": self.expert_agree}
+        """ppl, tokens, documents; with a baseline also the rest. Figures that do not apply are left
+        out."""
+        every = {
+            "ppl": self.ppl,
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "baseline_ppl": self.baseline_ppl,
+            "kl": self.kl,
+        }
+        every |= {
+            "kl_stderr": self.kl_stderr,
+            "top1_agree": self.top1_agree,
+            "expert_agree": self.expert_agree,
+        }
         every |= {"named_share": self.named_share}
         found: dict[str, Any] = {name: value for name, value in every.items() if value is not None}
         found |= {"layer_errors": self.layer_errors} if self.layer_errors else {}
@@ -55,7 +69,10 @@ class Quality(Result):
         return "next tokens" if self.kl is None else "next tokens, beside the baseline's"
 
     def facts(self) -> list[tuple[str, str]]:
-        rows = [("perplexity", f"{self.ppl:.4f}"), ("tokens", f"{self.tokens:,} in {self.documents} documents")]
+        rows = [
+            ("perplexity", f"{self.ppl:.4f}"),
+            ("tokens", f"{self.tokens:,} in {self.documents} documents"),
+        ]
         if self.kl is not None:
             spread = "" if self.kl_stderr is None else f" ± {self.kl_stderr:.1e}"
             rows += [
@@ -64,13 +81,24 @@ class Quality(Result):
                 ("same likeliest token", f"{self.top1_agree:.2%}"),
             ]
         if self.named_share is not None:
-            rows.append(("tokens named by the server", f"{self.named_share:.4%} of the probability; the KL is at least so large"))
+            rows.append(
+                (
+                    "tokens named by the server",
+                    f"{self.named_share:.4%} of the probability; the KL is at least so large",
+                )
+            )
         if self.greedy is not None:
-            told = f"{self.greedy.tokens_until_apart:g} tokens (median), {self.greedy.same:.1%} of {self.greedy.prompts} never"
+            told = (
+                f"{self.greedy.tokens_until_apart:g} tokens (median), {self.greedy.same:.1%} "
+                f"of {self.greedy.prompts} never"
+            )
             rows.append(("greedy paths part after", told))
         if self.expert_agree is not None:
             rows.append(("same experts", f"{self.expert_agree:.2%}"))
-        return rows + [(f"  error after layer {number}", f"{error:.2e}") for number, error in enumerate(self.layer_errors)]
+        return rows + [
+            (f"  error after layer {number}", f"{error:.2e}")
+            for number, error in enumerate(self.layer_errors)
+        ]
 
     def pictures(self) -> list[str]:
         """The error after each layer."""

@@ -1,9 +1,12 @@
-"""How far a model that is served is from one that is loaded here, by the top log-probabilities that servers tell.
+"""How far a model that is served is from one that is loaded here, by the top log-probabilities that
+servers tell.
 
-The server answers the prompts of a task, sampled at temperature 1, where raw and scaled log-probabilities are the same, and says for every
-token of its replies which tokens were likeliest and how likely. The model here then scores the same tokens. KL is taken over the tokens
-that the server named and all others as one: putting outcomes together never makes it larger (data processing inequality), so what is told
-is a lower bound, close where the named tokens hold nearly all probability.
+The server answers the prompts of a task, sampled at temperature 1, where raw and scaled
+log-probabilities are the same, and says for every token of its replies which tokens were likeliest
+and how likely. The model here then scores the same tokens. KL is taken over the tokens that the
+server named and all others as one: putting outcomes together never makes it larger (data processing
+inequality), so what is told is a lower bound, close where the named tokens hold nearly all
+probability.
 """
 
 import math
@@ -26,7 +29,8 @@ from quantkit.evaluation.generators.generator import Generation, ModelReply
 from quantkit.tokenizer.chat import ChatTokenizer
 
 TOP = 20
-"""Tokens that a server is asked to name at each place; 20 is the most that OpenAI's interface allows."""
+"""Tokens that a server is asked to name at each place; 20 is the most that OpenAI's interface
+allows."""
 _REST = 1e-6  # least probability of all others: less is the rounding of the server's figures
 _LOST = 0.02  # share of replies that may be missing
 
@@ -45,7 +49,8 @@ class Served:
 
 @dataclass(frozen=True)
 class ToldReply:
-    """A reply as `window`, and for each of its tokens the server's log-probabilities by token id; those of its own tokens in `own`."""
+    """A reply as `window`, and for each of its tokens the server's log-probabilities by token id;
+    those of its own tokens in `own`."""
 
     window: Window
     top: list[dict[int, float]]
@@ -70,7 +75,8 @@ def measure_served(
 ) -> Quality:
     """KL(baseline || model) over the replies of the server to a task's prompts. is_baseline: the server's model is the baseline.
 
-    Raises QuantkitError where more than 2 % of the replies are lost, or the server tells nothing that can be compared.
+    Raises QuantkitError where more than 2 % of the replies are lost, or the server tells nothing
+    that can be compared.
     """
     path, tell = find_model(local), progress or (lambda _: None)
     replies = _replies(path, served, task, data_dir, limit, max_tokens, seed)
@@ -80,7 +86,9 @@ def measure_served(
     for reply in replies:
         window = reply.window
         rows = watched([window.ids]).final[window.first - 1 : -1]
-        logs = torch.cat([watched.head(part).float().log_softmax(dim=-1) for part in rows.split(128)]).cpu()
+        logs = torch.cat(
+            [watched.head(part).float().log_softmax(dim=-1) for part in rows.split(128)]
+        ).cpu()
         found.append(_compare(reply, logs, is_baseline))
         done += len(window.ids)
         tell(TextProgress("model", done, total))
@@ -88,7 +96,13 @@ def measure_served(
 
 
 def _replies(
-    path: Path, served: Served, task: str, data_dir: Path | None, limit: int | None, max_tokens: int | None, seed: int
+    path: Path,
+    served: Served,
+    task: str,
+    data_dir: Path | None,
+    limit: int | None,
+    max_tokens: int | None,
+    seed: int,
 ) -> list[ToldReply]:
     work, prompts = prompts_of(task, data_dir, limit, seed, max_tokens)
     tokenizer = ChatTokenizer(path)
@@ -106,14 +120,20 @@ def _replies(
     for reply in sorted(endpoint.generate(prompts, plain), key=lambda reply: reply.index):
         try:
             prompt = prompts[reply.index]
-            ids = tokenizer.encode(prompt.text) if prompt.text is not None else tokenizer.encode_chat(list(prompt.messages))
+            ids = (
+                tokenizer.encode(prompt.text)
+                if prompt.text is not None
+                else tokenizer.encode_chat(list(prompt.messages))
+            )
             told.append(_told(reply, ids, texts))
         except ValueError as error:
             lost = str(error)
     if len(told) < (1 - _LOST) * len(prompts):
         raise QuantkitError(
-            f"{len(prompts) - len(told)} of {len(prompts)} replies of {served.url} cannot be compared: {lost}",
-            "compare with a server that tells log-probabilities (top_logprobs) and applies the same tokenizer and chat template",
+            f"{len(prompts) - len(told)} of {len(prompts)} replies of {served.url} cannot be "
+            f"compared: {lost}",
+            "compare with a server that tells log-probabilities (top_logprobs) and applies the "
+            "same tokenizer and chat template",
         )
     return told
 
@@ -127,11 +147,14 @@ def _by_text(tokenizer: ChatTokenizer) -> dict[str, int]:
 
 
 def _told(reply: ModelReply, prompt: list[int], texts: dict[str, int]) -> ToldReply:
-    """What the server said of its reply, up to the first token that its text does not name. Raises ValueError where that is nothing."""
+    """What the server said of its reply, up to the first token that its text does not name. Raises
+    ValueError where that is nothing."""
     if reply.error is not None or not reply.logprobs:
         raise ValueError(reply.error or reply.refusal or "no log-probabilities came with the reply")
     if reply.prompt_tokens and reply.prompt_tokens != len(prompt):
-        raise ValueError(f"the server read {reply.prompt_tokens} tokens of a prompt that has {len(prompt)} here")
+        raise ValueError(
+            f"the server read {reply.prompt_tokens} tokens of a prompt that has {len(prompt)} here"
+        )
     ids: list[int] = []
     top: list[dict[int, float]] = []
     own: list[float] = []
@@ -139,18 +162,25 @@ def _told(reply: ModelReply, prompt: list[int], texts: dict[str, int]) -> ToldRe
         token = texts.get(place["token"])
         if token is None:
             break
-        named = {texts[one["token"]]: float(one["logprob"]) for one in place.get("top_logprobs") or [] if one["token"] in texts}
+        named = {
+            texts[one["token"]]: float(one["logprob"])
+            for one in place.get("top_logprobs") or []
+            if one["token"] in texts
+        }
         ids.append(token)
         own.append(float(place["logprob"]))
         top.append(named | {token: own[-1]})
     if not ids:
-        raise ValueError(f"its first token {reply.logprobs[0]['token']!r} is none of the tokenizer here")
+        raise ValueError(
+            f"its first token {reply.logprobs[0]['token']!r} is none of the tokenizer here"
+        )
     return ToldReply(Window(torch.tensor(prompt + ids, dtype=torch.int64), len(prompt)), top, own)
 
 
 @dataclass
 class _Row:
-    """Of one reply: the divergence of every token, sums of both sides' -log p, equal top tokens, probability that the server named."""
+    """Of one reply: the divergence of every token, sums of both sides' -log p, equal top tokens,
+    probability that the server named."""
 
     divergences: list[float]
     served_nll: float
@@ -171,7 +201,9 @@ def _compare(reply: ToldReply, logs: Tensor, is_baseline: bool) -> _Row:
         row.divergences.append(max(0.0, float((base.exp() * (base - model)).sum())))
         row.local_nll -= float(logs[place, target])
         row.same_top1 += int(logs[place].argmax()) == max(named, key=lambda token: named[token])
-        row.named += min(1.0, float(torch.tensor(list(named.values()), dtype=torch.float64).exp().sum()))
+        row.named += min(
+            1.0, float(torch.tensor(list(named.values()), dtype=torch.float64).exp().sum())
+        )
     return row
 
 
@@ -183,8 +215,13 @@ def _with_rest(logs: Tensor) -> Tensor:
 
 def _quality(rows: list[_Row], is_baseline: bool) -> Quality:
     tokens = sum(len(row.divergences) for row in rows)
-    served, local = (math.exp(sum(getattr(row, side) for row in rows) / tokens) for side in ("served_nll", "local_nll"))
-    means = torch.tensor([sum(row.divergences) / len(row.divergences) for row in rows], dtype=torch.float64)
+    served, local = (
+        math.exp(sum(getattr(row, side) for row in rows) / tokens)
+        for side in ("served_nll", "local_nll")
+    )
+    means = torch.tensor(
+        [sum(row.divergences) / len(row.divergences) for row in rows], dtype=torch.float64
+    )
     return Quality(
         ppl=local if is_baseline else served,
         tokens=tokens,

@@ -39,10 +39,14 @@ def add_tokens(
     theirs: Trace | None,
     their_head: Callable[[Tensor], Tensor] | None,
 ) -> None:
-    """Next-token figures of one pass: each position from the one before a window's first scored token on predicts the token after it."""
+    """Next-token figures of one pass: each position from the one before a window's first scored
+    token on predicts the token after it."""
     device = trace.final.device
     starts = _starts([len(window.ids) for window in windows])
-    rows_of = [torch.arange(window.first - 1, len(window.ids) - 1) + start for window, start in zip(windows, starts)]
+    rows_of = [
+        torch.arange(window.first - 1, len(window.ids) - 1) + start
+        for window, start in zip(windows, starts)
+    ]
     positions = torch.cat(rows_of).to(device)
     targets = torch.cat([window.ids[window.first :] for window in windows]).to(device)
     divergences = []
@@ -54,14 +58,20 @@ def add_tokens(
             continue
         base = their_head(theirs.final[rows]).float().log_softmax(dim=-1)
         if base.shape != logs.shape:
-            raise QuantkitError(f"the vocabularies have {logs.shape[1]} and {base.shape[1]} entries", "compare a model with its original")
+            raise QuantkitError(
+                f"the vocabularies have {logs.shape[1]} and {base.shape[1]} entries",
+                "compare a model with its original",
+            )
         sums.baseline_nll -= float(base.gather(1, wanted).double().sum())
         # Rounding alone can make the sum negative where the two agree.
         divergences.append((base.exp() * (base - logs)).sum(dim=-1).double().clamp(min=0))
         sums.same_top1 += int((base.argmax(dim=-1) == logs.argmax(dim=-1)).sum())
     sums.tokens += len(positions)
     if divergences:
-        sums.document_kl += [part.tolist() for part in torch.cat(divergences).split([window.scored for window in windows])]
+        sums.document_kl += [
+            part.tolist()
+            for part in torch.cat(divergences).split([window.scored for window in windows])
+        ]
 
 
 def _starts(lengths: list[int]) -> list[int]:
@@ -74,13 +84,20 @@ def _chunks(length: int) -> Iterator[slice]:
 
 def add_layers(sums: TokenSums, ours: Trace, theirs: Trace) -> None:
     if ours.hidden.keys() != theirs.hidden.keys() or ours.topk_ids.keys() != theirs.topk_ids.keys():
-        raise QuantkitError("the model and its baseline have different layers", "compare a model with the one it was made from")
+        raise QuantkitError(
+            "the model and its baseline have different layers",
+            "compare a model with the one it was made from",
+        )
     for layer, base in theirs.hidden.items():
         exact = base.double()
-        sums.error[layer] = sums.error.get(layer, 0.0) + float((ours.hidden[layer].double() - exact).square().sum())
+        sums.error[layer] = sums.error.get(layer, 0.0) + float(
+            (ours.hidden[layer].double() - exact).square().sum()
+        )
         sums.norm[layer] = sums.norm.get(layer, 0.0) + float(exact.square().sum())
     for layer, chosen in theirs.topk_ids.items():
-        sums.same_experts += int((chosen[:, :, None] == ours.topk_ids[layer][:, None, :]).any(dim=-1).sum())
+        sums.same_experts += int(
+            (chosen[:, :, None] == ours.topk_ids[layer][:, None, :]).any(dim=-1).sum()
+        )
         sums.experts += chosen.numel()
 
 
@@ -98,5 +115,7 @@ def figures(sums: TokenSums, documents: int, compared: bool) -> Quality:
         kl_stderr=float(means.std() / math.sqrt(documents)) if documents > 1 else None,
         top1_agree=sums.same_top1 / sums.tokens,
         expert_agree=sums.same_experts / sums.experts if sums.experts else None,
-        layer_errors=[math.sqrt(sums.error[layer] / sums.norm[layer]) for layer in sorted(sums.error)],
+        layer_errors=[
+            math.sqrt(sums.error[layer] / sums.norm[layer]) for layer in sorted(sums.error)
+        ],
     )

@@ -23,7 +23,8 @@ from quantkit.models.mlp import MoeMlp
 
 @dataclass
 class Trace:
-    """What one pass leaves: hidden [T, H] after each layer, topk_ids [T, k] of each MoE layer, `final` [T, H] after the last norm."""
+    """What one pass leaves: hidden [T, H] after each layer, topk_ids [T, k] of each MoE layer,
+    `final` [T, H] after the last norm."""
 
     hidden: dict[int, Tensor] = field(default_factory=dict)
     topk_ids: dict[int, Tensor] = field(default_factory=dict)
@@ -38,7 +39,12 @@ class WatchedLayer:
         self.mlp = getattr(layer, "mlp", None)  # whoever counts experts asks for it
 
     def __call__(
-        self, normed: Tensor, residual: Tensor, context: Context, next_norm: Tensor, rows: Tensor | None = None
+        self,
+        normed: Tensor,
+        residual: Tensor,
+        context: Context,
+        next_norm: Tensor,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         normed, residual = self.layer(normed, residual, context, next_norm, rows)
         self.show(residual)
@@ -46,7 +52,8 @@ class WatchedLayer:
 
 
 class Watched:
-    """A loaded model whose layers and experts tell what passes through them. The model is changed in place and is for this use only."""
+    """A loaded model whose layers and experts tell what passes through them. The model is changed
+    in place and is for this use only."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded, self.trace = loaded, Trace()
@@ -54,8 +61,13 @@ class Watched:
         for number, layer in enumerate(layers):
             mlp = getattr(layer, "mlp", None)
             if isinstance(mlp, MoeMlp):
-                mlp.experts = self._watch_experts(number, mlp.experts, mlp.routing.num_experts_per_tok)
-        layers[:] = [WatchedLayer(layer, partial(self._keep_hidden, number)) for number, layer in enumerate(layers)]
+                mlp.experts = self._watch_experts(
+                    number, mlp.experts, mlp.routing.num_experts_per_tok
+                )
+        layers[:] = [
+            WatchedLayer(layer, partial(self._keep_hidden, number))
+            for number, layer in enumerate(layers)
+        ]
 
     @property
     def device(self) -> torch.device:
@@ -70,7 +82,9 @@ class Watched:
     def _keep_hidden(self, number: int, hidden: Tensor) -> None:
         self.trace.hidden[number] = hidden
 
-    def _watch_experts(self, number: int, experts: Callable[..., Tensor], chosen: int) -> Callable[..., Tensor]:
+    def _watch_experts(
+        self, number: int, experts: Callable[..., Tensor], chosen: int
+    ) -> Callable[..., Tensor]:
         def run(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
             self.trace.topk_ids[number] = topk_ids[:, :chosen]  # a shared expert may follow
             return experts(x, topk_ids, topk_weights)
@@ -81,7 +95,9 @@ class Watched:
         """Documents as flat sequences, T their tokens together."""
         self.trace = Trace()
         device = self.loaded.device
-        context = CausalContext([len(ids) for ids in documents], device, self.loaded.codes, self.loaded.steps)
+        context = CausalContext(
+            [len(ids) for ids in documents], device, self.loaded.codes, self.loaded.steps
+        )
         self.trace.final = self.loaded.model(torch.cat(documents).to(device), context)
         return self.trace
 
@@ -99,15 +115,22 @@ class WatchedWhole:
         return Trace(hidden, {}, torch.cat([one.final for one in passed]))
 
 
-def open_watched(path: Path, device: str, backend: str, cache: str | None = None) -> Watched | WatchedWhole:
+def open_watched(
+    path: Path, device: str, backend: str, cache: str | None = None
+) -> Watched | WatchedWhole:
     if is_known(read_json(path / "config.json")):
         return Watched(load_model(path, device=device, backend=backend, cache=cache))
     if cache is not None:
-        raise QuantkitError(f"{path} is computed by transformers, which has no such cache here", "leave --cache out")
+        raise QuantkitError(
+            f"{path} is computed by transformers, which has no such cache here", "leave --cache out"
+        )
     return WatchedWhole(load_whole(path, device))
 
 
 def expert_counter_of(watched: Watched | WatchedWhole) -> ExpertCounter:
     if isinstance(watched, WatchedWhole):
-        raise QuantkitError("what experts are asked is not counted where transformers computes", "leave --count-experts out")
+        raise QuantkitError(
+            "what experts are asked is not counted where transformers computes",
+            "leave --count-experts out",
+        )
     return ExpertCounter(watched.loaded)

@@ -10,7 +10,8 @@ from quantkit.common.errors import QuantkitError
 
 @dataclass(frozen=True)
 class Window:
-    """ids: int64 [T]. Tokens from `first` on (1 <= first < T) are predicted from those before them; the ones before it are context."""
+    """ids: int64 [T]. Tokens from `first` on (1 <= first < T) are predicted from those before them;
+    the ones before it are context."""
 
     ids: Tensor
     first: int = 1
@@ -21,13 +22,18 @@ class Window:
 
 
 def slide(document: Tensor, length: int, stride: int) -> Iterator[Window]:
-    """Windows of `length` tokens, `stride` apart; each scores what no earlier one did, so every token but the first is scored once.
+    """Windows of `length` tokens, `stride` apart; each scores what no earlier one did, so every
+    token but the first is scored once.
 
-    That is the recipe of transformers' page on perplexity: a token is predicted from at least length - stride tokens before it. With a
-    stride of `length` the first token of each window has nothing before it and is not scored.
+    That is the recipe of transformers' page on perplexity: a token is predicted from at least
+    length - stride tokens before it. With a stride of `length` the first token of each window has
+    nothing before it and is not scored.
     """
     if not 0 < stride <= length:
-        raise QuantkitError(f"a stride of {stride} does not fit windows of {length}", "give a stride from 1 to --seq-len")
+        raise QuantkitError(
+            f"a stride of {stride} does not fit windows of {length}",
+            "give a stride from 1 to --seq-len",
+        )
     done = 0
     for start in range(0, len(document), stride):
         end = min(start + length, len(document))

@@ -1,7 +1,9 @@
-"""Any OpenAI-compatible server as a generator: many requests in flight, retried with backoff, read as a stream.
+"""Any OpenAI-compatible server as a generator: many requests in flight, retried with backoff, read
+as a stream.
 
-Whatever one request meets is its own sample's error. The run ends only where going on cannot help: the server takes no connection any
-more, it has refused the first requests as one refuses a wrong key or address, or none of the first has got a reply, with all its tries.
+Whatever one request meets is its own sample's error. The run ends only where going on cannot help:
+the server takes no connection any more, it has refused the first requests as one refuses a wrong
+key or address, or none of the first has got a reply, with all its tries.
 """
 
 import asyncio
@@ -20,12 +22,26 @@ import httpx
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import Generation, ModelReply, Prompt
 from quantkit.evaluation.generators.replies import ReplyReader
-from quantkit.evaluation.openai_server import CONNECT_TIMEOUT_S, FAULTS, TIMEOUT_S, OpenAIServer, StreamError, fault
+from quantkit.evaluation.openai_server import (
+    CONNECT_TIMEOUT_S,
+    FAULTS,
+    TIMEOUT_S,
+    OpenAIServer,
+    StreamError,
+    fault,
+)
 
 RETRIES = 5
 _RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}
-_REFUSED = {401, 403, 404, 405}  # about the address or the key, if every request gets it; else about one prompt
-_HOPELESS = 4  # such refusals, or samples without a reply, before there is a single one; or as many as are in flight
+_REFUSED = {
+    401,
+    403,
+    404,
+    405,
+}  # about the address or the key, if every request gets it; else about one prompt
+# such refusals, or samples without a reply, before there is a single one; or as many as are in
+# flight
+_HOPELESS = 4
 _TOO_LONG = (
     "context length",
     "context window",
@@ -47,11 +63,13 @@ class _Fatal(Exception):
 
 
 class Endpoint:
-    """`url` is the server, with or without /v1 or a method behind it. `model` defaults to the only one that the server lists.
+    """`url` is the server, with or without /v1 or a method behind it. `model` defaults to the only
+    one that the server lists.
 
-    `identity` says who answers, not where: the model's name, and `revision` where it is given, else what the server tells of it.
-    retries: further tries of a request that failed in passing. timeout_s: longest wait for the next event of a reply. top_logprobs: so
-    many tokens are told at every place of a reply to messages.
+    `identity` says who answers, not where: the model's name, and `revision` where it is given, else
+    what the server tells of it.
+    retries: further tries of a request that failed in passing. timeout_s: longest wait for the next
+    event of a reply. top_logprobs: so many tokens are told at every place of a reply to messages.
     """
 
     identity_is_certain = False
@@ -70,14 +88,22 @@ class Endpoint:
         backoff_s: float = 1.0,
         top_logprobs: int = 0,
     ) -> None:
-        self.server = OpenAIServer(url, api_key=api_key, connect_timeout_s=connect_timeout_s, timeout_s=timeout_s)
+        self.server = OpenAIServer(
+            url, api_key=api_key, connect_timeout_s=connect_timeout_s, timeout_s=timeout_s
+        )
         self._concurrency = concurrency
         self._retries = retries
         self._backoff_s = backoff_s
-        self._more: dict[str, Any] = {"logprobs": True, "top_logprobs": top_logprobs} if top_logprobs else {}
+        self._more: dict[str, Any] = (
+            {"logprobs": True, "top_logprobs": top_logprobs} if top_logprobs else {}
+        )
         entry = self.server.find_model(model)
         self.name: str = entry["id"]
-        told = {"revision": revision} if revision else {name: value for name, value in entry.items() if name != "id"}
+        told = (
+            {"revision": revision}
+            if revision
+            else {name: value for name, value in entry.items() if name != "id"}
+        )
         self.identity: dict[str, Any] = {"model": self.name} | told
         self._answered, self._refused, self._failed = 0, 0, 0
 
@@ -125,39 +151,54 @@ class Endpoint:
                     await asyncio.sleep(0.05)
 
             watcher = asyncio.create_task(until_stopped())
-            workers = [asyncio.create_task(worker()) for _ in range(min(self._concurrency, len(prompts)))]
+            workers = [
+                asyncio.create_task(worker()) for _ in range(min(self._concurrency, len(prompts)))
+            ]
             running = set(workers)
             try:
                 while running and not watcher.done():
-                    done, _ = await asyncio.wait({watcher, *running}, return_when=asyncio.FIRST_COMPLETED)
+                    done, _ = await asyncio.wait(
+                        {watcher, *running}, return_when=asyncio.FIRST_COMPLETED
+                    )
                     running -= done
                     for task in done:
                         task.result()
             finally:
                 for task in (watcher, *workers):
                     task.cancel()
-                await asyncio.gather(watcher, *workers, return_exceptions=True)  # one fault is told, though several may have met it
+                await asyncio.gather(
+                    watcher, *workers, return_exceptions=True
+                )  # one fault is told, though several may have met it
 
-    async def _reply(self, client: httpx.AsyncClient, prompt: Prompt, parameters: Generation) -> ModelReply:
+    async def _reply(
+        self, client: httpx.AsyncClient, prompt: Prompt, parameters: Generation
+    ) -> ModelReply:
         """One reply, or what went wrong with it."""
         try:
             reply = await self._ask(client, prompt, parameters)
         except _Fatal:
             raise
-        except Exception as error:  # whatever a server may make a client do wrong is the matter of this sample
+        except (
+            Exception
+        ) as error:  # whatever a server may make a client do wrong is the matter of this sample
             reply = ModelReply(index=-1, error=fault(error))
         self._answered += reply.error is None
         return reply
 
-    async def _ask(self, client: httpx.AsyncClient, prompt: Prompt, parameters: Generation) -> ModelReply:
-        """One reply, with retries. A refusal of this prompt (4xx) or the last failed try becomes a reply with `error`."""
+    async def _ask(
+        self, client: httpx.AsyncClient, prompt: Prompt, parameters: Generation
+    ) -> ModelReply:
+        """One reply, with retries. A refusal of this prompt (4xx) or the last failed try becomes a
+        reply with `error`."""
         problem, unreachable = "", 0
         for attempt in range(self._retries + 1):
             if attempt:
                 await asyncio.sleep(self._backoff_s * 2 ** (attempt - 1) * (0.5 + random.random()))
             start = time.perf_counter()
             try:
-                return (await self._stream(client, prompt, parameters)).reply(time.perf_counter() - start)
+                return (await self._stream(client, prompt, parameters)).reply(
+                    time.perf_counter() - start
+                )
             except httpx.HTTPStatusError as error:
                 problem = fault(error)
                 if _says_too_long(error.response.status_code, problem):
@@ -174,15 +215,22 @@ class Endpoint:
         else:
             self._count_failure(problem)
         if unreachable == self._retries + 1:
-            raise _Fatal("the server is gone", "start it and repeat the command; replies in --out are kept")
+            raise _Fatal(
+                "the server is gone", "start it and repeat the command; replies in --out are kept"
+            )
         return ModelReply(index=-1, error=problem)
 
     def _count_failure(self, problem: str) -> None:
-        """Raise _Fatal where all that it is asked fails, with every try: hours of tries would be no different."""
+        """Raise _Fatal where all that it is asked fails, with every try: hours of tries would be no
+        different."""
         self._failed += 1
         if not self._answered and self._failed > max(_HOPELESS, self._concurrency):
             told = f"none of the first {self._failed} requests got a reply, the last for: {problem}"
-            raise _Fatal(told, "mend the server and repeat the command; `quantkit regrade` grades what an earlier run kept")
+            raise _Fatal(
+                told,
+                "mend the server and repeat the command; `quantkit regrade` grades what an earlier "
+                "run kept",
+            )
 
     def _count_refusal(self, status: int, problem: str) -> None:
         """Raise _Fatal where it refuses all that it is asked."""
@@ -190,15 +238,23 @@ class Endpoint:
         if not self._answered and self._refused >= max(_HOPELESS, self._concurrency):
             raise _Fatal(problem, "check the address, the model name and --api-key")
 
-    async def _stream(self, client: httpx.AsyncClient, prompt: Prompt, parameters: Generation) -> ReplyReader:
+    async def _stream(
+        self, client: httpx.AsyncClient, prompt: Prompt, parameters: Generation
+    ) -> ReplyReader:
         path = "/completions" if prompt.text is not None else "/chat/completions"
         reader = ReplyReader()
-        async with aclosing(self.server.stream(client, path, request_body(self.name, prompt, parameters) | self._more)) as events:
+        async with aclosing(
+            self.server.stream(
+                client, path, request_body(self.name, prompt, parameters) | self._more
+            )
+        ) as events:
             try:
                 async for event in events:
                     reader.add(event)
             except (httpx.TransportError, TimeoutError):
-                if reader.finish_reason is None:  # with one the reply is whole, however the connection ends
+                if (
+                    reader.finish_reason is None
+                ):  # with one the reply is whole, however the connection ends
                     raise
         return reader
 
@@ -226,7 +282,8 @@ def request_body(model: str, prompt: Prompt, parameters: Generation) -> dict[str
 
 
 def _says_too_long(status: int, problem: str) -> bool:
-    """Whether a refusal is for the length of the prompt, or of prompt and reply: the model's limit, and no fault of the server."""
+    """Whether a refusal is for the length of the prompt, or of prompt and reply: the model's limit,
+    and no fault of the server."""
     return status in (400, 413, 422) and any(words in problem.lower() for words in _TOO_LONG)
 
 

@@ -16,8 +16,8 @@ from quantkit.tokenizer.tags import THINK
 
 
 class Local:
-    """`path` is a checkpoint directory. Prompts run together, up to `concurrency` in a batch. count_experts: a file that closing writes, of
-    what the experts were asked."""
+    """`path` is a checkpoint directory. Prompts run together, up to `concurrency` in a batch.
+    count_experts: a file that closing writes, of what the experts were asked."""
 
     identity_is_certain = True
 
@@ -37,7 +37,14 @@ class Local:
         if cache is not None:
             self.identity |= {"cache": cache}
         counted = count_experts is not None
-        options = EngineOptions(path, device=device, backend=backend, max_batch=concurrency, cache=cache, count_experts=counted)
+        options = EngineOptions(
+            path,
+            device=device,
+            backend=backend,
+            max_batch=concurrency,
+            cache=cache,
+            count_experts=counted,
+        )
         self.engine = open_engine(options)
         self._defaults = _server_defaults(self.engine.tokenizer)
         if self._defaults:
@@ -87,14 +94,23 @@ class Local:
 
 
 def _server_defaults(tokenizer: ChatTokenizer) -> dict[str, Any]:
-    """What servers take of generation_config.json where a request does not say it, as no protocol does: the same model scores the same."""
-    defaults = {name: tokenizer.sampling_defaults.get(name) for name in ("top_k", "min_p", "repetition_penalty")}
-    nothing: dict[str, tuple[Any, ...]] = {"top_k": (None, 0, -1), "min_p": (None, 0), "repetition_penalty": (None, 1)}
+    """What servers take of generation_config.json where a request does not say it, as no protocol
+    does: the same model scores the same."""
+    defaults = {
+        name: tokenizer.sampling_defaults.get(name)
+        for name in ("top_k", "min_p", "repetition_penalty")
+    }
+    nothing: dict[str, tuple[Any, ...]] = {
+        "top_k": (None, 0, -1),
+        "min_p": (None, 0),
+        "repetition_penalty": (None, 1),
+    }
     return {name: value for name, value in defaults.items() if value not in nothing[name]}
 
 
 def _encode(tokenizer: ChatTokenizer, prompt: Prompt) -> tuple[list[int], bool]:
-    """Token ids, and whether they end inside <think>: because the template puts it there, or because the protocol asks for it."""
+    """Token ids, and whether they end inside <think>: because the template puts it there, or
+    because the protocol asks for it."""
     if prompt.text is not None:
         return tokenizer.encode(prompt.text), False
     text = tokenizer.render(list(prompt.messages))
@@ -105,13 +121,15 @@ def _encode(tokenizer: ChatTokenizer, prompt: Prompt) -> tuple[list[int], bool]:
 
 
 def template_reasons(path: Path) -> bool | None:
-    """Whether the checkpoint's chat template opens <think>, None where it has none; for choosing a protocol before anything is loaded."""
+    """Whether the checkpoint's chat template opens <think>, None where it has none; for choosing a
+    protocol before anything is loaded."""
     tokenizer = ChatTokenizer(path)
     return tokenizer.prefills_think if "default" in tokenizer.templates else None
 
 
 def content_hash(path: Path) -> str:
-    """A hash that changes when the weights, the tokenizer or the chat template do: the checkpoint's fingerprint, and its small files."""
+    """A hash that changes when the weights, the tokenizer or the chat template do: the checkpoint's
+    fingerprint, and its small files."""
     digest = hashlib.sha256(Checkpoint.open(path).fingerprint.encode())
     for file in sorted(path.iterdir()):
         if file.suffix in (".json", ".jinja"):

@@ -1,4 +1,5 @@
-"""From the events of a streamed answer to one reply. What no server should send is refused here, so that it fails its own sample only."""
+"""From the events of a streamed answer to one reply. What no server should send is refused here, so
+that it fails its own sample only."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +37,9 @@ class ReplyReader:
         part = _object(choice, "delta") or _object(choice, "message")
         said, thought = _content(part)
         text = said or _text(choice, "text")
-        thought += _text(part, "reasoning_content") or _text(part, "reasoning") or _text(part, "thinking")
+        thought += (
+            _text(part, "reasoning_content") or _text(part, "reasoning") or _text(part, "thinking")
+        )
         if (text or thought) and self.finish_reason is not None:
             raise StreamError("the server sent text after the end of the reply")
         self.logprobs += _objects(_object(choice, "logprobs"), "content")
@@ -53,7 +56,8 @@ class ReplyReader:
             self.finish_reason = reason or self.finish_reason
 
     def reply(self, latency_s: float) -> ModelReply:
-        """The whole reply. Raises StreamError where the server sent no end, or gave the reply up."""
+        """The whole reply. Raises StreamError where the server sent no end, or gave the reply
+        up."""
         return ModelReply(
             index=-1,
             text=_joined(self.text),
@@ -70,8 +74,16 @@ class ReplyReader:
         if self.finish_reason is None:
             raise StreamError("the stream ended without a finish reason")
         if self.finish_reason in GIVEN_UP:
-            raise StreamError(f"the server gave the reply up (finish_reason {self.finish_reason!r})")
-        return "stop" if self.finish_reason in _STOPPED else "length" if self.finish_reason in _CUT else self.finish_reason
+            raise StreamError(
+                f"the server gave the reply up (finish_reason {self.finish_reason!r})"
+            )
+        return (
+            "stop"
+            if self.finish_reason in _STOPPED
+            else "length"
+            if self.finish_reason in _CUT
+            else self.finish_reason
+        )
 
 
 def _objects(holder: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -122,5 +134,6 @@ def _count(holder: dict[str, Any], name: str) -> int:
 
 
 def _joined(pieces: list[str]) -> str:
-    """One text: a pair of surrogates that two pieces share becomes its character, a lone one, which no file takes, U+FFFD."""
+    """One text: a pair of surrogates that two pieces share becomes its character, a lone one, which
+    no file takes, U+FFFD."""
     return "".join(pieces).encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,6 +1,7 @@
 """Is it still the model whose replies are kept? A server can hold another one under the same name.
 
-One prompt is asked greedily before a run's first request, and the reply is kept; on resuming it is asked again. A model in this process
+One prompt is asked greedily before a run's first request, and the reply is kept; on resuming it is
+asked again. A model in this process
 needs none of it: its identity is a hash of its files.
 """
 
@@ -16,11 +17,17 @@ _SHOWN = 60  # characters
 
 
 def check_same_model(
-    generator: Generator, journal: ReplyJournal, prompt: Prompt, generation: Generation, notice: Callable[[str], None]
+    generator: Generator,
+    journal: ReplyJournal,
+    prompt: Prompt,
+    generation: Generation,
+    notice: Callable[[str], None],
 ) -> None:
-    """Raise QuantkitError where another model answers now than the one whose replies `journal` keeps. prompt: asked if none was yet.
+    """Raise QuantkitError where another model answers now than the one whose replies `journal`
+    keeps. prompt: asked if none was yet.
 
-    A server that does not answer alike twice cannot be told from another one: that is said with `notice`, and the run goes on.
+    A server that does not answer alike twice cannot be told from another one: that is said with
+    `notice`, and the run goes on.
     """
     if generator.identity_is_certain:
         return
@@ -31,7 +38,10 @@ def check_same_model(
         if reply.error is None:
             journal.add_probe(prompt, reply)
         if journal.kept:
-            notice("it cannot be told whether the kept replies are this model's: none was kept that was asked greedily")
+            notice(
+                "it cannot be told whether the kept replies are this model's: none was kept that "
+                "was asked greedily"
+            )
         return
     before = journal.probe.reply
     now = _ask(generator, journal.probe.prompt, greedy)
@@ -42,14 +52,18 @@ def check_same_model(
         return
     if not _alike(now, again):
         notice(
-            f"{generator.name} does not answer alike twice at temperature 0, so the server may set a temperature of its own: "
-            "whether the kept replies are this model's cannot be told; serve it without, or give another --out"
+            f"{generator.name} does not answer alike twice at temperature 0, so the server may set "
+            "a temperature of its own: "
+            "whether the kept replies are this model's cannot be told; serve it without, or give "
+            "another --out"
         )
         return
     raise QuantkitError(
-        f"{generator.name} is not the model whose {len(journal.kept)} replies are kept in {journal.path.parent.parent}: "
+        f"{generator.name} is not the model whose {len(journal.kept)} replies are kept in "
+        f"{journal.path.parent.parent}: "
         f"to the same prompt, greedily, it now says {_shown(now)} and said {_shown(before)}",
-        "give another --out or a --model-revision of its own; --trust-kept uses the replies all the same",
+        "give another --out or a --model-revision of its own; --trust-kept uses the replies all "
+        "the same",
     )
 
 

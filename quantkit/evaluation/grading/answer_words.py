@@ -1,4 +1,5 @@
-"""The words with which an answer is stated or denied in languages other than English and Chinese, as patterns."""
+"""The words with which an answer is stated or denied in languages other than English and Chinese,
+as patterns."""
 
 _NOUNS = (
     r"respuesta|resultado|réponse|résultat|(?:end)?antwort|ergebnis|lösung|resposta|risposta|risultato|ответ|итого|результат|відповідь"
@@ -12,7 +13,8 @@ STATED = (
     rf"(?<!\w)(?:{_NOUNS})(?:[\s*_]+(?!(?:{_VERBS}|{_NOT})\s)[^\W\d_]+){{0,3}}?[\s*_\"']*"
     rf"(?P<foreign_denial>{_NOT}\s+)?(?:(?:n['’](?=est))?(?:{_VERBS})(?!\w)\s*:?|[はが은는이:=—→][、,]?|->|(?<=итого))"
 )
-"""Up to where the answer begins; the group foreign_denial is there where it is denied before its verb."""
+"""Up to where the answer begins; the group foreign_denial is there where it is denied before its
+verb."""
 
 DENIED_AT_ONCE = r"^\s*(?:nicht|pas|no|não|non|не|nie|ikke|inte|niet)\s"
 DENIED_AFTERWARDS = r"ではな|ではあり|じゃな|아니|아닙|değil|नहीं|ليس"
@@ -27,24 +29,37 @@ CHECKED = (
 )
 """How a check of the answer begins."""
 MISTAKEN = "不对|错|falsch|faux|incorrecto|неверно"
-THEREFORE = "donc|also|por (?:lo )?tanto|portanto|quindi|итак|значит|следовательно|ответ|所以|因此|故|答|综上|したがって|よって|따라서"
-STILL = r"但|所以|因此|しかし|よって|sin embargo|pero|cependant|mais|donc|jedoch|aber|also\b|mas\b|portanto|но\b|ma\b|quindi"
+THEREFORE = (
+    "donc|also|por (?:lo "
+    ")?tanto|portanto|quindi|итак|значит|следовательно|ответ|所以|因此|故|答|综上|したがって|よって|따라서"
+)
+STILL = (
+    r"但|所以|因此|しかし|よって|sin "
+    r"embargo|pero|cependant|mais|donc|jedoch|aber|also\b|mas\b|portanto|но\b|ma\b|quindi"
+)
 """What brings an answer behind a refusal."""
 REFUSED = (
     r"无法(?:确定|回答|解决|计算|提供|给出|判断|求)|不能(?:确定|回答|帮)|不知道|抱歉|对不起|信息不足|条件不足"
     r"|申し訳|できません|わかりません|分かりません|求められません|죄송|할 수 없|알 수 없|모르겠"
-    r"|\bno (?:puedo|podemos|se puede|sé)\b|\blo siento\b|\bje ne (?:peux|sais)\b|\bdésolée?\b|\bimpossible de\b"
-    r"|\bnicht (?:möglich|bestimm|beantwort|lös|berechn)\w*|\btut mir leid\b|\bweiß (?:ich )?nicht\b"
-    r"|\bnão (?:posso|é possível|sei)\b|\bdesculpe\b|\bnon (?:posso|è possibile|so)\b|\bmi dispiace\b"
+    r"|\bno (?:puedo|podemos|se puede|sé)\b|\blo siento\b|\bje ne "
+    r"(?:peux|sais)\b|\bdésolée?\b|\bimpossible de\b"
+    r"|\bnicht (?:möglich|bestimm|beantwort|lös|berechn)\w*|\btut mir leid\b|\bweiß (?:ich "
+    r")?nicht\b"
+    r"|\bnão (?:posso|é possível|sei)\b|\bdesculpe\b|\bnon (?:posso|è possibile|so)\b|\bmi "
+    r"dispiace\b"
     r"|не (?:могу|знаю)|невозможно|извините|\bnie (?:mogę|można|wiem)\b|لا (?:أستطيع|يمكن)|آسف"
 )
 
 PREPOSITIONS = (
-    "en|w|we|za|během|trong|dalam|på|op|bis|hasta|até|fino a|tot|nach|für|bei|mit|pro|von|aus|je|zu je"
-    "|pour|après|dans|avec|à|au|pendant|por|para|con|sur|su|después de|durante|per|dopo|em|após|com|depois de"
+    "en|w|we|za|během|trong|dalam|på|op|bis|hasta|até|fino "
+    "a|tot|nach|für|bei|mit|pro|von|aus|je|zu je"
+    "|pour|après|dans|avec|à|au|pendant|por|para|con|sur|su|después "
+    "de|durante|per|dopo|em|após|com|depois de"
     "|по|за|из|для|через|после|на|в|до"
 )
-AFTER_DOING = r"(?:después de|tras|antes de|após|depois de|antes de|avant de|dopo aver|prima di)\s+[^\W\d_]+"
+AFTER_DOING = (
+    r"(?:después de|tras|antes de|após|depois de|antes de|avant de|dopo aver|prima di)\s+[^\W\d_]+"
+)
 ARTICLES = "der|des|den|dem|de|del|dei|delle|di|du|da|los|las|les|os|gli|aux"
 """With a preposition in them, or of things that are known: der 200 Seiten."""
 BOUND = (
@@ -63,7 +78,8 @@ YEAR = r"jahr(?:e|es)?|l['’]an(?:née)?|(?:el\s+)?año|(?:o\s+)?ano|l['’]ann
 YEAR_BEHIND = "年度?|년|год[ау]?|roku|yılında"
 WILL_BE = "wird|sera|será|avrà|terá|tendrá|aura"
 IN_TOTAL = (
-    r"insgesamt|zusammen|gesamt\w*|en tout|au total|en total|in totale|in tutto|no total|ao todo|totaal|totalt|łącznie|razem"
+    r"insgesamt|zusammen|gesamt\w*|en tout|au total|en total|in totale|in tutto|no total|ao "
+    r"todo|totaal|totalt|łącznie|razem"
     r"|celkem|toplam\w*|всего|вместе|итого|共|总共|一共|合计|合計|全部で|총|모두"
 )
 LEFT = (

@@ -1,7 +1,8 @@
-r"""Finding the answer in the text after the reasoning, where the answer is a number or an expression.
+r"""Finding the answer in the text after the reasoning, where the answer is a number or an
+expression.
 
-The last \boxed{} (boxes.py) counts; without one the last sentence that states the answer, then the last number of the text. What is found
-is read whole by values.py, or refused.
+The last \boxed{} (boxes.py) counts; without one the last sentence that states the answer, then the
+last number of the text. What is found is read whole by values.py, or refused.
 """
 
 import re
@@ -25,7 +26,8 @@ _ANSWERED = re.compile(r"(?m:^\W{0,4}A\s*:\s*\S)|####\s*\S|(?i:\banswer\s*(?:is|
 
 
 def prepared(text: str) -> str:
-    """The end of a reply in plain characters, up to where a model that was not asked to stop makes up the next question."""
+    """The end of a reply in plain characters, up to where a model that was not asked to stop makes
+    up the next question."""
     text = _BOX_TOKENS.sub(lambda match: f"\\boxed{{{match[1]}}}", normalize(text[-LONGEST:]))
     answered = _ANSWERED.search(text)
     following = _NEXT_QUESTION.search(text, answered.end()) if answered is not None else None
@@ -46,17 +48,25 @@ _DOUBTED = re.compile(
     r"|\bnot (?:the case|true)|\bfalse|\bwrong|\bincorrect|\bdoubt|\b(?:unable|not able) to\b"
     r"|n't (?:think|believe|say))\s+(?:that\s+)?[\w\s]{0,20}$"
 )
-_KIND = re.compile(r"(?i)\s*(?:an?|the|some)\s+(?:[a-z-]+\s+)?(?:integer|number)\s+(?:between|from|in|less|at|of)\b")
+_KIND = re.compile(
+    r"(?i)\s*(?:an?|the|some)\s+(?:[a-z-]+\s+)?(?:integer|number)\s+(?:between|from|in|less|at|of)\b"
+)
 """What answers are in general: The answer must be an integer between 0 and 999."""
-_FOREIGN_DENIAL = re.compile(rf"(?i){answer_words.DENIED_AT_ONCE}(?!.*\s{answer_words.INSTEAD}\s)|{answer_words.DENIED_AFTERWARDS}")
+_FOREIGN_DENIAL = re.compile(
+    rf"(?i){answer_words.DENIED_AT_ONCE}(?!.*\s{answer_words.INSTEAD}\s)|{answer_words.DENIED_AFTERWARDS}"
+)
 
 
-_CUES, _SENTENCE = 50, 600  # cues for an answer that are looked at, the last ones, and characters behind each
+_CUES, _SENTENCE = (
+    50,
+    600,
+)  # cues for an answer that are looked at, the last ones, and characters behind each
 _ENDING = 4000  # characters at the end of a text that states no answer
 
 
 def _statements(text: str) -> list[tuple[int, str, bool]]:
-    """What is said behind each cue for an answer: where, the text up to the end of its line, and whether it is denied."""
+    """What is said behind each cue for an answer: where, the text up to the end of its line, and
+    whether it is denied."""
     found = []
     for match in list(_CUE.finditer(text))[-_CUES:]:
         rest = text[match.end() : match.end() + _SENTENCE]
@@ -64,7 +74,11 @@ def _statements(text: str) -> list[tuple[int, str, bool]]:
         if _KIND.match(line):
             continue
         is_denied = match["denied"] is not None or match["foreign_denial"] is not None
-        is_denied = is_denied or _DOUBTED.search(text[: match.start()][-60:]) is not None or _FOREIGN_DENIAL.search(line) is not None
+        is_denied = (
+            is_denied
+            or _DOUBTED.search(text[: match.start()][-60:]) is not None
+            or _FOREIGN_DENIAL.search(line) is not None
+        )
         found.append((match.start(), line, is_denied))
     return found
 
@@ -75,7 +89,8 @@ _TABLE_ROW = re.compile(r"(?m)^[ \t]*\|[ \t][^\n]*\|[ \t]*$")
 
 
 def _lines(text: str) -> str:
-    """Without headings, quotes, lists and emphasis, of a table's row its last cell; what is displayed stands on a line of its own."""
+    """Without headings, quotes, lists and emphasis, of a table's row its last cell; what is
+    displayed stands on a line of its own."""
     return _DISPLAYED.sub("\n", _TABLE_ROW.sub(_last_cell, _MARKS.sub("", text)))
 
 
@@ -87,51 +102,75 @@ _CALCULATION = re.compile(r"<<[^<>\n]*>>")  # as GSM8K's own solutions have them
 
 
 _THOUSANDS = re.compile(r"(?<![\w.,])[1-9]\d{0,2}(?:\.\d{3})+(?![\d.]|,\d{3})")
-_MILLIONS = re.compile(r"(?<![\w.,])[1-9]\d{0,2}(?:\.\d{3}){2}(?![\d.]|,\d{3})")  # two points: no decimal one, in any language
+_MILLIONS = re.compile(
+    r"(?<![\w.,])[1-9]\d{0,2}(?:\.\d{3}){2}(?![\d.]|,\d{3})"
+)  # two points: no decimal one, in any language
 _DECIMAL_POINT = re.compile(r"(?<![\d.])\d+\.(?:\d{1,2}|\d{4,})(?![\d.])")
 
 
-_MIL = re.compile(r"(\d)\s+mil(?=\s+(?:de\s|[a-z]+[aeo]s\b)|\W*$)")  # Spanish and Portuguese: 45 mil habitantes
-_MILES = re.compile(r"(?<=[^\W\d_])(\s+\d+)\s+mil(?=\W*$|\s+[a-z])(?! (?:de|in)\b)")  # of other languages; $3 mil stands behind its sign
-_TURKISH = re.compile(r"(?<![\w.,])(\d{1,3}(?:\.\d{3})*)'(?:[dt][iıuü]r|[a-zçğıöşü]{1,3})(?![a-zçğıöşü])")  # 45.000'dir
+_MIL = re.compile(
+    r"(\d)\s+mil(?=\s+(?:de\s|[a-z]+[aeo]s\b)|\W*$)"
+)  # Spanish and Portuguese: 45 mil habitantes
+_MILES = re.compile(
+    r"(?<=[^\W\d_])(\s+\d+)\s+mil(?=\W*$|\s+[a-z])(?! (?:de|in)\b)"
+)  # of other languages; $3 mil stands behind its sign
+_TURKISH = re.compile(
+    r"(?<![\w.,])(\d{1,3}(?:\.\d{3})*)'(?:[dt][iıuü]r|[a-zçğıöşü]{1,3})(?![a-zçğıöşü])"
+)  # 45.000'dir
 
 
 _OBJECT = re.compile(r"\s*(?:```(?:json)?\s*)?\{.*\}\s*(?:```)?\s*", re.DOTALL)
-_NAMED_VALUE = re.compile(r"""["'](?:final[_ ]?)?(?:answer|result|final)["']\s*:\s*(?:["']([^"']*)["']|(-?[\d.]+))\s*[,}]""", re.IGNORECASE)
+_NAMED_VALUE = re.compile(
+    r"""["'](?:final[_ ]?)?(?:answer|result|final)["']\s*:\s*(?:["']([^"']*)["']|(-?[\d.]+))\s*[,}]""",
+    re.IGNORECASE,
+)
 
 
 def _named_value(text: str) -> str:
-    """Of a reply that is a JSON object, the value of its answer, stated; any other text as it is."""
+    """Of a reply that is a JSON object, the value of its answer, stated; any other text as it
+    is."""
     named = list(_NAMED_VALUE.finditer(text)) if _OBJECT.fullmatch(text) else []
     return f"Answer: {named[0][1] or named[0][2]}" if len(named) == 1 else text
 
 
 def _with_thousands(text: str) -> str:
-    """Without the points at thousands, where the text's language writes so and no decimal point stands in it: 1.250 Liter."""
+    """Without the points at thousands, where the text's language writes so and no decimal point
+    stands in it: 1.250 Liter."""
     text = _MIL.sub(r"\1 thousand", text) if decimal_comma(text[-_ENDING:]) else text
     text = _MILES.sub(r"\1 miles", text)
     text = _TURKISH.sub(lambda match: match[1].replace(".", ""), text)
     text = _MILLIONS.sub(lambda match: match[0].replace(".", ""), text)
-    if not _THOUSANDS.search(text) or _DECIMAL_POINT.search(text) or not decimal_comma(text[-_ENDING:]):
+    if (
+        not _THOUSANDS.search(text)
+        or _DECIMAL_POINT.search(text)
+        or not decimal_comma(text[-_ENDING:])
+    ):
         return text
     return _THOUSANDS.sub(lambda match: match[0].replace(".", ""), text)
 
 
 _SAID_TWICE = re.compile(
-    r"(?<![\w-])(?P<words>[A-Za-z]+(?:[ -][A-Za-z]+){0,6})\s?\((?P<digits>\d[\d,]*(?:\.\d+|/\d+)?)\)"
+    r"(?<![\w-])(?P<words>[A-Za-z]+(?:[ "
+    r"-][A-Za-z]+){0,6})\s?\((?P<digits>\d[\d,]*(?:\.\d+|/\d+)?)\)"
     r"|(?<![\w.,/(])(?P<first>\d[\d,]*(?:\.\d+)?)\s?\((?P<spoken>[A-Za-z]+(?:[ -][A-Za-z]+){0,6})\)"
 )
 
 
 def _said_once(match: re.Match[str]) -> str:
-    """Of a number in words and in digits, `seven (7)` or `7 (seven)`, the digits; what are two numbers stays."""
+    """Of a number in words and in digits, `seven (7)` or `7 (seven)`, the digits; what are two
+    numbers stays."""
     digits = match["digits"] or match["first"]
     value = begin_quantity(digits)
     parts = re.split(r"(?<=[ -])", match["words"] or match["spoken"])
     for place in range(len(parts)):
         words = "".join(parts[place:])
         number = begin_quantity(words)
-        if number is not None and number.end == len(words) and value is not None and number.value == value.value:
+        if (
+            number is not None
+            and number.end == len(words)
+            and value is not None
+            and number.value == value.value
+        ):
             return match[0] if match["first"] and place else "".join(parts[:place]) + digits
     return match[0]
 
@@ -149,22 +188,29 @@ _OF_HOW_MANY = re.compile(
 
 
 def _in_digits(match: re.Match[str]) -> str:
-    """`7 of the 12` for `seven out of the twelve`: of numbers in words and in digits, the rules behind see the digits alone. Words that
-    end the sentence, `seven of 12`, are the first alone: 7 of 12 might be 7/12."""
+    """`7 of the 12` for `seven out of the twelve`: of numbers in words and in digits, the rules
+    behind see the digits alone. Words that end the sentence, `seven of 12`, are the first alone: 7
+    of 12 might be 7/12."""
     part, whole = (begin_quantity(match[name]) for name in ("part", "whole"))
     if part is None or whole is None:
         return match[0]
-    ends = match["part"][0].isalpha() and re.match(r"[\s*_]*(?:[.!?](?=\s|$)|$)", match.string[match.end() :]) is not None
+    ends = (
+        match["part"][0].isalpha()
+        and re.match(r"[\s*_]*(?:[.!?](?=\s|$)|$)", match.string[match.end() :]) is not None
+    )
     return f"{part.value}" if ends else f"{part.value} {match['of']}{whole.value}"
 
 
 def find_number(text: str, letters: bool = True, question: str = "") -> Extraction:
-    """The answer of a text whose answer is a number: the last box, else the last stated answer, else the last number.
+    """The answer of a text whose answer is a number: the last box, else the last stated answer,
+    else the last number.
 
     An answer that is stated behind the box, as a sentence, and is another one, replaces the box.
     """
     text = _with_thousands(_named_value(_CALCULATION.sub("", prepared(text))))
-    text, otherwise = in_one_unit(_OF_HOW_MANY.sub(_in_digits, _SAID_TWICE.sub(_said_once, text)), question)
+    text, otherwise = in_one_unit(
+        _OF_HOW_MANY.sub(_in_digits, _SAID_TWICE.sub(_said_once, text)), question
+    )
     found = _find_number(text, letters, question)
     if not isinstance(found.value, Fraction) or found.text is None:
         return found
@@ -184,18 +230,28 @@ def _find_number(text: str, letters: bool, question: str) -> Extraction:
         if behind is not None and behind.value is not None and behind.value != value:
             return behind
         return Extraction(box.text, "asked", value=value)
-    stated = _reconsidered(text, letters) or _stated(text, letters) or _answered_first(text, letters)
+    stated = (
+        _reconsidered(text, letters) or _stated(text, letters) or _answered_first(text, letters)
+    )
     if stated is not None:
         return stated
     shown, last = read_last(_lines(text[-_ENDING:]), letters, question)
-    if (shown is None or _LEFT.search(question)) and (none := _none_of_them(text, question)) is not None:
+    if (shown is None or _LEFT.search(question)) and (
+        none := _none_of_them(text, question)
+    ) is not None:
         return none
-    return Extraction(shown, "last", value=last, restated=restated(text[-_SENTENCE:])) if shown is not None else Extraction(None)
+    return (
+        Extraction(shown, "last", value=last, restated=restated(text[-_SENTENCE:]))
+        if shown is not None
+        else Extraction(None)
+    )
 
 
 _HOW_MANY = re.compile(r"(?i)\bhow (?:many|much)\b")
 _LEFT = re.compile(r"(?i)\b(?:left|remain|remaining)\W*$")
-_NO_SUCH = r"(?:none|nothing|no(?! (?:answer|idea|information|solution|way|clue|one)\b)(?: [a-z-]+){1,2}?)"
+_NO_SUCH = (
+    r"(?:none|nothing|no(?! (?:answer|idea|information|solution|way|clue|one)\b)(?: [a-z-]+){1,2}?)"
+)
 _NONE = re.compile(
     rf"(?i)(?:^|[.!?]\s+|\n|,\s+|\bso\s+)\W*(?P<said>(?:there\s+(?:are|is|were|was)\s+|(?:[a-z]+\s+){{1,2}}(?:has|have|had)\s+)?{_NO_SUCH}"
     r"(?:\s+of\s+(?:them|it))?(?:\s+(?:are|is|were|was|will\s+be))?(?:\s+(?:left|remains?|remaining|over))?)\W*$"
@@ -203,19 +259,21 @@ _NONE = re.compile(
 
 
 def _none_of_them(text: str, question: str) -> Extraction | None:
-    """Zero, where the question asks how many and the text ends with `none are left`: where other numbers stand at its end, too, only of
-    what is asked to be left."""
+    """Zero, where the question asks how many and the text ends with `none are left`: where other
+    numbers stand at its end, too, only of what is asked to be left."""
     said = _NONE.search(text[-_SENTENCE:].strip()) if _HOW_MANY.search(question) else None
     return Extraction(said["said"], "last", value=Fraction(0)) if said is not None else None
 
 
 _RECONSIDERS = re.compile(
-    r"(?i)(?:^|[.!?]\s{1,3}|\n[ \t]*)(?:wait|hold on|hmm+|let me (?:reconsider|rethink|recount|recalculate|redo))\b[^\w\n]*"
+    r"(?i)(?:^|[.!?]\s{1,3}|\n[ \t]*)(?:wait|hold on|hmm+|let me "
+    r"(?:reconsider|rethink|recount|recalculate|redo))\b[^\w\n]*"
 )
 
 
 def _reconsidered(text: str, letters: bool) -> Extraction | None:
-    """What the text comes to behind the last point at which it thinks again, where that states no answer but ends in `So ... = 72`."""
+    """What the text comes to behind the last point at which it thinks again, where that states no
+    answer but ends in `So ... = 72`."""
     text = text[-_ENDING:]
     points = list(_RECONSIDERS.finditer(text))
     rest = text[points[-1].end() :] if points else ""
@@ -226,32 +284,48 @@ def _reconsidered(text: str, letters: bool) -> Extraction | None:
     return Extraction(rest.strip()[-100:], "phrase", value=value) if value is not None else None
 
 
-_WORK = re.compile(r"\s{0,9}(\S[^\n]{0,60})\n[ \t]*\n\W*(?i:work|working|explanation|reasoning|steps|solution|calculation|because)\b")
+_WORK = re.compile(
+    r"\s{0,9}(\S[^\n]{0,60})\n[ "
+    r"\t]*\n\W*(?i:work|working|explanation|reasoning|steps|solution|calculation|because)\b"
+)
 
 
 def _answered_first(text: str, letters: bool) -> Extraction | None:
     """An answer that is the whole first line, before the work."""
     first = _WORK.match(_lines(text))
     value = read_value(first[1], letters) if first is not None else None
-    return Extraction(first[1], "phrase", value=value) if first is not None and value is not None else None
+    return (
+        Extraction(first[1], "phrase", value=value)
+        if first is not None and value is not None
+        else None
+    )
 
 
 def last_statement(text: str) -> str | None:
     """The sentence of the last statement of an answer that is no denial, whatever it says."""
-    said = [line.strip() for _, line, is_denied in _statements(_lines(text)) if not is_denied and line.strip()]
+    said = [
+        line.strip()
+        for _, line, is_denied in _statements(_lines(text))
+        if not is_denied and line.strip()
+    ]
     return said[-1] if said else None
 
 
 def _stated(text: str, letters: bool) -> Extraction | None:
-    """The last sentence that states an answer. A denial is no statement; alone, it is one without a value."""
+    """The last sentence that states an answer. A denial is no statement; alone, it is one without a
+    value."""
     text = _lines(text)
     denied = None
     for _, line, is_denied in reversed(_statements(text)):
         if not has_number(line):
             continue
-        instead = re.search(r"(?i)(?:[;,.]|\bbut\b)\s*(?:but |rather |it is |it's |it must be |而?是)+(.*)", line)
+        instead = re.search(
+            r"(?i)(?:[;,.]|\bbut\b)\s*(?:but |rather |it is |it's |it must be |而?是)+(.*)", line
+        )
         if is_denied and instead is not None and has_number(instead[1]):
-            return Extraction(instead[1].strip()[:100], "phrase", value=read_sentence(instead[1], letters))
+            return Extraction(
+                instead[1].strip()[:100], "phrase", value=read_sentence(instead[1], letters)
+            )
         if is_denied:
             denied = Extraction(line.strip(), "phrase")
             continue

@@ -1,8 +1,9 @@
 """Which number of a sentence answers the question.
 
-Of a sentence with several numbers (`Tom is 5 now, and in 10 years he will be 15`) the question says which one is meant. Every number gets
-points for what the question asks (its unit, the words around it) and loses some for being a circumstance: what the question itself
-gives, what a preposition governs, what an `if` or `after` says. The right answer is not known here.
+Of a sentence with several numbers (`Tom is 5 now, and in 10 years he will be 15`) the question says
+which one is meant. Every number gets points for what the question asks (its unit, the words around
+it) and loses some for being a circumstance: what the question itself gives, what a preposition
+governs, what an `if` or `after` says. The right answer is not known here.
 """
 
 import re
@@ -10,16 +11,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from quantkit.evaluation.grading.clauses import CONCLUDES, CONDITIONS, SPOKEN, TAKES, Number, clauses_of, numbers_of
+from quantkit.evaluation.grading.clauses import (
+    CONCLUDES,
+    CONDITIONS,
+    SPOKEN,
+    TAKES,
+    Number,
+    clauses_of,
+    numbers_of,
+)
 from quantkit.evaluation.grading.question import NEGATED, AskedFor, read_question, stem, stems
 from quantkit.evaluation.grading.units import SIGNS
 
 _UNSURE = re.compile(
     r"(?i)\b(?:or|maybe|perhaps|possibly|might|either|neither|depending|otherwise|unless|no|cannot|wait|hmm|nor|suppose|assume|assuming"
-    r"|between|about|approximately|exceed\w*|at\s+(?:least|most)|(?<!add )(?<!adds )(?<!adding )(?<!sum )(?<!sums )up\s+to|wrong"
+    r"|between|about|approximately|exceed\w*|at\s+(?:least|most)|(?<!add )(?<!adds )(?<!adding "
+    r")(?<!sum )(?<!sums )up\s+to|wrong"
     rf"|fail(?:s|ed)?|incorrect)\b|\bnot\s+[$]?-?\d|[?≈<>≤≥≠±≡]|(?:\d|(?<![a-z]){SPOKEN})\s*\(\s*\d"
 )
-_BOUND = re.compile(r"(?i)\s+(?:up\s+to|at\s+most|less\s+than|not\s+exceeding|below)\s+(?P<number>\d[\d,]*)(?!\d|\.\d)")
+_BOUND = re.compile(
+    r"(?i)\s+(?:up\s+to|at\s+most|less\s+than|not\s+exceeding|below)\s+(?P<number>\d[\d,]*)(?!\d|\.\d)"
+)
 _CONDITION, _CONCLUSION = (re.compile(rf"(?i)^[\s,;]*{words}") for words in (CONDITIONS, CONCLUDES))
 _REASON = re.compile(r"(?i)^[\s,;]*(?:because|since|as)\b")
 _LABEL = re.compile(r"(?<![\w+*/-])(?<![+*/-]\s)(?P<label>[A-Za-z])\s*=\s*$")
@@ -28,22 +40,41 @@ _GOVERNED = re.compile(
     r"|its|another|to|to\s+(?!(?:get|obtain|give|make|have|find)\b)[a-z]+|selling|buying|other)\s+$"
 )
 _NAMED = re.compile(r"([A-Za-z]{2,})(?:\s*[:=]|\s+(?:is|of|was|are))?\s+$")  # has area 42
-_DONE = {"pay", "earn", "sell", "buy", "give", "eat", "drive", "run", "save"}  # verbs, which name no number
+_DONE = {
+    "pay",
+    "earn",
+    "sell",
+    "buy",
+    "give",
+    "eat",
+    "drive",
+    "run",
+    "save",
+}  # verbs, which name no number
 _AMOUNT_OF = re.compile(r"(?i)(?P<noun>[a-z]+)\s+of\s+$")
 _PART_OF = re.compile(r"\s+of\s+(?:(?:the|its|these|those|all|his|her|their)\s+)*\d")
-_PRONOUN = re.compile(r"(?i)^\W*(?:(?:and|so|now|later|in\s+\d+\s+\w+)\W+)*(?:she|he|it|they|this|that|who|which|we|i)\b")
+_PRONOUN = re.compile(
+    r"(?i)^\W*(?:(?:and|so|now|later|in\s+\d+\s+\w+)\W+)*(?:she|he|it|they|this|that|who|which|we|i)\b"
+)
 _NOW, _FIRST = (
     re.compile(rf"(?i)\b(?:{words})\b")
-    for words in (r"now|currently|presently|today", r"originally|initially|at\s+first|first|started|began|used\s+to")
+    for words in (
+        r"now|currently|presently|today",
+        r"originally|initially|at\s+first|first|started|began|used\s+to",
+    )
 )
-_IS_RATE = re.compile(r"(?i)\s+(?:[a-z]+\s+){0,2}?(?:per|an?|each|every)\s+[a-z]+|\s*[a-z]+/[a-z]|\s*(?:mph|kmh)\b")
+_IS_RATE = re.compile(
+    r"(?i)\s+(?:[a-z]+\s+){0,2}?(?:per|an?|each|every)\s+[a-z]+|\s*[a-z]+/[a-z]|\s*(?:mph|kmh)\b"
+)
 
 
 @dataclass
 class _Tally:
-    """What speaks for a number of a sentence: all `points`, and how many of them are the question's `words`, or its `kind`.
+    """What speaks for a number of a sentence: all `points`, and how many of them are the question's
+    `words`, or its `kind`.
 
-    `is_concluded`: it is computed there, or stands behind a word like `so`. `is_given`: by the question.
+    `is_concluded`: it is computed there, or stands behind a word like `so`. `is_given`: by the
+    question.
     """
 
     points: int
@@ -58,11 +89,20 @@ class _Tally:
 
 
 def _is_governed(number: Number, asked: AskedFor) -> bool:
-    """Whether a preposition makes the number a circumstance: in 8 hours, at $30; not of what is asked for: an income of $1250."""
+    """Whether a preposition makes the number a circumstance: in 8 hours, at $30; not of what is
+    asked for: an income of $1250."""
     amount = _AMOUNT_OF.search(number.before)
-    if amount is not None and stem(amount["noun"]) in (asked.words - set(asked.counted)) | {"total", "averag", "earn"}:
+    if amount is not None and stem(amount["noun"]) in (asked.words - set(asked.counted)) | {
+        "total",
+        "averag",
+        "earn",
+    }:
         return False
-    if _PART_OF.match(number.sentence, number.end) or number.is_result or TAKES.search(number.before):
+    if (
+        _PART_OF.match(number.sentence, number.end)
+        or number.is_result
+        or TAKES.search(number.before)
+    ):
         return False
     if asked.when or (asked.kind == "/" and _IS_RATE.match(number.sentence, number.end)):
         return False
@@ -72,7 +112,8 @@ def _is_governed(number: Number, asked: AskedFor) -> bool:
 def _tallies(sentence: str, asked: AskedFor) -> dict[Fraction, _Tally]:
     """What speaks for each number of a sentence that is no part of a calculation.
 
-    Words of a clause without a number of its own (`In 10 years, ...`) count for the next ones; so do those that a pronoun takes up.
+    Words of a clause without a number of its own (`In 10 years, ...`) count for the next ones; so
+    do those that a pronoun takes up.
     """
     found: dict[Fraction, _Tally] = {}
     matched, waiting, nouns = frozenset[str](), frozenset[str](), list[str]()
@@ -89,7 +130,11 @@ def _tallies(sentence: str, asked: AskedFor) -> dict[Fraction, _Tally]:
         else:
             here = matched = own | waiting | (matched if _PRONOUN.match(clause) else frozenset())
         for number in numbers:
-            if number.is_operand or number.is_another(start, asked.compares) or stem(sentence[number.start : number.end]) in asked.words:
+            if (
+                number.is_operand
+                or number.is_another(start, asked.compares)
+                or stem(sentence[number.start : number.end]) in asked.words
+            ):
                 continue  # the last: all four of these
             nouns = [stem(word) for word in number.counted] or nouns
             tally = _tally(number, clause, here, nouns, asked)
@@ -98,10 +143,21 @@ def _tallies(sentence: str, asked: AskedFor) -> dict[Fraction, _Tally]:
     return found
 
 
-def _tally(number: Number, clause: str, here: frozenset[str], nouns: list[str], asked: AskedFor) -> _Tally:
-    """What speaks for a number: `here`, the question's words around it; `nouns`, what it or the number before it counts."""
-    told_by_kind = {noun for noun in asked.counted if number.counted and (noun in nouns or noun == asked.counted[-1])}
-    words = min(len(here - told_by_kind), 3) + len(here & {"total", "left"}) + bool(here & asked.circumstances)
+def _tally(
+    number: Number, clause: str, here: frozenset[str], nouns: list[str], asked: AskedFor
+) -> _Tally:
+    """What speaks for a number: `here`, the question's words around it; `nouns`, what it or the
+    number before it counts."""
+    told_by_kind = {
+        noun
+        for noun in asked.counted
+        if number.counted and (noun in nouns or noun == asked.counted[-1])
+    }
+    words = (
+        min(len(here - told_by_kind), 3)
+        + len(here & {"total", "left"})
+        + bool(here & asked.circumstances)
+    )
     kind = _of_kind(number, nouns, asked)
     is_given = number.value in asked.given and not number.is_result
     is_of_the_rest = "left" in stems(clause) - asked.words
@@ -114,25 +170,34 @@ def _tally(number: Number, clause: str, here: frozenset[str], nouns: list[str], 
         - (is_given and not here & asked.circumstances)
         + 2 * is_concluded
     )
-    if _CONDITION.match(clause) and not asked.when and not (number.is_result and not _REASON.match(clause)):
+    if (
+        _CONDITION.match(clause)
+        and not asked.when
+        and not (number.is_result and not _REASON.match(clause))
+    ):
         points -= 2
     return _Tally(points, words, kind, is_concluded or number.is_result, is_given)
 
 
 def _around(clause: str, asked: AskedFor) -> int:
-    """What the clause tells of its numbers, whatever the question's words: another time, what is not."""
+    """What the clause tells of its numbers, whatever the question's words: another time, what is
+    not."""
     points = -(
-        (asked.another_time and _NOW.search(clause) is not None) or (_FIRST.search(clause) is not None and "first" not in asked.told)
+        (asked.another_time and _NOW.search(clause) is not None)
+        or (_FIRST.search(clause) is not None and "first" not in asked.told)
     )
     points -= 2 * ("left" in stems(clause) - asked.words)
     return points - 2 * ((NEGATED.search(clause) is not None) != asked.denied)
 
 
 def _of_kind(number: Number, nouns: list[str], asked: AskedFor) -> int:
-    """Whether the number counts what the question counts; without a noun it counts the same as the number before it."""
+    """Whether the number counts what the question counts; without a noun it counts the same as the
+    number before it."""
     behind = number.sentence[number.end :]
     written = number.sentence[number.start : number.end]
-    is_money = re.search(rf"[{SIGNS}]", written) is not None or not {"dollar", "cent"}.isdisjoint(nouns)
+    is_money = re.search(rf"[{SIGNS}]", written) is not None or not {"dollar", "cent"}.isdisjoint(
+        nouns
+    )
     is_share = "%" in written or "percent" in written
     if asked.kind in ("$", "%"):
         of_kind = is_share if asked.kind == "%" else is_money
@@ -141,13 +206,19 @@ def _of_kind(number: Number, nouns: list[str], asked: AskedFor) -> int:
         return -2
     points = int(asked.kind == "/" and _IS_RATE.match(behind) is not None)
     if asked.counted and nouns:
-        points += (2 if asked.counted[-1] in nouns else -1) + len(set(asked.counted[:-1]) & set(nouns))
+        points += (2 if asked.counted[-1] in nouns else -1) + len(
+            set(asked.counted[:-1]) & set(nouns)
+        )
     return points
 
 
 def _own_points(number: Number, asked: AskedFor) -> int:
     """Whether the number is computed, governed by a preposition, or the value of a letter."""
-    points = int(number.is_result) - 2 * _is_governed(number, asked) + (TAKES.search(number.before) is not None)
+    points = (
+        int(number.is_result)
+        - 2 * _is_governed(number, asked)
+        + (TAKES.search(number.before) is not None)
+    )
     named = _NAMED.search(number.before)
     points += named is not None and stem(named[1]) in asked.words - _DONE - set(asked.counted)
     label = _LABEL.search(number.before)
@@ -162,15 +233,19 @@ LONGEST = 600
 
 
 def answering(sentences: Sequence[str], question: str, said: Fraction | None) -> Fraction | None:
-    """The number that answers the question clearly better than `said`, which the grammar of the last sentence says; None where none does.
+    """The number that answers the question clearly better than `said`, which the grammar of the
+    last sentence says; None where none does.
 
-    It is in the last sentence, or in the lines of the list that ends there, or in the sentence before where the last one has nothing of
-    what is asked. What is unsure, denies or compares is left to its grammar.
+    It is in the last sentence, or in the lines of the list that ends there, or in the sentence
+    before where the last one has nothing of what is asked. What is unsure, denies or compares is
+    left to its grammar.
     """
     asked = read_question(question)
     if asked is None or not sentences:
         return None
-    listed = next((n for n, line in enumerate(reversed(sentences)) if not _ITEM.match(line)), len(sentences))
+    listed = next(
+        (n for n, line in enumerate(reversed(sentences)) if not _ITEM.match(line)), len(sentences)
+    )
     last = _weighed("; ".join(sentences[-max(listed, 1) :]), asked)
     if last is None:
         return None
@@ -178,15 +253,29 @@ def answering(sentences: Sequence[str], question: str, said: Fraction | None) ->
         new = [
             value
             for value, tally in last.items()
-            if not tally.is_given and tally.points > -MARGIN and (said is not None or tally.is_concluded)
+            if not tally.is_given
+            and tally.points > -MARGIN
+            and (said is not None or tally.is_concluded)
         ]
         return new[0] if len(new) == 1 else None
-    is_afterthought = listed < 2 and len(sentences) > 1 and not re.search(rf"(?i)=|\b{CONCLUDES}|\bnow\b", sentences[-1])
+    is_afterthought = (
+        listed < 2
+        and len(sentences) > 1
+        and not re.search(rf"(?i)=|\b{CONCLUDES}|\bnow\b", sentences[-1])
+    )
     before = _weighed(sentences[-2], asked) if is_afterthought else None
-    if before and not any(tally.words or (tally.kind > 0 and asked.counted) for tally in last.values()):
+    if before and not any(
+        tally.words or (tally.kind > 0 and asked.counted) for tally in last.values()
+    ):
         first = _first(before, None)
-        return first if first is not None and before[first].words and before[first].evidence > MARGIN else None
-    if said is not None and said not in last and said not in asked.given:  # grammar has read more than a number
+        return (
+            first
+            if first is not None and before[first].words and before[first].evidence > MARGIN
+            else None
+        )
+    if (
+        said is not None and said not in last and said not in asked.given
+    ):  # grammar has read more than a number
         return None
     return _first(last, said)
 
@@ -196,21 +285,35 @@ _ITEM = re.compile(r"[^\d:]{1,40}:[^\d:]{0,3}\d[^:]{0,40}$")
 
 def _weighed(sentence: str, asked: AskedFor) -> dict[Fraction, _Tally] | None:
     """What speaks for the numbers of a sentence; None where it is too long or unsure."""
-    sentence = _BOUND.sub(lambda match: "" if Fraction(match["number"].replace(",", "")) in asked.given else match[0], sentence)
-    if len(sentence) > LONGEST or any(match[0].lower() not in asked.told for match in _UNSURE.finditer(sentence)):
+    sentence = _BOUND.sub(
+        lambda match: "" if Fraction(match["number"].replace(",", "")) in asked.given else match[0],
+        sentence,
+    )
+    if len(sentence) > LONGEST or any(
+        match[0].lower() not in asked.told for match in _UNSURE.finditer(sentence)
+    ):
         return None
     return _tallies(sentence, asked)
 
 
 def _first(tallies: dict[Fraction, _Tally], said: Fraction | None) -> Fraction | None:
-    """The number that leads, alone, and by the margin: before `said` or, where nothing is said, before all others."""
+    """The number that leads, alone, and by the margin: before `said` or, where nothing is said,
+    before all others."""
     if not tallies:
         return None
     first, *others = sorted(tallies, key=lambda value: -tallies[value].points)
     best, runner_up = tallies[first], tallies[others[0]].points if others else -2 * MARGIN
     before = tallies.get(said) if said is not None else None
-    is_concluded = before is not None and before.is_concluded and before.kind > -2  # else it is of another kind
-    is_firm = before is not None and not before.is_given and (is_concluded or best.evidence <= before.evidence)
+    is_concluded = (
+        before is not None and before.is_concluded and before.kind > -2
+    )  # else it is of another kind
+    is_firm = (
+        before is not None
+        and not before.is_given
+        and (is_concluded or best.evidence <= before.evidence)
+    )
     margin = MARGIN if is_firm else 1
-    leads = best.points > runner_up and best.points >= (before.points if before else runner_up) + margin
+    leads = (
+        best.points > runner_up and best.points >= (before.points if before else runner_up) + margin
+    )
     return first if leads and best.evidence and first != said else None

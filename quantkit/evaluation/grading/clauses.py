@@ -15,7 +15,8 @@ SPOKEN = rf"(?:{BELOW_TWENTY}|(?:twen|thir|for|fif|six|seven|eigh|nine)ty(?:[- ]
 _NUMBER = re.compile(
     rf"(?<![A-Za-z\d.,^{{_])(?:(?<![\d)%]\s)(?<![\d)%])-(?=[{SIGNS}.\d]))?[{SIGNS}]?\s?"
     r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s?/\s?\d[\d.,]*\d|/\d)?(?!\d)(?<!,)"
-    rf"|(?<![\w-])(?i:{SPOKEN}(?:\s+(?:dozen|hundred|thousand|million))?|(?:a|half a)\s+dozen)(?![\w-])"
+    rf"|(?<![\w-])(?i:{SPOKEN}(?:\s+(?:dozen|hundred|thousand|million))?|(?:a|half "
+    r"a)\s+dozen)(?![\w-])"
     r"(?!\s+(?:of\s+(?:the|them|these|which)|by|another)\b)"
 )
 
@@ -37,14 +38,21 @@ _OPERATOR_BEHIND = re.compile(
     r"(?:\s*(?:[-+*×·÷=^](?!\s*[A-Za-z]{3})|/(?!\s*[A-Za-z])|x(?=\s*[$\d]))"
     r"|\s+(?:times(?=\s+(?:[$\d]|[a-z]+\s+(?:is|equals|makes)\b))|divided|multiplied|minus|plus)\b)"
 )
-_OPERATOR_BEFORE = re.compile(r"(?:\d\(|[+*/×·÷]|[\w)]\s*-|\d\s*x|\b(?:times|divided\s+by|multiplied\s+by|minus|plus))\s*[($]*$")
+_OPERATOR_BEFORE = re.compile(
+    r"(?:\d\(|[+*/×·÷]|[\w)]\s*-|\d\s*x|\b(?:times|divided\s+by|multiplied\s+by|minus|plus))\s*[($]*$"
+)
 _RESULT = re.compile(
     r"\d(?:[\w\s%.,$)]|/(?=[a-z])){0,40}?(?:[-+*/×·÷]|\bx|%\s+of|(?<=\d)\()\s?[$(]*\.?\d(?:(?!\b(?:while|with|where|so|then)\b)[^=;])*=\s*$"
 )
-_COMPARED = re.compile(r"\s+(?:[a-z]+\s+){0,2}?(?:more|fewer|less|[a-z]{3,}er)\s+(?:[a-z]+\s+){0,2}?than\b")
-_ATTACHED = re.compile(r"[^\W\d_]+|[²³!^√]|\s+(?:squared|cubed|factorial)\b|(?P<factor>\s+times\s+(?:as|the|more)\b)")
+_COMPARED = re.compile(
+    r"\s+(?:[a-z]+\s+){0,2}?(?:more|fewer|less|[a-z]{3,}er)\s+(?:[a-z]+\s+){0,2}?than\b"
+)
+_ATTACHED = re.compile(
+    r"[^\W\d_]+|[²³!^√]|\s+(?:squared|cubed|factorial)\b|(?P<factor>\s+times\s+(?:as|the|more)\b)"
+)
 _JOINS = re.compile(r"(?i)^[\s,;]*(?:and|but|or)\b|\b(?:all\s+but|other|more\s+than)\b")
-# What takes its object behind a preposition: is left with 6, adds up to 12, drops by 50 to 350, works out at 45.
+# What takes its object behind a preposition: is left with 6, adds up to 12, drops by 50 to 350,
+# works out at 45.
 TAKES = re.compile(
     r"(?i)\b(?:(?:left|leav(?:es|ing)|end(?:s|ed|ing)?\s+up)(?:\s+[a-z]+)?\s+with|(?:add|sum|amount|come|total|lead|rise|rose|drop|fall|fell"
     r"|increase|decrease|reduce|grow|grew|go|goes|went|down)(?:s|ed|es|ped)?(?:\s+[a-z]+)?(?:\s+(?:from|by)\s+[$]?\d[\d.,]*)?(?:\s+(?:up|down))?\s+to"
@@ -60,7 +68,8 @@ _NEXT_WORDS = re.compile(rf"(?:[\s-]+(?!{_NO_NOUN})[^\W\d_]+){{0,4}}")
 
 @dataclass(frozen=True)
 class Number:
-    """A number of a sentence, where it stands, and what counts for it beside the words around it."""
+    """A number of a sentence, where it stands, and what counts for it beside the words around
+    it."""
 
     sentence: str
     start: int
@@ -90,7 +99,8 @@ class Number:
         return re.findall(r"[^\W\d_]+", behind[0]) if behind is not None else []
 
     def is_another(self, clause: int, compares: bool) -> bool:
-        """Whether the words around it make it another number: half of 12, 12 squared, 12x, 4 times as many; `clause`: where it begins.
+        """Whether the words around it make it another number: half of 12, 12 squared, 12x, 4 times
+        as many; `clause`: where it begins.
 
         Nor is it one that compares (4 years older than), unless that is asked for.
         """
@@ -99,7 +109,10 @@ class Number:
             return True
         if not compares and _COMPARED.match(self.sentence, self.end):
             return True
-        return not self.is_result and CHANGES.search(_JOINS.sub("", self.sentence[clause : self.start])[-30:]) is not None
+        return (
+            not self.is_result
+            and CHANGES.search(_JOINS.sub("", self.sentence[clause : self.start])[-30:]) is not None
+        )
 
 
 def numbers_of(sentence: str) -> list[Number]:
@@ -108,15 +121,20 @@ def numbers_of(sentence: str) -> list[Number]:
         start = match.end() - len(match[0].lstrip())
         quantity = begin_quantity(sentence[start:]) if not found or start >= found[-1].end else None
         if quantity is not None:
-            found.append(Number(sentence, start, max(start + quantity.end, match.end()), quantity.value))
+            found.append(
+                Number(sentence, start, max(start + quantity.end, match.end()), quantity.value)
+            )
     return found
 
 
 def clauses_of(sentence: str, numbers: list["Number"]) -> list[tuple[int, int]]:
-    """Where clauses begin and end. A pronoun begins one only where a number stands before it: after 5 days | he spends."""
+    """Where clauses begin and end. A pronoun begins one only where a number stands before it: after
+    5 days | he spends."""
     starts = [0]
     for match in _BOUNDARY.finditer(sentence):
-        if any(number.start < match.start() < number.end for number in numbers) or TAKES.search(sentence[: match.end()] + " "):
+        if any(number.start < match.start() < number.end for number in numbers) or TAKES.search(
+            sentence[: match.end()] + " "
+        ):
             continue  # seven and a half; leaving him with 9
         if match[0].strip() or re.search(r"\d", sentence[starts[-1] : match.start()]):
             starts.append(match.start())

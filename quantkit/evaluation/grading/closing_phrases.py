@@ -1,24 +1,30 @@
-"""What a reply ends with besides its answer: a check of the answer, or the word that there is none."""
+"""What a reply ends with besides its answer: a check of the answer, or the word that there is
+none."""
 
 import re
 
 from quantkit.evaluation.grading import answer_words
 
 _CHECKS = re.compile(
-    r"(?im)(?:^|(?<=[.!?。:]\s)|(?<=。))[^\w\n]{0,6}(?:(?:let me|let's|let us|we can|i'll|now|to|quick|sanity|as a|final)\s+){0,3}"
-    rf"(?:just\s+|quickly\s+|double[- ]?)*(?:verif(?:y|ication|ying)|check(?:ing)?|{answer_words.CHECKED})(?![a-z])"
+    r"(?im)(?:^|(?<=[.!?。:]\s)|(?<=。))[^\w\n]{0,6}(?:(?:let me|let's|let us|we "
+    r"can|i'll|now|to|quick|sanity|as a|final)\s+){0,3}"
+    r"(?:just\s+|quickly\s+|double[- "
+    rf"]?)*(?:verif(?:y|ication|ying)|check(?:ing)?|{answer_words.CHECKED})(?![a-z])"
 )
 _DOUBTS = re.compile(
-    r"(?i)\b(?:wait|hmm|oops|actually|mistake|wrong|incorrect|doesn't|does not|didn't|mismatch|however|instead|correction"
+    r"(?i)\b(?:wait|hmm|oops|actually|mistake|wrong|incorrect|doesn't|does "
+    r"not|didn't|mismatch|however|instead|correction"
     rf"|correct(?:ed)? (?:answer|value))\b|[≠✗✘❌]|{answer_words.MISTAKEN}"
 )
 _CONCLUDES = re.compile(
-    rf"(?i)(?:^|[.!?。\n])\W*(?:so|thus|hence|therefore|final|in total|answer|the answer|total|{answer_words.THEREFORE})(?!\w)"
+    r"(?i)(?:^|[.!?。\n])\W*(?:so|thus|hence|therefore|final|in total|answer|the "
+    rf"answer|total|{answer_words.THEREFORE})(?!\w)"
 )
 
 
 def unchecked(text: str) -> str:
-    """The text up to where it begins to check its answer, if the check brings nothing new: no doubt and no conclusion of its own."""
+    """The text up to where it begins to check its answer, if the check brings nothing new: no doubt
+    and no conclusion of its own."""
     checks = [match for match in _CHECKS.finditer(text) if re.search(r"\d", text[: match.start()])]
     if not checks:
         return text
@@ -37,29 +43,41 @@ _REFUSES = re.compile(
     "(?i)"
     + "|".join(
         (
-            r"\b(?:i|we)(?:'m| am| was|'re| are)?\s+(?:really |afraid |sorry,? |unfortunately |but |i |we )*"
+            r"\b(?:i|we)(?:'m| am| was|'re| are)?\s+(?:really |afraid |sorry,? |unfortunately |but "
+            r"|i |we )*"
             rf"{_UNABLE}\s+(?:to\s+)?(?:\w+ly\s+)?{_TO_ANSWER}\b",
-            rf"(?:^|[.!]\s+)\W*(?:unable|not able|impossible|cannot|can't)\s+(?:to\s+)?{_TO_ANSWER}\b",
-            r"\b(?:cannot|can't|can not) be (?:determined|answered|solved|computed|found|calculated)\b",
-            r"\b(?:not enough|insufficient|missing) (?:information|data|details)\b|\bno (?:unique|definite|single) answer\b",
+            r"(?:^|[.!]\s+)\W*(?:unable|not "
+            rf"able|impossible|cannot|can't)\s+(?:to\s+)?{_TO_ANSWER}\b",
+            r"\b(?:cannot|can't|can not) be "
+            r"(?:determined|answered|solved|computed|found|calculated)\b",
+            r"\b(?:not enough|insufficient|missing) (?:information|data|details)\b|\bno "
+            r"(?:unique|definite|single) answer\b",
             r"\bimpossible to (?:determine|say|answer|tell|know|find)\b|\bas an ai\b",
-            r"\b(?:ran|run|running) out of (?:time|tokens|space|budget)\b|\bto be continued\b|\bso far\W*$",
+            r"\b(?:ran|run|running) out of (?:time|tokens|space|budget)\b|\bto be continued\b|\bso "
+            r"far\W*$",
             answer_words.REFUSED,
         )
     )
 )
 _STILL = re.compile(
-    r"(?i)\b(?:so|thus|hence|therefore|but|however|still|nevertheless|nonetheless|that said|yet|best (?:guess|estimate)|my guess"
+    r"(?i)\b(?:so|thus|hence|therefore|but|however|still|nevertheless|nonetheless|that "
+    r"said|yet|best (?:guess|estimate)|my guess"
     rf"|i (?:would )?(?:guess|say|think|believe))\b(?! far)[^.!?\n]*\d|{answer_words.STILL}"
 )
 _LAST = 3  # sentences at the end in which a refusal is looked for
 
 
 def refuses(text: str) -> bool:
-    """Whether the last sentences say that there is no answer, and none is given behind it all the same."""
-    sentences = [part for part in re.split(r"(?<=[.!?。])\s*|\n+", text) if re.search(r"\w", part)][-_LAST:]
+    """Whether the last sentences say that there is no answer, and none is given behind it all the
+    same."""
+    sentences = [part for part in re.split(r"(?<=[.!?。])\s*|\n+", text) if re.search(r"\w", part)][
+        -_LAST:
+    ]
     for number in range(len(sentences) - 1, -1, -1):
         said = _REFUSES.search(sentences[number])
         if said is not None:
-            return _STILL.search(" ".join([sentences[number][said.end() :], *sentences[number + 1 :]])) is None
+            return (
+                _STILL.search(" ".join([sentences[number][said.end() :], *sentences[number + 1 :]]))
+                is None
+            )
     return False

@@ -9,20 +9,25 @@ from dataclasses import dataclass
 from quantkit.evaluation.grading.source_names import LONGEST, parses
 
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*(?:\{[ \t]*\.?)?([\w+#.-]*)")
-# A fence that shares its line: with the text before the block, with the first line of the program, or with its last.
+# A fence that shares its line: with the text before the block, with the first line of the program,
+# or with its last.
 _LOOSE_FENCE = re.compile(
     r"(?m)^(?P<intro>[^\n`]*[^\s`>])[ \t]*(?P<opens>```(?:python|py)\d?)[ \t]*$"
-    r"|^(?P<tag>```(?:python|py)\d?)[ \t]+(?=(?:def|class|import|from)\b)|^(?P<last>[^\n`]*[^\s`>])```[ \t]*$"
+    r"|^(?P<tag>```(?:python|py)\d?)[ "
+    r"\t]+(?=(?:def|class|import|from)\b)|^(?P<last>[^\n`]*[^\s`>])```[ \t]*$"
 )
 _QUOTED = re.compile(r"(?m)^[ \t]*>[ \t]?(?=[ \t]*(?:`{3,}|~{3,}))")
-_MARKED_UP = re.compile(r"(?is)<pre[^<>]*>\s*<code(?:[^<>]*language-([\w+]+))?[^<>]*>(.*?)</code>\s*</pre>")
+_MARKED_UP = re.compile(
+    r"(?is)<pre[^<>]*>\s*<code(?:[^<>]*language-([\w+]+))?[^<>]*>(.*?)</code>\s*</pre>"
+)
 _CLOSERS = 8  # fences inside one block that are tried as its end
 _PYTHON = re.compile(r"(?:py|python|ipython|pypy)[\d.]*")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: the first word behind the opening fence, in lower case, and the text without common indentation."""
+    """A fenced block: the first word behind the opening fence, in lower case, and the text without
+    common indentation."""
 
     tag: str
     source: str
@@ -33,11 +38,14 @@ class Block:
 
 
 def blocks(text: str) -> list[Block]:
-    """Fenced blocks in order. A block ends at the first fence of its kind where it parses, else at the first: docstrings may hold fences.
+    """Fenced blocks in order. A block ends at the first fence of its kind where it parses, else at
+    the first: docstrings may hold fences.
 
     A last block that is never closed counts to the end of the text.
     """
-    text = _MARKED_UP.sub(lambda match: f"```{match[1] or ''}\n{html.unescape(match[2])}\n```", text)
+    text = _MARKED_UP.sub(
+        lambda match: f"```{match[1] or ''}\n{html.unescape(match[2])}\n```", text
+    )
     if _QUOTED.search(text):
         text = re.sub(r"(?m)^[ \t]*>[ \t]?", "", text)
     lines = _LOOSE_FENCE.sub(_on_its_own_line, text).splitlines(keepends=True)
@@ -71,7 +79,9 @@ def _in_json(text: str) -> list[Block]:
     for value in values:
         values += value.values() if isinstance(value, dict) else []
         strings += [value] if isinstance(value, str) else []
-    return [Block("python", source) for source in strings if "\n" in source.strip() and parses(source)]
+    return [
+        Block("python", source) for source in strings if "\n" in source.strip() and parses(source)
+    ]
 
 
 def _end(lines: list[str], first: int, fence: str) -> int:

@@ -1,6 +1,8 @@
-r"""Answers that may be any mathematics or a few words (MATH-500): a gold in LaTeX, an answer in LaTeX, and whether they say the same.
+r"""Answers that may be any mathematics or a few words (MATH-500): a gold in LaTeX, an answer in
+LaTeX, and whether they say the same.
 
-A gold that is a plain number is left to the number reader. Else the two are compared as text without typesetting, and then by math-verify.
+A gold that is a plain number is left to the number reader. Else the two are compared as text
+without typesetting, and then by math-verify.
 """
 
 import re
@@ -21,7 +23,9 @@ _ABOUT = r"\\approx(?![a-z])|≈"
 _OR = re.compile(r"(?i)\\text\s*\{\s*or\s*\}|\bor\b|\\pm|\\mp")
 _AND = re.compile(r"(?i)(?:,\s*)?(?:\\text\s*\{\s*(?:,\s*)?and\s*\}|\band\b)")
 # A name in front: anything without a number in it, or one letter with an index or an argument.
-_LABEL = re.compile(r"^[A-Za-z](?:_\{?\w+\}?|\(\w\))?\s*(?:=|\\in(?![a-z]))|^[^=<>\d]{1,40}=|^(?:\\Pr|[PEV])\s*\([^()]{1,40}\)\s*=")
+_LABEL = re.compile(
+    r"^[A-Za-z](?:_\{?\w+\}?|\(\w\))?\s*(?:=|\\in(?![a-z]))|^[^=<>\d]{1,40}=|^(?:\\Pr|[PEV])\s*\([^()]{1,40}\)\s*="
+)
 # What is measured, behind a number with a constant: 12π cm², 3√2 units, 12π 平方厘米.
 _UNIT_BEHIND = re.compile(
     r"(?<=[\w})π²])\s*(?:(?<![A-Za-z])(?:(?:square|cubic|sq\.?|cu\.?)\s+)?(?:[kcm]?m|in|ft|yd|mi|units?|inch(?:es)?|f(?:ee|oo)t|yards?|miles?"
@@ -30,13 +34,25 @@ _UNIT_BEHIND = re.compile(
 )
 _IN_DEGREES = re.compile(r"=\s*[\d.]+\s*(?:\^\s*\{?\s*\\circ\s*\}?|°)$")
 _BASE = re.compile(r"^(\d+)\s*_\s*\{?\s*(?:\\text\s*\{)?\s*(\w+)\s*\}*$")
-_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9", "ten": "10"}
-_INTRODUCTION = re.compile(r"(?i)^(?:(?:therefore|thus|hence|then|simply|clearly|equal to|given by|exactly|the|:)\s+)+")
+_BASES = {
+    "two": "2",
+    "three": "3",
+    "four": "4",
+    "five": "5",
+    "six": "6",
+    "seven": "7",
+    "eight": "8",
+    "nine": "9",
+    "ten": "10",
+}
+_INTRODUCTION = re.compile(
+    r"(?i)^(?:(?:therefore|thus|hence|then|simply|clearly|equal to|given by|exactly|the|:)\s+)+"
+)
 
 
 def find_expression(text: str) -> Extraction:
-    """The last box, several of them where they are enumerated, else what the last sentence that states the answer says, as written; else
-    what the last sentence says of its subject."""
+    """The last box, several of them where they are enumerated, else what the last sentence that
+    states the answer says, as written; else what the last sentence says of its subject."""
     text = prepared(text)
     box = last_box(text)
     if box.open_box or box.found is not None:
@@ -55,7 +71,8 @@ _MATHEMATICS = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\
 _HELD = "\x04(\\d+)\x04"  # a piece of mathematics while its sentence is read
 _ENUMERATED = re.compile(rf"{_HELD}(?:\s*(?:,|,?\s*and|,?\s*or)\s*{_HELD})*")
 _PREDICATE = re.compile(
-    r"(?is).*(?:(?<![a-z])(?:is|are|was|were|equals?|be|becomes)(?![a-z])|[是为]|等于|:)\s*(?:equal to |exactly |simply )?(\S.*)"
+    r"(?is).*(?:(?<![a-z])(?:is|are|was|were|equals?|be|becomes)(?![a-z])|[是为]|等于|:)\s*(?:equal to "
+    r"|exactly |simply )?(\S.*)"
 )
 _UNSURE = re.compile(
     r"(?i)\b(?:not|neither|nor|cannot|either|maybe|perhaps|might|may|could|if|unless|whether|suppose|assume|let|unable|sorry)\b|n't\b|\?\W*$|不"
@@ -63,7 +80,8 @@ _UNSURE = re.compile(
 
 
 def _concluded(text: str) -> str | None:
-    """What the last sentence says of its subject; of a sentence without a verb the mathematics at its end, or what is bold."""
+    """What the last sentence says of its subject; of a sentence without a verb the mathematics at
+    its end, or what is bold."""
     pieces: list[str] = []
 
     def hold(match: re.Match[str]) -> str:
@@ -91,27 +109,37 @@ def _expression_of(sentence: str) -> str:
     """The first piece of mathematics in a sentence, or the sentence up to its end."""
     sentence = _INTRODUCTION.sub("", sentence.strip())
     mathematics = re.match(r"[^$\\]{0,40}?(?:\$+([^$]+)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\])", sentence)
-    if mathematics is not None and not re.search(r"(?i)\bnot\b|n't", sentence[: mathematics.start(mathematics.lastindex or 0)]):
+    if mathematics is not None and not re.search(
+        r"(?i)\bnot\b|n't", sentence[: mathematics.start(mathematics.lastindex or 0)]
+    ):
         return next(part for part in mathematics.groups() if part)
     return re.split(r"\.(?:\s|$)|[。;]", sentence)[0]
 
 
-_NAMED = re.compile(r"(?:an?|the)?\s*([A-Za-z]{3,})\s+(?:function|number|triangle|curve|conic|sequence|series|value)s?")
+_NAMED = re.compile(
+    r"(?:an?|the)?\s*([A-Za-z]{3,})\s+(?:function|number|triangle|curve|conic|sequence|series|value)s?"
+)
 
 
 def same_text(gold: str, answer: str) -> bool:
-    """Whether the two are the same characters without typesetting, blanks, and the case of words; `an odd function` is odd."""
+    """Whether the two are the same characters without typesetting, blanks, and the case of words;
+    `an odd function` is odd."""
     named = _NAMED.fullmatch(answer.strip(" *.$"))
-    return _normal(gold) in (_normal(answer), _normal(named[1]) if named is not None else "") and _normal(gold) != ""
+    return (
+        _normal(gold) in (_normal(answer), _normal(named[1]) if named is not None else "")
+        and _normal(gold) != ""
+    )
 
 
 def ends_with(gold: str, sentence: str) -> bool:
-    """Whether a sentence that states nothing ends with a gold of words: `Therefore she faces east.`"""
+    """Whether a sentence that states nothing ends with a gold of words: `Therefore she faces
+    east.`"""
     words = plain(gold).replace(TEXT, "").replace(END_TEXT, "").strip().lower()
     is_worded = re.fullmatch(r"[a-z]{3,}(?: \w+)?", words) is not None
     return (
         is_worded
-        and re.search(rf"\b(?!than\b)\w+\s+{re.escape(words)}[\s.*!]*$", sentence.lower()) is not None
+        and re.search(rf"\b(?!than\b)\w+\s+{re.escape(words)}[\s.*!]*$", sentence.lower())
+        is not None
         and not _UNSURE.search(sentence)
     )
 
@@ -123,9 +151,12 @@ def _normal(text: str) -> str:
 
 
 def comparable(gold: str, answer: str) -> str | None:
-    """The answer as math-verify shall see it, or None where it cannot be the gold: too long, or several where one is asked for."""
+    """The answer as math-verify shall see it, or None where it cannot be the gold: too long, or
+    several where one is asked for."""
     answer = answer.strip().strip("$").strip().rstrip(".。").lstrip("= ")
-    answer = latex(_UNIT_BEHIND.sub("", answer) if not re.search(r"text|[\u3040-\u9fff]", gold) else answer)
+    answer = latex(
+        _UNIT_BEHIND.sub("", answer) if not re.search(r"text|[\u3040-\u9fff]", gold) else answer
+    )
     answer = answer if re.search(_ABOUT, gold) else re.split(_ABOUT, answer)[0].strip() or answer
     if len(answer) > LONGEST or (_OR.search(answer) and not (_OR.search(gold) or "," in gold)):
         return None
@@ -137,22 +168,34 @@ def comparable(gold: str, answer: str) -> str | None:
         return None
     bases = [_BASE.search(text.strip().strip("$")) for text in (gold, answer)]
     if bases[0] and bases[1]:
-        same = bases[0][1] == bases[1][1] and len({_BASES.get(base[2], base[2]) for base in bases if base}) == 1
+        same = (
+            bases[0][1] == bases[1][1]
+            and len({_BASES.get(base[2], base[2]) for base in bases if base}) == 1
+        )
         return gold if same else None
-    answer = re.sub(r"(?<=[\d})])\s*\\(?:text|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?\s*$", "", answer) if "text" not in gold else answer
+    answer = (
+        re.sub(r"(?<=[\d})])\s*\\(?:text|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?\s*$", "", answer)
+        if "text" not in gold
+        else answer
+    )
     if re.fullmatch(r"[A-Za-z\s\\{}']*", _normal(gold)) and "\\" not in _normal(gold):
         return None if len(_normal(gold)) > 1 else answer
     return _AND.sub(",", answer)
 
 
 def _brackets(text: str) -> str:
-    """What a pair or an interval begins and ends with, such as `[)`: [2, 5) is not (2, 5), and a point is not an interval."""
-    found = re.fullmatch(r"([(\[])[^()\[\]]*,[^()\[\]]*([)\]])", re.sub(r"\\(?:left|right)(?![a-z])", "", text).strip())
+    """What a pair or an interval begins and ends with, such as `[)`: [2, 5) is not (2, 5), and a
+    point is not an interval."""
+    found = re.fullmatch(
+        r"([(\[])[^()\[\]]*,[^()\[\]]*([)\]])",
+        re.sub(r"\\(?:left|right)(?![a-z])", "", text).strip(),
+    )
     return found[1] + found[2] if found else ""
 
 
 def same_short(gold: str, said: str) -> bool:
-    """Whether `said` names the gold of a short answer: `(C)` in any dress, a number, or the same words."""
+    """Whether `said` names the gold of a short answer: `(C)` in any dress, a number, or the same
+    words."""
     said = _INTRODUCTION.sub("", said).strip().strip("\"'").rstrip(".")
     letter = re.fullmatch(r"\(([A-Z])\)", gold)
     if letter is not None:

@@ -1,7 +1,9 @@
-r"""From a reply to a grade: the reasoning is cut off first, then the task's grader reads what is left.
+r"""From a reply to a grade: the reasoning is cut off first, then the task's grader reads what is
+left.
 
-Answers are read in this order: the last balanced \boxed{} (or `ANSWER: X`), a strict number reader, math-verify on the box content in a
-killable process, and only for the flexible score a stated answer or the last number in the text.
+Answers are read in this order: the last balanced \boxed{} (or `ANSWER: X`), a strict number reader,
+math-verify on the box content in a killable process, and only for the flexible score a stated
+answer or the last number in the text.
 """
 
 import re
@@ -25,10 +27,11 @@ from quantkit.evaluation.tasks.problems import Grade, Problem
 
 @dataclass(frozen=True)
 class Grader:
-    """`gold` reads the right answer from a row's fields; `read` grades the text after the reasoning (second argument: was it cut short?).
+    """`gold` reads the right answer from a row's fields; `read` grades the text after the reasoning
+    (second argument: was it cut short?).
 
-    `votes`: answers can be compared, so a majority over repeats means something. `runs_code`: needs consent. `measured`: its grades have
-    measures, also for a reply without an answer.
+    `votes`: answers can be compared, so a majority over repeats means something. `runs_code`: needs
+    consent. `measured`: its grades have measures, also for a reply without an answer.
     """
 
     gold: Callable[[dict[str, Any]], str]
@@ -38,14 +41,27 @@ class Grader:
     measured: bool = False
 
 
-_ENDED = {"context": "context", "content_filter": "filtered"}  # finish reasons that leave no answer to read
+_ENDED = {
+    "context": "context",
+    "content_filter": "filtered",
+}  # finish reasons that leave no answer to read
 
 
-def grade(grader: Grader, problem: Problem, completion: ModelReply, thinking_expected: bool, judge: MathJudge) -> Grade:
+def grade(
+    grader: Grader,
+    problem: Problem,
+    completion: ModelReply,
+    thinking_expected: bool,
+    judge: MathJudge,
+) -> Grade:
     if completion.error is not None:
         return Grade("error", detail=completion.error)
     if completion.finish_reason in _ENDED:
-        return Grade(_ENDED[completion.finish_reason], detail=completion.refusal or "", measures=_nothing(grader, problem, judge))
+        return Grade(
+            _ENDED[completion.finish_reason],
+            detail=completion.refusal or "",
+            measures=_nothing(grader, problem, judge),
+        )
     reply = reasoning.split(completion, thinking_expected)
     if not reply.finished:
         return Grade("unfinished", measures=_nothing(grader, problem, judge))
@@ -63,7 +79,8 @@ def _number_gold(fields: dict[str, Any]) -> str:
     text = last_box(text).text or text
     if text.lower() in ("", "nan", "none", "null"):
         raise QuantkitError(
-            f"the right answer {fields['answer']!r} is none, and every reply would be wrong", "mend the row, or leave it out"
+            f"the right answer {fields['answer']!r} is none, and every reply would be wrong",
+            "mend the row, or leave it out",
         )
     number = read_value(text)
     return canonical(number) if isinstance(number, Fraction) else text
@@ -72,12 +89,15 @@ def _number_gold(fields: dict[str, Any]) -> str:
 def _integer_gold(fields: dict[str, Any]) -> str:
     gold = _number_gold(fields)
     if not re.fullmatch(r"-?\d+", gold):
-        raise QuantkitError(f"the right answer {fields['answer']!r} is not an integer", "use grader: number")
+        raise QuantkitError(
+            f"the right answer {fields['answer']!r} is not an integer", "use grader: number"
+        )
     return gold
 
 
 def _missing(found: Extraction, text: str, cut: bool) -> Grade | None:
-    """A reply that the token limit cut counts only with a complete box: its last number may be any number of the reasoning."""
+    """A reply that the token limit cut counts only with a complete box: its last number may be any
+    number of the reasoning."""
     if found.open_box or (cut and found.found != "asked"):
         return Grade("truncated")
     if found.text is None:
@@ -97,30 +117,57 @@ def _question(problem: Problem) -> str:
 
 
 def _read_integer(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
-    return _read_value(problem, answers.find_number(text, letters=False, question=_question(problem)), text, cut, judge, integer=True)
+    return _read_value(
+        problem,
+        answers.find_number(text, letters=False, question=_question(problem)),
+        text,
+        cut,
+        judge,
+        integer=True,
+    )
 
 
 def _read_number(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
-    return _read_value(problem, answers.find_number(text, question=_question(problem)), text, cut, judge, integer=False)
+    return _read_value(
+        problem,
+        answers.find_number(text, question=_question(problem)),
+        text,
+        cut,
+        judge,
+        integer=False,
+    )
 
 
-def _read_value(problem: Problem, found: Extraction, text: str, cut: bool, judge: MathJudge, integer: bool) -> Grade:
+def _read_value(
+    problem: Problem, found: Extraction, text: str, cut: bool, judge: MathJudge, integer: bool
+) -> Grade:
     if (missing := _missing(found, text, cut)) is not None:
         return missing
     if isinstance(found.value, Fraction):
-        if integer and (found.value.denominator != 1 or re.search(r"\d\s*(?:\\?%|[^.\d]*percent)\W*$", found.text or "")):
+        if integer and (
+            found.value.denominator != 1
+            or re.search(r"\d\s*(?:\\?%|[^.\d]*percent)\W*$", found.text or "")
+        ):
             return Grade("not-integer", answer=found.text)
         gold, value = read_value(problem.gold), found.value
         if isinstance(gold, Fraction) and gold in found.restated:
             value = gold
-        if isinstance(gold, Fraction) and gold.denominator != 1 and re.search("%|percent", found.text or "") and value != gold:
+        if (
+            isinstance(gold, Fraction)
+            and gold.denominator != 1
+            and re.search("%|percent", found.text or "")
+            and value != gold
+        ):
             value /= 100
         return _verdict(value == gold, found, canonical(value))
     if found.value is None:
         gold = read_value(problem.gold)
         if isinstance(gold, Fraction) and gold in found.restated:
             return _verdict(True, found, canonical(gold))
-        return Grade("not-integer" if integer else "wrong" if found.found == "asked" else "wrong-loose", answer=found.text)
+        return Grade(
+            "not-integer" if integer else "wrong" if found.found == "asked" else "wrong-loose",
+            answer=found.text,
+        )
     equal = judge.equal(problem.gold, found.value)
     if equal is None:
         return Grade("ungradable", answer=found.text)
@@ -131,7 +178,8 @@ _FACTOR = re.compile(r"\d\s*[A-Za-z]\s*$")  # 2k
 
 
 def _read_expression(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
-    """MATH-500: a gold that is a number is read as one; any other is compared as text and by math-verify."""
+    """MATH-500: a gold that is a number is read as one; any other is compared as text and by
+    math-verify."""
     if isinstance(read_value(problem.gold), Fraction) and not _FACTOR.search(problem.gold):
         found = answers.find_number(text, question=_question(problem))
         if found.text and (amount := in_unit_of(problem.gold, found.text)) is not None:
@@ -141,7 +189,9 @@ def _read_expression(problem: Problem, text: str, cut: bool, judge: MathJudge) -
     if (missing := _missing(found, text, cut)) is not None:
         return missing
     assert found.text is not None
-    if expressions.same_text(problem.gold, found.text) or (found.found == "last" and expressions.ends_with(problem.gold, found.text)):
+    if expressions.same_text(problem.gold, found.text) or (
+        found.found == "last" and expressions.ends_with(problem.gold, found.text)
+    ):
         return _verdict(True, found, problem.gold)
     answer = expressions.comparable(problem.gold, found.text)
     equal = judge.equal(problem.gold, answer) if answer else False
@@ -156,17 +206,23 @@ def _choice_gold(fields: dict[str, Any]) -> str:
     letters = LETTERS[: len(fields["options"])]
     letter = letters[int(answer)] if answer.isdecimal() and int(answer) < len(letters) else answer
     if letter not in letters or len(letter) != 1:
-        raise QuantkitError(f"the right answer {fields['answer']!r} is none of {len(letters)} options", "look at the data file")
+        raise QuantkitError(
+            f"the right answer {fields['answer']!r} is none of {len(letters)} options",
+            "look at the data file",
+        )
     return letter
 
 
 def _read_choice(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
     found = find_choice(text, [str(option) for option in problem.fields["options"]])
-    return _missing(found, text, cut) or _verdict(found.text == problem.gold, found, None if found.text == NOTHING else found.text)
+    return _missing(found, text, cut) or _verdict(
+        found.text == problem.gold, found, None if found.text == NOTHING else found.text
+    )
 
 
 def _read_short(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
-    """BIG-Bench Hard: an option's letter in brackets, a number, or a few words, compared without case and typesetting."""
+    """BIG-Bench Hard: an option's letter in brackets, a number, or a few words, compared without
+    case and typesetting."""
     found = expressions.find_expression(text)
     if found.text is None and not found.open_box and text.strip():
         found = Extraction(text.strip().split("\n")[-1], "last")
@@ -184,24 +240,43 @@ def _read_retrieval(problem: Problem, text: str, cut: bool, judge: MathJudge) ->
     if not named:
         return Grade("truncated" if cut else "no-answer")
     return Grade(
-        "right" if named == {problem.gold} else "wrong", named == {problem.gold}, named == {problem.gold}, ", ".join(sorted(named))
+        "right" if named == {problem.gold} else "wrong",
+        named == {problem.gold},
+        named == {problem.gold},
+        ", ".join(sorted(named)),
     )
 
 
 def _read_instructions(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
-    """IFEval: right if every instruction is followed, strictly; the loose reading and the single instructions are measures beside it."""
+    """IFEval: right if every instruction is followed, strictly; the loose reading and the single
+    instructions are measures beside it."""
     ids = problem.fields["instructions"]
-    given = [{name: value for name, value in one.items() if value is not None} for one in problem.fields["parameters"]]
-    strict, loose = (instructions.followed(text, ids, given, loose=loose) for loose in (False, True))
+    given = [
+        {name: value for name, value in one.items() if value is not None}
+        for one in problem.fields["parameters"]
+    ]
+    strict, loose = (
+        instructions.followed(text, ids, given, loose=loose) for loose in (False, True)
+    )
     measures = {"prompt_strict": (int(all(strict)), 1), "prompt_loose": (int(all(loose)), 1)}
-    measures |= {"instruction_strict": (sum(strict), len(ids)), "instruction_loose": (sum(loose), len(ids))}
+    measures |= {
+        "instruction_strict": (sum(strict), len(ids)),
+        "instruction_loose": (sum(loose), len(ids)),
+    }
     missed = ", ".join(name for name, follows in zip(ids, strict) if not follows)
     reason = "right" if all(strict) else "wrong" if text.strip() else "no-answer"
-    return Grade(reason, all(strict), all(strict), detail=f"not followed: {missed}" if missed else "", measures=measures)
+    return Grade(
+        reason,
+        all(strict),
+        all(strict),
+        detail=f"not followed: {missed}" if missed else "",
+        measures=measures,
+    )
 
 
 def _read_gsm8k_filters(problem: Problem, text: str, cut: bool, judge: MathJudge) -> Grade:
-    """lm-evaluation-harness' two filters for gsm8k: the first `#### N`, and the last thing that looks like a number; compared as text."""
+    """lm-evaluation-harness' two filters for gsm8k: the first `#### N`, and the last thing that
+    looks like a number; compared as text."""
     gold = _as_lm_eval_compares(str(problem.fields["answer"]))
     strict = re.search(r"#### (\-?[0-9\.\,]+)", text)
     loose = [first or second for first, second in re.findall(r"(-?[$0-9.,]{2,})|(-?[0-9]+)", text)]
@@ -237,8 +312,18 @@ GRADERS: dict[str, Grader] = {
     "short": Grader(lambda fields: str(fields["answer"]).strip(), _read_short),
     "retrieval": Grader(lambda fields: str(fields["answer"]), _read_retrieval),
     "gsm8k-filters": Grader(_number_gold, _read_gsm8k_filters),
-    "python-tests": Grader(lambda fields: f"passes the tests of {fields['entry_point']}", _read_tests, votes=False, runs_code=True),
-    "contest-tests": Grader(lambda fields: "passes every public and private test", _read_contest, votes=False, runs_code=True),
+    "python-tests": Grader(
+        lambda fields: f"passes the tests of {fields['entry_point']}",
+        _read_tests,
+        votes=False,
+        runs_code=True,
+    ),
+    "contest-tests": Grader(
+        lambda fields: "passes every public and private test",
+        _read_contest,
+        votes=False,
+        runs_code=True,
+    ),
 }
 
 

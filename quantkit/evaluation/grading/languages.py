@@ -1,4 +1,5 @@
-"""The language of a text among those that IFEval asks for: by script and, where languages share one, by common words."""
+"""The language of a text among those that IFEval asks for: by script and, where languages share
+one, by common words."""
 
 import re
 from collections import Counter
@@ -40,7 +41,8 @@ _SHARED = {
         "mk": "и на се да за од во е како тоа не со",
     },
     "latin": {
-        "en": "the of and to in is that it for you with as on are this be your was not have from my we can will has",
+        "en": "the of and to in is that it for you with as on are this be your was not have from "
+        "my we can will has",
         "de": "der die und das ist nicht ein eine zu den mit für auf sich im dem es auch wir",
         "fr": "le la les de des et est un une que pour dans pas vous nous sur avec qui au",
         "es": "el la los de que y en un una es por con para se las no su como más",
@@ -65,7 +67,9 @@ _SHARED = {
 
 def language_of(text: str) -> str | None:
     """ISO 639-1 code of the language that most of the text is in; None where there is no letter."""
-    counts = {name: len(re.findall(f"[{characters}]", text)) for name, characters in _SCRIPTS.items()}
+    counts = {
+        name: len(re.findall(f"[{characters}]", text)) for name, characters in _SCRIPTS.items()
+    }
     script = max(counts, key=lambda name: counts[name])
     if not counts[script]:
         return None
@@ -76,21 +80,34 @@ def language_of(text: str) -> str | None:
     words = Counter(re.findall(r"[^\W\d_]+(?:[\u0900-\u097f]+)?", text.lower()))
     if script == "devanagari":
         words = Counter(re.findall(r"[\u0900-\u097f]+", text))
-    scores = {name: sum(words[word] for word in common.split()) for name, common in _SHARED[script].items()}
+    scores = {
+        name: sum(words[word] for word in common.split())
+        for name, common in _SHARED[script].items()
+    }
     best = max(scores, key=lambda name: scores[name])
     return best if scores[best] else next(iter(_SHARED[script]))
 
 
 _ALSO_ELSEWHERE = ("in", "is", "on", "of", "as", "are", "we")
 _SUMS = (
-    "insgesamt also stück gesamt beträgt totale sono pezzi quindi somma toplam adet vardır eder yani totaal stuks dus łącznie razem sztuk"
-    " więc unidades litros litri suma importe gesamtzahl celkem kusů totalt stycken jumlahnya sebanyak totalmente somme toplamda olur"
+    "insgesamt also stück gesamt beträgt totale sono pezzi quindi somma toplam adet vardır eder "
+    "yani totaal stuks dus łącznie razem sztuk"
+    " więc unidades litros litri suma importe gesamtzahl celkem kusů totalt stycken jumlahnya "
+    "sebanyak totalmente somme toplamda olur"
 )
 
 
 def decimal_comma(text: str) -> bool:
-    """Whether the text is in a language that writes a comma before decimals: one in Latin or Cyrillic letters that is not English."""
+    """Whether the text is in a language that writes a comma before decimals: one in Latin or
+    Cyrillic letters that is not English."""
     words = Counter(word for word in re.findall(r"[^\W\d_]+", text.lower()) if len(word) > 1)
-    english = sum(words[word] for word in _SHARED["latin"]["en"].split() if word not in _ALSO_ELSEWHERE)
-    others = [f"{common} {_SUMS}" for script in ("latin", "cyrillic") for name, common in _SHARED[script].items() if name != "en"]
+    english = sum(
+        words[word] for word in _SHARED["latin"]["en"].split() if word not in _ALSO_ELSEWHERE
+    )
+    others = [
+        f"{common} {_SUMS}"
+        for script in ("latin", "cyrillic")
+        for name, common in _SHARED[script].items()
+        if name != "en"
+    ]
     return max(sum(words[word] for word in common.split()) for common in others) > english

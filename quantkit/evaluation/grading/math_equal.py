@@ -1,6 +1,7 @@
 """Mathematical equality by math-verify, in a process that can be killed.
 
-One worker process serves many comparisons (its imports take half a second); a comparison that exceeds the deadline kills it.
+One worker process serves many comparisons (its imports take half a second); a comparison that
+exceeds the deadline kills it.
 """
 
 import json
@@ -16,7 +17,8 @@ _WORKER = Path(__file__).with_name("math_worker.py")
 
 
 class MathJudge:
-    """Compares a gold answer with a LaTeX fragment. Usable from several threads, one comparison at a time."""
+    """Compares a gold answer with a LaTeX fragment. Usable from several threads, one comparison at
+    a time."""
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self._deadline_s = deadline_s
@@ -33,7 +35,11 @@ class MathJudge:
     def _exchange(self, gold: str, answer: str, deadline_s: float) -> bool | None:
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", str(_WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
+                [sys.executable, "-I", str(_WORKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
             )
         process = self._process
         assert process.stdin is not None

@@ -1,7 +1,9 @@
-"""Child process of math_equal.py: one JSON line in ({gold, answer}), one JSON line out (true or false).
+"""Child process of math_equal.py: one JSON line in ({gold, answer}), one JSON line out (true or
+false).
 
-Run by path with `python -I`, so it must import nothing of quantkit. The parent owns the deadline and kills this process past it:
-math-verify's own timeout needs SIGALRM in a main thread, and some inputs hold the interpreter for minutes.
+Run by path with `python -I`, so it must import nothing of quantkit. The parent owns the deadline
+and kills this process past it: math-verify's own timeout needs SIGALRM in a main thread, and some
+inputs hold the interpreter for minutes.
 """
 
 import json
@@ -13,7 +15,10 @@ def equal(gold: str, answer: str) -> bool:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     configs = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    parsed = [parse(f"${text}$", extraction_config=configs, parsing_timeout=None) for text in (gold, answer)]
+    parsed = [
+        parse(f"${text}$", extraction_config=configs, parsing_timeout=None)
+        for text in (gold, answer)
+    ]
     return all(parsed) and bool(verify(parsed[0], parsed[1], timeout_seconds=None))
 
 

@@ -1,9 +1,11 @@
 """Finding the program in a reply, and grading it in the sandbox.
 
-A reply may hold several fenced blocks: explanations, the answer, its output, a way to call it. The program is the last block tagged python
-that does what is asked for: defines the function, or reads the input; a block without a tag counts only where none with it does, and a
-block of another language never. For a function to complete, the prompt runs first (it has the imports and helpers); an answer that is
-only a function body is appended to it.
+A reply may hold several fenced blocks: explanations, the answer, its output, a way to call it. The
+program is the last block tagged python
+that does what is asked for: defines the function, or reads the input; a block without a tag counts
+only where none with it does, and a block of another language never. For a function to complete, the
+prompt runs first (it has the imports and helpers); an answer that is only a function body is
+appended to it.
 """
 
 import ast
@@ -20,25 +22,42 @@ from typing import Any
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation import sandbox
 from quantkit.evaluation.grading.code_blocks import Block, blocks
-from quantkit.evaluation.grading.source_names import bound, defines, is_sketch, only_defines, parses, tree_of, used
+from quantkit.evaluation.grading.source_names import (
+    bound,
+    defines,
+    is_sketch,
+    only_defines,
+    parses,
+    tree_of,
+    used,
+)
 from quantkit.evaluation.tasks.problems import Grade, Problem
 
 CONTEST_TIMEOUT_S = 6.0
 _QUOTED_WHOLE = re.compile(r"\A\s*`([^`\n]+)`\s*\Z")
 _INDENTED = re.compile(r"(?m)^ {4}")
 _INDENTED_CODE = re.compile(r"\S[^\n]*\n[ \t]*\n {4}(?:def|class|import|from|@)\b")
-_START = re.compile(r"^(?:from |import |def |class |@|async def |[A-Za-z_][\w, *]* = )", re.MULTILINE)
+_START = re.compile(
+    r"^(?:from |import |def |class |@|async def |[A-Za-z_][\w, *]* = )", re.MULTILINE
+)
 _STARTS, _CUTS = 40, 40  # places in bare text where a program may begin, and where it may end
 _READERS = {"input", "stdin", "fileinput", "mmap"}
 
 
 def _python_first(fenced: list[Block]) -> list[Block]:
-    """The blocks that may be the program, the likeliest first: tagged python before untagged, later before earlier."""
-    return [block for tagged in (True, False) for block in reversed(fenced) if block.is_python is tagged and (tagged or not block.tag)]
+    """The blocks that may be the program, the likeliest first: tagged python before untagged, later
+    before earlier."""
+    return [
+        block
+        for tagged in (True, False)
+        for block in reversed(fenced)
+        if block.is_python is tagged and (tagged or not block.tag)
+    ]
 
 
 def _parts(block: Block, fenced: list[Block]) -> list[str]:
-    """The block behind those before it that only import or define, where it uses a name of theirs that it does not define itself."""
+    """The block behind those before it that only import or define, where it uses a name of theirs
+    that it does not define itself."""
     own = bound(block.source)
     parts, missing = [block.source], used(block.source) - own
     for other in reversed(fenced[: fenced.index(block)]):
@@ -50,14 +69,20 @@ def _parts(block: Block, fenced: list[Block]) -> list[str]:
 
 
 def completed_function(text: str, prompt: str, entry_point: str) -> tuple[str, ...] | None:
-    """Parts to run in order for a function that `prompt` begins, or None where the reply holds no code."""
+    """Parts to run in order for a function that `prompt` begins, or None where the reply holds no
+    code."""
     fenced = blocks(text)
-    text = _QUOTED_WHOLE.sub(r"\1", text if fenced else _INDENTED.sub("", text) if _INDENTED_CODE.search(text) else text)
+    text = _QUOTED_WHOLE.sub(
+        r"\1", text if fenced else _INDENTED.sub("", text) if _INDENTED_CODE.search(text) else text
+    )
     candidates = _python_first(fenced)
     for block in candidates:
         if defines(block.source, entry_point):
             return _behind(prompt, *_parts(block, fenced))
-    for whole in (text, textwrap.dedent(text)):  # as a whole, a program may be indented as a body is
+    for whole in (
+        text,
+        textwrap.dedent(text),
+    ):  # as a whole, a program may be indented as a body is
         if defines(whole, entry_point):
             return _behind(prompt, whole)
     if candidates:
@@ -81,7 +106,8 @@ def _likely_body(prompt: str, block: Block) -> tuple[bool, bool, bool]:
 
 
 def _bare(text: str, does: Callable[[str], bool]) -> str | None:
-    """The program in a text without fences: from a line that looks like code, up to where it stops being code, if it does what is asked."""
+    """The program in a text without fences: from a line that looks like code, up to where it stops
+    being code, if it does what is asked."""
     for start, _ in zip(_START.finditer(text), range(_STARTS)):
         lines = text[start.start() :].splitlines(keepends=True)
         for _ in range(_CUTS):
@@ -90,7 +116,11 @@ def _bare(text: str, does: Callable[[str], bool]) -> str | None:
                 break
             lines = lines[: max(0, min(tree, len(lines)) - 1)]
         statements = tree.body if isinstance(tree, ast.Module) else []
-        ends = [node.end_lineno or 0 for node in statements if not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call)]
+        ends = [
+            node.end_lineno or 0
+            for node in statements
+            if not isinstance(node, ast.Expr) or isinstance(node.value, ast.Call)
+        ]
         source = "".join(lines[: max(ends, default=0)])
         if does(source):
             return source
@@ -98,28 +128,42 @@ def _bare(text: str, does: Callable[[str], bool]) -> str | None:
 
 
 def whole_program(text: str, entry_point: str | None = None) -> str | None:
-    """A program that reads stdin, or that defines `entry_point` (or a class Solution with it); None where the reply holds no code.
+    """A program that reads stdin, or that defines `entry_point` (or a class Solution with it); None
+    where the reply holds no code.
 
     Where no block does that: the last that parses, Python before untagged ones.
     """
     fenced = blocks(text)
     if not fenced:
         tree = tree_of(text)
-        is_program = isinstance(tree, ast.Module) and (len(tree.body) > 1 or _answers(text, entry_point) > 0)
+        is_program = isinstance(tree, ast.Module) and (
+            len(tree.body) > 1 or _answers(text, entry_point) > 0
+        )
         return text if is_program else _bare(text, lambda source: _answers(source, entry_point) > 0)
     candidates = _python_first(fenced)
-    best = max(candidates, key=lambda block: (_answers(block.source, entry_point), parses(block.source), block.is_python), default=None)
+    best = max(
+        candidates,
+        key=lambda block: (
+            _answers(block.source, entry_point),
+            parses(block.source),
+            block.is_python,
+        ),
+        default=None,
+    )
     return "\n".join(_parts(best, fenced)) if best is not None else None
 
 
 def _answers(source: str, entry_point: str | None) -> int:
-    """How well a program does what is asked: 0 not at all, 2 reads stdin or defines the function, 1 has a class Solution without it."""
+    """How well a program does what is asked: 0 not at all, 2 reads stdin or defines the function, 1
+    has a class Solution without it."""
     tree = tree_of(source)
     if not isinstance(tree, ast.Module):
         return 0
     if entry_point is None:
         return 2 if any(_reads(node) for node in ast.walk(tree)) else 0
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Solution"]
+    classes = [
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Solution"
+    ]
     methods = [
         node
         for found in classes
@@ -130,13 +174,21 @@ def _answers(source: str, entry_point: str | None) -> int:
 
 
 def _reads(node: ast.AST) -> bool:
-    """Whether a node of a program is a use of its standard input: input, sys.stdin, open(0), os.read."""
+    """Whether a node of a program is a use of its standard input: input, sys.stdin, open(0),
+    os.read."""
     if isinstance(node, ast.Name):
         return node.id in _READERS and isinstance(node.ctx, ast.Load)
     if isinstance(node, ast.Attribute):
         is_os = isinstance(node.value, ast.Name) and node.value.id == "os"
-        return isinstance(node.ctx, ast.Load) and (node.attr == "stdin" or (is_os and node.attr == "read"))
-    is_open = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open" and bool(node.args)
+        return isinstance(node.ctx, ast.Load) and (
+            node.attr == "stdin" or (is_os and node.attr == "read")
+        )
+    is_open = (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "open"
+        and bool(node.args)
+    )
     return is_open and isinstance(node.args[0], ast.Constant) and node.args[0].value == 0  # type: ignore[attr-defined]
 
 
@@ -149,7 +201,8 @@ def _as_body(source: str) -> str:
 
 
 def grade_with_tests(problem: Problem, text: str) -> Grade:
-    """HumanEval: the problem's own check() must return. It and the prompt's helpers run in the judge's process, not in the program's."""
+    """HumanEval: the problem's own check() must return. It and the prompt's helpers run in the
+    judge's process, not in the program's."""
     prompt, entry_point = problem.fields["problem"], problem.fields["entry_point"]
     parts = completed_function(text, prompt, entry_point)
     if parts is None:
@@ -162,30 +215,54 @@ def grade_with_tests(problem: Problem, text: str) -> Grade:
 
 # ------------------------------------------------------------------------------------------------------------------- contests
 
-_STANDARD = ["string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools", "functools"]
+_STANDARD = [
+    "string",
+    "re",
+    "datetime",
+    "collections",
+    "heapq",
+    "bisect",
+    "copy",
+    "math",
+    "random",
+    "statistics",
+    "itertools",
+    "functools",
+]
 _STANDARD += ["operator", "io", "sys", "json", "builtins", "typing"]
 # Contest judges give every program the standard library's names; solutions rely on it.
 PRELUDE = "\n".join(
-    [*(f"from {name} import *" for name in _STANDARD), *(f"import {name}" for name in _STANDARD[:-2]), "sys.setrecursionlimit(50000)"]
+    [
+        *(f"from {name} import *" for name in _STANDARD),
+        *(f"import {name}" for name in _STANDARD[:-2]),
+        "sys.setrecursionlimit(50000)",
+    ]
 )
 
 
 def contest_tests(fields: dict[str, Any]) -> list[dict[str, Any]]:
     """Public and private tests of one LiveCodeBench row: dicts with input and output."""
-    return [*json.loads(fields["public_tests"]), *json.loads(_private_tests(fields["private_tests"]))]
+    return [
+        *json.loads(fields["public_tests"]),
+        *json.loads(_private_tests(fields["private_tests"])),
+    ]
 
 
 def _private_tests(text: str) -> str:
     """LiveCodeBench stores private tests as JSON, or as base64(zlib(pickle of a JSON string)).
 
-    The pickle is never run: its opcodes are only listed, and exactly one string is expected among them.
+    The pickle is never run: its opcodes are only listed, and exactly one string is expected among
+    them.
     """
     if text.lstrip().startswith("["):
         return text
     try:
         opcodes = list(pickletools.genops(zlib.decompress(base64.b64decode(text))))
     except (ValueError, zlib.error) as error:
-        raise QuantkitError(f"private_test_cases cannot be read ({error})", "use the code_generation_lite rows as published") from error
+        raise QuantkitError(
+            f"private_test_cases cannot be read ({error})",
+            "use the code_generation_lite rows as published",
+        ) from error
     allowed = {
         "PROTO",
         "FRAME",
@@ -201,12 +278,16 @@ def _private_tests(text: str) -> str:
     }
     strings = [argument for opcode, argument, _ in opcodes if "UNICODE" in opcode.name]
     if len(strings) != 1 or any(opcode.name not in allowed for opcode, _, _ in opcodes):
-        raise QuantkitError("private_test_cases hold more than one string", "the file is not what LiveCodeBench publishes; do not use it")
+        raise QuantkitError(
+            "private_test_cases hold more than one string",
+            "the file is not what LiveCodeBench publishes; do not use it",
+        )
     return str(strings[0])
 
 
 def grade_contest(problem: Problem, text: str) -> Grade:
-    """LiveCodeBench: every test, stopping at the first that fails. Expected outputs never enter the program's box."""
+    """LiveCodeBench: every test, stopping at the first that fails. Expected outputs never enter the
+    program's box."""
     function = json.loads(problem.fields.get("metadata") or "{}").get("func_name")
     program = whole_program(text, function)
     if program is None:
@@ -214,7 +295,9 @@ def grade_contest(problem: Problem, text: str) -> Grade:
     tests = contest_tests(problem.fields)
     if function is not None:
         cases = [(_arguments(test["input"]), json.loads(test["output"])) for test in tests]
-        run = sandbox.run_calls(sandbox.Program((PRELUDE, program), function), cases, timeout_s=CONTEST_TIMEOUT_S)
+        run = sandbox.run_calls(
+            sandbox.Program((PRELUDE, program), function), cases, timeout_s=CONTEST_TIMEOUT_S
+        )
         return Grade(run.status, run.status == "passed", run.status == "passed", detail=run.detail)
     source = with_prelude(program)
     for number, test in enumerate(tests, start=1):
@@ -222,7 +305,10 @@ def grade_contest(problem: Problem, text: str) -> Grade:
         if run.status != "passed":
             return Grade(run.status, detail=f"test {number}: {run.detail}")
         if not same_output(run.output, test["output"]):
-            return Grade("failed", detail=f"test {number}: got {run.output[:200]!r}, expected {test['output'][:200]!r}")
+            return Grade(
+                "failed",
+                detail=f"test {number}: got {run.output[:200]!r}, expected {test['output'][:200]!r}",
+            )
     return Grade("passed", True, True)
 
 
@@ -231,10 +317,15 @@ def _arguments(text: str) -> list[Any]:
 
 
 def with_prelude(program: str) -> str:
-    """The prelude in front, and in front of it the program's own imports from __future__, which must come first in a file."""
+    """The prelude in front, and in front of it the program's own imports from __future__, which
+    must come first in a file."""
     tree = tree_of(program)
     statements = tree.body if isinstance(tree, ast.Module) else []
-    futures = [node for node in statements if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+    futures = [
+        node
+        for node in statements
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__"
+    ]
     for statement in [ast.get_source_segment(program, node) for node in futures]:
         program = program.replace(statement or "", "pass")
     names = sorted({alias.name for node in futures for alias in node.names})
@@ -242,9 +333,12 @@ def with_prelude(program: str) -> str:
 
 
 def same_output(got: str, expected: str) -> bool:
-    """Line by line without surrounding blanks; lines that differ as text may agree as lists of decimal numbers."""
+    """Line by line without surrounding blanks; lines that differ as text may agree as lists of
+    decimal numbers."""
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (got, expected))
-    return len(ours) == len(theirs) and all(a == b or _same_numbers(a, b) for a, b in zip(ours, theirs))
+    return len(ours) == len(theirs) and all(
+        a == b or _same_numbers(a, b) for a, b in zip(ours, theirs)
+    )
 
 
 def _same_numbers(a: str, b: str) -> bool:
@@ -255,7 +349,8 @@ def _same_numbers(a: str, b: str) -> bool:
 
 
 def _decimal(word: str) -> Decimal:
-    """A number as a program prints it: Decimal also takes underscores and the digits of other scripts."""
+    """A number as a program prints it: Decimal also takes underscores and the digits of other
+    scripts."""
     if "_" in word or not word.isascii():
         raise InvalidOperation
     return Decimal(word)

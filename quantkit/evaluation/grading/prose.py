@@ -1,4 +1,5 @@
-"""What prose says the answer is: a sentence that states it, or the last sentence of a text that states none."""
+"""What prose says the answer is: a sentence that states it, or the last sentence of a text that
+states none."""
 
 import functools
 import re
@@ -10,7 +11,14 @@ from quantkit.evaluation.grading.closing_phrases import refuses, unchecked
 from quantkit.evaluation.grading.quantities import begin_quantity, read_quantity
 from quantkit.evaluation.grading.roles import by_cases, claimed
 from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, plain
-from quantkit.evaluation.grading.values import CHANGES, LONGEST, NUMBER_BEGINS, UNSOLVED, Value, read_value
+from quantkit.evaluation.grading.values import (
+    CHANGES,
+    LONGEST,
+    NUMBER_BEGINS,
+    UNSOLVED,
+    Value,
+    read_value,
+)
 
 _NUMBER_WORD = (
     r"(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six"
@@ -39,10 +47,13 @@ _REMARK = re.compile(
     r"\((?!\s*(?:or\s|\\?[pb]?mod|dozen|hundred|thousand|million|billion))[^()]*\)"
 )
 _FACTORIAL = re.compile(r"(\d)!(?=\s*(?:\$|\\\)|[.,;])|\s+[a-z])")
-_NOT_BUT = re.compile(rf"(?i)^\s*(?:not|nicht|pas|no|não|non|не|nie)\s.{{1,60}}?\s{answer_words.INSTEAD}(?:\srather)?\s")
+_NOT_BUT = re.compile(
+    rf"(?i)^\s*(?:not|nicht|pas|no|não|non|не|nie)\s.{{1,60}}?\s{answer_words.INSTEAD}(?:\srather)?\s"
+)
 # What is said instead of the number before it; without a word between them, both are offered.
 _INSTEAD = re.compile(
-    r"(?i)[;,.?!—\s-]*(?:(?:no|wait|hmm|oh|sorry|actually|rather|or rather|i mean|but)[\s,.:;!—]+)+(?:(?:it|that|this|the answer)"
+    r"(?i)[;,.?!—\s-]*(?:(?:no|wait|hmm|oh|sorry|actually|rather|or rather|i "
+    r"mean|but)[\s,.:;!—]+)+(?:(?:it|that|this|the answer)"
     r"(?:'s| is| should be| must be)\s+)?(?:actually\s+)?(?=[$]?-?\d)"
 )
 _OFFERED = re.compile(
@@ -51,12 +62,15 @@ _OFFERED = re.compile(
     r"|,\s*(?:or\s+)?(?:perhaps|maybe|possibly|alternatively)\s+[$]?-?\d|[,;]\s*也(?:可能|许)"
 )
 _ROUNDED = re.compile(
-    r"(?i)\d,?\s+(?:(?:which|that|and)\s+)?(?:is\s+|can be\s+)?(?:rounds?|rounded|rounding)\s+(?:up\s+|down\s+|off\s+)?to\s+(?:about\s+)?"
+    r"(?i)\d,?\s+(?:(?:which|that|and)\s+)?(?:is\s+|can "
+    r"be\s+)?(?:rounds?|rounded|rounding)\s+(?:up\s+|down\s+|off\s+)?to\s+(?:about\s+)?"
     r"(?=[$]?\d)(?!\d+\s+(?:decimal|significant|places|digits))"
 )
-# The circumstances, before what is claimed: `In 3 years, ...`, `Since it is 9, ...`; and behind it the reason, what it is not, what fails.
+# The circumstances, before what is claimed: `In 3 years, ...`, `Since it is 9, ...`; and behind it
+# the reason, what it is not, what fails.
 _IN_FRONT = re.compile(
-    r"(?i)^\s*(?:in|after|before|for|over|at|with|on|during|within|of|out of|given|since|because|as|given that|if|when|to\s+[a-z]+)\s"
+    r"(?i)^\s*(?:in|after|before|for|over|at|with|on|during|within|of|out "
+    r"of|given|since|because|as|given that|if|when|to\s+[a-z]+)\s"
     r"[^,.;]*\d[^,;]*,\s+(?=.*\d)"
     r"|^[^,。]*\d[^,。]*(?:后|以后|之后|时|前|的话|中),"
     r"|^\s*(?:in|after|by)\s+(?:week\s+|day\s+|year\s+)?\d+\s+(?:(?:second|minute|hour|day|week|month|year)s?\s+)?"
@@ -71,16 +85,25 @@ _BEHIND = re.compile(
     r"|(?<=\d)\s*—\s.*$|;\s*(?:for|since|because|indeed|note|here|with|when|if)\s[^,]*$"
     r"|:\s+(?=[^=:]*\d[^=:]*(?:,|\sand\s|\+)[^=:]*\d)[^=:]*$"
 )
-_MIDDLE = re.compile(r"(?i),?\s+(?:and|but|so)\s+(?:since|because|as)\s[^,]*,\s+(?=.*\d)")  # = 7.5, and since there is no half bus, 8
-_ROUND = re.compile(r"(?i)\b(?:we\s+)?round\s+(?:it\s+|this\s+)?(?:up|down|off)?\s*to\s+(?=[$]?\d+\W*(?:[a-z]+\W*)?$)")
-_PARTICLE = re.compile(r"(?i)^(?P<said>.*\b(?:heeft|heb|hebben|houdt|houden|blijven|blijft)\b.*\d.*?)\s+over(?=\W*$)")
+_MIDDLE = re.compile(
+    r"(?i),?\s+(?:and|but|so)\s+(?:since|because|as)\s[^,]*,\s+(?=.*\d)"
+)  # = 7.5, and since there is no half bus, 8
+_ROUND = re.compile(
+    r"(?i)\b(?:we\s+)?round\s+(?:it\s+|this\s+)?(?:up|down|off)?\s*to\s+(?=[$]?\d+\W*(?:[a-z]+\W*)?$)"
+)
+_PARTICLE = re.compile(
+    r"(?i)^(?P<said>.*\b(?:heeft|heb|hebben|houdt|houden|blijven|blijft)\b.*\d.*?)\s+over(?=\W*$)"
+)
 _MORE_THAN = re.compile(
     r"(?i)(?P<said>\d[\d.,]*(?:\s+[^\W\d_]+){0,2}?)\s+(?:de\s+plus|de\s+moins|más|menos|mehr|weniger|in\s+più|in\s+meno|a\s+mais|a\s+menos|meer|minder)"
     r"\s+(?:que|als|di|do\s+que|rispetto|dan)\s+\D*$"
 )
 # What it is now, then what it will be.
-_LATER = re.compile(r"(?i)^(?=[^,]*\b(?:now|currently|presently|today)\b)(?P<said>[^,]*\d[^,]*),?\s+and\s+in\s+\d+\s+[a-z]+\s.*$")
-# What it is, then when or by what it is so: `is 540 when the side is 18`, `p + q = 540 with p = 539`.
+_LATER = re.compile(
+    r"(?i)^(?=[^,]*\b(?:now|currently|presently|today)\b)(?P<said>[^,]*\d[^,]*),?\s+and\s+in\s+\d+\s+[a-z]+\s.*$"
+)
+# What it is, then when or by what it is so: `is 540 when the side is 18`, `p + q = 540 with p =
+# 539`.
 _AND_WHEN = re.compile(
     r"(?i)(?<=[\w)])(?P<said>\s*(?:=|\s(?:is|are|was|were|equals?)\s)\s*(?:exactly\s|just\s|only\s|thus\s|therefore\s)*[$]?-?\d[\d,.]*(?:\s+[a-z]+)?)"
     r"(?<![.,]),?\s+(?:when|with|if|for|at|attained|achieved|reached|obtained|occurring)\s(?!.*\b(?:so|which|thus|hence|therefore|total|altogether)\b).*$"
@@ -97,28 +120,42 @@ _KNOWN = re.compile(
 )
 _ASKED_AND_DENIED = re.compile(r"(?i)(?<![\w.])[$]?\d[\d.,]*\?\s*no\b[\s,.:—-]*(?=.*\d)")
 _NEEDED = re.compile(
-    r"(?i)(\b(?:needs?|must|has to|have to|had to|should|requires?|required)\b[^.;,\d]{0,40}\s)at least\s(?=[$]?\d)"
+    r"(?i)(\b(?:needs?|must|has to|have to|had to|should|requires?|required)\b[^.;,\d]{0,40}\s)at "
+    r"least\s(?=[$]?\d)"
     r"|(\b(?:can|could|may)\b[^.;,\d]{0,40}\s)(?:at most|up to)\s(?=[$]?\d)"
-    r"|()\bat least\s(?=[$]?\d[\d.,]*\s+(?:[a-z]+\s+){1,3}(?:is|are)\s+(?:needed|required|necessary)\b)"
+    r"|()\bat "
+    r"least\s(?=[$]?\d[\d.,]*\s+(?:[a-z]+\s+){1,3}(?:is|are)\s+(?:needed|required|necessary)\b)"
 )
-_SHARE = re.compile(r"(?i)^[^,]*\d\s?%[^,\d]*,\s+(?:or|i\.e\.|that is,?|which (?:is|makes|equals))\s+(?=[$]?\d)")
+_SHARE = re.compile(
+    r"(?i)^[^,]*\d\s?%[^,\d]*,\s+(?:or|i\.e\.|that is,?|which (?:is|makes|equals))\s+(?=[$]?\d)"
+)
 _TAKEN_BACK = re.compile(
     r"(?i)^[\s*.)}\]$\\]*(?:is|are|was|were|can|could|would|seems)?\s*(?:not|n't|never|wrong|incorrect|too\s|false|impossible)"
 )
 # The same once more: "7 hours 30 minutes, i.e. 7.5 hours".
-_AGAIN = re.compile(r"(?i),?\s(?:i\.e\.|that is|namely|or equivalently)[,:]?\s+(?P<again>[$]?\d.*)$")
+_AGAIN = re.compile(
+    r"(?i),?\s(?:i\.e\.|that is|namely|or equivalently)[,:]?\s+(?P<again>[$]?\d.*)$"
+)
 
 
 _COMPOUND = re.compile(r"(?<![\w.,])\d[\d,]*-[a-z]{3,}(?=\s+[a-z])")  # the 300-page book
 _OTHER_UNIT = re.compile(
     r"(?P<exact>\d\s*(?P<unit>[A-Za-z]{1,12}))(?:\s*≈\s*[\d.,]+\s*(?!(?P=unit)\b)[A-Za-z]+(?=\W*$)|\s*\(\s*(?:or\s+)?(?:≈|about|approx\w*\.?|roughly)[^()]*\))"
 )  # 1250 L ≈ 330 gallons, 45 mph (≈ 72 km/h)
-_WHERE = re.compile(r"(?<=\d)\s*,\s*where\s+[A-Za-z]\w?\s*=\s*-?\d[\d.,]*(?=\W*$)")  # Q + R = 699, where N = 5694
+_WHERE = re.compile(
+    r"(?<=\d)\s*,\s*where\s+[A-Za-z]\w?\s*=\s*-?\d[\d.,]*(?=\W*$)"
+)  # Q + R = 699, where N = 5694
 _CITED = re.compile(r"(?<=[\w.,;!?)*])\[\d+\](?!\()|【[^【】]*】")
 
 
 def has_number(text: str) -> bool:
-    return re.search(rf"(?i)\d|(?<![A-Za-z]){_NUMBER_WORD}(?![A-Za-z])|[零一二两三四五六七八九十百千万½¼¾]", text) is not None
+    return (
+        re.search(
+            rf"(?i)\d|(?<![A-Za-z]){_NUMBER_WORD}(?![A-Za-z])|[零一二两三四五六七八九十百千万½¼¾]",
+            text,
+        )
+        is not None
+    )
 
 
 def _claim(sentence: str) -> str:
@@ -142,7 +179,8 @@ def _conclusion(sentence: str) -> str:
 
 
 def read_sentence(text: str, letters: bool = True) -> Value | None:
-    """What the sentence `text`, which states the answer, says: its number, if the number is over where the sentence goes on."""
+    """What the sentence `text`, which states the answer, says: its number, if the number is over
+    where the sentence goes on."""
     shown = _FACTORIAL.sub(r"\1 factorial", text[: 2 * LONGEST])
     shown = re.sub(r"(?:\b[A-Z]{1,3})?\$", " ", plain(shown)) + " "
     shown = _NOT_THIS.sub("", _NOT_BUT.sub("", shown)).replace(TEXT, " ").replace(END_TEXT, " ")
@@ -165,12 +203,16 @@ def read_sentence(text: str, letters: bool = True) -> Value | None:
     return read_value(again["again"], letters) if again is not None else value
 
 
-_TOKEN = re.compile(r"(?<![A-Za-z\d_.])(?:[-+]\s?)?[$€£¥₹]?\s?(?:\d{1,3}(?: \d{3})+(?![\d-])|(?:\d|\.\d)[\d,.'_]*)")
+_TOKEN = re.compile(
+    r"(?<![A-Za-z\d_.])(?:[-+]\s?)?[$€£¥₹]?\s?(?:\d{1,3}(?: \d{3})+(?![\d-])|(?:\d|\.\d)[\d,.'_]*)"
+)
 _NO_ANSWER_BEFORE = re.compile(
-    r"(?:[-+*/^×÷·√:<>≤≥≠±(]|\\[A-Za-z]+\{?|(?<![A-Za-z])(?:or|to|of the|of her|of his|of their)|\d\s*(?:,|and|&|和|到|至|或))\s*$"
+    r"(?:[-+*/^×÷·√:<>≤≥≠±(]|\\[A-Za-z]+\{?|(?<![A-Za-z])(?:or|to|of the|of her|of his|of "
+    r"their)|\d\s*(?:,|and|&|和|到|至|或))\s*$"
     r"|[不非]是\s*$"
 )
-# Of how many: 7 of 12 children are 7; without what is counted, 7 of 12 may be 7/12, and is never 12.
+# Of how many: 7 of 12 children are 7; without what is counted, 7 of 12 may be 7/12, and is never
+# 12.
 _PART_OF = re.compile(
     rf"(?i)(?P<part>(?<![\w.,/%$])(?:\d[\d,]*|{_NUMBER_WORD}))\s+(?:out\s+)?of\s+\d[\d,]*(?=\s+[a-z]{{3}})(?!\s+(?:is|are|was|equals)\b)"
 )
@@ -182,7 +224,9 @@ _NAMED = re.compile(
     r"|(?<!real )(?<!imaginary )part|line|example|exercise|version|method|approach|hint|row)"
     r"\s*[(#]?\d+(?:\.\d+)*(?![\d/]|[.,]\d|\s*[-+*/^=×])\)?[:.]?"
 )
-_O_CLOCK = re.compile(r"(?i)(?<![\d:])(\d{1,2}(?=\s?[ap]\.?m\b)|\d{1,2}(?=:00(?!\d)))(?::00)?(?:\s?[ap]\.?m\.?(?![a-z]))?")
+_O_CLOCK = re.compile(
+    r"(?i)(?<![\d:])(\d{1,2}(?=\s?[ap]\.?m\b)|\d{1,2}(?=:00(?!\d)))(?::00)?(?:\s?[ap]\.?m\.?(?![a-z]))?"
+)
 ASIDE = re.compile(
     r"(?i)^\s*\(?(?:note|notice|observe|remember)\s+that\b|^\s*\[\d+\]\s|^\s*\(?for\s+(?:comparison|reference)\b|^\s*\([^()]*\)\s*$"
     r"|^\s*(?:to\s+)?(?:double[- ]?)?(?:verify|check|verification|verifying|checking)\s*(?=:)"
@@ -222,9 +266,13 @@ _PREDICATE = re.compile(
     rf"(?i)^(?P<subject>.*)(?:(?<![A-Za-z])(?:{_STATES})(?![A-Za-z])|[=≡](?!\s*$)|(?<=[A-Za-z)]):(?=\s))"
     r"\s*(?:therefore|thus|then|hence|now|exactly|just|simply|only|equal\s+to|precisely)?:?\s*(?P<said>[^=≡]+?)\s*$"
 )
-_TWO_NAMED = re.compile(r"(?<![+*/-])(?<![+*/-]\s)\b[A-Za-z]\w?\s*=\s*-?\d[\d.]*\s*(?:,\s*and|,|and|\s)\s*[A-Za-z]\w?\s*=\s*-?\d[\d.]*\W*$")
+_TWO_NAMED = re.compile(
+    r"(?<![+*/-])(?<![+*/-]\s)\b[A-Za-z]\w?\s*=\s*-?\d[\d.]*\s*(?:,\s*and|,|and|\s)\s*[A-Za-z]\w?\s*=\s*-?\d[\d.]*\W*$"
+)
 _BESIDE = re.compile(r"(?i)(?:[^\W\d_]+\s+)*(?:in|on|at|for|from|by|with|of|to|among|between)\s")
-_COMPUTED = re.compile(r"(?i)[\d\s.()]+(?:[-+*/×·]\s*[\d\s.()]+)+,\s+(?:or|i\.e\.|which is|that is),?\s+(?P<result>.*)")
+_COMPUTED = re.compile(
+    r"(?i)[\d\s.()]+(?:[-+*/×·]\s*[\d\s.()]+)+,\s+(?:or|i\.e\.|which is|that is),?\s+(?P<result>.*)"
+)
 _DOUBTED = re.compile(
     r"(?i)(?:\bin\s+base\s+(?!ten|10)|\b(?:if|(?:is|are|was|were|be|do|does|did|has|have|could|would|will|may|might)\s+not|never|cannot|doubt|hardly|unlikely|whether|assum\w+|suppos\w+)\b|n't\b)[^,;]*$"
 )
@@ -241,9 +289,15 @@ _GIVES_UP = re.compile(
 
 
 def _predicate(sentence: str, letters: bool) -> Value | None:
-    """What the sentence says of its subject, where that is all that stands behind its last verb or equals sign."""
+    """What the sentence says of its subject, where that is all that stands behind its last verb or
+    equals sign."""
     match = _PREDICATE.match(_FACTORIAL.sub(r"\1 factorial", sentence).rstrip(" .!*"))
-    if match is None or not has_number(match["said"]) or _DOUBTED.search(match["subject"]) or _BESIDE.match(match["said"]):
+    if (
+        match is None
+        or not has_number(match["said"])
+        or _DOUBTED.search(match["subject"])
+        or _BESIDE.match(match["said"])
+    ):
         return None
     if match["subject"].rstrip().endswith("which") and re.search(r"(?i)\bthan\b", match["said"]):
         return None
@@ -251,10 +305,14 @@ def _predicate(sentence: str, letters: bool) -> Value | None:
     return read_value(computed["result"] if computed else match["said"], letters)
 
 
-def read_last(text: str, letters: bool = True, question: str = "") -> tuple[str | None, Value | None]:
-    """The last number of a text that states no answer, as written and as a value: None where it is part of something else.
+def read_last(
+    text: str, letters: bool = True, question: str = ""
+) -> tuple[str | None, Value | None]:
+    """The last number of a text that states no answer, as written and as a value: None where it is
+    part of something else.
 
-    Of a text that says it has no answer, neither. Of several numbers that which the question asks for.
+    Of a text that says it has no answer, neither. Of several numbers that which the question asks
+    for.
     """
     if refuses(text):
         return None, None
@@ -264,11 +322,21 @@ def read_last(text: str, letters: bool = True, question: str = "") -> tuple[str 
     text = without if has_number(without := _COMPOUND.sub(" ", text)) else text
     if _CUT.search(text):
         return text.strip()[-100:], None
-    shown, paid = _shown(plain(text).replace("$", " ")), _shown(_with_money(plain(_TIMES.sub("×", text))))
-    is_one = (
-        not re.search(_END, shown.strip()) and not _DENIED.search(claimed(shown)) and not _ASSUMED.search(shown) and not by_cases(shown)
+    shown, paid = (
+        _shown(plain(text).replace("$", " ")),
+        _shown(_with_money(plain(_TIMES.sub("×", text)))),
     )
-    whole = read_value(_AND_WHEN.sub(r"\g<said>", claimed(_PART_OF.sub(r"\g<part>", shown))), letters) if is_one else None
+    is_one = (
+        not re.search(_END, shown.strip())
+        and not _DENIED.search(claimed(shown))
+        and not _ASSUMED.search(shown)
+        and not by_cases(shown)
+    )
+    whole = (
+        read_value(_AND_WHEN.sub(r"\g<said>", claimed(_PART_OF.sub(r"\g<part>", shown))), letters)
+        if is_one
+        else None
+    )
     asks = functools.partial(_asked_for, _sentences(paid), question)
     if whole is not None:
         return shown, asks(whole)
@@ -277,8 +345,15 @@ def read_last(text: str, letters: bool = True, question: str = "") -> tuple[str 
         words = [part for part in re.split(_END, shown) if has_number(part)]
         if not words:
             return None, None
-        return words[-1].strip(), _asked_for(words, question, _predicate(words[-1], letters) or spoken(words[-1], letters))
-    if _ASSUMED.search(sentences[-1]) or _DENIED.search(claimed(sentences[-1])) or _ASKED.match(sentences[-1]) or by_cases(sentences[-1]):
+        return words[-1].strip(), _asked_for(
+            words, question, _predicate(words[-1], letters) or spoken(words[-1], letters)
+        )
+    if (
+        _ASSUMED.search(sentences[-1])
+        or _DENIED.search(claimed(sentences[-1]))
+        or _ASKED.match(sentences[-1])
+        or by_cases(sentences[-1])
+    ):
         return sentences[-1].strip(), None
     claim = _claim(sentences[-1])
     conclusion = _conclusion(claim)
@@ -291,7 +366,9 @@ def read_last(text: str, letters: bool = True, question: str = "") -> tuple[str 
     if _TWO_NAMED.search(claim) or _EACH_ITS_OWN.search(conclusion):
         return sentences[-1].strip(), asks(None)
     total = _TOTAL.search(claim)
-    said = _predicate(conclusion, letters) or (read_sentence(total["total"], letters) if total and has_number(total["total"]) else None)
+    said = _predicate(conclusion, letters) or (
+        read_sentence(total["total"], letters) if total and has_number(total["total"]) else None
+    )
     if said is not None:
         return sentences[-1].strip(), asks(said)
     stated = read_sentence(conclusion, letters)
@@ -303,12 +380,18 @@ def read_last(text: str, letters: bool = True, question: str = "") -> tuple[str 
         return None, None
     last = tokens[-1]
     before, token = clause[: last.start()], clause[last.start() :]
-    changed = _NO_ANSWER_BEFORE.search(before) or _IS_PART_OF.search(before) or CHANGES.search(re.split(r"[,;.]\s", before)[-1][-30:])
+    changed = (
+        _NO_ANSWER_BEFORE.search(before)
+        or _IS_PART_OF.search(before)
+        or CHANGES.search(re.split(r"[,;.]\s", before)[-1][-30:])
+    )
     return last[0].strip(" ,."), asks(None if changed else read_sentence(token, letters))
 
 
 _TIMES = re.compile(r"(?<=\d)\s*\*\s*(?=[$(]?[\d.])")
-_CLOSES = re.compile(r"\S[$](?=[\s.,;:!?)]|$)")  # dollar signs are mathematics' where one closes a piece, else of what is paid
+_CLOSES = re.compile(
+    r"\S[$](?=[\s.,;:!?)]|$)"
+)  # dollar signs are mathematics' where one closes a piece, else of what is paid
 
 
 def _with_money(text: str) -> str:
@@ -329,7 +412,8 @@ def _sentences(shown: str) -> list[str]:
 
 
 def _asked_for(sentences: list[str], question: str, said: Value | None) -> Value | None:
-    """`said`, which the last sentence's grammar says, or the number that answers the question clearly better."""
+    """`said`, which the last sentence's grammar says, or the number that answers the question
+    clearly better."""
     if not question or isinstance(said, str):
         return said
     better = answering(sentences, question, said)
@@ -340,7 +424,8 @@ def spoken(sentence: str, letters: bool) -> Fraction | None:
     """`There are eighteen apples left.`, `一共有一千五百元。`"""
     if (
         numerals := re.search(
-            r"(?<![第每])[一二两三四五六七八九十][零一二两三四五六七八九十百千万亿]+(?:点[零一二三四五六七八九]+)?", sentence
+            r"(?<![第每])[一二两三四五六七八九十][零一二两三四五六七八九十百千万亿]+(?:点[零一二三四五六七八九]+)?",
+            sentence,
         )
     ) is not None:
         return read_quantity(sentence[numerals.start() :], letters)

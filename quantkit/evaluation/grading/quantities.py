@@ -1,7 +1,9 @@
-"""Reading a number whole or not at all: digits, words or Chinese numerals, then multipliers, then a unit, then the end.
+"""Reading a number whole or not at all: digits, words or Chinese numerals, then multipliers, then a
+unit, then the end.
 
-Values are exact fractions. `read_quantity` wants the number to be everything; `begin_quantity` reads one at the beginning of a text and
-says where it ends. A letter next to a number is a factor (204x) unless it is a unit that is known (18kg).
+Values are exact fractions. `read_quantity` wants the number to be everything; `begin_quantity`
+reads one at the beginning of a text and says where it ends. A letter next to a number is a factor
+(204x) unless it is a unit that is known (18kg).
 """
 
 import re
@@ -14,12 +16,16 @@ from quantkit.evaluation.grading.units import CURRENCY, is_unit
 LONGEST = 60  # digits of a number; what is longer is no answer that anybody meant
 
 _SIGN = re.compile(
-    rf"(?P<sign>(?:minus|negative)[\s{TEXT}{END_TEXT}]+|负|零下|[-+]?)\s*(?:{CURRENCY})?\s*(?P<inner>[-+]?)\s*", re.IGNORECASE
+    rf"(?P<sign>(?:minus|negative)[\s{TEXT}{END_TEXT}]+|负|零下|[-+]?)\s*(?:{CURRENCY})?\s*(?P<inner>[-+]?)\s*",
+    re.IGNORECASE,
 )
-_GROUPED = r"\d{1,3}(?:(?P<mark>[,'_ ])\d{3})(?:(?P=mark)\d{3})*(?!\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)"
+_GROUPED = (
+    r"\d{1,3}(?:(?P<mark>[,'_ ])\d{3})(?:(?P=mark)\d{3})*(?!\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)"
+)
 _DIGITS = rf"(?:{_GROUPED}|\d+)(?:\.\d+|\.(?![\d.]))?|\.\d+"
 _NUMBER = re.compile(rf"(?P<whole>{_DIGITS})(?:[eE](?P<power>[-+]?\d{{1,3}})(?![\w.]))?")
-# A point or a blank at thousands and a comma before decimals; alone, the comma needs what is paid or measured beside it.
+# A point or a blank at thousands and a comma before decimals; alone, the comma needs what is paid
+# or measured beside it.
 _COMMA = re.compile(
     rf"(\d{{1,3}}(?:[. ]\d{{3}})+|(?:(?<=€)|(?<=€\s))\d+(?=,\d\d(?!\d))"
     rf"|\d+(?=,00(?!\d)|,\d{{1,2}}\s*(?:%|{CURRENCY})|,\d{{1,2}}\s+(?!(?:and|und|oder|or)\b)"
@@ -35,9 +41,37 @@ _RATIO = re.compile(r"(\d+(?:\.\d+)?)\s*/\s*(\d+(?:\.\d+)?)(?![\d.]*\s*/|\d)")
 _GAP = rf"[\s{TEXT}{END_TEXT}]+"
 _MIXED = re.compile(rf"(\d+){_GAP}(?:and{_GAP})?(\d+)\s*/\s*(\d+)(?!\d|\s*/)")
 
-_SCALES = {"dozen": 12, "dozens": 12, "hundred": 100, "hundreds": 100, "thousand": 1000, "thousands": 1000, "k": 1000, "lakh": 10**5}
-_SCALES |= {"million": 10**6, "millions": 10**6, "mil": 10**6, "mn": 10**6, "m": 10**6, "crore": 10**7, "billion": 10**9, "billions": 10**9}
-_SCALES |= {"bn": 10**9, "b": 10**9, "trillion": 10**12, "trillions": 10**12, "百": 100, "千": 1000, "万": 10**4, "萬": 10**4, "亿": 10**8}
+_SCALES = {
+    "dozen": 12,
+    "dozens": 12,
+    "hundred": 100,
+    "hundreds": 100,
+    "thousand": 1000,
+    "thousands": 1000,
+    "k": 1000,
+    "lakh": 10**5,
+}
+_SCALES |= {
+    "million": 10**6,
+    "millions": 10**6,
+    "mil": 10**6,
+    "mn": 10**6,
+    "m": 10**6,
+    "crore": 10**7,
+    "billion": 10**9,
+    "billions": 10**9,
+}
+_SCALES |= {
+    "bn": 10**9,
+    "b": 10**9,
+    "trillion": 10**12,
+    "trillions": 10**12,
+    "百": 100,
+    "千": 1000,
+    "万": 10**4,
+    "萬": 10**4,
+    "亿": 10**8,
+}
 _SCALE = re.compile(
     rf"[\s{TEXT}{END_TEXT}-]*(?:"
     r"(?P<word>(?:dozens?|hundreds?|thousands?|millions?|billions?|trillions?|lakh|crore|mil(?=\W*$)|mn|bn)(?![A-Za-z])|[kK](?![\w/])"
@@ -50,22 +84,52 @@ _MORE = re.compile(
 )
 _TIMES = {"two": 2, "three": 3}
 _PARTS = {"half": Fraction(1, 2), "quarter": Fraction(1, 4), "third": Fraction(1, 3)}
-_SHARES = {"third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9, "tenth": 10}
+_SHARES = {
+    "third": 3,
+    "quarter": 4,
+    "fourth": 4,
+    "fifth": 5,
+    "sixth": 6,
+    "seventh": 7,
+    "eighth": 8,
+    "ninth": 9,
+    "tenth": 10,
+}
 _AFTER = re.compile(
-    rf"\s*(?:%|percent(?![A-Za-z])|per cent(?![A-Za-z])|°\s*{TEXT}?\s*[CFK]?(?![A-Za-z]){END_TEXT}?|º|¢|(?:{CURRENCY})|[.,/]-+(?!\d))"
+    r"\s*(?:%|percent(?![A-Za-z])|per "
+    rf"cent(?![A-Za-z])|°\s*{TEXT}?\s*[CFK]?(?![A-Za-z]){END_TEXT}?|º|¢|(?:{CURRENCY})|[.,/]-+(?!\d))"
 )
-_ORDINAL = re.compile(rf"(?:\^\s*\{{?)?\s*{TEXT}?(?:th|st|nd|rd)(?![A-Za-z]){END_TEXT}?\}}?(?![\s{TEXT}]+[A-Za-z])")
+_ORDINAL = re.compile(
+    rf"(?:\^\s*\{{?)?\s*{TEXT}?(?:th|st|nd|rd)(?![A-Za-z]){END_TEXT}?\}}?(?![\s{TEXT}]+[A-Za-z])"
+)
 _SHARE_OF_ANOTHER = re.compile(r"\s*(?:more|less|higher|lower|sure|certain|confident)(?![A-Za-z])")
-_CENTS = re.compile(r"(?:\s*(?:dollars?|euros?|pounds?))?\s+and\s+(\d{1,2})\s+(?:cents?|pence)(?![A-Za-z])")
+_CENTS = re.compile(
+    r"(?:\s*(?:dollars?|euros?|pounds?))?\s+and\s+(\d{1,2})\s+(?:cents?|pence)(?![A-Za-z])"
+)
 
-_ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
+_ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+    "fifteen sixteen seventeen eighteen nineteen"
+)
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 _NAMES = {name: number for number, name in enumerate(_ONES.split())} | {
     name: 10 * number for number, name in enumerate(_TENS.split(), start=2)
 }
-_SHARE = re.compile(rf"(?P<count>{'|'.join(_ONES.split()[2:10])})[\s-]+(?P<part>{'|'.join(_SHARES)})s(?![A-Za-z])", re.IGNORECASE)
-_SPOKEN_DECIMALS = re.compile(rf"\s+point((?:\s+(?:{'|'.join(_ONES.split()[:10])})\b)+)", re.IGNORECASE)
-_WORD_SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_SHARE = re.compile(
+    rf"(?P<count>{'|'.join(_ONES.split()[2:10])})[\s-]+(?P<part>{'|'.join(_SHARES)})s(?![A-Za-z])",
+    re.IGNORECASE,
+)
+_SPOKEN_DECIMALS = re.compile(
+    rf"\s+point((?:\s+(?:{'|'.join(_ONES.split()[:10])})\b)+)", re.IGNORECASE
+)
+_WORD_SCALES = {
+    "hundred": 100,
+    "thousand": 1000,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "dozen": 12,
+}
 _WORD = re.compile(r"[\s-]*([A-Za-z]+)")
 _AFTER_COMMA = re.compile(rf"(?:[\s-]*|,\s+(?=(?:{'|'.join(_NAMES)})\b))([A-Za-z]+)", re.IGNORECASE)
 _CHINESE = re.compile(r"[零〇一二两三四五六七八九十百千万亿]+(?:点[零〇一二三四五六七八九]+)?")
@@ -75,14 +139,16 @@ _CHINESE_SCALES = {"十": 10, "百": 100, "千": 1000, "万": 10**4, "亿": 10**
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number at the beginning of a text: its value, and the index of the first character that is no longer it."""
+    """A number at the beginning of a text: its value, and the index of the first character that is
+    no longer it."""
 
     value: Fraction
     end: int
 
 
 def begin_quantity(text: str) -> Quantity | None:
-    """The number that `text` begins with, with its sign, currency, multipliers and percent sign; in digits or in words."""
+    """The number that `text` begins with, with its sign, currency, multipliers and percent sign; in
+    digits or in words."""
     signed = _SIGN.match(text)
     assert signed is not None
     if signed["sign"] and signed["inner"]:
@@ -112,7 +178,10 @@ def _digits(text: str, start: int) -> Quantity | None:
         return None
     value = Fraction(re.sub(r"[,'_ ]", "", number["whole"]).rstrip("."))
     # The point that ends a sentence is not part of the number.
-    return Quantity(value * Fraction(10) ** int(number["power"] or 0), number.end() - number["whole"].endswith("."))
+    return Quantity(
+        value * Fraction(10) ** int(number["power"] or 0),
+        number.end() - number["whole"].endswith("."),
+    )
 
 
 def _scaled(text: str, found: Quantity) -> Quantity:
@@ -121,7 +190,11 @@ def _scaled(text: str, found: Quantity) -> Quantity:
     while (match := _SCALE.match(text, end)) is not None:
         scale *= _SCALES[(match["word"] or match["cjk"]).lower()]
         end = match.end()
-    smaller = re.compile(r"(\d+)([千百十])?").match(text, end) if scale >= 100 and text[end - 1] in "百千万亿" else None
+    smaller = (
+        re.compile(r"(\d+)([千百十])?").match(text, end)
+        if scale >= 100 and text[end - 1] in "百千万亿"
+        else None
+    )
     if smaller is not None and int(smaller[1]) < scale:
         part = int(smaller[1]) * {"千": 1000, "百": 100, "十": 10}.get(smaller[2] or "", 1)
         return Quantity(found.value * scale + part, smaller.end())
@@ -136,7 +209,11 @@ def _more(text: str, found: Quantity, scale: Fraction) -> Quantity:
         return found
     if more["count"]:
         return Quantity(found.value + int(more["count"]), more.end())
-    return Quantity(found.value + scale * _TIMES.get((more["times"] or "").lower(), 1) * _PARTS[more["part"].lower()], more.end())
+    return Quantity(
+        found.value
+        + scale * _TIMES.get((more["times"] or "").lower(), 1) * _PARTS[more["part"].lower()],
+        more.end(),
+    )
 
 
 def _words(text: str, start: int) -> Quantity | None:
@@ -145,9 +222,13 @@ def _words(text: str, start: int) -> Quantity | None:
     if chinese is not None and len(chinese[0]) <= LONGEST:
         return Quantity(_chinese(chinese[0]), chinese.end())
     if (share := _SHARE.match(text, start)) is not None:
-        return Quantity(Fraction(_NAMES[share["count"].lower()], _SHARES[share["part"].lower()]), share.end())
+        return Quantity(
+            Fraction(_NAMES[share["count"].lower()], _SHARES[share["part"].lower()]), share.end()
+        )
     total, group, scale, end, after_and = 0, 0, 1, start, -1
-    while (match := (_AFTER_COMMA if scale >= 1000 else _WORD).match(text, max(end, after_and))) is not None:
+    while (
+        match := (_AFTER_COMMA if scale >= 1000 else _WORD).match(text, max(end, after_and))
+    ) is not None:
         word = match[1].lower()
         if word in ("a", "an") and end == start:
             following = _WORD.match(text, match.end())
@@ -199,14 +280,17 @@ def _chinese(text: str) -> Fraction:
     return value
 
 
-_NAMES_OF_IT = re.compile(r"(?<=[A-Za-z\x03 ])\s*\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\)$")  # 72 ordered pairs (a, b)
+_NAMES_OF_IT = re.compile(
+    r"(?<=[A-Za-z\x03 ])\s*\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])+\s*\)$"
+)  # 72 ordered pairs (a, b)
 
 
 def read_quantity(text: str, letters: bool = True) -> Fraction | None:
-    """The one number that `text` is, with nothing around it but a unit or a remark in brackets, or None.
+    """The one number that `text` is, with nothing around it but a unit or a remark in brackets, or
+    None.
 
-    Reads `$18.00`, `1,234`, `42 apples`, `25%` (as 25), `3 million`, `2 dozen`, `1 1/2`, `eighteen`, `七万`; refuses `200+4`, `{5,7}`,
-    `18x`, `18:1`.
+    Reads `$18.00`, `1,234`, `42 apples`, `25%` (as 25), `3 million`, `2 dozen`, `1 1/2`,
+    `eighteen`, `七万`; refuses `200+4`, `{5,7}`, `18x`, `18:1`.
     """
     text = _NAMES_OF_IT.sub("", _bare(text))
     found = begin_quantity(text)
@@ -218,15 +302,27 @@ def read_quantity(text: str, letters: bool = True) -> Fraction | None:
 def _bare(text: str) -> str:
     """Without quotes, brackets around the whole, an opening mark, a full stop."""
     text = text.strip().rstrip("。.").strip()
-    if text[:1] in ('"', "'") or not re.search(r"\d['\"]+$", text):  # behind a bare number a quote is a prime
+    if text[:1] in ('"', "'") or not re.search(
+        r"\d['\"]+$", text
+    ):  # behind a bare number a quote is a prime
         text = text.strip("\"'").strip().rstrip("。.").strip()
     before = None
     while before != text:
         before = text
-        text = re.sub(rf"^[{TEXT}\s$]+|[{END_TEXT}\s$]+$", "", text) if text.count(TEXT) <= 1 else text.strip(" $")
-        text = re.sub(r"^(?:\((?!\s*mod)([^()]*)\)|\[([^\[\]]*)\]|\\\{([^{}]*)\\\})$", lambda m: m[1] or m[2] or m[3] or "", text).strip()
+        text = (
+            re.sub(rf"^[{TEXT}\s$]+|[{END_TEXT}\s$]+$", "", text)
+            if text.count(TEXT) <= 1
+            else text.strip(" $")
+        )
         text = re.sub(
-            r"^(?:≈|~|≡|#(?=\s*\d)|(?:approximately|approx\.?|about|around|roughly|exactly|precisely|nearly|almost)\s)\s*", "", text
+            r"^(?:\((?!\s*mod)([^()]*)\)|\[([^\[\]]*)\]|\\\{([^{}]*)\\\})$",
+            lambda m: m[1] or m[2] or m[3] or "",
+            text,
+        ).strip()
+        text = re.sub(
+            r"^(?:≈|~|≡|#(?=\s*\d)|(?:approximately|approx\.?|about|around|roughly|exactly|precisely|nearly|almost)\s)\s*",
+            "",
+            text,
         )
     return text
 
@@ -239,31 +335,45 @@ _THAN = re.compile(
     r"(?!.*(?:\d|\b(?:half|twice|double|triple|one|two|three|four|five|six|seven|eight|nine|ten)\b))\s[^.;?]*\.?",
     re.IGNORECASE,
 )
-_FROM_ZERO = re.compile(r"(?:°|degrees?)?\s*(?:C|F|Celsius|Fahrenheit)?\s*(?P<side>above|below)\s+zero\W*", re.IGNORECASE)
+_FROM_ZERO = re.compile(
+    r"(?:°|degrees?)?\s*(?:C|F|Celsius|Fahrenheit)?\s*(?P<side>above|below)\s+zero\W*",
+    re.IGNORECASE,
+)
 _BASE_TEN = re.compile(rf"^_\s*\{{?\s*(?:10|{TEXT}?ten{END_TEXT}?)\s*\}}?")
 _REMARK = re.compile(r"^(?P<unit>[^()]*)\((?P<remark>[^()]*)\)\s*\.?$")
 
 
 def _remarked(value: Fraction, rest: str, letters: bool) -> Fraction | None:
-    rest = _BASE_TEN.sub("", rest.replace("\\pmod", " mod").replace("\\bmod", " mod").replace("\\mod", " mod"))
+    rest = _BASE_TEN.sub(
+        "", rest.replace("\\pmod", " mod").replace("\\bmod", " mod").replace("\\mod", " mod")
+    )
     modulo = _MODULO.fullmatch(rest.replace(TEXT, "").replace(END_TEXT, ""))
     if modulo is not None:
         return value % int(modulo[1]) if int(modulo[1]) else None
     if (from_zero := _FROM_ZERO.fullmatch(rest.strip())) is not None and value >= 0:
         return value if from_zero["side"].lower() == "above" else -value
-    if not rest or is_unit(rest, letters) or (letters and _THAN.fullmatch(rest.replace(TEXT, " ").replace(END_TEXT, " "))):
+    if (
+        not rest
+        or is_unit(rest, letters)
+        or (letters and _THAN.fullmatch(rest.replace(TEXT, " ").replace(END_TEXT, " ")))
+    ):
         return value
     remark = _REMARK.match(rest.replace(TEXT, " ").replace(END_TEXT, " "))
     if remark is None or not is_unit(f" {remark['unit']}", letters):
         return None
     again = begin_quantity(remark["remark"].strip())
     if again is not None:
-        return value if again.value == value and is_unit(remark["remark"].strip()[again.end :], letters) else None
+        return (
+            value
+            if again.value == value and is_unit(remark["remark"].strip()[again.end :], letters)
+            else None
+        )
     return value if is_unit(f" {remark['remark']}", letters) else None
 
 
 def canonical(number: Fraction) -> str:
-    """One spelling per value, for votes: 18.00 and 18 are the same. Decimals where they end, else a ratio."""
+    """One spelling per value, for votes: 18.00 and 18 are the same. Decimals where they end, else a
+    ratio."""
     if number.denominator == 1:
         return str(number.numerator)
     rest, places = number.denominator, 0

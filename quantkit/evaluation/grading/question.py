@@ -1,4 +1,5 @@
-"""What a question asks for: what is counted, in which unit, of whom and when, and which numbers it gives itself."""
+"""What a question asks for: what is counted, in which unit, of whom and when, and which numbers it
+gives itself."""
 
 import re
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, plain
 
 @dataclass(frozen=True)
 class AskedFor:
-    """`counted`: what is counted (`how many dark chocolates`), its last word the noun; `words`: the stems of what is asked; `given`:
-    numbers that the question tells; `circumstances`: of the words those behind a preposition (`in the afternoon`); `kind`: `$` for
-    money, `%` for a share, `/` for a rate; `denied`: how many are not; `another_time`: not now; `when`: after how many years;
+    """`counted`: what is counted (`how many dark chocolates`), its last word the noun; `words`: the
+    stems of what is asked; `given`: numbers that the question tells; `circumstances`: of the words
+    those behind a preposition (`in the afternoon`); `kind`: `$` for money, `%` for a share, `/` for
+    a rate; `denied`: how many are not; `another_time`: not now; `when`: after how many years;
     `compares`: by how much; `told`:
     the words of what is asked, as they stand.
     """
@@ -52,9 +54,12 @@ _CLASSES = (
     "will ll would",
 )
 _STOP_WORDS = (
-    "a an the of in on at to for from by with and or is are was were be been do does did has have had how many much what which who whom"
-    " that this these those it its he she they we you i his her their our your him them there if as find determine compute calculate"
-    " value number amount answer can could should than then so one each every per when where into out up s be integer positive express"
+    "a an the of in on at to for from by with and or is are was were be been do does did has have "
+    "had how many much what which who whom"
+    " that this these those it its he she they we you i his her their our your him them there if "
+    "as find determine compute calculate"
+    " value number amount answer can could should than then so one each every per when where into "
+    "out up s be integer positive express"
     " your question please such need needs give"
 )
 _STOP = frozenset(_STOP_WORDS.split())
@@ -84,7 +89,14 @@ def stem(word: str) -> str:
     word = word.lower()
     if word in _IRREGULAR:
         return _IRREGULAR[word]
-    for ending, instead in (("ies", "y"), ("ing", ""), ("ed", ""), ("ly", ""), ("es", ""), ("s", "")):
+    for ending, instead in (
+        ("ies", "y"),
+        ("ing", ""),
+        ("ed", ""),
+        ("ly", ""),
+        ("es", ""),
+        ("s", ""),
+    ):
         if word.endswith(ending) and len(word) - len(ending) > 2 and not word.endswith("ss"):
             word = word.removesuffix(ending) + instead
             break
@@ -95,11 +107,20 @@ def stem(word: str) -> str:
 
 
 def stems(text: str) -> frozenset[str]:
-    """The stems of the words that tell something, and `total` and `left` where another language says so."""
-    found = {stem(word) for word in re.findall(r"[^\W\d_]+", text.replace("'s ", " ")) if word.lower() not in _STOP}
-    if any(len(word) > 1 for word in found):  # the letters of a formula count where nothing else is asked
+    """The stems of the words that tell something, and `total` and `left` where another language
+    says so."""
+    found = {
+        stem(word)
+        for word in re.findall(r"[^\W\d_]+", text.replace("'s ", " "))
+        if word.lower() not in _STOP
+    }
+    if any(
+        len(word) > 1 for word in found
+    ):  # the letters of a formula count where nothing else is asked
         found = {word for word in found if len(word) > 1}
-    found |= {name for name, pattern in (("total", _TOTAL), ("left", _LEFT)) if pattern.search(text)}
+    found |= {
+        name for name, pattern in (("total", _TOTAL), ("left", _LEFT)) if pattern.search(text)
+    }
     return frozenset(found)
 
 
@@ -118,11 +139,17 @@ _MONEY = re.compile(
     r"(?i)\bhow\s+much\s+(?:money|profit)\b|\bhow\s+much\b[^.?]*\b(?:pay|cost|spend|spent|earn|make|made|owe|charge|save|money|change|price)\b"
     r"|\bdollars?\b|\b(?:profit|price|cost|income|salary|revenue|earnings|savings|rent)\b"
 )
-_CIRCUMSTANCE = re.compile(r"(?i)\b(?:in|on|at|for|during|by|from|after|before)\s+((?:[a-z]+\s+){0,2}[a-z]+)")
+_CIRCUMSTANCE = re.compile(
+    r"(?i)\b(?:in|on|at|for|during|by|from|after|before)\s+((?:[a-z]+\s+){0,2}[a-z]+)"
+)
 _SHARE = re.compile(r"(?i)\bpercent(?:age)?\b|%")
 _RATE = re.compile(r"(?i)\b(?:per|speed|rate|how\s+fast)\b")
-_ANOTHER_TIME = re.compile(r"(?i)\b(?:will|was|were|had|did|ago)\b|\bin\s+(?:the\s+end|\w+\s+(?:years?|months?|weeks?|days?))\b")
-_COMPARES = re.compile(r"(?i)\bthan\b|\bdifference\b|\bcompared\b|\bhow\s+(?:many|much)\s+(?:\w+\s+)?(?:more|fewer|less|[a-z]{3,}er)\b")
+_ANOTHER_TIME = re.compile(
+    r"(?i)\b(?:will|was|were|had|did|ago)\b|\bin\s+(?:the\s+end|\w+\s+(?:years?|months?|weeks?|days?))\b"
+)
+_COMPARES = re.compile(
+    r"(?i)\bthan\b|\bdifference\b|\bcompared\b|\bhow\s+(?:many|much)\s+(?:\w+\s+)?(?:more|fewer|less|[a-z]{3,}er)\b"
+)
 _WHEN = re.compile(r"(?i)\b(?:in|after|within)\s+how\s+(?:many|long)\b")
 NEGATED = re.compile(r"(?i)\b(?:not|never|without)\b|n't\b")
 
@@ -138,15 +165,38 @@ def read_question(question: str) -> AskedFor | None:
     sentences = [part for part in re.split(r"(?<=[.?!])\s+|\n+", shown) if _ASKS.search(part)]
     if not sentences:
         return None
-    target = sentences[-1][list(_ASKS.finditer(sentences[-1]))[0 if "?" not in sentences[-1] else -1].start() :]
-    asked = re.split(r"(?i),?\s+(?:if|given\s+that|assuming)\s|,\s+(?:rounded|including|excluding|in\s+addition)\b|\?", target)[0]
+    target = sentences[-1][
+        list(_ASKS.finditer(sentences[-1]))[0 if "?" not in sentences[-1] else -1].start() :
+    ]
+    asked = re.split(
+        r"(?i),?\s+(?:if|given\s+that|assuming)\s|,\s+(?:rounded|including|excluding|in\s+addition)\b|\?",
+        target,
+    )[0]
     counted = _COUNTED.search(asked)
-    nouns = tuple(stem(word) for word in re.findall(r"[^\W\d_]+", counted["noun"])) if counted is not None else ()
-    nouns = tuple(noun for noun in nouns if noun not in ("more", "fewer", "les", "of", "total", "left"))
-    kind = "%" if _SHARE.search(asked) else "$" if not nouns and _MONEY.search(asked) else "/" if _RATE.search(asked) else ""
+    nouns = (
+        tuple(stem(word) for word in re.findall(r"[^\W\d_]+", counted["noun"]))
+        if counted is not None
+        else ()
+    )
+    nouns = tuple(
+        noun for noun in nouns if noun not in ("more", "fewer", "les", "of", "total", "left")
+    )
+    kind = (
+        "%"
+        if _SHARE.search(asked)
+        else "$"
+        if not nouns and _MONEY.search(asked)
+        else "/"
+        if _RATE.search(asked)
+        else ""
+    )
     if nouns and nouns[-1] in ("dollar", "cent"):
         kind = "$"
-    told = [number for number in numbers_of(_OF_THESE.sub("", shown)) if not _COEFFICIENT.match(number.sentence, number.end)]
+    told = [
+        number
+        for number in numbers_of(_OF_THESE.sub("", shown))
+        if not _COEFFICIENT.match(number.sentence, number.end)
+    ]
     words = stems(asked)
     if not words:
         return None
@@ -154,7 +204,10 @@ def read_question(question: str) -> AskedFor | None:
         counted=nouns,
         words=words,
         given=frozenset(number.value for number in told),
-        circumstances=frozenset(word for match in _CIRCUMSTANCE.finditer(asked) for word in stems(match[1]) & words) - {"total", "left"},
+        circumstances=frozenset(
+            word for match in _CIRCUMSTANCE.finditer(asked) for word in stems(match[1]) & words
+        )
+        - {"total", "left"},
         kind=kind,
         denied=NEGATED.search(asked) is not None,
         another_time=_ANOTHER_TIME.search(asked) is not None,

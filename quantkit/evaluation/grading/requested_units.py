@@ -1,4 +1,5 @@
-r"""Quantities in the unit that a question asks for: `1 h 30 min` are 90 minutes, `18 cents` are 0.18 of what is asked in dollars."""
+r"""Quantities in the unit that a question asks for: `1 h 30 min` are 90 minutes, `18 cents` are
+0.18 of what is asked in dollars."""
 
 import re
 from collections.abc import Iterator
@@ -11,25 +12,38 @@ from quantkit.evaluation.grading.quantities import begin_quantity, canonical
 from quantkit.evaluation.grading.question import read_question
 from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, plain
 
-_UNIT_OF = re.compile(r"(?i)\b(?:how\s+many|number\s+of|in)\s+(?:total\s+|whole\s+|full\s+)?([a-z]{3,})\b")
+_UNIT_OF = re.compile(
+    r"(?i)\b(?:how\s+many|number\s+of|in)\s+(?:total\s+|whole\s+|full\s+)?([a-z]{3,})\b"
+)
 _SMALL_MONEY = re.compile(r"(?i)\bcents?\b|¢|\bpenn(?:y|ies)\b|\b(?:dime|nickel|quarter)s?\b")
 
 
 def asked_unit(question: str) -> str | None:
-    """The unit that a question asks for, in the plural: of `how many minutes` and `in inches` the last one; dollars, where money is asked
-    for, its sign is there, and no cents are told of. None where it asks for no unit."""
+    """The unit that a question asks for, in the plural: of `how many minutes` and `in inches` the
+    last one; dollars, where money is asked for, its sign is there, and no cents are told of. None
+    where it asks for no unit."""
     units = [word.lower() for word in _UNIT_OF.findall(plain(question))]
-    units = [word for word in units if (word == "feet" or word.endswith("s")) and dimension_of(word) is not None]
+    units = [
+        word
+        for word in units
+        if (word == "feet" or word.endswith("s")) and dimension_of(word) is not None
+    ]
     if units:
         return units[-1]
     asked = read_question(question)
-    is_dollars = asked is not None and asked.kind == "$" and "$" in question and not _SMALL_MONEY.search(question)
+    is_dollars = (
+        asked is not None
+        and asked.kind == "$"
+        and "$" in question
+        and not _SMALL_MONEY.search(question)
+    )
     return "dollars" if is_dollars else None
 
 
 @dataclass(frozen=True)
 class _Compound:
-    """`1 hour and 30 minutes`: where it stands, its dimension, its units from the largest on, and the amount in the least unit."""
+    """`1 hour and 30 minutes`: where it stands, its dimension, its units from the largest on, and
+    the amount in the least unit."""
 
     start: int
     end: int
@@ -42,8 +56,9 @@ class _Compound:
 
 
 def in_one_unit(text: str, question: str) -> tuple[str, dict[Fraction, tuple[Fraction, ...]]]:
-    """`text` with every compound quantity (`5 feet 5 inches`) in one unit: that which the question asks for, else its smallest. Of the
-    second, by the value that stands in the text then, its values in all of its own units.
+    """`text` with every compound quantity (`5 feet 5 inches`) in one unit: that which the question
+    asks for, else its smallest. Of the second, by the value that stands in the text then, its
+    values in all of its own units.
 
     Dollars and cents stay as they are unless the question asks for one of them.
     """
@@ -70,14 +85,17 @@ _PART = re.compile(
     r"(?:\\(?:text|textrm|mathrm|mbox)\s*\{\s*(?P<quoted>[a-z]+)\.?,?\s*(?P<joined>and)?\s*\}|(?P<unit>[a-z]+)(?![a-z]))"
 )
 _BEGINS = re.compile(rf"(?i)(?<![\w.,/^*×+=-])(?<![*×+/-]\s)(?:\${_NUMBER}\$|{_NUMBER})")
-_JOINT = re.compile(rf"\.?(?P<comma>,)?{_SPACE}(?:(?P<joined>and\b|&|\\text\s*\{{\s*and\s*\}}){_SPACE})?")
+_JOINT = re.compile(
+    rf"\.?(?P<comma>,)?{_SPACE}(?:(?P<joined>and\b|&|\\text\s*\{{\s*and\s*\}}){_SPACE})?"
+)
 _HALF = re.compile(r"(?i)\s+and\s+a\s+half(?![\w-])")
 _TWO_THINGS = re.compile(r"(?i),?\s+(?:of\s+(?:which|that|it|them|those|these)|respectively)\b")
 _RATE = re.compile(r"(?i)\s*(?:/|(?:at|of|per|each|every|apiece|an?)\b)")
 
 
 def _compounds(text: str) -> Iterator[_Compound]:
-    """Compounds go from larger units to smaller ones of one dimension. Behind a comma alone no part makes up one of the unit before it,
+    """Compounds go from larger units to smaller ones of one dimension. Behind a comma alone no part
+    makes up one of the unit before it,
     and no rate follows: `2 days, 5 hours each` are two things."""
     position = 0
     while (begins := _BEGINS.search(text, position)) is not None:
@@ -92,9 +110,16 @@ def _compound(text: str, start: int) -> _Compound | None:
     numbers: list[Fraction] = []
     end, position, is_list, is_half = start, start, False, False
     while (part := _PART.match(text, position)) is not None:
-        unit, number = (part["quoted"] or part["unit"]).lower(), _number(part["number"] or part["typeset"])
+        unit, number = (
+            (part["quoted"] or part["unit"]).lower(),
+            _number(part["number"] or part["typeset"]),
+        )
         dimension = dimension_of(*units, unit)
-        if number is None or dimension is None or (units and size_of(unit, dimension) >= size_of(units[-1], dimension)):
+        if (
+            number is None
+            or dimension is None
+            or (units and size_of(unit, dimension) >= size_of(units[-1], dimension))
+        ):
             break
         units, numbers, end = (*units, unit), [*numbers, number], part.end()
         if len(units) == 1 and (half := _HALF.match(text, end)) is not None:
@@ -120,15 +145,20 @@ def _number(said: str) -> Fraction | None:
     return found.value if found is not None and found.end == len(said) else None
 
 
-_MEASURED = re.compile(r"(?i)(?<![\w.,])(?P<number>\d[\d,]*(?:\.\d+)?)\s*(?P<unit>[a-z]+|¢)(?![a-z])(?!\s*(?:/|per\b))")
+_MEASURED = re.compile(
+    r"(?i)(?<![\w.,])(?P<number>\d[\d,]*(?:\.\d+)?)\s*(?P<unit>[a-z]+|¢)(?![a-z])(?!\s*(?:/|per\b))"
+)
 
 
 def converted(value: Fraction, said: str, question: str) -> Fraction:
-    """`value`, which the sentence or box `said` states, in the unit that the question asks for, where it stands there before another unit
+    """`value`, which the sentence or box `said` states, in the unit that the question asks for,
+    where it stands there before another unit
     of the same dimension: 1.5 hours are 90 where minutes are asked for."""
     asked = asked_unit(question)
     shown = plain(said).replace(TEXT, " ").replace(END_TEXT, " ") if asked is not None else ""
-    units = {match["unit"] for match in _MEASURED.finditer(shown) if _number(match["number"]) == value}
+    units = {
+        match["unit"] for match in _MEASURED.finditer(shown) if _number(match["number"]) == value
+    }
     dimension = dimension_of(*units, asked) if asked is not None and len(units) == 1 else None
     if dimension is None or asked is None:
         return value

@@ -1,7 +1,8 @@
 """Which number of a sentence is its claim: not the year, not the circumstances.
 
-A number that a preposition governs (`for 8 hours`, `at $30 an hour`, `in 2030`) says under which circumstances the claim holds. It goes,
-where exactly one number is left that nothing governs; else the sentence stays as it is, and the reader's other rules decide.
+A number that a preposition governs (`for 8 hours`, `at $30 an hour`, `in 2030`) says under which
+circumstances the claim holds. It goes, where exactly one number is left that nothing governs; else
+the sentence stays as it is, and the reader's other rules decide.
 """
 
 import re
@@ -14,7 +15,8 @@ _NUMBER = re.compile(rf"(?<![A-Za-z\d.,^_]){_DIGITS}")
 _CALCULATES = re.compile(r"[=<>≤≥≈≡^√|\\]|\d\s*[-+*/×·÷]\s*[$]?\d")
 
 _YEAR = r"(?:1[6-9]|20|21)\d\d(?!\d|[.,:]\d|\s*[%€])"
-# With the word for a year; behind a preposition alone only where no noun follows that it could count: in 2030 ways.
+# With the word for a year; behind a preposition alone only where no noun follows that it could
+# count: in 2030 ways.
 _YEARS = re.compile(
     rf"(?:(?<!\w)(?i:in|by|since|until|till|from|as of|during|{answer_words.IN_YEAR})\s+)?"
     rf"(?:(?<!\w)(?i:(?:the\s+)?year|{answer_words.YEAR})\s+{_YEAR}|{_YEAR}\s*(?i:{answer_words.YEAR_BEHIND}))"
@@ -23,7 +25,8 @@ _YEARS = re.compile(
     r"(?!\s+and\s+\d)[,、]?",
 )
 
-# What is counted, not how many: n ≤ 2024, less than 2024; and what is changed: 20% off the original $50.
+# What is counted, not how many: n ≤ 2024, less than 2024; and what is changed: 20% off the original
+# $50.
 _RANGE = re.compile(
     rf"(?i)\(?(?<![A-Za-z\d])[a-z]\s?(?:[≤<≥>]|\\[lg]eq?)\s?{_DIGITS}\)?"
     rf"|(?<!\w)(?<!\d )(?:less|greater|smaller|larger|fewer|not\s+exceeding|{answer_words.BOUND})"
@@ -36,19 +39,38 @@ _APIECE = r"l['’]un[eoa]?\b|cada(?: un[oa])?\b|chacune?\b|apiece\b"
 _GOVERNED = re.compile(
     rf"(?<![\w-])(?P<word>in|for|at|after|before|within|during|with|on|among|per|a|{answer_words.PREPOSITIONS}|{answer_words.ARTICLES}"
     rf"|{answer_words.GERUND}|{answer_words.AFTER_DOING})\s+"
-    r"(?:(?:just|only|about|all|each of|those|these|the|his|her|their|its|every|another|a|las|los|les|die|den|der)\s+){0,2}"
+    r"(?:(?:just|only|about|all|each "
+    r"of|those|these|the|his|her|their|its|every|another|a|las|los|les|die|den|der)\s+){0,2}"
     rf"(?P<number>{_DIGITS})(?!\s+(?:of|out)\b)(?P<noun>(?:[\s-]+(?!{_AGAIN}\b|{_APIECE})[^\W\d_]+){{0,2}})"
     rf"(?P<rate>\s*(?:\b{_AGAIN}\b|/)\s*[^\W\d_]+|\s+(?:{_APIECE}))?",
     re.IGNORECASE,
 )
-# What takes its object behind a preposition: it comes out at 240, results in 240, ends up with 240, sells for 240, a total of 240.
+# What takes its object behind a preposition: it comes out at 240, results in 240, ends up with 240,
+# sells for 240, a total of 240.
 _LEADS = re.compile(
     rf"(?i)\b(?:(?:arriv|result|finish|stand|settl|remain|total|cost)\w*|{answer_words.SUMS}|{answer_words.IS}"
     r"|(?:end|leave|come|sell|buy|go|stay|stop|sit|sum)(?:s|ing|es)?|left|came|sold|bought|went|is|are|was|were|be|been|up|out"
     r"|down|answer|number|value)\s+(?:\w+\s+)?$"
 )
-_ALSO_BARE = ("in", "on", "after", "before", "per", "bis", "hasta", "até", "fino a", "tot", "до", "sur", "su", "из")
-_KNOWN = re.compile(r"(?i)\b(?:the(?: (?:other|first|last|remaining))?|these|those|his|her|their|its|all)\s+$")
+_ALSO_BARE = (
+    "in",
+    "on",
+    "after",
+    "before",
+    "per",
+    "bis",
+    "hasta",
+    "até",
+    "fino a",
+    "tot",
+    "до",
+    "sur",
+    "su",
+    "из",
+)
+_KNOWN = re.compile(
+    r"(?i)\b(?:the(?: (?:other|first|last|remaining))?|these|those|his|her|their|its|all)\s+$"
+)
 
 
 _LONGEST = 600
@@ -67,17 +89,22 @@ def claimed(sentence: str) -> str:
         return sentence
     free = re.sub(r"\s+(?=[\s.,;!])", "", _GOVERNED.sub(_circumstance, sentence))
     left = list(_NUMBER.finditer(free))
-    if not left and re.search(r"(?i)\b(?:two|three|four|five|six|seven|eight|nine|ten|[a-z]{3,}teen|[a-z]{3,5}ty)\b", free):
+    if not left and re.search(
+        r"(?i)\b(?:two|three|four|five|six|seven|eight|nine|ten|[a-z]{3,}teen|[a-z]{3,5}ty)\b", free
+    ):
         return free  # eight buses for the 300 students
     return free if len(left) == 1 and not _KNOWN.search(free[: left[0].start()]) else sentence
 
 
 def _circumstance(match: re.Match[str]) -> str:
-    """A blank instead of a governed number, or the match as it is where the number may be what is claimed."""
+    """A blank instead of a governed number, or the match as it is where the number may be what is
+    claimed."""
     if match["rate"]:
         return " "
     word = match["word"].lower()
-    is_object = _LEADS.search(match.string[: match.start()]) or re.search(r"(?i)\bways?\b", match["noun"])
+    is_object = _LEADS.search(match.string[: match.start()]) or re.search(
+        r"(?i)\bways?\b", match["noun"]
+    )
     is_bare = word not in _ALSO_BARE and " " not in word and not match["noun"]
     is_article = word == "a"  # English; in Spanish and Italian it governs rates
     is_price = word in ("for", "in") and re.search(rf"[{SIGNS}]", match["number"])
@@ -91,7 +118,8 @@ _BY_CASES = re.compile(
     r"|\bit depends\b|\bdepend(?:s|ing) on (?:whether|how|which|what|if)\b"
 )
 _SEVERAL = re.compile(
-    r"(?i)\b(?:solutions|roots|values|answers|possibilities|candidates)\s+(?:are|were|of [\w ]+ are)\s[^.]*?\d[^.]*?(?:\band\b|,)[^.]*?\d"
+    r"(?i)\b(?:solutions|roots|values|answers|possibilities|candidates)\s+(?:are|were|of [\w ]+ "
+    r"are)\s[^.]*?\d[^.]*?(?:\band\b|,)[^.]*?\d"
     r"|\d[^.]*\band\b[^.]*\d[^.]*\bboth\b"
 )
 _REJECTED = re.compile(
@@ -100,7 +128,8 @@ _REJECTED = re.compile(
 
 
 def by_cases(sentence: str) -> bool:
-    """Whether the sentence leaves open which of its numbers holds: `36 if she had her birthday, 35 otherwise`; `28 and -3, both hold`."""
+    """Whether the sentence leaves open which of its numbers holds: `36 if she had her birthday, 35
+    otherwise`; `28 and -3, both hold`."""
     if len(sentence) > _LONGEST:
         return False
     is_several = _SEVERAL.search(sentence) is not None and _REJECTED.search(sentence) is None

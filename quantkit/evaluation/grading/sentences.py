@@ -1,7 +1,9 @@
-"""Counting sentences and capital words of English as NLTK does, whose counts IFEval's verdicts rest on, without its models.
+"""Counting sentences and capital words of English as NLTK does, whose counts IFEval's verdicts rest
+on, without its models.
 
-A sentence ends at a full stop, question mark or exclamation mark before a blank, unless the full stop belongs to an abbreviation, an
-initial or a number. Words follow the Penn Treebank: a contraction is two.
+A sentence ends at a full stop, question mark or exclamation mark before a blank, unless the full
+stop belongs to an abbreviation, an initial or a number. Words follow the Penn Treebank: a
+contraction is two.
 """
 
 import re
@@ -89,7 +91,19 @@ def _ends(word: str, marks: str, following: str | None) -> bool:
     if re.fullmatch(r"[a-z]", bare):
         return False
     if bare in _ABBREVIATIONS:
-        return following[:1].isupper() and bare in {"inc", "co", "ltd", "corp", "jr", "sr", "a.m", "p.m", "u.s", "u.k", "ph.d"}
+        return following[:1].isupper() and bare in {
+            "inc",
+            "co",
+            "ltd",
+            "corp",
+            "jr",
+            "sr",
+            "a.m",
+            "p.m",
+            "u.s",
+            "u.k",
+            "ph.d",
+        }
     return not (re.fullmatch(r"-?[\d.,]+", bare) and following[:1].islower())
 
 

@@ -26,14 +26,19 @@ def used(source: str) -> set[str]:
     """Names that are read anywhere."""
     tree = tree_of(source)
     nodes = ast.walk(tree) if isinstance(tree, ast.Module) else ()
-    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
 
 
 def defined(source: str) -> set[str]:
-    """Names of functions, classes and variables at a module's top, but of functions that are only sketched."""
+    """Names of functions, classes and variables at a module's top, but of functions that are only
+    sketched."""
     tree, found = tree_of(source), set()
     for node in _at_the_top(tree.body) if isinstance(tree, ast.Module) else []:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not is_sketch(node):
+        if isinstance(
+            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        ) and not is_sketch(node):
             found.add(node.name)
         elif isinstance(node, ast.Assign):
             found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
@@ -43,7 +48,11 @@ def defined(source: str) -> set[str]:
 def is_sketch(node: ast.stmt) -> bool:
     """A function whose body is `...` or `pass`, perhaps behind a docstring."""
     body = node.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else []
-    empty = [isinstance(one, ast.Pass) or (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)) for one in body]
+    empty = [
+        isinstance(one, ast.Pass)
+        or (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
+        for one in body
+    ]
     return bool(body) and all(empty)
 
 
@@ -52,12 +61,21 @@ def bound(source: str) -> set[str]:
     tree = tree_of(source)
     nodes = _at_the_top(tree.body) if isinstance(tree, ast.Module) else ()
     imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    return defined(source) | {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
+    return defined(source) | {
+        (alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names
+    }
 
 
 def only_defines(source: str) -> bool:
     tree = tree_of(source)
-    harmless = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign
+    harmless = (
+        ast.Import
+        | ast.ImportFrom
+        | ast.FunctionDef
+        | ast.AsyncFunctionDef
+        | ast.ClassDef
+        | ast.Assign
+    )
     return isinstance(tree, ast.Module) and all(isinstance(node, harmless) for node in tree.body)
 
 

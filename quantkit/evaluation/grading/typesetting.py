@@ -1,6 +1,8 @@
-r"""From LaTeX and Markdown to the characters that a reader sees: what changes the look goes, what changes the meaning stays.
+r"""From LaTeX and Markdown to the characters that a reader sees: what changes the look goes, what
+changes the meaning stays.
 
-Text inside \text{} and its like is kept between TEXT and END_TEXT, because a letter there is a word or a unit, and in mathematics a factor.
+Text inside \text{} and its like is kept between TEXT and END_TEXT, because a letter there is a word
+or a unit, and in mathematics a factor.
 """
 
 import re
@@ -13,12 +15,17 @@ _STRUCK = re.compile(r"~~[^~\n]{1,80}~~")
 
 
 def normalize(text: str) -> str:
-    """Without what is struck out; full-width forms to ASCII, other digits to 0-9, typographic minus, quotes and spaces to plain ones.
+    """Without what is struck out; full-width forms to ASCII, other digits to 0-9, typographic
+    minus, quotes and spaces to plain ones.
 
     Not NFKC as a whole: that would turn a superscript into a digit (10² into 102).
     """
     text = _STRUCK.sub("", text)
-    return "".join(_normalize_character(character) for character in text) if not text.isascii() else text
+    return (
+        "".join(_normalize_character(character) for character in text)
+        if not text.isascii()
+        else text
+    )
 
 
 def _normalize_character(character: str) -> str:
@@ -36,11 +43,17 @@ def _normalize_character(character: str) -> str:
         return "'"
     if character in "\u201c\u201d":
         return '"'
-    return " " if character in "\u00a0\u202f\u2009\u200a\u2002\u2003\u2005\u2006\u2007\u2008\u3000" else character
+    return (
+        " "
+        if character in "\u00a0\u202f\u2009\u200a\u2002\u2003\u2005\u2006\u2007\u2008\u3000"
+        else character
+    )
 
 
 _GROUP = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
-_WORDS = re.compile(rf"\\(?:text|textrm|textnormal|textup|mathrm|mbox|hbox|operatorname)\s*{_GROUP}")
+_WORDS = re.compile(
+    rf"\\(?:text|textrm|textnormal|textup|mathrm|mbox|hbox|operatorname)\s*{_GROUP}"
+)
 _LOOKS = re.compile(
     r"\\(?:textbf|textit|textsf|texttt|textsc|mathbf|mathit|mathsf|mathtt|mathcal|mathbb|mathfrak|mathscr|boldsymbol|bm|emph|underline|boxed|fbox|ensuremath|pmb"
     rf"|(?:raisebox|scalebox|rotatebox|overset|underset|stackrel)\{{[^{{}}]*\}}|color\{{[^{{}}]*\}}|textcolor\{{[^{{}}]*\}}|colorbox\{{[^{{}}]*\}}|(?:tiny|small|large|Large|LARGE|huge|Huge|bf|rm|it))\s*{_GROUP}"
@@ -51,7 +64,9 @@ _GONE = re.compile(
     r"|\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|textstyle|tiny|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge"
     r"|bfseries|bf|rm|it|tt|sf|limits|nolimits|hfill|hss|relax|par|noindent|newline|mathstrut|strut|boldmath|therefore|implies|Rightarrow|Longrightarrow|blacksquare|square|Box|qed|checkmark|surd(?=\s*$))(?![A-Za-z])|\\!"
 )
-_SPACES = re.compile(r"\\(?:[,;:> ]|\s*$|quad(?![a-z])|qquad(?![a-z])|thinspace|enspace|space(?![a-z]))|~")
+_SPACES = re.compile(
+    r"\\(?:[,;:> ]|\s*$|quad(?![a-z])|qquad(?![a-z])|thinspace|enspace|space(?![a-z]))|~"
+)
 _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?(?![a-z])|\\textdegree")
 _DELIMITERS = re.compile(
     r"\\[()\[\]]|\\(?:begin|end)\{(?:equation|align|math|displaymath|center|aligned|gathered?|split|array|matrix)\*?\}(?:\{[clr|]*\})?"
@@ -79,8 +94,21 @@ _RELATIONS = {
     r"\neq": "≠",
     r"\ne": "≠",
 }
-_RELATIONS |= {r"\lt": "<", r"\gt": ">", r"\pm": "±", r"\mp": "±", r"\sim": "~", r"\to": "→", r"\rightarrow": "→", r"\pi": "π"}
-_RELATION = re.compile("|".join(rf"{re.escape(name)}(?![A-Za-z])" for name in sorted(_RELATIONS, key=len, reverse=True)))
+_RELATIONS |= {
+    r"\lt": "<",
+    r"\gt": ">",
+    r"\pm": "±",
+    r"\mp": "±",
+    r"\sim": "~",
+    r"\to": "→",
+    r"\rightarrow": "→",
+    r"\pi": "π",
+}
+_RELATION = re.compile(
+    "|".join(
+        rf"{re.escape(name)}(?![A-Za-z])" for name in sorted(_RELATIONS, key=len, reverse=True)
+    )
+)
 _DECIMAL_COMMA = re.compile(r"(?<=\d)\{,\}(?=\d{1,2}(?!\d))")
 _BRACED_MARK = re.compile(r"(?<=\d)\{([,.])\}|(?<![A-Za-z])\{(-)\}")
 _OVERLINED = re.compile(r"(?<![\d.])\\overline\s*\{(\d+)\}(?!\s*(?:\d|\\overline))")
@@ -101,13 +129,17 @@ _EMPTY = re.compile(r"\\(?:rule|definecolor)(?:\s*\{[^{}]*\})+|\\[A-Za-z]+\s*\{\
 
 
 def plain(text: str) -> str:
-    r"""`text` without typesetting: \boxed{\textbf{18 \text{ cm}}} is 18 cm, 1{,}234 is 1,234, \frac{1}{2} is 1/2, \leq is ≤.
+    r"""`text` without typesetting: \boxed{\textbf{18 \text{ cm}}} is 18 cm, 1{,}234 is 1,234,
+    \frac{1}{2} is 1/2, \leq is ≤.
 
-    Commands that compute (\sqrt, a fraction of more than numbers) are left as they are, and so are powers and indices.
+    Commands that compute (\sqrt, a fraction of more than numbers) are left as they are, and so are
+    powers and indices.
     """
     text = normalize(text)
     text = _DRESSED.sub(r"\1", _EMPTY.sub("", text))
-    text = _DELIMITERS.sub(" ", re.sub(r"\\(?:text|math)dollar(?![a-z])", r"\\$", text).replace(r"\textpercent", r"\%"))
+    text = _DELIMITERS.sub(
+        " ", re.sub(r"\\(?:text|math)dollar(?![a-z])", r"\\$", text).replace(r"\textpercent", r"\%")
+    )
     text = _DEGREES.sub("°", text)
     text = _DECIMAL_COMMA.sub(".", text)
     text = _BRACED_MARK.sub(lambda match: match[1] or match[2], text)
@@ -117,7 +149,9 @@ def plain(text: str) -> str:
     text = _MARKDOWN.sub("", text)
     text = _TEXT_RATIO.sub(rf"{TEXT}\1/\2{END_TEXT}", text)
     text = _FRACTION.sub(_fraction, over_to_frac(text))
-    text = _POWER_OF_TEN.sub(lambda match: f"e{match[1] or match[2] or match[3].translate(HIGH)}", text)
+    text = _POWER_OF_TEN.sub(
+        lambda match: f"e{match[1] or match[2] or match[3].translate(HIGH)}", text
+    )
     text = "".join(f" {VULGAR[c]}" if c in VULGAR else c for c in text)
     text = _RELATION.sub(lambda match: _RELATIONS[match[0]], text)
     return _loose_braces(_ESCAPED.sub(r"\1", text)).strip()
@@ -133,7 +167,12 @@ def _unwrap(text: str) -> str:
     while before != text:
         before = text
         text = _LOOKS.sub(r"\1", text)
-        text = _WORDS.sub(lambda match: f"{TEXT}{match[1]}{END_TEXT}" if re.search(r"[^\W\d_]", match[1]) else match[1], text)
+        text = _WORDS.sub(
+            lambda match: (
+                f"{TEXT}{match[1]}{END_TEXT}" if re.search(r"[^\W\d_]", match[1]) else match[1]
+            ),
+            text,
+        )
     return text
 
 
@@ -153,7 +192,8 @@ def _repeating(match: re.Match[str]) -> str:
 
 
 def _loose_braces(text: str) -> str:
-    """Without the braces around a whole or around a plain piece; those of a command, a power or an index stay."""
+    """Without the braces around a whole or around a plain piece; those of a command, a power or an
+    index stay."""
     before = None
     while before != text:
         before = text

@@ -1,4 +1,5 @@
-"""The choice of a reply that makes no statement: the option that it leaves, finds right, comes to, or names alone."""
+"""The choice of a reply that makes no statement: the option that it leaves, finds right, comes to,
+or names alone."""
 
 import re
 
@@ -12,7 +13,8 @@ _ENDING = 2000  # characters at the end of a text that are looked at
 
 
 def unstated_choice(text: str, options: list[str]) -> str | None:
-    """The letter; NOTHING where several options are named last, or one in doubt; None where none is named."""
+    """The letter; NOTHING where several options are named last, or one in doubt; None where none is
+    named."""
     return _left(text, LETTERS[: len(options)]) or _alone(text, options) or _by_value(text, options)
 
 
@@ -25,9 +27,13 @@ _ALL_WRONG = re.compile(
 
 
 def _left(text: str, letters: str) -> str | None:
-    """The option that is left where a sentence calls all others wrong, and nothing behind it names one."""
+    """The option that is left where a sentence calls all others wrong, and nothing behind it names
+    one."""
     found = list(_ALL_WRONG.finditer(text[-_ENDING:]))
-    if not found or re.search(r"(?<![A-Za-z0-9'])(?:[B-HJ-Z]|A(?!\s+[a-z]))(?![A-Za-z0-9'])", text[-_ENDING:][found[-1].end() :]):
+    if not found or re.search(
+        r"(?<![A-Za-z0-9'])(?:[B-HJ-Z]|A(?!\s+[a-z]))(?![A-Za-z0-9'])",
+        text[-_ENDING:][found[-1].end() :],
+    ):
         return None
     wrong = set(re.findall(r"[A-Z]", found[-1]["letters"]))
     left = set(letters) - wrong
@@ -35,41 +41,65 @@ def _left(text: str, letters: str) -> str | None:
 
 
 def _by_value(text: str, options: list[str]) -> str | None:
-    """Where all options are different numbers without units: what a reply without a letter comes to, read as a number."""
+    """Where all options are different numbers without units: what a reply without a letter comes
+    to, read as a number."""
     values = [read_value(option) for option in options]
-    if any(value is None or re.search(r"[^\W\d_]", plain(option)) for option, value in zip(options, values)):
+    if any(
+        value is None or re.search(r"[^\W\d_]", plain(option))
+        for option, value in zip(options, values)
+    ):
         return None
     value = find_number(text).value if len(set(values)) == len(values) else None
     return LETTERS[values.index(value)] if value in values else None
 
 
 _CONCLUSION = re.compile(
-    r"(?:\b(?:so|leaves|leaving|hence|thus|therefore|be|is|it's|only|with)|:)\s+(?:option |choice )?[(\[]?(?P<letter>[A-Z])[)\]]?\W*$"
+    r"(?:\b(?:so|leaves|leaving|hence|thus|therefore|be|is|it's|only|with)|:)\s+(?:option |choice "
+    r")?[(\[]?(?P<letter>[A-Z])[)\]]?\W*$"
 )
 _DOUBT = re.compile(
-    r"(?i)\btempt\w*|\bdistract\w*|\btrap\b|\bcross(?:ed)? out\b|\bis out\b|\bfalse\b|\banything but\b|\bdoubt"
+    r"(?i)\btempt\w*|\bdistract\w*|\btrap\b|\bcross(?:ed)? out\b|\bis out\b|\bfalse\b|\banything "
+    r"but\b|\bdoubt"
     r"|\b(?:consider|evaluat|examin|analy[sz]|discuss|look at|check|test)\w*\b|:\s*$"
     r"|\bplausible\b|\b(?:could|might|may) be\b|\btoo\b|\bclose second\b|错误"
-    r"|\b(?:not|cannot|n't|neither|nor|wrong|incorrect|except|eliminated?|excluded?|reject(?:ed)?|discard(?:ed)?|ruled? out"
+    r"|\b(?:not|cannot|n't|neither|nor|wrong|incorrect|except|eliminated?|excluded?|reject(?:ed)?|discard(?:ed)?|ruled? "
+    r""
+    r""
+    r"out"
     rf"|over|either|or)\b|n't\b|[不非]|排除|{answer_words.DENIED}"
 )
 
 
-_ASKED_AND_DENIED = re.compile(r"(?i)(?<![A-Za-z])[(\[]?[A-Z][)\]]?\?\s*(?:no|nope|not quite|wrong)\b[\s,.:;!—-]*")
+_ASKED_AND_DENIED = re.compile(
+    r"(?i)(?<![A-Za-z])[(\[]?[A-Z][)\]]?\?\s*(?:no|nope|not quite|wrong)\b[\s,.:;!—-]*"
+)
 # It is meiosis (B), not mitosis (A).
-_CONTRAST = re.compile(r"(?i)(?:,\s+(?:(?:and|but)\s+)?(?:not|rather than|instead of)|\s(?:rather than|instead of))\s+[^,.;]*(?=\W*$)")
-_CONCEDED = re.compile(r"(?i)(?:(?<=[.!?]\s)|^)(?:(?:even )?though|although|while|whereas|unlike) [^,.\n]*, ")
+_CONTRAST = re.compile(
+    r"(?i)(?:,\s+(?:(?:and|but)\s+)?(?:not|rather than|instead of)|\s(?:rather than|instead "
+    r"of))\s+[^,.;]*(?=\W*$)"
+)
+_CONCEDED = re.compile(
+    r"(?i)(?:(?<=[.!?]\s)|^)(?:(?:even )?though|although|while|whereas|unlike) [^,.\n]*, "
+)
 _VERDICT_LINE = re.compile(r"(?m)^[^\w\n]*[(\[]?(?P<letter>[A-Z])(?![A-Za-z'])(?P<said>.*)$")
 _NEXT_OPTION = re.compile(
-    r"(?<=[✗✘❌✓✔✅])\s+(?=[(\[]?[A-Z][)\]]?\s)|(?<=[.;!])\s+(?=(?:[Oo]ption )?[(\[]?[A-Z][)\]]?(?::|\s+(?:is|was)\s))"
+    r"(?<=[✗✘❌✓✔✅])\s+(?=[(\[]?[A-Z][)\]]?\s)|(?<=[.;!])\s+(?=(?:[Oo]ption "
+    r")?[(\[]?[A-Z][)\]]?(?::|\s+(?:is|was)\s))"
 )
-_REFUTED = re.compile(r"(?i)[❌✗✘✖×]|\b(?:incorrect|wrong|false|no|not|excluded|eliminated|ruled out)\b|n't\b|错误?|不")
+_REFUTED = re.compile(
+    r"(?i)[❌✗✘✖×]|\b(?:incorrect|wrong|false|no|not|excluded|eliminated|ruled out)\b|n't\b|错误?|不"
+)
 _AFFIRMED = re.compile(r"(?i)[✅✓✔☑]|\b(?:correct|right|true|yes)\b|正确|对")
 
 
 def _judged(text: str, letters: str) -> str | None:
-    """The option of a list that goes through all of them and finds one of them right, the others wrong; None where it is no such list."""
-    lines = [match for match in _VERDICT_LINE.finditer(_NEXT_OPTION.sub("\n", text)) if match["letter"] in letters]
+    """The option of a list that goes through all of them and finds one of them right, the others
+    wrong; None where it is no such list."""
+    lines = [
+        match
+        for match in _VERDICT_LINE.finditer(_NEXT_OPTION.sub("\n", text))
+        if match["letter"] in letters
+    ]
     refuted = {line["letter"] for line in lines if _REFUTED.search(line["said"])}
     affirmed = {line["letter"] for line in lines if _AFFIRMED.search(line["said"])} - refuted
     is_whole = len(refuted) >= max(1, len(letters) - 1)
@@ -83,17 +113,24 @@ _SET_ASIDE = re.compile(
 
 
 def _set_against(text: str, options: list[str]) -> str | None:
-    """The choice of a reply that ends in `Not B; C.`: what stands in front are options, by letter or by text, and behind is another one."""
+    """The choice of a reply that ends in `Not B; C.`: what stands in front are options, by letter
+    or by text, and behind is another one."""
     said = _SET_ASIDE.search(text)
     if said is None or _DOUBT.search(said["chosen"]):
         return None
-    wrong = {read_choice(part, options) for part in re.split(r"(?i),?\s+(?:nor|or|and)\s+(?:not\s+)?|,\s*(?:not\s+)?", said["wrong"])}
+    wrong = {
+        read_choice(part, options)
+        for part in re.split(
+            r"(?i),?\s+(?:nor|or|and)\s+(?:not\s+)?|,\s*(?:not\s+)?", said["wrong"]
+        )
+    }
     chosen = read_choice(said["chosen"].strip(" ."), options)
     return chosen if not {None, NOTHING, chosen} & wrong and chosen != NOTHING else None
 
 
 def _alone(text: str, options: list[str]) -> str | None:
-    """The choice of a reply without a statement: all that it says, or the only option that its last sentence names."""
+    """The choice of a reply without a statement: all that it says, or the only option that its last
+    sentence names."""
     if (against := _set_against(text[-_ENDING:].strip(), options)) is not None:
         return against
     said = _CONTRAST.sub("", _CONCEDED.sub("", _ASKED_AND_DENIED.sub("", text[-_ENDING:].strip())))
@@ -112,7 +149,9 @@ def _alone(text: str, options: list[str]) -> str | None:
         if whole not in (None, NOTHING) and len(said) < 120:
             return whole if not _DOUBT.search(said) else NOTHING
     first = said.split("\n", 1)[0].strip()
-    if (label := re.fullmatch(r"[(\[]?([A-Z])(?:[)\]]?\.?|[)\].:]+\s+(.+))", first)) is not None and (
+    if (
+        label := re.fullmatch(r"[(\[]?([A-Z])(?:[)\]]?\.?|[)\].:]+\s+(.+))", first)
+    ) is not None and (
         label[2] is None or any(same_option(label[2], option) for option in options)
     ):
         return read_choice(first, options)
@@ -128,18 +167,34 @@ def _alone(text: str, options: list[str]) -> str | None:
             conclusion = _CONCLUSION.search(sentence)
             if len(set(named)) == 1 and not _DOUBT.search(sentence):
                 return named[0]
-            if conclusion is not None and conclusion["letter"] in letters and not _DOUBT.search(sentence[conclusion.start() :]):
-                joined = re.search(r"(?i)\b(?:or|and|not|over|n't)\s*\W*$", sentence[: conclusion.start("letter")])
-                is_left = re.match(r"(?i)\W*(?:so|leav(?:es|ing)|hence|thus|therefore)\b", conclusion[0])
-                return NOTHING if joined or (len(set(named)) == 1 and not is_left) else conclusion["letter"]
+            if (
+                conclusion is not None
+                and conclusion["letter"] in letters
+                and not _DOUBT.search(sentence[conclusion.start() :])
+            ):
+                joined = re.search(
+                    r"(?i)\b(?:or|and|not|over|n't)\s*\W*$", sentence[: conclusion.start("letter")]
+                )
+                is_left = re.match(
+                    r"(?i)\W*(?:so|leav(?:es|ing)|hence|thus|therefore)\b", conclusion[0]
+                )
+                return (
+                    NOTHING
+                    if joined or (len(set(named)) == 1 and not is_left)
+                    else conclusion["letter"]
+                )
             return NOTHING
     return None
 
 
 def _is_item(sentence: str, text: str) -> bool:
-    """Whether the sentence is the next one in a list of options, behind that of the letter before: the text ends without a choice."""
+    """Whether the sentence is the next one in a list of options, behind that of the letter before:
+    the text ends without a choice."""
     item = re.match(r"[(\[]?(?P<letter>[B-Z])[)\].:]+\s", sentence)
-    return item is not None and re.search(rf"(?<!\w){chr(ord(item['letter']) - 1)}[)\].:]+\s", text) is not None
+    return (
+        item is not None
+        and re.search(rf"(?<!\w){chr(ord(item['letter']) - 1)}[)\].:]+\s", text) is not None
+    )
 
 
 _FORMULA_BEFORE = re.compile(
@@ -158,10 +213,14 @@ def _labels(sentence: str, options: list[str], letters: str) -> list[str]:
             named.append(LETTERS[number])
             sentence = re.sub(pattern, " ", sentence)
     for match in re.finditer(r"(?<![A-Za-z0-9'])([A-Z])(?![A-Za-z0-9'])", sentence):
-        if _FORMULA_BEFORE.search(sentence[: match.start()]) or _FORMULA_BEHIND.match(sentence, match.end()):
+        if _FORMULA_BEFORE.search(sentence[: match.start()]) or _FORMULA_BEHIND.match(
+            sentence, match.end()
+        ):
             continue
         verbs = "is" if match[1] == "I" else "is|was"
-        is_word = match[1] in "AI" and re.match(rf",?\s+(?!(?:and|or|nor|{verbs})\b)[a-z]", sentence[match.end() :])
+        is_word = match[1] in "AI" and re.match(
+            rf",?\s+(?!(?:and|or|nor|{verbs})\b)[a-z]", sentence[match.end() :]
+        )
         if match[1] in letters and not is_word:
             named.append(match[1])
     return named

@@ -1,6 +1,8 @@
-"""Export in evalscope's report schema (version 2), one JSON per task, for dashboards that read its folders.
+"""Export in evalscope's report schema (version 2), one JSON per task, for dashboards that read its
+folders.
 
-Layout: OUT/reports/MODEL/TASK.json. Their format has no place for an interval; those stay in results.json.
+Layout: OUT/reports/MODEL/TASK.json. Their format has no place for an interval; those stay in
+results.json.
 """
 
 import json
@@ -19,24 +21,33 @@ def write_reports(out: Path, results: EvalResults) -> list[Path]:
     files = []
     for name, task in results.tasks.items():
         files.append(folder / f"{name.replace('-', '_')}.json")
-        write_whole(files[-1], json.dumps(report(results.model, task), indent=4, ensure_ascii=False) + "\n")
+        write_whole(
+            files[-1], json.dumps(report(results.model, task), indent=4, ensure_ascii=False) + "\n"
+        )
     return files
 
 
 def report(model: str, task: TaskResult) -> dict[str, Any]:
-    """One task as evalscope's Report. `num` counts samples, as theirs does; scores are rounded to four digits, as theirs are."""
+    """One task as evalscope's Report. `num` counts samples, as theirs does; scores are rounded to
+    four digits, as theirs are."""
     about = task.setting.task
     dataset = about.name.replace("-", "_")
     groups: dict[str, list[bool]] = {}
     for sample in task.graded:
         groups.setdefault(sample.problem.group or "default", []).append(sample.grade.correct)
-    subsets = {name: (sum(values) / len(values), len(values)) for name, values in sorted(groups.items())}
+    subsets = {
+        name: (sum(values) / len(values), len(values)) for name, values in sorted(groups.items())
+    }
     metrics = [_metric(("accuracy", "mean", {}), "quality.accuracy.ratio", "Accuracy", subsets)]
     repeats = task.setting.repeats
     if repeats > 1:
         best = pass_at_k(list(task.table().values()), repeats)
         one = {"default": (best, len(task.graded))}
-        metrics.append(_metric(("accuracy", "pass_at_k", {"k": repeats}), "quality.pass_at_k.ratio", "Pass@k", one))
+        metrics.append(
+            _metric(
+                ("accuracy", "pass_at_k", {"k": repeats}), "quality.pass_at_k.ratio", "Pass@k", one
+            )
+        )
     return {
         "schema_version": 2,
         "name": f"{model}@{dataset}",
@@ -61,12 +72,25 @@ def report(model: str, task: TaskResult) -> dict[str, Any]:
     }
 
 
-def _metric(identity: tuple[str, str, dict[str, int]], semantic: str, label: str, subsets: dict[str, tuple[float, int]]) -> dict[str, Any]:
+def _metric(
+    identity: tuple[str, str, dict[str, int]],
+    semantic: str,
+    label: str,
+    subsets: dict[str, tuple[float, int]],
+) -> dict[str, Any]:
     total = sum(count for _, count in subsets.values())
-    micro = round(sum(score * count for score, count in subsets.values()) / total, 4) if total else 0.0
+    micro = (
+        round(sum(score * count for score, count in subsets.values()) / total, 4) if total else 0.0
+    )
     macro = round(sum(score for score, _ in subsets.values()) / len(subsets), 4) if subsets else 0.0
     rows = [
-        {"name": name, "score": round(score, 4), "num": count, "metadata": None, "is_aggregate": False}
+        {
+            "name": name,
+            "score": round(score, 4),
+            "num": count,
+            "metadata": None,
+            "is_aggregate": False,
+        }
         for name, (score, count) in subsets.items()
     ]
     name, aggregation, dimensions = identity
@@ -76,7 +100,15 @@ def _metric(identity: tuple[str, str, dict[str, int]], semantic: str, label: str
         "num": total,
         "score": micro,
         "macro_score": macro,
-        "categories": [{"name": ["default"], "num": total, "score": micro, "macro_score": macro, "subsets": rows}],
+        "categories": [
+            {
+                "name": ["default"],
+                "num": total,
+                "score": micro,
+                "macro_score": macro,
+                "subsets": rows,
+            }
+        ],
         "semantics": {
             "semantic_id": semantic,
             "metric_name": label,

@@ -1,4 +1,5 @@
-"""What an evaluation found: samples, the figures made from them, and the sentences that keep a figure from being misread."""
+"""What an evaluation found: samples, the figures made from them, and the sentences that keep a
+figure from being misread."""
 
 import math
 from collections import Counter
@@ -49,7 +50,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """All samples of one task. `planned` counts the samples asked for; what failed is excluded from every score and counted in `errors`."""
+    """All samples of one task. `planned` counts the samples asked for; what failed is excluded from
+    every score and counted in `errors`."""
 
     setting: Setting
     samples: list[Sample]
@@ -77,12 +79,18 @@ class TaskResult:
         """Problem id -> 0/1 per repeat."""
         rows: dict[str, list[float]] = {}
         for sample in self.graded:
-            rows.setdefault(sample.problem.id, []).append(float(sample.grade.strict if strict else sample.grade.correct))
+            rows.setdefault(sample.problem.id, []).append(
+                float(sample.grade.strict if strict else sample.grade.correct)
+            )
         return rows
 
     def share(self, *reasons: str) -> float:
         graded = self.graded
-        return sum(sample.grade.reason in reasons for sample in graded) / len(graded) if graded else math.nan
+        return (
+            sum(sample.grade.reason in reasons for sample in graded) / len(graded)
+            if graded
+            else math.nan
+        )
 
     @property
     def unfinished(self) -> float:
@@ -91,13 +99,19 @@ class TaskResult:
     @property
     def no_answer(self) -> float:
         """Share of replies that ended their reasoning, if any, and gave no answer."""
-        return self.share(*(reason for reason in MISSING if reason not in ("unfinished", "context", "filtered")))
+        return self.share(
+            *(reason for reason in MISSING if reason not in ("unfinished", "context", "filtered"))
+        )
 
     @property
     def truncated(self) -> float:
         """Share of replies that the token limit cut, wherever."""
         graded = self.graded
-        return sum(sample.completion.finish_reason == "length" for sample in graded) / len(graded) if graded else math.nan
+        return (
+            sum(sample.completion.finish_reason == "length" for sample in graded) / len(graded)
+            if graded
+            else math.nan
+        )
 
     @property
     def errors(self) -> int:
@@ -109,17 +123,29 @@ class TaskResult:
 
     @property
     def fault(self) -> str | None:
-        """Why there can be no verdict: the score would be that of the samples that survived. None where there can."""
+        """Why there can be no verdict: the score would be that of the samples that survived. None
+        where there can."""
         if self.errors <= MOST_ERRORS * self.planned:
             return self.baseline_fault
-        return f"{self.errors} of {self.planned} samples of {self.name} failed: no verdict. The first: {self._first_error}"
+        return (
+            f"{self.errors} of {self.planned} samples of {self.name} failed: no verdict. The "
+            f"first: {self._first_error}"
+        )
 
     def _limit_and_remedy(self) -> tuple[str, str]:
-        """What cut replies, and what to do: max_tokens, or before it the model's context, which no option makes longer."""
+        """What cut replies, and what to do: max_tokens, or before it the model's context, which no
+        option makes longer."""
         limit = self.setting.generation.max_tokens
-        cut = [sample.completion.completion_tokens for sample in self.graded if sample.completion.finish_reason == "length"]
+        cut = [
+            sample.completion.completion_tokens
+            for sample in self.graded
+            if sample.completion.finish_reason == "length"
+        ]
         if cut and limit is not None and 0 < max(cut) < limit:
-            return f"max_tokens {limit}, but the context ended them at {max(cut)} or before", "a longer context is needed"
+            return (
+                f"max_tokens {limit}, but the context ended them at {max(cut)} or before",
+                "a longer context is needed",
+            )
         return f"max_tokens {limit}", "raise --max-tokens"
 
     def warnings(self) -> list[str]:
@@ -127,30 +153,54 @@ class TaskResult:
         said = []
         limit, remedy = self._limit_and_remedy()
         if self.unfinished >= LOUD:
-            said.append(f"{self.unfinished:.0%} of replies never left their reasoning ({limit}): they count as wrong; {remedy}")
+            said.append(
+                f"{self.unfinished:.0%} of replies never left their reasoning ({limit}): they "
+                f"count as wrong; {remedy}"
+            )
         if self.truncated - self.unfinished >= LOUD:
-            said.append(f"{self.truncated:.0%} of replies were cut by the token limit ({limit}); {remedy}")
+            said.append(
+                f"{self.truncated:.0%} of replies were cut by the token limit ({limit}); {remedy}"
+            )
         if (refused := self.share("context")) > 0:
             said.append(
-                f"{refused:.1%} of requests were refused as longer than the model's context: they count as wrong; "
+                f"{refused:.1%} of requests were refused as longer than the model's context: they "
+                "count as wrong; "
                 "lower --max-tokens, or serve a longer context"
             )
         if (filtered := self.share("filtered")) > 0:
-            said.append(f"{filtered:.1%} of replies were cut by the server's content filter: they count as wrong")
+            said.append(
+                f"{filtered:.1%} of replies were cut by the server's content filter: they count as "
+                "wrong"
+            )
         if self.no_answer >= LOUD:
-            said.append(f"{self.no_answer:.0%} of replies give no answer: look at them before believing the score")
+            said.append(
+                f"{self.no_answer:.0%} of replies give no answer: look at them before believing "
+                "the score"
+            )
         graded = self.graded
         loose = sum(sample.grade.correct and not sample.grade.strict for sample in graded)
         if graded and loose / len(graded) >= LOUD:
-            said.append(f"{loose / len(graded):.0%} of replies are right but not stated as asked: the strict score leaves them out")
+            said.append(
+                f"{loose / len(graded):.0%} of replies are right but not stated as asked: the "
+                "strict score leaves them out"
+            )
         if self.errors:
             said.append(
-                f"{self.errors} of {self.planned} samples failed and are left out; run again to ask them again. "
+                f"{self.errors} of {self.planned} samples failed and are left out; run again to "
+                "ask them again. "
                 f"The first: {self._first_error}"
             )
-        if strange := sorted({c.finish_reason for c in (sample.completion for sample in graded)} - _KNOWN_ENDS):
-            said.append(f"the server ended replies for reasons of its own: {', '.join(strange)}; they are read as whole")
-        if any(sample.completion.finish_reason == "stop" and sample.completion.completion_tokens == 0 for sample in graded):
+        if strange := sorted(
+            {c.finish_reason for c in (sample.completion for sample in graded)} - _KNOWN_ENDS
+        ):
+            said.append(
+                f"the server ended replies for reasons of its own: {', '.join(strange)}; they are "
+                "read as whole"
+            )
+        if any(
+            sample.completion.finish_reason == "stop" and sample.completion.completion_tokens == 0
+            for sample in graded
+        ):
             said.append("the endpoint reports no token counts")
         return [*self.notes, *said]
 
@@ -188,7 +238,9 @@ class TaskResult:
             "correct": int(sum(sum(row) for row in scores)),
             "per_repeat": self._per_repeat(),
             "measures": self._measures(),
-            "pass_at_k": {str(k): _finite(statistics.pass_at_k(scores, k)) for k in _powers(repeats)},
+            "pass_at_k": {
+                str(k): _finite(statistics.pass_at_k(scores, k)) for k in _powers(repeats)
+            },
             "majority": self._majority() if self.votes and repeats > 1 else None,
             "reasons": dict(Counter(sample.grade.reason for sample in self.samples).most_common()),
             "tokens": {"mean": sum(tokens) / len(tokens), "max": max(tokens), "total": sum(tokens)},
@@ -202,21 +254,35 @@ class TaskResult:
         }
 
     def _measures(self) -> dict[str, float]:
-        """The task's other scores: points over all replies, as a share of what they could have had."""
+        """The task's other scores: points over all replies, as a share of what they could have
+        had."""
         rows = [sample.grade.measures for sample in self.graded]
-        return {name: sum(row[name][0] for row in rows) / sum(row[name][1] for row in rows) for name in (rows[0] if rows else {})}
+        return {
+            name: sum(row[name][0] for row in rows) / sum(row[name][1] for row in rows)
+            for name in (rows[0] if rows else {})
+        }
 
     def _groups(self) -> dict[str, dict[str, Any]]:
-        """Accuracy by subject or number of steps with its interval, and the difference from the baseline, where there are several."""
+        """Accuracy by subject or number of steps with its interval, and the difference from the
+        baseline, where there are several."""
         tables: dict[str, dict[str, list[float]]] = {}
         for sample in self.graded:
             if sample.problem.group:
-                tables.setdefault(sample.problem.group, {}).setdefault(sample.problem.id, []).append(float(sample.grade.correct))
+                tables.setdefault(sample.problem.group, {}).setdefault(
+                    sample.problem.id, []
+                ).append(float(sample.grade.correct))
         found: dict[str, dict[str, Any]] = {}
-        for group in sorted(tables if len(tables) > 1 else (), key=lambda name: (int(name) if name.isdigit() else math.inf, name)):
+        for group in sorted(
+            tables if len(tables) > 1 else (),
+            key=lambda name: (int(name) if name.isdigit() else math.inf, name),
+        ):
             scores = list(tables[group].values())
             low, high = statistics.interval(scores)
-            found[group] = {"accuracy": statistics.accuracy(scores), "interval": [low, high], "n": len(scores)}
+            found[group] = {
+                "accuracy": statistics.accuracy(scores),
+                "interval": [low, high],
+                "n": len(scores),
+            }
             found[group] |= self.group_differences.get(group, {})
         return found
 
@@ -277,14 +343,22 @@ class EvalResults(Result):
                 rows.append((name, "no reply could be scored"))
                 continue
             spread = "" if figures["stderr"] is None else f" ± {100 * figures['stderr']:.1f}"
-            rows.append((name, f"{100 * figures['accuracy']:.1f} %{spread} over {figures['n']} problems, {figures['repeats']} times each"))
+            rows.append(
+                (
+                    name,
+                    f"{100 * figures['accuracy']:.1f} %{spread} over {figures['n']} problems, "
+                    f"{figures['repeats']} times each",
+                )
+            )
             if task.comparison is not None:
                 rows.append(("  verdict", task.comparison.sentence()))
             rows += [("  warning", text) for text in figures["warnings"]]
         return rows
 
     def samples(self) -> list[dict[str, Any]]:
-        return [sample.to_json(name) for name, task in self.tasks.items() for sample in task.samples]
+        return [
+            sample.to_json(name) for name, task in self.tasks.items() for sample in task.samples
+        ]
 
 
 def _finite(value: float) -> float | None:

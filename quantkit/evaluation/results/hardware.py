@@ -4,7 +4,8 @@ from quantkit.common.devices import describe_hardware
 
 
 def describe_machine(device: str = "auto") -> dict[str, str]:
-    """What must stand beside a time: the hardware, torch, and on an NPU the versions of torch_npu, CANN and the driver too."""
+    """What must stand beside a time: the hardware, torch, and on an NPU the versions of torch_npu,
+    CANN and the driver too."""
     import torch
 
     from quantkit.common.devices import find_device

@@ -7,13 +7,22 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 
 def render(template: str, **values: object) -> str:
-    """The page from a template beside this file. Text is escaped; plots are marked safe where they stand."""
+    """The page from a template beside this file. Text is escaped; plots are marked safe where they
+    stand."""
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters["points"] = points
     environment.filters["signed"] = signed
-    environment.filters["colour"] = {"held": "held", "lost": "lost", "cannot tell": "tell"}.__getitem__
+    environment.filters["colour"] = {
+        "held": "held",
+        "lost": "lost",
+        "cannot tell": "tell",
+    }.__getitem__
     return environment.get_template(template).render(values)
 
 

@@ -1,4 +1,5 @@
-"""Figures that others published (eval/reference), as data with their source. Shown beside ours under their own heading, never merged."""
+"""Figures that others published (eval/reference), as data with their source. Shown beside ours
+under their own heading, never merged."""
 
 import re
 from functools import cache
@@ -59,36 +60,51 @@ class PublishedScore(Strict):
 
 @cache
 def accuracy_tables() -> tuple[AccuracyTable, ...]:
-    return read_yaml(asset("eval", "reference", "accuracy.yaml"), tuple[AccuracyTable, ...], "restore that file")
+    return read_yaml(
+        asset("eval", "reference", "accuracy.yaml"), tuple[AccuracyTable, ...], "restore that file"
+    )
 
 
 @cache
 def speed_tables() -> tuple[SpeedTable, ...]:
-    return read_yaml(asset("eval", "reference", "speed.yaml"), tuple[SpeedTable, ...], "restore that file")
+    return read_yaml(
+        asset("eval", "reference", "speed.yaml"), tuple[SpeedTable, ...], "restore that file"
+    )
 
 
 def published_speeds() -> list[dict[str, Any]]:
-    """The speed tables, all of Ascend boxes, JSON-ready: what they are of, and their rows as records without the figures not given."""
+    """The speed tables, all of Ascend boxes, JSON-ready: what they are of, and their rows as
+    records without the figures not given."""
     return [
         table.model_dump(exclude={"columns", "rows"})
-        | {"rows": [{name: value for name, value in row.items() if value is not None} for row in table.records()]}
+        | {
+            "rows": [
+                {name: value for name, value in row.items() if value is not None}
+                for row in table.records()
+            ]
+        }
         for table in speed_tables()
     ]
 
 
 def published_speeds_of(model: str) -> list[dict[str, Any]]:
-    """Those of `published_speeds` that are of this model, by the name of its folder or of a server's model: another release of it, and a
-    model distilled from it, are others; words of a quantization do not count."""
+    """Those of `published_speeds` that are of this model, by the name of its folder or of a
+    server's model: another release of it, and a model distilled from it, are others; words of a
+    quantization do not count."""
     return [table for table in published_speeds() if _is_of(model, table["model"])]
 
 
-_QUANTIZATION = re.compile(r"(w\d+)?(a\d+)?(c\d+)?|awq|gptq|rtn|int\d|(nv|mx)?fp\d+|bf16|modelopt|compressed|tensors|modelslim|go")
+_QUANTIZATION = re.compile(
+    r"(w\d+)?(a\d+)?(c\d+)?|awq|gptq|rtn|int\d|(nv|mx)?fp\d+|bf16|modelopt|compressed|tensors|modelslim|go"
+)
 
 
 def _is_of(name: str, published: str) -> bool:
     words, wanted = (re.split(r"[-_/. ]+", text.lower()) for text in (name, published))
     place = next((at for at in range(len(words)) if words[at : at + len(wanted)] == wanted), None)
-    return place is not None and all(_QUANTIZATION.fullmatch(word) for word in words[place + len(wanted) :])
+    return place is not None and all(
+        _QUANTIZATION.fullmatch(word) for word in words[place + len(wanted) :]
+    )
 
 
 def published_scores(task: str) -> list[PublishedScore]:

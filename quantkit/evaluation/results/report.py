@@ -1,7 +1,8 @@
 """report.html: one self-contained page per run.
 
-Figures, warnings, the verdict against the baseline, plots, and replies to read side by side: failures first, right ones after them, each
-with the prompt as it was sent. Replies are filtered by their reason without a script.
+Figures, warnings, the verdict against the baseline, plots, and replies to read side by side:
+failures first, right ones after them, each with the prompt as it was sent. Replies are filtered by
+their reason without a script.
 """
 
 import re
@@ -27,7 +28,9 @@ _TEXT = 20_000  # characters of one reply or prompt
 
 def write_report(path: Path, results: EvalResults, baseline: Baseline | None) -> None:
     tasks = [_task(results.model, task, baseline) for task in results.tasks.values()]
-    page = render("report.html.j2", results=results, tasks=tasks, baseline=baseline.name if baseline else None)
+    page = render(
+        "report.html.j2", results=results, tasks=tasks, baseline=baseline.name if baseline else None
+    )
     write_whole(path, page)
 
 
@@ -36,7 +39,13 @@ def _task(model: str, task: TaskResult, baseline: Baseline | None) -> dict[str, 
     published = published_scores(task.name)
     theirs = None
     if task.comparison is not None and baseline is not None:
-        theirs = interval([baseline.scores[task.name][problem] for problem in task.table() if problem in baseline.scores[task.name]])
+        theirs = interval(
+            [
+                baseline.scores[task.name][problem]
+                for problem in task.table()
+                if problem in baseline.scores[task.name]
+            ]
+        )
     drawn = _plots(model, task, figures, baseline, theirs) if figures["n"] else {}
     chosen = _chosen(task, baseline)
     shown = [_shown(task, one) for one in _some(chosen)]
@@ -46,7 +55,9 @@ def _task(model: str, task: TaskResult, baseline: Baseline | None) -> dict[str, 
         "about": task.setting.task,
         "setting": task.setting,
         "figures": figures,
-        "reasons": [(count, reason, REASONS[reason]) for reason, count in figures.get("reasons", {}).items()],
+        "reasons": [
+            (count, reason, REASONS[reason]) for reason, count in figures.get("reasons", {}).items()
+        ],
         "comparison": task.comparison,
         "baseline_interval": theirs,
         "published": published,
@@ -58,15 +69,27 @@ def _task(model: str, task: TaskResult, baseline: Baseline | None) -> dict[str, 
 
 
 def _plots(
-    model: str, task: TaskResult, figures: dict[str, Any], baseline: Baseline | None, theirs: tuple[float, float] | None
+    model: str,
+    task: TaskResult,
+    figures: dict[str, Any],
+    baseline: Baseline | None,
+    theirs: tuple[float, float] | None,
 ) -> dict[str, str]:
     drawn: dict[str, str] = {}
     low, high = figures["interval"]
     rows = [(f"{model} (here)", figures["accuracy"], low, high, True)]
     if task.comparison is not None and baseline is not None and theirs is not None:
-        rows.append((f"{baseline.name} (baseline)", task.comparison.baseline_accuracy, *theirs, True))
+        rows.append(
+            (f"{baseline.name} (baseline)", task.comparison.baseline_accuracy, *theirs, True)
+        )
     rows += [
-        (f"{score.model} {score.scheme}", score.score / 100, score.score / 100, score.score / 100, False)
+        (
+            f"{score.model} {score.scheme}",
+            score.score / 100,
+            score.score / 100,
+            score.score / 100,
+            False,
+        )
         for score in published_scores(task.name)
     ]
     drawn["accuracy"] = plots.accuracy_plot(rows)
@@ -78,14 +101,17 @@ def _plots(
         drawn["difference"] = plots.difference_plot(task.comparison)
         ours, others = task.table(), baseline.scores[task.name]
         shared = [problem for problem in ours if problem in others]
-        means = (problem_means([side[problem] for problem in shared]).tolist() for side in (ours, others))
+        means = (
+            problem_means([side[problem] for problem in shared]).tolist() for side in (ours, others)
+        )
         drawn["problems"] = plots.problems_plot(*means)
     return drawn
 
 
 @dataclass(frozen=True)
 class _Chosen:
-    """One reply to a problem: a wrong one where there is one. `solved` and the baseline's are shares over repeats."""
+    """One reply to a problem: a wrong one where there is one. `solved` and the baseline's are
+    shares over repeats."""
 
     sample: Sample
     solved: float
@@ -93,7 +119,9 @@ class _Chosen:
 
     @property
     def baseline_solved(self) -> float | None:
-        return sum(row["correct"] for row in self.theirs) / len(self.theirs) if self.theirs else None
+        return (
+            sum(row["correct"] for row in self.theirs) / len(self.theirs) if self.theirs else None
+        )
 
 
 def _chosen(task: TaskResult, baseline: Baseline | None) -> list[_Chosen]:
@@ -105,8 +133,13 @@ def _chosen(task: TaskResult, baseline: Baseline | None) -> list[_Chosen]:
             first[sample.problem.id] = sample
     table = task.table()
     theirs = baseline.samples.get(task.name, {}) if baseline else {}
-    found = [_Chosen(sample, sum(table[name]) / len(table[name]), theirs.get(name, [])) for name, sample in first.items()]
-    return sorted(found, key=lambda one: (one.sample.grade.correct, one.solved - (one.baseline_solved or 0.0)))
+    found = [
+        _Chosen(sample, sum(table[name]) / len(table[name]), theirs.get(name, []))
+        for name, sample in first.items()
+    ]
+    return sorted(
+        found, key=lambda one: (one.sample.grade.correct, one.solved - (one.baseline_solved or 0.0))
+    )
 
 
 def _some(chosen: list[_Chosen]) -> list[_Chosen]:
@@ -119,10 +152,15 @@ def _some(chosen: list[_Chosen]) -> list[_Chosen]:
 def _shown(task: TaskResult, one: _Chosen) -> dict[str, Any]:
     sample, problem = one.sample, one.sample.problem
     # The same repeat where there is one, else the first: what the two models made of the same draw.
-    other = next((row for row in one.theirs if row["repeat"] == sample.repeat), one.theirs[0] if one.theirs else None)
+    other = next(
+        (row for row in one.theirs if row["repeat"] == sample.repeat),
+        one.theirs[0] if one.theirs else None,
+    )
     return {
         "id": problem.id,
-        "prompt": [(role, _cut(text)) for role, text in prompt_parts(task.render(problem))] if task.render else [],
+        "prompt": [(role, _cut(text)) for role, text in prompt_parts(task.render(problem))]
+        if task.render
+        else [],
         "options": _options(problem),
         "gold": problem.gold,
         "solved": one.solved,
@@ -137,7 +175,10 @@ def _options(problem: Problem) -> list[dict[str, Any]]:
     options = problem.fields.get("options")
     if not isinstance(options, list):
         return []
-    return [{"text": str(option), "gold": LETTERS[number] == problem.gold} for number, option in enumerate(options[: len(LETTERS)])]
+    return [
+        {"text": str(option), "gold": LETTERS[number] == problem.gold}
+        for number, option in enumerate(options[: len(LETTERS)])
+    ]
 
 
 def _reply(row: dict[str, Any]) -> dict[str, Any]:
@@ -154,4 +195,7 @@ def _reply(row: dict[str, Any]) -> dict[str, Any]:
 def _cut(text: str) -> str:
     if len(text) <= _TEXT:
         return text
-    return f"{text[: _TEXT // 2]}\n\n[... {len(text) - _TEXT} characters left out ...]\n\n{text[-_TEXT // 2 :]}"
+    return (
+        f"{text[: _TEXT // 2]}\n\n[... {len(text) - _TEXT} characters left out "
+        f"...]\n\n{text[-_TEXT // 2 :]}"
+    )

@@ -4,8 +4,9 @@
   looks.json                           which comparisons were made here: a run that grows is looked at more than once
   samples.jsonl                        every sample of the last run with its grade
   results.json, report.html            written last
-A fingerprint covers what makes a reply: model, task, prompt, data, sampling. It leaves out how many (limit, repeats, concurrency), so that
-growing a run reuses what is there, and a change of anything else starts a new file beside the old one and is told.
+A fingerprint covers what makes a reply: model, task, prompt, data, sampling. It leaves out how many
+(limit, repeats, concurrency), so that growing a run reuses what is there, and a change of anything
+else starts a new file beside the old one and is told.
 """
 
 import hashlib
@@ -34,13 +35,17 @@ class ModelProbe:
 
 
 class ReplyJournal:
-    """Replies of one task under one fingerprint. Failed requests are not kept: they are asked again.
+    """Replies of one task under one fingerprint. Failed requests are not kept: they are asked
+    again.
 
     `probe`: whoever answers now can be held against it; None where none was kept.
-    `request` is written beside the facts of a new journal: what regrading needs to know (task file, data folder).
+    `request` is written beside the facts of a new journal: what regrading needs to know (task file,
+    data folder).
     """
 
-    def __init__(self, out: Path, task: str, facts: dict[str, Any], request: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, out: Path, task: str, facts: dict[str, Any], request: dict[str, Any] | None = None
+    ) -> None:
         folder = out / "completions"
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"{task}-{fingerprint(facts)}.jsonl"
@@ -53,7 +58,8 @@ class ReplyJournal:
         self._read()
 
     def _read(self) -> None:
-        """A last line cut by a kill is dropped, and cut off the file so that the next one starts clean."""
+        """A last line cut by a kill is dropped, and cut off the file so that the next one starts
+        clean."""
         data = self.path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         if len(whole) < len(data):
@@ -83,7 +89,11 @@ class ReplyJournal:
 
 
 def _row(reply: ModelReply) -> dict[str, Any]:
-    return {name: value for name, value in asdict(reply).items() if name not in ("index", "error", "logprobs")}
+    return {
+        name: value
+        for name, value in asdict(reply).items()
+        if name not in ("index", "error", "logprobs")
+    }
 
 
 def read_journal_head(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -93,19 +103,26 @@ def read_journal_head(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             head = json.loads(file.readline())
         return head["facts"], head.get("request", {})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise QuantkitError(f"{path} holds no replies ({type(error).__name__})", "give the --out folder of an evaluation") from error
+        raise QuantkitError(
+            f"{path} holds no replies ({type(error).__name__})",
+            "give the --out folder of an evaluation",
+        ) from error
 
 
 def journals(out: Path) -> list[Path]:
     """The journal that was written last of every task below `out`, in the order of their names."""
     last: dict[str, Path] = {}
-    for path in sorted((out / "completions").glob(f"*-{'[0-9a-f]' * 16}.jsonl"), key=lambda path: path.stat().st_mtime):
+    for path in sorted(
+        (out / "completions").glob(f"*-{'[0-9a-f]' * 16}.jsonl"),
+        key=lambda path: path.stat().st_mtime,
+    ):
         last[path.stem[:-17]] = path
     return [last[task] for task in sorted(last)]
 
 
 class Looks:
-    """Comparisons that were made in `out`, kept in looks.json: for every pair of runs the numbers of samples that were looked at."""
+    """Comparisons that were made in `out`, kept in looks.json: for every pair of runs the numbers
+    of samples that were looked at."""
 
     def __init__(self, out: Path | None) -> None:
         self._path = out / "looks.json" if out is not None else None
@@ -114,7 +131,8 @@ class Looks:
             self._made = json.loads(self._path.read_text())
 
     def number(self, ours: dict[str, Any], theirs: dict[str, Any], samples: tuple[int, int]) -> int:
-        """Which look this is at the runs with these facts, 1 being the first. The same samples again are no new look."""
+        """Which look this is at the runs with these facts, 1 being the first. The same samples
+        again are no new look."""
         made = self._made.setdefault(f"{fingerprint(ours)}-{fingerprint(theirs)}", [])
         if list(samples) not in made:
             made.append(list(samples))
@@ -125,7 +143,9 @@ class Looks:
 
 def _changes(folder: Path, task: str, facts: dict[str, Any]) -> list[str]:
     """Which facts differ from the most recent other journal of this task."""
-    others = sorted(folder.glob(f"{task}-{'[0-9a-f]' * 16}.jsonl"), key=lambda path: path.stat().st_mtime)
+    others = sorted(
+        folder.glob(f"{task}-{'[0-9a-f]' * 16}.jsonl"), key=lambda path: path.stat().st_mtime
+    )
     if not others:
         return []
     before, _ = read_journal_head(others[-1])
@@ -137,4 +157,6 @@ def write_samples(path: Path, samples: list[dict[str, Any]]) -> None:
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]  # not at U+2028
+    return [
+        json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line
+    ]  # not at U+2028

@@ -1,4 +1,5 @@
-"""What a run leaves in its folder: samples, prompts, the page, an export if one was asked for, and results.json last."""
+"""What a run leaves in its folder: samples, prompts, the page, an export if one was asked for, and
+results.json last."""
 
 import json
 from typing import Any
@@ -12,7 +13,9 @@ from quantkit.evaluation.statistics.baseline import Baseline
 from quantkit.evaluation.tasks.prompts import prompt_parts
 
 
-def write_results(results: EvalResults, reference: Baseline | None, export: str | None = None) -> None:
+def write_results(
+    results: EvalResults, reference: Baseline | None, export: str | None = None
+) -> None:
     """results.out must be a folder. export: "evalscope" or None."""
     assert results.out is not None
     write_samples(results.out / "samples.jsonl", results.samples())
@@ -29,6 +32,9 @@ def _prompts(results: EvalResults) -> list[dict[str, Any]]:
     for task in results.tasks.values():
         for problem in {sample.problem.id: sample.problem for sample in task.samples}.values():
             if task.render is not None:
-                parts = [{"role": role, "content": text} for role, text in prompt_parts(task.render(problem))]
+                parts = [
+                    {"role": role, "content": text}
+                    for role, text in prompt_parts(task.render(problem))
+                ]
                 rows.append({"task": task.name, "problem": problem.id, "prompt": parts})
     return rows

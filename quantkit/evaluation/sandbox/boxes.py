@@ -1,4 +1,5 @@
-"""Starting a process behind the walls, watching what it holds, and ending it with everything it started."""
+"""Starting a process behind the walls, watching what it holds, and ending it with everything it
+started."""
 
 import contextlib
 import json
@@ -39,9 +40,11 @@ class BoxFault(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """What runs in a box: arguments of the interpreter, its streams (None: dropped), and pipes that it keeps.
+    """What runs in a box: arguments of the interpreter, its streams (None: dropped), and pipes that
+    it keeps.
 
-    files: text files in its directory. views: more of our files that it sees, as (source, path inside, writable); with namespaces only.
+    files: text files in its directory. views: more of our files that it sees, as (source, path
+    inside, writable); with namespaces only.
     """
 
     arguments: list[str]
@@ -54,7 +57,8 @@ class Command:
 
 
 class Box:
-    """One process tree behind walls of `level`. `cpu_s`: seconds of processor time for each process."""
+    """One process tree behind walls of `level`. `cpu_s`: seconds of processor time for each
+    process."""
 
     def __init__(self, level: Level, command: Command, cpu_s: float) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="quantkit-sandbox-"))
@@ -69,7 +73,9 @@ class Box:
         finally:
             os.close(started)
 
-    def _start(self, level: Level, command: Command, cpu_s: float, started: int) -> subprocess.Popen[bytes]:
+    def _start(
+        self, level: Level, command: Command, cpu_s: float, started: int
+    ) -> subprocess.Popen[bytes]:
         root = self.directory / "root"
         root.mkdir()
         stdin = command.stdin.fileno()
@@ -86,7 +92,10 @@ class Box:
             self._group.add(process.pid)
         request = _request(level, command, root, cpu_s) | {"started": started, "input": stdin}
         assert process.stdin
-        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # a gate that died is noticed by its silence
+        with (
+            contextlib.suppress(BrokenPipeError),
+            process.stdin as pipe,
+        ):  # a gate that died is noticed by its silence
             pipe.write(json.dumps(request).encode())
         return process
 
@@ -99,7 +108,10 @@ class Box:
             if not chunk:
                 break
         if data != b"ready":
-            raise BoxFault(data.removeprefix(b"ready").decode(errors="replace") or "the walls were not built in time")
+            raise BoxFault(
+                data.removeprefix(b"ready").decode(errors="replace")
+                or "the walls were not built in time"
+            )
 
     @property
     def exit_code(self) -> int | None:
@@ -107,7 +119,8 @@ class Box:
         return self._process.poll()
 
     def excess(self) -> str:
-        """What its processes together have too much of, or nothing. Memory: private, shared, swapped and page tables."""
+        """What its processes together have too much of, or nothing. Memory: private, shared,
+        swapped and page tables."""
         pids, threads = tree(self._process.pid)
         if threads > PROCESSES + OURS:  # root without a second id has no limit of processes
             return f"more than {PROCESSES} processes and threads"
@@ -134,7 +147,11 @@ def _request(level: Level, command: Command, root: Path, cpu_s: float) -> dict[s
     isolate = level == "namespaces"
     home = "/work" if isolate else str(root)
     packages = _packages()
-    path = "/packages" if isolate else os.pathsep.join(sorted({str(package.parent) for package in packages}))
+    path = (
+        "/packages"
+        if isolate
+        else os.pathsep.join(sorted({str(package.parent) for package in packages}))
+    )
     inside = "/sandbox" if isolate else str(INSIDE)
     views: list[list[Any]] = [[name, name, False] for name in _system_paths()]
     views += [[str(package), f"/packages/{package.name}", False] for package in packages]
@@ -149,7 +166,12 @@ def _request(level: Level, command: Command, root: Path, cpu_s: float) -> dict[s
         "disk_mib": DISK_MIB,
         "cpus": random.sample(sorted(cpus), min(CPUS, len(cpus))),
         "files": command.files,
-        "command": [_interpreter(), "-s", "-B", *(argument.replace("{inside}", inside) for argument in command.arguments)],
+        "command": [
+            _interpreter(),
+            "-s",
+            "-B",
+            *(argument.replace("{inside}", inside) for argument in command.arguments),
+        ],
         "environment": {
             "PATH": "/usr/bin:/bin",
             "HOME": home,
@@ -160,7 +182,14 @@ def _request(level: Level, command: Command, root: Path, cpu_s: float) -> dict[s
             "OPENBLAS_NUM_THREADS": "1",
             "LANG": "C.UTF-8",
         },
-        "limits": {"CPU": int(cpu_s) + 1, "AS": MEMORY, "FSIZE": OUTPUT, "NOFILE": FILES, "CORE": 0, "NPROC": processes}
+        "limits": {
+            "CPU": int(cpu_s) + 1,
+            "AS": MEMORY,
+            "FSIZE": OUTPUT,
+            "NOFILE": FILES,
+            "CORE": 0,
+            "NPROC": processes,
+        }
         | {"STACK": STACK, "MSGQUEUE": 0, "SIGPENDING": 256, "MEMLOCK": MIB},
     }
 
@@ -172,7 +201,8 @@ def _interpreter() -> str:
 
 @cache
 def _system_paths() -> list[str]:
-    """What a program may read besides its scratch space: system libraries and the interpreter's own files."""
+    """What a program may read besides its scratch space: system libraries and the interpreter's own
+    files."""
     paths = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache"]
     prefix = os.path.realpath(sys.base_prefix)
     return paths if prefix.startswith("/usr") else [*paths, f"{prefix}/bin", f"{prefix}/lib"]
@@ -189,13 +219,15 @@ def _packages() -> list[Path]:
 
 
 def _counts_apart() -> bool:
-    """Whether the kernel counts a user's processes in each user namespace by itself (Linux 5.14)."""
+    """Whether the kernel counts a user's processes in each user namespace by itself (Linux
+    5.14)."""
     major, minor = os.uname().release.split(".")[:2]
     return (int(major), int("".join(c for c in minor if c.isdigit()) or 0)) >= (5, 14)
 
 
 def _tasks_of_user() -> int:
-    """Threads that count against the limit of processes beside those of the box: this user's, and nobody's for the boxes of root."""
+    """Threads that count against the limit of processes beside those of the box: this user's, and
+    nobody's for the boxes of root."""
     users, count = {os.getuid(), 65534}, 0
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -225,9 +257,12 @@ def _held(pid: int) -> int:
 
 
 def _share(pid: int) -> int:
-    """Pages in proportion to how many processes have them, where the kernel tells; else as `_held`."""
+    """Pages in proportion to how many processes have them, where the kernel tells; else as
+    `_held`."""
     try:
-        return _fields(f"/proc/{pid}/smaps_rollup", ("Pss_Anon", "Pss_Shmem", "SwapPss")) + _fields(f"/proc/{pid}/status", ("VmPTE",))
+        return _fields(f"/proc/{pid}/smaps_rollup", ("Pss_Anon", "Pss_Shmem", "SwapPss")) + _fields(
+            f"/proc/{pid}/status", ("VmPTE",)
+        )
     except PermissionError:
         return _held(pid)
 

@@ -1,6 +1,8 @@
-"""A control group (v2) for every box, where this process may make one: the kernel then counts memory of every kind, and processes.
+"""A control group (v2) for every box, where this process may make one: the kernel then counts
+memory of every kind, and processes.
 
-Used where the cgroup of this process or the one above it is writable and hands the memory controller down. boxes.py watches besides.
+Used where the cgroup of this process or the one above it is writable and hands the memory
+controller down. boxes.py watches besides.
 """
 
 import contextlib
@@ -15,14 +17,19 @@ _numbers = itertools.count()
 
 
 class Group:
-    """Limits for the processes that are added, and for those they start. `processes` counts threads as well."""
+    """Limits for the processes that are added, and for those they start. `processes` counts threads
+    as well."""
 
     def __init__(self, path: Path, memory: int, processes: int) -> None:
         self._path = path
         path.mkdir()
         try:
             (path / "memory.max").write_text(str(memory))
-            for name, value in (("memory.swap.max", "0"), ("memory.oom.group", "1"), ("pids.max", str(processes))):
+            for name, value in (
+                ("memory.swap.max", "0"),
+                ("memory.oom.group", "1"),
+                ("pids.max", str(processes)),
+            ):
                 with contextlib.suppress(OSError):  # a controller that is not handed down
                     (path / name).write_text(value)
         except OSError:
@@ -33,7 +40,8 @@ class Group:
         (self._path / "cgroup.procs").write_text(str(pid))
 
     def remove(self) -> None:
-        """A group can be removed once its last process is gone, which the kernel may notice a moment after the wait."""
+        """A group can be removed once its last process is gone, which the kernel may notice a
+        moment after the wait."""
         for _ in range(50):
             try:
                 return self._path.rmdir()
@@ -45,7 +53,11 @@ class Group:
 
 def new_group(memory: int, processes: int) -> Group | None:
     above = usable()
-    return None if above is None else Group(above / f"quantkit-{os.getpid()}-{next(_numbers)}", memory, processes)
+    return (
+        None
+        if above is None
+        else Group(above / f"quantkit-{os.getpid()}-{next(_numbers)}", memory, processes)
+    )
 
 
 @cache
@@ -53,7 +65,11 @@ def usable() -> Path | None:
     """The group in which groups of ours can be made, or None."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-        own = [line.partition("::")[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")]
+        own = [
+            line.partition("::")[2]
+            for line in Path("/proc/self/cgroup").read_text().splitlines()
+            if line.startswith("0::")
+        ]
     except OSError:
         return None
     for fields in mounts:
@@ -64,7 +80,8 @@ def usable() -> Path | None:
 
 
 def _works(above: Path) -> bool:
-    """Whether a group with a limit of memory can be made in `above`, and a process of ours moved into it."""
+    """Whether a group with a limit of memory can be made in `above`, and a process of ours moved
+    into it."""
     try:
         if "memory" not in (above / "cgroup.subtree_control").read_text().split():
             return False

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
 from quantkit.evaluation.sandbox import cgroup
-from quantkit.evaluation.sandbox.boxes import OUTPUT, START_S, WATCH_S, Box, BoxFault, Command, Level
+from quantkit.evaluation.sandbox.boxes import (
+    OUTPUT,
+    START_S,
+    WATCH_S,
+    Box,
+    BoxFault,
+    Command,
+    Level,
+)
 
 Status = Literal["passed", "failed", "timeout", "no-verdict", "sandbox-error"]
 
@@ -26,7 +34,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ProgramRun:
-    """What one program did. `output` is a script's stdout. `sandbox-error` says nothing about the program: none of its lines ran."""
+    """What one program did. `output` is a script's stdout. `sandbox-error` says nothing about the
+    program: none of its lines ran."""
 
     status: Status
     detail: str = ""
@@ -36,26 +45,53 @@ class ProgramRun:
 
 @dataclass(frozen=True)
 class Program:
-    """Source that runs part after part in one namespace, and the function it must define, at its top or in a class Solution."""
+    """Source that runs part after part in one namespace, and the function it must define, at its
+    top or in a class Solution."""
 
     parts: tuple[str, ...]
     entry_point: str
 
 
-def run_tests(program: Program, helpers: str, tests: str, *, timeout_s: float | None = None, level: Level | None = None) -> ProgramRun:
-    """Passed if `tests`, which call the function by its name, return in the judge's process; `helpers` is trusted source that they use."""
-    request = {"kind": "check", "helpers": helpers, "tests": tests, "entry_point": program.entry_point, "call_timeout_s": None}
+def run_tests(
+    program: Program,
+    helpers: str,
+    tests: str,
+    *,
+    timeout_s: float | None = None,
+    level: Level | None = None,
+) -> ProgramRun:
+    """Passed if `tests`, which call the function by its name, return in the judge's process;
+    `helpers` is trusted source that they use."""
+    request = {
+        "kind": "check",
+        "helpers": helpers,
+        "tests": tests,
+        "entry_point": program.entry_point,
+        "call_timeout_s": None,
+    }
     return _tried(lambda level: _judged(program, request, timeout_s or TIMEOUT_S, level), level)
 
 
-def run_calls(program: Program, cases: list[tuple[list[Any], Any]], *, timeout_s: float, level: Level | None = None) -> ProgramRun:
-    """Passed if every call of the function with a case's arguments gives the case's result, as JSON values, each within `timeout_s`."""
+def run_calls(
+    program: Program,
+    cases: list[tuple[list[Any], Any]],
+    *,
+    timeout_s: float,
+    level: Level | None = None,
+) -> ProgramRun:
+    """Passed if every call of the function with a case's arguments gives the case's result, as JSON
+    values, each within `timeout_s`."""
     request = {"kind": "cases", "cases": cases, "call_timeout_s": timeout_s}
-    return _tried(lambda level: _judged(program, request, timeout_s * (len(cases) + 1), level), level)
+    return _tried(
+        lambda level: _judged(program, request, timeout_s * (len(cases) + 1), level), level
+    )
 
 
-def run_script(source: str, stdin: str, *, timeout_s: float | None = None, level: Level | None = None) -> ProgramRun:
-    """Passed if `source`, run as a file, ended by itself, by sys.exit or by os._exit; what it printed is in `output`."""
+def run_script(
+    source: str, stdin: str, *, timeout_s: float | None = None, level: Level | None = None
+) -> ProgramRun:
+    """Passed if `source`, run as a file, ended by itself, by sys.exit or by os._exit; what it
+    printed is in `output`."""
     return _tried(lambda level: _script(source, stdin, timeout_s or TIMEOUT_S, level), level)
 
 
@@ -67,19 +103,29 @@ def _tried(attempt: Callable[[Level], ProgramRun], level: Level | None) -> Progr
         time.sleep(number * _PAUSE_S)
         try:
             return attempt(level)
-        except (BoxFault, OSError) as fault:  # an OSError is ours: no room for a file, no descriptor left
+        except (
+            BoxFault,
+            OSError,
+        ) as fault:  # an OSError is ours: no room for a file, no descriptor left
             problem = str(fault)
     return ProgramRun("sandbox-error", problem)
 
 
-def _judged(program: Program, request: dict[str, Any], timeout_s: float, level: Level) -> ProgramRun:
-    """The judge starts first and waits; the program begins when both are behind their walls and the judge asks for it."""
+def _judged(
+    program: Program, request: dict[str, Any], timeout_s: float, level: Level
+) -> ProgramRun:
+    """The judge starts first and waits; the program begins when both are behind their walls and the
+    judge asks for it."""
     with contextlib.ExitStack() as stack:
         calls, replies, report = (stack.enter_context(_Pipe()) for _ in range(3))
         boxes = []
         for script, asked, keep in (
             ("judge.py", request, (calls.write, replies.read, report.write)),
-            ("candidate.py", {"parts": program.parts, "entry_point": program.entry_point}, (calls.read, replies.write)),
+            (
+                "candidate.py",
+                {"parts": program.parts, "entry_point": program.entry_point},
+                (calls.read, replies.write),
+            ),
         ):
             stdin = stack.enter_context(_holding(json.dumps(asked).encode()))
             command = Command([f"{{inside}}/{script}", *map(str, keep)], stdin, keep=keep)
@@ -115,9 +161,13 @@ def _script(source: str, stdin: str, timeout_s: float, level: Level) -> ProgramR
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quantkit-script-")))
         (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace", newline="")
-        given, out, told = (stack.enter_context((folder / name).open(mode)) for name, mode in _STREAMS.items())
+        given, out, told = (
+            stack.enter_context((folder / name).open(mode)) for name, mode in _STREAMS.items()
+        )
         for name in _STREAMS:
-            (folder / name).chmod(0o666)  # a program with an id of its own opens /dev/stdout by name
+            (folder / name).chmod(
+                0o666
+            )  # a program with an id of its own opens /dev/stdout by name
         views = tuple((str(folder / name), f"/dev/{name}", name != "stdin") for name in _STREAMS)
         command = Command(["main.py"], given, out, told, files={"main.py": source}, views=views)
         box = stack.enter_context(contextlib.closing(Box(level, command, timeout_s)))
@@ -141,10 +191,15 @@ _STREAMS = {"stdin": "rb", "stdout": "wb", "stderr": "wb"}
 
 
 def _problem(code: int, errors: str) -> str:
-    """What an end was, if it was no good one: a signal, or an exception that nobody caught. sys.exit may give any code."""
+    """What an end was, if it was no good one: a signal, or an exception that nobody caught.
+    sys.exit may give any code."""
     if code > 128:
         return f"ended by signal {code - 128}"
-    if code == 1 and re.search(r"^(Traceback \(most recent call last\):|  File \".*main.py\", line \d+$)", errors, re.MULTILINE):
+    if code == 1 and re.search(
+        r"^(Traceback \(most recent call last\):|  File \".*main.py\", line \d+$)",
+        errors,
+        re.MULTILINE,
+    ):
         return _printable(errors.strip().rpartition("\n")[2])[:2000]
     return ""
 
@@ -154,8 +209,8 @@ class TooMuch(Exception):
 
 
 def _wait(look: Callable[[], T | None], boxes: list[Box], timeout_s: float) -> T | None:
-    """What `look` finds, asked again and again, or None after `timeout_s`. Raises TooMuch, also for what is held when it is found: on a
-    busy machine the looks between are few."""
+    """What `look` finds, asked again and again, or None after `timeout_s`. Raises TooMuch, also for
+    what is held when it is found: on a busy machine the looks between are few."""
     deadline, watched = time.monotonic() + timeout_s, time.monotonic()
     while (found := look()) is None and time.monotonic() < deadline:
         if time.monotonic() - watched > WATCH_S:
@@ -252,14 +307,21 @@ class Found:
 
     def __str__(self) -> str:
         if self.level == "rlimits":
-            return f"programs run in a sandbox of level rlimits, with this user's rights to files and processes ({self.reason})"
+            return (
+                "programs run in a sandbox of level rlimits, with this user's rights to files "
+                f"and processes ({self.reason})"
+            )
         memory = "by a cgroup" if cgroup.usable() else "by watching"
-        return f"programs run in a sandbox of level namespaces: no files, no network, system calls filtered, memory held {memory}"
+        return (
+            "programs run in a sandbox of level namespaces: no files, no network, system "
+            f"calls filtered, memory held {memory}"
+        )
 
 
 @cache
 def find_level() -> Found:
-    """Runs a trivial program behind each kind of wall. One that fails is tried again: a busy machine refuses at times."""
+    """Runs a trivial program behind each kind of wall. One that fails is tried again: a busy
+    machine refuses at times."""
     reason = ""
     for number in range(_PROBES):
         time.sleep(number * _PROBE_PAUSE_S)
@@ -278,9 +340,16 @@ def active_level() -> Level:
     return find_level().level
 
 
-_PROBE_TEST = {"kind": "check", "helpers": "", "tests": "assert f((1, 'a')) == (1, 'a')", "entry_point": "f", "call_timeout_s": None}
+_PROBE_TEST = {
+    "kind": "check",
+    "helpers": "",
+    "tests": "assert f((1, 'a')) == (1, 'a')",
+    "entry_point": "f",
+    "call_timeout_s": None,
+}
 
 
 def workers() -> int:
-    """Programs to run beside each other: one per core this process may use, so that the wall clock stays fair."""
+    """Programs to run beside each other: one per core this process may use, so that the wall clock
+    stays fair."""
     return len(os.sched_getaffinity(0))

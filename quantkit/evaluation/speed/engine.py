@@ -1,4 +1,5 @@
-"""Requests to the engine in this process: no server in between, and no tokenizer unless prompts are given."""
+"""Requests to the engine in this process: no server in between, and no tokenizer unless prompts are
+given."""
 
 import time
 from collections.abc import Iterator
@@ -26,14 +27,19 @@ class EngineTarget:
         longest = max(map(len, self._prompts(work)), default=0) if work.prompts else work.input_len
         if longest + work.output_len > self.engine.max_model_len:
             raise QuantkitError(
-                f"{longest} input and {work.output_len} output tokens exceed the context of {self.engine.max_model_len}",
+                f"{longest} input and {work.output_len} output tokens exceed the context of "
+                f"{self.engine.max_model_len}",
                 "lower --input-len or --output-len",
             )
         if work.concurrency > self.max_batch:
-            raise QuantkitError(f"concurrency {work.concurrency} exceeds the engine's batch of {self.max_batch}", "lower --concurrency")
+            raise QuantkitError(
+                f"concurrency {work.concurrency} exceeds the engine's batch of {self.max_batch}",
+                "lower --concurrency",
+            )
 
     def run(self, work: Workload) -> Iterator[RequestTimes]:
-        """Closed loop: a new request is sent the moment one finishes. At a rate: at its time, or when there is room after it.
+        """Closed loop: a new request is sent the moment one finishes. At a rate: at its time, or
+        when there is room after it.
 
         The time that a request waited for room counts: it is sent when it arrives.
         """
@@ -42,9 +48,15 @@ class EngineTarget:
         start, sent = now(), 0
         running: list[_Running] = []
         while sent < work.requests or running:
-            while sent < work.requests and len(running) < work.concurrency and now() >= start + arrivals[sent]:
+            while (
+                sent < work.requests
+                and len(running) < work.concurrency
+                and now() >= start + arrivals[sent]
+            ):
                 arrived = start + arrivals[sent] if work.rate is not None else None
-                running.append(_Running(self.engine.submit(next(prompts), params, index=sent), arrived))
+                running.append(
+                    _Running(self.engine.submit(next(prompts), params, index=sent), arrived)
+                )
                 sent += 1
             if not running:
                 time.sleep(max(0.0, start + arrivals[sent] - now()))
@@ -58,18 +70,24 @@ class EngineTarget:
 
     def _prompts(self, work: Workload) -> list[list[int]]:
         if work.prompts:
-            encoded = [as_chat(self.engine.tokenizer, text) for text in work.prompts[: work.requests]]
+            encoded = [
+                as_chat(self.engine.tokenizer, text) for text in work.prompts[: work.requests]
+            ]
             return [encoded[number % len(encoded)] for number in range(work.requests)]
         generator = work.generator()
         vocab = self.engine.loaded.config.vocab_size
-        return [[generator.randrange(vocab) for _ in range(work.input_len)] for _ in range(work.requests)]
+        return [
+            [generator.randrange(vocab) for _ in range(work.input_len)]
+            for _ in range(work.requests)
+        ]
 
     def close(self) -> None:
         self.engine.close()
 
 
 class _Running:
-    """An open request, and when its tokens came. arrived: None where it was sent the moment there was room."""
+    """An open request, and when its tokens came. arrived: None where it was sent the moment there
+    was room."""
 
     def __init__(self, sequence: Sequence, arrived: float | None) -> None:
         self.sequence = sequence
@@ -88,4 +106,11 @@ class _Running:
         if one.fault is not None:
             raise one.fault
         gaps = tuple(after - before for before, after in pairwise(self.moments))
-        return RequestTimes(self.arrived, one.first_token, one.last_token, one.prompt_len, len(one.generated), gaps=gaps)
+        return RequestTimes(
+            self.arrived,
+            one.first_token,
+            one.last_token,
+            one.prompt_len,
+            len(one.generated),
+            gaps=gaps,
+        )

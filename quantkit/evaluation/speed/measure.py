@@ -1,11 +1,13 @@
 """Times of single requests, and the figures of one cell of the grid.
 
-Definitions are those of evalscope perf (1.14) and `vllm bench serve`, which agree, so that figures can be laid beside published ones:
-latency = last token - send; TTFT = first token - send; TPOT = (latency - TTFT) / (output_tokens - 1), per request, then the mean;
-ITL = the time between two pieces of output, of all requests together (a server may send several tokens in a piece);
-TPS = 1000 / mean TPOT, tokens per second as one user sees them; system TPS = output tokens of all requests / wall time, from the first send
-to the last token; request rate = finished requests / wall time; goodput = those of them that met every limit / wall time. Failed requests
-and the warm-up are left out; replies of one token have no TPOT.
+Definitions are those of evalscope perf (1.14) and `vllm bench serve`, which agree, so that figures
+can be laid beside published ones: latency = last token - send; TTFT = first token - send; TPOT =
+(latency - TTFT) / (output_tokens - 1), per request, then the mean; ITL = the time between two
+pieces of output, of all requests together (a server may send several tokens in a piece); TPS = 1000
+/ mean TPOT, tokens per second as one user sees them; system TPS = output tokens of all requests /
+wall time, from the first send to the last token; request rate = finished requests / wall time;
+goodput = those of them that met every limit / wall time. Failed requests and the warm-up are left
+out; replies of one token have no TPOT.
 """
 
 import time
@@ -21,13 +23,16 @@ from quantkit.evaluation.speed.workload import Workload
 
 PERCENTILES = (50, 90, 99)
 LIMITS = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "latency"}
-"""What a limit of goodput may be on, in milliseconds; the names are those of `vllm bench serve --goodput`."""
+"""What a limit of goodput may be on, in milliseconds; the names are those of `vllm bench serve
+--goodput`."""
 
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """One finished request. Seconds on one clock; `error` is set, and the rest meaningless, where it failed. gaps: between its pieces.
-    counted: whether output_tokens is a count of tokens; otherwise it is one of pieces, which may hold several."""
+    """One finished request. Seconds on one clock; `error` is set, and the rest meaningless, where
+    it failed. gaps: between its pieces.
+    counted: whether output_tokens is a count of tokens; otherwise it is one of pieces, which may
+    hold several."""
 
     sent: float
     first_token: float
@@ -48,23 +53,32 @@ class RequestTimes:
 
     @property
     def tpot_ms(self) -> float | None:
-        """None for a reply of one token, or one that came in one piece: of the others nothing is known."""
+        """None for a reply of one token, or one that came in one piece: of the others nothing is
+        known."""
         if self.output_tokens < 2 or self.last_token == self.first_token:
             return None
         return 1e3 * (self.last_token - self.first_token) / (self.output_tokens - 1)
 
     def meets(self, limits: dict[str, float]) -> bool:
-        """Whether no limit, milliseconds by name of LIMITS, is passed. A reply of one token has no TPOT to pass one with."""
-        seen = {"ttft": 1e3 * self.ttft_s, "tpot": self.tpot_ms or 0.0, "e2el": 1e3 * self.latency_s}
+        """Whether no limit, milliseconds by name of LIMITS, is passed. A reply of one token has no
+        TPOT to pass one with."""
+        seen = {
+            "ttft": 1e3 * self.ttft_s,
+            "tpot": self.tpot_ms or 0.0,
+            "e2el": 1e3 * self.latency_s,
+        }
         return all(seen[name] <= limit for name, limit in limits.items())
 
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """One cell: means over its requests, percentiles by name such as `ttft_s_p99`. tps is per request, system_tps over all.
+    """One cell: means over its requests, percentiles by name such as `ttft_s_p99`. tps is per
+    request, system_tps over all.
 
-    `left_out`: percentiles that its requests are too few for; the p-th takes 100 / (100 - p) of them, else it is their maximum.
-    `offered_rate`: requests/s that were sent, None where `concurrency` users each waited for their reply. `goodput`: None without limits.
+    `left_out`: percentiles that its requests are too few for; the p-th takes 100 / (100 - p) of
+    them, else it is their maximum.
+    `offered_rate`: requests/s that were sent, None where `concurrency` users each waited for their
+    reply. `goodput`: None without limits.
     `uncounted`: replies whose server told no number of tokens, so that every piece counts as one.
     """
 
@@ -123,19 +137,35 @@ def measure_grid(
     limits: dict[str, float] | None = None,
     on_row: Callable[[SpeedRow], None] = lambda row: None,
 ) -> list[SpeedRow]:
-    """Every input length at every concurrency, smallest first, or, with `rates`, at every rate of arrival (requests/s, Poisson).
+    """Every input length at every concurrency, smallest first, or, with `rates`, at every rate of
+    arrival (requests/s, Poisson).
 
-    A cell answers `requests`, or concurrency * requests_per_slot where that is None. prompts: these in turn instead of random ones; the
-    input length is then not looked at. The whole grid is checked before the first request. `warmup` requests a slot are left out.
+    A cell answers `requests`, or concurrency * requests_per_slot where that is None. prompts: these
+    in turn instead of random ones; the input length is then not looked at. The whole grid is
+    checked before the first request. `warmup` requests a slot are left out.
     """
-    cells = _cells(input_lens, concurrencies, output_len, rates, prompts, requests_per_slot, requests, seed)
+    cells = _cells(
+        input_lens, concurrencies, output_len, rates, prompts, requests_per_slot, requests, seed
+    )
     for cell in cells:
         target.check(cell)
     rows = []
     for number, cell in enumerate(cells):
         if warmup:
-            list(target.run(cell.warming(warmup * min(cell.concurrency, cell.requests), seed - 1 - number)))
-        rows.append(summarize(list(target.run(cell)), cell.input_len, cell.concurrency, rate=cell.rate, limits=limits))
+            list(
+                target.run(
+                    cell.warming(warmup * min(cell.concurrency, cell.requests), seed - 1 - number)
+                )
+            )
+        rows.append(
+            summarize(
+                list(target.run(cell)),
+                cell.input_len,
+                cell.concurrency,
+                rate=cell.rate,
+                limits=limits,
+            )
+        )
         on_row(rows[-1])
     return rows
 
@@ -154,23 +184,46 @@ def _cells(
     loads: list[tuple[int, float | None]] = [(max(concurrencies), rate) for rate in sorted(rates)]
     loads = loads or [(users, None) for users in sorted(concurrencies)]
     return [
-        Workload(length, output_len, requests or users * requests_per_slot, users, seed + number, rate, tuple(prompts))
-        for number, (length, (users, rate)) in enumerate((length, load) for length in lengths for load in loads)
+        Workload(
+            length,
+            output_len,
+            requests or users * requests_per_slot,
+            users,
+            seed + number,
+            rate,
+            tuple(prompts),
+        )
+        for number, (length, (users, rate)) in enumerate(
+            (length, load) for length in lengths for load in loads
+        )
     ]
 
 
 def summarize(
-    times: Sequence[RequestTimes], input_len: int, concurrency: int, *, rate: float | None = None, limits: dict[str, float] | None = None
+    times: Sequence[RequestTimes],
+    input_len: int,
+    concurrency: int,
+    *,
+    rate: float | None = None,
+    limits: dict[str, float] | None = None,
 ) -> SpeedRow:
     """Raises QuantkitError where every request failed: there is nothing to report then."""
     good = [one for one in times if one.error is None]
     errors = [one.error for one in times if one.error is not None]
     if not good:
-        raise QuantkitError(f"all {len(times)} requests of {input_len} tokens failed: {errors[0]}", "see the server's log")
+        raise QuantkitError(
+            f"all {len(times)} requests of {input_len} tokens failed: {errors[0]}",
+            "see the server's log",
+        )
     tpots = [one.tpot_ms for one in good if one.tpot_ms is not None]
     gaps = [1e3 * gap for one in good for gap in one.gaps]
     wall = max(one.last_token for one in good) - min(one.sent for one in good)
-    series = {"ttft_s": [one.ttft_s for one in good], "latency_s": [one.latency_s for one in good], "tpot_ms": tpots, "itl_ms": gaps}
+    series = {
+        "ttft_s": [one.ttft_s for one in good],
+        "latency_s": [one.latency_s for one in good],
+        "tpot_ms": tpots,
+        "itl_ms": gaps,
+    }
     percentiles, left_out = _percentiles(series)
     return SpeedRow(
         input_len,

@@ -1,4 +1,5 @@
-"""bench.json and bench.html of one grid: plots, the table, and published figures under their own hardware, never mixed with ours."""
+"""bench.json and bench.html of one grid: plots, the table, and published figures under their own
+hardware, never mixed with ours."""
 
 import json
 from pathlib import Path
@@ -24,10 +25,13 @@ _TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
 def write_report(out: Path, result: dict[str, Any]) -> None:
-    """`result` as `quantkit bench --json` prints it: `hardware` is the machine in one line, `published` what others told of this model."""
+    """`result` as `quantkit bench --json` prints it: `hardware` is the machine in one line,
+    `published` what others told of this model."""
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / "bench.json", json.dumps(result, indent=1) + "\n")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     rows = result["rows"]
     drawn = [
         _curves(rows, "tpot_ms", "TPOT, ms (mean)"),
@@ -45,15 +49,25 @@ def _curves(rows: list[dict[str, Any]], key: str, label: str) -> str:
     across = "concurrency" if rows[0]["offered_rate"] is None else "offered_rate"
     axes, figure = plots.draw(7.0, 2.6)
     for input_len in sorted({row["input_len"] for row in rows}):
-        points = [(row[across], row[key]) for row in rows if row["input_len"] == input_len and row[key] is not None]
+        points = [
+            (row[across], row[key])
+            for row in rows
+            if row["input_len"] == input_len and row[key] is not None
+        ]
         if points:
-            axes.plot(*zip(*points), marker="o", label=f"{input_len} tokens in" if input_len else "prompts given")
+            axes.plot(
+                *zip(*points),
+                marker="o",
+                label=f"{input_len} tokens in" if input_len else "prompts given",
+            )
     ticks = sorted({row[across] for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=8)
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("concurrency" if across == "concurrency" else "requests/s that arrive", fontsize=8)
+    axes.set_xlabel(
+        "concurrency" if across == "concurrency" else "requests/s that arrive", fontsize=8
+    )
     axes.set_ylabel(label, fontsize=8)
     axes.tick_params(axis="y", labelsize=8)
     axes.legend(fontsize=8, frameon=False)

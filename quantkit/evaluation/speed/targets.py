@@ -25,10 +25,12 @@ def open_target(
     api_key: str | None = None,
     model: str | None = None,
 ) -> Target:
-    """A URL is a server, anything else a model to load. input_len, output_len: of the longest prompt and reply, tokens; prompts: in the
-    place of random ones, which the model's tokenizer counts. `model` is the server's name for it.
+    """A URL is a server, anything else a model to load. input_len, output_len: of the longest
+    prompt and reply, tokens; prompts: in the place of random ones, which the model's tokenizer
+    counts. `model` is the server's name for it.
 
-    cache, tp, dp: of a model loaded here, as `EngineOptions` has them. Raises QuantkitError where a server is to have another cache.
+    cache, tp, dp: of a model loaded here, as `EngineOptions` has them. Raises QuantkitError where a
+    server is to have another cache.
     """
     if name.startswith(("http://", "https://")):
         check_own_cache(name, cache)
@@ -38,7 +40,11 @@ def open_target(
 
     path = find_model(name)
     tokenizer = ChatTokenizer(path)
-    longest = output_len + (max(len(as_chat(tokenizer, text)) for text in prompts) if prompts else input_len)
-    options = EngineOptions(path, device, backend, max_batch=max_batch, max_model_len=longest, cache=cache, tp=tp, dp=dp)
+    longest = output_len + (
+        max(len(as_chat(tokenizer, text)) for text in prompts) if prompts else input_len
+    )
+    options = EngineOptions(
+        path, device, backend, max_batch=max_batch, max_model_len=longest, cache=cache, tp=tp, dp=dp
+    )
     engine = lead_or_follow(options)
     return EngineTarget(engine, f"{name} on {engine.loaded.device}", max_batch)

@@ -1,7 +1,8 @@
 """What is asked of a target while it is measured: prompts, lengths, and when requests are sent.
 
-Either `concurrency` users each send a request the moment their last one is answered (closed loop), or requests arrive by themselves at a
-rate, with exponential times between them (Poisson, as `vllm bench serve --request-rate`), at most `concurrency` at a time being open.
+Either `concurrency` users each send a request the moment their last one is answered (closed loop),
+or requests arrive by themselves at a rate, with exponential times between them (Poisson, as `vllm
+bench serve --request-rate`), at most `concurrency` at a time being open.
 """
 
 import json
@@ -16,7 +17,8 @@ from quantkit.common.errors import QuantkitError
 
 @dataclass(frozen=True)
 class Workload:
-    """`requests` random prompts of `input_len` tokens, or `prompts` in turn, with `output_len` tokens each; rate in requests/s or None."""
+    """`requests` random prompts of `input_len` tokens, or `prompts` in turn, with `output_len`
+    tokens each; rate in requests/s or None."""
 
     input_len: int
     output_len: int
@@ -28,10 +30,13 @@ class Workload:
 
     def warming(self, requests: int, seed: int) -> "Workload":
         """A few short requests of the same kind, as fast as they are answered."""
-        return replace(self, output_len=min(self.output_len, 8), requests=requests, seed=seed, rate=None)
+        return replace(
+            self, output_len=min(self.output_len, 8), requests=requests, seed=seed, rate=None
+        )
 
     def generator(self, run: str = "") -> random.Random:
-        """Of its prompts and arrivals. By text: of a number Python's generator looks at the size alone, and -1 would be 1."""
+        """Of its prompts and arrivals. By text: of a number Python's generator looks at the size
+        alone, and -1 would be 1."""
         return random.Random(f"{run} {self.seed}")
 
     def arrivals(self) -> Iterator[float]:
@@ -44,9 +49,11 @@ class Workload:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Prompts of a file: a .jsonl of {"prompt"}, {"text"} or {"messages"}, a .json like ShareGPT's, or a .txt with a prompt a line.
+    """Prompts of a file: a .jsonl of {"prompt"}, {"text"} or {"messages"}, a .json like ShareGPT's,
+    or a .txt with a prompt a line.
 
-    Of a conversation it is the first message of the user. Raises QuantkitError where the file cannot be read or holds none.
+    Of a conversation it is the first message of the user. Raises QuantkitError where the file
+    cannot be read or holds none.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -57,11 +64,20 @@ def read_prompts(path: Path) -> list[str]:
         else:
             records = [line for line in text.split("\n") if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
-        raise QuantkitError(f"prompts {path} cannot be read ({error})", "give a .jsonl, a .json like ShareGPT's, or a .txt") from error
-    found = [prompt for record in (records if isinstance(records, list) else []) if (prompt := _prompt(record))]
+        raise QuantkitError(
+            f"prompts {path} cannot be read ({error})",
+            "give a .jsonl, a .json like ShareGPT's, or a .txt",
+        ) from error
+    found = [
+        prompt
+        for record in (records if isinstance(records, list) else [])
+        if (prompt := _prompt(record))
+    ]
     if not found:
         raise QuantkitError(
-            f"prompts {path} holds none", 'a line is {"prompt": ...}, {"text": ...}, {"messages": [...]} or {"conversations": [...]}'
+            f"prompts {path} holds none",
+            'a line is {"prompt": ...}, {"text": ...}, {"messages": [...]} or {"conversations": '
+            "[...]}",
         )
     return found
 
@@ -76,6 +92,10 @@ def _prompt(record: Any) -> str:
             return str(record[name]).strip()
     for turns, role, said in (("messages", "role", "content"), ("conversations", "from", "value")):
         for turn in record.get(turns) or []:
-            if isinstance(turn, dict) and turn.get(role) in ("user", "human") and isinstance(turn.get(said), str):
+            if (
+                isinstance(turn, dict)
+                and turn.get(role) in ("user", "human")
+                and isinstance(turn.get(said), str)
+            ):
                 return str(turn[said]).strip()
     return ""

@@ -1,12 +1,15 @@
-"""Did accuracy hold? A paired comparison with a baseline over the same problems, and a plain verdict.
+"""Did accuracy hold? A paired comparison with a baseline over the same problems, and a plain
+verdict.
 
 With d the mean over problems of (candidate - baseline):
   held         d <= -margin is rejected: a loss of `margin` or more is excluded
   lost         d >= 0 is rejected: a loss of some size is shown
-  cannot tell  neither; `repeats_needed` (or `problems_needed`) would settle it in four runs of five.
-Both tests and the interval are Gaffke's bounds over problems (bounds.py). A first look errs in 2.5 % of the cases on either side. A run
-that grows is looked at again: look j > 1 errs with 2.5 % / (j (j - 1)), so that all looks together stay below 5 %. Several tasks of one
-run are corrected by Holm's method.
+  cannot tell  neither; `repeats_needed` (or `problems_needed`) would settle it in four runs of
+  five.
+Both tests and the interval are Gaffke's bounds over problems (bounds.py). A first look errs in 2.5
+% of the cases on either side. A run
+that grows is looked at again: look j > 1 errs with 2.5 % / (j (j - 1)), so that all looks together
+stay below 5 %. Several tasks of one run are corrected by Holm's method.
 """
 
 import math
@@ -18,7 +21,12 @@ import numpy as np
 
 from quantkit.evaluation.statistics.bounds import ONE_SIDED, mean_bounds
 from quantkit.evaluation.statistics.estimates import mcnemar, problem_means
-from quantkit.evaluation.statistics.power import Spread, UndecidedLook, problems_needed, repeats_needed
+from quantkit.evaluation.statistics.power import (
+    Spread,
+    UndecidedLook,
+    problems_needed,
+    repeats_needed,
+)
 
 Verdict = Literal["held", "lost", "cannot tell"]
 MARGIN = 0.01
@@ -27,10 +35,12 @@ _UNLIKELY = 0.1  # p_lost below which no loss is not planned for
 
 @dataclass(frozen=True)
 class Comparison:
-    """Candidate against baseline on `n` shared problems; differences are shares (0.01 is one point).
+    """Candidate against baseline on `n` shared problems; differences are shares (0.01 is one
+    point).
 
-    [low, high] has the confidence `level` of this look. p_held is of the hypothesis that `margin` or more is lost, p_lost of the one that
-    nothing is; after `corrected` for `tasks` they hold for all tasks together, and `alone` is the verdict that the task by itself had.
+    [low, high] has the confidence `level` of this look. p_held is of the hypothesis that `margin`
+    or more is lost, p_lost of the one that nothing is; after `corrected` for `tasks` they hold for
+    all tasks together, and `alone` is the verdict that the task by itself had.
     """
 
     verdict: Verdict
@@ -62,21 +72,28 @@ class Comparison:
         if self.look > 1:
             seen += f", look {self.look} at this run"
         if self.verdict == "held":
-            return f"held: {seen}; a loss of {100 * self.margin:g} point{'s' if self.margin != 0.01 else ''} or more is excluded"
+            return (
+                f"held: {seen}; a loss of {100 * self.margin:g} "
+                f"point{'s' if self.margin != 0.01 else ''} or more is excluded"
+            )
         if self.verdict == "lost":
             return f"lost: {seen}"
         if self.alone is not None and self.alone != "cannot tell":
             seen += f"; by itself it would be {self.alone}, among {self.tasks} tasks it is not"
         if self.repeats_needed is not None:
             return f"cannot tell: {seen}; about {self.repeats_needed} repeats of both would tell"
-        return f"cannot tell: {seen}; repeats will not tell, about {self.problems_needed} problems would"
+        return (
+            f"cannot tell: {seen}; repeats will not tell, about {self.problems_needed} "
+            "problems would"
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"sentence": self.sentence()}
 
 
 def one_sided_error(look: int) -> float:
-    """The share of false verdicts, on either side, that look number `look` may give: 0.025, and 0.025 for all further ones together."""
+    """The share of false verdicts, on either side, that look number `look` may give: 0.025, and
+    0.025 for all further ones together."""
     return ONE_SIDED if look == 1 else ONE_SIDED / (look * (look - 1))
 
 
@@ -89,7 +106,8 @@ def compare(
     greedy: bool = False,
     look: int = 1,
 ) -> Comparison | None:
-    """Compare two runs, each problem id -> 0/1 per repeat. None where they share no problem. greedy: repeats would change nothing.
+    """Compare two runs, each problem id -> 0/1 per repeat. None where they share no problem.
+    greedy: repeats would change nothing.
 
     look: how often these two runs were compared as they grew, this time included.
     """
@@ -107,7 +125,12 @@ def compare(
     verdict = _verdict(p_held, p_lost, error)
     needed: tuple[int | None, int | None] = (None, None)
     if verdict == "cannot tell":
-        seen = _seen(differences, _sampling_variance(ours, theirs), min(repeats, baseline_repeats), p_lost >= _UNLIKELY)
+        seen = _seen(
+            differences,
+            _sampling_variance(ours, theirs),
+            min(repeats, baseline_repeats),
+            p_lost >= _UNLIKELY,
+        )
         needed = _needed(seen, margin, greedy, look)
     gained, lost = int((differences > 0).sum()), int((differences < 0).sum())
     return Comparison(
@@ -134,7 +157,8 @@ def compare(
 
 
 def corrected(comparisons: Mapping[str, Comparison]) -> dict[str, Comparison]:
-    """Comparisons of several tasks, with verdicts that are false for any of them no more often than that of one alone (Holm 1979)."""
+    """Comparisons of several tasks, with verdicts that are false for any of them no more often than
+    that of one alone (Holm 1979)."""
     held = _holm({name: one.p_held for name, one in comparisons.items()})
     lost = _holm({name: one.p_lost for name, one in comparisons.items()})
     return {
@@ -163,25 +187,37 @@ def _holm(p_values: Mapping[str, float]) -> dict[str, float]:
     return adjusted
 
 
-def _sampling_variance(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float | None:
-    """Mean over problems of the variance that sampling gives one repeat of the difference; None at a single repeat."""
+def _sampling_variance(
+    ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]
+) -> float | None:
+    """Mean over problems of the variance that sampling gives one repeat of the difference; None at
+    a single repeat."""
     if any(len(row) < 2 for row in (*ours, *theirs)):
         return None
     return float(np.mean([np.var(a, ddof=1) + np.var(b, ddof=1) for a, b in zip(ours, theirs)]))
 
 
-def _seen(differences: np.ndarray, sampling: float | None, repeats: int, maybe_nothing: bool) -> UndecidedLook:
-    """What is planned with. With one repeat half of the spread is taken for sampling; else what is not gets a standard error more, since
-    repeats do not lessen it. One discordant reply is the least spread a finite sample can exclude.
+def _seen(
+    differences: np.ndarray, sampling: float | None, repeats: int, maybe_nothing: bool
+) -> UndecidedLook:
+    """What is planned with. With one repeat half of the spread is taken for sampling; else what is
+    not gets a standard error more, since repeats do not lessen it. One discordant reply is the
+    least spread a finite sample can exclude.
     """
     n = len(differences)
     spread = max(float(differences.var(ddof=1)) if n > 1 else 0.0, 1.0 / (n * repeats))
     sampling = spread / 2 if sampling is None else max(sampling, 1.0 / n)
-    between = max(0.0, spread - sampling / repeats) + (spread * math.sqrt(2 / n) if repeats > 1 else 0.0)
-    return UndecidedLook(float(differences.mean()), Spread(between, sampling), n, repeats, maybe_nothing)
+    between = max(0.0, spread - sampling / repeats) + (
+        spread * math.sqrt(2 / n) if repeats > 1 else 0.0
+    )
+    return UndecidedLook(
+        float(differences.mean()), Spread(between, sampling), n, repeats, maybe_nothing
+    )
 
 
-def _needed(seen: UndecidedLook, margin: float, greedy: bool, look: int) -> tuple[int | None, int | None]:
+def _needed(
+    seen: UndecidedLook, margin: float, greedy: bool, look: int
+) -> tuple[int | None, int | None]:
     """(repeats, None) or (None, problems) for a verdict at the next look."""
     error = one_sided_error(look + 1)
     if not greedy and (asked := repeats_needed(seen, margin, error)) is not None:

@@ -1,7 +1,8 @@
-"""Statistics of repeated, graded samples: problems are the unit, repeats are noise within a problem.
+"""Statistics of repeated, graded samples: problems are the unit, repeats are noise within a
+problem.
 
-`table` is [n, k] in spirit but ragged in practice (a failed request leaves a gap), so a score table is a list over problems of lists over
-repeats of 0/1. Intervals are 95 %.
+`table` is [n, k] in spirit but ragged in practice (a failed request leaves a gap), so a score table
+is a list over problems of lists over repeats of 0/1. Intervals are 95 %.
 """
 
 import math
@@ -26,16 +27,19 @@ def accuracy(table: Scores) -> float:
 
 
 def clustered_stderr(table: Scores) -> float:
-    """Standard error of the accuracy over the draw of problems: sample deviation of the problem means / sqrt(n).
+    """Standard error of the accuracy over the draw of problems: sample deviation of the problem
+    means / sqrt(n).
 
-    At one repeat this is the figure lm-evaluation-harness prints. Not defined for one problem (nan).
+    At one repeat this is the figure lm-evaluation-harness prints. Not defined for one problem
+    (nan).
     """
     means = problem_means(table)
     return float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan
 
 
 def sampling_stderr(table: Scores) -> float:
-    """Standard error of the accuracy on these very problems, from sampling alone: sqrt(sum_i p_i (1 - p_i) / (k_i - 1)) / n.
+    """Standard error of the accuracy on these very problems, from sampling alone: sqrt(sum_i p_i (1
+    - p_i) / (k_i - 1)) / n.
 
     nan where a problem has a single repeat: one draw does not show its own spread.
     """
@@ -46,16 +50,22 @@ def sampling_stderr(table: Scores) -> float:
 
 
 def interval(table: Scores) -> tuple[float, float]:
-    """95 % interval of the accuracy over problems: Gaffke's bounds, which at one repeat are Clopper and Pearson's."""
+    """95 % interval of the accuracy over problems: Gaffke's bounds, which at one repeat are Clopper
+    and Pearson's."""
     return mean_bounds(problem_means(table), 0, 1).interval()
 
 
 def pass_at_k(table: Scores, k: int) -> float:
-    """Probability that one of k samples is right, over problems with m >= k repeats, c of them right.
+    """Probability that one of k samples is right, over problems with m >= k repeats, c of them
+    right.
 
     Mean of 1 - C(m - c, k) / C(m, k) (Chen et al. 2021).
     """
-    values = [1 - math.comb(len(row) - round(sum(row)), k) / math.comb(len(row), k) for row in table if len(row) >= k]
+    values = [
+        1 - math.comb(len(row) - round(sum(row)), k) / math.comb(len(row), k)
+        for row in table
+        if len(row) >= k
+    ]
     return sum(values) / len(values) if values else math.nan
 
 

@@ -1,11 +1,13 @@
 """How many problems and repeats a verdict takes, with a probability of 80 %.
 
-Advice after a look that could not tell is for the difference seen, known as badly as it is then, and for no loss at all as long as that may
+Advice after a look that could not tell is for the difference seen, known as badly as it is then,
+and for no loss at all as long as that may
 be so: the difference seen flatters itself, and a run without loss must end too.
 
-The bounds are Gaffke's (bounds.py); their distance from the mean is approximated by the first three moments of the weights (Cornish and
-Fisher), which includes the unseen problem. Var(mean) = (between + sampling / repeats) / problems, where `between` is the variance over
-problems of the true difference and `sampling` what one repeat of both models adds.
+The bounds are Gaffke's (bounds.py); their distance from the mean is approximated by the first three
+moments of the weights (Cornish and Fisher), which includes the unseen problem. Var(mean) = (between
++ sampling / repeats) / problems, where `between` is the variance over problems of the true
+difference and `sampling` what one repeat of both models adds.
 """
 
 import math
@@ -24,7 +26,8 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class Spread:
-    """Variances of a difference for one problem: `between` problems, and `sampling` of one repeat of both models."""
+    """Variances of a difference for one problem: `between` problems, and `sampling` of one repeat
+    of both models."""
 
     between: float
     sampling: float
@@ -33,8 +36,11 @@ class Spread:
         return self.between + self.sampling / repeats
 
 
-def bound_distance(mean: float, variance: float, problems: int, one_sided: float = ONE_SIDED) -> float:
-    """How far below the mean the lower bound lies for differences in [-1, 1]; of -mean, how far above the upper one."""
+def bound_distance(
+    mean: float, variance: float, problems: int, one_sided: float = ONE_SIDED
+) -> float:
+    """How far below the mean the lower bound lies for differences in [-1, 1]; of -mean, how far
+    above the upper one."""
     total = problems + 1
     centre = (problems * mean - 1) / total
     second = problems * (variance + (mean - centre) ** 2) + (1 + centre) ** 2
@@ -47,7 +53,8 @@ def bound_distance(mean: float, variance: float, problems: int, one_sided: float
 
 @dataclass(frozen=True)
 class UndecidedLook:
-    """A look that could not tell: the difference on `problems`, each asked `repeats` times of both models. May nothing be lost?"""
+    """A look that could not tell: the difference on `problems`, each asked `repeats` times of both
+    models. May nothing be lost?"""
 
     difference: float
     spread: Spread
@@ -56,11 +63,23 @@ class UndecidedLook:
     maybe_nothing: bool
 
 
-def power(difference: float, uncertainty: float, variance: float, problems: int, margin: float, one_sided: float) -> float:
-    """Probability of held or lost where the mean seen is normal around `difference` with deviation `uncertainty`."""
-    floor = bound_distance(difference, variance, problems, one_sided) - margin  # held at this mean and above
+def power(
+    difference: float,
+    uncertainty: float,
+    variance: float,
+    problems: int,
+    margin: float,
+    one_sided: float,
+) -> float:
+    """Probability of held or lost where the mean seen is normal around `difference` with deviation
+    `uncertainty`."""
+    floor = (
+        bound_distance(difference, variance, problems, one_sided) - margin
+    )  # held at this mean and above
     ceiling = -bound_distance(-difference, variance, problems, one_sided)  # lost below this one
-    return 1 - max(0.0, _below(floor, difference, uncertainty) - _below(ceiling, difference, uncertainty))
+    return 1 - max(
+        0.0, _below(floor, difference, uncertainty) - _below(ceiling, difference, uncertainty)
+    )
 
 
 def repeats_needed(seen: UndecidedLook, margin: float, one_sided: float = ONE_SIDED) -> int | None:
@@ -69,7 +88,9 @@ def repeats_needed(seen: UndecidedLook, margin: float, one_sided: float = ONE_SI
     def enough(asked: int) -> bool:
         fresh = seen.spread.sampling / (asked * seen.problems)
         doubt = seen.spread.sampling / (seen.repeats * seen.problems)
-        return _enough(seen, seen.spread.total(asked), seen.problems, (fresh, doubt), margin, one_sided)
+        return _enough(
+            seen, seen.spread.total(asked), seen.problems, (fresh, doubt), margin, one_sided
+        )
 
     return _least(enough, seen.repeats + 1, MOST_REPEATS)
 
@@ -79,22 +100,38 @@ def problems_needed(seen: UndecidedLook, margin: float, one_sided: float = ONE_S
     variance = seen.spread.total(seen.repeats)
 
     def enough(asked: int) -> bool:
-        return _enough(seen, variance, asked, (variance / asked, variance / seen.problems), margin, one_sided)
+        return _enough(
+            seen, variance, asked, (variance / asked, variance / seen.problems), margin, one_sided
+        )
 
     return _least(enough, seen.problems + 1, MOST_PROBLEMS) or MOST_PROBLEMS
 
 
-def _enough(seen: UndecidedLook, variance: float, problems: int, noise: tuple[float, float], margin: float, one_sided: float) -> bool:
+def _enough(
+    seen: UndecidedLook,
+    variance: float,
+    problems: int,
+    noise: tuple[float, float],
+    margin: float,
+    one_sided: float,
+) -> bool:
     """noise: variance of the mean to come, and of the one that was seen."""
     fresh, doubt = noise
-    if seen.maybe_nothing and power(0.0, math.sqrt(fresh), variance, problems, margin, one_sided) < POWER_OF_NOTHING:
+    if (
+        seen.maybe_nothing
+        and power(0.0, math.sqrt(fresh), variance, problems, margin, one_sided) < POWER_OF_NOTHING
+    ):
         return False
-    return power(seen.difference, math.sqrt(fresh + doubt), variance, problems, margin, one_sided) >= POWER
+    return (
+        power(seen.difference, math.sqrt(fresh + doubt), variance, problems, margin, one_sided)
+        >= POWER
+    )
 
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """Problems needed at `repeats` of both models: to say held where nothing is lost, and lost where `margin` is."""
+    """Problems needed at `repeats` of both models: to say held where nothing is lost, and lost
+    where `margin` is."""
 
     repeats: int
     held: int
@@ -102,39 +139,60 @@ class PlannedRow:
 
 
 def plan(accuracy: float, margin: float, sampling: float | None = None) -> list[PlannedRow]:
-    """What it takes to tell a loss of `margin` from none at this accuracy, each with POWER. Both are shares.
+    """What it takes to tell a loss of `margin` from none at this accuracy, each with POWER. Both
+    are shares.
 
-    sampling: variance that one repeat of both models adds, as measured; None is the most there can be, 2 p (1 - p): no problem easier
-    than another. A loss is taken to hit whole problems, which is the hardest to see.
+    sampling: variance that one repeat of both models adds, as measured; None is the most there can
+    be, 2 p (1 - p): no problem easier than another. A loss is taken to hit whole problems, which is
+    the hardest to see.
     """
     noise = 2 * accuracy * (1 - accuracy) if sampling is None else sampling
     rows = []
     for repeats in (1, 2, 4, 8, 16, 32, 64):
-        same, worse = Spread(0.0, noise).total(repeats), Spread(margin * (1 - margin), noise).total(repeats)
-        rows.append(PlannedRow(repeats, _problems_for_held(same, margin), _problems_for_lost(worse, margin)))
+        same, worse = (
+            Spread(0.0, noise).total(repeats),
+            Spread(margin * (1 - margin), noise).total(repeats),
+        )
+        rows.append(
+            PlannedRow(repeats, _problems_for_held(same, margin), _problems_for_lost(worse, margin))
+        )
     return rows
 
 
 def repeats_for_held(problems: int, margin: float, sampling: float) -> int | None:
-    """Repeats of both that say held on `problems` where nothing is lost, with POWER; None where there are too few problems."""
+    """Repeats of both that say held on `problems` where nothing is lost, with POWER; None where
+    there are too few problems."""
 
     def enough(asked: int) -> bool:
         variance = sampling / asked
-        return _below(margin - bound_distance(0.0, variance, problems), 0.0, math.sqrt(variance / problems)) >= POWER
+        return (
+            _below(
+                margin - bound_distance(0.0, variance, problems),
+                0.0,
+                math.sqrt(variance / problems),
+            )
+            >= POWER
+        )
 
     return _least(enough, 1, MOST_REPEATS)
 
 
 def _problems_for_held(variance: float, margin: float) -> int:
     def enough(asked: int) -> bool:
-        return _below(margin - bound_distance(0.0, variance, asked), 0.0, math.sqrt(variance / asked)) >= POWER
+        return (
+            _below(margin - bound_distance(0.0, variance, asked), 0.0, math.sqrt(variance / asked))
+            >= POWER
+        )
 
     return _least(enough, 1, MOST_PROBLEMS) or MOST_PROBLEMS
 
 
 def _problems_for_lost(variance: float, margin: float) -> int:
     def enough(asked: int) -> bool:
-        return _below(-bound_distance(margin, variance, asked), -margin, math.sqrt(variance / asked)) >= POWER
+        return (
+            _below(-bound_distance(margin, variance, asked), -margin, math.sqrt(variance / asked))
+            >= POWER
+        )
 
     return _least(enough, 1, MOST_PROBLEMS) or MOST_PROBLEMS
 
@@ -145,7 +203,8 @@ def _below(bound: float, mean: float, deviation: float) -> float:
 
 
 def _least(enough: Callable[[int], bool], first: int, most: int) -> int | None:
-    """The least whole number from `first` to `most` that is enough, where more is never worse; None where none is."""
+    """The least whole number from `first` to `most` that is enough, where more is never worse; None
+    where none is."""
     low, high = first, first
     while not enough(high):
         if high >= most:

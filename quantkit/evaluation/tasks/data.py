@@ -1,7 +1,8 @@
-"""Rows of a task: from quantkit itself, from a file below --data-dir, or through the `datasets` extra. quantkit ships no public data set.
+"""Rows of a task: from quantkit itself, from a file below --data-dir, or through the `datasets`
+extra. quantkit ships no public data set.
 
-Files may be .jsonl, .jsonl.gz, .json, .csv or .parquet. The hash of what was read goes into every result, so that two scores are known to
-be on the same questions.
+Files may be .jsonl, .jsonl.gz, .json, .csv or .parquet. The hash of what was read goes into every
+result, so that two scores are known to be on the same questions.
 """
 
 import csv
@@ -39,16 +40,24 @@ class TaskRows:
 def read_rows(task: str, source: DataSource, data_dir: Path | None) -> TaskRows:
     paths = _find(source, data_dir)
     if len(paths) == 1 and not any("*" in name for name in source.files):
-        return TaskRows(list(_read_file(paths[0])), str(paths[0]), hashlib.sha256(paths[0].read_bytes()).hexdigest())
+        return TaskRows(
+            list(_read_file(paths[0])),
+            str(paths[0]),
+            hashlib.sha256(paths[0].read_bytes()).hexdigest(),
+        )
     if paths:
         rows = [{"file": _subject(path)} | row for path in paths for row in _read_file(path)]
-        digest = hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in paths)).hexdigest()
+        digest = hashlib.sha256(
+            b"".join(hashlib.sha256(path.read_bytes()).digest() for path in paths)
+        ).hexdigest()
         return TaskRows(rows, f"{paths[0].parent} ({len(paths)} files)", digest)
     if source.hub is not None and data_dir is None:
         return _read_hub(task, source)
     place = f"not below {data_dir}" if data_dir is not None else "no --data-dir given"
     wanted = " or ".join(source.files)
-    raise QuantkitError(f"data of {task} not found: {place}", f"put {wanted} below --data-dir ({source.where})")
+    raise QuantkitError(
+        f"data of {task} not found: {place}", f"put {wanted} below --data-dir ({source.where})"
+    )
 
 
 def problems(setting: Setting, grader: Grader, rows: list[Row]) -> list[Problem]:
@@ -61,27 +70,47 @@ def problems(setting: Setting, grader: Grader, rows: list[Row]) -> list[Problem]
             continue
         name = str(fields.get("id") or number)
         if name in seen:
-            raise QuantkitError(f"{setting.task.name}: id {name!r} occurs twice", "give every row its own id")
+            raise QuantkitError(
+                f"{setting.task.name}: id {name!r} occurs twice", "give every row its own id"
+            )
         seen.add(name)
         try:
             gold = grader.gold(fields)
         except QuantkitError as fault:
-            raise QuantkitError(f"row {number} of {setting.task.name}: {fault.problem}", fault.remedy) from fault
+            raise QuantkitError(
+                f"row {number} of {setting.task.name}: {fault.problem}", fault.remedy
+            ) from fault
         found.append(Problem(name, fields, gold, str(fields.get("group", ""))))
     if not found:
-        raise QuantkitError(f"{setting.task.name}: no problem is left", "look at the data file and the protocol's dates")
+        raise QuantkitError(
+            f"{setting.task.name}: no problem is left",
+            "look at the data file and the protocol's dates",
+        )
     return found
 
 
 def map_fields(task: Task, row: Row, number: int) -> Row:
-    """The row under the task's field names; a list of names takes the first that the row has, an optional field may be missing."""
+    """The row under the task's field names; a list of names takes the first that the row has, an
+    optional field may be missing."""
     fields: Row = {name: row.get(key) or "" for name, key in task.optional.items()}
-    if missing := [column for column in (*task.option_columns, *filter(None, [task.right_option])) if row.get(column) is None]:
-        raise QuantkitError(f"row {number} of {task.name} has no field {missing[0]}", f"it has {', '.join(sorted(map(str, row)))}")
+    if missing := [
+        column
+        for column in (*task.option_columns, *filter(None, [task.right_option]))
+        if row.get(column) is None
+    ]:
+        raise QuantkitError(
+            f"row {number} of {task.name} has no field {missing[0]}",
+            f"it has {', '.join(sorted(map(str, row)))}",
+        )
     for name, keys in task.fields.items():
-        present = [key for key in ([keys] if isinstance(keys, str) else keys) if row.get(key) is not None]
+        present = [
+            key for key in ([keys] if isinstance(keys, str) else keys) if row.get(key) is not None
+        ]
         if not present:
-            raise QuantkitError(f"row {number} of {task.name} has no field {keys}", f"it has {', '.join(sorted(row))}")
+            raise QuantkitError(
+                f"row {number} of {task.name} has no field {keys}",
+                f"it has {', '.join(sorted(row))}",
+            )
         fields[name] = row[present[0]]
     if task.option_columns:
         fields["options"] = [str(row[column]).strip() for column in task.option_columns]
@@ -93,7 +122,8 @@ def map_fields(task: Task, row: Row, number: int) -> Row:
 
 
 def _shuffled(options: list[str], question: str) -> list[str]:
-    """Options in an order that depends on the question alone, and is the one that evalscope uses."""
+    """Options in an order that depends on the question alone, and is the one that evalscope
+    uses."""
     shuffled = list(options)
     seed = int.from_bytes(hashlib.sha256(question.strip().encode()).digest()[:8], "big")
     random.Random(seed).shuffle(shuffled)
@@ -101,7 +131,8 @@ def _shuffled(options: list[str], question: str) -> list[str]:
 
 
 def spread(problems: list[Problem], limit: int | None) -> list[Problem]:
-    """`limit` problems from all groups in proportion, in file order. A larger limit has all problems of a smaller one."""
+    """`limit` problems from all groups in proportion, in file order. A larger limit has all
+    problems of a smaller one."""
     if limit is None or limit >= len(problems):
         return problems
     sizes = Counter(problem.group for problem in problems)
@@ -110,7 +141,9 @@ def spread(problems: list[Problem], limit: int | None) -> list[Problem]:
     for number, problem in enumerate(problems):
         places.append(((seen[problem.group] + 0.5) / sizes[problem.group], number))
         seen[problem.group] += 1
-    return [problems[number] for _, number in sorted(sorted(places)[:limit], key=lambda place: place[1])]
+    return [
+        problems[number] for _, number in sorted(sorted(places)[:limit], key=lambda place: place[1])
+    ]
 
 
 def _within(fields: Row, dates: Dates) -> bool:
@@ -118,15 +151,23 @@ def _within(fields: Row, dates: Dates) -> bool:
 
 
 def _find(source: DataSource, data_dir: Path | None) -> list[Path]:
-    """The file of a source, or all files of the first name with a * that has some; none where there is none."""
+    """The file of a source, or all files of the first name with a * that has some; none where there
+    is none."""
     if source.builtin is not None:
         return [asset("eval", *source.builtin.split("/"))]
     if data_dir is None:
         return []
     if not data_dir.is_dir():
-        raise QuantkitError(f"{data_dir} is not a directory", "give --data-dir a directory that holds the tasks' files")
+        raise QuantkitError(
+            f"{data_dir} is not a directory",
+            "give --data-dir a directory that holds the tasks' files",
+        )
     for name in source.files:
-        found = sorted(data_dir.glob(name)) if "*" in name else [data_dir / f"{name}{ending}" for ending in ("", ".gz")]
+        found = (
+            sorted(data_dir.glob(name))
+            if "*" in name
+            else [data_dir / f"{name}{ending}" for ending in ("", ".gz")]
+        )
         present = [path for path in found if path.is_file()]
         if present:
             return present if "*" in name else present[:1]
@@ -142,7 +183,9 @@ def _read_file(path: Path) -> Iterator[Row]:
     try:
         yield from _read_parquet(path) if path.suffix == ".parquet" else _read_text(path)
     except UnicodeDecodeError as error:
-        raise QuantkitError(f"{path} is not UTF-8 ({error.reason}: byte {error.start})", "save it as UTF-8") from error
+        raise QuantkitError(
+            f"{path} is not UTF-8 ({error.reason}: byte {error.start})", "save it as UTF-8"
+        ) from error
     except (OSError, EOFError, zlib.error, csv.Error) as error:
         raise QuantkitError(f"{path} cannot be read ({error})", "download it again") from error
 
@@ -152,11 +195,15 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise QuantkitError(f"{path} needs pyarrow", "pip install 'quantkit[datasets]', or convert it to jsonl") from error
+        raise QuantkitError(
+            f"{path} needs pyarrow", "pip install 'quantkit[datasets]', or convert it to jsonl"
+        ) from error
     try:
         yield from pyarrow.parquet.read_table(path).to_pylist()
     except pyarrow.ArrowException as error:
-        raise QuantkitError(f"{path} is not Parquet ({str(error).splitlines()[0]})", "download it again") from error
+        raise QuantkitError(
+            f"{path} is not Parquet ({str(error).splitlines()[0]})", "download it again"
+        ) from error
 
 
 def _read_text(path: Path) -> Iterator[Row]:
@@ -168,16 +215,24 @@ def _read_text(path: Path) -> Iterator[Row]:
     if path.suffix == ".json":
         yield from _read_examples(path)
         return
-    with gzip.open(path, "rt", encoding="utf-8-sig") if path.suffix == ".gz" else path.open(encoding="utf-8-sig") as file:
+    with (
+        gzip.open(path, "rt", encoding="utf-8-sig")
+        if path.suffix == ".gz"
+        else path.open(encoding="utf-8-sig") as file
+    ):
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
                 row = parse_json(line)
             except ValueError as error:
-                raise QuantkitError(f"{path}:{number} is not JSON ({error})", "one JSON object per line is expected") from error
+                raise QuantkitError(
+                    f"{path}:{number} is not JSON ({error})", "one JSON object per line is expected"
+                ) from error
             if not isinstance(row, dict):
-                raise QuantkitError(f"{path}:{number} is not a JSON object", "one JSON object per line is expected")
+                raise QuantkitError(
+                    f"{path}:{number} is not a JSON object", "one JSON object per line is expected"
+                )
             yield row
 
 
@@ -188,16 +243,25 @@ def _read_examples(path: Path) -> Iterator[Row]:
     except UnicodeDecodeError:
         raise
     except ValueError as error:
-        raise QuantkitError(f"{path} is not JSON ({error})", "a list of objects is expected") from error
+        raise QuantkitError(
+            f"{path} is not JSON ({error})", "a list of objects is expected"
+        ) from error
     rows = content.get("examples") if isinstance(content, dict) else content
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise QuantkitError(f"{path} is no list of objects", "a list of objects, or one below `examples`, is expected")
+        raise QuantkitError(
+            f"{path} is no list of objects",
+            "a list of objects, or one below `examples`, is expected",
+        )
     yield from rows
 
 
 def _read_hub(task: str, source: DataSource) -> TaskRows:
     assert source.hub is not None
-    instead = f"put {source.files[0]} below --data-dir ({source.where})" if source.files else "look at the task's hub entry"
+    instead = (
+        f"put {source.files[0]} below --data-dir ({source.where})"
+        if source.files
+        else "look at the task's hub entry"
+    )
     try:
         import datasets
     except ImportError as error:
@@ -207,7 +271,15 @@ def _read_hub(task: str, source: DataSource) -> TaskRows:
         ) from error
     try:
         rows = [dict(row) for row in datasets.load_dataset(**source.hub)]
-    except Exception as error:  # the library raises many kinds, all meaning: not to be had from here
-        raise QuantkitError(f"data of {task} cannot be loaded from the hub ({type(error).__name__})", instead) from error
+    except (
+        Exception
+    ) as error:  # the library raises many kinds, all meaning: not to be had from here
+        raise QuantkitError(
+            f"data of {task} cannot be loaded from the hub ({type(error).__name__})", instead
+        ) from error
     text = "\n".join(json.dumps(row, sort_keys=True, default=str) for row in rows)
-    return TaskRows(rows, f"{source.hub['path']} ({source.hub['split']})", hashlib.sha256(text.encode()).hexdigest())
+    return TaskRows(
+        rows,
+        f"{source.hub['path']} ({source.hub['split']})",
+        hashlib.sha256(text.encode()).hexdigest(),
+    )

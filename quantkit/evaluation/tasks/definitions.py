@@ -1,7 +1,9 @@
-"""Evaluation tasks: what to ask, how to grade, under which protocol. A task is one YAML file in eval/tasks or anywhere on disk.
+"""Evaluation tasks: what to ask, how to grade, under which protocol. A task is one YAML file in
+eval/tasks or anywhere on disk.
 
-A protocol fixes everything that moves a score besides the model: prompt, system prompt, shots, sampling, repeats. Its defaults are in
-eval/protocols.yaml; a task adds its prompt and overrides what differs. `find_setting` joins the two into one `Setting`.
+A protocol fixes everything that moves a score besides the model: prompt, system prompt, shots,
+sampling, repeats. Its defaults are in eval/protocols.yaml; a task adds its prompt and overrides
+what differs. `find_setting` joins the two into one `Setting`.
 """
 
 import math
@@ -17,10 +19,11 @@ from quantkit.evaluation.generators.generator import Generation
 
 
 class DataSource(Strict):
-    """Where rows come from: a file that ships with quantkit, a file below --data-dir, or the `datasets` extra.
+    """Where rows come from: a file that ships with quantkit, a file below --data-dir, or the
+    `datasets` extra.
 
-    A name in `files` with a * stands for all files that match, one a subject: their rows get the field `file`, the file's name without its
-    ending and without _test, _val or _dev.
+    A name in `files` with a * stands for all files that match, one a subject: their rows get the
+    field `file`, the file's name without its ending and without _test, _val or _dev.
     """
 
     builtin: str | None = None
@@ -38,7 +41,8 @@ class Dates(Strict):
 
 
 class TaskProtocol(Strict):
-    """What a task says about one protocol. `generation` and `single_pass` override single sampling parameters."""
+    """What a task says about one protocol. `generation` and `single_pass` override single sampling
+    parameters."""
 
     prompt: str
     system: str | None = None
@@ -49,7 +53,9 @@ class TaskProtocol(Strict):
     grader: str | None = None
     dates: Dates | None = None
     generation: dict[str, Any] = Field({})
-    single_pass: dict[str, Any] = Field({})  # on top of `generation` when every problem is asked once
+    single_pass: dict[str, Any] = Field(
+        {}
+    )  # on top of `generation` when every problem is asked once
 
 
 class Task(Strict):
@@ -61,8 +67,14 @@ class Task(Strict):
     shots: DataSource | None = None
     fields: dict[str, str | list[str]]  # our name -> the row's, or the names it may have
     optional: dict[str, str] = Field({})  # likewise; empty where the row has none
-    option_columns: list[str] = Field([])  # the columns that make up `options`, where the options are no list
-    right_option: str | None = None  # the column with the right option, where it is none of those: all are shuffled, by the question's hash
+    option_columns: list[str] = Field(
+        []
+    )  # the columns that make up `options`, where the options are no list
+    right_option: str | None = (
+        # the column with the right option, where it is none of those: all are shuffled, by the
+        # question's hash
+        None
+    )
     grader: str
     protocols: dict[str, TaskProtocol]
 
@@ -102,7 +114,10 @@ def find_task(name: str) -> Task:
     """The task called `name` in eval/tasks, or the task in the YAML file `name`."""
     path = find_yaml(name, "eval", "tasks")
     if path is None:
-        raise UsageFault(f"task {name!r} is not known", f"choose from {', '.join(task_names())}, or give the path of a task YAML")
+        raise UsageFault(
+            f"task {name!r} is not known",
+            f"choose from {', '.join(task_names())}, or give the path of a task YAML",
+        )
     return read_yaml(path, Task, "compare with eval/tasks/gsm8k.yaml")
 
 
@@ -116,22 +131,44 @@ def _without_counts(own: TaskProtocol | None) -> TaskProtocol | None:
     return own.model_copy(update={"repeats": None}) if own is not None else None
 
 
-def find_setting(task: Task, protocol: str, *, repeats: int | None = None, overrides: dict[str, Any] | None = None) -> Setting:
-    """The task under `protocol`; `overrides` replaces single sampling parameters (temperature, top_p, max_tokens)."""
+def find_setting(
+    task: Task,
+    protocol: str,
+    *,
+    repeats: int | None = None,
+    overrides: dict[str, Any] | None = None,
+) -> Setting:
+    """The task under `protocol`; `overrides` replaces single sampling parameters (temperature,
+    top_p, max_tokens)."""
     if protocol not in protocols():
-        raise UsageFault(f"protocol {protocol!r} is not known", f"choose one of {', '.join(protocols())}")
+        raise UsageFault(
+            f"protocol {protocol!r} is not known", f"choose one of {', '.join(protocols())}"
+        )
     base = protocols()[protocol]
-    own = task.protocols.get(protocol) or (_without_counts(task.protocols.get(base.like)) if base.like else None)
+    own = task.protocols.get(protocol) or (
+        _without_counts(task.protocols.get(base.like)) if base.like else None
+    )
     if own is None:
-        raise QuantkitError(f"task {task.name} does not define protocol {protocol}", f"use {' or '.join(task.protocols)}")
+        raise QuantkitError(
+            f"task {task.name} does not define protocol {protocol}",
+            f"use {' or '.join(task.protocols)}",
+        )
     asked = repeats or own.repeats or base.repeats
-    parameters = base.generation | own.generation | (own.single_pass if asked == 1 else {}) | (overrides or {})
+    parameters = (
+        base.generation
+        | own.generation
+        | (own.single_pass if asked == 1 else {})
+        | (overrides or {})
+    )
     generation = Generation(**parameters | {"stop": tuple(parameters.get("stop", ()))})
     if not math.isfinite(generation.temperature):
-        raise QuantkitError(f"--temperature is {generation.temperature}", "use 0 (greedy), or a number above it")
+        raise QuantkitError(
+            f"--temperature is {generation.temperature}", "use 0 (greedy), or a number above it"
+        )
     if asked > 1 and generation.temperature == 0:
         raise QuantkitError(
-            f"{asked} repeats of {task.name} would be {asked} times the same greedy reply", "use --repeats 1 or set a --temperature above 0"
+            f"{asked} repeats of {task.name} would be {asked} times the same greedy reply",
+            "use --repeats 1 or set a --temperature above 0",
         )
     return Setting(
         task=task,

@@ -1,7 +1,9 @@
-"""Numbers hidden in long texts, of exact length in tokens of any tokenizer, after the retrieval tasks of RULER (Hsieh et al., 2024).
+"""Numbers hidden in long texts, of exact length in tokens of any tokenizer, after the retrieval
+tasks of RULER (Hsieh et al., 2024).
 
-`single`: one number in a text about nothing. `multikey`: eight numbers under different names, of which one is asked. `keys`: the text holds
-nothing but named numbers. Every text is made anew from the seed; the same seed, length and tokenizer give the same rows.
+`single`: one number in a text about nothing. `multikey`: eight numbers under different names, of
+which one is asked. `keys`: the text holds nothing but named numbers. Every text is made anew from
+the seed; the same seed, length and tokenizer give the same rows.
 """
 
 import random
@@ -14,44 +16,85 @@ KINDS = ("single", "multikey", "keys")
 NEEDLES = 8  # named numbers of a multikey text
 
 _FIRST = (
-    "amber brisk calm dusty early faded gentle hollow icy jolly keen lonely mellow narrow olive pale quiet rusty silent tidy upper warm"
+    "amber brisk calm dusty early faded gentle hollow icy jolly keen lonely mellow narrow "
+    "olive pale quiet rusty silent tidy upper warm"
 )
 _SECOND = (
-    "anchor barrel canyon drawer engine feather garden hammer island jacket kettle lantern meadow needle orchard pillow quarry river saddle"
+    "anchor barrel canyon drawer engine feather garden hammer island jacket kettle lantern "
+    "meadow needle orchard pillow quarry river saddle"
 )
 _SECOND += " tunnel umbrella valley window yard"
-_PLACES = "the harbor, the station, the old mill, the market, the library, the bridge, the school, the workshop, the hill, the lake"
-_PEOPLE = "the baker, a traveller, the gardener, two neighbours, the clerk, a fisherman, the teacher, the mayor, a painter, the carpenter"
-_DEEDS = "waited for the rain, sold a few apples, read the morning paper, counted the boats, mended a fence, swept the floor, drew a map"
-_DEEDS += ", told a long story, looked for a lost key, carried some wood, wrote a letter, slept until noon"
-_TIMES = "On Monday, Early in the morning, After lunch, Late in the day, During the storm, In spring, A week later, Before dawn"
+_PLACES = (
+    "the harbor, the station, the old mill, the market, the library, the bridge, the "
+    "school, the workshop, the hill, the lake"
+)
+_PEOPLE = (
+    "the baker, a traveller, the gardener, two neighbours, the clerk, a fisherman, the "
+    "teacher, the mayor, a painter, the carpenter"
+)
+_DEEDS = (
+    "waited for the rain, sold a few apples, read the morning paper, counted the boats, "
+    "mended a fence, swept the floor, drew a map"
+)
+_DEEDS += (
+    ", told a long story, looked for a lost key, carried some wood, wrote a letter, slept "
+    "until noon"
+)
+_TIMES = (
+    "On Monday, Early in the morning, After lunch, Late in the day, During the storm, In "
+    "spring, A week later, Before dawn"
+)
 
-_TASK = "Numbers are hidden in the text below, each under a name. Remember them; you will be asked for one.\n\n{text}\n\n"
+_TASK = (
+    "Numbers are hidden in the text below, each under a name. Remember them; you will be "
+    "asked for one.\n\n{text}\n\n"
+)
 _QUESTION = "Which number does the text give for {name}? Reply with the number alone."
 
 
 def needle_rows(
     count_tokens: Callable[[str], int], lengths: list[int], kinds: list[str], count: int, seed: int
 ) -> Iterator[dict[str, Any]]:
-    """`count` problems for every length and kind, the asked-for number at depths that are evenly spread.
+    """`count` problems for every length and kind, the asked-for number at depths that are evenly
+    spread.
 
-    A row has id, problem, answer (seven digits), length, kind, depth (0: at the beginning) and tokens, which is at most the length.
+    A row has id, problem, answer (seven digits), length, kind, depth (0: at the beginning) and
+    tokens, which is at most the length.
     """
     for length in lengths:
         for kind in kinds:
             for index in range(count):
-                yield _row(count_tokens, length, kind, index, count, random.Random(f"{seed} {length} {kind} {index}"))
+                yield _row(
+                    count_tokens,
+                    length,
+                    kind,
+                    index,
+                    count,
+                    random.Random(f"{seed} {length} {kind} {index}"),
+                )
 
 
-def _row(count_tokens: Callable[[str], int], length: int, kind: str, index: int, count: int, draw: random.Random) -> dict[str, Any]:
+def _row(
+    count_tokens: Callable[[str], int],
+    length: int,
+    kind: str,
+    index: int,
+    count: int,
+    draw: random.Random,
+) -> dict[str, Any]:
     named = _named_numbers(draw)
     name, answer = next(named)
     question = _QUESTION.format(name=name)
-    needles = [_needle(name, answer), *(_needle(*next(named)) for _ in range(NEEDLES - 1 if kind == "multikey" else 0))]
+    needles = [
+        _needle(name, answer),
+        *(_needle(*next(named)) for _ in range(NEEDLES - 1 if kind == "multikey" else 0)),
+    ]
     filler = (_needle(*one) for one in named) if kind == "keys" else _sentences(draw)
     room = length - count_tokens(_TASK.format(text=" ".join(needles)) + question)
     if room < 0:
-        raise QuantkitError(f"a {kind} text has no room in {length} tokens", "give a larger --lengths")
+        raise QuantkitError(
+            f"a {kind} text has no room in {length} tokens", "give a larger --lengths"
+        )
     text: list[str] = []
     while room > 0:
         text.append(next(filler, ""))
@@ -68,7 +111,13 @@ def _row(count_tokens: Callable[[str], int], length: int, kind: str, index: int,
     while (tokens := count_tokens(problem())) > length:
         text.pop()
     about = {"id": f"{length}-{kind}-{index}", "problem": problem(), "answer": answer}
-    return about | {"length": length, "kind": kind, "group": f"{length} {kind}", "depth": round(depth, 3), "tokens": tokens}
+    return about | {
+        "length": length,
+        "kind": kind,
+        "group": f"{length} {kind}",
+        "depth": round(depth, 3),
+        "tokens": tokens,
+    }
 
 
 def _named_numbers(draw: random.Random) -> Iterator[tuple[str, str]]:
@@ -86,6 +135,11 @@ def _needle(name: str, number: str) -> str:
 
 
 def _sentences(draw: random.Random) -> Iterator[str]:
-    times, people, deeds, places = (words.split(", ") for words in (_TIMES, _PEOPLE, _DEEDS, _PLACES))
+    times, people, deeds, places = (
+        words.split(", ") for words in (_TIMES, _PEOPLE, _DEEDS, _PLACES)
+    )
     while True:
-        yield f"{draw.choice(times)}, {draw.choice(people)} {draw.choice(deeds)} near {draw.choice(places)}."
+        yield (
+            f"{draw.choice(times)}, {draw.choice(people)} {draw.choice(deeds)} near "
+            f"{draw.choice(places)}."
+        )

@@ -4,7 +4,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # Reason code -> what it means. The first group counts as right.
-RIGHT = {"right": "right, stated as asked", "right-loose": "right, but found only by the flexible reading", "passed": "all tests passed"}
+RIGHT = {
+    "right": "right, stated as asked",
+    "right-loose": "right, but found only by the flexible reading",
+    "passed": "all tests passed",
+}
 WRONG = {
     "wrong": "wrong, stated as asked",
     "wrong-loose": "wrong, found by the flexible reading",
@@ -22,13 +26,17 @@ MISSING = {
     "context": "refused: the request did not fit the model's context",
     "filtered": "cut by the server's content filter",
 }
-EXCLUDED = {"error": "the request failed", "sandbox-error": "the sandbox failed"}  # no verdict on the model: not in the score
+EXCLUDED = {
+    "error": "the request failed",
+    "sandbox-error": "the sandbox failed",
+}  # no verdict on the model: not in the score
 REASONS = RIGHT | WRONG | MISSING | EXCLUDED
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One row of a task with the task's own field names. `gold` is the right answer in one line, for people to read."""
+    """One row of a task with the task's own field names. `gold` is the right answer in one line,
+    for people to read."""
 
     id: str
     fields: dict[str, Any]
@@ -38,9 +46,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Grade:
-    """Verdict on one reply. `correct` is the flexible reading, `strict` wants the answer where the prompt asked for it.
+    """Verdict on one reply. `correct` is the flexible reading, `strict` wants the answer where the
+    prompt asked for it.
 
-    `measures`: other scores of a task by name, as (points, of how many); they are summed over replies.
+    `measures`: other scores of a task by name, as (points, of how many); they are summed over
+    replies.
     """
 
     reason: str

@@ -16,35 +16,53 @@ from quantkit.evaluation.tasks.problems import Problem
 
 Shot = dict[str, Any]
 
-_environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
+_environment = ImmutableSandboxedEnvironment(
+    undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
+)
 _environment.filters["regex_replace"] = lambda text, pattern, value: re.sub(pattern, value, text)
 _environment.globals["letters"] = LETTERS
 
 
 def render(setting: Setting, problem: Problem, shots: list[Shot], seed: int) -> Prompt:
-    """The prompt of one problem. `shots` are the fields of the rows to draw from, in order; the first that fit are taken."""
+    """The prompt of one problem. `shots` are the fields of the rows to draw from, in order; the
+    first that fit are taken."""
     if setting.shots_same_group:
         shots = [shot for shot in shots if shot.get("group") == problem.group]
     shots = shots[: setting.shots]
     if len(shots) < setting.shots:
-        raise QuantkitError(f"{setting.task.name} needs {setting.shots} shots and has {len(shots)}", "complete the file of shots")
+        raise QuantkitError(
+            f"{setting.task.name} needs {setting.shots} shots and has {len(shots)}",
+            "complete the file of shots",
+        )
     try:
         text = _environment.from_string(setting.prompt).render(problem.fields | {"shots": shots})
     except TemplateError as error:
-        raise QuantkitError(f"prompt of {setting.task.name} under {setting.protocol}: {error}", "see the task's YAML") from error
+        raise QuantkitError(
+            f"prompt of {setting.task.name} under {setting.protocol}: {error}",
+            "see the task's YAML",
+        ) from error
     if setting.raw:
         return Prompt(text=text, seed=seed)
     system = ({"role": "system", "content": setting.system},) if setting.system else ()
-    return Prompt(messages=(*system, {"role": "user", "content": text}), seed=seed, think=setting.thinking)
+    return Prompt(
+        messages=(*system, {"role": "user", "content": text}), seed=seed, think=setting.thinking
+    )
 
 
 def prompt_parts(prompt: Prompt) -> list[tuple[str, str]]:
-    """(role, text) of what is sent; a raw prompt is one part. A chat template is applied behind it, by the server or the tokenizer."""
+    """(role, text) of what is sent; a raw prompt is one part. A chat template is applied behind it,
+    by the server or the tokenizer."""
     if prompt.text is not None:
         return [("raw prompt", prompt.text)]
     return [(message["role"], message["content"]) for message in prompt.messages]
 
 
 def sample_seed(seed: int, problem: str, repeat: int) -> int:
-    """A seed per sample, so that a run with more problems or repeats draws the earlier ones the same."""
-    return int.from_bytes(hashlib.sha256(json.dumps([seed, problem, repeat]).encode()).digest()[:4], "big") & 0x7FFFFFFF
+    """A seed per sample, so that a run with more problems or repeats draws the earlier ones the
+    same."""
+    return (
+        int.from_bytes(
+            hashlib.sha256(json.dumps([seed, problem, repeat]).encode()).digest()[:4], "big"
+        )
+        & 0x7FFFFFFF
+    )

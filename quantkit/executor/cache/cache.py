@@ -1,9 +1,11 @@
-"""The paged cache: what each layer keeps of every token, in blocks that sequences take and give back.
+"""The paged cache: what each layer keeps of every token, in blocks that sequences take and give
+back.
 
-For latent attention a token is its normed latent and its rotated shared key (`cache_width` values), in one tensor or in two as the kernel
-backend reads them; for grouped-query attention its keys and, in a tensor of their own, its values. In 8 bits it is codes with scales
-(quantkit_kernels/codes.py). Blocks are numbered once for all layers:
-block b of a sequence is block b in every layer. Block 0 belongs to nobody: padding rows of a captured batch write there.
+For latent attention a token is its normed latent and its rotated shared key (`cache_width` values),
+in one tensor or in two as the kernel backend reads them; for grouped-query attention its keys and,
+in a tensor of their own, its values. In 8 bits it is codes with scales (quantkit_kernels/codes.py).
+Blocks are numbered once for all layers: block b of a sequence is block b in every layer. Block 0
+belongs to nobody: padding rows of a captured batch write there.
 """
 
 from collections.abc import Mapping
@@ -11,7 +13,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from quantkit_kernels import CODES, CodedKeys, CodedLatents, CodeSteps, KeySteps, KeyValues, Latents, why_no_codes
+from quantkit_kernels import (
+    CODES,
+    CodedKeys,
+    CodedLatents,
+    CodeSteps,
+    KeySteps,
+    KeyValues,
+    Latents,
+    why_no_codes,
+)
 from torch import Tensor
 
 from quantkit.common.errors import QuantkitError, UsageFault
@@ -21,44 +32,57 @@ from quantkit.executor.cache.window_cache import RecentTokens
 from quantkit.models.context import NO_STEPS
 
 BLOCK_SIZE = 64
-"""Tokens per block: large enough that block tables stay short, small enough that a sequence wastes little."""
+"""Tokens per block: large enough that block tables stay short, small enough that a sequence wastes
+little."""
 
 _CACHE_SHARE = {"cuda": 0.9, "npu": 0.9, "cpu": 0.25}
-"""Share of the memory left after loading that the cache may take; the rest is for activations (and on a CPU for everybody else)."""
+"""Share of the memory left after loading that the cache may take; the rest is for activations (and
+on a CPU for everybody else)."""
 
 
 class Coding(NamedTuple):
-    """How a cache is kept in 8 bits. dtype: of codes. kv_heads: heads whose keys and values have scales of their own; 0 for latents, which
-    have one for a token."""
+    """How a cache is kept in 8 bits. dtype: of codes. kv_heads: heads whose keys and values have
+    scales of their own; 0 for latents, which have one for a token."""
 
     dtype: torch.dtype
     kv_heads: int
 
 
 def codes_of(cache: str | None) -> torch.dtype | None:
-    """The dtype of a cache in 8 bits by its name; None for the model's 16 bits. Raises QuantkitError for other names."""
+    """The dtype of a cache in 8 bits by its name; None for the model's 16 bits. Raises
+    QuantkitError for other names."""
     if cache not in (None, *CODES):
-        raise UsageFault(f"a cache of {cache!r} is not known", f"use --cache {' or '.join(CODES)}, or leave it out for 16 bits")
+        raise UsageFault(
+            f"a cache of {cache!r} is not known",
+            f"use --cache {' or '.join(CODES)}, or leave it out for 16 bits",
+        )
     return CODES.get(cache or "")
 
 
 def find_codes(cache: str | None, device: torch.device) -> torch.dtype | None:
-    """As `codes_of`; raises QuantkitError too where attention on `device` does not read such a cache."""
+    """As `codes_of`; raises QuantkitError too where attention on `device` does not read such a
+    cache."""
     codes = codes_of(cache)
     reason = None if codes is None else why_no_codes(device)
     if reason is not None:
-        raise QuantkitError(f"no cache of {cache} on {device.type}: {reason}", "leave --cache out, for 16 bits")
+        raise QuantkitError(
+            f"no cache of {cache} on {device.type}: {reason}", "leave --cache out, for 16 bits"
+        )
     return codes
 
 
 class PagedCache:
-    """Storage: `layers[i]` is [num_blocks, block_size, width], or a tensor for each of `parts`, the widths that lie apart; where there is a
-    coding `CodedLatents`, or `CodedKeys` whose heads lie side by side. dtype: of what is neither code nor scale.
+    """Storage: `layers[i]` is [num_blocks, block_size, width], or a tensor for each of `parts`, the
+    widths that lie apart; where there is a coding `CodedLatents`, or `CodedKeys` whose heads lie
+    side by side. dtype: of what is neither code nor scale.
 
     steps: of codes, by layer, where they are known.
-    index_dim: width of the index keys beside latents, [num_blocks, block_size, index_dim] of `dtype` a layer; 0 for a model without.
-    entries: what a model of compressed attention keeps, whose layers keep nothing here. recent: what short convolutions read.
-    places: of a model some of whose layers keep nothing here, the number that each other layer has; states: what those keep.
+    index_dim: width of the index keys beside latents, [num_blocks, block_size, index_dim] of
+    `dtype` a layer; 0 for a model without.
+    entries: what a model of compressed attention keeps, whose layers keep nothing here. recent:
+    what short convolutions read.
+    places: of a model some of whose layers keep nothing here, the number that each other layer has;
+    states: what those keep.
     """
 
     def __init__(
@@ -84,42 +108,65 @@ class PagedCache:
 
         def storage(kind: torch.dtype, *sizes: int) -> tuple[Tensor, ...]:
             """A tensor for each layer."""
-            return torch.empty(num_layers, num_blocks, block_size, *sizes, dtype=kind, device=device).unbind()
+            return torch.empty(
+                num_layers, num_blocks, block_size, *sizes, dtype=kind, device=device
+            ).unbind()
 
         self.layers: list[Latents | CodedKeys]
         if coding is None:
             plain = zip(*(storage(dtype, part) for part in parts or (width,)))
             self.layers = [(one[0], one[1]) if parts else one[0] for one in plain]
         elif coding.kv_heads:
-            sides = [storage(coding.dtype, part) for part in parts] + [storage(torch.float32, coding.kv_heads) for _ in parts]
+            sides = [storage(coding.dtype, part) for part in parts] + [
+                storage(torch.float32, coding.kv_heads) for _ in parts
+            ]
             self.layers = [CodedKeys(*one) for one in zip(*sides)]
         else:
-            latents = zip(storage(coding.dtype, parts[0]), storage(dtype, parts[1]), storage(torch.float32))
+            latents = zip(
+                storage(coding.dtype, parts[0]), storage(dtype, parts[1]), storage(torch.float32)
+            )
             self.layers = [CodedLatents(*one) for one in latents]
         self._index = storage(dtype, index_dim) if index_dim else ()
-        self.num_blocks, self.block_size, self.width, self.parts, self.coding = num_blocks, block_size, width, parts, coding
+        self.num_blocks, self.block_size, self.width, self.parts, self.coding = (
+            num_blocks,
+            block_size,
+            width,
+            parts,
+            coding,
+        )
         self.dtype, self.device = dtype, torch.device(device)
         self.steps = steps
         self._places, self._states, self._entries, self._recent = places, states, entries, recent
 
     @property
     def nbytes(self) -> int:
-        kept = [part for layer in self.layers for part in ((layer,) if isinstance(layer, Tensor) else layer)]
-        return sum(part.nbytes for part in (*kept, *self._index)) + (self._entries.nbytes if self._entries else 0)
+        kept = [
+            part
+            for layer in self.layers
+            for part in ((layer,) if isinstance(layer, Tensor) else layer)
+        ]
+        return sum(part.nbytes for part in (*kept, *self._index)) + (
+            self._entries.nbytes if self._entries else 0
+        )
 
     @property
     def doubles_angles(self) -> bool:
-        """Whether latents lie as those operators read them that want each angle twice (quantkit_kernels/latents.py)."""
+        """Whether latents lie as those operators read them that want each angle twice
+        (quantkit_kernels/latents.py)."""
         return bool(self.parts) and self.coding is None
 
     @property
     def goes_by_sequence(self) -> bool:
-        """Whether layers read prompts sequence after sequence, and not by tables alone: states, index keys, entries."""
-        return any(one is not None for one in (self._states, self._entries, self._recent)) or bool(self._index)
+        """Whether layers read prompts sequence after sequence, and not by tables alone: states,
+        index keys, entries."""
+        return any(one is not None for one in (self._states, self._entries, self._recent)) or bool(
+            self._index
+        )
 
     @property
     def read_in_place(self) -> bool:
-        """Whether prompts attend to tokens where they lie, as keys and values in 16 bits: latents are expanded first, codes decoded."""
+        """Whether prompts attend to tokens where they lie, as keys and values in 16 bits: latents
+        are expanded first, codes decoded."""
         return bool(self.parts) and self.coding is None
 
     def latents(self, layer: int) -> Latents:
@@ -133,10 +180,15 @@ class PagedCache:
         return self._index[layer]
 
     def heads(self, layer: int, head_dim: int) -> KeyValues:
-        """Keys and values of grouped-query attention, each [num_blocks, block_size, kv_heads, head_dim]."""
+        """Keys and values of grouped-query attention, each [num_blocks, block_size, kv_heads,
+        head_dim]."""
         stored = self.layers[layer if self._places is None else self._places[layer]]
         keys, values = (part.unflatten(-1, (-1, head_dim)) for part in stored[:2])
-        return CodedKeys(keys, values, *stored.scales) if isinstance(stored, CodedKeys) else (keys, values)
+        return (
+            CodedKeys(keys, values, *stored.scales)
+            if isinstance(stored, CodedKeys)
+            else (keys, values)
+        )
 
     def latent_step(self, layer: int) -> Tensor | None:
         """What a code of a latent is worth, where it is known."""
@@ -210,22 +262,34 @@ def plan_cache(
     block_size: int = BLOCK_SIZE,
     left_bytes: int = 0,
 ) -> CachePlan:
-    """Size the cache: what was asked for, else all that `max_batch` full contexts need, at most a share of the free memory.
+    """Size the cache: what was asked for, else all that `max_batch` full contexts need, at most a
+    share of the free memory.
 
-    context_len: positions the model was built for. bytes_per_token: over all layers. left_bytes: of the free memory that are left, where
-    the share leaves less. Raises QuantkitError where what was asked for
-    does not fit in memory.
+    context_len: positions the model was built for. bytes_per_token: over all layers. left_bytes: of
+    the free memory that are left, where the share leaves less. Raises QuantkitError where what was
+    asked for does not fit in memory.
     """
-    budget = min(int(free_bytes * _CACHE_SHARE[device_type]), free_bytes - left_bytes) // bytes_per_token
+    budget = (
+        min(int(free_bytes * _CACHE_SHARE[device_type]), free_bytes - left_bytes) // bytes_per_token
+    )
     wanted = max_model_len or context_len
     if cache_tokens is None:
-        tokens = min(max_batch * -(-wanted // block_size) * block_size, budget)  # sequences share no block
+        tokens = min(
+            max_batch * -(-wanted // block_size) * block_size, budget
+        )  # sequences share no block
         remedy = "lower --max-model-len, or free memory"
     else:
         if cache_tokens > budget:
-            raise QuantkitError(f"a cache of {cache_tokens} tokens asked for, {budget} fit in memory", "lower --cache-tokens")
+            raise QuantkitError(
+                f"a cache of {cache_tokens} tokens asked for, {budget} fit in memory",
+                "lower --cache-tokens",
+            )
         tokens, remedy = cache_tokens, "raise --cache-tokens or lower --max-model-len"
     blocks = max(-(-tokens // block_size), 1)
     if max_model_len is not None and blocks * block_size < max_model_len:
-        raise QuantkitError(f"the cache holds {blocks * block_size} tokens, fewer than the context of {max_model_len}", remedy)
+        raise QuantkitError(
+            f"the cache holds {blocks * block_size} tokens, fewer than the context of "
+            f"{max_model_len}",
+            remedy,
+        )
     return CachePlan(blocks + 1, block_size, min(wanted, blocks * block_size))

@@ -1,8 +1,9 @@
-"""What compressed attention keeps (models/compressed_attention.py): pages of entries, and of each running sequence its last tokens (recent.py).
+"""What compressed attention keeps (models/compressed_attention.py): pages of entries, and of each
+running sequence its last tokens (recent.py).
 
-An entry of a group of tokens lies in the block of the group's last token, so pages are as many as the blocks of other models' caches. An
-entry of tokens that were guessed wrong is written again before a token sees it. Block 0 belongs to nobody: padding rows of a captured batch
-write there.
+An entry of a group of tokens lies in the block of the group's last token, so pages are as many as
+the blocks of other models' caches. An entry of tokens that were guessed wrong is written again
+before a token sees it. Block 0 belongs to nobody: padding rows of a captured batch write there.
 """
 
 import torch
@@ -10,11 +11,18 @@ from torch import Tensor
 
 from quantkit.executor.cache.window_cache import RecentTokens
 from quantkit.models.architecture import CompressedCache
-from quantkit.models.compressed_attention import CompressedAttention, CompressedInputs, Entries, new_entries, number_of
+from quantkit.models.compressed_attention import (
+    CompressedAttention,
+    CompressedInputs,
+    Entries,
+    new_entries,
+    number_of,
+)
 
 
 class CompressedEntries:
-    """Of one model, for `places` sequences; dtype: the compute dtype; ahead: as `RecentTokens` has it."""
+    """Of one model, for `places` sequences; dtype: the compute dtype; ahead: as `RecentTokens` has
+    it."""
 
     def __init__(
         self,
@@ -32,7 +40,9 @@ class CompressedEntries:
         for rate, selects in sizes.rates:
             rows = num_blocks * self._rows(rate) if rate else 0
             self._kv.append(torch.zeros(rows, sizes.head_dim, dtype=dtype, device=device))
-            self._index.append(torch.zeros(rows, sizes.index_dim if selects else 0, dtype=dtype, device=device))
+            self._index.append(
+                torch.zeros(rows, sizes.index_dim if selects else 0, dtype=dtype, device=device)
+            )
         self._recent = RecentTokens(sizes.kept(), ahead, places, dtype, device)
 
     @property
@@ -40,7 +50,13 @@ class CompressedEntries:
         return self._recent.nbytes + sum(one.nbytes for one in (*self._kv, *self._index))
 
     def attend_chunk(
-        self, layer: int, inputs: CompressedInputs, attention: CompressedAttention, start: int, blocks: Tensor, place: int
+        self,
+        layer: int,
+        inputs: CompressedInputs,
+        attention: CompressedAttention,
+        start: int,
+        blocks: Tensor,
+        place: int,
     ) -> Tensor:
         """The tokens start .. of a sequence, whose blocks these are -> [T, heads, head_dim]."""
         stop, rate = start + len(inputs.kv), attention.rate
@@ -52,7 +68,9 @@ class CompressedEntries:
             seen = self._recent.chunk(number_of(layer, 1), place, begin, start, inputs.raw)
             self._keep(layer, new_entries(seen, begin, start, stop, attention), blocks, rate)
             entries = self._read(layer, self._span(0, stop // rate), blocks, rate)
-        return attention.attended(inputs, self._span(start, stop), kv, self._span(first, stop), entries)
+        return attention.attended(
+            inputs, self._span(start, stop), kv, self._span(first, stop), entries
+        )
 
     def attend_rows(
         self,
@@ -63,25 +81,38 @@ class CompressedEntries:
         tables: Tensor,
         places: Tensor,
     ) -> Tensor:
-        """Tokens at positions [B] of several sequences, with block tables [B, n] and places [B]; those of one sequence have rising
-        positions -> [B, heads, head_dim]."""
+        """Tokens at positions [B] of several sequences, with block tables [B, n] and places [B];
+        those of one sequence have rising positions -> [B, heads, head_dim]."""
         window, rate = attention.window, attention.rate
         kv = self._recent.rows(number_of(layer, 0), places, positions, inputs.kv, window)
         at = positions[:, None] - torch.arange(window - 1, -1, -1, device=self._device)
         entries = Entries(kv[:, :0], kv[:, :0], at[:, :0])
         if attention.pooling is not None:
-            seen = self._recent.rows(number_of(layer, 1), places, positions, inputs.raw, attention.pooling.reach)
+            seen = self._recent.rows(
+                number_of(layer, 1), places, positions, inputs.raw, attention.pooling.reach
+            )
             numbers = positions // rate
             made = attention.pooled(seen, numbers)  # of a group that ends here; else nobody's
-            address = self._addresses(numbers[:, None], tables, rate)[:, 0].where((positions + 1) % rate == 0, 0)
+            address = self._addresses(numbers[:, None], tables, rate)[:, 0].where(
+                (positions + 1) % rate == 0, 0
+            )
             self._kv[layer][address], self._index[layer][address] = made.kv, made.keys
             entries = self._seen(layer, inputs, attention, positions, tables)
         return attention.attended(inputs, positions, kv, at, entries)
 
-    def _seen(self, layer: int, inputs: CompressedInputs, attention: CompressedAttention, positions: Tensor, tables: Tensor) -> Entries:
+    def _seen(
+        self,
+        layer: int,
+        inputs: CompressedInputs,
+        attention: CompressedAttention,
+        positions: Tensor,
+        tables: Tensor,
+    ) -> Entries:
         """The entries of all rows; where there are more than are seen of each, the chosen ones."""
         rate = attention.rate
-        numbers = torch.arange(tables.shape[1] * self._block_size // rate, device=self._device).expand(len(positions), -1)
+        numbers = torch.arange(
+            tables.shape[1] * self._block_size // rate, device=self._device
+        ).expand(len(positions), -1)
         if attention.index_pooling is not None and numbers.shape[1] > attention.topk:
             index = self._index[layer][self._addresses(numbers, tables, rate)]
             numbers = numbers.gather(1, attention.chosen(inputs, positions, index, numbers))
@@ -91,15 +122,17 @@ class CompressedEntries:
         return Entries(self._kv[layer][addresses], self._index[layer][addresses], numbers)
 
     def _read(self, layer: int, numbers: Tensor, blocks: Tensor, rate: int) -> Entries:
-        return self._entries_at(layer, self._addresses(numbers[None], blocks[None], rate)[0], numbers)
+        return self._entries_at(
+            layer, self._addresses(numbers[None], blocks[None], rate)[0], numbers
+        )
 
     def _keep(self, layer: int, entries: Entries, blocks: Tensor, rate: int) -> None:
         addresses = self._addresses(entries.numbers[None], blocks[None], rate)[0]
         self._kv[layer][addresses], self._index[layer][addresses] = entries.kv, entries.keys
 
     def _addresses(self, numbers: Tensor, tables: Tensor, rate: int) -> Tensor:
-        """numbers int64 [B, E] of groups, tables [B, n] of blocks -> rows of the pages [B, E], any row for a group
-        that ends behind the table."""
+        """numbers int64 [B, E] of groups, tables [B, n] of blocks -> rows of the pages [B, E], any
+        row for a group that ends behind the table."""
         place = ((numbers + 1) * rate - 1) // self._block_size
         blocks = tables.long().gather(1, place.clamp(max=tables.shape[1] - 1))
         return blocks * self._rows(rate) + numbers - place * self._block_size // rate

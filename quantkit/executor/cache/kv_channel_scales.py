@@ -1,12 +1,15 @@
-"""Channels of one size for a cache in 8 bits: a token, or a head of it, has one scale, which its largest channel decides.
+"""Channels of one size for a cache in 8 bits: a token, or a head of it, has one scale, which its
+largest channel decides.
 
-What a channel is divided by before it is cached is multiplied back behind the cache, by weights that are there already. Of latents the
-norm's gain is divided and the columns of kv_b are multiplied; of keys that are normed the gain of keys is divided and that of queries
-multiplied, alike for both channels that turn together. Divisors are powers of two, so nothing is rounded, and what the model computes
-without a cache in 8 bits stays the same to the last bit, but for numbers too small for 16 bits.
+What a channel is divided by before it is cached is multiplied back behind the cache, by weights
+that are there already. Of latents the norm's gain is divided and the columns of kv_b are
+multiplied; of keys that are normed the gain of keys is divided and that of queries multiplied,
+alike for both channels that turn together. Divisors are powers of two, so nothing is rounded, and
+what the model computes without a cache in 8 bits stays the same to the last bit, but for numbers
+too small for 16 bits.
 
-How large a channel will be the weights tell: of a latent the gain times the norm of kv_a's row over the input's own gains, of a key its
-gain. Values, and keys without a norm, stay as they are.
+How large a channel will be the weights tell: of a latent the gain times the norm of kv_a's row over
+the input's own gains, of a key its gain. Values, and keys without a norm, stay as they are.
 """
 
 from collections.abc import Iterable
@@ -23,19 +26,27 @@ from quantkit.models.rope import Rope
 from quantkit.models.table import Parameter
 
 
-def even_channels(layers: Iterable[DecoderLayer], rows: list[Parameter], checkpoint: Checkpoint) -> None:
+def even_channels(
+    layers: Iterable[DecoderLayer], rows: list[Parameter], checkpoint: Checkpoint
+) -> None:
     """Change the attention of these layers in place. Every rank finds the same divisors."""
-    kv_a = {row.layer: row.module for row in rows if row.projection == "kv_a" and row.role == "linear"}
+    kv_a = {
+        row.layer: row.module for row in rows if row.projection == "kv_a" and row.role == "linear"
+    }
     for layer in layers:
         attention = layer.attention
         if isinstance(attention, deepseek_v3.Attention):
-            weight = dequantize(checkpoint.weight(kv_a[attention.layer]), torch.float32)[: attention.config.kv_lora_rank]
+            weight = dequantize(checkpoint.weight(kv_a[attention.layer]), torch.float32)[
+                : attention.config.kv_lora_rank
+            ]
             spread = (weight.to(layer.input_norm.device) * layer.input_norm.float()).norm(dim=1)
             divisors = powers(attention.norms.k.float().abs() * spread)
             attention.kv_b = attention.kv_b * divisors.to(attention.kv_b.dtype)
             attention.norms = attention.norms._replace(k=divided(attention.norms.k, divisors))
         elif isinstance(attention, gqa.Attention) and attention.norms is not None:
-            divisors = powers(alike_in_pairs(attention.norms.k.float().abs(), attention.config.rope))
+            divisors = powers(
+                alike_in_pairs(attention.norms.k.float().abs(), attention.config.rope)
+            )
             q = (attention.norms.q.float() * divisors).to(attention.norms.q.dtype)
             attention.norms = attention.norms._replace(q=q, k=divided(attention.norms.k, divisors))
 

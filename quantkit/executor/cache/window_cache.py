@@ -1,10 +1,13 @@
-"""What some layers keep of the last tokens of every running sequence: a short convolution's inputs, a window's keys, what makes entries.
+"""What some layers keep of the last tokens of every running sequence: a short convolution's inputs,
+a window's keys, what makes entries.
 
-A token lies in a ring, at its position modulo the ring's length. The ring is longer than what a new token reads, by as many tokens as may
-be guessed: so a step writes the tokens that it checks beside each other, and where a guess was wrong the next one writes over it. There are
-two rings of each: a chunk of a prompt reads one and writes the other, with the number of tokens that it is of, so that it may be computed
-again; a step writes its tokens where they already stand when it is computed again. Place 0 belongs to nobody: padding rows of a captured
-batch write there.
+A token lies in a ring, at its position modulo the ring's length. The ring is longer than what a new
+token reads, by as many tokens as may
+be guessed: so a step writes the tokens that it checks beside each other, and where a guess was
+wrong the next one writes over it. There are
+two rings of each: a chunk of a prompt reads one and writes the other, with the number of tokens
+that it is of, so that it may be computed again; a step writes its tokens where they already stand
+when it is computed again. Place 0 belongs to nobody: padding rows of a captured batch write there.
 """
 
 from collections.abc import Mapping
@@ -14,16 +17,25 @@ from torch import Tensor
 
 
 class RecentTokens:
-    """Of `places` sequences. sizes: tokens that a new one reads, itself included, and values of each, by number. ahead: tokens that may be
-    computed and taken back."""
+    """Of `places` sequences. sizes: tokens that a new one reads, itself included, and values of
+    each, by number. ahead: tokens that may be computed and taken back."""
 
     def __init__(
-        self, sizes: Mapping[int, tuple[int, int]], ahead: int, places: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        sizes: Mapping[int, tuple[int, int]],
+        ahead: int,
+        places: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         self._rings = {
-            number: torch.zeros(2, places + 1, reach + ahead, width, dtype=dtype, device=device) for number, (reach, width) in sizes.items()
+            number: torch.zeros(2, places + 1, reach + ahead, width, dtype=dtype, device=device)
+            for number, (reach, width) in sizes.items()
         }
-        self._ends = {number: torch.full((2, places + 1), -1, dtype=torch.int64, device=device) for number in sizes}
+        self._ends = {
+            number: torch.full((2, places + 1), -1, dtype=torch.int64, device=device)
+            for number in sizes
+        }
         self._device = device
 
     @property
@@ -31,7 +43,8 @@ class RecentTokens:
         return sum(one.nbytes for held in (self._rings, self._ends) for one in held.values())
 
     def chunk(self, number: int, place: int, first: int, start: int, x: Tensor) -> Tensor:
-        """Keep x [T, W] of the tokens start .. of a sequence -> [n, W] of the tokens first .. , of which those before `start` are kept."""
+        """Keep x [T, W] of the tokens start .. of a sequence -> [n, W] of the tokens first .. , of
+        which those before `start` are kept."""
         ring, ends, stop = self._rings[number], self._ends[number][:, place], start + len(x)
         there = ends == start
         which = torch.where(there.any(), there[1], ends[1] > ends[0]).long()
@@ -43,13 +56,15 @@ class RecentTokens:
         return seen
 
     def rows(self, number: int, places: Tensor, positions: Tensor, x: Tensor, reach: int) -> Tensor:
-        """Keep x [B, W] of tokens at positions int64 [B] of the sequences at places [B]; rows of one sequence have rising positions ->
-        [B, reach, W]: of the tokens up to each."""
+        """Keep x [B, W] of tokens at positions int64 [B] of the sequences at places [B]; rows of
+        one sequence have rising positions -> [B, reach, W]: of the tokens up to each."""
         ring, ends = self._rings[number], self._ends[number]
         which, length = (ends[1, places] > ends[0, places]).long(), ring.shape[2]
         ring[which, places, positions % length] = x.to(ring.dtype)
         ends[which, places] = positions + 1
-        ends[1 - which, places] = torch.full_like(positions, -1)  # not a number of the host's: a capture takes none
+        ends[1 - which, places] = torch.full_like(
+            positions, -1
+        )  # not a number of the host's: a capture takes none
         at = positions[:, None] - torch.arange(reach - 1, -1, -1, device=self._device)
         return ring[which[:, None], places[:, None], at % length].to(x.dtype)
 
@@ -57,6 +72,12 @@ class RecentTokens:
         return torch.arange(first, last, device=self._device)
 
 
-def recent_bytes(sizes: Mapping[int, tuple[int, int]], ahead: int, places: int, itemsize: int) -> int:
+def recent_bytes(
+    sizes: Mapping[int, tuple[int, int]], ahead: int, places: int, itemsize: int
+) -> int:
     """What `RecentTokens` will hold."""
-    return (places + 1) * 2 * sum(8 + (reach + ahead) * width * itemsize for reach, width in sizes.values())
+    return (
+        (places + 1)
+        * 2
+        * sum(8 + (reach + ahead) * width * itemsize for reach, width in sizes.values())
+    )

@@ -1,4 +1,5 @@
-"""Messages between rank 0 and the others: JSON over TCP, for every decode step waits for one and a process group's broadcast takes longer.
+"""Messages between rank 0 and the others: JSON over TCP, for every decode step waits for one and a
+process group's broadcast takes longer.
 
 Each connection begins with a key that only the ranks know.
 """
@@ -15,16 +16,21 @@ _LENGTH_BYTES = 8
 _CONNECT_SECONDS = 60
 
 SPIN_SECONDS = 0.05
-"""Longer than a decode step: while tokens are made, no rank is put to sleep between two messages."""
+"""Longer than a decode step: while tokens are made, no rank is put to sleep between two
+messages."""
 
 
 class Channel:
-    """exchange: a JSON value of each rank, in the order of ranks; every rank calls it. OSError where another rank is gone.
+    """exchange: a JSON value of each rank, in the order of ranks; every rank calls it. OSError
+    where another rank is gone.
 
-    spins: whether to look for a message again and again before sleeping, which takes a core and saves waking up.
+    spins: whether to look for a message again and again before sleeping, which takes a core and
+    saves waking up.
     """
 
-    def __init__(self, rank: int, size: int, exchange: Callable[[Any], list[Any]], *, spins: bool = False) -> None:
+    def __init__(
+        self, rank: int, size: int, exchange: Callable[[Any], list[Any]], *, spins: bool = False
+    ) -> None:
         self._spins = spins
         self._rank, host = rank, os.environ["MASTER_ADDR"]
         if rank:

@@ -1,6 +1,7 @@
 """Tensor and data parallelism: the ranks' collectives, and messages between them.
 
-On the GPUs of one host small tensors go through memory that the ranks open to each other, everything else through the device's library.
+On the GPUs of one host small tensors go through memory that the ranks open to each other,
+everything else through the device's library.
 """
 
 import json
@@ -27,14 +28,16 @@ _VALUE_BYTES = 1 << 10
 """Bytes of a value that `gather` carries."""
 
 _SHARED_WORD, _SHARED_INTEGERS = 4, 2
-"""Tokens that `share` sends are so many, or a multiple, and integers that `first` sends: 16 bytes."""
+"""Tokens that `share` sends are so many, or a multiple, and integers that `first` sends: 16
+bytes."""
 
 _FOREVER = timedelta(days=365)
 """An idle server's ranks wait for the next request this long."""
 
 
 class Parallel:
-    """This process's place among `size` ranks. `ranks` are the processes of the others, where this one started them."""
+    """This process's place among `size` ranks. `ranks` are the processes of the others, where this
+    one started them."""
 
     def __init__(self, rank: int, size: int, ranks: RankProcesses | None = None) -> None:
         self.rank, self.size, self._ranks = rank, size, ranks
@@ -52,14 +55,19 @@ class Parallel:
         """
         make_current(device)
         if device.type == "npu":
-            # Collectives of a few kilobytes on the vector cores, without the scheduler's round trip; read when the ranks first meet.
+            # Collectives of a few kilobytes on the vector cores, without the scheduler's round
+            # trip; read when the ranks first meet.
             os.environ.setdefault("HCCL_OP_EXPANSION_MODE", "AIV")
         with self._ranks.meeting() if self._ranks is not None else nullcontext():
             self._meet(device)
 
     def _meet(self, device: torch.device) -> None:
         backend = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device.type]
-        self._guard(lambda: dist.init_process_group(backend, rank=self.rank, world_size=self.size, timeout=_FOREVER))
+        self._guard(
+            lambda: dist.init_process_group(
+                backend, rank=self.rank, world_size=self.size, timeout=_FOREVER
+            )
+        )
         if self.size > 1:
             self._control = dist.new_group(backend="gloo", timeout=_FOREVER)
             self._guard(lambda: self._open_channel(device))
@@ -77,11 +85,15 @@ class Parallel:
             self.peers = Peers(self.rank, self.size, device, self.gather)
         except RuntimeError as fault:
             if self.rank == 0:
-                warnings.warn(f"small collectives go through NCCL, which is slower: {fault}", RuntimeWarning, stacklevel=2)
+                warnings.warn(
+                    f"small collectives go through NCCL, which is slower: {fault}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks, the same on each; x may be overwritten. On a CPU in float32, whatever x is; in 8 bits where `coded_sums` takes
-        it."""
+        """Sum over ranks, the same on each; x may be overwritten. On a CPU in float32, whatever x
+        is; in 8 bits where `coded_sums` takes it."""
         if self.size == 1:
             return x
         if self.peers is not None and self.peers.adds(x):
@@ -95,9 +107,14 @@ class Parallel:
         self._guard(lambda: dist.all_reduce(wide))
         return wide.to(x.dtype)
 
-    def add_rms_norm(self, x: Tensor | UnsummedPairs, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`quantkit_kernels.add_rms_norm` of `all_reduce(x)`: in one launch where the ranks' memory takes x, or what adds up to it."""
-        if isinstance(x, UnsummedPairs) and not (self.peers is not None and self.peers.norms_pairs(x, gain)):
+    def add_rms_norm(
+        self, x: Tensor | UnsummedPairs, residual: Tensor, gain: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """`quantkit_kernels.add_rms_norm` of `all_reduce(x)`: in one launch where the ranks' memory
+        takes x, or what adds up to it."""
+        if isinstance(x, UnsummedPairs) and not (
+            self.peers is not None and self.peers.norms_pairs(x, gain)
+        ):
             x = x.summed()
         if isinstance(x, UnsummedPairs) or (self.peers is not None and self.peers.norms(x, gain)):
             normed, total = self.peers.add_rms_norm(x, residual, gain, eps)
@@ -120,7 +137,8 @@ class Parallel:
         return self.all_gather(x.reshape(1, -1)).view(-1, x.shape[1])
 
     def scatter_sum(self, x: Tensor) -> Tensor:
-        """[size * T, n] of each rank -> of their sum this rank's [T, n], added in float32 in the order of ranks."""
+        """[size * T, n] of each rank -> of their sum this rank's [T, n], added in float32 in the
+        order of ranks."""
         if self.peers is not None and self.peers.scatters(x):
             summed: Tensor = self.peers.scatter_sum(x)
             return summed
@@ -130,10 +148,17 @@ class Parallel:
 
     def share(self, token_ids: Tensor, counts: list[int]) -> list[list[int]]:
         """Each rank's token ids [counts[rank]] on every rank; all wait for their devices."""
-        padded = token_ids.new_zeros(1, -(-max(counts) // _SHARED_WORD) * _SHARED_WORD, dtype=torch.int32)
+        padded = token_ids.new_zeros(
+            1, -(-max(counts) // _SHARED_WORD) * _SHARED_WORD, dtype=torch.int32
+        )
         padded[0, : len(token_ids)] = token_ids
         # As float32, which collectives of every kind carry; bits are not touched.
-        rows = self.all_gather(padded.view(torch.float32)).view(torch.int32).view(self.size, -1).tolist()
+        rows = (
+            self.all_gather(padded.view(torch.float32))
+            .view(torch.int32)
+            .view(self.size, -1)
+            .tolist()
+        )
         return [row[:count] for row, count in zip(rows, counts)]
 
     def minimum(self, value: int) -> int:
@@ -193,7 +218,8 @@ class Parallel:
         return told
 
     def close(self) -> None:
-        """Leave the others; those that were started from here end. Nothing happens where there are none."""
+        """Leave the others; those that were started from here end. Nothing happens where there are
+        none."""
         if self.size == 1:
             return
         accelerator.let_go_of_graphs()
@@ -208,7 +234,9 @@ class Parallel:
             return collective()
         except (RuntimeError, OSError) as fault:
             if self._ranks is None:
-                raise QuantkitError("another rank stopped", "see its own message above; start again") from fault
+                raise QuantkitError(
+                    "another rank stopped", "see its own message above; start again"
+                ) from fault
             raise self._ranks.why_lost() from fault
 
 
@@ -217,7 +245,8 @@ SINGLE = Parallel(0, 1)
 
 
 def join(options: EngineOptions) -> Parallel:
-    """This process's place: given by who started it, or rank 0 with ranks started here. Raises QuantkitError as `check_ranks`."""
+    """This process's place: given by who started it, or rank 0 with ranks started here. Raises
+    QuantkitError as `check_ranks`."""
     device, codes = find_device(options.device), check_ranks(options)
     if options.ranks == 1:
         return SINGLE
@@ -230,13 +259,17 @@ def join(options: EngineOptions) -> Parallel:
 
 
 def check_ranks(options: EngineOptions) -> torch.dtype | None:
-    """In which codes prompts are added over the ranks, None for the model's 16 bits. Raises QuantkitError for options of ranks that cannot
-    be met, whatever the model."""
+    """In which codes prompts are added over the ranks, None for the model's 16 bits. Raises
+    QuantkitError for options of ranks that cannot be met, whatever the model."""
     device = find_device(options.device)
     codes = codes_of_sums(options.collectives, options.tp, device)
     _check_data_parallel(options, device)
     starts = options.ranks > 1 and environment_rank(options.ranks) is None
-    held = torch.get_device_module(device).device_count() if starts and device.type != "cpu" else options.ranks
+    held = (
+        torch.get_device_module(device).device_count()
+        if starts and device.type != "cpu"
+        else options.ranks
+    )
     if held < options.ranks:
         told = f"{options.ranks} ranks need as many devices, and {held} are usable here"
         raise UsageFault(told, f"use --tp or --dp {held} at most, or start the ranks with torchrun")
@@ -247,8 +280,15 @@ def _check_data_parallel(options: EngineOptions, device: torch.device) -> None:
     """Raises QuantkitError for what ranks that each have requests of their own do not do."""
     if options.dp == 1:
         return
-    asked = {"--tp": options.tp > 1, "--drafts": options.num_drafts, "--draft": options.draft, "--count-experts": options.count_experts}
+    asked = {
+        "--tp": options.tp > 1,
+        "--drafts": options.num_drafts,
+        "--draft": options.draft,
+        "--count-experts": options.count_experts,
+    }
     if found := [name for name, given in asked.items() if given]:
-        raise UsageFault(f"--dp {options.dp} does not go with {', '.join(found)}", "give one or the other")
+        raise UsageFault(
+            f"--dp {options.dp} does not go with {', '.join(found)}", "give one or the other"
+        )
     if device.type == "npu":
         raise UsageFault("--dp is for CUDA and CPUs: on NPUs it was never run", "use --tp")

@@ -1,9 +1,12 @@
-"""Sums of prompts over ranks with 8 bits a value: a reduce-scatter and an all-gather of codes, their scales beside them.
+"""Sums of prompts over ranks with 8 bits a value: a reduce-scatter and an all-gather of codes,
+their scales beside them.
 
-A row is cut into groups of 128 values, each with a bfloat16 scale (quantkit_kernels/codes.py). Rank r gets the r-th part of everybody's
-rows, adds what it decodes in float32 in the order of ranks, and its sums go to everybody, coded again. One message holds codes and scales:
-130 bytes for 128 values, where bfloat16 takes 256. Every rank gets the same bits. A row's sum depends on nothing but the row: a rank
-codes its own part too, so it does not matter which rank adds it, nor which rows come with it.
+A row is cut into groups of 128 values, each with a bfloat16 scale (quantkit_kernels/codes.py). Rank
+r gets the r-th part of everybody's rows, adds what it decodes in float32 in the order of ranks, and
+its sums go to everybody, coded again. One message holds codes and scales: 130 bytes for 128 values,
+where bfloat16 takes 256. Every rank gets the same bits. A row's sum depends on nothing but the row:
+a rank codes its own part too, so it does not matter which rank adds it, nor which rows come with
+it.
 
 Error of a value: at most the sum over ranks of the step of their group, and the step of the sum's group. A step is max|x| / 252 with
 int8; with fp8 (E4M3) 1/16 of the value, or max|x| / 455000 where that is more.
@@ -30,15 +33,20 @@ _LEAST_SCALE = 1e-10
 
 
 def codes_of_sums(collectives: str | None, tp: int, device: torch.device) -> torch.dtype | None:
-    """The dtype of codes by their name; None where nobody asked. Raises QuantkitError for other names, where there is one rank, and for
-    codes that a device does not have."""
+    """The dtype of codes by their name; None where nobody asked. Raises QuantkitError for other
+    names, where there is one rank, and for codes that a device does not have."""
     if collectives is None:
         return None
     if collectives not in CODES:
         told = f"collectives of {collectives!r} are not known"
-        raise QuantkitError(told, f"use --collectives {' or '.join(CODES)}, or leave it out for the model's 16 bits")
+        raise QuantkitError(
+            told, f"use --collectives {' or '.join(CODES)}, or leave it out for the model's 16 bits"
+        )
     if tp == 1:
-        raise QuantkitError(f"--collectives {collectives} is for several ranks, and there is one", "give --tp too, or leave it out")
+        raise QuantkitError(
+            f"--collectives {collectives} is for several ranks, and there is one",
+            "give --tp too, or leave it out",
+        )
     if collectives == "fp8" and device.type == "npu":
         raise QuantkitError("a 910B has no FP8 to add prompts in", "use --collectives int8")
     return CODES[collectives]
@@ -46,7 +54,8 @@ def codes_of_sums(collectives: str | None, tp: int, device: torch.device) -> tor
 
 @dataclass(frozen=True)
 class CodedSums:
-    """codes: their dtype. size: ranks. rows: what a sum must have more of, so that no step of answers is coded."""
+    """codes: their dtype. size: ranks. rows: what a sum must have more of, so that no step of
+    answers is coded."""
 
     codes: torch.dtype
     size: int
@@ -54,7 +63,9 @@ class CodedSums:
 
     def takes(self, x: Tensor) -> bool:
         """Whether `all_reduce` takes x: hidden states of a prompt's rows."""
-        return x.dim() == 2 and x.shape[0] > max(self.rows, LEAST_ROWS - 1) and x.shape[1] % GROUP == 0
+        return (
+            x.dim() == 2 and x.shape[0] > max(self.rows, LEAST_ROWS - 1) and x.shape[1] % GROUP == 0
+        )
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """x [T, H] of each rank -> their sum [T, H] in x's dtype, the same on each."""

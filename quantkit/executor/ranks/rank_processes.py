@@ -1,4 +1,5 @@
-"""The other ranks' processes: rank 0 starts them on this machine, watches them, and stops with a name when one dies."""
+"""The other ranks' processes: rank 0 starts them on this machine, watches them, and stops with a
+name when one dies."""
 
 import atexit
 import os
@@ -22,7 +23,8 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "
 
 _WATCH_SECONDS = 0.2
 _GRACE_SECONDS = 4.0
-"""What the main thread has to notice by itself, through a failed collective, that a rank died: on some devices it waits for ever."""
+"""What the main thread has to notice by itself, through a failed collective, that a rank died: on
+some devices it waits for ever."""
 
 
 def environment_rank(size: int) -> int | None:
@@ -31,16 +33,19 @@ def environment_rank(size: int) -> int | None:
         return None
     world = int(os.environ["WORLD_SIZE"])
     if world != size:
-        raise QuantkitError(f"{world} processes were started for {size} ranks", "make --tp or --dp their number")
+        raise QuantkitError(
+            f"{world} processes were started for {size} ranks", "make --tp or --dp their number"
+        )
     return int(os.environ["RANK"])
 
 
 def launch(options: EngineOptions) -> "RankProcesses":
-    """Start the ranks above 0 on this machine, which meet in a store at a loopback address; their libraries' connections stay there too.
+    """Start the ranks above 0 on this machine, which meet in a store at a loopback address; their
+    libraries' connections stay there too.
 
-    Changes this process: the libraries' interfaces in its environment, which they read at a first collective, and its share of the
-    threads. The others are stopped when it exits. A thread of it watches them, and ends it with exit code 1 where one dies and it does
-    not notice.
+    Changes this process: the libraries' interfaces in its environment, which they read at a first
+    collective, and its share of the threads. The others are stopped when it exits. A thread of it
+    watches them, and ends it with exit code 1 where one dies and it does not notice.
     """
     store = _loopback_store()
     os.environ.update({name: os.environ.get(name, _loopback_interface()) for name in _INTERFACES})
@@ -49,9 +54,16 @@ def launch(options: EngineOptions) -> "RankProcesses":
     command = [sys.executable, "-m", "quantkit.executor.worker", options.to_json()]
     processes = {}
     for rank in range(1, options.ranks):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.ranks), "OMP_NUM_THREADS": str(threads)}
+        place = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(options.ranks),
+            "OMP_NUM_THREADS": str(threads),
+        }
         environment = {**os.environ, **_meeting(store), **place}
-        processes[rank] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        processes[rank] = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
     ranks = RankProcesses(processes, store)
     atexit.register(ranks.stop)
     threading.Thread(target=_watch, args=(ranks,), name="quantkit-ranks", daemon=True).start()
@@ -60,7 +72,12 @@ def launch(options: EngineOptions) -> "RankProcesses":
 
 def leave_fault(fault: QuantkitError) -> None:
     """Leave for rank 0 why this rank ends, in the store where they meet."""
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+    )
     store.set(_fault_of(int(os.environ["RANK"])), str(fault))
 
 
@@ -69,7 +86,8 @@ def _fault_of(rank: int) -> str:
 
 
 class RankProcesses:
-    """The processes of ranks 1 .. size - 1, and the store they meet in, which lives as long as this does."""
+    """The processes of ranks 1 .. size - 1, and the store they meet in, which lives as long as this
+    does."""
 
     def __init__(self, processes: dict[int, subprocess.Popen[bytes]], store: TCPStore) -> None:
         self.processes, self._store = processes, store
@@ -83,7 +101,8 @@ class RankProcesses:
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """While it lasts, this process's environment says where the ranks meet; then it says what it said before."""
+        """While it lasts, this process's environment says where the ranks meet; then it says what
+        it said before."""
         place = _meeting(self._store)
         before = {name: os.environ.get(name) for name in place}
         os.environ.update(place)
@@ -104,7 +123,9 @@ class RankProcesses:
             time.sleep(_WATCH_SECONDS / 4)
         if self.refused:
             return QuantkitError(self.dead, "start again")
-        return QuantkitError(self.dead or "the ranks lost each other", "see what it wrote above; start again")
+        return QuantkitError(
+            self.dead or "the ranks lost each other", "see what it wrote above; start again"
+        )
 
     def find_dead(self) -> None:
         """Look once whether a rank died that was not told to stop, or left why it is about to."""
@@ -146,15 +167,23 @@ def _watch(ranks: RankProcesses) -> None:
 
 def _meeting(store: TCPStore) -> dict[str, str]:
     """What a process must have in its environment to meet the others."""
-    # The last tells torch that the store is there: by itself rank 0 would open one on every interface.
-    return {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    # The last tells torch that the store is there: by itself rank 0 would open one on every
+    # interface.
+    return {
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def _loopback_store() -> TCPStore:
-    """Where the ranks meet: torch takes over a socket that listens on the loopback address alone."""
+    """Where the ranks meet: torch takes over a socket that listens on the loopback address
+    alone."""
     listener = socket.create_server(("127.0.0.1", 0))
     host, port = listener.getsockname()
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _loopback_interface() -> str:

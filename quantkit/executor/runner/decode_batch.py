@@ -1,4 +1,5 @@
-"""Rows of a decode step without guesses, kept from step to step: most of what 64 users' rows say is what it was in the step before."""
+"""Rows of a decode step without guesses, kept from step to step: most of what 64 users' rows say is
+what it was in the step before."""
 
 import numpy as np
 
@@ -7,14 +8,15 @@ from quantkit.executor.scheduler.sequence import Sequence
 
 
 class KeptRows:
-    """One row a sequence. Where the same sequences come again in the same blocks, each a token further, only what has changed is written
-    anew."""
+    """One row a sequence. Where the same sequences come again in the same blocks, each a token
+    further, only what has changed is written anew."""
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
         self.answers: list[Sequence] = []
         self._blocks: list[list[int]] = []
-        """Of each, as the sequence itself has them: the list grows, and is another one once the sequence was computed again elsewhere."""
+        """Of each, as the sequence itself has them: the list grows, and is another one once the
+        sequence was computed again elsewhere."""
         self._rows: DecodeRows | None = None
         self.counts: list[tuple[Sequence, int]] = []
         """The sequences, each with its one row; the same list while they are the same."""
@@ -27,13 +29,16 @@ class KeptRows:
         return self._rows
 
     def next(self, answers: list[Sequence], unread: int = 0) -> DecodeRows | None:
-        """Valid until the next call; None where the rows are to be made anew, and kept. unread: newest tokens of each that the device has
-        and the sequence has not; the rows' tokens are then not known."""
+        """Valid until the next call; None where the rows are to be made anew, and kept. unread:
+        newest tokens of each that the device has and the sequence has not; the rows' tokens are
+        then not known."""
         if self._rows is None or answers != self.answers:
             return None
         _, before, slots, tables, states = self._rows
         positions = before + 1
-        if [one.num_cached + unread for one in answers] != positions.tolist() or [one.blocks for one in answers] != self._blocks:
+        if [one.num_cached + unread for one in answers] != positions.tolist() or [
+            one.blocks for one in answers
+        ] != self._blocks:
             return None
         slots = slots + 1
         for row in np.flatnonzero(positions % self._size == 0).tolist():

@@ -1,7 +1,9 @@
-"""What a step with guesses needs before the host knows, found on the device: which guesses were right, the rows of the pass that checks the
-next ones, and where guesses behind guesses lie in the cache.
+"""What a step with guesses needs before the host knows, found on the device: which guesses were
+right, the rows of the pass that checks the next ones, and where guesses behind guesses lie in the
+cache.
 
-Each is one launch of Triton on a GPU (device_rows_kernel.py): PyTorch takes some ten short ones for it.
+Each is one launch of Triton on a GPU (device_rows_kernel.py): PyTorch takes some ten short ones for
+it.
 """
 
 import functools
@@ -12,8 +14,9 @@ from torch import Tensor
 
 
 def accepted(known: Tensor, chosen: Tensor) -> Tensor:
-    """known int64 [B, 2 + most]: of each sequence the row of its newest token, how many tokens it has, and its guesses, -1 where there is
-    none -> the three of `accepted.Accepted`, int64 [3, B]."""
+    """known int64 [B, 2 + most]: of each sequence the row of its newest token, how many tokens it
+    has, and its guesses, -1 where there is none -> the three of `accepted.Accepted`, int64 [3,
+    B]."""
     if by_kernel(chosen.device):
         from quantkit.executor.runner.device_rows_kernel import accepted as launched
 
@@ -30,12 +33,13 @@ def accepted_by_operators(known: Tensor, chosen: Tensor) -> Tensor:
 
 
 def next_rows(known: Tensor, chosen: Tensor, guessed: Tensor, block_size: int) -> Tensor:
-    """Token ids, places in their sequences and slots of the pass behind: int64 [3, B * each], every sequence's newest token and the new
-    guesses behind it.
+    """Token ids, places in their sequences and slots of the pass behind: int64 [3, B * each], every
+    sequence's newest token and the new guesses behind it.
 
-    known int32 [B, 2 + n]: of each sequence the row of its newest token in the pass that was, how many tokens it had, and its blocks.
-    chosen int64 [R]: the tokens chosen in that pass. guessed int64 [each * B]: how many guesses were right, then the new ones, one row of
-    sequences after the other.
+    known int32 [B, 2 + n]: of each sequence the row of its newest token in the pass that was, how
+    many tokens it had, and its blocks.
+    chosen int64 [R]: the tokens chosen in that pass. guessed int64 [each * B]: how many guesses
+    were right, then the new ones, one row of sequences after the other.
     """
     if by_kernel(chosen.device):
         from quantkit.executor.runner.device_rows_kernel import next_rows as launched
@@ -44,7 +48,9 @@ def next_rows(known: Tensor, chosen: Tensor, guessed: Tensor, block_size: int) -
     return next_rows_by_operators(known, chosen, guessed, block_size)
 
 
-def next_rows_by_operators(known: Tensor, chosen: Tensor, guessed: Tensor, block_size: int) -> Tensor:
+def next_rows_by_operators(
+    known: Tensor, chosen: Tensor, guessed: Tensor, block_size: int
+) -> Tensor:
     number = len(known)
     each, (right, guesses) = len(guessed) // number, (guessed[:number], guessed[number:])
     tokens = torch.cat((chosen[known[:, 0] + right], guesses)).view(each, number).t()
@@ -54,8 +60,9 @@ def next_rows_by_operators(known: Tensor, chosen: Tensor, guessed: Tensor, block
 
 
 def cache_places(places: Tensor, tables: Tensor, block_size: int, reach: int) -> Tensor:
-    """Positions and slots, int64 [2, B], of places int64 [B] in sequences whose blocks are in tables int32 [B, n]. Those from `reach` on,
-    and those without a block, are nobody's: they lie in block 0, and see what the tables have."""
+    """Positions and slots, int64 [2, B], of places int64 [B] in sequences whose blocks are in
+    tables int32 [B, n]. Those from `reach` on, and those without a block, are nobody's: they lie in
+    block 0, and see what the tables have."""
     if by_kernel(places.device):
         from quantkit.executor.runner.device_rows_kernel import cache_places as launched
 
@@ -63,11 +70,15 @@ def cache_places(places: Tensor, tables: Tensor, block_size: int, reach: int) ->
     return cache_places_by_operators(places, tables, block_size, reach)
 
 
-def cache_places_by_operators(places: Tensor, tables: Tensor, block_size: int, reach: int) -> Tensor:
+def cache_places_by_operators(
+    places: Tensor, tables: Tensor, block_size: int, reach: int
+) -> Tensor:
     end = min(reach, tables.shape[1] * block_size)
     within = places.clamp(max=end - 1)
     found = tables.gather(1, (within // block_size)[:, None])[:, 0].long()
-    return torch.stack((within, torch.where(places < end, found, 0) * block_size + places % block_size))
+    return torch.stack(
+        (within, torch.where(places < end, found, 0) * block_size + places % block_size)
+    )
 
 
 @functools.cache

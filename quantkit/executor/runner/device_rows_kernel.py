@@ -15,7 +15,8 @@ def _accepted(known, chosen, found, most, number):
     right = first * 0
     go_on = right == 0
     for place in range(most):
-        # A sequence with fewer guesses has -1 there, which is no token; its row may be behind the last.
+        # A sequence with fewer guesses has -1 there, which is no token; its row may be behind the
+        # last.
         guess = tl.load(own + 2 + place)
         go_on = go_on & (guess >= 0)
         go_on = go_on & (tl.load(chosen + first + place, mask=go_on, other=-1) == guess)
@@ -40,7 +41,10 @@ def _next_rows(known, chosen, guessed, made, number, each, width, block_size):
         row = made + one * each + turn
         tl.store(row, token)
         tl.store(row + rows, at)
-        tl.store(row + 2 * rows, tl.load(own + 2 + at // block_size).to(tl.int64) * block_size + at % block_size)
+        tl.store(
+            row + 2 * rows,
+            tl.load(own + 2 + at // block_size).to(tl.int64) * block_size + at % block_size,
+        )
 
 
 @triton.jit
@@ -57,7 +61,9 @@ def accepted(known: Tensor, chosen: Tensor) -> Tensor:
     """As `device_rows.accepted`."""
     number, width = known.shape
     found = known.new_empty(3, number)
-    _accepted[(number,)](known.contiguous(), chosen.contiguous(), found, width - 2, number, num_warps=1)
+    _accepted[(number,)](
+        known.contiguous(), chosen.contiguous(), found, width - 2, number, num_warps=1
+    )
     return found
 
 
@@ -76,5 +82,7 @@ def cache_places(places: Tensor, tables: Tensor, block_size: int, reach: int) ->
     number, width = tables.shape
     made = places.new_empty(2, number)
     end = min(reach, width * block_size)
-    _cache_places[(number,)](places.contiguous(), tables.contiguous(), made, number, width, end, block_size, num_warps=1)
+    _cache_places[(number,)](
+        places.contiguous(), tables.contiguous(), made, number, width, end, block_size, num_warps=1
+    )
     return made

@@ -1,4 +1,5 @@
-"""Which tokens grammars let come, written while the step runs: a thread fills bits on the host, the device takes them in one copy."""
+"""Which tokens grammars let come, written while the step runs: a thread fills bits on the host, the
+device takes them in one copy."""
 
 import os
 from collections.abc import Sequence as Items
@@ -18,7 +19,8 @@ Asked = list[tuple[Sequence, int]]
 
 
 class Masks:
-    """Of the steps of one engine. Nothing is started before the first request with a grammar comes."""
+    """Of the steps of one engine. Nothing is started before the first request with a grammar
+    comes."""
 
     def __init__(self) -> None:
         self._worker: ThreadPoolExecutor | None = None
@@ -26,23 +28,39 @@ class Masks:
         self._begun: Future[tuple[Asked, np.ndarray | None]] | None = None
 
     def begin(self, counts: Items[tuple[Sequence, int]]) -> None:
-        """Write the masks of sequences, with how many rows each, beside what is computed now. What was begun before is dropped."""
+        """Write the masks of sequences, with how many rows each, beside what is computed now. What
+        was begun before is dropped."""
         self._finished()
-        guided = [(sequence, count) for sequence, count in counts if sequence.guide is not None and sequence.fault is None]
+        guided = [
+            (sequence, count)
+            for sequence, count in counts
+            if sequence.guide is not None and sequence.fault is None
+        ]
         if guided:
             self._worker = self._worker or ThreadPoolExecutor(1, "quantkit-masks")
             self._begun = self._worker.submit(self._written, guided)
 
-    def finished(self, device: torch.device, vocab: int) -> tuple[dict[Sequence, int], Tensor | None]:
-        """What was begun: the first row of each sequence, and whether each token may come, bool [rows, vocab]; None without grammars."""
+    def finished(
+        self, device: torch.device, vocab: int
+    ) -> tuple[dict[Sequence, int], Tensor | None]:
+        """What was begun: the first row of each sequence, and whether each token may come, bool
+        [rows, vocab]; None without grammars."""
         asked, bits = self._finished()
         if bits is None:
             return {}, None
         packed = torch.from_numpy(bits)
-        if device.type == "cuda":  # half a megabyte of 32 rows: a copy of what is pageable waits for what was launched before it
+        if (
+            device.type == "cuda"
+            # half a megabyte of 32 rows: a copy of what is pageable waits for what was launched
+            # before it
+        ):
             packed = packed.pin_memory()
         packed = packed.to(device, non_blocking=device.type == "cuda")
-        allowed = packed.unsqueeze(-1).bitwise_right_shift(torch.arange(32, dtype=torch.int32, device=device)).bitwise_and_(1)
+        allowed = (
+            packed.unsqueeze(-1)
+            .bitwise_right_shift(torch.arange(32, dtype=torch.int32, device=device))
+            .bitwise_and_(1)
+        )
         return dict(asked), allowed.flatten(1)[:, :vocab].bool()
 
     def _finished(self) -> tuple[Asked, np.ndarray | None]:

@@ -1,9 +1,11 @@
-"""Graphs captured before the first request, so that nobody waits for a capture that can be foreseen.
+"""Graphs captured before the first request, so that nobody waits for a capture that can be
+foreseen.
 
-A size of a step is captured when it first comes, and that takes as long as some tens of steps: whoever comes first as one of 2, 4, 8, ...
-users would wait for it, and so would everybody who is being answered. A server captures ahead what it will need in any case, for a bounded
-time and with memory to spare: decode steps of every number of rows at the shortest tables, prompts of one user, then decode steps of
-longer contexts, and prompts that come together.
+A size of a step is captured when it first comes, and that takes as long as some tens of steps:
+whoever comes first as one of 2, 4, 8, ... users would wait for it, and so would everybody who is
+being answered. A server captures ahead what it will need in any case, for a bounded
+time and with memory to spare: decode steps of every number of rows at the shortest tables, prompts
+of one user, then decode steps of longer contexts, and prompts that come together.
 """
 
 import time
@@ -23,18 +25,20 @@ from quantkit.executor.runner.runner import Runner
 MOST_S = 6.0
 """No capture begins later."""
 _TOGETHER = (3, 15)
-"""Prompts of a pass, at most: with fewer it is the same pass, and with more mostly too long to be captured."""
+"""Prompts of a pass, at most: with fewer it is the same pass, and with more mostly too long to be
+captured."""
 LEAST_FREE = 4 << 30
-"""Bytes of the device's memory below which none begins. Graphs share most of their memory, which the largest size determines: of Qwen3-8B
-with 64 users 0.8 GB."""
+"""Bytes of the device's memory below which none begins. Graphs share most of their memory, which
+the largest size determines: of Qwen3-8B with 64 users 0.8 GB."""
 
 
 @torch.inference_mode()
 def capture_ahead(runner: Runner, parallel: Parallel, rows: int, tokens: int) -> int:
     """Capture steps of up to `rows` rows and `tokens` tokens of context; how many passes that was.
 
-    All ranks at the same time, before any request: what is in the cache is overwritten. Nothing is done where steps are not captured, where
-    ranks have requests of their own, or on an NPU, where it was never tried.
+    All ranks at the same time, before any request: what is in the cache is overwritten. Nothing is
+    done where steps are not captured, where ranks have requests of their own, or on an NPU, where
+    it was never tried.
     """
     if runner.why_eager or runner.experts.size > 1 or runner.device.type == "npu":
         return 0
@@ -74,7 +78,8 @@ def _passes(runner: Runner, rows: int, tokens: int) -> Iterator[Callable[[], obj
 
 
 def capture_decode(runner: Runner, rows: int, width: int) -> None:
-    """A step of rows that each write the first token of a block and see nothing else, with tables of `width` blocks."""
+    """A step of rows that each write the first token of a block and see nothing else, with tables
+    of `width` blocks."""
     zeros = np.zeros(rows, dtype=np.int64)
     tables = np.zeros((rows, width), dtype=np.int32)
     tables[:, 0] = 1
@@ -82,7 +87,10 @@ def capture_decode(runner: Runner, rows: int, width: int) -> None:
 
 
 def _prompts(runner: Runner, length: int, count: int) -> None:
-    """Of `count` users, `length` tokens in all. They share blocks, for nobody reads what is written."""
+    """Of `count` users, `length` tokens in all. They share blocks, for nobody reads what is
+    written."""
     blocks = list(range(1, -(-length // runner.cache.block_size) + 1))
     ends = [length * number // count for number in range(count + 1)]
-    runner.prompts.capture(None, [PromptRows([0] * (end - start), 0, blocks) for start, end in pairwise(ends)])
+    runner.prompts.capture(
+        None, [PromptRows([0] * (end - start), 0, blocks) for start, end in pairwise(ends)]
+    )

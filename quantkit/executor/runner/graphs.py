@@ -1,9 +1,11 @@
-"""The decode step as a graph: captured once per size, then replayed, so that a token costs one launch and not thousands.
+"""The decode step as a graph: captured once per size, then replayed, so that a token costs one
+launch and not thousands.
 
-A graph reads and writes the memory it was captured with. So a step here is a function of static buffers: token ids, positions, slots and
-block tables lie in one tensor that a single small copy fills, and the results lie where the step left them. Rows are padded to a power of
-two, block tables likewise, so that few graphs serve every batch; each is captured when it is first needed. Without a capture the same step
-is computed eagerly, which is how it is tested where there are no graphs.
+A graph reads and writes the memory it was captured with. So a step here is a function of static
+buffers: token ids, positions, slots and block tables lie in one tensor that a single small copy
+fills, and the results lie where the step left them. Rows are padded to a power of two, block tables
+likewise, so that few graphs serve every batch; each is captured when it is first needed. Without a
+capture the same step is computed eagerly, which is how it is tested where there are no graphs.
 """
 
 import warnings
@@ -26,8 +28,9 @@ MIN_TABLE_WIDTH = 16
 
 
 class DecodeRows(NamedTuple):
-    """One decode pass on the host: token_ids [B], positions [B], slots [B] int64, tables [B, n] int32; states int64 [B], the sequences'
-    places in the cache's states, for models that have some."""
+    """One decode pass on the host: token_ids [B], positions [B], slots [B] int64, tables [B, n]
+    int32; states int64 [B], the sequences' places in the cache's states, for models that have
+    some."""
 
     token_ids: np.ndarray
     positions: np.ndarray
@@ -36,19 +39,24 @@ class DecodeRows(NamedTuple):
     states: np.ndarray = np.zeros(0, dtype=np.int64)
 
     def padded(self, rows: int, width: int) -> "DecodeRows":
-        """With more rows, which are nobody's and belong to block 0, and tables of `width` blocks."""
+        """With more rows, which are nobody's and belong to block 0, and tables of `width`
+        blocks."""
 
         def wider(array: np.ndarray, *shape: int) -> np.ndarray:
             out = np.zeros(shape, dtype=array.dtype)
             out[tuple(map(slice, array.shape))] = array
             return out
 
-        token_ids, positions, slots, states = (wider(one, rows) for one in (self.token_ids, self.positions, self.slots, self.states))
+        token_ids, positions, slots, states = (
+            wider(one, rows) for one in (self.token_ids, self.positions, self.slots, self.states)
+        )
         return DecodeRows(token_ids, positions, slots, wider(self.tables, rows, width), states)
 
     def context(self, cache: PagedCache, places: "DevicePlaces | None" = None) -> DecodeContext:
         arrays = (self.positions, self.tables, self.slots, self.states)
-        positions, tables, slots, states = (torch.from_numpy(array).to(cache.device) for array in arrays)
+        positions, tables, slots, states = (
+            torch.from_numpy(array).to(cache.device) for array in arrays
+        )
         if places is not None:
             return DecodeContext(cache, places.positions, tables, places.slots, None, states)
         return DecodeContext(cache, positions, tables, slots, self.lengths, states)
@@ -61,8 +69,8 @@ class DecodeRows(NamedTuple):
 
 
 class DevicePlaces(NamedTuple):
-    """positions and slots int64 [B] of rows, where the device knows them before the host does: instead of those of `DecodeRows`. Not for
-    an NPU, whose operators want lengths on the host."""
+    """positions and slots int64 [B] of rows, where the device knows them before the host does:
+    instead of those of `DecodeRows`. Not for an NPU, whose operators want lengths on the host."""
 
     positions: Tensor
     slots: Tensor
@@ -74,7 +82,8 @@ class DevicePlaces(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """hidden [B, H] after the final norm, logits float32 [B, vocab], greedy int64 [B]: the likeliest token of each row."""
+    """hidden [B, H] after the final norm, logits float32 [B, vocab], greedy int64 [B]: the
+    likeliest token of each row."""
 
     hidden: Tensor
     logits: Tensor
@@ -90,13 +99,15 @@ class Forward(Protocol):
     """What a decode step computes: a model, or an MTP layer, which reads hidden states too."""
 
     def __call__(self, *inputs: Any) -> Tensor:
-        """Inputs as `StaticBuffers.inputs` has them, the context, and where not all rows are wanted, which -> hidden [B, H]."""
+        """Inputs as `StaticBuffers.inputs` has them, the context, and where not all rows are
+        wanted, which -> hidden [B, H]."""
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class TokenModel(Forward, Protocol):
-    """A model from token ids on, which is told the rows whose hidden states are wanted, too. width: values of a token that it returns."""
+    """A model from token ids on, which is told the rows whose hidden states are wanted, too. width:
+    values of a token that it returns."""
 
     embedding: Tensor
 
@@ -109,50 +120,84 @@ Computed = TypeVar("Computed")
 
 
 class Capture(Protocol):
-    """Makes a step cheaper to repeat: what it returns has the same effect on the same memory, with what the list of lengths then holds."""
+    """Makes a step cheaper to repeat: what it returns has the same effect on the same memory, with
+    what the list of lengths then holds."""
 
-    def __call__(self, step: Callable[[], Computed], lengths: list[int], /) -> Callable[[], Computed]: ...
+    def __call__(
+        self, step: Callable[[], Computed], lengths: list[int], /
+    ) -> Callable[[], Computed]: ...
 
 
-def compute(model: Forward, inputs: tuple[Tensor, ...], context: DecodeContext, kept: Tensor | None = None) -> StepResult:
-    """One decode step on any buffers; greedy sampling is part of it. inputs: token_ids [B], for an MTP layer also hidden [B, H]. kept int64
-    [K]: the rows whose results are wanted, all by default."""
+def compute(
+    model: Forward, inputs: tuple[Tensor, ...], context: DecodeContext, kept: Tensor | None = None
+) -> StepResult:
+    """One decode step on any buffers; greedy sampling is part of it. inputs: token_ids [B], for an
+    MTP layer also hidden [B, H]. kept int64 [K]: the rows whose results are wanted, all by
+    default."""
     hidden = model(*inputs, context) if kept is None else model(*inputs, context, kept)
     logits = model.logits(hidden)
     return StepResult(hidden, logits, likeliest(logits))
 
 
 class StaticBuffers:
-    """Inputs of `rows` rows with tables of `width` blocks, side by side in one tensor. Rows that are not filled belong to block 0.
+    """Inputs of `rows` rows with tables of `width` blocks, side by side in one tensor. Rows that
+    are not filled belong to block 0.
 
-    hidden [B, H]: where the model reads hidden states too, something of their width and dtype. kept: rows whose results are wanted, 0 for
-    all.
+    hidden [B, H]: where the model reads hidden states too, something of their width and dtype.
+    kept: rows whose results are wanted, 0 for all.
     """
 
-    def __init__(self, rows: int, width: int, device: torch.device, hidden: Tensor | None = None, *, kept: int = 0) -> None:
+    def __init__(
+        self,
+        rows: int,
+        width: int,
+        device: torch.device,
+        hidden: Tensor | None = None,
+        *,
+        kept: int = 0,
+    ) -> None:
         self._host = np.zeros(rows * 4 + -(-rows * width // 2) + kept, dtype=np.int64)
         self._device = torch.zeros(len(self._host), dtype=torch.int64, device=device)
-        self.token_ids, self.positions, self.slots, self.states = self._device[: 4 * rows].view(4, rows).unbind()
+        self.token_ids, self.positions, self.slots, self.states = (
+            self._device[: 4 * rows].view(4, rows).unbind()
+        )
         self.tables = self._device[4 * rows :].view(torch.int32)[: rows * width].view(rows, width)
         self.kept = self._device[-kept:] if kept else None
         self._rows, self._width = rows, width
         self.lengths = [1] * rows
         """Of the rows, on the host: the same list always, filled anew."""
-        self.inputs = (self.token_ids,) if hidden is None else (self.token_ids, hidden.new_zeros(rows, hidden.shape[1]))
+        self.inputs = (
+            (self.token_ids,)
+            if hidden is None
+            else (self.token_ids, hidden.new_zeros(rows, hidden.shape[1]))
+        )
         """What the model reads before the context."""
 
-    def fill(self, rows: DecodeRows, *inputs: Tensor, places: DevicePlaces | None = None, kept: Tensor | None = None) -> None:
-        """inputs: those of `self.inputs` that the device holds already, in place of what `rows` says; places: as well. kept int64 [K]: the
-        rows whose results are wanted; of more than that the first row's are made.
+    def fill(
+        self,
+        rows: DecodeRows,
+        *inputs: Tensor,
+        places: DevicePlaces | None = None,
+        kept: Tensor | None = None,
+    ) -> None:
+        """inputs: those of `self.inputs` that the device holds already, in place of what `rows`
+        says; places: as well. kept int64 [K]: the rows whose results are wanted; of more than that
+        the first row's are made.
 
-        The host may write the next values as soon as this returns: CUDA copies them from pageable memory before it returns, and waits
-        for nothing that was launched before.
+        The host may write the next values as soon as this returns: CUDA copies them from pageable
+        memory before it returns, and waits for nothing that was launched before.
         """
         self._host.fill(0)
         columns = self._host[: 4 * self._rows].reshape(4, self._rows)
-        for column, values in zip(columns, (rows.token_ids, rows.positions, rows.slots, rows.states)):
+        for column, values in zip(
+            columns, (rows.token_ids, rows.positions, rows.slots, rows.states)
+        ):
             column[: len(values)] = values
-        tables = self._host[4 * self._rows :].view(np.int32)[: self._rows * self._width].reshape(self._rows, self._width)
+        tables = (
+            self._host[4 * self._rows :]
+            .view(np.int32)[: self._rows * self._width]
+            .reshape(self._rows, self._width)
+        )
         tables[: rows.tables.shape[0], : rows.tables.shape[1]] = rows.tables
         self._device.copy_(torch.from_numpy(self._host), non_blocking=self._device.is_cuda)
         self.lengths[:] = (columns[1] + 1).tolist()
@@ -162,7 +207,9 @@ class StaticBuffers:
         _copy_all(known)
 
     def context(self, cache: PagedCache) -> DecodeContext:
-        return DecodeContext(cache, self.positions, self.tables, self.slots, self.lengths, self.states)
+        return DecodeContext(
+            cache, self.positions, self.tables, self.slots, self.lengths, self.states
+        )
 
 
 class EagerSteps:
@@ -179,14 +226,21 @@ class EagerSteps:
         """As `DecodeSteps.kept`."""
         return None
 
-    def run(self, rows: DecodeRows, *inputs: Tensor, places: DevicePlaces | None = None, kept: Tensor | None = None) -> StepResult:
+    def run(
+        self,
+        rows: DecodeRows,
+        *inputs: Tensor,
+        places: DevicePlaces | None = None,
+        kept: Tensor | None = None,
+    ) -> StepResult:
         """As `DecodeSteps.run`."""
         given = inputs or (torch.from_numpy(rows.token_ids).to(self.cache.device),)
         return compute(self.model, given, rows.context(self.cache, places), kept)
 
 
 class DecodeSteps:
-    """Captured decode steps of a model or an MTP layer over a cache, one per size. The next run of a size overwrites its results."""
+    """Captured decode steps of a model or an MTP layer over a cache, one per size. The next run of
+    a size overwrites its results."""
 
     def __init__(self, model: Forward, cache: PagedCache, capture: Capture) -> None:
         self.model, self.cache, self._capture = model, cache, capture
@@ -195,32 +249,44 @@ class DecodeSteps:
         self.failure = ""
         """Why steps are computed eagerly from now on, where a capture failed."""
 
-    def run(self, rows: DecodeRows, *inputs: Tensor, places: DevicePlaces | None = None, kept: Tensor | None = None) -> StepResult:
-        """The pass. inputs, places, kept: what the device holds already, as `StaticBuffers.fill` takes it. The result is of
-        the rows kept."""
+    def run(
+        self,
+        rows: DecodeRows,
+        *inputs: Tensor,
+        places: DevicePlaces | None = None,
+        kept: Tensor | None = None,
+    ) -> StepResult:
+        """The pass. inputs, places, kept: what the device holds already, as `StaticBuffers.fill`
+        takes it. The result is of the rows kept."""
         _, step = self.filled(rows, *inputs, places=places, kept=kept)
         result, count = step(), len(rows.token_ids if kept is None else kept)
         return StepResult(*(part[:count] for part in result))
 
     def has(self, rows: int, width: int) -> bool:
-        """Whether a step for so many rows, with tables of `width` blocks, was there before: on every rank alike, also where one of them
-        could not capture it. Of one whose results are all wanted."""
+        """Whether a step for so many rows, with tables of `width` blocks, was there before: on
+        every rank alike, also where one of them could not capture it. Of one whose results are all
+        wanted."""
         return (*_size(rows, width), 0) in self._steps
 
     def kept(self, rows: int, width: int) -> int | None:
-        """How many results are wanted of a step for so many rows that was there before, 0 for all; of several the fewest, None where none
-        was."""
+        """How many results are wanted of a step for so many rows that was there before, 0 for all;
+        of several the fewest, None where none was."""
         found = [size[2] for size in self._steps if size[:2] == _size(rows, width)]
         return min(found, key=lambda kept: kept or rows, default=None)
 
     def filled(
-        self, rows: DecodeRows, *inputs: Tensor, places: DevicePlaces | None = None, kept: Tensor | None = None
+        self,
+        rows: DecodeRows,
+        *inputs: Tensor,
+        places: DevicePlaces | None = None,
+        kept: Tensor | None = None,
     ) -> tuple[StaticBuffers, Step]:
         """The step for so many rows with tables so wide, ready to be computed."""
         size = (*_size(*rows.tables.shape), 0 if kept is None else power_of_two(len(kept)))
         if size not in self._steps:
             buffers = StaticBuffers(*size[:2], self.cache.device, *inputs[1:], kept=size[2])
-            # What the warm-up of a capture computes is written to the cache: it must be this pass, not a made-up one.
+            # What the warm-up of a capture computes is written to the cache: it must be this pass,
+            # not a made-up one.
             buffers.fill(rows, *inputs, places=places, kept=kept)
             self._steps[size] = (buffers, self._captured(buffers))
         buffers, step = self._steps[size]
@@ -243,16 +309,25 @@ class DecodeSteps:
             except RuntimeError as fault:
                 told += f"; without prefetching weights: {_reason(fault)}"
             else:
-                warnings.warn(f"{told}; it could be without prefetching weights, which is slower", RuntimeWarning, stacklevel=2)
+                warnings.warn(
+                    f"{told}; it could be without prefetching weights, which is slower",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
                 return captured
         self.failure = told
-        warnings.warn(f"{told}; it is launched operator by operator, which is slower", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"{told}; it is launched operator by operator, which is slower",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return step
 
 
 class DeviceCapture:
-    """Captures graphs of a device (CUDA's, or an NPU's) that share one memory pool: each may write over what another keeps there, but for
-    what it returned. All are captured on one stream, for a pool's memory that was freed serves its own stream alone."""
+    """Captures graphs of a device (CUDA's, or an NPU's) that share one memory pool: each may write
+    over what another keeps there, but for what it returned. All are captured on one stream, for a
+    pool's memory that was freed serves its own stream alone."""
 
     def __init__(self, device: torch.device) -> None:
         driver = accelerator.module(device)
@@ -260,15 +335,21 @@ class DeviceCapture:
         self._driver = driver
         self._pool, self._stream = driver.graph_pool_handle(), driver.Stream()
 
-    def __call__(self, step: Callable[[], Computed], lengths: list[int], /) -> Callable[[], Computed]:
+    def __call__(
+        self, step: Callable[[], Computed], lengths: list[int], /
+    ) -> Callable[[], Computed]:
         driver, stream = self._driver, self._stream
         current = driver.current_stream()
         stream.wait_stream(current)
         with driver.stream(stream):
-            step()  # compiles, sizes workspaces and sets up libraries: none of which may happen in a capture
+            # compiles, sizes workspaces and sets up libraries: none of which may happen in a
+            # capture
+            step()
         current.wait_stream(stream)
         graph = accelerator.new_graph(driver)
-        with accelerator.capture(driver, graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+        with accelerator.capture(
+            driver, graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+        ):
             result = step()
 
         def replay() -> Computed:
@@ -280,7 +361,11 @@ class DeviceCapture:
 
 def why_eager(device: torch.device) -> str:
     """Why decode steps on this device are not captured; empty where they are."""
-    return "" if device.type in accelerator.GRAPHS else f"graphs are captured on CUDA and NPUs, not on {device.type}"
+    return (
+        ""
+        if device.type in accelerator.GRAPHS
+        else f"graphs are captured on CUDA and NPUs, not on {device.type}"
+    )
 
 
 def _reason(fault: RuntimeError) -> str:
@@ -292,7 +377,8 @@ def _reason(fault: RuntimeError) -> str:
 
 
 def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Into the first of each pair, from its beginning on, the second: the integers in one launch."""
+    """Into the first of each pair, from its beginning on, the second: the integers in one
+    launch."""
     integers: list[tuple[Tensor, Tensor]] = []
     for buffer, given in pairs:
         part = buffer[: len(given)]

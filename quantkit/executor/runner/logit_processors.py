@@ -1,8 +1,10 @@
-"""What requests ask of the logits before a token is chosen: biases, penalties, no early end, a grammar.
+"""What requests ask of the logits before a token is chosen: biases, penalties, no early end, a
+grammar.
 
-Every row is adjusted for the tokens before it, drafts included, so that the tokens with drafts are those without. A row behind a wrong
-draft is adjusted for nothing that counts: its token is not kept. What a request said so far is counted on the device, where each step adds
-its tokens; all rows are adjusted together.
+Every row is adjusted for the tokens before it, drafts included, so that the tokens with drafts are
+those without. A row behind a wrong draft is adjusted for nothing that counts: its token is not
+kept. What a request said so far is counted on the device, where each step adds its tokens; all rows
+are adjusted together.
 """
 
 from collections.abc import Sequence as Items
@@ -15,7 +17,8 @@ from quantkit.executor.scheduler.sequence import Sequence
 
 
 class Adjuster:
-    """Of one engine's requests, over `vocab` tokens. Memory: 9 bytes by token for each request with biases or penalties."""
+    """Of one engine's requests, over `vocab` tokens. Memory: 9 bytes by token for each request with
+    biases or penalties."""
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         self._vocab, self._device = vocab, device
@@ -34,9 +37,11 @@ class Adjuster:
         first_masks: dict[Sequence, int],
         allowed: Tensor | None,
     ) -> Tensor:
-        """logits float32 [R, V] of sequences with so many rows each, one behind the other. The same object where nobody asks for anything.
+        """logits float32 [R, V] of sequences with so many rows each, one behind the other. The same
+        object where nobody asks for anything.
 
-        first_masks, allowed: as `masks.Masks.finished` gives them. A sequence with a fault keeps its rows as they are.
+        first_masks, allowed: as `masks.Masks.finished` gives them. A sequence with a fault keeps
+        its rows as they are.
         """
         asking: list[tuple[Sequence, int, int]] = []
         early: list[tuple[int, int]] = []
@@ -65,24 +70,35 @@ class Adjuster:
         return adjusted
 
     def _penalize(self, adjusted: Tensor, asking: list[tuple[Sequence, int, int]]) -> None:
-        """Biases and penalties, in place: the repetition penalty over prompt and answer, then the others over the answer."""
+        """Biases and penalties, in place: the repetition penalty over prompt and answer, then the
+        others over the answer."""
         self._count([sequence for sequence, _, _ in asking])
         places: list[tuple[int, int]] = []
         asked: list[tuple[float, float, float]] = []
         drafted: list[tuple[int, int]] = []
         for sequence, first, count in asking:
             params = sequence.params
-            drafted += [(len(places) + i, draft) for i in range(1, count) for draft in sequence.drafts[:i]]
+            drafted += [
+                (len(places) + i, draft) for i in range(1, count) for draft in sequence.drafts[:i]
+            ]
             places += [(row, self._slots[sequence]) for row in range(first, first + count)]
-            asked += [(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)] * count
+            asked += [
+                (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+            ] * count
         rows, slots = sent(places, self._device).T
         repetition, presence, frequency = sent(asked, self._device).T.unsqueeze(-1)
-        values, times, said = adjusted[rows] + self._bias[slots], self._times[slots], self._said[slots]
+        values, times, said = (
+            adjusted[rows] + self._bias[slots],
+            self._times[slots],
+            self._said[slots],
+        )
         if drafted:
             of_row, tokens = sent(drafted, self._device).T
             times.index_put_((of_row, tokens), times.new_ones(()), accumulate=True)
             said[of_row, tokens] = True
-        values = torch.where(said, torch.where(values > 0, values / repetition, values * repetition), values)
+        values = torch.where(
+            said, torch.where(values > 0, values / repetition, values * repetition), values
+        )
         adjusted[rows] = values - torch.where(times > 0, presence + frequency * times, 0.0)
 
     def _count(self, sequences: list[Sequence]) -> None:
@@ -101,9 +117,14 @@ class Adjuster:
             self._said.view(-1)[places] = True
 
     def _begin(self, sequence: Sequence) -> int:
-        """A slot for a sequence, which knows its prompt and its biases; of sequences that have finished, the slots are free."""
+        """A slot for a sequence, which knows its prompt and its biases; of sequences that have
+        finished, the slots are free."""
         self._slots = {one: slot for one, slot in self._slots.items() if one.finish_reason is None}
-        slot = next(number for number in range(len(self._slots) + 1) if number not in set(self._slots.values()))
+        slot = next(
+            number
+            for number in range(len(self._slots) + 1)
+            if number not in set(self._slots.values())
+        )
         if slot == len(self._times):
             self._grow()
         self._slots[sequence], self._counted[slot] = slot, sequence.prompt_len
@@ -118,12 +139,15 @@ class Adjuster:
     def _grow(self) -> None:
         more = max(4, len(self._times))
         self._times, self._said, self._bias = (
-            torch.cat((table, table.new_zeros(more, self._vocab))) for table in (self._times, self._said, self._bias)
+            torch.cat((table, table.new_zeros(more, self._vocab)))
+            for table in (self._times, self._said, self._bias)
         )
         self._counted += [0] * more
 
 
-def _early(sequence: Sequence, row: int, count: int, eos_ids: frozenset[int]) -> list[tuple[int, int]]:
+def _early(
+    sequence: Sequence, row: int, count: int, eos_ids: frozenset[int]
+) -> list[tuple[int, int]]:
     """Rows and tokens that would end an answer before its time."""
     too_short = sequence.params.min_new_tokens - (len(sequence.token_ids) - sequence.prompt_len)
     ends = eos_ids | set(sequence.params.stop_token_ids)

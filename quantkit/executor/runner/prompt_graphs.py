@@ -1,9 +1,12 @@
-"""Passes with prompts as graphs: up to some hundred tokens a pass is launched more slowly than it is computed.
+"""Passes with prompts as graphs: up to some hundred tokens a pass is launched more slowly than it
+is computed.
 
-A graph is captured for one size: rows of answers, tokens of prompts, sequences, and what else its launches depend on. What is not filled
-is padding, a sequence of its own that lies in block 0, which nobody owns. Sizes grow in steps of an eighth to a quarter, so that little of
-a pass is padding, and a size is captured when it has come some times: what comes a few times costs no capture. Long passes are bound by the
-device and are launched operator by operator, as are those of models whose layers read a state or index keys, sequence after sequence.
+A graph is captured for one size: rows of answers, tokens of prompts, sequences, and what else its
+launches depend on. What is not filled is padding, a sequence of its own that lies in block 0, which
+nobody owns. Sizes grow in steps of an eighth to a quarter, so that little of a pass is padding, and
+a size is captured when it has come some times: what comes a few times costs no capture. Long passes
+are bound by the device and are launched operator by operator, as are those of models whose layers
+read a state or index keys, sequence after sequence.
 """
 
 import warnings
@@ -19,14 +22,24 @@ from torch import Tensor
 
 from quantkit.executor.cache.cache import PagedCache
 from quantkit.executor.runner.attention_context import Chunk, PrefillContext, PromptContext
-from quantkit.executor.runner.graphs import MIN_TABLE_WIDTH, Capture, DecodeRows, StaticBuffers, TokenModel, power_of_two
+from quantkit.executor.runner.graphs import (
+    MIN_TABLE_WIDTH,
+    Capture,
+    DecodeRows,
+    StaticBuffers,
+    TokenModel,
+    power_of_two,
+)
 from quantkit.executor.runner.mixed_context import MixedContext
 
 MOST_TOKENS = 2048
-"""Tokens of prompts in a pass that is captured, at most. With more of them the device is busy all the time."""
+"""Tokens of prompts in a pass that is captured, at most. With more of them the device is busy all
+the time."""
 LAUNCHED_FIRST = 8
-"""Times that a size is launched before it is captured. A capture takes as long as its launches cost ten to thirty passes, and everybody
-waits for it: where prompts of 8192 tokens meet, one of four ranks of R1 met 16 sizes of 1024 tokens, most of them less than eight times."""
+"""Times that a size is launched before it is captured. A capture takes as long as its launches cost
+ten to thirty passes, and everybody
+waits for it: where prompts of 8192 tokens meet, one of four ranks of R1 met 16 sizes of 1024
+tokens, most of them less than eight times."""
 _LEAST_TOKENS = 16
 _MOST_SEEN = 8192
 """Cached tokens of all prompts in a pass that is captured, where they are expanded or decoded."""
@@ -37,7 +50,8 @@ _MOST_GRAPHS = 128
 
 
 class PromptRows(NamedTuple):
-    """New tokens of one sequence on the host, the first at position `start`. blocks: its cache; state: its place in the cache's states."""
+    """New tokens of one sequence on the host, the first at position `start`. blocks: its cache;
+    state: its place in the cache's states."""
 
     token_ids: list[int]
     start: int
@@ -50,8 +64,9 @@ class PromptRows(NamedTuple):
 
 
 class PassSize(NamedTuple):
-    """What a graph is captured for. answers: rows, and blocks of their tables; tokens, sequences: of prompts, with padding, which is a
-    sequence too; seen: their cached tokens, where these are listed; whole: whether hidden states of all tokens are returned."""
+    """What a graph is captured for. answers: rows, and blocks of their tables; tokens, sequences:
+    of prompts, with padding, which is a sequence too; seen: their cached tokens, where these are
+    listed; whole: whether hidden states of all tokens are returned."""
 
     answers: tuple[int, int]
     tokens: int
@@ -61,9 +76,14 @@ class PassSize(NamedTuple):
 
 
 def size_of(
-    answers: DecodeRows | None, prompts: list[PromptRows], cache: PagedCache, most: int = MOST_TOKENS, whole: bool = True
+    answers: DecodeRows | None,
+    prompts: list[PromptRows],
+    cache: PagedCache,
+    most: int = MOST_TOKENS,
+    whole: bool = True,
 ) -> PassSize | None:
-    """The size that holds such a pass; None where it is too large for a graph. most: tokens of prompts of a pass that is captured."""
+    """The size that holds such a pass; None where it is too large for a graph. most: tokens of
+    prompts of a pass that is captured."""
     new = sum(len(one.token_ids) for one in prompts)
     if new > most or max(len(one.blocks) for one in prompts) > _MOST_BLOCKS:
         return None
@@ -74,7 +94,10 @@ def size_of(
             return None
     rows = (0, 0)
     if answers is not None:
-        rows = power_of_two(len(answers.token_ids)), max(power_of_two(answers.tables.shape[1]), MIN_TABLE_WIDTH)
+        rows = (
+            power_of_two(len(answers.token_ids)),
+            max(power_of_two(answers.tables.shape[1]), MIN_TABLE_WIDTH),
+        )
     return PassSize(rows, tokens, _sequences(len(prompts) + 1), seen, whole)
 
 
@@ -85,12 +108,14 @@ def rounded_sizes(most: int) -> list[int]:
 
 
 def _sequences(count: int) -> int:
-    """`count` or more: 2, or a power of four. One that is not there costs nearly nothing, and ever other numbers come together."""
+    """`count` or more: 2, or a power of four. One that is not there costs nearly nothing, and ever
+    other numbers come together."""
     return 2 if count <= 2 else 1 << 2 * -(-(count - 1).bit_length() // 2)
 
 
 def _rounded(count: int, least: int) -> int:
-    """`count` or some more: in steps of an eighth of the power of two above it, and of no less than `least`."""
+    """`count` or some more: in steps of an eighth of the power of two above it, and of no less than
+    `least`."""
     step = max(least, power_of_two(count) // 8)
     return -(-count // step) * step
 
@@ -102,24 +127,37 @@ class PromptBuffers:
         """width: blocks of a table, at most."""
         self._size, self._width, self._block_size = size, width, block_size
         count, wide = size.sequences, (size.tokens,) * 3 + (size.seen,)
-        # Each begins at a multiple of 16 bytes, or Triton compiles its kernel for every way they might lie.
+        # Each begins at a multiple of 16 bytes, or Triton compiles its kernel for every way they
+        # might lie.
         narrow = tuple(-(-one // 4) * 4 for one in (count + 1, count, count, count, count * width))
         host = np.zeros(sum(wide) + sum(narrow) // 2, dtype=np.int64)
-        self._host, self._device = torch.from_numpy(host), torch.zeros(len(host), dtype=torch.int64, device=device)
-        self._columns = _cut(host[: sum(wide)], wide) + _cut(host[sum(wide) :].view(np.int32), narrow)
-        longs, ints = self._device[: sum(wide)].split(wide), self._device[sum(wide) :].view(torch.int32).split(narrow)
+        self._host, self._device = (
+            torch.from_numpy(host),
+            torch.zeros(len(host), dtype=torch.int64, device=device),
+        )
+        self._columns = _cut(host[: sum(wide)], wide) + _cut(
+            host[sum(wide) :].view(np.int32), narrow
+        )
+        longs, ints = (
+            self._device[: sum(wide)].split(wide),
+            self._device[sum(wide) :].view(torch.int32).split(narrow),
+        )
         self.token_ids, self.positions, self.slots, seen = longs
         starts, (lengths, rows, zeros) = ints[0][: count + 1], (one[:count] for one in ints[1:4])
         part = PromptPart(seen, zeros, lengths, rows) if size.seen else None
         self.ends = starts[1:]
         """Where the tokens of each sequence end."""
         self._spans, tables = SpansNow(), ints[4][: count * width].view(count, width)
-        self.prompts = PaddedPrompts(self._spans, tables, starts, lengths, size=size.tokens, part=part)
+        self.prompts = PaddedPrompts(
+            self._spans, tables, starts, lengths, size=size.tokens, part=part
+        )
 
     def fill(self, prompts: list[PromptRows]) -> None:
         """Sequences that are not there are empty, the last one is padding."""
         size = self._size
-        padding = PromptRows([0] * (size.tokens - sum(len(one.token_ids) for one in prompts)), 0, [])
+        padding = PromptRows(
+            [0] * (size.tokens - sum(len(one.token_ids) for one in prompts)), 0, []
+        )
         every = [*prompts, *[PromptRows([], 0, [])] * (size.sequences - len(prompts) - 1), padding]
         token_ids, positions, slots, seen, starts, lengths, rows, _, tables = self._columns
         tables.fill(0)
@@ -130,7 +168,10 @@ class PromptBuffers:
             table[: len(one.blocks)] = one.blocks
             start, length = one.span
             at = np.arange(start + length)
-            places = table[at // self._block_size].astype(np.int64) * self._block_size + at % self._block_size
+            places = (
+                table[at // self._block_size].astype(np.int64) * self._block_size
+                + at % self._block_size
+            )
             own = slice(new, new + length)
             token_ids[own], positions[own], slots[own] = one.token_ids, at[start:], places[start:]
             starts[number], lengths[number], rows[number] = new, start + length, cached
@@ -156,7 +197,12 @@ class _Pass:
     def __init__(self, model: TokenModel, cache: PagedCache, size: PassSize) -> None:
         self._model, self._cache = model, cache
         self._answers = StaticBuffers(*size.answers, cache.device) if size.answers[0] else None
-        self._prompts = PromptBuffers(size, max(min(cache.num_blocks, _MOST_BLOCKS), MIN_TABLE_WIDTH), cache.block_size, cache.device)
+        self._prompts = PromptBuffers(
+            size,
+            max(min(cache.num_blocks, _MOST_BLOCKS), MIN_TABLE_WIDTH),
+            cache.block_size,
+            cache.device,
+        )
         self.lengths = self._answers.lengths if self._answers else []
         self.rows = size.answers[0] + (size.tokens if size.whole else size.sequences)
         """Of hidden states."""
@@ -168,7 +214,8 @@ class _Pass:
         self._prompts.fill(prompts)
 
     def compute(self) -> Tensor:
-        """Hidden states of the answers' rows and of the prompts' tokens, or of the last one of each, padding included."""
+        """Hidden states of the answers' rows and of the prompts' tokens, or of the last one of
+        each, padding included."""
         prompts, token_ids, rows = self._prompts.context(self._cache), self._prompts.token_ids, None
         context: PromptContext | MixedContext = prompts
         if self._answers is not None:
@@ -176,7 +223,9 @@ class _Pass:
             context = MixedContext(self._answers.context(self._cache), prompts)
         if not self._whole:
             answers = torch.arange(self._first, device=token_ids.device)
-            rows = torch.cat((answers, (self._prompts.ends + (self._first - 1)).clamp_(min=self._first)))  # an empty one has some row
+            rows = torch.cat(
+                (answers, (self._prompts.ends + (self._first - 1)).clamp_(min=self._first))
+            )  # an empty one has some row
         return self._model(token_ids, context, rows)
 
 
@@ -189,11 +238,13 @@ class PromptPasses:
         self.most_tokens = MOST_TOKENS
         """Of prompts in a pass that is captured."""
         self.reads_all = True
-        """Whether hidden states of all tokens of prompts are read, not those of the last one of each alone."""
+        """Whether hidden states of all tokens of prompts are read, not those of the last one of
+        each alone."""
         self._met: Counter[PassSize] = Counter()
         self._graphs: dict[PassSize, tuple[_Pass, Callable[[], Tensor]]] = {}
         self._hidden: Tensor | None = None
-        """Where graphs leave their results: what others keep in the pool that they share may be written over by any of them."""
+        """Where graphs leave their results: what others keep in the pool that they share may be
+        written over by any of them."""
 
     @property
     def captures(self) -> bool:
@@ -206,9 +257,12 @@ class PromptPasses:
         return len(self._graphs)
 
     def limit(self, tokens: int) -> None:
-        """Passes with more tokens of prompts are launched operator by operator; their graphs are let go of."""
+        """Passes with more tokens of prompts are launched operator by operator; their graphs are
+        let go of."""
         self.most_tokens = min(tokens, MOST_TOKENS)
-        self._graphs = {size: graph for size, graph in self._graphs.items() if size.tokens <= self.most_tokens}
+        self._graphs = {
+            size: graph for size, graph in self._graphs.items() if size.tokens <= self.most_tokens
+        }
 
     def capture(self, answers: DecodeRows | None, prompts: list[PromptRows]) -> Tensor:
         """As `run`, captured now where the size is captured at all."""
@@ -217,38 +271,59 @@ class PromptPasses:
             self._met[size] = LAUNCHED_FIRST
         return self.run(answers, prompts)
 
-    def run(self, answers: DecodeRows | None, prompts: list[PromptRows], *, whole: bool = False) -> Tensor:
-        """Hidden states [R, H] of the answers' rows, then of the prompts' tokens where `whole` or `reads_all`, else of the last token of
-        each; valid until the next pass."""
+    def run(
+        self, answers: DecodeRows | None, prompts: list[PromptRows], *, whole: bool = False
+    ) -> Tensor:
+        """Hidden states [R, H] of the answers' rows, then of the prompts' tokens where `whole` or
+        `reads_all`, else of the last token of each; valid until the next pass."""
         whole = whole or self.reads_all
-        size = size_of(answers, prompts, self.cache, self.most_tokens, whole) if self._capture is not None else None
+        size = (
+            size_of(answers, prompts, self.cache, self.most_tokens, whole)
+            if self._capture is not None
+            else None
+        )
         if size is None or not self._ready(size, answers, prompts):
             return self.launch(answers, prompts, whole=whole)
         made, replay = self._graphs[size]
         made.fill(answers, prompts)
         hidden = replay()
-        count, first = sum(len(one.token_ids) for one in prompts) if whole else len(prompts), size.answers[0]
+        count, first = (
+            sum(len(one.token_ids) for one in prompts) if whole else len(prompts),
+            size.answers[0],
+        )
         if answers is None or len(answers.token_ids) == first:
             return hidden[: first + count]
         return torch.cat((hidden[: len(answers.token_ids)], hidden[first : first + count]))
 
-    def context(self, answers: DecodeRows | None, prompts: list[PromptRows]) -> PrefillContext | MixedContext:
+    def context(
+        self, answers: DecodeRows | None, prompts: list[PromptRows]
+    ) -> PrefillContext | MixedContext:
         """Where such tokens attend."""
-        chunks = [Chunk(*one.span, torch.tensor(one.blocks, device=self.cache.device), one.state) for one in prompts]
+        chunks = [
+            Chunk(*one.span, torch.tensor(one.blocks, device=self.cache.device), one.state)
+            for one in prompts
+        ]
         context = PrefillContext(self.cache, chunks)
         return context if answers is None else MixedContext(answers.context(self.cache), context)
 
-    def launch(self, answers: DecodeRows | None, prompts: list[PromptRows], *, whole: bool = False) -> Tensor:
+    def launch(
+        self, answers: DecodeRows | None, prompts: list[PromptRows], *, whole: bool = False
+    ) -> Tensor:
         """As `run`, operator by operator."""
         token_ids, rows = [] if answers is None else answers.token_ids.tolist(), None
         if not (whole or self.reads_all):
             ends = accumulate((len(one.token_ids) for one in prompts), initial=len(token_ids) - 1)
-            rows = torch.tensor([*range(len(token_ids)), *islice(ends, 1, None)], device=self.cache.device)
+            rows = torch.tensor(
+                [*range(len(token_ids)), *islice(ends, 1, None)], device=self.cache.device
+            )
         token_ids += [token for one in prompts for token in one.token_ids]
-        return self.model(torch.tensor(token_ids, device=self.cache.device), self.context(answers, prompts), rows)
+        return self.model(
+            torch.tensor(token_ids, device=self.cache.device), self.context(answers, prompts), rows
+        )
 
     def _ready(self, size: PassSize, answers: DecodeRows | None, prompts: list[PromptRows]) -> bool:
-        """Whether there is a graph of the size, captured now where the size has come often enough."""
+        """Whether there is a graph of the size, captured now where the size has come often
+        enough."""
         if size in self._graphs:
             return True
         if self._met[size] < LAUNCHED_FIRST or len(self._graphs) == _MOST_GRAPHS:
@@ -256,7 +331,8 @@ class PromptPasses:
             return False
         assert self._capture is not None, "asked before"
         made = _Pass(self.model, self.cache, size)
-        # What the warm-up of a capture computes is written to the cache: it must be this pass, not a made-up one.
+        # What the warm-up of a capture computes is written to the cache: it must be this pass, not
+        # a made-up one.
         made.fill(answers, prompts)
         room = self._room(made.rows)
 
@@ -268,7 +344,11 @@ class PromptPasses:
         except RuntimeError as fault:
             self._capture = None
             told = str(fault).partition("\n")[0]
-            warnings.warn(f"a pass with prompts could not be captured: {told}; prompts are launched operator by operator", stacklevel=2)
+            warnings.warn(
+                f"a pass with prompts could not be captured: {told}; prompts are launched operator "
+                "by operator",
+                stacklevel=2,
+            )
             return False
         return True
 

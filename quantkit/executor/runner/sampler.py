@@ -1,7 +1,7 @@
 """The successor of every row of a pass, chosen on the device: logits as requests ask, then a draw.
 
-What the draw needs of a request (sampling.py) is on the device already where the same sequences were there in the step before; then only
-the places of their tokens travel.
+What the draw needs of a request (sampling.py) is on the device already where the same sequences
+were there in the step before; then only the places of their tokens travel.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from quantkit.executor.scheduler.sequence import Sequence
 
 
 class ChosenTokens(NamedTuple):
-    """token_ids int64 [R] on the device; what they were drawn with, None where all are the likeliest: sampling parameters, and places in
-    the sequences int64 [R]."""
+    """token_ids int64 [R] on the device; what they were drawn with, None where all are the
+    likeliest: sampling parameters, and places in the sequences int64 [R]."""
 
     token_ids: Tensor
     batch: Batch | None = None
@@ -30,7 +30,8 @@ class ChosenTokens(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows that are drawn for. batch: as for `ChosenTokens`. asks: whether any of them wants logits changed, grammars aside."""
+    """Rows that are drawn for. batch: as for `ChosenTokens`. asks: whether any of them wants logits
+    changed, grammars aside."""
 
     counts: list[tuple[Sequence, int]]
     batch: Batch | None
@@ -40,7 +41,9 @@ class _Rows(NamedTuple):
 class Chooser:
     """eos_ids: tells the tokens that may end an answer."""
 
-    def __init__(self, vocab: int, device: torch.device, eos_ids: Callable[[], frozenset[int]]) -> None:
+    def __init__(
+        self, vocab: int, device: torch.device, eos_ids: Callable[[], frozenset[int]]
+    ) -> None:
         self._vocab, self._device, self._eos_ids = vocab, device, eos_ids
         self._adjuster, self._masks = Adjuster(vocab, device), Masks()
         self._known = _Rows([], None, False)
@@ -54,10 +57,14 @@ class Chooser:
         assert done.logits is not None, done.counts
         assert done.greedy is not None, done.counts
         first_masks, allowed = self._masks.finished(self._device, self._vocab)
-        counts, batch, asks = self._known if done.counts == self._known.counts else self._look_at(done.counts)
+        counts, batch, asks = (
+            self._known if done.counts == self._known.counts else self._look_at(done.counts)
+        )
         adjusted = done.logits
         if asks or allowed is not None:
-            adjusted = self._adjuster.adjust(adjusted, counts, self._eos_ids(), first_masks, allowed)
+            adjusted = self._adjuster.adjust(
+                adjusted, counts, self._eos_ids(), first_masks, allowed
+            )
         if batch is None:
             return ChosenTokens(done.greedy if adjusted is done.logits else adjusted.argmax(dim=-1))
         places = [len(sequence.token_ids) + i for sequence, count in counts for i in range(count)]

@@ -1,4 +1,5 @@
-"""Drawing tokens as a graph: some forty launches over logits and parameters of fixed places, captured once for each number of rows."""
+"""Drawing tokens as a graph: some forty launches over logits and parameters of fixed places,
+captured once for each number of rows."""
 
 import warnings
 from collections.abc import Callable
@@ -16,7 +17,10 @@ class _Buffers:
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
         self.logits = torch.zeros(rows, vocab, device=device)
         self.places = torch.zeros(rows, dtype=torch.int64, device=device)
-        floats, integers = torch.ones(3, rows, device=device), torch.ones(2, rows, dtype=torch.int64, device=device)
+        floats, integers = (
+            torch.ones(3, rows, device=device),
+            torch.ones(2, rows, dtype=torch.int64, device=device),
+        )
         self.batch = Batch(*floats, *integers)
         self.filled: Batch | None = None
         """Whose values `batch` has."""
@@ -46,11 +50,20 @@ class Draws:
             buffers = _Buffers(*size, logits.device)
             buffers.fill(logits, batch, places)
             try:
-                self._sizes[size] = (buffers, self._capture(lambda: sample(buffers.logits, buffers.batch, buffers.places), []))
+                self._sizes[size] = (
+                    buffers,
+                    self._capture(
+                        lambda: sample(buffers.logits, buffers.batch, buffers.places), []
+                    ),
+                )
             except RuntimeError as fault:
                 self._capture = None
                 told = str(fault).partition("\n")[0]
-                warnings.warn(f"drawing tokens could not be captured: {told}; it is launched one by one", RuntimeWarning, stacklevel=2)
+                warnings.warn(
+                    f"drawing tokens could not be captured: {told}; it is launched one by one",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
                 return sample(logits, batch, places)
         buffers, step = self._sizes[size]
         buffers.fill(logits, batch, places)

@@ -26,13 +26,28 @@ MAX_DEPTH = 64
 """Brackets within brackets: the library reads them by recursion."""
 
 SPACES = {"whitespace_pattern": r"(\x0A\x20{0,24}|\x20{1,2})"}
-"""White space between the parts of JSON: enough to indent it, and no more. As options of llguidance's JSON grammars."""
+"""White space between the parts of JSON: enough to indent it, and no more. As options of
+llguidance's JSON grammars."""
 
 _SCHEMA_KEYWORDS = frozenset(
-    {"items", "additionalItems", "prefixItems", "contains", "additionalProperties", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"}
+    {
+        "items",
+        "additionalItems",
+        "prefixItems",
+        "contains",
+        "additionalProperties",
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "not",
+        "if",
+        "then",
+        "else",
+    }
 )
 _KEYWORDS_OF_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-"""Keywords of a JSON schema whose values are schemas, one or a list of them, and those that hold schemas by name."""
+"""Keywords of a JSON schema whose values are schemas, one or a list of them, and those that hold
+schemas by name."""
 
 _KEPT = 32
 """Compiled grammars that are kept for requests to come."""
@@ -43,7 +58,8 @@ _REMEDY = "give a grammar that llguidance takes (https://github.com/guidance-ai/
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer. vocab_size: entries of a row of logits; eos_ids: tokens that may end an answer.
+    """Compiles grammars for one tokenizer. vocab_size: entries of a row of logits; eos_ids: tokens
+    that may end an answer.
 
     Any thread may ask. The tokenizer's vocabulary is read once, when the first grammar comes.
     """
@@ -71,41 +87,67 @@ class Grammars:
     def _compiled(self, grammar: str) -> Any:
         library = _library()
         if len(grammar) > MAX_GRAMMAR:
-            raise QuantkitError(f"the grammar has {len(grammar)} characters", f"give at most {MAX_GRAMMAR}")
+            raise QuantkitError(
+                f"the grammar has {len(grammar)} characters", f"give at most {MAX_GRAMMAR}"
+            )
         if self._vocabulary is None:
             self._marks = self._read_marks()
             self._vocabulary = self._read_vocabulary(library)
         if any(mark in grammar.replace("\\", "") for mark in self._marks):
             grammar = _spelled_out(grammar)
-        limits = library.LLParserLimits(max_lexer_states=_LEXER_STATES, max_grammar_size=_GRAMMAR_SYMBOLS, verbose_errors=False)
+        limits = library.LLParserLimits(
+            max_lexer_states=_LEXER_STATES, max_grammar_size=_GRAMMAR_SYMBOLS, verbose_errors=False
+        )
         matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise QuantkitError(f"the grammar cannot be used: {matcher.get_error()[:300]}", _REMEDY)
         begun = matcher.deep_copy()
         begun.compute_bitmask()
         if begun.is_error():  # such as a schema that refers to nothing but itself
-            raise QuantkitError(f"the grammar lets no token begin an answer: {begun.get_error()[:300]}", _REMEDY)
+            raise QuantkitError(
+                f"the grammar lets no token begin an answer: {begun.get_error()[:300]}", _REMEDY
+            )
         return matcher
 
     def _read_vocabulary(self, library: Any) -> Any:
         size = max(self._vocab_size, self._tokenizer.get_vocab_size())
         try:
-            return library.LLTokenizer(self._tokenizer.to_str(), n_vocab=size, eos_token=self._eos_ids)
-        except ValueError as fault:  # no token that ends an answer, or a kind of tokenizer that it cannot read
-            raise QuantkitError(f"this model's tokenizer cannot be held to a grammar: {fault}", "send no schema and no grammar") from fault
+            return library.LLTokenizer(
+                self._tokenizer.to_str(), n_vocab=size, eos_token=self._eos_ids
+            )
+        except (
+            ValueError
+        ) as fault:  # no token that ends an answer, or a kind of tokenizer that it cannot read
+            raise QuantkitError(
+                f"this model's tokenizer cannot be held to a grammar: {fault}",
+                "send no schema and no grammar",
+            ) from fault
 
     def _read_marks(self) -> frozenset[str]:
         """Texts of added tokens, as they are and as JSON escapes them; without the backslashes."""
-        texts = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if not token.content.isspace()]
-        return frozenset(form.replace("\\", "") for text in texts for form in (text, json.dumps(text)[1:-1]))
+        texts = [
+            token.content
+            for token in self._tokenizer.get_added_tokens_decoder().values()
+            if not token.content.isspace()
+        ]
+        return frozenset(
+            form.replace("\\", "") for text in texts for form in (text, json.dumps(text)[1:-1])
+        )
 
 
 class Guide:
-    """What one answer may go on with. after: the token behind which the grammar begins; until then everything may come but `eos_ids`, for
-    an answer that ended there would not match."""
+    """What one answer may go on with. after: the token behind which the grammar begins; until then
+    everything may come but `eos_ids`, for an answer that ended there would not match."""
 
-    def __init__(self, matcher: Any, vocab_size: int, after: int | None, eos_ids: Sequence[int]) -> None:
-        self._matcher, self._vocab_size, self._after, self._eos_ids = matcher, vocab_size, after, eos_ids
+    def __init__(
+        self, matcher: Any, vocab_size: int, after: int | None, eos_ids: Sequence[int]
+    ) -> None:
+        self._matcher, self._vocab_size, self._after, self._eos_ids = (
+            matcher,
+            vocab_size,
+            after,
+            eos_ids,
+        )
 
     @property
     def words(self) -> int:
@@ -113,31 +155,40 @@ class Guide:
         return -(-self._vocab_size // 32)
 
     def new_executor(self, threads: int) -> Any:
-        """What `write` computes with: the library's own threads, which leave this process's interpreter to others."""
+        """What `write` computes with: the library's own threads, which leave this process's
+        interpreter to others."""
         return _library().LLExecutor(threads)
 
     def write(self, executor: Any, bits: np.ndarray, first: int, drafts: list[int]) -> None:
-        """Masks for the tokens behind the answer so far and behind each of `drafts`: bits int32 [rows, words] from row `first` on, a bit a
-        token, 1 where it may come. Rows where any may come stay as they are; so does what is behind a draft that itself may not come, where
+        """Masks for the tokens behind the answer so far and behind each of `drafts`: bits int32
+        [rows, words] from row `first` on, a bit a token, 1 where it may come. Rows where any may
+        come stay as they are; so does what is behind a draft that itself may not come, where
         nothing is chosen any more. Raises QuantkitError where no token can follow.
         """
         if self._after is not None:
             begun = drafts.index(self._after) + 1 if self._after in drafts else 1 + len(drafts)
             for token in self._eos_ids:
-                bits.view(np.uint32)[first : first + begun, token >> 5] &= np.uint32(0xFFFFFFFF ^ 1 << (token & 31))
+                bits.view(np.uint32)[first : first + begun, token >> 5] &= np.uint32(
+                    0xFFFFFFFF ^ 1 << (token & 31)
+                )
             if begun > len(drafts):
                 return
             first, drafts = first + begun, drafts[begun:]
         where = (bits.ctypes.data, bits.shape[1] * 4, len(bits))
         if drafts:
-            executor.unsafe_compute_mask_ptr_with_draft_token([(self._matcher, first, drafts)], *where)
+            executor.unsafe_compute_mask_ptr_with_draft_token(
+                [(self._matcher, first, drafts)], *where
+            )
         else:
             executor.unsafe_compute_mask_ptr([(self._matcher, first)], *where)
         if self._matcher.is_error():  # then it would let the answer end
-            raise QuantkitError(f"the grammar lets no token follow: {self._matcher.get_error()[:300]}", _REMEDY)
+            raise QuantkitError(
+                f"the grammar lets no token follow: {self._matcher.get_error()[:300]}", _REMEDY
+            )
 
     def advance(self, token_id: int) -> bool:
-        """Take the token that was chosen. Whether the grammar is matched and nothing can follow. Raises QuantkitError at a limit."""
+        """Take the token that was chosen. Whether the grammar is matched and nothing can follow.
+        Raises QuantkitError at a limit."""
         if self._after is not None:
             self._after = None if token_id == self._after else self._after
             return False
@@ -149,18 +200,29 @@ class Guide:
 def json_schema(schema: dict[str, Any]) -> str:
     """JSON that fits a schema. Raises QuantkitError where the schema is too large."""
     check_size(json.dumps(schema))
-    made: str = _library().LLMatcher.grammar_from_json_schema(json.dumps(_with_known_formats(schema)), defaults=SPACES)
+    made: str = _library().LLMatcher.grammar_from_json_schema(
+        json.dumps(_with_known_formats(schema)), defaults=SPACES
+    )
     return made
 
 
 def _with_known_formats(schema: Any) -> Any:
-    """The schema without formats that the library does not know: they say nothing of what fits (JSON Schema 2020-12, Validation, 7.2.1)."""
+    """The schema without formats that the library does not know: they say nothing of what fits
+    (JSON Schema 2020-12, Validation, 7.2.1)."""
     if not isinstance(schema, dict):
         return schema
-    kept = {key: value for key, value in schema.items() if key != "format" or not isinstance(value, str) or _knows_format(value)}
+    kept = {
+        key: value
+        for key, value in schema.items()
+        if key != "format" or not isinstance(value, str) or _knows_format(value)
+    }
     for key, value in kept.items():
         if key in _SCHEMA_KEYWORDS:
-            kept[key] = [*map(_with_known_formats, value)] if isinstance(value, list) else _with_known_formats(value)
+            kept[key] = (
+                [*map(_with_known_formats, value)]
+                if isinstance(value, list)
+                else _with_known_formats(value)
+            )
         elif key in _KEYWORDS_OF_NAMED_SCHEMAS and isinstance(value, dict):
             kept[key] = {name: _with_known_formats(one) for name, one in value.items()}
     return kept
@@ -169,7 +231,9 @@ def _with_known_formats(schema: Any) -> Any:
 @functools.lru_cache(256)
 def _knows_format(name: str) -> bool:
     matcher = _library().LLMatcher
-    return not matcher.validate_grammar(matcher.grammar_from_json_schema(json.dumps({"type": "string", "format": name})))
+    return not matcher.validate_grammar(
+        matcher.grammar_from_json_schema(json.dumps({"type": "string", "format": name}))
+    )
 
 
 def regex(expression: str) -> str:
@@ -182,7 +246,12 @@ def regex(expression: str) -> str:
 def choice(texts: list[str]) -> str:
     """One of `texts`."""
     # The library reads texts as JSON has them, but no delete character as it is.
-    return lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in texts))
+    return lark(
+        "start: "
+        + " | ".join(
+            json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in texts
+        )
+    )
 
 
 def lark(grammar: str) -> str:
@@ -193,14 +262,20 @@ def lark(grammar: str) -> str:
 
 
 def _spelled_out(grammar: str) -> str:
-    """The grammar for texts that hold an added token's, such as </think>. Where only one text can follow, the library asks for
-    the tokens that the tokenizer makes of it, and refuses the added one afterwards; so it is not to ask that way."""
+    """The grammar for texts that hold an added token's, such as </think>. Where only one text can
+    follow, the library asks for the tokens that the tokenizer makes of it, and refuses the added
+    one afterwards; so it is not to ask that way."""
     if not grammar.startswith("{"):
         return f"{_NO_FORCING}\n{grammar}"
     try:
         (part,) = json.loads(grammar)["grammars"]
         lark_grammar = part.get("lark_grammar") or f"start: %json {json.dumps(part['json_schema'])}"
-    except (ValueError, TypeError, KeyError, AttributeError):  # a request's own, whose faults the library names
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+    ):  # a request's own, whose faults the library names
         return grammar
     return f"{_NO_FORCING}\n{lark_grammar}"
 
@@ -208,13 +283,17 @@ def _spelled_out(grammar: str) -> str:
 def check_size(text: str) -> None:
     """Refuse what is too long or nested too deeply to be read."""
     if len(text) > MAX_GRAMMAR:
-        raise QuantkitError(f"the grammar has {len(text)} characters", f"give at most {MAX_GRAMMAR}")
+        raise QuantkitError(
+            f"the grammar has {len(text)} characters", f"give at most {MAX_GRAMMAR}"
+        )
     depth = deepest = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
         deepest = max(deepest, depth)
     if deepest > MAX_DEPTH:
-        raise QuantkitError(f"the grammar has {deepest} brackets within each other", f"use at most {MAX_DEPTH}")
+        raise QuantkitError(
+            f"the grammar has {deepest} brackets within each other", f"use at most {MAX_DEPTH}"
+        )
 
 
 def _library() -> Any:
@@ -222,5 +301,7 @@ def _library() -> Any:
         import llguidance
     except ImportError as missing:
         remedy = "pip install 'quantkit[structured]' on the server"
-        raise QuantkitError("answers that must match a schema or a grammar need the package llguidance", remedy) from missing
+        raise QuantkitError(
+            "answers that must match a schema or a grammar need the package llguidance", remedy
+        ) from missing
     return llguidance

@@ -1,10 +1,12 @@
 """Choosing the next token: greedy, temperature, min-p, top-k and top-p, with a seed per request.
 
-The random number of a token depends on the request's seed and the token's position alone, so that a request draws the same numbers
-whichever others share its batch, and again after it was put back in the queue. One uniform number a token and the inverse of the
-cumulative distribution: no generator state to keep, nothing waits for the host. It is cumulated in the order of token ids: products round
-a row otherwise beside others (guesses, other requests), and in the order of probabilities two tokens that are nearly as likely would then
-change places, and every number that stands for one of them would stand for the other.
+The random number of a token depends on the request's seed and the token's position alone, so that a
+request draws the same numbers whichever others share its batch, and again after it was put back in
+the queue. One uniform number a token and the inverse of the
+cumulative distribution: no generator state to keep, nothing waits for the host. It is cumulated in
+the order of token ids: products round a row otherwise beside others (guesses, other requests), and
+in the order of probabilities two tokens that are nearly as likely would then change places, and
+every number that stands for one of them would stand for the other.
 """
 
 from dataclasses import dataclass
@@ -31,7 +33,8 @@ _NO_LIMIT = 1 << 62
 """A top_k that keeps every token."""
 
 _COLDEST = 1e-6
-"""Below this a temperature is taken for it: logits divided by it stay finite in float32, and the likeliest token has all probability."""
+"""Below this a temperature is taken for it: logits divided by it stay finite in float32, and the
+likeliest token has all probability."""
 
 _SMALLEST = torch.finfo(torch.float32).tiny
 """A top_p that float32 would round to zero keeps the likeliest token, as a larger one does."""
@@ -41,18 +44,23 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 class SamplingParams:
     """How to continue one prompt.
 
-    temperature 0 is greedy. min_p keeps the tokens that are at least so probable as a share of the likeliest, top_k so many of the
-    likeliest (0: all), then top_p those that together reach it. seed None draws one at random.
+    temperature 0 is greedy. min_p keeps the tokens that are at least so probable as a share of the
+    likeliest, top_k so many of the likeliest (0: all), then top_p those that together reach it.
+    seed None draws one at random.
 
-    presence_penalty and frequency_penalty are taken from the logits of tokens that the answer holds, once and for each time;
-    repetition_penalty divides the positive logits of tokens that prompt or answer hold, and multiplies the others (arXiv 1909.05858).
-    logit_bias: what is added to a token's logit, by id. grammar: what the answer must match, as `grammar.Grammars` takes it;
+    presence_penalty and frequency_penalty are taken from the logits of tokens that the answer
+    holds, once and for each time; repetition_penalty divides the positive logits of tokens that
+    prompt or answer hold, and multiplies the others (arXiv 1909.05858).
+    logit_bias: what is added to a token's logit, by id. grammar: what the answer must match, as
+    `grammar.Grammars` takes it;
     grammar_after: the token behind which it begins (None: at once).
 
-    `stop` ends the text before any of its strings, stop_token_ids before any of its tokens; ignore_eos goes on to max_new_tokens (for
-    benchmarks), and before min_new_tokens no token that ends the answer is chosen, and no stop string ends it. skip_special_tokens:
-    whether the text leaves them out. logprobs: None, or how many alternatives to report with each token's own log-probability (0: only
-    its own); prompt_logprobs: the same for the prompt's tokens. Log-probabilities are the model's own, before anything here is applied.
+    `stop` ends the text before any of its strings, stop_token_ids before any of its tokens;
+    ignore_eos goes on to max_new_tokens (for benchmarks), and before min_new_tokens no token that
+    ends the answer is chosen, and no stop string ends it. skip_special_tokens: whether the text
+    leaves them out. logprobs: None, or how many alternatives to report with each token's own
+    log-probability (0: only its own); prompt_logprobs: the same for the prompt's tokens.
+    Log-probabilities are the model's own, before anything here is applied.
     """
 
     max_new_tokens: int = 512
@@ -77,13 +85,22 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise QuantkitError(f"max_new_tokens is {self.max_new_tokens}", "ask for at least one token")
+            raise QuantkitError(
+                f"max_new_tokens is {self.max_new_tokens}", "ask for at least one token"
+            )
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            raise QuantkitError(f"min_new_tokens is {self.min_new_tokens}", "use 0 to max_new_tokens")
+            raise QuantkitError(
+                f"min_new_tokens is {self.min_new_tokens}", "use 0 to max_new_tokens"
+            )
         if self.min_new_tokens and self.grammar is not None:
-            raise QuantkitError("a grammar says where the answer ends, and min_new_tokens forbids it", "leave one of them out")
+            raise QuantkitError(
+                "a grammar says where the answer ends, and min_new_tokens forbids it",
+                "leave one of them out",
+            )
         if not 0 <= self.temperature <= MAX_TEMPERATURE:
-            raise QuantkitError(f"temperature is {self.temperature}", f"use 0 (greedy) to {MAX_TEMPERATURE:g}")
+            raise QuantkitError(
+                f"temperature is {self.temperature}", f"use 0 (greedy) to {MAX_TEMPERATURE:g}"
+            )
         if not 0 < self.top_p <= 1:
             raise QuantkitError(f"top_p is {self.top_p}", "use a number above 0 and at most 1")
         if not 0 <= self.top_k <= MAX_TOP_K:
@@ -102,14 +119,24 @@ class SamplingParams:
     def _check_penalties(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):
             if not -MAX_PENALTY <= getattr(self, name) <= MAX_PENALTY:
-                raise QuantkitError(f"{name} is {getattr(self, name)}", f"use {-MAX_PENALTY:g} to {MAX_PENALTY:g}")
+                raise QuantkitError(
+                    f"{name} is {getattr(self, name)}", f"use {-MAX_PENALTY:g} to {MAX_PENALTY:g}"
+                )
         if not MIN_REPETITION <= self.repetition_penalty <= MAX_REPETITION:
             said = f"repetition_penalty is {self.repetition_penalty}"
             raise QuantkitError(said, f"use {MIN_REPETITION:g} to {MAX_REPETITION:g}; 1 is none")
-        if len(self.logit_bias) > MAX_BIASED or not all(-MAX_BIAS <= bias <= MAX_BIAS for _, bias in self.logit_bias):
-            raise QuantkitError("logit_bias is out of bounds", f"use {-MAX_BIAS:g} to {MAX_BIAS:g}, for at most {MAX_BIASED} tokens")
+        if len(self.logit_bias) > MAX_BIASED or not all(
+            -MAX_BIAS <= bias <= MAX_BIAS for _, bias in self.logit_bias
+        ):
+            raise QuantkitError(
+                "logit_bias is out of bounds",
+                f"use {-MAX_BIAS:g} to {MAX_BIAS:g}, for at most {MAX_BIASED} tokens",
+            )
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
-            raise QuantkitError(f"stop_token_ids holds {len(self.stop_token_ids)}", f"give at most {MAX_STOP_TOKENS}")
+            raise QuantkitError(
+                f"stop_token_ids holds {len(self.stop_token_ids)}",
+                f"give at most {MAX_STOP_TOKENS}",
+            )
 
     @property
     def penalizes(self) -> bool:
@@ -125,15 +152,34 @@ class SamplingParams:
     def from_json(cls, values: dict[str, Any]) -> "SamplingParams":
         """From `dataclasses.asdict` by way of JSON, which knows no tuples."""
         bias = tuple((token, value) for token, value in values["logit_bias"])
-        return cls(**{**values, "stop": tuple(values["stop"]), "stop_token_ids": tuple(values["stop_token_ids"]), "logit_bias": bias})
+        return cls(
+            **{
+                **values,
+                "stop": tuple(values["stop"]),
+                "stop_token_ids": tuple(values["stop_token_ids"]),
+                "logit_bias": bias,
+            }
+        )
 
 
 def check_defaults(defaults: dict[str, Any], file: Path) -> None:
     """Refuse sampling defaults that no request could ask for, naming the file they come from."""
-    known = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, **defaults}
+    known = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        **defaults,
+    }
     for name, value in known.items():
-        if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
-            raise QuantkitError(f"{file}: {name} is {value!r:.100}", f"use {'an integer' if name == 'top_k' else 'a number'}")
+        if isinstance(value, bool) or not isinstance(
+            value, int if name == "top_k" else int | float
+        ):
+            raise QuantkitError(
+                f"{file}: {name} is {value!r:.100}",
+                f"use {'an integer' if name == 'top_k' else 'a number'}",
+            )
     try:
         SamplingParams(**{**known, "top_k": max(known["top_k"], 0)})
     except QuantkitError as fault:
@@ -141,7 +187,8 @@ def check_defaults(defaults: dict[str, Any], file: Path) -> None:
 
 
 class Batch(NamedTuple):
-    """Sampling parameters of a batch as tensors: temperature, top_p, min_p float32 [B]; top_k, seed int64 [B].
+    """Sampling parameters of a batch as tensors: temperature, top_p, min_p float32 [B]; top_k, seed
+    int64 [B].
 
     None: every row is greedy.
     """
@@ -153,11 +200,16 @@ class Batch(NamedTuple):
     seed: Tensor
 
     @classmethod
-    def of(cls, params: list[SamplingParams], seeds: list[int], device: torch.device) -> "Batch | None":
+    def of(
+        cls, params: list[SamplingParams], seeds: list[int], device: torch.device
+    ) -> "Batch | None":
         if all(one.temperature == 0 for one in params):
             return None
         return cls(
-            sent([max(one.temperature, _COLDEST) if one.temperature else 0.0 for one in params], device),
+            sent(
+                [max(one.temperature, _COLDEST) if one.temperature else 0.0 for one in params],
+                device,
+            ),
             sent([max(one.top_p, _SMALLEST) for one in params], device),
             sent([one.min_p for one in params], device),
             sent([one.top_k or _NO_LIMIT for one in params], device),
@@ -166,7 +218,8 @@ class Batch(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Of the model's own distribution (before temperature): of the chosen token [B], and of the likeliest n: values and ids [B, n].
+    """Of the model's own distribution (before temperature): of the chosen token [B], and of the
+    likeliest n: values and ids [B, n].
 
     ranks int64 [B] of the chosen tokens: 1 for the likeliest.
     """
@@ -187,14 +240,17 @@ def sample(logits: Tensor, batch: Batch | None, positions: Tensor) -> Tensor:
 
 
 def distribution(logits: Tensor, batch: Batch) -> Tensor:
-    """What to draw from: the tokens' probabilities float32 [B, V], zero outside min_p, top_k and top_p.
+    """What to draw from: the tokens' probabilities float32 [B, V], zero outside min_p, top_k and
+    top_p.
 
     Rows of temperature 0 hold the distribution of temperature 1; their draw is not used.
     """
     temperature = torch.where(batch.temperature == 0, 1.0, batch.temperature)
     values, ids = (logits / temperature[:, None]).sort(dim=-1, descending=True)
     ranks = torch.arange(logits.shape[1], device=logits.device)
-    left_out = (ranks >= batch.top_k[:, None]) | (values < values[:, :1] + batch.min_p.log()[:, None])
+    left_out = (ranks >= batch.top_k[:, None]) | (
+        values < values[:, :1] + batch.min_p.log()[:, None]
+    )
     probabilities = values.masked_fill_(left_out, float("-inf")).softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
     # The first token stays even where it alone exceeds top_p: nothing comes before it.
@@ -203,7 +259,8 @@ def distribution(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
-    """probabilities [B, V], rows summing to 1; numbers [B] in [0, 1). Where the cumulative sum first exceeds the number [B]."""
+    """probabilities [B, V], rows summing to 1; numbers [B] in [0, 1). Where the cumulative sum
+    first exceeds the number [B]."""
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
     target = numbers.double() * cumulative[:, -1]
     index = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
@@ -213,7 +270,8 @@ def draw(probabilities: Tensor, numbers: Tensor) -> Tensor:
 
 
 def uniform(seed: Tensor, position: Tensor, stream: int = 0) -> Tensor:
-    """Numbers in [0, 1) float64 [B] from seed and position int64 [B] by a mixing hash (splitmix64, two rounds).
+    """Numbers in [0, 1) float64 [B] from seed and position int64 [B] by a mixing hash (splitmix64,
+    two rounds).
 
     `stream` gives independent numbers for the same token.
     """
@@ -222,7 +280,8 @@ def uniform(seed: Tensor, position: Tensor, stream: int = 0) -> Tensor:
 
 
 def log_probabilities(logits: Tensor, ids: Tensor, count: int) -> Logprobs:
-    """logits float32 [B, V], chosen ids [B]; count: how many alternatives, of a small vocabulary all."""
+    """logits float32 [B, V], chosen ids [B]; count: how many alternatives, of a small vocabulary
+    all."""
     values = logits.log_softmax(dim=-1)
     top_values, top_ids = values.topk(min(count, values.shape[1]), dim=-1)
     chosen = values.gather(1, ids[:, None])

@@ -1,8 +1,9 @@
 """Data-parallel ranks: every request has a home, the rank that computes it and keeps its cache.
 
-All ranks take a step together, because their rows meet at every layer's routed experts (expert_parallel.py). Each rank runs the schedulers
-of all homes over all requests, and gets the tokens that were chosen on each. So it knows without a message what the others compute: how
-many rows its pass is padded to, and whether it has a pass to join without a row of its own.
+All ranks take a step together, because their rows meet at every layer's routed experts
+(expert_parallel.py). Each rank runs the schedulers of all homes over all requests, and gets the
+tokens that were chosen on each. So it knows without a message what the others compute: how many
+rows its pass is padded to, and whether it has a pass to join without a row of its own.
 """
 
 from collections.abc import Callable
@@ -51,7 +52,8 @@ class Homes:
         return max(one.cache_usage for one in self.each)
 
     def add(self, sequence: Sequence) -> None:
-        """To the rank with the fewest requests; of several, to the one that has most of its beginning in the prefix cache."""
+        """To the rank with the fewest requests; of several, to the one that has most of its
+        beginning in the prefix cache."""
         fewest = min(map(_requests, self.each))
         least = [rank for rank, one in enumerate(self.each) if _requests(one) == fewest]
         sequence.home = max(least, key=lambda rank: self.each[rank].num_shared(sequence))
@@ -66,13 +68,18 @@ class Homes:
         self.each[sequence.home].remove(sequence)
 
     def schedule(self, *, answers_alone: bool = False) -> ScheduledStep:
-        """The step of all ranks, one rank's sequences after the other's; `ScheduledStep.of` is one rank's."""
+        """The step of all ranks, one rank's sequences after the other's; `ScheduledStep.of` is one
+        rank's."""
         steps = [one.schedule(answers_alone=answers_alone) for one in self.each]
-        return ScheduledStep([part for step in steps for part in step.prefill], [one for step in steps for one in step.decode])
+        return ScheduledStep(
+            [part for step in steps for part in step.prefill],
+            [one for step in steps for one in step.decode],
+        )
 
 
 class Room(NamedTuple):
-    """What every rank's pass is padded to, so that their collectives have one size: `rows` of answers with tables of `width` blocks, and
+    """What every rank's pass is padded to, so that their collectives have one size: `rows` of
+    answers with tables of `width` blocks, and
     `tokens` of prompts."""
 
     rows: int

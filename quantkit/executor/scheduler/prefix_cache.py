@@ -1,12 +1,15 @@
-"""The prefix cache: full blocks that several sequences share because they hold the same tokens after the same tokens.
+"""The prefix cache: full blocks that several sequences share because they hold the same tokens
+after the same tokens.
 
-A block is known by a digest of its tokens and of everything before them. What a sequence computed stays findable after it ends, until its
-blocks are needed for something else, the longest unused first. Shared blocks are never written: a sequence goes on in blocks of its own,
-and a block is published only when all its tokens are computed.
+A block is known by a digest of its tokens and of everything before them. What a sequence computed
+stays findable after it ends, until its blocks are needed for something else, the longest unused
+first. Shared blocks are never written: a sequence goes on in blocks of its own, and a block is
+published only when all its tokens are computed.
 
-Off by default, for published benchmarks are measured without. Tokens are those computed without it, up to rounding: what a decode step
-wrote is read where a prefill would compute it anew. With an MTP layer the last entry of its own cache in a shared block was computed for
-another's next token, which may cost a guess and changes no answer.
+Off by default, for published benchmarks are measured without. Tokens are those computed without it,
+up to rounding: what a decode step wrote is read where a prefill would compute it anew. With an MTP
+layer the last entry of its own cache in a shared block was computed for another's next token, which
+may cost a guess and changes no answer.
 """
 
 import hashlib
@@ -45,7 +48,8 @@ class PrefixBlocks(BlockAllocator):
         return taken
 
     def give_back(self, blocks: list[int]) -> None:
-        """One user less of each; of those without any the last are forgotten first, for a prefix is found from its beginning."""
+        """One user less of each; of those without any the last are forgotten first, for a prefix is
+        found from its beginning."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block]:
@@ -57,7 +61,8 @@ class PrefixBlocks(BlockAllocator):
                 super().give_back([block])
 
     def find(self, sequence: Sequence) -> list[int]:
-        """Blocks that hold the sequence's first tokens, with one user more; at least one token is left to compute."""
+        """Blocks that hold the sequence's first tokens, with one user more; at least one token is
+        left to compute."""
         found: list[int] = []
         for digest in self._digests(sequence, (len(sequence.token_ids) - 1) // self.block_size):
             block = self._block_of.get(digest)
@@ -70,9 +75,13 @@ class PrefixBlocks(BlockAllocator):
         return found
 
     def publish(self, sequence: Sequence) -> None:
-        """Make the sequence's computed full blocks findable. Of two blocks with the same tokens the first stays."""
+        """Make the sequence's computed full blocks findable. Of two blocks with the same tokens the
+        first stays."""
         full = sequence.num_cached // self.block_size
-        for digest, block in zip(self._digests(sequence, full)[sequence.num_published :], sequence.blocks[sequence.num_published :]):
+        for digest, block in zip(
+            self._digests(sequence, full)[sequence.num_published :],
+            sequence.blocks[sequence.num_published :],
+        ):
             if digest not in self._block_of:
                 self._block_of[digest] = block
                 self._digest_of[block] = digest
@@ -82,6 +91,8 @@ class PrefixBlocks(BlockAllocator):
         """Of the sequence's first `count` blocks; computed once."""
         known = sequence.block_digests
         for index in range(len(known), count):
-            tokens = np.array(sequence.token_ids[index * self.block_size : (index + 1) * self.block_size])
+            tokens = np.array(
+                sequence.token_ids[index * self.block_size : (index + 1) * self.block_size]
+            )
             known.append(hashlib.sha256((known[-1] if known else b"") + tokens.tobytes()).digest())
         return known[:count]

@@ -1,10 +1,12 @@
 """Who computes what in the next step: continuous batching over a limited cache.
 
-Sequences that decode go first, one token each; beside them a step prefills a limited number of tokens, so a long prompt is computed in
-chunks, and whoever has begun to answer gets tokens in every step. Behind a long context a token costs more, so that there are fewer of them
-in a chunk: answers wait as long for every chunk. Of every chunk it leaves half to prompts that fit in one step. A
-sequence enters when its whole prompt has blocks, and grows a block at a time. When the cache is full the youngest sequence gives its
-blocks up and waits at the head of the queue; later it computes its tokens again. Nothing is lost, and since its random numbers depend on
+Sequences that decode go first, one token each; beside them a step prefills a limited number of
+tokens, so a long prompt is computed in chunks, and whoever has begun to answer gets tokens in every
+step. Behind a long context a token costs more, so that there are fewer of them
+in a chunk: answers wait as long for every chunk. Of every chunk it leaves half to prompts that fit
+in one step. A sequence enters when its whole prompt has blocks, and grows a block at a time. When
+the cache is full the youngest sequence gives its blocks up and waits at the head of the queue;
+later it computes its tokens again. Nothing is lost, and since its random numbers depend on
 positions alone it goes on as it would have.
 """
 
@@ -19,15 +21,17 @@ from quantkit.executor.scheduler.prefix_cache import PrefixBlocks
 from quantkit.executor.scheduler.sequence import Sequence
 
 _UNIT = 128
-"""Chunks whose tokens differ in cost have whole units of so many: kernels compute tokens in blocks."""
+"""Chunks whose tokens differ in cost have whole units of so many: kernels compute tokens in
+blocks."""
 _FEWEST_OF = 4
-"""A chunk has no fewer tokens than the first one divided by this, however long the context: what a pass costs beside its tokens would be
-most of it."""
+"""A chunk has no fewer tokens than the first one divided by this, however long the context: what a
+pass costs beside its tokens would be most of it."""
 
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """`prefill`: sequences with how many of their tokens to compute; `decode`: sequences with one token each."""
+    """`prefill`: sequences with how many of their tokens to compute; `decode`: sequences with one
+    token each."""
 
     prefill: list[tuple[Sequence, int]]
     decode: list[Sequence]
@@ -44,17 +48,28 @@ class ScheduledStep:
 
     @property
     def successors(self) -> list[tuple[Sequence, int]]:
-        """Sequences whose successors are chosen, with how many: one behind every guess too. Asked before the step is computed."""
+        """Sequences whose successors are chosen, with how many: one behind every guess too. Asked
+        before the step is computed."""
         answers = [(sequence, 1 + len(sequence.drafts)) for sequence in self.decode]
-        return answers + [(sequence, 1) for sequence, count in self.prefill if count == sequence.num_new]
+        return answers + [
+            (sequence, 1) for sequence, count in self.prefill if count == sequence.num_new
+        ]
 
     def of(self, rank: int) -> "ScheduledStep":
         """What one data-parallel rank computes of it."""
-        return ScheduledStep([part for part in self.prefill if part[0].home == rank], [one for one in self.decode if one.home == rank])
+        return ScheduledStep(
+            [part for part in self.prefill if part[0].home == rank],
+            [one for one in self.decode if one.home == rank],
+        )
 
     def passes(self, mixed: bool) -> list["ScheduledStep"]:
-        """What is computed at a time: all of it, or the decoding sequences and then the prompts; none where there is nothing."""
-        parts = [self] if mixed or not self.prefill else [ScheduledStep([], self.decode), ScheduledStep(self.prefill, [])]
+        """What is computed at a time: all of it, or the decoding sequences and then the prompts;
+        none where there is nothing."""
+        parts = (
+            [self]
+            if mixed or not self.prefill
+            else [ScheduledStep([], self.decode), ScheduledStep(self.prefill, [])]
+        )
         return [one for one in parts if one.prefill or one.decode]
 
     def alone(self) -> list[tuple[Sequence, "ScheduledStep"]]:
@@ -65,11 +80,12 @@ class ScheduledStep:
 
 @dataclass(frozen=True)
 class StepBudget:
-    """Tokens of prompts that a step computes: `alone` where nobody decodes, `beside_answers` where somebody does. mixed: whether both
-    are computed in one pass.
+    """Tokens of prompts that a step computes: `alone` where nobody decodes, `beside_answers` where
+    somebody does. mixed: whether both are computed in one pass.
 
-    doubles_at: behind so many cached tokens a new one costs twice what it costs at the beginning of a prompt, so that a step computes
-    fewer than `beside_answers`, which are those of a first chunk; 0 where all cost the same.
+    doubles_at: behind so many cached tokens a new one costs twice what it costs at the beginning of
+    a prompt, so that a step computes fewer than `beside_answers`, which are those of a first chunk;
+    0 where all cost the same.
     """
 
     alone: int
@@ -78,11 +94,13 @@ class StepBudget:
     doubles_at: int = 0
 
     def cost(self, start: int, count: int) -> float:
-        """Of `count` tokens from position `start` on, in tokens that see nothing: each sees those before it, on the mean half of these."""
+        """Of `count` tokens from position `start` on, in tokens that see nothing: each sees those
+        before it, on the mean half of these."""
         return count * (1 + (start + count / 2) / self.doubles_at) if self.doubles_at else count
 
     def fitting(self, start: int, count: int, room: float) -> int:
-        """How many of `count` tokens from `start` on cost no more than `room`: all, or whole units of `_UNIT` where costs differ."""
+        """How many of `count` tokens from `start` on cost no more than `room`: all, or whole units
+        of `_UNIT` where costs differ."""
         if not self.doubles_at:
             return min(count, int(room))
         if self.cost(start, count) <= room:
@@ -93,13 +111,22 @@ class StepBudget:
 
 
 class Scheduler:
-    """max_batch: sequences that may run together. prefill_tokens: tokens of prompts computed in one step; `budget` may be set anew.
+    """max_batch: sequences that may run together. prefill_tokens: tokens of prompts computed in one
+    step; `budget` may be set anew.
 
-    lookahead: tokens beyond its own that a sequence needs room for, where some are guessed. prefix_cache: whether sequences share the
-    blocks of a common beginning.
+    lookahead: tokens beyond its own that a sequence needs room for, where some are guessed.
+    prefix_cache: whether sequences share the blocks of a common beginning.
     """
 
-    def __init__(self, plan: CachePlan, *, max_batch: int, prefill_tokens: int, lookahead: int = 0, prefix_cache: bool = False) -> None:
+    def __init__(
+        self,
+        plan: CachePlan,
+        *,
+        max_batch: int,
+        prefill_tokens: int,
+        lookahead: int = 0,
+        prefix_cache: bool = False,
+    ) -> None:
         self.prefix = PrefixBlocks(plan.num_blocks, plan.block_size) if prefix_cache else None
         self.allocator = self.prefix or BlockAllocator(plan.num_blocks)
         self.block_size = plan.block_size
@@ -132,17 +159,30 @@ class Scheduler:
         return len(found)
 
     def schedule(self, *, answers_alone: bool = False) -> ScheduledStep:
-        """answers_alone: a pass over them is under way, so prompts wait for the next step, unless nobody answers any more."""
+        """answers_alone: a pass over them is under way, so prompts wait for the next step, unless
+        nobody answers any more."""
         if self.prefix is not None:
             for sequence in self.running:
                 self.prefix.publish(sequence)
-        decode = self._grow([sequence for sequence in self.running if len(sequence.token_ids) - sequence.num_cached == 1])
+        decode = self._grow(
+            [
+                sequence
+                for sequence in self.running
+                if len(sequence.token_ids) - sequence.num_cached == 1
+            ]
+        )
         if (answers_alone and decode) or (not self.waiting and len(decode) == len(self.running)):
             return ScheduledStep([], decode)
-        return ScheduledStep(self._prefill(self.budget if decode else StepBudget(self.budget.alone, self.budget.alone)), decode)
+        return ScheduledStep(
+            self._prefill(
+                self.budget if decode else StepBudget(self.budget.alone, self.budget.alone)
+            ),
+            decode,
+        )
 
     def goes_on(self, answers: list[tuple[Sequence, int]]) -> bool:
-        """Whether the next step decodes these answers again, a token further, and nothing else of what is here: but for those that end."""
+        """Whether the next step decodes these answers again, a token further, and nothing else of
+        what is here: but for those that end."""
         left = sum([one.num_wanted > 0 for one, _ in answers])
         full = len(self.running) >= self.max_batch and left == len(answers)
         return len(answers) == len(self.running) and left > 0 and (full or not self.waiting)
@@ -156,8 +196,8 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def _prefill(self, budget: StepBudget) -> list[tuple[Sequence, int]]:
-        """Prompts to compute next, in the order they came, with how many of their tokens, which cost as much as `budget.beside_answers` in
-        all; then those that take more than this step.
+        """Prompts to compute next, in the order they came, with how many of their tokens, which
+        cost as much as `budget.beside_answers` in all; then those that take more than this step.
 
         The latter get half of the step, and whatever the others leave.
         """
@@ -167,16 +207,24 @@ class Scheduler:
         least = budget.beside_answers // _FEWEST_OF
 
         def take(sequence: Sequence, room: float) -> bool:
-            """Tokens of a sequence, where nothing else is computed no less than `least`. Whether there were any."""
+            """Tokens of a sequence, where nothing else is computed no less than `least`. Whether
+            there were any."""
             nonlocal left
-            count = max(budget.fitting(sequence.num_cached, sequence.num_new, room), 0 if parts else min(sequence.num_new, least))
+            count = max(
+                budget.fitting(sequence.num_cached, sequence.num_new, room),
+                0 if parts else min(sequence.num_new, least),
+            )
             if count:
                 parts.append((sequence, count))
                 left -= budget.cost(sequence.num_cached, count)
             return count > 0
 
-        prompts = chain([sequence for sequence in self.running if sequence.num_new > 1], iter(self._admit, None))
-        while (room := left - (whole // 2 if long else 0)) >= 1 and (sequence := next(prompts, None)):
+        prompts = chain(
+            [sequence for sequence in self.running if sequence.num_new > 1], iter(self._admit, None)
+        )
+        while (room := left - (whole // 2 if long else 0)) >= 1 and (
+            sequence := next(prompts, None)
+        ):
             if budget.cost(sequence.num_cached, sequence.num_new) > whole:
                 long.append(sequence)
             elif not take(sequence, room):
@@ -187,7 +235,8 @@ class Scheduler:
         return parts
 
     def _grow(self, decoding: list[Sequence]) -> list[Sequence]:
-        """A block more for each sequence that needs one, the oldest first; the youngest lose theirs where there are none."""
+        """A block more for each sequence that needs one, the oldest first; the youngest lose theirs
+        where there are none."""
         size, ahead = self.block_size, self.lookahead
         short = [one for one in decoding if len(one.blocks) * size < len(one.token_ids) + ahead]
         if not short:
@@ -209,12 +258,17 @@ class Scheduler:
         self.num_preempted += 1
 
     def _admit(self) -> Sequence | None:
-        """The first in the queue, if there is room for it and a further block for everybody who may need one."""
+        """The first in the queue, if there is room for it and a further block for everybody who may
+        need one."""
         if not self.waiting or len(self.running) >= self.max_batch:
             return None
         sequence = self.waiting[0]
         # A prompt whose tokens are to be scored is computed whole.
-        found = self.prefix.find(sequence) if self.prefix is not None and sequence.params.prompt_logprobs is None else []
+        found = (
+            self.prefix.find(sequence)
+            if self.prefix is not None and sequence.params.prompt_logprobs is None
+            else []
+        )
         needed = self._blocks_for(sequence) - len(found)
         growing = sum(len(one.blocks) * self.block_size < one.max_len for one in self.running)
         if needed + growing > self.allocator.num_free:

@@ -1,4 +1,5 @@
-"""One request on its way: the prompt, what was generated so far, where its cache is, and when things happened."""
+"""One request on its way: the prompt, what was generated so far, where its cache is, and when
+things happened."""
 
 import random
 import time
@@ -16,7 +17,8 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log-probability of a chosen token, and the likeliest alternatives (id, log-probability), best first. rank: 1 for the likeliest."""
+    """Log-probability of a chosen token, and the likeliest alternatives (id, log-probability), best
+    first. rank: 1 for the likeliest."""
 
     token_id: int
     logprob: float
@@ -35,9 +37,11 @@ class Timings:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished request. `index` is its number among the prompts; `token_ids` ends with the end-of-answer token where there was one.
+    """A finished request. `index` is its number among the prompts; `token_ids` ends with the
+    end-of-answer token where there was one.
 
-    prompt_logprobs: of the prompt's tokens but the first, where they were asked for. cached_tokens: of the prompt's, how many the
+    prompt_logprobs: of the prompt's tokens but the first, where they were asked for. cached_tokens:
+    of the prompt's, how many the
     prefix cache held. fault: what went wrong with this request alone, where its
     finish_reason is "error"; `text` is then what was certain before.
     """
@@ -63,7 +67,8 @@ class Delta:
 
 
 class Sequence:
-    """State of one request. The engine appends tokens; the scheduler gives and takes blocks. guide: of its grammar, if any."""
+    """State of one request. The engine appends tokens; the scheduler gives and takes blocks. guide:
+    of its grammar, if any."""
 
     def __init__(
         self,
@@ -89,18 +94,23 @@ class Sequence:
         self.num_cached = 0
         """Tokens whose cache entries exist: the first `num_cached` of `token_ids`."""
         self.num_read = 0
-        """Tokens that a draft model has in its cache: the first `num_read`, which may be the newest, too."""
+        """Tokens that a draft model has in its cache: the first `num_read`, which may be the
+        newest, too."""
         self.num_found = 0
-        """Prompt tokens that needed no computing when the sequence first ran, because the prefix cache held them."""
+        """Prompt tokens that needed no computing when the sequence first ran, because the prefix
+        cache held them."""
         self.num_published = 0
-        """Blocks that others may find, where there is a prefix cache; `block_digests` are its names for them."""
+        """Blocks that others may find, where there is a prefix cache; `block_digests` are its names
+        for them."""
         self.block_digests: list[bytes] = []
         self.drafts: list[int] = []
-        """Guesses for the tokens after the last one, to be computed with it; `guessed_by` says who made them."""
+        """Guesses for the tokens after the last one, to be computed with it; `guessed_by` says who
+        made them."""
         self.guessed_by = COMPUTED
         self.finish_reason: FinishReason | None = None
         self.fault: BaseException | None = None
-        """What went wrong with this request alone; whoever steps the engine finishes it for that."""
+        """What went wrong with this request alone; whoever steps the engine finishes it for
+        that."""
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         self.arrival = time.perf_counter()
@@ -108,15 +118,26 @@ class Sequence:
         self._tokenizer = tokenizer
         self.adjusts = bool(params.logit_bias or params.penalizes)
         """Whether logits are changed by what the request asks for, whatever comes before."""
-        self._end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
-        self._stops = stop_tokens(tokenizer.tokenizer, params.stop, params.skip_special_tokens) if params.stop else None
+        self._end_ids = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else tokenizer.eos_ids
+        )
+        self._stops = (
+            stop_tokens(tokenizer.tokenizer, params.stop, params.skip_special_tokens)
+            if params.stop
+            else None
+        )
         """Behind which tokens a stop string may have ended the answer."""
         watched = streams or params.stop or params.stop_token_ids or not params.skip_special_tokens
         special, early = params.skip_special_tokens, params.min_new_tokens
-        self._stream = TextStream(tokenizer.tokenizer, params.stop, skip_special=special, min_tokens=early) if watched else None
+        self._stream = (
+            TextStream(tokenizer.tokenizer, params.stop, skip_special=special, min_tokens=early)
+            if watched
+            else None
+        )
         self._text: list[str] = []
         self._unread: list[int] = []
-        """Tokens whose text nobody has asked for yet: where no stop string may have ended the answer it can wait."""
+        """Tokens whose text nobody has asked for yet: where no stop string may have ended the
+        answer it can wait."""
         self._taken = self._taken_logprobs = 0
 
     @property
@@ -126,7 +147,8 @@ class Sequence:
 
     @property
     def num_wanted(self) -> int:
-        """Guesses behind the last token that can be of use: the step that computes them chooses one token more."""
+        """Guesses behind the last token that can be of use: the step that computes them chooses one
+        token more."""
         return 0 if self.finish_reason is not None else self.max_len - len(self.token_ids) - 1
 
     @property
@@ -134,7 +156,8 @@ class Sequence:
         return self.token_ids[self.prompt_len :]
 
     def extend(self, chosen: list[int], now: float) -> int:
-        """The successors of the last token and of each draft: kept as long as the drafts were right. Returns how many were kept."""
+        """The successors of the last token and of each draft: kept as long as the drafts were
+        right. Returns how many were kept."""
         kept = 1
         self._append(chosen[0], now)
         if self.drafts:
@@ -151,7 +174,11 @@ class Sequence:
         """As `extend`, by one token where there are no drafts."""
         tokens = self.token_ids
         known = len(tokens)
-        may_end = chosen in self._end_ids or self.guide is not None or (self._stops is not None and self._stops[chosen])
+        may_end = (
+            chosen in self._end_ids
+            or self.guide is not None
+            or (self._stops is not None and self._stops[chosen])
+        )
         if not may_end and self.first_token and known + 1 < self.max_len:
             # As `_append`, in a third of its time: nearly every token of every answer.
             assert self.finish_reason is None, (self.index, self.finish_reason)
@@ -180,7 +207,9 @@ class Sequence:
             return
         if self._stream is not None:
             self._unread.append(token_id)
-            ended = ended or (self._stops is not None and self._stops[token_id] and self._read(self._stream))
+            ended = ended or (
+                self._stops is not None and self._stops[token_id] and self._read(self._stream)
+            )
         if ended:
             self.finish("stop")
             return
@@ -197,8 +226,8 @@ class Sequence:
         return False
 
     def _read(self, stream: TextStream) -> bool:
-        """Take the text of what is not read yet; whether a stop string ended it. A fault is kept: the step it is found in goes on for the
-        others."""
+        """Take the text of what is not read yet; whether a stop string ended it. A fault is kept:
+        the step it is found in goes on for the others."""
         unread, self._unread = self._unread, []
         if self.fault is None:
             try:
@@ -220,7 +249,8 @@ class Sequence:
             return ""
 
     def fail(self, fault: BaseException) -> None:
-        """Finish for a fault of this request alone. What the cache holds of it is not to be trusted."""
+        """Finish for a fault of this request alone. What the cache holds of it is not to be
+        trusted."""
         self.fault, self.finish_reason = fault, "error"
         self.num_cached = 0
 
@@ -230,7 +260,8 @@ class Sequence:
             self._text.append(self._stream.finish())
 
     def take_text(self) -> str:
-        """Text that is new since the last call; only for sequences that stream. A fault of the text is kept, for the next step to find."""
+        """Text that is new since the last call; only for sequences that stream. A fault of the text
+        is kept, for the next step to find."""
         if self._stream is not None and self._unread:
             self._read(self._stream)
         text = "".join(self._text[self._taken :])
@@ -246,7 +277,11 @@ class Sequence:
     def completion(self) -> Completion:
         assert self.finish_reason is not None, self.index
         text = "".join(self._text) if self._stream is not None else self._decoded()
-        timings = Timings(self.started - self.arrival, self.first_token - self.arrival, self.last_token - self.arrival)
+        timings = Timings(
+            self.started - self.arrival,
+            self.first_token - self.arrival,
+            self.last_token - self.arrival,
+        )
         logprobs = None if self.params.logprobs is None else self.logprobs
         return Completion(
             self.index,

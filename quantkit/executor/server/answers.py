@@ -25,7 +25,8 @@ from quantkit.tokenizer.chat import ChatTokenizer
 
 
 class AnswerReader:
-    """Reads the answers of a request in parts, a reader for each choice; what the request wants of thoughts and tools decides."""
+    """Reads the answers of a request in parts, a reader for each choice; what the request wants of
+    thoughts and tools decides."""
 
     def __init__(self, prepared: Prepared, *, separates: bool) -> None:
         self._prepared, self._separates = prepared, separates
@@ -42,31 +43,50 @@ class AnswerReader:
     def _reader(self, choice: int) -> PartsReader:
         if choice not in self._readers:
             prepared = self._prepared
-            calling = ToolCallSplitter(prepared.tool_format, prepared.tool_use) if prepared.tool_format else None
-            self._readers[choice] = PartsReader(ReasoningSplitter(prepared.inside) if self._separates else None, calling)
+            calling = (
+                ToolCallSplitter(prepared.tool_format, prepared.tool_use)
+                if prepared.tool_format
+                else None
+            )
+            self._readers[choice] = PartsReader(
+                ReasoningSplitter(prepared.inside) if self._separates else None, calling
+            )
         return self._readers[choice]
 
 
 class ChatAnswer:
     """The choices of a chat request."""
 
-    def __init__(self, prepared: Prepared, body: ChatRequest, tokenizer: ChatTokenizer, model: str) -> None:
+    def __init__(
+        self, prepared: Prepared, body: ChatRequest, tokenizer: ChatTokenizer, model: str
+    ) -> None:
         self.body, self.tokenizer = body, tokenizer
         self.envelope = Envelope("chat.completion", model)
         self.id = self.envelope.id
         self._separates = body.separate_reasoning and tokenizer.end_think is not None
-        self._reading, self._inside = AnswerReader(prepared, separates=self._separates), prepared.inside
+        self._reading, self._inside = (
+            AnswerReader(prepared, separates=self._separates),
+            prepared.inside,
+        )
 
     async def whole(self, stream: AnswerStream) -> dict[str, Any]:
         completions = await collected(stream)
-        whole = self.envelope.whole([self._choice(one) for one in completions], self._usage(completions))
+        whole = self.envelope.whole(
+            [self._choice(one) for one in completions], self._usage(completions)
+        )
         scored = completions[0].prompt_logprobs
-        return whole if scored is None else {**whole, "prompt_logprobs": prompt_logprobs(scored, self.tokenizer)}
+        return (
+            whole
+            if scored is None
+            else {**whole, "prompt_logprobs": prompt_logprobs(scored, self.tokenizer)}
+        )
 
     async def events(self, stream: AnswerStream) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a streamed answer; with include_usage a last one without choices."""
         roles = [{"role": "assistant", "content": ""} for _ in stream.sequences]
-        yield self.envelope.chunk([{"index": i, "delta": role, "finish_reason": None} for i, role in enumerate(roles)])
+        yield self.envelope.chunk(
+            [{"index": i, "delta": role, "finish_reason": None} for i, role in enumerate(roles)]
+        )
         done: list[Completion] = []
         async for piece in stream:
             if piece.completion is not None:
@@ -75,7 +95,9 @@ class ChatAnswer:
             if choice is not None:
                 yield self.envelope.chunk([choice])
         if self.body.include_usage:
-            yield self.envelope.chunk([], usage=self._usage(sorted(done, key=lambda one: one.index)))
+            yield self.envelope.chunk(
+                [], usage=self._usage(sorted(done, key=lambda one: one.index))
+            )
 
     def _choice(self, one: Completion) -> dict[str, Any]:
         parts = self._reading.push(one.index, one.text, last=True)
@@ -86,7 +108,12 @@ class ChatAnswer:
             message["content"] = parts.content or None
             message["tool_calls"] = [tool_call(call) for call in joined(parts.calls)]
         logprobs = None if one.logprobs is None else chat_logprobs(one.logprobs, self.tokenizer)
-        return {"index": one.index, "finish_reason": self._reading.reason(one), "logprobs": logprobs, "message": message}
+        return {
+            "index": one.index,
+            "finish_reason": self._reading.reason(one),
+            "logprobs": logprobs,
+            "message": message,
+        }
 
     def _delta(self, piece: Piece) -> dict[str, Any] | None:
         """A chunk's choice; None where the piece holds nothing to send yet."""
@@ -102,7 +129,11 @@ class ChatAnswer:
             delta["tool_calls"] = [call_delta(call) for call in parts.calls]
         reason = self._reading.reason(piece.completion) if piece.completion else None
         choice: dict[str, Any] = {"index": piece.choice, "finish_reason": reason, "delta": delta}
-        return {**choice, "logprobs": chat_logprobs(piece.logprobs, self.tokenizer)} if piece.logprobs else choice
+        return (
+            {**choice, "logprobs": chat_logprobs(piece.logprobs, self.tokenizer)}
+            if piece.logprobs
+            else choice
+        )
 
     def _usage(self, completions: list[Completion]) -> dict[str, Any]:
         return usage(completions, 1, self.tokenizer.end_think, inside=self._inside)
@@ -111,7 +142,9 @@ class ChatAnswer:
 class CompletionAnswer:
     """The choices of a completions request."""
 
-    def __init__(self, prepared: Prepared, body: CompletionRequest, tokenizer: ChatTokenizer, model: str) -> None:
+    def __init__(
+        self, prepared: Prepared, body: CompletionRequest, tokenizer: ChatTokenizer, model: str
+    ) -> None:
         self.body, self.tokenizer, self._prepared = body, tokenizer, prepared
         self.envelope = Envelope("text_completion", model)
         self.id = self.envelope.id
@@ -121,10 +154,13 @@ class CompletionAnswer:
 
     async def whole(self, stream: AnswerStream) -> dict[str, Any]:
         completions = await collected(stream)
-        return self.envelope.whole([self._choice(one) for one in completions], self._usage(completions))
+        return self.envelope.whole(
+            [self._choice(one) for one in completions], self._usage(completions)
+        )
 
     async def events(self, stream: AnswerStream) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of a streamed answer, with echo first the prompt's; with include_usage a last one without choices."""
+        """The chunks of a streamed answer, with echo first the prompt's; with include_usage a last
+        one without choices."""
         done: list[Completion] = []
         async for piece in stream:
             if piece.completion is not None:
@@ -132,37 +168,76 @@ class CompletionAnswer:
             for choice in self._chunks(piece, stream):
                 yield self.envelope.chunk([choice])
         if self.body.include_usage:
-            yield self.envelope.chunk([], usage=self._usage(sorted(done, key=lambda one: one.index)))
+            yield self.envelope.chunk(
+                [], usage=self._usage(sorted(done, key=lambda one: one.index))
+            )
 
     def _choice(self, one: Completion) -> dict[str, Any]:
         text = "" if self._silent else one.text
-        logprobs = self._logprobs(one.index, one.logprobs, one.prompt_logprobs if self.body.echo else None)
-        scored = None if self.body.prompt_logprobs is None else prompt_logprobs(one.prompt_logprobs or [], self.tokenizer)
+        logprobs = self._logprobs(
+            one.index, one.logprobs, one.prompt_logprobs if self.body.echo else None
+        )
+        scored = (
+            None
+            if self.body.prompt_logprobs is None
+            else prompt_logprobs(one.prompt_logprobs or [], self.tokenizer)
+        )
         shown = {} if scored is None else {"prompt_logprobs": scored}
         text = self._prompt(one.index) + text if self.body.echo else text
-        return {"index": one.index, "finish_reason": self._reason(one), "logprobs": logprobs, "text": text, **shown}
+        return {
+            "index": one.index,
+            "finish_reason": self._reason(one),
+            "logprobs": logprobs,
+            "text": text,
+            **shown,
+        }
 
     def _chunks(self, piece: Piece, stream: AnswerStream) -> list[dict[str, Any]]:
         chunks = []
         if self.body.echo and piece.choice not in self._echoed:
             self._echoed.add(piece.choice)
-            scored = stream.sequences[piece.choice].prompt_logprobs if self.body.logprobs is not None else None
+            scored = (
+                stream.sequences[piece.choice].prompt_logprobs
+                if self.body.logprobs is not None
+                else None
+            )
             logprobs = self._logprobs(piece.choice, [], scored)
-            chunks.append({"index": piece.choice, "finish_reason": None, "text": self._prompt(piece.choice), "logprobs": logprobs})
+            chunks.append(
+                {
+                    "index": piece.choice,
+                    "finish_reason": None,
+                    "text": self._prompt(piece.choice),
+                    "logprobs": logprobs,
+                }
+            )
         reason = self._reason(piece.completion) if piece.completion else None
         text, found = ("", []) if self._silent else (piece.text, piece.logprobs)
         if text or found or reason:
-            logprobs = {"logprobs": completion_logprobs(found, self.tokenizer, self._offsets[piece.choice])} if found else {}
-            chunks.append({"index": piece.choice, "finish_reason": reason, "text": text, **logprobs})
+            logprobs = (
+                {
+                    "logprobs": completion_logprobs(
+                        found, self.tokenizer, self._offsets[piece.choice]
+                    )
+                }
+                if found
+                else {}
+            )
+            chunks.append(
+                {"index": piece.choice, "finish_reason": reason, "text": text, **logprobs}
+            )
         return chunks
 
-    def _logprobs(self, choice: int, found: list[TokenLogprob] | None, scored: list[TokenLogprob] | None) -> dict[str, Any] | None:
+    def _logprobs(
+        self, choice: int, found: list[TokenLogprob] | None, scored: list[TokenLogprob] | None
+    ) -> dict[str, Any] | None:
         """Of the answer's tokens, behind those of its prompt where they are shown."""
         if found is None or self.body.logprobs is None:
             return None
         shown = [] if self._silent else found
         first = None if scored is None else self._prepared.choices[choice][0][0]
-        return completion_logprobs([*(scored or []), *shown], self.tokenizer, self._offsets[choice], first)
+        return completion_logprobs(
+            [*(scored or []), *shown], self.tokenizer, self._offsets[choice], first
+        )
 
     def _prompt(self, choice: int) -> str:
         return self._prepared.texts[choice // self.body.n]
@@ -171,7 +246,9 @@ class CompletionAnswer:
         return "length" if self._silent else one.finish_reason
 
     def _usage(self, completions: list[Completion]) -> dict[str, Any]:
-        return usage(completions, len(self.body.prompts), self.tokenizer.end_think, silent=self._silent)
+        return usage(
+            completions, len(self.body.prompts), self.tokenizer.end_think, silent=self._silent
+        )
 
 
 async def collected(stream: AnswerStream) -> list[Completion]:

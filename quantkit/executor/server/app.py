@@ -3,8 +3,9 @@
     POST /v1/chat/completions, /v1/completions, /v1/responses, /tokenize, /detokenize
     GET /v1/models, /v1/models/NAME, /health, /version, /metrics
 
-Bodies are read and checked here rather than by FastAPI, so that a key is asked for before a body is read, a body has a largest size and
-a type, and every refusal has one shape: {"error": {"message", "type", "param", "code"}}.
+Bodies are read and checked here rather than by FastAPI, so that a key is asked for before a body is
+read, a body has a largest size and a type, and every refusal has one shape: {"error": {"message",
+"type", "param", "code"}}.
 """
 
 import asyncio
@@ -23,7 +24,16 @@ from quantkit import __version__
 from quantkit.common.disconnect import until_disconnect
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.server.answers import ChatAnswer, CompletionAnswer
-from quantkit.executor.server.intake import ApiError, Intake, Lanes, Limits, Prepared, check_supported, parse, valid
+from quantkit.executor.server.intake import (
+    ApiError,
+    Intake,
+    Lanes,
+    Limits,
+    Prepared,
+    check_supported,
+    parse,
+    valid,
+)
 from quantkit.executor.server.metrics import exposition
 from quantkit.executor.server.protocol import ChatRequest
 from quantkit.executor.server.request_log import RequestLog, note_of
@@ -37,9 +47,18 @@ Result = TypeVar("Result")
 
 
 class Api:
-    """The handlers. model_name: what /v1/models lists. tool_parser: the format of tool calls, or auto."""
+    """The handlers. model_name: what /v1/models lists. tool_parser: the format of tool calls, or
+    auto."""
 
-    def __init__(self, service: Service, model_name: str, *, api_key: str | None, limits: Limits, tool_parser: str) -> None:
+    def __init__(
+        self,
+        service: Service,
+        model_name: str,
+        *,
+        api_key: str | None,
+        limits: Limits,
+        tool_parser: str,
+    ) -> None:
         self.service, self.model_name, self.limits = service, model_name, limits
         self.engine, self.tokenizer = service.engine, service.engine.tokenizer
         context = self.engine.max_model_len
@@ -59,21 +78,31 @@ class Api:
     async def chat(self, request: Request) -> Response:
         prepared = await self._prepared(request, self.intake.chat)
         assert isinstance(prepared.body, ChatRequest)
-        return await self._answered(request, prepared, ChatAnswer(prepared, prepared.body, self.tokenizer, self.model_name))
+        return await self._answered(
+            request, prepared, ChatAnswer(prepared, prepared.body, self.tokenizer, self.model_name)
+        )
 
     async def completions(self, request: Request) -> Response:
         prepared = await self._prepared(request, self.intake.completions)
         assert not isinstance(prepared.body, ChatRequest)
-        return await self._answered(request, prepared, CompletionAnswer(prepared, prepared.body, self.tokenizer, self.model_name))
+        return await self._answered(
+            request,
+            prepared,
+            CompletionAnswer(prepared, prepared.body, self.tokenizer, self.model_name),
+        )
 
     async def responses(self, request: Request) -> Response:
         def prepare(raw: bytes) -> tuple[ResponsesRequest, Prepared]:
             asked = valid(parse(raw), ResponsesRequest)
             check_supported(asked.unsupported)
-            return asked, self.intake.prepare_chat(self.intake.checked(asked.as_chat(), ChatRequest))
+            return asked, self.intake.prepare_chat(
+                self.intake.checked(asked.as_chat(), ChatRequest)
+            )
 
         asked, prepared = await self._prepared(request, prepare)
-        return await self._answered(request, prepared, ResponseAnswer(prepared, asked, self.tokenizer, self.model_name))
+        return await self._answered(
+            request, prepared, ResponseAnswer(prepared, asked, self.tokenizer, self.model_name)
+        )
 
     async def tokenize(self, request: Request) -> Response:
         return WireJson(await self._prepared(request, lambda raw: tokenize(self.intake, raw)))
@@ -92,7 +121,12 @@ class Api:
 
     @property
     def _model(self) -> dict[str, Any]:
-        entry = {"id": self.model_name, "object": "model", "created": self.started, "owned_by": "quantkit"}
+        entry = {
+            "id": self.model_name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "quantkit",
+        }
         return {**entry, "max_model_len": self.engine.max_model_len}
 
     async def version(self) -> Response:
@@ -100,17 +134,23 @@ class Api:
 
     async def health(self) -> Response:
         if self.service.fault is not None:
-            return WireJson({"status": "failed", "reason": str(self.service.fault)}, status_code=503)
+            return WireJson(
+                {"status": "failed", "reason": str(self.service.fault)}, status_code=503
+            )
         return WireJson({"status": "ok"})
 
     async def metrics(self) -> Response:
-        return PlainTextResponse(exposition(self.service.metrics()), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(
+            exposition(self.service.metrics()), media_type="text/plain; version=0.0.4"
+        )
 
     async def _prepared(self, request: Request, prepare: Callable[[bytes], Result]) -> Result:
         """What `prepare` makes of the body, on a thread of its own."""
         raw = await self._read(request)
         try:
-            found: Result = await until_disconnect(self.lanes.run(len(raw), lambda: prepare(raw)), request.receive)
+            found: Result = await until_disconnect(
+                self.lanes.run(len(raw), lambda: prepare(raw)), request.receive
+            )
             return found
         except asyncio.CancelledError as cut:
             raise EngineFault("the server is stopping") from cut
@@ -120,7 +160,9 @@ class Api:
         note = note_of(request.scope)
         note.id, note.stream = answer.id, stream
         if prepared.body.stream:
-            return EventStream(answer.events(stream), stream, named=isinstance(answer, ResponseAnswer))
+            return EventStream(
+                answer.events(stream), stream, named=isinstance(answer, ResponseAnswer)
+            )
         try:
             return WireJson(await until_disconnect(answer.whole(stream), request.receive))
         except asyncio.CancelledError as cut:
@@ -132,25 +174,41 @@ class Api:
         self._check_key(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise ApiError(415, "the request is not sent as Content-Type: application/json", "unsupported_media_type")
+            raise ApiError(
+                415,
+                "the request is not sent as Content-Type: application/json",
+                "unsupported_media_type",
+            )
         if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
-            raise ApiError(415, f"the request is sent as Content-Encoding: {encoding[:50]}; send it as it is", "unsupported_media_type")
+            raise ApiError(
+                415,
+                f"the request is sent as Content-Encoding: {encoding[:50]}; send it as it is",
+                "unsupported_media_type",
+            )
         raw = bytearray()
         try:
             async with asyncio.timeout(self.limits.body_s):
                 async for part in request.stream():
                     raw += part
                     if len(raw) > self.limits.max_body:
-                        raise ApiError(413, f"the request is larger than {self.limits.max_body} bytes", "request_too_large")
+                        raise ApiError(
+                            413,
+                            f"the request is larger than {self.limits.max_body} bytes",
+                            "request_too_large",
+                        )
         except TimeoutError as late:
-            raise ApiError(408, f"the request was not whole after {self.limits.body_s:g} s", "request_timeout") from late
+            raise ApiError(
+                408, f"the request was not whole after {self.limits.body_s:g} s", "request_timeout"
+            ) from late
         return bytes(raw)
 
     def _check_key(self, request: Request) -> None:
         if self._api_key is None:
             return
         given = request.headers.getlist("authorization")
-        if len(given) != 1 or not hmac.compare_digest(given[0].removeprefix("Bearer ").encode(), self._api_key.encode()):
+        if len(given) != 1 or not hmac.compare_digest(
+            given[0].removeprefix("Bearer ").encode(), self._api_key.encode()
+        ):
             raise ApiError(401, "the API key is missing or wrong", "invalid_api_key")
 
 
@@ -163,8 +221,11 @@ def create_app(
     tool_parser: str = "auto",
     log: Callable[[str], None] | None = None,
 ) -> FastAPI:
-    """The application; its lifespan starts and stops the engine's thread. log: takes a line for every request."""
-    api = Api(service, model_name, api_key=api_key, limits=limits or Limits(), tool_parser=tool_parser)
+    """The application; its lifespan starts and stops the engine's thread. log: takes a line for
+    every request."""
+    api = Api(
+        service, model_name, api_key=api_key, limits=limits or Limits(), tool_parser=tool_parser
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -173,7 +234,9 @@ def create_app(
         api.lanes.close()
         await asyncio.to_thread(service.stop)
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app = FastAPI(
+        lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False
+    )
     for path, answer in (
         ("/v1/chat/completions", api.chat),
         ("/v1/completions", api.completions),
@@ -196,15 +259,32 @@ def create_app(
     return app
 
 
-_FAULTS = (ApiError, QuantkitError, QueueFull, RequestFault, EngineFault, HTTPException, ClientDisconnect, Exception)
+_FAULTS = (
+    ApiError,
+    QuantkitError,
+    QueueFull,
+    RequestFault,
+    EngineFault,
+    HTTPException,
+    ClientDisconnect,
+    Exception,
+)
 
 
 def _refusals(service: Service) -> Callable[[Request, Exception], Awaitable[Response]]:
     """What answers a fault of each kind, in OpenAI's shape, and counts it."""
 
-    def refuse(status: int, message: str, code: str, param: str | None = None, headers: Mapping[str, str] | None = None) -> Response:
+    def refuse(
+        status: int,
+        message: str,
+        code: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
         service.refused.add(1, str(status))
-        return WireJson(error_body(status, message, code, param), status_code=status, headers=headers)
+        return WireJson(
+            error_body(status, message, code, param), status_code=status, headers=headers
+        )
 
     async def on_error(request: Request, fault: Exception) -> Response:
         match fault:
@@ -220,7 +300,12 @@ def _refusals(service: Service) -> Callable[[Request, Exception], Awaitable[Resp
                 return refuse(503, str(fault), "engine_fault")
             case HTTPException():
                 asked = f"{request.method} {request.url.path[:200]}"
-                return refuse(fault.status_code, f"{fault.detail}: {asked}", "http_error", headers=fault.headers)
+                return refuse(
+                    fault.status_code,
+                    f"{fault.detail}: {asked}",
+                    "http_error",
+                    headers=fault.headers,
+                )
             case ClientDisconnect():
                 return refuse(499, "the client closed the request", "client_closed")
             case _:

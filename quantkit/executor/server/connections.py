@@ -1,7 +1,8 @@
 """An HTTP server on which nobody keeps others out by connecting and saying nothing.
 
-uvicorn waits without end for the first request of a connection and for the rest of its head. Each such connection holds a file
-descriptor, of which a process has 1,024 as a rule: a thousand of them, and nobody is answered any more.
+uvicorn waits without end for the first request of a connection and for the rest of its head. Each
+such connection holds a file descriptor, of which a process has 1,024 as a rule: a thousand of them,
+and nobody is answered any more.
 """
 
 import resource
@@ -13,7 +14,8 @@ from typing import Any
 import uvicorn
 
 SILENT_SECONDS = 60.0
-"""How long a connection may be without a request that is whole up to its body. Between two requests uvicorn waits for 5 s by itself."""
+"""How long a connection may be without a request that is whole up to its body. Between two requests
+uvicorn waits for 5 s by itself."""
 _DESCRIPTORS = 65536
 """Asked of the system, as far as it gives them: vLLM asks for as many."""
 _OTHERS = 128
@@ -21,10 +23,13 @@ _OTHERS = 128
 
 
 class HttpServer(uvicorn.Server):
-    """Closes connections on which nothing is asked: after silent_s seconds, and before that, the oldest first, where more than `places`
-    are open; then also those whose request is not whole. places: without, as many as the process may have descriptors."""
+    """Closes connections on which nothing is asked: after silent_s seconds, and before that, the
+    oldest first, where more than `places` are open; then also those whose request is not whole.
+    places: without, as many as the process may have descriptors."""
 
-    def __init__(self, config: uvicorn.Config, *, silent_s: float = SILENT_SECONDS, places: int | None = None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, *, silent_s: float = SILENT_SECONDS, places: int | None = None
+    ) -> None:
         super().__init__(config)
         self._silent_s, self._places = silent_s, places or max(raise_descriptors() - _OTHERS, 1)
         self._since: Mapping[Any, float] = {}
@@ -33,16 +38,25 @@ class HttpServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second."""
         now, open_ones = time.monotonic(), self.server_state.connections
-        self._since = {one: self._since.get(one, now) for one in open_ones if _begins(one) or _asks_nothing(one)}
+        self._since = {
+            one: self._since.get(one, now)
+            for one in open_ones
+            if _begins(one) or _asks_nothing(one)
+        }
         oldest = sorted(self._since, key=lambda one: self._since[one])
         too_many = max(len(open_ones) - self._places, 0)
-        late = [one for one in oldest[too_many:] if now - self._since[one] > self._silent_s and _asks_nothing(one)]
+        late = [
+            one
+            for one in oldest[too_many:]
+            if now - self._since[one] > self._silent_s and _asks_nothing(one)
+        ]
         for one in [*oldest[:too_many], *late]:
             one.transport.close()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        """After a second Ctrl-C uvicorn leaves out the application's end; the engine's thread must end before the process."""
+        """After a second Ctrl-C uvicorn leaves out the application's end; the engine's thread must
+        end before the process."""
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()

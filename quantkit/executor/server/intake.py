@@ -1,7 +1,9 @@
-"""From the bytes of a request to prompts that can run: parsed, checked and tokenised on threads of their own.
+"""From the bytes of a request to prompts that can run: parsed, checked and tokenised on threads of
+their own.
 
-A request passes the cheap limits first: the size of its body before it is parsed, the number of its choices and the length of its texts
-before they are tokenised. Short requests have threads that no long one can hold.
+A request passes the cheap limits first: the size of its body before it is parsed, the number of its
+choices and the length of its texts before they are tokenised. Short requests have threads that no
+long one can hold.
 """
 
 import asyncio
@@ -19,7 +21,13 @@ from pydantic import BaseModel, ValidationError
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.sampling.grammar import Grammars
 from quantkit.executor.sampling.params import SamplingParams, signed64
-from quantkit.executor.server.protocol import ChatRequest, CompletionRequest, chat_messages, check_roles, sampling_params
+from quantkit.executor.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    chat_messages,
+    check_roles,
+    sampling_params,
+)
 from quantkit.executor.server.service import QueueFull
 from quantkit.executor.server.tools.declared import ToolUse
 from quantkit.executor.server.tools.forced import calls_grammar
@@ -39,7 +47,8 @@ _IN_JSON = {"dict_type": "Input should be an object", "list_type": "Input should
 """What pydantic calls by Python's names."""
 
 _HEAD = 8
-"""Characters a token of the beginning that is tokenised first, where a text is longer: few texts have as many."""
+"""Characters a token of the beginning that is tokenised first, where a text is longer: few texts
+have as many."""
 
 
 class ApiError(Exception):
@@ -52,7 +61,8 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """max_input: prompt tokens; max_output: tokens of one answer (None: what the context leaves); max_body: bytes of a request;
+    """max_input: prompt tokens; max_output: tokens of one answer (None: what the context leaves);
+    max_body: bytes of a request;
     body_s: seconds in which they come."""
 
     max_input: int | None = None
@@ -65,8 +75,8 @@ class Limits:
 class Prepared:
     """A request that can run: a prompt's token ids and how to continue it, for each choice.
 
-    texts: of the prompts, where the answer begins with them. `inside`: the prompt already opened <think>. tool_format: how calls are
-    looked for in the answer; None where they are not.
+    texts: of the prompts, where the answer begins with them. `inside`: the prompt already opened
+    <think>. tool_format: how calls are looked for in the answer; None where they are not.
     """
 
     body: ChatRequest | CompletionRequest
@@ -78,7 +88,8 @@ class Prepared:
 
 
 class Lanes:
-    """Threads for short requests and for long ones. capacity: requests that may be on them or wait for them."""
+    """Threads for short requests and for long ones. capacity: requests that may be on them or wait
+    for them."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity, self._open = capacity, 0
@@ -86,12 +97,15 @@ class Lanes:
         self._long = ThreadPoolExecutor(_LONG_THREADS, "quantkit-long")
 
     async def run(self, size: int, work: Callable[[], Result]) -> Result:
-        """The result of `work` for a request of `size` bytes. Given up before it began where the caller is cancelled. Raises QueueFull."""
+        """The result of `work` for a request of `size` bytes. Given up before it began where the
+        caller is cancelled. Raises QueueFull."""
         if self._open >= self._capacity:
             raise QueueFull(f"{self._open} requests wait to be read, more do not fit")
         self._open += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._short if size <= _SHORT_BYTES else self._long, work)
+            return await asyncio.get_running_loop().run_in_executor(
+                self._short if size <= _SHORT_BYTES else self._long, work
+            )
         finally:
             self._open -= 1
 
@@ -101,9 +115,11 @@ class Lanes:
 
 
 class Intake:
-    """context: tokens that prompt and answer share; max_choices: answers that the server can ever hold at once.
+    """context: tokens that prompt and answer share; max_choices: answers that the server can ever
+    hold at once.
 
-    tool_parser: the format of tool calls, or auto. grammars: where grammars are compiled, so that nobody waits for it later.
+    tool_parser: the format of tool calls, or auto. grammars: where grammars are compiled, so that
+    nobody waits for it later.
     """
 
     def __init__(
@@ -134,37 +150,64 @@ class Intake:
         shown: dict[str, Any] = {"tools": list(use.shown)} if use else {}
         shown |= body.chat_template_kwargs
         messages = self.tools.messages(messages)
-        text = told(partial(self.tokenizer.render, messages, **shown), "the chat template fails on this request")
+        text = told(
+            partial(self.tokenizer.render, messages, **shown),
+            "the chat template fails on this request",
+        )
         check_roles(messages, text)
         prompt = self.encoded(text, self.tokenizer.encode_rendered)
         inside = self.tokenizer.opens_think(text)
         guided = self._guided(body, use, form, inside)
         params = [replace(one, **guided) for one in self._params(body, len(prompt))]
-        return Prepared(body, [(prompt, one) for one in params], inside=inside, tool_use=use, tool_format=form)
+        return Prepared(
+            body, [(prompt, one) for one in params], inside=inside, tool_use=use, tool_format=form
+        )
 
     def completions(self, raw: bytes) -> Prepared:
         """Raises ApiError, or QuantkitError, for what cannot be answered."""
         body = self.checked(parse(raw), CompletionRequest)
-        prompts = [self.encoded(one, self.tokenizer.encode) if isinstance(one, str) else one for one in body.prompts]
+        prompts = [
+            self.encoded(one, self.tokenizer.encode) if isinstance(one, str) else one
+            for one in body.prompts
+        ]
         grammar = self._compiled(body.answer_grammar)
-        choices = [(prompt, replace(one, grammar=grammar)) for prompt in prompts for one in self._params(body, len(prompt))]
+        choices = [
+            (prompt, replace(one, grammar=grammar))
+            for prompt in prompts
+            for one in self._params(body, len(prompt))
+        ]
         return Prepared(body, choices, self._texts(body) if body.echo else [])
 
     def _texts(self, body: CompletionRequest) -> list[str]:
-        shown = [one if isinstance(one, str) else partial(self.tokenizer.decode, one) for one in body.prompts]
-        return [one if isinstance(one, str) else told(one, "the prompt cannot be shown") for one in shown]
+        shown = [
+            one if isinstance(one, str) else partial(self.tokenizer.decode, one)
+            for one in body.prompts
+        ]
+        return [
+            one if isinstance(one, str) else told(one, "the prompt cannot be shown")
+            for one in shown
+        ]
 
-    def _guided(self, body: ChatRequest, use: ToolUse, form: ToolFormat | None, inside: bool) -> dict[str, Any]:
-        """The sampling parameters that make the answer as the request wants it, and its calls readable."""
+    def _guided(
+        self, body: ChatRequest, use: ToolUse, form: ToolFormat | None, inside: bool
+    ) -> dict[str, Any]:
+        """The sampling parameters that make the answer as the request wants it, and its calls
+        readable."""
         if form is None:
             grammar = body.answer_grammar
         elif body.answer_grammar is not None and body.answer_schema is None:
-            raise QuantkitError("tools do not go together with a grammar of one's own", "leave one of them out, or send a JSON schema")
+            raise QuantkitError(
+                "tools do not go together with a grammar of one's own",
+                "leave one of them out, or send a JSON schema",
+            )
         else:
             grammar = calls_grammar(form, use, self.tokenizer.tokenizer, body.answer_schema)
         self._compiled(grammar)
         if grammar is not None and inside and self.tokenizer.end_think is None:
-            raise QuantkitError("the model's </think> is no token of its own, so no grammar can begin behind it", "send no grammar")
+            raise QuantkitError(
+                "the model's </think> is no token of its own, so no grammar can begin behind it",
+                "send no grammar",
+            )
         after = self.tokenizer.end_think if grammar is not None and inside else None
         marks = {"skip_special_tokens": False} if form is not None else {}
         return {"grammar": grammar, "grammar_after": after, **marks}
@@ -176,19 +219,28 @@ class Intake:
         return grammar
 
     def checked(self, fields: dict[str, Any], kind: type[Body]) -> Body:
-        """A request of these fields. Raises ApiError, or QuantkitError, for what it may not hold."""
+        """A request of these fields. Raises ApiError, or QuantkitError, for what it may not
+        hold."""
         body = valid(fields, kind)
         self.check_model(body.model)
         check_supported(body.unsupported)
         body.check()
         if body.num_choices > self.max_choices:
-            said = f"the request asks for {body.num_choices} answers, the server holds at most {self.max_choices} at once"
+            said = (
+                f"the request asks for {body.num_choices} answers, the server holds at most "
+                f"{self.max_choices} at once"
+            )
             raise ApiError(400, said, "too_many_choices")
         return body
 
     def check_model(self, asked: str | None) -> None:
         if asked not in (None, self.model_name):
-            raise ApiError(404, f"model {str(asked)[:100]!r} is not served here, {self.model_name!r} is", "model_not_found", "model")
+            raise ApiError(
+                404,
+                f"model {str(asked)[:100]!r} is not served here, {self.model_name!r} is",
+                "model_not_found",
+                "model",
+            )
 
     def encoded(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
         """Token ids; of a text that is far too long only the beginning is tokenised, or nothing."""
@@ -202,21 +254,37 @@ class Intake:
         return told(partial(encode, text), "the prompt cannot be tokenised")
 
     def _params(self, body: ChatRequest | CompletionRequest, length: int) -> list[SamplingParams]:
-        """For each choice of a prompt of `length` tokens, checked against the limits; their seeds follow each other."""
+        """For each choice of a prompt of `length` tokens, checked against the limits; their seeds
+        follow each other."""
         if length > self.max_input:
             raise self._too_long(f"{length} tokens")
         room, limit = self.context - length, body.limit or 0
         if limit > room:
-            said = f"the prompt has {length} tokens and max_tokens is {limit}; the context holds {self.context}"
+            said = (
+                f"the prompt has {length} tokens and max_tokens is {limit}; the context holds "
+                f"{self.context}"
+            )
             raise ApiError(400, said, "context_length_exceeded")
         most = self.limits.max_output
         if most is not None and limit > most:
-            raise ApiError(400, f"max_tokens is {limit}, at most {most} are accepted", "max_tokens_exceeded", "max_tokens")
+            raise ApiError(
+                400,
+                f"max_tokens is {limit}, at most {most} are accepted",
+                "max_tokens_exceeded",
+                "max_tokens",
+            )
         first = sampling_params(body, self.tokenizer.sampling_defaults, min(room, most or room))
-        return [replace(first, seed=None if first.seed is None else signed64(first.seed + choice)) for choice in range(body.n)]
+        return [
+            replace(first, seed=None if first.seed is None else signed64(first.seed + choice))
+            for choice in range(body.n)
+        ]
 
     def _too_long(self, length: str) -> ApiError:
-        return ApiError(400, f"the prompt has {length}, at most {self.max_input} tokens are accepted", "context_length_exceeded")
+        return ApiError(
+            400,
+            f"the prompt has {length}, at most {self.max_input} tokens are accepted",
+            "context_length_exceeded",
+        )
 
 
 def valid(fields: dict[str, Any], kind: type[Model]) -> Model:
@@ -229,22 +297,32 @@ def valid(fields: dict[str, Any], kind: type[Model]) -> Model:
         if first["type"] == "extra_forbidden":
             check_supported(place)
         said = _IN_JSON.get(first["type"], first["msg"])
-        raise ApiError(400, f"{place}: {said}" if place else said, "invalid_request", place or None) from fault
+        raise ApiError(
+            400, f"{place}: {said}" if place else said, "invalid_request", place or None
+        ) from fault
 
 
 def _telling(fault: ValidationError) -> Mapping[str, Any]:
-    """The first error; of a field that may be of several types that of the type which it is, not of one which it is not."""
+    """The first error; of a field that may be of several types that of the type which it is, not of
+    one which it is not."""
     errors = fault.errors(include_url=False, include_context=False, include_input=False)
     of_field = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
     return next((one for one in of_field if not one["type"].endswith("_type")), errors[0])
 
 
 def _place(error: Mapping[str, Any], fields: dict[str, Any]) -> list[str | int]:
-    """Where in the request it is, without pydantic's own names for the types that a field may have."""
+    """Where in the request it is, without pydantic's own names for the types that a field may
+    have."""
     place: list[str | int] = []
     value: Any = fields
     for part in error["loc"]:
-        inner = value.get(part) if isinstance(value, dict) else value[part] if isinstance(value, list) and isinstance(part, int) else None
+        inner = (
+            value.get(part)
+            if isinstance(value, dict)
+            else value[part]
+            if isinstance(value, list) and isinstance(part, int)
+            else None
+        )
         if inner is not None:
             place, value = [*place, part], inner
         elif error["type"] == "missing" and part == error["loc"][-1]:
@@ -260,9 +338,11 @@ def check_supported(unsupported: str | None) -> None:
 
 
 def parse(raw: bytes) -> dict[str, Any]:
-    """A JSON object without the keys whose value is null, which ask for nothing. ApiError for anything else.
+    """A JSON object without the keys whose value is null, which ask for nothing. ApiError for
+    anything else.
 
-    Refused too is what readers of JSON disagree about: a key given twice, NaN, and halves of a surrogate pair.
+    Refused too is what readers of JSON disagree about: a key given twice, NaN, and halves of a
+    surrogate pair.
     """
     try:
         text = raw.decode()
@@ -270,13 +350,17 @@ def parse(raw: bytes) -> dict[str, Any]:
         if re.search(r"\\u[dD]", text):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as fault:
-        raise ApiError(400, "the request holds a lone surrogate, which is no text", "invalid_json") from fault
+        raise ApiError(
+            400, "the request holds a lone surrogate, which is no text", "invalid_json"
+        ) from fault
     except UnicodeDecodeError as fault:
         raise ApiError(400, "the request is not UTF-8", "invalid_json") from fault
     except RecursionError as fault:
         raise ApiError(400, "the request is nested too deeply", "invalid_json") from fault
     except ValueError as fault:  # json's own, and integers of thousands of digits
-        raise ApiError(400, f"the request is not JSON: {str(fault)[:200]}", "invalid_json") from fault
+        raise ApiError(
+            400, f"the request is not JSON: {str(fault)[:200]}", "invalid_json"
+        ) from fault
     if not isinstance(value, dict):
         raise ApiError(400, "the request is not a JSON object", "invalid_json")
     return {key: item for key, item in value.items() if item is not None}
@@ -295,10 +379,13 @@ def _no_constant(name: str) -> None:
 
 
 def told(work: Callable[[], Result], what: str) -> Result:
-    """The result of `work`, which runs what came with the model on what came with the request: whatever goes wrong refuses the request."""
+    """The result of `work`, which runs what came with the model on what came with the request:
+    whatever goes wrong refuses the request."""
     try:
         return work()
     except QuantkitError:
         raise
     except BaseException as fault:  # a panic of the tokenizer is no Exception
-        raise ApiError(400, f"{what}: {type(fault).__name__}: {str(fault)[:200]}", "invalid_request") from fault
+        raise ApiError(
+            400, f"{what}: {type(fault).__name__}: {str(fault)[:200]}", "invalid_request"
+        ) from fault

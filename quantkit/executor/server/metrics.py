@@ -1,4 +1,5 @@
-"""Counters, gauges and histograms in Prometheus' text format (exposition format 0.0.4), written by hand: there are a dozen of them."""
+"""Counters, gauges and histograms in Prometheus' text format (exposition format 0.0.4), written by
+hand: there are a dozen of them."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -21,13 +22,17 @@ class Counter:
     def lines(self) -> list[str]:
         if self.label is None:
             return [f"{self.name} {self.values['']}"]
-        return [f'{self.name}{{{self.label}="{key}"}} {value}' for key, value in self.values.items()]
+        return [
+            f'{self.name}{{{self.label}="{key}"}} {value}' for key, value in self.values.items()
+        ]
 
 
 class Gauge:
     """A number read when it is asked for."""
 
-    def __init__(self, name: str, text: str, read: Callable[[], float], kind: str = "gauge") -> None:
+    def __init__(
+        self, name: str, text: str, read: Callable[[], float], kind: str = "gauge"
+    ) -> None:
         self.name, self.text, self.read, self.kind = name, text, read, kind
 
     def lines(self) -> list[str]:
@@ -50,7 +55,10 @@ class Histogram:
         lines, total = [], 0
         for bound, count in zip((*self.bounds, float("inf")), self.counts):
             total += count
-            lines.append(f'{self.name}_bucket{{le="{"+Inf" if bound == float("inf") else _number(bound)}"}} {total}')
+            lines.append(
+                f'{self.name}_bucket{{le="{"+Inf" if bound == float("inf") else _number(bound)}"}} '
+                f"{total}"
+            )
         return [*lines, f"{self.name}_sum {_number(self.sum)}", f"{self.name}_count {total}"]
 
 
@@ -61,10 +69,15 @@ def exposition(metrics: list[Metric]) -> str:
     """The page that Prometheus scrapes."""
     lines = []
     for metric in metrics:
-        lines += [f"# HELP {metric.name} {metric.text}", f"# TYPE {metric.name} {metric.kind}", *metric.lines()]
+        lines += [
+            f"# HELP {metric.name} {metric.text}",
+            f"# TYPE {metric.name} {metric.kind}",
+            *metric.lines(),
+        ]
     return "\n".join(lines) + "\n"
 
 
 def _number(value: float) -> str:
-    """Every digit: an integer as it is, else the shortest text that reads back as the same float."""
+    """Every digit: an integer as it is, else the shortest text that reads back as the same
+    float."""
     return str(int(value)) if float(value).is_integer() else repr(float(value))

@@ -1,4 +1,5 @@
-"""An answer's text in its parts, while it comes: what the model thinks, what it says, and the tools it calls."""
+"""An answer's text in its parts, while it comes: what the model thinks, what it says, and the tools
+it calls."""
 
 from dataclasses import dataclass, field
 
@@ -19,7 +20,9 @@ class AnswerParts:
 class PartsReader:
     """thinking, calling: who takes out thoughts and calls; None where everything is content."""
 
-    def __init__(self, thinking: ReasoningSplitter | None, calling: ToolCallSplitter | None) -> None:
+    def __init__(
+        self, thinking: ReasoningSplitter | None, calling: ToolCallSplitter | None
+    ) -> None:
         self._thinking, self._calling = thinking, calling
         self.num_calls = 0
 
@@ -46,5 +49,9 @@ def joined(calls: list[CallDelta]) -> list[CallDelta]:
     found: dict[int, CallDelta] = {}
     for one in calls:
         known = found.get(one.index)
-        found[one.index] = one if known is None else CallDelta(one.index, known.arguments + one.arguments, known.id, known.name)
+        found[one.index] = (
+            one
+            if known is None
+            else CallDelta(one.index, known.arguments + one.arguments, known.id, known.name)
+        )
     return [found[index] for index in sorted(found)]

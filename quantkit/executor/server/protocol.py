@@ -1,7 +1,8 @@
 """OpenAI's chat and completions requests, as far as this engine answers them.
 
-A request may hold the fields declared here and, of all others, those that change no answer (HARMLESS) or ask for nothing (null, or
-their NEUTRAL value). Whatever else it holds is refused by name: an answer that ignores a field is a wrong answer.
+A request may hold the fields declared here and, of all others, those that change no answer
+(HARMLESS) or ask for nothing (null, or their NEUTRAL value). Whatever else it holds is refused by
+name: an answer that ignores a field is a wrong answer.
 """
 
 from typing import Annotated, Any
@@ -34,7 +35,16 @@ MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 _MAX_TOKENS = (1 << 31) - 1
 
 HARMLESS = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction"}
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prediction",
+    }
     | {"request_id", "priority", "cache_salt"}
 )
 """Bookkeeping, routing and hints of speed."""
@@ -63,7 +73,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_reasoning": (True,),
     "documents": ([],),
 }
-"""Fields that clients send and this engine does not have, with the values at which they ask for nothing. null does so everywhere."""
+"""Fields that clients send and this engine does not have, with the values at which they ask for
+nothing. null does so everywhere."""
 
 RESERVED_VARIABLES = ("messages", "bos_token", "eos_token")
 """Of a chat template's variables those that are the request's and the model's own."""
@@ -83,7 +94,8 @@ Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 class Request(Structured):
     """What both kinds of request share.
 
-    temperature, top_p, top_k, min_p and repetition_penalty default to the model's generation_config.json.
+    temperature, top_p, top_k, min_p and repetition_penalty default to the model's
+    generation_config.json.
     """
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
@@ -112,7 +124,14 @@ class Request(Structured):
     def unsupported(self) -> str | None:
         """The first field that would have to be ignored to its sender's surprise."""
         extra = self.model_extra or {}
-        return next((name for name, value in extra.items() if name not in HARMLESS and value not in NEUTRAL.get(name, ())), None)
+        return next(
+            (
+                name
+                for name, value in extra.items()
+                if name not in HARMLESS and value not in NEUTRAL.get(name, ())
+            ),
+            None,
+        )
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -123,7 +142,9 @@ class Request(Structured):
         """logit_bias by token id. Raises QuantkitError for a key that is none."""
         for name in self.logit_bias:
             if not (name.isascii() and name.isdigit() and len(name) < 10):
-                raise QuantkitError(f"logit_bias has the key {name[:100]!r}", "use token ids, as texts")
+                raise QuantkitError(
+                    f"logit_bias has the key {name[:100]!r}", "use token ids, as texts"
+                )
         return tuple((int(name), bias) for name, bias in self.logit_bias.items())
 
     @property
@@ -132,16 +153,21 @@ class Request(Structured):
 
 
 class ChatRequest(Request):
-    """/v1/chat/completions. separate_reasoning: whether thinking goes to `reasoning_content` (else everything is `content`)."""
+    """/v1/chat/completions. separate_reasoning: whether thinking goes to `reasoning_content` (else
+    everything is `content`)."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[
+        list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    ]
     max_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
     max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     separate_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    tools: Annotated[list[Any], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
+    tools: Annotated[list[Any], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
+        default_factory=list
+    )
     tool_choice: Any = None
     parallel_tool_calls: bool = True
 
@@ -168,18 +194,27 @@ class ChatRequest(Request):
 
     def check(self) -> None:
         """Refuse values that contradict each other."""
-        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+        if (
+            self.max_tokens
+            and self.max_completion_tokens
+            and self.max_tokens != self.max_completion_tokens
+        ):
             raise QuantkitError("max_tokens and max_completion_tokens differ", "send one of them")
         if self.top_logprobs and not self.logprobs:
-            raise QuantkitError("top_logprobs asks for what logprobs does not", 'send "logprobs": true, or leave top_logprobs out')
+            raise QuantkitError(
+                "top_logprobs asks for what logprobs does not",
+                'send "logprobs": true, or leave top_logprobs out',
+            )
         for name in RESERVED_VARIABLES:
             if name in self.chat_template_kwargs:
-                raise QuantkitError(f"chat_template_kwargs holds {name}, which the server fills in", "leave it out")
+                raise QuantkitError(
+                    f"chat_template_kwargs holds {name}, which the server fills in", "leave it out"
+                )
 
 
 class CompletionRequest(Request):
-    """/v1/completions. prompt: text or token ids, one or several. echo: whether an answer begins with its prompt; then it may have no
-    tokens of its own."""
+    """/v1/completions. prompt: text or token ids, one or several. echo: whether an answer begins
+    with its prompt; then it may have no tokens of its own."""
 
     prompt: (
         str
@@ -206,7 +241,9 @@ class CompletionRequest(Request):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        several = isinstance(self.prompt, list) and not (self.prompt and isinstance(self.prompt[0], int))
+        several = isinstance(self.prompt, list) and not (
+            self.prompt and isinstance(self.prompt[0], int)
+        )
         return self.prompt if several else [self.prompt]  # type: ignore[return-value, list-item]
 
     @property
@@ -217,35 +254,57 @@ class CompletionRequest(Request):
         if not self.prompts:
             raise QuantkitError("prompt is an empty list", "give at least one prompt")
         if self.max_tokens == 0 and not self.echo:
-            raise QuantkitError("max_tokens is 0", 'ask for at least one token, or for the prompt itself with "echo": true')
-        if self.echo and None not in (self.logprobs, self.prompt_logprobs) and self.logprobs != self.prompt_logprobs:
-            raise QuantkitError("logprobs and prompt_logprobs differ, and echo shows both", "send one of them")
+            raise QuantkitError(
+                "max_tokens is 0",
+                'ask for at least one token, or for the prompt itself with "echo": true',
+            )
+        if (
+            self.echo
+            and None not in (self.logprobs, self.prompt_logprobs)
+            and self.logprobs != self.prompt_logprobs
+        ):
+            raise QuantkitError(
+                "logprobs and prompt_logprobs differ, and echo shows both", "send one of them"
+            )
 
 
 def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with text contents: parts of type text are joined, everything else refused. Only the assistant, who may call tools, may
-    say nothing: a message of somebody else without a content has it under another name, and would be answered as an empty one."""
+    """Messages with text contents: parts of type text are joined, everything else refused. Only the
+    assistant, who may call tools, may
+    say nothing: a message of somebody else without a content has it under another name, and would
+    be answered as an empty one."""
     checked = []
     for message in messages:
         if not isinstance(message.get("role"), str):
-            raise QuantkitError("a message has no role", f"use {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
+            raise QuantkitError(
+                "a message has no role", f"use {', '.join(_ROLES[:-1])} or {_ROLES[-1]}"
+            )
         content = message.get("content")
         if isinstance(content, list):
             content = "".join(_text(part) for part in content)
         elif not isinstance(content, str | None):
-            raise QuantkitError("a message's content is neither text nor a list of parts", "send text")
+            raise QuantkitError(
+                "a message's content is neither text nor a list of parts", "send text"
+            )
         elif content is None and message["role"] != "assistant":
-            raise QuantkitError(f"a message of role {message['role'][:100]} has no content", "send text")
+            raise QuantkitError(
+                f"a message of role {message['role'][:100]} has no content", "send text"
+            )
         calls = message.get("tool_calls") or []
         _check_calls(calls)
         shown = {key: value for key, value in message.items() if key != "tool_calls" or value}
-        role = {"developer": "system"}.get(message["role"], message["role"])  # OpenAI's newer name, which templates would pass over
-        checked.append({**shown, "role": role, "content": (content or None) if calls else content or ""})
+        role = {"developer": "system"}.get(
+            message["role"], message["role"]
+        )  # OpenAI's newer name, which templates would pass over
+        checked.append(
+            {**shown, "role": role, "content": (content or None) if calls else content or ""}
+        )
     return checked
 
 
 def check_roles(messages: list[dict[str, Any]], text: str) -> None:
-    """Raises QuantkitError where the rendered conversation lacks what somebody of an unusual role said, whom most templates pass over."""
+    """Raises QuantkitError where the rendered conversation lacks what somebody of an unusual role
+    said, whom most templates pass over."""
     for message in messages:
         if message["role"] not in _ROLES and str(message["content"] or "").strip() not in text:
             told = f"the model's chat template leaves out messages of role {message['role'][:100]}"
@@ -255,27 +314,39 @@ def check_roles(messages: list[dict[str, Any]], text: str) -> None:
 def _check_calls(calls: Any) -> None:
     """Of a message of the conversation so far."""
     if not isinstance(calls, list) or len(calls) > MAX_TOOLS:
-        raise QuantkitError("a message's tool_calls is no list of calls", f"send at most {MAX_TOOLS}")
+        raise QuantkitError(
+            "a message's tool_calls is no list of calls", f"send at most {MAX_TOOLS}"
+        )
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise QuantkitError("a message's tool_calls holds what is no call of a function", "send the calls as they came")
+            raise QuantkitError(
+                "a message's tool_calls holds what is no call of a function",
+                "send the calls as they came",
+            )
         if not isinstance(function.get("arguments", ""), str | dict):
-            raise QuantkitError("the arguments of a call are neither text nor an object", "send the calls as they came")
+            raise QuantkitError(
+                "the arguments of a call are neither text nor an object",
+                "send the calls as they came",
+            )
 
 
 def _text(part: Any) -> str:
     """A content part's text."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind != "text":
-        raise QuantkitError(f"content parts of type {str(kind)[:100]} are not supported", "send text only")
+        raise QuantkitError(
+            f"content parts of type {str(kind)[:100]} are not supported", "send text only"
+        )
     text = part.get("text", "")
     if not isinstance(text, str):
         raise QuantkitError("the text of a content part is no text", "send a string")
     return text
 
 
-def sampling_params(request: ChatRequest | CompletionRequest, defaults: dict[str, Any], room: int) -> SamplingParams:
+def sampling_params(
+    request: ChatRequest | CompletionRequest, defaults: dict[str, Any], room: int
+) -> SamplingParams:
     """Without a grammar. room: tokens that the answer may have at most."""
 
     def value(name: str, otherwise: Any) -> Any:

@@ -11,9 +11,11 @@ class Parts(NamedTuple):
 
 
 class ReasoningSplitter:
-    """Splits streamed text. `inside`: the prompt already opened <think>; else thinking begins where the text itself does so first.
+    """Splits streamed text. `inside`: the prompt already opened <think>; else thinking begins where
+    the text itself does so first.
 
-    The tags belong to neither part, nor do line breaks around them. An answer cut before </think> is all reasoning.
+    The tags belong to neither part, nor do line breaks around them. An answer cut before </think>
+    is all reasoning.
     """
 
     def __init__(self, inside: bool) -> None:
@@ -36,7 +38,11 @@ class ReasoningSplitter:
     def finish(self) -> Parts:
         """What is still held when the text ends."""
         rest, self._held = self._held, ""
-        return Parts(self._trimmed(rest), "") if self._state == "thinking" else Parts("", self._trimmed(rest))
+        return (
+            Parts(self._trimmed(rest), "")
+            if self._state == "thinking"
+            else Parts("", self._trimmed(rest))
+        )
 
     def _open(self) -> None:
         """Decide whether the text opens <think>; until enough of it is there, hold it."""
@@ -50,10 +56,16 @@ class ReasoningSplitter:
         end = self._held.find(END_THINK)
         if end >= 0:
             reasoning = self._trimmed(self._held[:end]).rstrip("\n")
-            self._state, self._held, self._fresh = "answer", self._held[end + len(END_THINK) :], True
+            self._state, self._held, self._fresh = (
+                "answer",
+                self._held[end + len(END_THINK) :],
+                True,
+            )
             return reasoning
         # Line breaks may precede </think>, and a piece may end within the tag.
-        keep = next((n for n in range(len(END_THINK) - 1, 0, -1) if self._held.endswith(END_THINK[:n])), 0)
+        keep = next(
+            (n for n in range(len(END_THINK) - 1, 0, -1) if self._held.endswith(END_THINK[:n])), 0
+        )
         certain = self._held[: len(self._held) - keep].rstrip("\n")
         self._held = self._held[len(certain) :]
         return self._trimmed(certain)

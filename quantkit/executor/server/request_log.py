@@ -23,7 +23,10 @@ class RequestNote:
 
     def tokens(self) -> str:
         sequences = self.stream.sequences if self.stream is not None else []
-        return f"{sum(one.prompt_len for one in sequences)} in {sum(len(one.generated) for one in sequences)} out"
+        return (
+            f"{sum(one.prompt_len for one in sequences)} in "
+            f"{sum(len(one.generated) for one in sequences)} out"
+        )
 
 
 def note_of(scope: Scope) -> RequestNote:
@@ -34,7 +37,8 @@ def note_of(scope: Scope) -> RequestNote:
 
 
 class RequestLog:
-    """The application, with a line a request: id, method, path, status, tokens, seconds. tell: takes a line."""
+    """The application, with a line a request: id, method, path, status, tokens, seconds. tell:
+    takes a line."""
 
     def __init__(self, app: ASGIApp, tell: Callable[[str], None]) -> None:
         self._app, self._tell = app, tell
@@ -57,4 +61,6 @@ class RequestLog:
         finally:
             seconds = time.perf_counter() - started
             path = str(scope["path"])[:_LONGEST]
-            self._tell(f"{note.id} {scope['method']} {path} {status[0]} {note.tokens()} {seconds:.3f} s")
+            self._tell(
+                f"{note.id} {scope['method']} {path} {status[0]} {note.tokens()} {seconds:.3f} s"
+            )

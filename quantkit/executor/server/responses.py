@@ -1,4 +1,5 @@
-"""/v1/responses: the same answers as a chat's, asked and told in the shapes of OpenAI's Responses API.
+"""/v1/responses: the same answers as a chat's, asked and told in the shapes of OpenAI's Responses
+API.
 
 Nothing is stored: a conversation is sent whole, and previous_response_id is refused.
 """
@@ -42,7 +43,12 @@ class ResponsesRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    input: (
+        str
+        | Annotated[
+            list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+        ]
+    )
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=1 << 31)
@@ -50,7 +56,9 @@ class ResponsesRequest(BaseModel):
     top_p: float | None = None
     stream: bool = False
     text: TextOptions = Field(default_factory=TextOptions)
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
+        default_factory=list
+    )
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
 
@@ -58,12 +66,26 @@ class ResponsesRequest(BaseModel):
     def unsupported(self) -> str | None:
         """The first field that would have to be ignored."""
         extra = self.model_extra or {}
-        return next((name for name, value in extra.items() if name not in _HARMLESS and value not in _NEUTRAL.get(name, ())), None)
+        return next(
+            (
+                name
+                for name, value in extra.items()
+                if name not in _HARMLESS and value not in _NEUTRAL.get(name, ())
+            ),
+            None,
+        )
 
     def as_chat(self) -> dict[str, Any]:
-        """The fields of the chat request that asks the same. Raises QuantkitError for items and tools that are not known."""
-        said = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else list(_messages(self.input))
-        instructions = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        """The fields of the chat request that asks the same. Raises QuantkitError for items and
+        tools that are not known."""
+        said = (
+            [{"role": "user", "content": self.input}]
+            if isinstance(self.input, str)
+            else list(_messages(self.input))
+        )
+        instructions = (
+            [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        )
         fields = {
             "model": self.model,
             "messages": [*instructions, *said],
@@ -90,7 +112,11 @@ def _messages(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             open_message.setdefault("tool_calls", []).append(call)
-        elif kind == "message" and item.get("role") == "assistant" and not open_message.get("tool_calls"):
+        elif (
+            kind == "message"
+            and item.get("role") == "assistant"
+            and not open_message.get("tool_calls")
+        ):
             open_message["content"] = _text(item.get("content") or "")
         else:
             if open_message:
@@ -103,11 +129,21 @@ def _messages(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _message(kind: str, item: dict[str, Any]) -> dict[str, Any]:
     if kind == "function_call_output":
-        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output") or "")}
+        return {
+            "role": "tool",
+            "tool_call_id": item.get("call_id"),
+            "content": _text(item.get("output") or ""),
+        }
     if kind != "message":
-        raise QuantkitError(f"input items of type {str(kind)[:100]} are not supported", "send messages, function calls and their outputs")
+        raise QuantkitError(
+            f"input items of type {str(kind)[:100]} are not supported",
+            "send messages, function calls and their outputs",
+        )
     role = item.get("role")
-    return {"role": "system" if role == "developer" else role, "content": _text(item.get("content") or "")}
+    return {
+        "role": "system" if role == "developer" else role,
+        "content": _text(item.get("content") or ""),
+    }
 
 
 def _text(content: Any) -> str:
@@ -117,16 +153,27 @@ def _text(content: Any) -> str:
     texts = []
     for part in content if isinstance(content, list) else [content]:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("input_text", "output_text", "reasoning_text") or not isinstance(part.get("text"), str):
-            raise QuantkitError(f"content parts of type {str(kind)[:100]} are not supported", "send text only")
+        if kind not in ("input_text", "output_text", "reasoning_text") or not isinstance(
+            part.get("text"), str
+        ):
+            raise QuantkitError(
+                f"content parts of type {str(kind)[:100]} are not supported", "send text only"
+            )
         texts.append(part["text"])
     return "".join(texts)
 
 
 def _tool(given: dict[str, Any]) -> dict[str, Any]:
     if given.get("type") != "function":
-        raise QuantkitError(f"tools of type {str(given.get('type'))[:100]} are not supported", "send functions")
-    return {"type": "function", "function": {name: value for name, value in given.items() if name != "type" and value is not None}}
+        raise QuantkitError(
+            f"tools of type {str(given.get('type'))[:100]} are not supported", "send functions"
+        )
+    return {
+        "type": "function",
+        "function": {
+            name: value for name, value in given.items() if name != "type" and value is not None
+        },
+    }
 
 
 def _choice(given: Any) -> Any:
@@ -145,7 +192,9 @@ def _format(given: dict[str, Any]) -> dict[str, Any]:
 class ResponseAnswer:
     """One response, whole or as events: an item each for what was thought, said and called."""
 
-    def __init__(self, prepared: Prepared, body: ResponsesRequest, tokenizer: ChatTokenizer, model: str) -> None:
+    def __init__(
+        self, prepared: Prepared, body: ResponsesRequest, tokenizer: ChatTokenizer, model: str
+    ) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
         self._prepared, self._body, self._tokenizer, self._model = prepared, body, tokenizer, model
         self._created = int(time.time())
@@ -182,7 +231,14 @@ class ResponseAnswer:
         for call in parts.calls:
             if call.name is not None:
                 fields = {"call_id": call.id, "name": call.name, "arguments": ""}
-                yield from self._begin({"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "status": "in_progress", **fields})
+                yield from self._begin(
+                    {
+                        "type": "function_call",
+                        "id": f"fc_{uuid.uuid4().hex}",
+                        "status": "in_progress",
+                        **fields,
+                    }
+                )
             assert self._open is not None, "a call has begun"
             self._open["arguments"] += call.arguments
             if call.arguments:
@@ -196,14 +252,18 @@ class ResponseAnswer:
         assert self._open is not None, kind
         self._open["content"][0]["text"] += text
         more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        yield self._about(f"response.{_TEXT_EVENTS[kind]}.delta", content_index=0, delta=text, **more)
+        yield self._about(
+            f"response.{_TEXT_EVENTS[kind]}.delta", content_index=0, delta=text, **more
+        )
 
     def _begin(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from self._close()
         shown = {**item, "content": []} if "content" in item else dict(item)
         self._items.append(item)
         self._open = item
-        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=shown)
+        yield self._event(
+            "response.output_item.added", output_index=len(self._items) - 1, item=shown
+        )
 
     def _close(self) -> Iterator[dict[str, Any]]:
         """The open item is complete."""
@@ -212,19 +272,29 @@ class ResponseAnswer:
             return
         item["status"] = "completed"
         if item["type"] == "function_call":
-            yield self._about("response.function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+            yield self._about(
+                "response.function_call_arguments.done",
+                name=item["name"],
+                arguments=item["arguments"],
+            )
         else:
             text = item["content"][0]["text"]
             more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
-            yield self._about(f"response.{_TEXT_EVENTS[item['type']]}.done", content_index=0, text=text, **more)
-            yield self._about("response.content_part.done", content_index=0, part=_part(item["type"], text))
+            yield self._about(
+                f"response.{_TEXT_EVENTS[item['type']]}.done", content_index=0, text=text, **more
+            )
+            yield self._about(
+                "response.content_part.done", content_index=0, part=_part(item["type"], text)
+            )
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
         self._open = None
 
     def _about(self, kind: str, **fields: Any) -> dict[str, Any]:
         """An event of the open item."""
         assert self._open is not None, kind
-        return self._event(kind, item_id=self._open["id"], output_index=len(self._items) - 1, **fields)
+        return self._event(
+            kind, item_id=self._open["id"], output_index=len(self._items) - 1, **fields
+        )
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._sequence += 1
@@ -238,7 +308,9 @@ class ResponseAnswer:
             "created_at": self._created,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "model": self._model,
@@ -266,7 +338,11 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 
 
 def _text_item(kind: str) -> dict[str, Any]:
-    item = {"type": kind, "id": f"{'rs' if kind == 'reasoning' else 'msg'}_{uuid.uuid4().hex}", "status": "in_progress"}
+    item = {
+        "type": kind,
+        "id": f"{'rs' if kind == 'reasoning' else 'msg'}_{uuid.uuid4().hex}",
+        "status": "in_progress",
+    }
     more: dict[str, Any] = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
     return {**item, **more, "content": [_part(kind, "")]}
 

@@ -1,7 +1,7 @@
 """The engine in a thread of its own, and requests to it from an event loop.
 
-The engine is not thread-safe and is touched by its thread alone: requests and cancellations go in through a queue, and what each step
-produced comes back to the event loop in one call per step.
+The engine is not thread-safe and is touched by its thread alone: requests and cancellations go in
+through a queue, and what each step produced comes back to the event loop in one call per step.
 """
 
 import asyncio
@@ -43,7 +43,8 @@ class Piece:
 
 
 class AnswerStream:
-    """The answers to one request, piece by piece: several choices where it has several prompts or asks for several.
+    """The answers to one request, piece by piece: several choices where it has several prompts or
+    asks for several.
 
     Whoever got it closes it, finished or not: that frees its place, and cancels what is unfinished.
     """
@@ -86,7 +87,9 @@ class _Cancel:
 class Service:
     """max_queue: requests that may wait beyond the `max_batch` that run."""
 
-    def __init__(self, engine: Engine, *, max_queue: int, on_fault: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, engine: Engine, *, max_queue: int, on_fault: Callable[[], None] = lambda: None
+    ) -> None:
         self.engine = engine
         self.limit = engine.scheduler.max_batch + max_queue
         self.open = 0
@@ -96,15 +99,28 @@ class Service:
         self._inbox: queue.SimpleQueue[_Add | _Cancel | None] = queue.SimpleQueue()
         self._streams: dict[Sequence, AnswerStream] = {}
         self._advanced: list[Sequence] = []
-        """What the last step returned, until its texts are on their way: the next step's device time is long enough for them."""
+        """What the last step returned, until its texts are on their way: the next step's device
+        time is long enough for them."""
         self._thread = threading.Thread(target=self._run, name="quantkit-engine", daemon=True)
         self.prompt_tokens = Counter("quantkit_prompt_tokens_total", "Tokens of accepted prompts.")
         self.generated_tokens = Counter("quantkit_generated_tokens_total", "Tokens generated.")
-        self.finished = Counter("quantkit_requests_finished_total", "Answers by how they ended.", "reason")
-        self.refused = Counter("quantkit_requests_refused_total", "Requests answered with an error, by HTTP status.", "status")
-        self.first_token = Histogram("quantkit_time_to_first_token_seconds", "From arrival to the first token.")
-        self.per_token = Histogram("quantkit_time_per_output_token_seconds", "Mean time between tokens of one answer.")
-        self.duration = Histogram("quantkit_request_duration_seconds", "From arrival to the last token.")
+        self.finished = Counter(
+            "quantkit_requests_finished_total", "Answers by how they ended.", "reason"
+        )
+        self.refused = Counter(
+            "quantkit_requests_refused_total",
+            "Requests answered with an error, by HTTP status.",
+            "status",
+        )
+        self.first_token = Histogram(
+            "quantkit_time_to_first_token_seconds", "From arrival to the first token."
+        )
+        self.per_token = Histogram(
+            "quantkit_time_per_output_token_seconds", "Mean time between tokens of one answer."
+        )
+        self.duration = Histogram(
+            "quantkit_request_duration_seconds", "From arrival to the last token."
+        )
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -118,14 +134,21 @@ class Service:
     def submit(self, prompts: list[tuple[list[int], SamplingParams]]) -> AnswerStream:
         """Answer `prompts` together, one choice each.
 
-        Raises QuantkitError for a prompt that can never run, QueueFull, and EngineFault where the engine is gone.
+        Raises QuantkitError for a prompt that can never run, QueueFull, and EngineFault where the
+        engine is gone.
         """
         if self.fault is not None:
             raise EngineFault(f"the engine stopped: {self.fault}")
         assert len(prompts) <= self.limit, (len(prompts), self.limit)
         if self.open + len(prompts) > self.limit:
-            raise QueueFull(f"the server holds {self.open} of at most {self.limit} requests, {len(prompts)} more do not fit")
-        sequences = [self.engine.sequence(prompt, params, index) for index, (prompt, params) in enumerate(prompts)]
+            raise QueueFull(
+                f"the server holds {self.open} of at most {self.limit} requests, {len(prompts)} "
+                "more do not fit"
+            )
+        sequences = [
+            self.engine.sequence(prompt, params, index)
+            for index, (prompt, params) in enumerate(prompts)
+        ]
         self.open += len(sequences)
         self.prompt_tokens.add(sum(len(prompt) for prompt, _ in prompts))
         stream = AnswerStream(self, sequences)
@@ -143,12 +166,39 @@ class Service:
         scheduler = self.engine.scheduler
         acceptance = self.engine.speculation.acceptance
         return [
-            Gauge("quantkit_requests_running", "Requests being computed.", lambda: len(scheduler.running)),
-            Gauge("quantkit_requests_waiting", "Requests in the queue.", lambda: len(scheduler.waiting)),
-            Gauge("quantkit_cache_usage_ratio", "Share of the cache in use.", lambda: scheduler.cache_usage),
-            Gauge("quantkit_preemptions_total", "Requests put back for lack of cache.", lambda: scheduler.num_preempted, "counter"),
-            Gauge("quantkit_drafted_tokens_total", "Tokens guessed, of any source.", lambda: acceptance.drafted, "counter"),
-            Gauge("quantkit_accepted_tokens_total", "Guessed tokens that were kept.", lambda: acceptance.accepted, "counter"),
+            Gauge(
+                "quantkit_requests_running",
+                "Requests being computed.",
+                lambda: len(scheduler.running),
+            ),
+            Gauge(
+                "quantkit_requests_waiting",
+                "Requests in the queue.",
+                lambda: len(scheduler.waiting),
+            ),
+            Gauge(
+                "quantkit_cache_usage_ratio",
+                "Share of the cache in use.",
+                lambda: scheduler.cache_usage,
+            ),
+            Gauge(
+                "quantkit_preemptions_total",
+                "Requests put back for lack of cache.",
+                lambda: scheduler.num_preempted,
+                "counter",
+            ),
+            Gauge(
+                "quantkit_drafted_tokens_total",
+                "Tokens guessed, of any source.",
+                lambda: acceptance.drafted,
+                "counter",
+            ),
+            Gauge(
+                "quantkit_accepted_tokens_total",
+                "Guessed tokens that were kept.",
+                lambda: acceptance.accepted,
+                "counter",
+            ),
             self.prompt_tokens,
             self.generated_tokens,
             self.finished,
@@ -183,7 +233,8 @@ class Service:
             raise
 
     def _take_orders(self) -> bool:
-        """Carry out what came in; wait for something where there is nothing to compute. False: stop."""
+        """Carry out what came in; wait for something where there is nothing to compute. False:
+        stop."""
         while not (self._inbox.empty() and self.engine.has_work):
             order = self._inbox.get()
             if order is None:
@@ -197,7 +248,8 @@ class Service:
         return True
 
     def _hand_over(self, brought: list[Sequence]) -> None:
-        """brought: what the running step has of others so far. It returns them again, then mostly with nothing new."""
+        """brought: what the running step has of others so far. It returns them again, then mostly
+        with nothing new."""
         news: list[tuple[AnswerStream, Piece | RequestFault]] = []
         advanced, self._advanced = [*self._advanced, *brought], []
         for sequence in advanced:
@@ -226,7 +278,12 @@ def _news(sequence: Sequence) -> Piece | RequestFault:
     """What the last step added to a sequence, or what ended it."""
     if sequence.fault is not None:
         told = "".join(traceback.format_exception(sequence.fault))
-        _log.error("a request ended with an error\n%s", told.encode(errors="backslashreplace").decode())
-        return RequestFault(f"this request ended with an error: {type(sequence.fault).__name__}: {str(sequence.fault)[:500]}")
+        _log.error(
+            "a request ended with an error\n%s", told.encode(errors="backslashreplace").decode()
+        )
+        return RequestFault(
+            f"this request ended with an error: {type(sequence.fault).__name__}: "
+            f"{str(sequence.fault)[:500]}"
+        )
     done = sequence.completion() if sequence.finish_reason else None
     return Piece(sequence.index, sequence.take_text(), sequence.take_logprobs(), done)

@@ -1,4 +1,5 @@
-"""What a request says of its answer's form: response_format as OpenAI has it, structured_outputs and guided_* as vLLM has them."""
+"""What a request says of its answer's form: response_format as OpenAI has it, structured_outputs
+and guided_* as vLLM has them."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -58,7 +59,8 @@ class Structured(BaseModel):
 
     @property
     def answer_schema(self) -> dict[str, Any] | None:
-        """The schema that the answer fits, if JSON is asked for. Raises QuantkitError where two forms are."""
+        """The schema that the answer fits, if JSON is asked for. Raises QuantkitError where two
+        forms are."""
         kind, value = self._form
         return value if kind == "schema" else None
 
@@ -80,12 +82,20 @@ class Structured(BaseModel):
     @property
     def _form(self) -> tuple[str | None, Any]:
         guided = StructuredOutputs.model_construct(
-            json_=self.guided_json, regex=self.guided_regex, choice=self.guided_choice, grammar=self.guided_grammar
+            json_=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
         )
-        forms = [*_response_format(self.response_format), *_outputs(self.structured_outputs), *_outputs(guided)]
+        forms = [
+            *_response_format(self.response_format),
+            *_outputs(self.structured_outputs),
+            *_outputs(guided),
+        ]
         if len(forms) > 1:
             raise QuantkitError(
-                "the request asks for its answer in two forms", "send one of response_format, structured_outputs and guided_*"
+                "the request asks for its answer in two forms",
+                "send one of response_format, structured_outputs and guided_*",
             )
         return forms[0] if forms else (None, None)
 
@@ -96,7 +106,10 @@ def _response_format(asked: ResponseFormat | None) -> list[tuple[str, Any]]:
     if asked.type == "json_object":
         return [("schema", _ANY_OBJECT)]
     if asked.json_schema is None:
-        raise QuantkitError("response_format.json_schema is missing", 'send {"name", "schema"}, or the type json_object')
+        raise QuantkitError(
+            "response_format.json_schema is missing",
+            'send {"name", "schema"}, or the type json_object',
+        )
     return [("schema", asked.json_schema.schema_)]
 
 
@@ -105,7 +118,9 @@ def _outputs(asked: StructuredOutputs | None) -> list[tuple[str, Any]]:
         return []
     given: dict[str, Any] = {"schema": None if asked.json_ is None else _schema(asked.json_)}
     given |= {"regex": asked.regex, "choice": asked.choice, "grammar": asked.grammar}
-    found: list[tuple[str, Any]] = [(kind, value) for kind, value in given.items() if value is not None]
+    found: list[tuple[str, Any]] = [
+        (kind, value) for kind, value in given.items() if value is not None
+    ]
     return [*found, ("schema", _ANY_OBJECT)] if asked.json_object else found
 
 

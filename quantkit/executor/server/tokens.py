@@ -13,13 +13,19 @@ _MAX_IDS = 1 << 20
 
 
 class TokenizeRequest(BaseModel):
-    """A text, or a conversation that the chat template makes a text of. add_special_tokens: whether a text gets the model's own."""
+    """A text, or a conversation that the chat template makes a text of. add_special_tokens: whether
+    a text gets the model's own."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    messages: (
+        Annotated[
+            list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+        ]
+        | None
+    ) = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -40,18 +46,31 @@ def tokenize(intake: Intake, raw: bytes) -> dict[str, Any]:
     intake.check_model(body.model)
     tokenizer = intake.tokenizer
     if (body.prompt is None) == (body.messages is None):
-        raise QuantkitError("the request holds neither or both of prompt and messages", "send one of them")
+        raise QuantkitError(
+            "the request holds neither or both of prompt and messages", "send one of them"
+        )
     if body.messages is not None:
-        variables: dict[str, Any] = {"add_generation_prompt": body.add_generation_prompt, **body.chat_template_kwargs}
+        variables: dict[str, Any] = {
+            "add_generation_prompt": body.add_generation_prompt,
+            **body.chat_template_kwargs,
+        }
         variables |= {"tools": body.tools} if body.tools else {}
         messages = intake.tools.messages(chat_messages(body.messages))
-        text = told(partial(tokenizer.render, messages, **variables), "the chat template fails on this request")
+        text = told(
+            partial(tokenizer.render, messages, **variables),
+            "the chat template fails on this request",
+        )
         ids = intake.encoded(text, tokenizer.encode_rendered)
     else:
         encode = tokenizer.encode if body.add_special_tokens else tokenizer.encode_rendered
         ids = intake.encoded(body.prompt or "", encode)
     strings = [tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
-    return {"count": len(ids), "max_model_len": intake.context, "tokens": ids, "token_strs": strings}
+    return {
+        "count": len(ids),
+        "max_model_len": intake.context,
+        "tokens": ids,
+        "token_strs": strings,
+    }
 
 
 def detokenize(intake: Intake, raw: bytes) -> dict[str, Any]:
@@ -60,6 +79,8 @@ def detokenize(intake: Intake, raw: bytes) -> dict[str, Any]:
     intake.check_model(body.model)
     size = intake.tokenizer.tokenizer.get_vocab_size()
     if not all(0 <= token < size for token in body.tokens):
-        raise ApiError(400, f"tokens holds an id outside 0..{size - 1}", "invalid_request", "tokens")
+        raise ApiError(
+            400, f"tokens holds an id outside 0..{size - 1}", "invalid_request", "tokens"
+        )
     decode = partial(intake.tokenizer.tokenizer.decode, body.tokens, skip_special_tokens=False)
     return {"prompt": told(decode, "the tokens cannot be decoded")}

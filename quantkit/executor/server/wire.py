@@ -14,7 +14,8 @@ from quantkit.executor.server.service import AnswerStream, EngineFault, RequestF
 
 
 class WireJson(JSONResponse):
-    """JSON that can always be sent: text that is no UTF-8, such as that of a strange file name, shows question marks."""
+    """JSON that can always be sent: text that is no UTF-8, such as that of a strange file name,
+    shows question marks."""
 
     def render(self, content: Any) -> bytes:
         return _json(content)
@@ -22,18 +23,31 @@ class WireJson(JSONResponse):
 
 def error_body(status: int, message: str, code: str, param: str | None = None) -> dict[str, Any]:
     """An error in OpenAI's shape."""
-    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    kind = (
+        "server_error"
+        if status >= 500
+        else "rate_limit_error"
+        if status == 429
+        else "invalid_request_error"
+    )
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class EventStream(Response):
-    """Server-sent events. Ends, and closes `stream`, when the events do or the client goes. Where they are cut, the last says why.
+    """Server-sent events. Ends, and closes `stream`, when the events do or the client goes. Where
+    they are cut, the last says why.
 
-    named: whether events carry their `type` as a name and none says [DONE], as those of /v1/responses.
+    named: whether events carry their `type` as a name and none says [DONE], as those of
+    /v1/responses.
     """
 
-    def __init__(self, events: AsyncIterator[dict[str, Any]], stream: AnswerStream, *, named: bool = False) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(
+        self, events: AsyncIterator[dict[str, Any]], stream: AnswerStream, *, named: bool = False
+    ) -> None:
+        super().__init__(
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
         del self.headers["content-length"]
         self._events, self._stream, self._named = events, stream, named
 
@@ -48,7 +62,9 @@ class EventStream(Response):
             self._stream.close()
 
     async def _send(self, send: Callable[[Message], Awaitable[None]]) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         try:
             async for event in self._events:
                 await send(_event(_json(event), event["type"] if self._named else None))
@@ -57,7 +73,9 @@ class EventStream(Response):
             return await self._end(send, error_body(500, str(fault), code))
         await self._end(send)
 
-    async def _end(self, send: Callable[[Message], Awaitable[None]], error: dict[str, Any] | None = None) -> None:
+    async def _end(
+        self, send: Callable[[Message], Awaitable[None]], error: dict[str, Any] | None = None
+    ) -> None:
         if error is not None:
             told = {"type": "error", **error["error"]} if self._named else error
             await send(_event(_json(told), "error" if self._named else None))
@@ -72,4 +90,6 @@ def _event(data: bytes, name: str | None = None) -> Message:
 
 
 def _json(content: Any) -> bytes:
-    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="replace")
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
+        errors="replace"
+    )

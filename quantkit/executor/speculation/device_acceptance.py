@@ -1,4 +1,5 @@
-"""Which guesses of a step were right, found on the device: what guesses behind them need before the host knows."""
+"""Which guesses of a step were right, found on the device: what guesses behind them need before the
+host knows."""
 
 from typing import NamedTuple
 
@@ -11,8 +12,9 @@ from quantkit.executor.scheduler.sequence import Sequence
 
 
 class Accepted(NamedTuple):
-    """Of B sequences, int64 [B] each. right: guesses up to the first wrong one; rows: the row behind which a sequence's newest token was
-    chosen; newest: that token's place in the sequence."""
+    """Of B sequences, int64 [B] each. right: guesses up to the first wrong one; rows: the row
+    behind which a sequence's newest token was chosen; newest: that token's place in the
+    sequence."""
 
     right: Tensor
     rows: Tensor
@@ -20,8 +22,8 @@ class Accepted(NamedTuple):
 
     @classmethod
     def of(cls, counts: list[tuple[Sequence, int]], chosen: Tensor) -> "Accepted":
-        """counts: rows of each sequence, its newest token's and its drafts'; chosen int64 [R]: the tokens chosen behind the rows, not
-        appended yet."""
+        """counts: rows of each sequence, its newest token's and its drafts'; chosen int64 [R]: the
+        tokens chosen behind the rows, not appended yet."""
         most = max(count for _, count in counts) - 1
         told, row = [], 0
         for sequence, count in counts:

@@ -1,4 +1,5 @@
-"""A draft model, or a head of EAGLE-3, that somebody brought: whether it can guess for a model, and how it is loaded."""
+"""A draft model, or a head of EAGLE-3, that somebody brought: whether it can guess for a model, and
+how it is loaded."""
 
 from pathlib import Path
 
@@ -19,24 +20,38 @@ from quantkit.tokenizer.chat import ChatTokenizer
 
 
 def check_draft(path: Path, tokenizer: ChatTokenizer) -> None:
-    """Raises QuantkitError where the draft model at `path` has other tokens than those of the model that it is to guess for. A head has
-    none of its own."""
+    """Raises QuantkitError where the draft model at `path` has other tokens than those of the model
+    that it is to guess for. A head has none of its own."""
     if not is_head(read_json(path / "config.json")):
         check_same_ids(tokenizer.tokenizer, ChatTokenizer(path).tokenizer, tokenizer.path, path)
 
 
 def load_draft(path: Path, loaded: LoadedModel, options: EngineOptions) -> LoadedModel | LoadedHead:
-    """What guesses, at `path`, whole on this rank, for the model that is `loaded`. Raises QuantkitError where it cannot guess for that."""
+    """What guesses, at `path`, whole on this rank, for the model that is `loaded`. Raises
+    QuantkitError where it cannot guess for that."""
     if is_head(read_json(path / "config.json")):
         return load_head(path, loaded, options)
-    draft = load_model(path, device=options.device, backend=options.backend, dtype=options.dtype, cache=options.cache)
+    draft = load_model(
+        path,
+        device=options.device,
+        backend=options.backend,
+        dtype=options.dtype,
+        cache=options.cache,
+    )
     remedy = "bring another draft model"
     if draft.config.keeps_states:
-        told = f"{path} has layers whose state is of all the text before a token, which cannot be taken back where a guess is wrong"
+        told = (
+            f"{path} has layers whose state is of all the text before a token, which cannot be "
+            "taken back where a guess is wrong"
+        )
         raise QuantkitError(told, remedy)
     own, other = draft.cache_layout.block_size, loaded.cache_layout.block_size
     if own != other:
-        raise QuantkitError(f"{path} keeps {own} tokens in a block of its cache here, {options.model_path} keeps {other}", remedy)
+        raise QuantkitError(
+            f"{path} keeps {own} tokens in a block of its cache here, {options.model_path} keeps "
+            f"{other}",
+            remedy,
+        )
     return draft
 
 
@@ -51,9 +66,14 @@ def make_drafter(
     shared: bool,
     capture: Capture | None = None,
 ) -> Drafter:
-    """What guesses `count` tokens a step with what was brought, over a cache of as many blocks as that of the model that `runner` computes.
+    """What guesses `count` tokens a step with what was brought, over a cache of as many blocks as
+    that of the model that `runner` computes.
     shared, capture: as `ModelDrafter` and `Runner` have them."""
     if isinstance(draft, LoadedHead):
         return draft.drafter(plan, runner, count, parallel, capture)
-    own = Runner(SameTokens(draft.model, loaded.config.vocab_size), draft.new_cache(plan.num_blocks), capture)
-    return ModelDrafter(own, runner, count, parallel, reach=draft.config.max_position_embeddings, shared=shared)
+    own = Runner(
+        SameTokens(draft.model, loaded.config.vocab_size), draft.new_cache(plan.num_blocks), capture
+    )
+    return ModelDrafter(
+        own, runner, count, parallel, reach=draft.config.max_position_embeddings, shared=shared
+    )

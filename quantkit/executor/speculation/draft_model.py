@@ -1,9 +1,12 @@
-"""Guesses by a draft model: a small model over the same tokens, with a cache of its own (arXiv 2211.17192, without its sampling rule).
+"""Guesses by a draft model: a small model over the same tokens, with a cache of its own (arXiv
+2211.17192, without its sampling rule).
 
-Its cache has the blocks of the main model's, by the same numbers: what the scheduler gives, takes and shares holds for both. `num_read` of
-a sequence says how far the draft model has read it. It reads prompts with the main model, chunk by chunk, and each chosen token when it
-guesses what comes next. While no guesses are wanted answers are not read; what is missing is read at once when they are again. Answers of
-which more is missing than is read at once are not guessed for any more: to read what nobody guesses behind cost 2 % of a step and more.
+Its cache has the blocks of the main model's, by the same numbers: what the scheduler gives, takes
+and shares holds for both. `num_read` of a sequence says how far the draft model has read it. It
+reads prompts with the main model, chunk by chunk, and each chosen token when it guesses what comes
+next. While no guesses are wanted answers are not read; what is missing is read at once when they
+are again. Answers of which more is missing than is read at once are not guessed for any more: to
+read what nobody guesses behind cost 2 % of a step and more.
 
 Of a sequence that is longer than the draft model's positions nothing is guessed from there on.
 """
@@ -22,11 +25,13 @@ from quantkit.models.context import Context
 from quantkit.models.decoder import Model
 
 _MOST_READ = 1024
-"""Tokens that are read at once: of answers those of which the least is missing. A graph reads as many (prompt_graphs.py)."""
+"""Tokens that are read at once: of answers those of which the least is missing. A graph reads as
+many (prompt_graphs.py)."""
 
 
 class SameTokens:
-    """A draft model over another's token ids. vocab: how many those are: tables of one family are padded to various sizes."""
+    """A draft model over another's token ids. vocab: how many those are: tables of one family are
+    padded to various sizes."""
 
     def __init__(self, model: Model, vocab: int) -> None:
         self._model, self._vocab = model, vocab
@@ -35,7 +40,9 @@ class SameTokens:
     def __call__(self, token_ids: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
         """As `Model.__call__`; an id that the model does not know is read as its last."""
         known = len(self.embedding)
-        return self._model(token_ids.clamp(max=known - 1) if known < self._vocab else token_ids, context, rows)
+        return self._model(
+            token_ids.clamp(max=known - 1) if known < self._vocab else token_ids, context, rows
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `Model.logits`, of the other's ids at most."""
@@ -43,10 +50,20 @@ class SameTokens:
 
 
 class ModelDrafter(Drafter):
-    """draft: computes the draft model, whole on every rank. reach: its positions. shared: whether blocks are found by later requests, so
-    that what is left behind in them should have been read."""
+    """draft: computes the draft model, whole on every rank. reach: its positions. shared: whether
+    blocks are found by later requests, so that what is left behind in them should have been
+    read."""
 
-    def __init__(self, draft: Runner, runner: Runner, count: int, parallel: Parallel, *, reach: int, shared: bool) -> None:
+    def __init__(
+        self,
+        draft: Runner,
+        runner: Runner,
+        count: int,
+        parallel: Parallel,
+        *,
+        reach: int,
+        shared: bool,
+    ) -> None:
         super().__init__(runner, count, parallel, reach, own=draft)
         self._shared, self.steps = shared, draft.steps
         self._guessed = False
@@ -54,19 +71,27 @@ class ModelDrafter(Drafter):
         self._left: set[Sequence] = set()
         """Sequences of the last pass of which too much is missing."""
 
-    def _behind(self, done: ForwardPass, token_ids: Tensor | None, kept: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    def _behind(
+        self, done: ForwardPass, token_ids: Tensor | None, kept: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
         self._guessed = token_ids is not None and self.count > 0
         self._left.clear()
         if self._guessed or not isinstance(done.where, DecodeRows):
             self._catch_up(done.spans)
         if token_ids is None or self.count == 0:
             return None
-        places = [(sequence, len(sequence.token_ids) + i) for sequence, count in done.counts for i in range(count)]
+        places = [
+            (sequence, len(sequence.token_ids) + i)
+            for sequence, count in done.counts
+            for i in range(count)
+        ]
         within = [row for row, (_, place) in enumerate(places) if place < self._reach]
         if not within:
             return None
         if len(within) == len(places):
-            found = self._own.steps.run(self._own.rows([0] * len(places), places), token_ids, kept=kept)
+            found = self._own.steps.run(
+                self._own.rows([0] * len(places), places), token_ids, kept=kept
+            )
             return found.logits, found.greedy
         rows = self._own.rows([0] * len(within), [places[row] for row in within])
         _, logits, greedy = self._own.steps.run(rows, token_ids[self._tensor(within)])
@@ -76,7 +101,9 @@ class ModelDrafter(Drafter):
         spread = spread if kept is None else spread[kept]
         return logits[spread], greedy[spread]
 
-    def _further(self, guessed: Tensor, rows: Tensor | None, where: DecodeRows, places: DevicePlaces | None) -> StepResult:
+    def _further(
+        self, guessed: Tensor, rows: Tensor | None, where: DecodeRows, places: DevicePlaces | None
+    ) -> StepResult:
         return self._own.steps.run(where, guessed, places=places)
 
     def _settle(self, done: ForwardPass) -> None:
@@ -94,7 +121,8 @@ class ModelDrafter(Drafter):
         return 0 if sequence in self._left else super()._wanted(sequence)
 
     def _catch_up(self, spans: Items[tuple[Sequence, int, int]]) -> None:
-        """Read the tokens of a pass, and where guesses are wanted what is missing before them, as far as that is not too much."""
+        """Read the tokens of a pass, and where guesses are wanted what is missing before them, as
+        far as that is not too much."""
         room, ends = _MOST_READ if self._guessed else 0, list[tuple[Sequence, int]]()
         for sequence, start, length in sorted(spans, key=lambda one: one[1] - one[0].num_read):
             missing = max(start - sequence.num_read, 0)
@@ -106,14 +134,21 @@ class ModelDrafter(Drafter):
         self._read(ends)
 
     def _read(self, ends: list[tuple[Sequence, int]]) -> bool:
-        """Sequences up to so many tokens, as far as these are known. Returns whether anything was missing."""
+        """Sequences up to so many tokens, as far as these are known. Returns whether anything was
+        missing."""
         parts: list[tuple[Sequence, int]] = []
         for sequence, end in ends:
             known = min(end, len(sequence.token_ids), self._reach)
             if known > sequence.num_read:
                 parts.append((sequence, known))
         if parts:
-            self._own.prompts.run(None, [PromptRows(one.token_ids[one.num_read : end], one.num_read, one.blocks) for one, end in parts])
+            self._own.prompts.run(
+                None,
+                [
+                    PromptRows(one.token_ids[one.num_read : end], one.num_read, one.blocks)
+                    for one, end in parts
+                ],
+            )
         for sequence, end in parts:
             sequence.num_read = end
         return bool(parts)

@@ -1,4 +1,5 @@
-"""Guesses by a head of EAGLE-3 that somebody brought: loaded for one model, with a cache of one layer, and read as an MTP layer is."""
+"""Guesses by a head of EAGLE-3 that somebody brought: loaded for one model, with a cache of one
+layer, and read as an MTP layer is."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +44,16 @@ class LoadedHead:
         """Of a token; its cache has 16 bits, whatever the model's has."""
         return self.config.decoder.cache.token_bytes(16)
 
-    def drafter(self, plan: CachePlan, runner: Runner, count: int, parallel: Parallel, capture: Capture | None = None) -> "HeadDrafter":
-        """What guesses `count` tokens a step, over a cache of as many blocks as that of the model that `runner` computes."""
+    def drafter(
+        self,
+        plan: CachePlan,
+        runner: Runner,
+        count: int,
+        parallel: Parallel,
+        capture: Capture | None = None,
+    ) -> "HeadDrafter":
+        """What guesses `count` tokens a step, over a cache of as many blocks as that of the model
+        that `runner` computes."""
         width = self.config.decoder.cache.width // 2
         cache = PagedCache(
             1,
@@ -55,16 +64,34 @@ class LoadedHead:
             device=self.device,
             parts=(width, width),
         )
-        return HeadDrafter(self.head, cache, runner, count, parallel, self.config.decoder.max_position_embeddings, capture)
+        return HeadDrafter(
+            self.head,
+            cache,
+            runner,
+            count,
+            parallel,
+            self.config.decoder.max_position_embeddings,
+            capture,
+        )
 
 
 class HeadDrafter(MtpDrafter):
-    """cache: of the head's layer, with the model's blocks by the same numbers. reach: the head's positions."""
+    """cache: of the head's layer, with the model's blocks by the same numbers. reach: the head's
+    positions."""
 
     def __init__(
-        self, head: Eagle3Head, cache: PagedCache, runner: Runner, count: int, parallel: Parallel, reach: int, capture: Capture | None
+        self,
+        head: Eagle3Head,
+        cache: PagedCache,
+        runner: Runner,
+        count: int,
+        parallel: Parallel,
+        reach: int,
+        capture: Capture | None,
     ) -> None:
-        super().__init__(head, runner, count, parallel, own=Runner(head, cache, capture), reach=reach)
+        super().__init__(
+            head, runner, count, parallel, own=Runner(head, cache, capture), reach=reach
+        )
         self._head = head
 
     def _states(self, hidden: Tensor) -> Tensor:
@@ -75,31 +102,46 @@ class HeadDrafter(MtpDrafter):
 
 
 def load_head(path: Path, loaded: LoadedModel, options: EngineOptions) -> LoadedHead:
-    """The head at `path` for the model that is `loaded`, which hands out what it reads from now on. Raises QuantkitError where the head
-    is for another model, or has what is not computed."""
+    """The head at `path` for the model that is `loaded`, which hands out what it reads from now on.
+    Raises QuantkitError where the head is for another model, or has what is not computed."""
     checkpoint = Checkpoint.open(path)
     try:
         config = HeadConfig.from_dict(checkpoint.config)
     except QuantkitError as fault:
-        raise QuantkitError(fault.problem.replace("config.json", str(path / "config.json"), 1), fault.remedy) from fault
+        raise QuantkitError(
+            fault.problem.replace("config.json", str(path / "config.json"), 1), fault.remedy
+        ) from fault
     read_at = _check_model(path, config, loaded)
     rows = resolve(parameters(config), checkpoint.tensors)
     check_stored(checkpoint, rows)
     if unknown := set(checkpoint.tensors) - {row.name for row in rows} - {OFFSETS, MASK}:
-        raise QuantkitError(f"{path} has {min(unknown)}, which heads of EAGLE-3 do not have here", _REMEDY)
-    weights = ExecutorWeights(checkpoint, rows, device=loaded.device, dtype=loaded.dtype, backend=options.backend)
+        raise QuantkitError(
+            f"{path} has {min(unknown)}, which heads of EAGLE-3 do not have here", _REMEDY
+        )
+    weights = ExecutorWeights(
+        checkpoint, rows, device=loaded.device, dtype=loaded.dtype, backend=options.backend
+    )
     vocab = loaded.config.vocab_size
     with torch.inference_mode():
         offsets = torch.zeros(config.draft_vocab, dtype=torch.int64)
         if checkpoint.has(OFFSETS):
             offsets = checkpoint.read(OFFSETS).to(torch.int64)
         ids = offsets + torch.arange(len(offsets))
-        if len(ids) != config.draft_vocab or not 0 <= int(ids.min()) <= int(ids.max()) < vocab or len(ids.unique()) != len(ids):
-            raise QuantkitError(f"{OFFSETS} of {path} names tokens that {options.model_path} does not have", _REMEDY)
+        if (
+            len(ids) != config.draft_vocab
+            or not 0 <= int(ids.min()) <= int(ids.max()) < vocab
+            or len(ids.unique()) != len(ids)
+        ):
+            raise QuantkitError(
+                f"{OFFSETS} of {path} names tokens that {options.model_path} does not have", _REMEDY
+            )
         own = checkpoint.has(EMBEDDING)
         embedding = weights.tensor(EMBEDDING) if own else loaded.model.embedding
         if embedding.shape[1] != config.decoder.hidden_size or len(embedding) < vocab:
-            raise QuantkitError(f"{path} has no embedding of its own, and the model's is {tuple(embedding.shape)}", _REMEDY)
+            raise QuantkitError(
+                f"{path} has no embedding of its own, and the model's is {tuple(embedding.shape)}",
+                _REMEDY,
+            )
         head = Eagle3Head(config, weights, embedding, ids.to(loaded.device), vocab)
         head.backend = options.backend
     loaded.model.read_at = read_at
@@ -110,9 +152,15 @@ def _check_model(path: Path, config: HeadConfig, loaded: LoadedModel) -> tuple[i
     """The layers of the model that the head reads."""
     hidden, layers = loaded.config.hidden_size, loaded.config.num_hidden_layers
     if config.target_hidden != hidden:
-        raise QuantkitError(f"{path} reads hidden states of {config.target_hidden}, the model's have {hidden}", _REMEDY)
+        raise QuantkitError(
+            f"{path} reads hidden states of {config.target_hidden}, the model's have {hidden}",
+            _REMEDY,
+        )
     if type(loaded.model).__call__ is not decoder.Model.__call__:
-        raise QuantkitError(f"heads of EAGLE-3 are not computed beside {loaded.checkpoint.path}", "run it without --draft")
+        raise QuantkitError(
+            f"heads of EAGLE-3 are not computed beside {loaded.checkpoint.path}",
+            "run it without --draft",
+        )
     read_at = config.read_at(layers)
     if not all(a < b for a, b in zip((-1, *read_at), (*read_at, layers))):
         raise QuantkitError(f"{path} reads layers {read_at}, the model has {layers}", _REMEDY)

@@ -1,6 +1,8 @@
-"""Guesses from what prompt and answer said before: where the last tokens stood earlier, what followed them may follow again.
+"""Guesses from what prompt and answer said before: where the last tokens stood earlier, what
+followed them may follow again.
 
-They cost nothing to make (prompt lookup; github.com/apoorvumang/prompt-lookup-decoding) and are right where an answer quotes or repeats.
+They cost nothing to make (prompt lookup; github.com/apoorvumang/prompt-lookup-decoding) and are
+right where an answer quotes or repeats.
 """
 
 from collections.abc import Callable
@@ -41,8 +43,9 @@ class Lookup:
 
 
 class Lookups:
-    """The lookups of an engine's sequences, as a source (speculation.py). count: tokens guessed a step, at most. found: is told for which
-    share of the sequences there was something, where it was looked for."""
+    """The lookups of an engine's sequences, as a source (speculation.py). count: tokens guessed a
+    step, at most. found: is told for which share of the sequences there was something, where it was
+    looked for."""
 
     def __init__(self, count: int, found: Callable[[float], None]) -> None:
         self.count, self._found = count, found
@@ -53,13 +56,20 @@ class Lookups:
         return None
 
     def finish(self, done: ForwardPass, advanced: list[Sequence], guesses: list[int]) -> None:
-        """As `speculation.Source.finish`: guesses in place of drafts that begin alike and are no more."""
+        """As `speculation.Source.finish`: guesses in place of drafts that begin alike and are no
+        more."""
         if not self.count:
             return
         taken = 0
         for sequence in advanced:
-            looked = self._of.setdefault(sequence, Lookup()).guesses(sequence.token_ids, min(self.count, sequence.num_wanted))
-            if looked and sequence.drafts[:1] in ([], looked[:1]) and len(looked) >= len(sequence.drafts):
+            looked = self._of.setdefault(sequence, Lookup()).guesses(
+                sequence.token_ids, min(self.count, sequence.num_wanted)
+            )
+            if (
+                looked
+                and sequence.drafts[:1] in ([], looked[:1])
+                and len(looked) >= len(sequence.drafts)
+            ):
                 sequence.drafts, sequence.guessed_by = looked, LOOKUP
                 taken += 1
         self._found(taken / len(advanced))

@@ -1,8 +1,9 @@
 """Guesses of tokens to come, of whatever source: what the engine knows of them.
 
-A source guesses in two parts. It begins while the device has a pass's results and the host does not: what it computes then comes to the
-host with the chosen tokens. It finishes when these are known: guesses that can be of use are in `drafts` of the sequences then. Sources
-finish one after the other, and a later one may replace what an earlier one guessed.
+A source guesses in two parts. It begins while the device has a pass's results and the host does
+not: what it computes then comes to the host with the chosen tokens. It finishes when these are
+known: guesses that can be of use are in `drafts` of the sequences then. Sources finish one after
+the other, and a later one may replace what an earlier one guessed.
 """
 
 import time
@@ -26,11 +27,13 @@ class Source(Protocol):
     count: int
 
     def begin(self, done: ForwardPass, chosen: ChosenTokens | None) -> Tensor | None:
-        """What may follow the tokens chosen behind the counted rows of a pass, [R] on the device; None where nothing is computed."""
+        """What may follow the tokens chosen behind the counted rows of a pass, [R] on the device;
+        None where nothing is computed."""
 
     def finish(self, done: ForwardPass, advanced: list[Sequence], guesses: list[int]) -> None:
-        """Drafts for sequences that got tokens, now appended. guesses: what `begin` returned; empty where that was nothing. Where nothing
-        is guessed, tensors of `done` may be another pass's by now."""
+        """Drafts for sequences that got tokens, now appended. guesses: what `begin` returned; empty
+        where that was nothing. Where nothing is guessed, tensors of `done` may be another pass's by
+        now."""
 
 
 @dataclass
@@ -46,16 +49,26 @@ class Acceptance:
 
 
 class Speculation:
-    """drafter: the source that computes guesses, if any. num_looked_up: tokens guessed from what was said, at most. measured: whether
-    fewer of either are guessed where that is faster, by what steps take of `clock`, in seconds."""
+    """drafter: the source that computes guesses, if any. num_looked_up: tokens guessed from what
+    was said, at most. measured: whether fewer of either are guessed where that is faster, by what
+    steps take of `clock`, in seconds."""
 
     def __init__(
-        self, drafter: Source | None, num_looked_up: int, *, measured: bool = False, clock: Callable[[], float] = time.perf_counter
+        self,
+        drafter: Source | None,
+        num_looked_up: int,
+        *,
+        measured: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.drafter, self.acceptance, self.clock = drafter, Acceptance(), clock
-        self.guessing = Guessing(drafter.count if drafter is not None else 0, num_looked_up, measured=measured)
+        self.guessing = Guessing(
+            drafter.count if drafter is not None else 0, num_looked_up, measured=measured
+        )
         self._lookups = Lookups(num_looked_up, self.guessing.found)
-        self._sources: list[Source] = [self._lookups] if drafter is None else [drafter, self._lookups]
+        self._sources: list[Source] = (
+            [self._lookups] if drafter is None else [drafter, self._lookups]
+        )
         self.make(self.guessing.drafts, self.guessing.looked_up)
 
     def choose(self) -> tuple[int, int] | None:
@@ -80,19 +93,32 @@ class Speculation:
 
     def begin(self, done: ForwardPass, chosen: ChosenTokens | None) -> Tensor | None:
         """As `Source.begin`, of all."""
-        found = [guesses for source in self._sources if (guesses := source.begin(done, chosen)) is not None]
+        found = [
+            guesses
+            for source in self._sources
+            if (guesses := source.begin(done, chosen)) is not None
+        ]
         assert len(found) < 2, "one source computes"
         return found[0] if found else None
 
-    def launch_next(self, runner: Runner, parallel: Parallel, done: ForwardPass, chosen: ChosenTokens, guessed: Tensor | None) -> None:
-        """Launch the pass behind one whose answers all go on. guessed: the chosen tokens and what `begin` returned. Not where others may
-        come in its place."""
+    def launch_next(
+        self,
+        runner: Runner,
+        parallel: Parallel,
+        done: ForwardPass,
+        chosen: ChosenTokens,
+        guessed: Tensor | None,
+    ) -> None:
+        """Launch the pass behind one whose answers all go on. guessed: the chosen tokens and what
+        `begin` returned. Not where others may come in its place."""
         if guessed is not None and self.guessing.looked_up == 0:
             told, number = parallel.first(guessed), len(done.rows)
             runner.launch_guessed(done.counts, told[:number], told[number:])
         elif not (guessed is not None or self.guesses or done.has_guesses):
             # The likeliest are the same on every rank: gathered logits are the same bits.
-            runner.launch_next(chosen.token_ids if chosen.batch is None else parallel.first(chosen.token_ids))
+            runner.launch_next(
+                chosen.token_ids if chosen.batch is None else parallel.first(chosen.token_ids)
+            )
 
     def finish(self, done: ForwardPass, advanced: list[Sequence], guesses: list[int]) -> None:
         """As `Source.finish`, of all."""
@@ -101,8 +127,12 @@ class Speculation:
                 source.finish(done, advanced, guesses)
 
     def stepped(self, answers: list[Sequence], rows: int, kept: int, began: float) -> None:
-        """A step since `began` that computed answers alone, with so many rows, their guesses included, of which `kept` were right."""
-        seconds, longest = self.clock() - began, max([len(one.token_ids) - one.prompt_len for one in answers])
+        """A step since `began` that computed answers alone, with so many rows, their guesses
+        included, of which `kept` were right."""
+        seconds, longest = (
+            self.clock() - began,
+            max([len(one.token_ids) - one.prompt_len for one in answers]),
+        )
         self.guessing.stepped(len(answers), rows, kept, seconds, longest)
 
     def checked(self, sequence: Sequence, count: int, kept: int) -> None:

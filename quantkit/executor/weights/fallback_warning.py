@@ -1,4 +1,5 @@
-"""What is said where a quantized weight is left to the reference: how slow it is, measured on one linear, and what would help."""
+"""What is said where a quantized weight is left to the reference: how slow it is, measured on one
+linear, and what would help."""
 
 import time
 import warnings
@@ -10,7 +11,8 @@ from quantkit_kernels import accelerator, backends, prepare
 from quantkit_kernels.weights import Weight, shape
 
 _HELP = {"cuda": ("triton", "cuda"), "npu": ("ascend", "torch_npu")}
-"""By device type: the backends that would serve it, the easiest to have first. Elsewhere the CPU's own."""
+"""By device type: the backends that would serve it, the easiest to have first. Elsewhere the CPU's
+own."""
 
 
 def tell_slow(operator: str, weight: Weight, device: torch.device, dtype: torch.dtype) -> None:
@@ -19,15 +21,23 @@ def tell_slow(operator: str, weight: Weight, device: torch.device, dtype: torch.
 
 
 def slowness(operator: str, weight: Weight, device: torch.device, dtype: torch.dtype) -> str:
-    """That `operator` is served by the reference, with the times of one token over this weight W[N, K] and why others do not serve."""
+    """That `operator` is served by the reference, with the times of one token over this weight W[N,
+    K] and why others do not serve."""
     n, k = shape(weight)
     x = torch.zeros(1, k, dtype=dtype, device=device)
-    linear, dense = prepare(weight, backend="reference", dtype=dtype, device=device), torch.zeros(n, k, dtype=dtype, device=device)
+    linear, dense = (
+        prepare(weight, backend="reference", dtype=dtype, device=device),
+        torch.zeros(n, k, dtype=dtype, device=device),
+    )
     ours, plain = _seconds(lambda: linear(x), device), _seconds(lambda: F.linear(x, dense), device)
-    reasons = {name: backends.why_unusable(operator, name, device, dtype, ((n, k),)) for name in _HELP.get(device.type, ("cpu",))}
+    reasons = {
+        name: backends.why_unusable(operator, name, device, dtype, ((n, k),))
+        for name in _HELP.get(device.type, ("cpu",))
+    }
     why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
     return (
-        f"SLOW: {operator} runs on the reference, which expands weights at every call: {ours * 1e3:.3g} ms a token for one weight of {n} x "
+        f"SLOW: {operator} runs on the reference, which expands weights at every call: "
+        f"{ours * 1e3:.3g} ms a token for one weight of {n} x "
         f"{k}, {ours / plain:.0f} times as long as not quantized. {why}"
     )
 

@@ -1,4 +1,5 @@
-"""What a model's steps multiply, by size, as one of its ranks has it: what `quantkit kernels --tune --model` measures plans for."""
+"""What a model's steps multiply, by size, as one of its ranks has it: what `quantkit kernels --tune
+--model` measures plans for."""
 
 from collections.abc import Iterator
 
@@ -14,10 +15,13 @@ from quantkit.models.table import Parameter, routed_experts
 
 
 def products(checkpoint: Checkpoint, tp: int = 1) -> Products:
-    """Of the linears and quantized routed experts, cut for `tp` tensor-parallel ranks, each size once. Raises QuantkitError where ranks
-    cannot share one evenly."""
+    """Of the linears and quantized routed experts, cut for `tp` tensor-parallel ranks, each size
+    once. Raises QuantkitError where ranks cannot share one evenly."""
     model = read_model(checkpoint)
-    return Products(tuple(dict.fromkeys(_linears(checkpoint, model.rows, tp))), tuple(dict.fromkeys(_experts(checkpoint, model, tp))))
+    return Products(
+        tuple(dict.fromkeys(_linears(checkpoint, model.rows, tp))),
+        tuple(dict.fromkeys(_experts(checkpoint, model, tp))),
+    )
 
 
 def _linears(checkpoint: Checkpoint, rows: list[Parameter], tp: int) -> Iterator[LinearSize]:
@@ -32,13 +36,17 @@ def _linears(checkpoint: Checkpoint, rows: list[Parameter], tp: int) -> Iterator
 
 
 def _experts(checkpoint: Checkpoint, model: Model, tp: int) -> Iterator[ExpertsSize]:
-    for layer in sorted({row.layer for row in model.rows if row.layer is not None and row.expert is not None}):
+    for layer in sorted(
+        {row.layer for row in model.rows if row.layer is not None and row.expert is not None}
+    ):
         experts = routed_experts(model.rows, layer)
         first = experts[min(experts)]
         if (found := _kind(checkpoint, first.gate.module)) != "dense":
             assert model.config.routing is not None, "experts that nothing chooses"
             intermediate, hidden = _share(first.gate, tp)
-            yield ExpertsSize(found, hidden, intermediate, len(experts), model.config.routing.num_experts_per_tok)
+            yield ExpertsSize(
+                found, hidden, intermediate, len(experts), model.config.routing.num_experts_per_tok
+            )
 
 
 def _kind(checkpoint: Checkpoint, module: str) -> str:
@@ -47,7 +55,9 @@ def _kind(checkpoint: Checkpoint, module: str) -> str:
         return "dense"
     stored, (weight, _) = checkpoint.linears[module], checkpoint.share(module, "N", 0, 1)
     in_groups = stored.grid is not None and stored.grid.group_size is not None
-    return kind(operand(weight, torch.bfloat16, checkpoint.activation_bits(module), in_groups=in_groups))
+    return kind(
+        operand(weight, torch.bfloat16, checkpoint.activation_bits(module), in_groups=in_groups)
+    )
 
 
 def _share(row: Parameter, tp: int) -> tuple[int, int]:

@@ -5,7 +5,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from quantkit_kernels import CacheLayout, CodeSteps, KeySteps, asked, cache_layout, check_runs, why_no_rounded_inputs
+from quantkit_kernels import (
+    CacheLayout,
+    CodeSteps,
+    KeySteps,
+    asked,
+    cache_layout,
+    check_runs,
+    why_no_rounded_inputs,
+)
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.devices import find_device, find_dtype, make_current
@@ -13,7 +21,11 @@ from quantkit.common.errors import QuantkitError
 from quantkit.executor.cache.cache import BLOCK_SIZE, Coding, PagedCache, find_codes
 from quantkit.executor.cache.compressed_kv import CompressedEntries
 from quantkit.executor.cache.kv_channel_scales import even_channels
-from quantkit.executor.cache.linear_attention_state import RecurrentStates, check_states, state_bytes
+from quantkit.executor.cache.linear_attention_state import (
+    RecurrentStates,
+    check_states,
+    state_bytes,
+)
 from quantkit.executor.cache.window_cache import RecentTokens, recent_bytes
 from quantkit.executor.checks import check_context, check_eos
 from quantkit.executor.options import EngineOptions
@@ -23,7 +35,13 @@ from quantkit.executor.weights.split import share_range
 from quantkit.executor.weights.tp_checks import check_shares
 from quantkit.executor.weights.weights import ExecutorWeights
 from quantkit.grids.schemes import IntGrid
-from quantkit.models.architecture import CompressedCache, KeyValueCache, LatentCache, ModelConfig, MtpModel
+from quantkit.models.architecture import (
+    CompressedCache,
+    KeyValueCache,
+    LatentCache,
+    ModelConfig,
+    MtpModel,
+)
 from quantkit.models.cache_steps import read_steps
 from quantkit.models.context import cached_dtype
 from quantkit.models.decoder import Model
@@ -37,10 +55,12 @@ from quantkit.models.tied_head import check_stored_head
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """`model`, `mtp_layers` and `config` are the architecture file's Model, MtpLayers (as many as asked for) and Config.
+    """`model`, `mtp_layers` and `config` are the architecture file's Model, MtpLayers (as many as
+    asked for) and Config.
 
-    `nbytes` is what the prepared weights hold. codes: the dtype of a cache in 8 bits, None for one of 16; steps: by layer, what a code is
-    worth, where the checkpoint says so and the cache is in int8. told: as in `stored.Model`.
+    `nbytes` is what the prepared weights hold. codes: the dtype of a cache in 8 bits, None for one
+    of 16; steps: by layer, what a code is worth, where the checkpoint says so and the cache is in
+    int8. told: as in `stored.Model`.
     """
 
     model: Model
@@ -64,36 +84,58 @@ class LoadedModel:
         return self.config.num_cached_layers + len(self.mtp_layers)
 
     def _recent_sizes(self) -> dict[int, tuple[int, int]]:
-        """Of the last tokens of a running sequence, as `RecentTokens` has it; the MTP layer's, too."""
+        """Of the last tokens of a running sequence, as `RecentTokens` has it; the MTP layer's,
+        too."""
         held, net, drafts = self.config.cache, self.config.recurrent, len(self.mtp_layers)
         if isinstance(held, CompressedCache):
             return held.beside(drafts).kept()
-        return net.beside(drafts).kept(self.weights.parallel.size) if isinstance(net, ShortConvolutions) else {}
+        return (
+            net.beside(drafts).kept(self.weights.parallel.size)
+            if isinstance(net, ShortConvolutions)
+            else {}
+        )
 
     def sequence_bytes(self, places: int, ahead: int) -> int:
-        """What a cache for so many sequences holds beside their tokens' blocks. ahead: as `RecentTokens` has it."""
-        net, itemsize = self.config.recurrent, (torch.float32 if self.config.recurrent is not None else self.dtype).itemsize
-        states = state_bytes(net, places, self.weights.parallel.size) if isinstance(net, DeltaNet) else 0
+        """What a cache for so many sequences holds beside their tokens' blocks. ahead: as
+        `RecentTokens` has it."""
+        net, itemsize = (
+            self.config.recurrent,
+            (torch.float32 if self.config.recurrent is not None else self.dtype).itemsize,
+        )
+        states = (
+            state_bytes(net, places, self.weights.parallel.size) if isinstance(net, DeltaNet) else 0
+        )
         return states + recent_bytes(self._recent_sizes(), ahead, places, itemsize)
 
     @property
     def cache_width(self) -> int:
-        """Values of a token and layer that this rank keeps: a latent is every head's, keys and values are shared out with the heads."""
+        """Values of a token and layer that this rank keeps: a latent is every head's, keys and
+        values are shared out with the heads."""
         return self.config.cache.width // self.config.cache.shares(self.weights.parallel.size)
 
     @property
     def cache_token_bytes(self) -> int:
         """Of a token, over all layers, on this rank."""
-        return self.num_cached_layers * self.config.cache.token_bytes(16 if self.codes is None else 8, self.weights.parallel.size)
+        return self.num_cached_layers * self.config.cache.token_bytes(
+            16 if self.codes is None else 8, self.weights.parallel.size
+        )
 
     def new_cache(self, num_blocks: int, places: int = 1, ahead: int = 0) -> PagedCache:
-        """Room for the tokens of so many blocks, and where layers keep something of each running sequence for `places` of these, of which
+        """Room for the tokens of so many blocks, and where layers keep something of each running
+        sequence for `places` of these, of which
         `ahead` tokens may be taken back."""
-        layout, held, coding, net = self.cache_layout, self.config.cache, None, self.config.recurrent
+        layout, held, coding, net = (
+            self.cache_layout,
+            self.config.cache,
+            None,
+            self.config.recurrent,
+        )
         entries = recent = None
         if isinstance(held, CompressedCache):
             sizes = held.beside(len(self.mtp_layers))
-            entries = CompressedEntries(sizes, num_blocks, layout.block_size, places, self.dtype, self.device, ahead)
+            entries = CompressedEntries(
+                sizes, num_blocks, layout.block_size, places, self.dtype, self.device, ahead
+            )
         elif isinstance(net, ShortConvolutions):
             recent = RecentTokens(self._recent_sizes(), ahead, places, torch.float32, self.device)
         if self.codes is not None:
@@ -111,14 +153,17 @@ class LoadedModel:
             steps=self.steps,
             index_dim=held.index_dim if isinstance(held, LatentCache) else 0,
             places=None if net is None else net.places_of_others(self.config.num_hidden_layers),
-            states=RecurrentStates(net, places, self.device, self.weights.parallel.size) if isinstance(net, DeltaNet) else None,
+            states=RecurrentStates(net, places, self.device, self.weights.parallel.size)
+            if isinstance(net, DeltaNet)
+            else None,
             entries=entries,
             recent=recent,
         )
 
     @property
     def cache_layout(self) -> CacheLayout:
-        """How the cache lies in memory: latents as their operators read them, keys and values apart."""
+        """How the cache lies in memory: latents as their operators read them, keys and values
+        apart."""
         match self.config.cache:
             case LatentCache(kv_lora_rank, rope_dim) if self.codes is not None:
                 return CacheLayout((kv_lora_rank, rope_dim), BLOCK_SIZE)
@@ -138,8 +183,8 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A checkpoint whose config.json and headers go with what it is to be loaded with. codes, dtype: as `LoadedModel` has them; mtp: MTP
-    layers, at most."""
+    """A checkpoint whose config.json and headers go with what it is to be loaded with. codes,
+    dtype: as `LoadedModel` has them; mtp: MTP layers, at most."""
 
     checkpoint: Checkpoint
     read: StoredModel
@@ -161,7 +206,8 @@ def open_model(
     tp: int = 1,
     dp: int = 1,
 ) -> OpenedModel:
-    """Open and check, as `load_model`, and read no weight. tp: ranks that are to cut linears; dp: that are to share out routed experts."""
+    """Open and check, as `load_model`, and read no weight. tp: ranks that are to cut linears; dp:
+    that are to share out routed experts."""
     checkpoint = Checkpoint.open(Path(path))
     read = read_model(checkpoint)
     target = find_device(device)
@@ -169,10 +215,14 @@ def open_model(
     try:
         check_runs(backend, target)
     except ValueError as fault:
-        raise QuantkitError(str(fault), "choose another --backend (`quantkit kernels` lists them)") from fault
+        raise QuantkitError(
+            str(fault), "choose another --backend (`quantkit kernels` lists them)"
+        ) from fault
     with asked(backend):
         codes = find_codes(cache, target)
-    compute = find_dtype(dtype, target, isinstance(checkpoint.grid, IntGrid) and checkpoint.grid.bits == 4)
+    compute = find_dtype(
+        dtype, target, isinstance(checkpoint.grid, IntGrid) and checkpoint.grid.bits == 4
+    )
     check_shares(checkpoint, read.config, read.rows, tp, dp)
     _check_sparse(read.config, target)
     _check_compressed(read.config, target, cache)
@@ -184,8 +234,8 @@ def open_model(
 
 
 def open_asked(options: EngineOptions, eos_ids: Iterable[object]) -> OpenedModel:
-    """What an engine is to load, with everything refused that options and headers tell. eos_ids: that end answers, as the model names
-    them."""
+    """What an engine is to load, with everything refused that options and headers tell. eos_ids:
+    that end answers, as the model names them."""
     check_ranks(options)
     opened = open_model(
         options.model_path,
@@ -215,25 +265,41 @@ def load_model(
     expert_parallel: Parallel = SINGLE,
     cache: str | None = None,
 ) -> LoadedModel:
-    """Open, check and prepare. mtp: MTP layers, at most. cache: int8 or fp8 for a cache in 8 bits. parallel: ranks that
-    cut linears; expert_parallel: ranks that share out the routed experts and have all else whole.
+    """Open, check and prepare. mtp: MTP layers, at most. cache: int8 or fp8 for a cache in 8 bits.
+    parallel: ranks that cut linears; expert_parallel: ranks that share out the routed experts and
+    have all else whole.
 
-    backend: serves every operator that it has of this model; what it lacks the best one serves. Raises QuantkitError for a fault of the
-    checkpoint, the architecture, the device or the backend.
+    backend: serves every operator that it has of this model; what it lacks the best one serves.
+    Raises QuantkitError for a fault of the checkpoint, the architecture, the device or the backend.
     """
     sizes = {"tp": parallel.size, "dp": expert_parallel.size}
-    opened = open_model(path, device=device, backend=backend, dtype=dtype, mtp=mtp, cache=cache, **sizes)
+    opened = open_model(
+        path, device=device, backend=backend, dtype=dtype, mtp=mtp, cache=cache, **sizes
+    )
     return prepare(opened, parallel, expert_parallel)
 
 
-def prepare(opened: OpenedModel, parallel: Parallel = SINGLE, expert_parallel: Parallel = SINGLE) -> LoadedModel:
+def prepare(
+    opened: OpenedModel, parallel: Parallel = SINGLE, expert_parallel: Parallel = SINGLE
+) -> LoadedModel:
     """Read and lay out the weights; parallel, expert_parallel: as `load_model`."""
-    checkpoint, target, backend, codes = opened.checkpoint, opened.device, opened.backend, opened.codes
+    checkpoint, target, backend, codes = (
+        opened.checkpoint,
+        opened.device,
+        opened.backend,
+        opened.codes,
+    )
     make_current(target)
     architecture, config, rows = opened.read.architecture, opened.read.config, opened.read.rows
     expert_ranks = ExpertRanks(expert_parallel, target)
     weights = ExecutorWeights(
-        checkpoint, rows, device=target, dtype=opened.dtype, backend=backend, parallel=parallel, expert_ranks=expert_ranks
+        checkpoint,
+        rows,
+        device=target,
+        dtype=opened.dtype,
+        backend=backend,
+        parallel=parallel,
+        expert_ranks=expert_ranks,
     )
     with torch.inference_mode():
         model = architecture.Model(config, weights)
@@ -246,19 +312,38 @@ def prepare(opened: OpenedModel, parallel: Parallel = SINGLE, expert_parallel: P
     steps = _steps(checkpoint, config, rows, target, parallel) if codes == torch.int8 else {}
     if codes is not None:
         uneven = [*model.layers, *(layer.block for layer in layers)]
-        even_channels([layer for number, layer in enumerate(uneven) if number not in steps], rows, checkpoint)
-    return LoadedModel(model, layers, config, checkpoint, weights, target, opened.dtype, codes, opened.read.told, steps)
+        even_channels(
+            [layer for number, layer in enumerate(uneven) if number not in steps], rows, checkpoint
+        )
+    return LoadedModel(
+        model,
+        layers,
+        config,
+        checkpoint,
+        weights,
+        target,
+        opened.dtype,
+        codes,
+        opened.read.told,
+        steps,
+    )
 
 
 def _steps(
-    checkpoint: Checkpoint, config: ModelConfig, rows: list[Parameter], device: torch.device, parallel: Parallel
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    rows: list[Parameter],
+    device: torch.device,
+    parallel: Parallel,
 ) -> dict[int, CodeSteps]:
     """Of this rank's heads, on the device."""
     steps: dict[int, CodeSteps] = {}
     for layer, found in read_steps(checkpoint, config.cache, rows).items():
         if isinstance(found, KeySteps):
             heads = len(found.keys)
-            own = slice(*share_range(heads, "key heads", "the cache", parallel.rank, parallel.size, heads))
+            own = slice(
+                *share_range(heads, "key heads", "the cache", parallel.rank, parallel.size, heads)
+            )
             steps[layer] = KeySteps(*(side[own].to(device) for side in found))
         else:
             steps[layer] = found.to(device)
@@ -267,7 +352,10 @@ def _steps(
 
 def _check_sparse(config: ModelConfig, device: torch.device) -> None:
     if device.type == "npu" and isinstance(config.cache, LatentCache) and config.cache.index_dim:
-        told = "sparse attention is not computed on NPUs: their captured steps are told lengths by the host, which does not select"
+        told = (
+            "sparse attention is not computed on NPUs: their captured steps are told lengths "
+            "by the host, which does not select"
+        )
         raise QuantkitError(told, "run it on another device")
 
 
@@ -275,24 +363,45 @@ def _check_compressed(config: ModelConfig, device: torch.device, cache: str | No
     if not isinstance(config.cache, CompressedCache):
         return
     if device.type == "npu":
-        raise QuantkitError("compressed attention is not computed on NPUs", "run it on another device")
+        raise QuantkitError(
+            "compressed attention is not computed on NPUs", "run it on another device"
+        )
     if cache is not None:
-        raise QuantkitError(f"no cache of {cache} for compressed attention: its entries have 16 bits", "leave --cache out")
+        raise QuantkitError(
+            f"no cache of {cache} for compressed attention: its entries have 16 bits",
+            "leave --cache out",
+        )
 
 
 def _check_inputs(checkpoint: Checkpoint, device: torch.device, backend: str) -> None:
     refused = why_no_rounded_inputs(backend, device)
-    rounds = (module for module, one in checkpoint.linears.items() if one.format.member(module).activation_bits == 4)
+    rounds = (
+        module
+        for module, one in checkpoint.linears.items()
+        if one.format.member(module).activation_bits == 4
+    )
     module = next(rounds, None) if refused else None
     if module is not None:
         where = device.type if backend == "auto" else f"backend {backend}"
-        told = f"{module} rounds what it reads to NVFP4 (W4A4), which is not computed on {where}: {refused}"
-        raise QuantkitError(told, "quantize the source with --scheme fp4-w4a16 or int8-a8w8c16, or run it on a CPU or with CUDA")
+        told = (
+            f"{module} rounds what it reads to NVFP4 (W4A4), which is not computed on {where}: "
+            f"{refused}"
+        )
+        raise QuantkitError(
+            told,
+            "quantize the source with --scheme fp4-w4a16 or int8-a8w8c16, or run it on a CPU or "
+            "with CUDA",
+        )
 
 
 def _check_mtp(checkpoint: Checkpoint, read: StoredModel) -> None:
     remedy = "run without drafts"
     if not read.config.num_nextn_predict_layers:
-        raise QuantkitError(read.told or f"{checkpoint.path} has no MTP layer (num_nextn_predict_layers)", remedy)
+        raise QuantkitError(
+            read.told or f"{checkpoint.path} has no MTP layer (num_nextn_predict_layers)", remedy
+        )
     if not any(row.mtp and is_stored(checkpoint, row) for row in read.rows):
-        raise QuantkitError(f"config.json of {checkpoint.path} tells of an MTP layer, its tensors are not there", remedy)
+        raise QuantkitError(
+            f"config.json of {checkpoint.path} tells of an MTP layer, its tensors are not there",
+            remedy,
+        )

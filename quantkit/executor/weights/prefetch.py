@@ -1,8 +1,10 @@
 """Weights brought into an NPU's L2 while the ranks add up: the next operator then finds them there.
 
-No forward says which operator comes next. The first pass shows it: what is called after a collective is remembered under the operator that
-was called before it, and from the second pass on its weights are asked for when that collective starts, on a stream of their own. A graph
-captures the passes after its warm-up, requests included; where it cannot, `stop_prefetching` and it is tried again.
+No forward says which operator comes next. The first pass shows it: what is called after a
+collective is remembered under the operator that was called before it, and from the second pass on
+its weights are asked for when that collective starts, on a stream of their own. A graph captures
+the passes after its warm-up, requests included; where it cannot, `stop_prefetching` and it is tried
+again.
 """
 
 from collections.abc import Callable
@@ -17,8 +19,9 @@ from torch import Tensor
 from quantkit.executor.ranks.parallel import Parallel
 
 BUDGET = 32 << 20
-"""Bytes asked for at a time: what 1.6 TB/s bring during a collective of 20 us, and a sixth of a 910B's L2. Experts hold more, and which of
-them a token needs is not known yet: nothing is asked for."""
+"""Bytes asked for at a time: what 1.6 TB/s bring during a collective of 20 us, and a sixth of a
+910B's L2. Experts hold more, and which of them a token needs is not known yet: nothing is asked
+for."""
 
 Fetch = Callable[[list[Tensor], Tensor], None]
 """Asks for weights; the second tensor is there when the asking may begin."""
@@ -87,7 +90,13 @@ class Prefetcher:
 class Followed:
     """An operator whose calls a prefetcher sees."""
 
-    def __init__(self, prefetcher: Prefetcher, operator: Callable[..., Tensor], number: int, held: list[Tensor]) -> None:
+    def __init__(
+        self,
+        prefetcher: Prefetcher,
+        operator: Callable[..., Tensor],
+        number: int,
+        held: list[Tensor],
+    ) -> None:
         self.prefetcher, self.operator, self.number, self.held = prefetcher, operator, number, held
 
     def __call__(self, *arguments: Any, **options: Any) -> Tensor:
@@ -98,7 +107,9 @@ class Followed:
 class FollowedProlog(Followed):
     """Whole, or begun with its first linear."""
 
-    def __init__(self, prefetcher: Prefetcher, prolog: MlaProlog, number: int, held: list[Tensor]) -> None:
+    def __init__(
+        self, prefetcher: Prefetcher, prolog: MlaProlog, number: int, held: list[Tensor]
+    ) -> None:
         super().__init__(prefetcher, prolog, number, held)
         self.q_b = prolog.q_b
         self._first = Followed(prefetcher, prolog.qkv_a, number, held)

@@ -1,4 +1,5 @@
-"""Whether ranks can share a model, told from its table and headers, before any of them is started."""
+"""Whether ranks can share a model, told from its table and headers, before any of them is
+started."""
 
 from collections.abc import Iterable
 
@@ -12,9 +13,11 @@ from quantkit.models.table import Parameter
 _KEY_HEADS = "num_key_value_heads"
 
 
-def check_shares(checkpoint: Checkpoint, config: ModelConfig, rows: Iterable[Parameter], tp: int, dp: int) -> None:
-    """Raises UsageFault where `tp` ranks cannot cut the linears evenly, or `dp` ranks cannot share out the routed experts. rows: the
-    model's table, as the checkpoint spells it."""
+def check_shares(
+    checkpoint: Checkpoint, config: ModelConfig, rows: Iterable[Parameter], tp: int, dp: int
+) -> None:
+    """Raises UsageFault where `tp` ranks cannot cut the linears evenly, or `dp` ranks cannot share
+    out the routed experts. rows: the model's table, as the checkpoint spells it."""
     rows = list(rows)
     _check_counts(config, tp)
     check_experts(rows, dp)
@@ -34,11 +37,25 @@ def _check_counts(config: ModelConfig, tp: int) -> None:
     kept = config.cache.kv_heads if isinstance(config.cache, KeyValueCache) else 0
     counts = config.never_cut | ({_KEY_HEADS: kept} if kept else {})
     if (uneven := _uneven(counts, tp)) is not None:
-        even = [str(size) for size in range(1, config.num_attention_heads + 1) if _uneven(counts, size) is None]
+        even = [
+            str(size)
+            for size in range(1, config.num_attention_heads + 1)
+            if _uneven(counts, size) is None
+        ]
         told = f"the model has {uneven} = {counts[uneven]}, which {tp} ranks cannot share evenly"
-        raise UsageFault(told, f"use --tp {', '.join(even[:-1])} or {even[-1]}" if even[1:] else "leave --tp out")
+        raise UsageFault(
+            told, f"use --tp {', '.join(even[:-1])} or {even[-1]}" if even[1:] else "leave --tp out"
+        )
 
 
 def _uneven(counts: dict[str, int], tp: int) -> str | None:
-    """The first that `tp` ranks cannot share evenly. Of key heads several ranks may hold the same one."""
-    return next((name for name, count in counts.items() if count % tp and not (name == _KEY_HEADS and tp % count == 0)), None)
+    """The first that `tp` ranks cannot share evenly. Of key heads several ranks may hold the same
+    one."""
+    return next(
+        (
+            name
+            for name, count in counts.items()
+            if count % tp and not (name == _KEY_HEADS and tp % count == 0)
+        ),
+        None,
+    )

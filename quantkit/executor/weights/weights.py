@@ -1,11 +1,15 @@
-"""The model's weights as prepared kernels: what the executor answers to a forward's questions (`models.weights.Weights`).
+"""The model's weights as prepared kernels: what the executor answers to a forward's questions
+(`models.weights.Weights`).
 
-Each linear is read from the checkpoint, decoded to its format-neutral value, and laid out for a kernel backend once. Nothing is read
-twice and nothing unpacked stays: peak memory is what is prepared so far plus one linear, or one expert. Under tensor parallelism each
-rank reads and keeps its share, cut as the model's table says. For a GPU packed bytes are unpacked there: the host holds a buffer of them.
+Each linear is read from the checkpoint, decoded to its format-neutral value, and laid out for a
+kernel backend once. Nothing is read twice and nothing unpacked stays: peak memory is what is
+prepared so far plus one linear, or one expert. Under tensor parallelism each rank reads and keeps
+its share, cut as the model's table says. For a GPU packed bytes are unpacked there: the host holds
+a buffer of them.
 
-Where no operator of this machine takes a packed weight as it is (FP4 on any CPU, int4 on one without bfloat16), the reference would expand
-it at every call. A model small enough is expanded once instead, with the same values.
+Where no operator of this machine takes a packed weight as it is (FP4 on any CPU, int4 on one
+without bfloat16), the reference would expand it at every call. A model small enough is expanded
+once instead, with the same values.
 """
 
 import math
@@ -42,7 +46,8 @@ _EXPANDED_SHARE = 0.25
 _INT4_GROUP = 128
 """The longest group of the int4 operators."""
 _SMALL_FP4 = 1 << 19
-"""Elements of an FP4 weight up to which a CPU is faster over it expanded: the kernels' own call takes 10 us to begin (1024 x 256, AVX2, one
+"""Elements of an FP4 weight up to which a CPU is faster over it expanded: the kernels' own call
+takes 10 us to begin (1024 x 256, AVX2, one
 thread, one token: 38 us expanded, 50 packed)."""
 
 
@@ -53,8 +58,9 @@ _WIDE = ("router", "router_bias", "router_table", "indexer_gate", "state", "stre
 class ExecutorWeights:
     """Prepares for one device.
 
-    backend: a kernel backend's name, for what it has, or "auto". dtype: of activations. parameters: the model's table. parallel: this
-    rank's place among those that cut linears; expert_ranks: among those that share out routed experts, and cut nothing.
+    backend: a kernel backend's name, for what it has, or "auto". dtype: of activations. parameters:
+    the model's table. parallel: this rank's place among those that cut linears; expert_ranks: among
+    those that share out routed experts, and cut nothing.
     """
 
     def __init__(
@@ -75,12 +81,17 @@ class ExecutorWeights:
         self._parameters = {parameter.name: parameter for parameter in parameters}
         self._mlps = _gated_mlps(parameters)
         shares = (parallel.size if row.expert is None else self.ranks.size for row in parameters)
-        expanded = sum(math.prod(row.shape) * dtype.itemsize // share for row, share in zip(parameters, shares))
-        self._may_expand = expanded < _EXPANDED_SHARE * free_bytes(device) / (self.ranks.size if device.type == "cpu" else 1)
+        expanded = sum(
+            math.prod(row.shape) * dtype.itemsize // share for row, share in zip(parameters, shares)
+        )
+        self._may_expand = expanded < _EXPANDED_SHARE * free_bytes(device) / (
+            self.ranks.size if device.type == "cpu" else 1
+        )
         self._unpacked_on = device if device.type == "cuda" else CPU
         self._prefetcher = find_prefetcher(device, parallel)
         self._read: dict[str, kernels.Weight] = {}
-        """Linears that were read to ask for a prolog, and for which there is none: whoever asks for them next gets them."""
+        """Linears that were read to ask for a prolog, and for which there is none: whoever asks for
+        them next gets them."""
         self._told_slow = False
         self._told_unserved: set[str] = set()
         self.nbytes = 0
@@ -111,7 +122,8 @@ class ExecutorWeights:
         return Gathered(linear, self.parallel) if self._is_cut(module, "gathered") else linear
 
     def fused_linear(self, modules: tuple[str, ...]) -> LinearOp:
-        """One operator where the weights are on one grid; else one each, their outputs side by side."""
+        """One operator where the weights are on one grid; else one each, their outputs side by
+        side."""
         operands = [self._operand(module) for module in modules]
         fused = operands[0]
         for operand in operands[1:]:
@@ -121,9 +133,15 @@ class ExecutorWeights:
         return self._prepare(fused)
 
     def mla_prolog(
-        self, modules: tuple[str, str, str], kv_b: Tensor, gains: tuple[Tensor, Tensor], eps: float, rope: Rope
+        self,
+        modules: tuple[str, str, str],
+        kv_b: Tensor,
+        gains: tuple[Tensor, Tensor],
+        eps: float,
+        rope: Rope,
     ) -> PrologOp | None:
-        """As `Weights.mla_prolog`: where a backend's operator takes such sizes, and weights as they are."""
+        """As `Weights.mla_prolog`: where a backend's operator takes such sizes, and weights as they
+        are."""
         backend = backends.serving("mla_prolog", self.backend, self.device, self.dtype)
         if backend == "reference":
             return None
@@ -133,55 +151,96 @@ class ExecutorWeights:
             self._read.update(zip(modules, (q_a, q_b, kv_a)))
             return None
         prolog = kernels.prepare_mla_prolog(
-            weights, rope.dim, eps=eps, interleaved=rope.interleaved, backend=backend, dtype=self.dtype, device=self.device
+            weights,
+            rope.dim,
+            eps=eps,
+            interleaved=rope.interleaved,
+            backend=backend,
+            dtype=self.dtype,
+            device=self.device,
         )
         self.nbytes += prolog.nbytes
         return self._prefetcher.follow_prolog(prolog) if self._prefetcher else prolog
 
-    def experts(self, prefix: str, num_experts: int, gating: kernels.Gating = kernels.SILU) -> ExpertsOp:
+    def experts(
+        self, prefix: str, num_experts: int, gating: kernels.Gating = kernels.SILU
+    ) -> ExpertsOp:
         own = self.expert_ranks.own(num_experts)
         modules = [f"{prefix}.{expert}" for expert in own]
         prepared = self._experts(modules, map(self._expert, modules), gating)
-        return prepared if self.expert_ranks.size == 1 else ExpertShare(prepared, own, num_experts, self.expert_ranks)
+        return (
+            prepared
+            if self.expert_ranks.size == 1
+            else ExpertShare(prepared, own, num_experts, self.expert_ranks)
+        )
 
     def experts_with_shared(self, prefix: str, num_experts: int, shared: str) -> ExpertsOp | None:
-        """As `Weights.experts_with_shared`: where the shared expert has the shapes and grid of the others, and no ranks share these out."""
+        """As `Weights.experts_with_shared`: where the shared expert has the shapes and grid of the
+        others, and no ranks share these out."""
         if self.expert_ranks.size > 1:
             return None
         first, last = self._expert(f"{prefix}.0"), self._expert(shared)
         if any(_form(one) != _form(other) for one, other in zip(first, last)):
             return None
         modules = [f"{prefix}.{expert}" for expert in range(num_experts)]
-        return self._experts([*modules, shared], chain([first], map(self._expert, modules[1:]), [last]))
+        return self._experts(
+            [*modules, shared], chain([first], map(self._expert, modules[1:]), [last])
+        )
 
     def _expert(self, module: str) -> list[kernels.Weight]:
-        return [self._narrowed(linear, self._operand(linear)) for linear in self._mlps[module].modules]
+        return [
+            self._narrowed(linear, self._operand(linear)) for linear in self._mlps[module].modules
+        ]
 
     def _narrowed(self, module: str, weight: kernels.Weight) -> kernels.Weight:
-        """int8 whose codes are int4's is told so, where experts' backend holds four bits of each: a shared expert in int8 is then none of
-        them."""
+        """int8 whose codes are int4's is told so, where experts' backend holds four bits of each: a
+        shared expert in int8 is then none of them."""
         stored = self.checkpoint.linears.get(module)
-        if not isinstance(weight, kernels.Int8) or stored is None or not isinstance(stored.grid, IntGrid) or stored.grid.bits != 4:
+        if (
+            not isinstance(weight, kernels.Int8)
+            or stored is None
+            or not isinstance(stored.grid, IntGrid)
+            or stored.grid.bits != 4
+        ):
             return weight
-        serving = backends.module(backends.serving("experts_int8", self.backend, self.device, self.dtype))
+        serving = backends.module(
+            backends.serving("experts_int8", self.backend, self.device, self.dtype)
+        )
         return kernels.NarrowInt8(*weight) if getattr(serving, "NARROW_EXPERTS", False) else weight
 
     def _biases(self, module: str) -> kernels.ExpertBiases | None:
         names = self._mlps[module].biases if module in self._mlps else ()
         return kernels.ExpertBiases(*map(self.tensor, names)) if names else None
 
-    def _experts(self, modules: list[str], experts: Iterable[list[kernels.Weight]], gating: kernels.Gating = kernels.SILU) -> ExpertsOp:
+    def _experts(
+        self,
+        modules: list[str],
+        experts: Iterable[list[kernels.Weight]],
+        gating: kernels.Gating = kernels.SILU,
+    ) -> ExpertsOp:
         builder: kernels.ExpertsBuilder | None = None
         for expert, (module, (gate, up, down)) in enumerate(zip(modules, experts)):
             biases = self._biases(module)
             try:
                 if builder is None:
                     plain = biases is None and gating == kernels.SILU
-                    backend = self._backend("experts", gate, down) if plain else self._gates_backend(gate, down)
-                    builder = kernels.ExpertsBuilder(len(modules), backend=backend, dtype=self.dtype, device=self.device, gating=gating)
+                    backend = (
+                        self._backend("experts", gate, down)
+                        if plain
+                        else self._gates_backend(gate, down)
+                    )
+                    builder = kernels.ExpertsBuilder(
+                        len(modules),
+                        backend=backend,
+                        dtype=self.dtype,
+                        device=self.device,
+                        gating=gating,
+                    )
                 builder.add(expert, gate, up, down, biases=biases)
             except ValueError as fault:
-                raise QuantkitError(f"{module} cannot be prepared: {fault}", "quantize all experts of a layer alike") from fault
+                raise QuantkitError(
+                    f"{module} cannot be prepared: {fault}", "quantize all experts of a layer alike"
+                ) from fault
         assert builder is not None, "a layer without experts"
         prepared = builder.finish()
         self.nbytes += prepared.nbytes
@@ -191,7 +250,9 @@ class ExecutorWeights:
         add_up = self.parallel.all_reduce
         return self._prefetcher.during(add_up, x) if self._prefetcher else add_up(x)
 
-    def add_rms_norm(self, x: Tensor | kernels.UnsummedPairs, residual: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor | kernels.UnsummedPairs, residual: Tensor, gain: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         if self._prefetcher and isinstance(x, Tensor):
             return kernels.add_rms_norm(self.all_reduce(x), residual, gain, eps)
         return self.parallel.add_rms_norm(x, residual, gain, eps)
@@ -201,21 +262,29 @@ class ExecutorWeights:
             return self._read.pop(module)
         stored = self.checkpoint.linears.get(module)
         bits = self.checkpoint.activation_bits(module)
-        in_groups = stored is not None and stored.grid is not None and stored.grid.group_size is not None
-        joined, *others = (operand(share, self.dtype, bits, in_groups=in_groups) for share in self._shares(module))
+        in_groups = (
+            stored is not None and stored.grid is not None and stored.grid.group_size is not None
+        )
+        joined, *others = (
+            operand(share, self.dtype, bits, in_groups=in_groups) for share in self._shares(module)
+        )
         for other in others:
             joined = stack(joined, other)
         return joined
 
     def _shares(self, module: str) -> list[Weight]:
         """This rank's part of a linear, of each of its segments where it has some."""
-        segments = self._parameters[f"{module}.weight"].segments if self._is_cut(module, "column") else ()
+        segments = (
+            self._parameters[f"{module}.weight"].segments if self._is_cut(module, "column") else ()
+        )
         if not segments:
             return [self._share(module)]
         shares, end = [], 0
         for size in segments:
             first, last = self._rows(self._parameters[f"{module}.weight"], size)
-            weight, begin = self.checkpoint.share(module, "N", end + first, end + last, self._unpacked_on)
+            weight, begin = self.checkpoint.share(
+                module, "N", end + first, end + last, self._unpacked_on
+            )
             shares.append(cut_rows(weight, end + first - begin, end + last - begin))
             end += size
         return shares
@@ -224,21 +293,33 @@ class ExecutorWeights:
         """This rank's part of a linear."""
         rank, size = self.parallel.rank, self.parallel.size
         if self._is_cut(module, "row"):
-            start, stop = share_range(self.checkpoint.shape(module)[1], "input features", module, rank, size)
+            start, stop = share_range(
+                self.checkpoint.shape(module)[1], "input features", module, rank, size
+            )
             weight, first = self.checkpoint.share(module, "K", start, stop, self._unpacked_on)
             return cut_columns(weight, module, start - first, stop - first)
         if self._is_cut(module, "column", "gathered"):
-            start, stop = self._rows(self._parameters[f"{module}.weight"], self.checkpoint.shape(module)[0])
+            start, stop = self._rows(
+                self._parameters[f"{module}.weight"], self.checkpoint.shape(module)[0]
+            )
             weight, first = self.checkpoint.share(module, "N", start, stop, self._unpacked_on)
             return cut_rows(weight, start - first, stop - first)
         return self.checkpoint.weight(module, self._unpacked_on)
 
     def _rows(self, parameter: Parameter, count: int) -> tuple[int, int]:
         """From where to where this rank's rows go, of so many that are shared out."""
-        return share_range(count, "output features", parameter.module, self.parallel.rank, self.parallel.size, parameter.key_heads)
+        return share_range(
+            count,
+            "output features",
+            parameter.module,
+            self.parallel.rank,
+            self.parallel.size,
+            parameter.key_heads,
+        )
 
     def _is_cut(self, module: str, *splits: str) -> bool:
-        """Whether the ranks share the linear in one of these ways; what is gathered and does not divide is not shared."""
+        """Whether the ranks share the linear in one of these ways; what is gathered and does not
+        divide is not shared."""
         if self.parallel.size == 1:
             return False
         parameter = self._parameters[f"{module}.weight"]
@@ -247,17 +328,26 @@ class ExecutorWeights:
 
     def _prepare(self, weight: kernels.Weight) -> LinearOp:
         try:
-            linear = kernels.prepare(weight, backend=self._backend("linear", weight), dtype=self.dtype, device=self.device)
+            linear = kernels.prepare(
+                weight,
+                backend=self._backend("linear", weight),
+                dtype=self.dtype,
+                device=self.device,
+            )
         except ValueError as fault:
-            raise QuantkitError(str(fault), "choose another --backend (`quantkit kernels` lists them)") from fault
+            raise QuantkitError(
+                str(fault), "choose another --backend (`quantkit kernels` lists them)"
+            ) from fault
         self.nbytes += linear.nbytes
         return self._prefetcher.follow(linear) if self._prefetcher else linear
 
     def _backend(self, operator: str, *weights: kernels.Weight) -> str:
-        """The backend asked for, where it takes such weights; else the best one, or expansion where that is the reference or the weight is
-        small."""
+        """The backend asked for, where it takes such weights; else the best one, or expansion where
+        that is the reference or the weight is small."""
         shapes, grid = tuple(shape(weight) for weight in weights), kind(weights[0])
-        chosen = backends.serving(f"{operator}_{grid}", self.backend, self.device, self.dtype, shapes)
+        chosen = backends.serving(
+            f"{operator}_{grid}", self.backend, self.device, self.dtype, shapes
+        )
         if chosen == self.backend:
             return chosen
         self._tell_unserved(f"{operator}_{grid}", shapes, chosen)
@@ -269,22 +359,38 @@ class ExecutorWeights:
             tell_slow(f"{operator}_{grid}", weights[0], self.device, self.dtype)
         return chosen
 
-    def _tell_unserved(self, operator: str, shapes: tuple[backends.Shape, ...], chosen: str) -> None:
-        """Warn once where the backend asked for has an operator, and not for these weights in the compute dtype."""
-        if self.backend == "auto" or operator in self._told_unserved or backends.why_unusable(operator, self.backend, self.device):
+    def _tell_unserved(
+        self, operator: str, shapes: tuple[backends.Shape, ...], chosen: str
+    ) -> None:
+        """Warn once where the backend asked for has an operator, and not for these weights in the
+        compute dtype."""
+        if (
+            self.backend == "auto"
+            or operator in self._told_unserved
+            or backends.why_unusable(operator, self.backend, self.device)
+        ):
             return
         self._told_unserved.add(operator)
         reason = backends.why_unusable(operator, self.backend, self.device, self.dtype, shapes)
         warnings.warn(
-            f"backend {self.backend} does not serve {operator} of this model, {chosen} does: {reason}", RuntimeWarning, stacklevel=2
+            f"backend {self.backend} does not serve {operator} of this model, {chosen} does: "
+            f"{reason}",
+            RuntimeWarning,
+            stacklevel=2,
         )
 
     def _gates_backend(self, gate: kernels.Weight, down: kernels.Weight) -> str:
         """As `_backend`, of experts with biases or a gating of their own."""
         if rounds_inputs(gate):
             return self._backend("linear", gate, down)
-        found = backends.serving_gates(kind(gate), self.backend, self.device, self.dtype, (shape(gate), shape(down)))
-        return found if hasattr(backends.module(found), "gated_experts_layout") else self._backend("linear", gate, down)
+        found = backends.serving_gates(
+            kind(gate), self.backend, self.device, self.dtype, (shape(gate), shape(down))
+        )
+        return (
+            found
+            if hasattr(backends.module(found), "gated_experts_layout")
+            else self._backend("linear", gate, down)
+        )
 
 
 class Gathered:
@@ -307,26 +413,42 @@ class SideBySide:
         return torch.cat([linear(x) for linear in self.linears], dim=-1)
 
 
-def operand(weight: Weight, dtype: torch.dtype, activation_bits: int = 16, *, in_groups: bool = False) -> kernels.Weight:
+def operand(
+    weight: Weight, dtype: torch.dtype, activation_bits: int = 16, *, in_groups: bool = False
+) -> kernels.Weight:
     """The kernel operand of a weight: the one place where a grid is matched to an operator.
 
-    int8 and symmetric int4 run with int8 activations where the format's `activation_bits` are 8, int4 per channel a byte a code; NVFP4
-    that brings a divisor for its inputs rounds them; other int4 and FP4 are weight-only, MXFP4 by NVFP4's operators where that holds the
-    same values; everything else, FP8 and weight-only int8 included, is expanded to `dtype`. Int4 whose groups are longer than the
-    operators' has its scales repeated. in_groups: the grid has groups, and a row with one scale is one of them.
+    int8 and symmetric int4 run with int8 activations where the format's `activation_bits` are 8,
+    int4 per channel a byte a code; NVFP4 that brings a divisor for its inputs rounds them; other
+    int4 and FP4 are weight-only, MXFP4 by NVFP4's operators where that holds the same values;
+    everything else, FP8 and weight-only int8 included, is expanded to `dtype`. Int4 whose groups
+    are longer than the operators' has its scales repeated. in_groups: the grid has groups, and a
+    row with one scale is one of them.
     """
     match weight:
-        case IntWeight(bits=4, zero_point=None) if activation_bits == 8 and weight.scale.shape[1] == 1 and not in_groups:
+        case IntWeight(bits=4, zero_point=None) if (
+            activation_bits == 8 and weight.scale.shape[1] == 1 and not in_groups
+        ):
             return kernels.Int8(weight.codes, weight.scale)
-        case IntWeight(bits=4) if weight.group_size in (32, 64, 128) or weight.group_size % _INT4_GROUP == 0:
+        case IntWeight(bits=4) if (
+            weight.group_size in (32, 64, 128) or weight.group_size % _INT4_GROUP == 0
+        ):
             copies = max(1, weight.group_size // _INT4_GROUP)
-            points = None if weight.zero_point is None else weight.zero_point.repeat_interleave(copies, 1)
+            points = (
+                None
+                if weight.zero_point is None
+                else weight.zero_point.repeat_interleave(copies, 1)
+            )
             own = kernels.Int4Int8 if activation_bits == 8 and points is None else kernels.Int4
             return own(weight.codes, weight.scale.repeat_interleave(copies, 1), points)
-        case IntWeight(bits=8, zero_point=None) if activation_bits == 8 and weight.scale.shape[1] == 1:
+        case IntWeight(bits=8, zero_point=None) if (
+            activation_bits == 8 and weight.scale.shape[1] == 1
+        ):
             return kernels.Int8(weight.codes, weight.scale)
         case Fp4Weight():
-            return kernels.Fp4(weight.codes, weight.scale, weight.global_scale, weight.input_divisor)
+            return kernels.Fp4(
+                weight.codes, weight.scale, weight.global_scale, weight.input_divisor
+            )
         case Mxfp4Weight() if is_nvfp4(weight):
             same = to_nvfp4(weight)
             return kernels.Fp4(same.codes, same.scale, same.global_scale)
@@ -339,7 +461,9 @@ def _gated_mlps(parameters: list[Parameter]) -> dict[str, GatedMlp]:
     linears: dict[str, list[Parameter]] = {}
     for parameter in parameters:
         if parameter.block in ("expert", "shared_expert"):
-            linears.setdefault(parameter.module.removesuffix(".bias").rpartition(".")[0], []).append(parameter)
+            linears.setdefault(
+                parameter.module.removesuffix(".bias").rpartition(".")[0], []
+            ).append(parameter)
     return {module: GatedMlp.of(rows) for module, rows in linears.items()}
 
 
@@ -348,7 +472,9 @@ def _alike(first: kernels.Weight, second: kernels.Weight) -> bool:
     if type(first) is not type(second) or first[0].shape[1] != second[0].shape[1]:
         return False
     if isinstance(first, kernels.Int4) and isinstance(second, kernels.Int4):
-        return first.scale.shape[1] == second.scale.shape[1] and (first.zero_point is None) == (second.zero_point is None)
+        return first.scale.shape[1] == second.scale.shape[1] and (first.zero_point is None) == (
+            second.zero_point is None
+        )
     if isinstance(first, kernels.Fp4) and isinstance(second, kernels.Fp4):
         return same_inputs(first, second)
     return True

@@ -1,8 +1,11 @@
-"""DeepSeek-V4: compressed attention behind a short window, several residual streams, experts that the first layers choose by token id.
+"""DeepSeek-V4: compressed attention behind a short window, several residual streams, experts that
+the first layers choose by token id.
 
-The names are those of the published checkpoints; transformers writes some otherwise (checkpoint/tensor_aliases.py). As transformers computes it:
-queries and keys of the indexer are not turned by Hadamard's matrix nor rounded. The MTP layer (mtp.*), which transformers has no forward
-of, is as the release's own code has it. Symbols: T tokens, H hidden_size, n streams (hc_mult), D head_dim.
+The names are those of the published checkpoints; transformers writes some otherwise
+(checkpoint/tensor_aliases.py). As transformers computes it: queries and keys of the indexer are not
+turned by Hadamard's matrix nor rounded. The MTP layer (mtp.*), which transformers has no forward
+of, is as the release's own code has it. Symbols: T tokens, H hidden_size, n streams (hc_mult), D
+head_dim.
 """
 
 from collections.abc import Iterator
@@ -17,10 +20,31 @@ from torch.nn import functional as F
 from quantkit.common.errors import QuantkitError
 from quantkit.models import hyper_connections_decoder, hyper_connections_mtp, mtp
 from quantkit.models.architecture import CompressedCache, ConfigDefaults
-from quantkit.models.compressed_attention import CompressedAttention, CompressedInputs, Pooling, scored, turned
-from quantkit.models.config import DECIDED, CountOrNone, NumExperts, NumLayers, NumLayersOrNone, read_fields
+from quantkit.models.compressed_attention import (
+    CompressedAttention,
+    CompressedInputs,
+    Pooling,
+    scored,
+    turned,
+)
+from quantkit.models.config import (
+    DECIDED,
+    CountOrNone,
+    NumExperts,
+    NumLayers,
+    NumLayersOrNone,
+    read_fields,
+)
 from quantkit.models.context import Context
-from quantkit.models.deepseek_v4.config import COMPRESSED, HEAVY, SCORINGS, check_sizes, read_ropes, read_schedules, refuse_others
+from quantkit.models.deepseek_v4.config import (
+    COMPRESSED,
+    HEAVY,
+    SCORINGS,
+    check_sizes,
+    read_ropes,
+    read_schedules,
+    refuse_others,
+)
 from quantkit.models.hyper_connections import StreamSizes, end_parameters, stream_parameters
 from quantkit.models.mlp import MixtureNames, MlpNames, MoeMlp, moe_parameters, moe_scale_groups
 from quantkit.models.rope import Rope
@@ -33,8 +57,9 @@ _LINEARS = MlpNames("w1", "w3", "w2")
 
 @dataclass(frozen=True)
 class Config(ConfigDefaults):
-    """Fields as config.json names them. kinds: of attention, by layer, the MTP layers' too; rates: tokens of an entry, by kind; hashed:
-    layers whose experts a token's id chooses; ropes: of layers with a window alone, and of the others."""
+    """Fields as config.json names them. kinds: of attention, by layer, the MTP layers' too; rates:
+    tokens of an entry, by kind; hashed: layers whose experts a token's id chooses; ropes: of layers
+    with a window alone, and of the others."""
 
     vocab_size: int
     hidden_size: int
@@ -67,25 +92,38 @@ class Config(ConfigDefaults):
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "Config":
-        """From config.json. Raises QuantkitError where a required field is missing or a value is one this file does not compute."""
+        """From config.json. Raises QuantkitError where a required field is missing or a value is
+        one this file does not compute."""
         refuse_others(config)
         made = cls(**read_fields(cls, config))
-        kinds, rates, hashed = read_schedules(config, made.num_hidden_layers, made.num_nextn_predict_layers)
-        made = replace(made, kinds=kinds, rates=rates, hashed=hashed, ropes=read_ropes(config, made.head_dim))
+        kinds, rates, hashed = read_schedules(
+            config, made.num_hidden_layers, made.num_nextn_predict_layers
+        )
+        made = replace(
+            made, kinds=kinds, rates=rates, hashed=hashed, ropes=read_ropes(config, made.head_dim)
+        )
         check_sizes(made)
         return made
 
     @property
     def streams(self) -> StreamSizes:
-        return StreamSizes(self.hc_mult, self.hidden_size, self.hc_sinkhorn_iters, self.hc_eps, self.rms_norm_eps)
+        return StreamSizes(
+            self.hc_mult, self.hidden_size, self.hc_sinkhorn_iters, self.hc_eps, self.rms_norm_eps
+        )
 
     @property
     def cache(self) -> CompressedCache:
-        return CompressedCache(self.head_dim, self.index_head_dim, self.sliding_window, self.entry_rates[: self.num_hidden_layers])
+        return CompressedCache(
+            self.head_dim,
+            self.index_head_dim,
+            self.sliding_window,
+            self.entry_rates[: self.num_hidden_layers],
+        )
 
     @property
     def entry_rates(self) -> tuple[tuple[int, bool], ...]:
-        """Of each layer: tokens of an entry, 0 without entries, and whether an indexer selects among these."""
+        """Of each layer: tokens of an entry, 0 without entries, and whether an indexer selects
+        among these."""
         by_kind = {COMPRESSED: (self.rates[0], True), HEAVY: (self.rates[1], False)}
         return tuple(by_kind.get(kind, (0, False)) for kind in self.kinds)
 
@@ -95,7 +133,9 @@ class Config(ConfigDefaults):
 
     @property
     def mixture(self) -> MixtureNames:
-        return MixtureNames(bias="gate.bias", shared="shared_experts", linears=_LINEARS, gating=self.gating)
+        return MixtureNames(
+            bias="gate.bias", shared="shared_experts", linears=_LINEARS, gating=self.gating
+        )
 
     @property
     def keeps_states(self) -> bool:
@@ -112,11 +152,21 @@ class Config(ConfigDefaults):
     @property
     def routing(self) -> Routing:
         scale = self.routed_scaling_factor
-        return Routing(self.n_routed_experts, self.num_experts_per_tok, True, self.scoring_func, routed_scaling_factor=scale)
+        return Routing(
+            self.n_routed_experts,
+            self.num_experts_per_tok,
+            True,
+            self.scoring_func,
+            routed_scaling_factor=scale,
+        )
 
     def prefix(self, layer: int) -> str:
         """What the names of a layer's tensors begin with."""
-        return f"layers.{layer}" if layer < self.num_hidden_layers else f"mtp.{layer - self.num_hidden_layers}"
+        return (
+            f"layers.{layer}"
+            if layer < self.num_hidden_layers
+            else f"mtp.{layer - self.num_hidden_layers}"
+        )
 
     def is_moe(self, layer: int) -> bool:
         return True
@@ -127,15 +177,21 @@ class Config(ConfigDefaults):
 
 
 def parameters(config: Config) -> list[Parameter]:
-    """Every tensor of the checkpoint in the order a forward pass meets them, the MTP layers' last."""
+    """Every tensor of the checkpoint in the order a forward pass meets them, the MTP layers'
+    last."""
     h, vocab = config.hidden_size, config.vocab_size
     rows = [Parameter("embed.weight", (vocab, h), "embedding")]
     for layer in range(config.num_hidden_layers):
         rows += _layer_parameters(config, layer)
     rows += end_parameters(config.streams)
-    rows += [Parameter("norm.weight", (h,), "norm"), Parameter("head.weight", (vocab, h), "head", "gathered")]
+    rows += [
+        Parameter("norm.weight", (h,), "norm"),
+        Parameter("head.weight", (vocab, h), "head", "gathered"),
+    ]
     for layer in mtp.mtp_layers(config):
-        rows += hyper_connections_mtp.mtp_parameters(config.streams, config.prefix(layer), layer, _layer_parameters(config, layer))
+        rows += hyper_connections_mtp.mtp_parameters(
+            config.streams, config.prefix(layer), layer, _layer_parameters(config, layer)
+        )
     return rows
 
 
@@ -156,9 +212,20 @@ def _attention_parameters(config: Config, layer: int) -> Iterator[Parameter]:
     def row(name: str, shape: tuple[int, ...], role: Role, split: Split = "replicate") -> Parameter:
         return Parameter(f"{a}.{name}", shape, role, split, layer, block="attention")
 
-    def linear(name: str, projection: Projection, shape: tuple[int, int], split: Split = "replicate") -> Parameter:
+    def linear(
+        name: str, projection: Projection, shape: tuple[int, int], split: Split = "replicate"
+    ) -> Parameter:
         fused = f"{a}.fused_wqa_wkv" if projection in ("q_a", "kv_a") else None
-        return Parameter(f"{a}.{name}.weight", shape, "linear", split, layer, fused=fused, block="attention", projection=projection)
+        return Parameter(
+            f"{a}.{name}.weight",
+            shape,
+            "linear",
+            split,
+            layer,
+            fused=fused,
+            block="attention",
+            projection=projection,
+        )
 
     yield linear("wq_a", "q_a", (config.q_lora_rank, h))
     yield row("q_norm.weight", (config.q_lora_rank,), "norm")
@@ -173,12 +240,18 @@ def _attention_parameters(config: Config, layer: int) -> Iterator[Parameter]:
         queries = config.index_n_heads * config.index_head_dim
         yield row("indexer.wq_b.weight", (queries, config.q_lora_rank), "indexer")
         yield row("indexer.weights_proj.weight", (config.index_n_heads, h), "indexer_gate")
-        yield from _compressor_parameters(f"{a}.indexer.compressor", h, config.index_head_dim, rate, selects, layer)
-    yield row("wo_a.weight", (groups * config.o_lora_rank, heads * d // groups), "indexer", "column")
+        yield from _compressor_parameters(
+            f"{a}.indexer.compressor", h, config.index_head_dim, rate, selects, layer
+        )
+    yield row(
+        "wo_a.weight", (groups * config.o_lora_rank, heads * d // groups), "indexer", "column"
+    )
     yield linear("wo_b", "o", (h, groups * config.o_lora_rank), "row")
 
 
-def _compressor_parameters(prefix: str, hidden: int, dim: int, rate: int, overlap: bool, layer: int) -> list[Parameter]:
+def _compressor_parameters(
+    prefix: str, hidden: int, dim: int, rate: int, overlap: bool, layer: int
+) -> list[Parameter]:
     width = 2 * dim if overlap else dim
     shapes: dict[str, tuple[tuple[int, ...], Role]] = {
         "wkv.weight": ((width, hidden), "indexer"),
@@ -186,30 +259,55 @@ def _compressor_parameters(prefix: str, hidden: int, dim: int, rate: int, overla
         "ape": ((rate, width), "indexer_gate"),
         "norm.weight": ((dim,), "norm"),
     }
-    return [Parameter(f"{prefix}.{name}", shape, role, layer=layer, block="attention") for name, (shape, role) in shapes.items()]
+    return [
+        Parameter(f"{prefix}.{name}", shape, role, layer=layer, block="attention")
+        for name, (shape, role) in shapes.items()
+    ]
 
 
 def _expert_parameters(config: Config, layer: int) -> list[Parameter]:
-    width, experts, names = config.moe_intermediate_size, config.n_routed_experts, config.names_of(layer)
+    width, experts, names = (
+        config.moe_intermediate_size,
+        config.n_routed_experts,
+        config.names_of(layer),
+    )
     prefix = f"{config.prefix(layer)}.ffn"
-    router, *others = moe_parameters(prefix, config.hidden_size, width, layer, experts, shared_width=width, names=names)
+    router, *others = moe_parameters(
+        prefix, config.hidden_size, width, layer, experts, shared_width=width, names=names
+    )
     if layer not in config.hashed:
         return [router, *others]
-    table = replace(router, name=f"{prefix}.{_TABLE}", role="router_table", shape=(config.vocab_size, config.num_experts_per_tok))
+    table = replace(
+        router,
+        name=f"{prefix}.{_TABLE}",
+        role="router_table",
+        shape=(config.vocab_size, config.num_experts_per_tok),
+    )
     return [router, table, *others]
 
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
-    """The norms before both halves and of the queries' latent, to all that reads them; gates that are clamped let no scale pass."""
+    """The norms before both halves and of the queries' latent, to all that reads them; gates that
+    are clamped let no scale pass."""
     p = config.prefix(layer)
     a = f"{p}.attn"
     rate, selects = config.entry_rates[layer]
-    readers = [f"{a}.wq_a", f"{a}.wkv", *([f"{a}.compressor.wkv", f"{a}.compressor.wgate"] if rate else [])]
+    readers = [
+        f"{a}.wq_a",
+        f"{a}.wkv",
+        *([f"{a}.compressor.wkv", f"{a}.compressor.wgate"] if rate else []),
+    ]
     queries = [f"{a}.wq_b"]
     if selects:
-        readers += [f"{a}.indexer.weights_proj", f"{a}.indexer.compressor.wkv", f"{a}.indexer.compressor.wgate"]
+        readers += [
+            f"{a}.indexer.weights_proj",
+            f"{a}.indexer.compressor.wkv",
+            f"{a}.indexer.compressor.wgate",
+        ]
         queries.append(f"{a}.indexer.wq_b")
-    mixture, *_ = moe_scale_groups(f"{p}.ffn", f"{p}.ffn_norm", config.n_routed_experts, config.mixture)
+    mixture, *_ = moe_scale_groups(
+        f"{p}.ffn", f"{p}.ffn_norm", config.n_routed_experts, config.mixture
+    )
     return [
         ScaleGroup(f"{a}.qkv_a", f"{p}.attn_norm", True, tuple(readers), f"{a}.wq_a"),
         ScaleGroup(f"{a}.q_b", f"{a}.q_norm", True, tuple(queries), f"{a}.wq_b"),
@@ -239,14 +337,24 @@ class Attention:
         names = [f"{one}.{name}" for one in compressors for name in ("wkv", "wgate")]
         self.raw = torch.cat([weights.dequantized(name) for name in names]) if names else None
         self.index_q = weights.dequantized(f"{a}.indexer.wq_b") if selects else None
-        self.index_gate = weights.tensor(f"{a}.indexer.weights_proj.weight").float() if selects else None
+        self.index_gate = (
+            weights.tensor(f"{a}.indexer.weights_proj.weight").float() if selects else None
+        )
         own, index = (*pools, None, None)[:2]
         self.attention = CompressedAttention(
-            config.sliding_window, config.head_dim**-0.5, sinks, own, index, config.index_topk if selects else 0
+            config.sliding_window,
+            config.head_dim**-0.5,
+            sinks,
+            own,
+            index,
+            config.index_topk if selects else 0,
         )
 
     def _pooling(self, prefix: str, rate: int, weights: Weights) -> Pooling:
-        bias, gain = weights.tensor(f"{prefix}.ape").float(), weights.tensor(f"{prefix}.norm.weight")
+        bias, gain = (
+            weights.tensor(f"{prefix}.ape").float(),
+            weights.tensor(f"{prefix}.norm.weight"),
+        )
         return Pooling(rate, self.selects, bias, gain, self.config.rms_norm_eps, self.rope)
 
     def __call__(self, x: Tensor, context: Context) -> Tensor:
@@ -264,24 +372,36 @@ class Attention:
         q_a = rms_norm(low, self.gains[0], c.rms_norm_eps)
         q = self.q_b(q_a).unflatten(-1, (-1, c.head_dim))
         q = q * torch.rsqrt(q.float().square().mean(-1, keepdim=True) + c.rms_norm_eps).to(q.dtype)
-        kv = turned(rms_norm(kv, self.gains[1], c.rms_norm_eps)[:, None], self.rope, positions)[:, 0]
+        kv = turned(rms_norm(kv, self.gains[1], c.rms_norm_eps)[:, None], self.rope, positions)[
+            :, 0
+        ]
         raw = x[:, :0] if self.raw is None else F.linear(x, self.raw)
         index_q, counts = x.new_zeros(len(x), 0, c.index_head_dim), x.new_zeros(len(x), 0)
         if self.index_q is not None and self.index_gate is not None:
-            index_q = turned(F.linear(q_a, self.index_q).unflatten(-1, (c.index_n_heads, -1)), self.rope, positions)
+            index_q = turned(
+                F.linear(q_a, self.index_q).unflatten(-1, (c.index_n_heads, -1)),
+                self.rope,
+                positions,
+            )
             counts = scored(x, self.index_gate, c.index_n_heads, c.index_head_dim)
         return CompressedInputs(turned(q, self.rope, positions), kv, raw, index_q, counts)
 
 
 class MixtureV4(MoeMlp):
-    """Experts by scores that are the square root of softplus, or a sigmoid; in the first layers by a table of token ids."""
+    """Experts by scores that are the square root of softplus, or a sigmoid; in the first layers by
+    a table of token ids."""
 
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         prefix = f"{config.prefix(layer)}.ffn"
         super().__init__(config.routing, prefix, weights, config.names_of(layer))
         self.table = weights.tensor(f"{prefix}.{_TABLE}").long() if layer in config.hashed else None
-        if self.table is not None and not bool(((self.table >= 0) & (self.table < config.n_routed_experts)).all()):
-            raise QuantkitError(f"{prefix}.{_TABLE} names experts outside 0..{config.n_routed_experts - 1}", "download the shard anew")
+        if self.table is not None and not bool(
+            ((self.table >= 0) & (self.table < config.n_routed_experts)).all()
+        ):
+            raise QuantkitError(
+                f"{prefix}.{_TABLE} names experts outside 0..{config.n_routed_experts - 1}",
+                "download the shard anew",
+            )
 
     def of_tokens(self, x: Tensor, token_ids: Tensor) -> Tensor:
         """x [T, H] of tokens with ids [T] -> [T, H], partial over ranks."""
@@ -292,7 +412,9 @@ class MixtureV4(MoeMlp):
             biased = scores if self.bias is None else scores + self.bias
             chosen = biased.topk(self.routing.num_experts_per_tok, dim=-1).indices
         counts = scores.gather(1, chosen)
-        counts = counts / (counts.sum(dim=-1, keepdim=True) + 1e-20) * self.routing.routed_scaling_factor
+        counts = (
+            counts / (counts.sum(dim=-1, keepdim=True) + 1e-20) * self.routing.routed_scaling_factor
+        )
         routed = self.experts(x, chosen, counts)
         assert self.shared is not None, "it has a gate of its own, and is never joined"
         return routed + self.shared(x)
@@ -302,7 +424,11 @@ class DecoderLayer(hyper_connections_decoder.StreamsLayer):
     mlp: MixtureV4
 
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
-        p, attention, mixture = config.prefix(layer), Attention(config, layer, weights), MixtureV4(config, layer, weights)
+        p, attention, mixture = (
+            config.prefix(layer),
+            Attention(config, layer, weights),
+            MixtureV4(config, layer, weights),
+        )
         names = hyper_connections_decoder.LayerNames("hc_attn", "hc_ffn", "attn_norm", "ffn_norm")
         super().__init__(p, config.streams, weights, attention, mixture, names)
 

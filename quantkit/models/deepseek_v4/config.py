@@ -1,4 +1,5 @@
-"""What config.json may say of DeepSeek-V4, as the release spells it and as transformers does: schedules of layers, rotary embeddings."""
+"""What config.json may say of DeepSeek-V4, as the release spells it and as transformers does:
+schedules of layers, rotary embeddings."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,17 +9,31 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.common.errors import QuantkitError
-from quantkit.models.config import check_at_most, check_count, check_divides, check_flag, check_number, refusal
+from quantkit.models.config import (
+    check_at_most,
+    check_count,
+    check_divides,
+    check_flag,
+    check_number,
+    refusal,
+)
 from quantkit.models.rope import Rope
 
-WINDOW, COMPRESSED, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+WINDOW, COMPRESSED, HEAVY = (
+    "sliding_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+)
 _BY_RATIO = {0: WINDOW, 4: COMPRESSED, 128: HEAVY}
 """The release lists tokens of an entry."""
 _HASHED, _ROUTED = "hash_moe", "moe"
 _HASH_LAYERS, _THETAS, _TURNED = 3, (10000.0, 160000.0), 64 / 512
 """transformers' own, where config.json leaves them out."""
 _RATES = {COMPRESSED: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}
-SCORINGS: dict[str, Callable[[Tensor], Tensor]] = {"sqrtsoftplus": lambda x: F.softplus(x).sqrt(), "sigmoid": torch.sigmoid}
+SCORINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sqrtsoftplus": lambda x: F.softplus(x).sqrt(),
+    "sigmoid": torch.sigmoid,
+}
 _ONLY: dict[str, Any] = {
     "hidden_act": "silu",
     "topk_method": "noaux_tc",
@@ -33,10 +48,21 @@ def refuse_others(config: dict[str, Any]) -> None:
     """Raise QuantkitError naming a field with a value that is not computed."""
     for key, value in _ONLY.items():
         if config.get(key) not in (None, value):
-            raise QuantkitError(f"config.json has {key} = {config[key]!r}", f"use another engine: quantkit computes {value!r} only")
-    for name, wanted in {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "norm_topk_prob": True}.items():
+            raise QuantkitError(
+                f"config.json has {key} = {config[key]!r}",
+                f"use another engine: quantkit computes {value!r} only",
+            )
+    for name, wanted in {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "norm_topk_prob": True,
+    }.items():
         if check_flag(config, name, default=wanted) != wanted:
-            raise QuantkitError(f"config.json has {name} = {config[name]!r}", f"quantkit computes this architecture with {wanted}")
+            raise QuantkitError(
+                f"config.json has {name} = {config[name]!r}",
+                f"quantkit computes this architecture with {wanted}",
+            )
     if config.get("scoring_func") is not None and config["scoring_func"] not in SCORINGS:
         raise refusal("scoring_func", config["scoring_func"], " or ".join(SCORINGS))
 
@@ -44,40 +70,76 @@ def refuse_others(config: dict[str, Any]) -> None:
 def check_sizes(config: Any) -> None:
     """Raise QuantkitError where sizes do not go together."""
     check_divides("o_groups", "num_attention_heads", config)
-    check_at_most("num_experts_per_tok", config.num_experts_per_tok, "n_routed_experts", config.n_routed_experts)
+    check_at_most(
+        "num_experts_per_tok",
+        config.num_experts_per_tok,
+        "n_routed_experts",
+        config.n_routed_experts,
+    )
     turned = max(rope.dim for rope in config.ropes)
     check_at_most("the rotary embedding's channels", turned, "head_dim", config.head_dim)
     if COMPRESSED in config.kinds:
-        check_at_most("the rotary embedding's channels", config.ropes[1].dim, "index_head_dim", config.index_head_dim)
+        check_at_most(
+            "the rotary embedding's channels",
+            config.ropes[1].dim,
+            "index_head_dim",
+            config.index_head_dim,
+        )
 
 
-def read_schedules(config: dict[str, Any], num_layers: int, drafts: int) -> tuple[tuple[str, ...], tuple[int, int], frozenset[int]]:
-    """Kinds of attention by layer, tokens of an entry of the two that have some, and layers whose experts a token's id chooses.
+def read_schedules(
+    config: dict[str, Any], num_layers: int, drafts: int
+) -> tuple[tuple[str, ...], tuple[int, int], frozenset[int]]:
+    """Kinds of attention by layer, tokens of an entry of the two that have some, and layers whose
+    experts a token's id chooses.
 
-    drafts: MTP layers, which come last. Those that no list goes on to have a window alone, as the release lists its own.
+    drafts: MTP layers, which come last. Those that no list goes on to have a window alone, as the
+    release lists its own.
     """
     kinds = config.get("layer_types")
     if kinds is None and config.get("compress_ratios") is not None:
         ratios = config["compress_ratios"]
-        known = isinstance(ratios, list) and all(type(one) is int and one in _BY_RATIO for one in ratios)
+        known = isinstance(ratios, list) and all(
+            type(one) is int and one in _BY_RATIO for one in ratios
+        )
         if not known or len(ratios) < num_layers:
-            raise refusal("compress_ratios", ratios, f"{', '.join(map(str, _BY_RATIO))} for each of num_hidden_layers = {num_layers}")
+            raise refusal(
+                "compress_ratios",
+                ratios,
+                f"{', '.join(map(str, _BY_RATIO))} for each of num_hidden_layers = {num_layers}",
+            )
         kinds = [_BY_RATIO[one] for one in ratios]
     if kinds is None:
-        kinds = [HEAVY if layer < 2 or layer % 2 == 0 else COMPRESSED for layer in range(num_layers)]
-    kinds = [*kinds, *[WINDOW] * (num_layers + drafts - len(kinds))] if isinstance(kinds, list) and len(kinds) >= num_layers else kinds
+        kinds = [
+            HEAVY if layer < 2 or layer % 2 == 0 else COMPRESSED for layer in range(num_layers)
+        ]
+    kinds = (
+        [*kinds, *[WINDOW] * (num_layers + drafts - len(kinds))]
+        if isinstance(kinds, list) and len(kinds) >= num_layers
+        else kinds
+    )
     found = _listed("layer_types", kinds, num_layers, (WINDOW, COMPRESSED, HEAVY), drafts)
     experts = config.get("mlp_layer_types")
     if experts is None:
-        count = check_count("num_hash_layers", _or(config.get("num_hash_layers"), _HASH_LAYERS), least=0)
+        count = check_count(
+            "num_hash_layers", _or(config.get("num_hash_layers"), _HASH_LAYERS), least=0
+        )
         experts = [_HASHED if layer < count else _ROUTED for layer in range(num_layers)]
     listed = _listed("mlp_layer_types", experts, num_layers, (_HASHED, _ROUTED))
-    return found, _read_rates(config), frozenset(layer for layer, kind in enumerate(listed) if kind == _HASHED)
+    return (
+        found,
+        _read_rates(config),
+        frozenset(layer for layer, kind in enumerate(listed) if kind == _HASHED),
+    )
 
 
-def _listed(name: str, kinds: Any, num_layers: int, known: tuple[str, ...], drafts: int = 0) -> tuple[str, ...]:
+def _listed(
+    name: str, kinds: Any, num_layers: int, known: tuple[str, ...], drafts: int = 0
+) -> tuple[str, ...]:
     if not isinstance(kinds, list) or len(kinds) < num_layers or not {*map(str, kinds)} <= {*known}:
-        raise refusal(name, kinds, f"{' or '.join(known)} for each of num_hidden_layers = {num_layers}")
+        raise refusal(
+            name, kinds, f"{' or '.join(known)} for each of num_hidden_layers = {num_layers}"
+        )
     return tuple(kinds[: num_layers + drafts])
 
 
@@ -87,14 +149,17 @@ def _read_rates(config: dict[str, Any]) -> tuple[int, int]:
         raise refusal("compress_rates", given, f"a number of tokens for {' and '.join(_RATES)}")
     rates = given or {kind: default for kind, (_, default) in _RATES.items()}
     first, second = (
-        check_count("compress_rates" if config.get(own) is None else own, _or(config.get(own), rates[kind]))
+        check_count(
+            "compress_rates" if config.get(own) is None else own, _or(config.get(own), rates[kind])
+        )
         for kind, (own, _) in _RATES.items()
     )
     return first, second
 
 
 def read_ropes(config: dict[str, Any], head_dim: int) -> tuple[Rope, Rope]:
-    """Of layers with a window alone, and of those with entries, whose indexers and entries are turned so too."""
+    """Of layers with a window alone, and of those with entries, whose indexers and entries are
+    turned so too."""
     named = next((name for name in ("rope_scaling", "rope_parameters") if config.get(name)), None)
     given = config[named] if named else {}
     if not isinstance(given, dict):
@@ -102,25 +167,51 @@ def read_ropes(config: dict[str, Any], head_dim: int) -> tuple[Rope, Rope]:
     share = config.get("partial_rotary_factor")
     if share is None:
         dim = config.get("qk_rope_head_dim")
-        share = _TURNED if dim is None else check_count("qk_rope_head_dim", dim, most=head_dim) / head_dim
+        share = (
+            _TURNED
+            if dim is None
+            else check_count("qk_rope_head_dim", dim, most=head_dim) / head_dim
+        )
     if isinstance(given.get("main"), dict) and isinstance(given.get("compress"), dict):
         sides = [dict(given["main"]), dict(given["compress"])]
         shares = [side.pop("partial_rotary_factor", None) for side in sides]
         if None in shares:
-            raise QuantkitError("config.json has rope_parameters without partial_rotary_factor in main or compress", "add the model's own")
+            raise QuantkitError(
+                "config.json has rope_parameters without partial_rotary_factor in main or compress",
+                "add the model's own",
+            )
     else:
-        scaling = {key: value for key, value in given.items() if key not in ("rope_theta", "partial_rotary_factor", "main", "compress")}
+        scaling = {
+            key: value
+            for key, value in given.items()
+            if key not in ("rope_theta", "partial_rotary_factor", "main", "compress")
+        }
         if scaling.get("rope_type", scaling.get("type")) == "yarn":
             scaling.setdefault("attention_factor", 1.0)
-        thetas = [_or(config.get(name), own) for name, own in zip(("rope_theta", "compress_rope_theta"), _THETAS)]
-        sides, shares = [{"rope_theta": thetas[0]}, {**scaling, "rope_theta": thetas[1]}], [share, share]
-    kept: dict[str, Any] = {key: config[key] for key in ("max_position_embeddings", "original_max_position_embeddings") if key in config}
-    first, second = (_rope({**kept, "rope_parameters": side}, head_dim, share) for side, share in zip(sides, shares))
+        thetas = [
+            _or(config.get(name), own)
+            for name, own in zip(("rope_theta", "compress_rope_theta"), _THETAS)
+        ]
+        sides, shares = (
+            [{"rope_theta": thetas[0]}, {**scaling, "rope_theta": thetas[1]}],
+            [share, share],
+        )
+    kept: dict[str, Any] = {
+        key: config[key]
+        for key in ("max_position_embeddings", "original_max_position_embeddings")
+        if key in config
+    }
+    first, second = (
+        _rope({**kept, "rope_parameters": side}, head_dim, share)
+        for side, share in zip(sides, shares)
+    )
     return first, second
 
 
 def _rope(config: dict[str, Any], head_dim: int, share: Any) -> Rope:
-    return Rope.from_dict(config, int(head_dim * check_number("partial_rotary_factor", share)), True, None)
+    return Rope.from_dict(
+        config, int(head_dim * check_number("partial_rotary_factor", share)), True, None
+    )
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -1,4 +1,5 @@
-"""A model of transformers as an `Architecture`: rows of a checkpoint, scale groups and decoder layers, as they were seen."""
+"""A model of transformers as an `Architecture`: rows of a checkpoint, scale groups and decoder
+layers, as they were seen."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +13,13 @@ from quantkit.checkpoint.stacked_experts import Stack
 from quantkit.common.errors import QuantkitError
 from quantkit.models import tensor_names
 from quantkit.models.architecture import ConfigDefaults
-from quantkit.models.hf_traced.embed_and_head import LastNorm, Read, WatchedEnds, check_logits, last_norm
+from quantkit.models.hf_traced.embed_and_head import (
+    LastNorm,
+    Read,
+    WatchedEnds,
+    check_logits,
+    last_norm,
+)
 from quantkit.models.hf_traced.experts import StackedExperts, UnknownExperts, look_at_experts
 from quantkit.models.hf_traced.layer import DecoderLayer, SiteWeights
 from quantkit.models.hf_traced.skeleton import ROUTE, Skeleton, check_built
@@ -22,7 +29,8 @@ from quantkit.models.table import Parameter, Projection, Role, ScaleGroup, Split
 
 @dataclass(frozen=True)
 class WatchedConfig(ConfigDefaults):
-    """Of the fields of `ModelConfig` those that calibration asks for. num_attention_heads: 0, as nobody looked for heads."""
+    """Of the fields of `ModelConfig` those that calibration asks for. num_attention_heads: 0, as
+    nobody looked for heads."""
 
     vocab_size: int
     hidden_size: int
@@ -39,8 +47,8 @@ class WatchedConfig(ConfigDefaults):
 
 
 class WatchedArchitecture:
-    """The architecture of one config.json. Raises QuantkitError where transformers is missing, does not know it, or has a forward that
-    cannot be walked layer by layer."""
+    """The architecture of one config.json. Raises QuantkitError where transformers is missing, does
+    not know it, or has a forward that cannot be walked layer by layer."""
 
     MtpLayer = None
 
@@ -55,16 +63,26 @@ class WatchedArchitecture:
                 self._by_kind[skeleton.kind(layer)] = look_at(skeleton, layer)
         self.kinds = [self._by_kind[skeleton.kind(layer)] for layer in range(len(skeleton.layers))]
         self.norm: LastNorm | None = last_norm(skeleton)
-        self.experts = {layer: found for layer in range(len(self.kinds)) if (found := self._experts_of(layer)) is not None}
+        self.experts = {
+            layer: found
+            for layer in range(len(self.kinds))
+            if (found := self._experts_of(layer)) is not None
+        }
 
     @cached_property
     def config(self) -> WatchedConfig:
         eps = 1e-6 if self.norm is None else self.norm.eps
         vocab = self.skeleton.text.get_input_embeddings().weight.shape[0]
         first = next(iter(self.experts), None)
-        routing = None if first is None else Routing(len(self.experts[first].names), self.kinds[first].chosen)
+        routing = (
+            None
+            if first is None
+            else Routing(len(self.experts[first].names), self.kinds[first].chosen)
+        )
         gating = SILU if first is None else self.experts[first].gating
-        return WatchedConfig(vocab, self.skeleton.hidden_size, len(self.skeleton.layers), eps, routing, gating)
+        return WatchedConfig(
+            vocab, self.skeleton.hidden_size, len(self.skeleton.layers), eps, routing, gating
+        )
 
     @property
     def stacks(self) -> list[Stack]:
@@ -78,30 +96,57 @@ class WatchedArchitecture:
         return WatchedEnds(self.skeleton, read, self._embedding, device)
 
     def parameters(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Parameter]:
-        """shapes: logical shape of every stored tensor, by name. In the order of a forward pass; what is of no layer of the text model
-        comes last. Raises QuantkitError where a tensor that transformers computes with is not stored."""
+        """shapes: logical shape of every stored tensor, by name. In the order of a forward pass;
+        what is of no layer of the text model comes last. Raises QuantkitError where a tensor that
+        transformers computes with is not stored."""
         skeleton, rows = self.skeleton, list[Parameter]()
-        linears = {skeleton.published[name] for name in skeleton.linears if name in skeleton.published}
-        tensors = [{name: tuple(one.shape) for name, one in module.state_dict().items()} for module in skeleton.layers]
+        linears = {
+            skeleton.published[name] for name in skeleton.linears if name in skeleton.published
+        }
+        tensors = [
+            {name: tuple(one.shape) for name, one in module.state_dict().items()}
+            for module in skeleton.layers
+        ]
         for layer, kind in enumerate(self.kinds):
             names = skeleton.names(layer)
             experts = self.experts.get(layer)
             inner = () if experts is None else experts.parameters
             called = {module: place for place, module in enumerate(kind.order)}
-            for name in sorted(names, key=lambda name: called.get(name.rpartition(".")[0], len(called))):
+            for name in sorted(
+                names, key=lambda name: called.get(name.rpartition(".")[0], len(called))
+            ):
                 if f"{skeleton.prefixes[layer]}.{name}" in inner:
                     continue
                 if names[name] not in shapes:
-                    raise QuantkitError(f"{skeleton.told}: transformers computes with {names[name]}, and it is not stored", ROUTE)
+                    raise QuantkitError(
+                        f"{skeleton.told}: transformers computes with {names[name]}, and it is not "
+                        "stored",
+                        ROUTE,
+                    )
                 made, stored = tensors[layer][name], shapes[names[name]]
                 if made != stored:
-                    told = f"{names[name]} has shape {list(stored)}, and its config.json makes it {list(made)}"
+                    told = (
+                        f"{names[name]} has shape {list(stored)}, and its config.json makes it "
+                        f"{list(made)}"
+                    )
                     raise QuantkitError(told, "use the model's own config.json")
-                rows.append(self._row(name, layer, kind, Parameter(names[name], shapes[names[name]], "norm", layer=layer), linears))
+                rows.append(
+                    self._row(
+                        name,
+                        layer,
+                        kind,
+                        Parameter(names[name], shapes[names[name]], "norm", layer=layer),
+                        linears,
+                    )
+                )
             if experts is not None:
                 rows += self._expert_rows(layer, experts, shapes)
         own = {row.name for row in rows}
-        rest = [self._outside(Parameter(name, shape, "copied")) for name, shape in shapes.items() if name not in own]
+        rest = [
+            self._outside(Parameter(name, shape, "copied"))
+            for name, shape in shapes.items()
+            if name not in own
+        ]
         first = [row for row in rest if row.role == "embedding"]
         return first + rows + [row for row in rest if row.role != "embedding"]
 
@@ -111,16 +156,32 @@ class WatchedArchitecture:
         groups = []
         for group in kind.groups:
             reaches = any(name in kind.plan.experts for name in group.consumers)
-            alone = [name for name in (group.producer, *group.consumers) if name not in kind.plan.experts]
+            alone = [
+                name for name in (group.producer, *group.consumers) if name not in kind.plan.experts
+            ]
             disk = {name: names[f"{name}.weight"].removesuffix(".weight") for name in alone}
             readers = [disk[name] for name in alone[1:]]
             if reaches:
-                readers += [one.removesuffix(".weight") for triple in self.experts[layer].names for one in triple[:2]]
+                readers += [
+                    one.removesuffix(".weight")
+                    for triple in self.experts[layer].names
+                    for one in triple[:2]
+                ]
             first = next((name for name in alone[1:] if name in kind.plan.linears), None)
             if first is None and not reaches:
                 continue
-            observed = readers[0] if first is None else names[f"{kind.plan.linears[first][0]}.weight"].removesuffix(".weight")
-            made = ScaleGroup(observed, disk[group.producer], group.gain_offset is not None, tuple(readers), observed)
+            observed = (
+                readers[0]
+                if first is None
+                else names[f"{kind.plan.linears[first][0]}.weight"].removesuffix(".weight")
+            )
+            made = ScaleGroup(
+                observed,
+                disk[group.producer],
+                group.gain_offset is not None,
+                tuple(readers),
+                observed,
+            )
             groups.append(replace(made, reaches_experts=reaches, biased=group.biased))
         for expert, triple in enumerate(self.experts[layer].names if layer in self.experts else ()):
             _, up, down = (name.removesuffix(".weight") for name in triple)
@@ -129,8 +190,13 @@ class WatchedArchitecture:
 
     @property
     def told(self) -> str:
-        """What was found, of every kind of layer: how many scale groups, and the inputs that have none."""
-        linears = [(group, len(kind.plan.linears)) for kind in self._by_kind.values() for group in kind.groups]
+        """What was found, of every kind of layer: how many scale groups, and the inputs that have
+        none."""
+        linears = [
+            (group, len(kind.plan.linears))
+            for kind in self._by_kind.values()
+            for group in kind.groups
+        ]
         left = dict.fromkeys(
             site[0]
             for kind in self._by_kind.values()
@@ -138,10 +204,16 @@ class WatchedArchitecture:
             if not any(set(site) & set(group.consumers) for group in kind.groups)
         )
         left |= dict.fromkeys(
-            name for kind in self._by_kind.values() for name in kind.plan.experts if not any(name in one.consumers for one in kind.groups)
+            name
+            for kind in self._by_kind.values()
+            for name in kind.plan.experts
+            if not any(name in one.consumers for one in kind.groups)
         )
         kinds = len(self._by_kind)
-        told = f"computed by transformers' modules: {len(linears)} scale groups proven in {kinds} kind{'s' * (kinds > 1)} of layers"
+        told = (
+            f"computed by transformers' modules: {len(linears)} scale groups proven in {kinds} "
+            f"kind{'s' * (kinds > 1)} of layers"
+        )
         return told + (f"; no scale for what is read by {', '.join(left)}" if left else "")
 
     def _experts_of(self, layer: int) -> StackedExperts | None:
@@ -153,18 +225,31 @@ class WatchedArchitecture:
         try:
             if more:
                 raise UnknownExperts("a layer has several mixtures of experts")
-            found = look_at_experts(skeleton.model, f"{skeleton.prefixes[layer]}.{name}", skeleton.layers[layer].get_submodule(name))
+            found = look_at_experts(
+                skeleton.model,
+                f"{skeleton.prefixes[layer]}.{name}",
+                skeleton.layers[layer].get_submodule(name),
+            )
             if found.beyond:
-                raise UnknownExperts(f"some experts of layer {layer} hand on what they read, which calibration does not compute")
+                raise UnknownExperts(
+                    f"some experts of layer {layer} hand on what they read, which calibration does "
+                    "not compute"
+                )
             return found
         except UnknownExperts as fault:
             raise QuantkitError(f"{skeleton.told}: {fault}", ROUTE) from fault
 
     # --- rows ----------------------------------------------------------------------------------------------------------------
 
-    def _row(self, name: str, layer: int, kind: LayerKind, row: Parameter, linears: Collection[str]) -> Parameter:
+    def _row(
+        self, name: str, layer: int, kind: LayerKind, row: Parameter, linears: Collection[str]
+    ) -> Parameter:
         module = name.rpartition(".")[0]
-        row = replace(row, block="attention" if module in kind.first else "mlp", behind_experts=module in kind.behind)
+        row = replace(
+            row,
+            block="attention" if module in kind.first else "mlp",
+            behind_experts=module in kind.behind,
+        )
         row = replace(row, beside_experts=module in kind.plan.beside and len(row.shape) == 2)
         if len(row.shape) == 2 and module in kind.plan.linears:
             fits = row.name in linears and tensor_names.fits(row.shape)
@@ -173,21 +258,48 @@ class WatchedArchitecture:
         if len(row.shape) == 2:
             return replace(row, role="router")
         is_gain = module in kind.gain_offsets and name == f"{module}.weight"
-        return replace(row, role="norm", gain_offset=kind.gain_offsets[module]) if is_gain else replace(row, role="bias")
+        return (
+            replace(row, role="norm", gain_offset=kind.gain_offsets[module])
+            if is_gain
+            else replace(row, role="bias")
+        )
 
-    def _expert_rows(self, layer: int, experts: StackedExperts, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Parameter]:
+    def _expert_rows(
+        self, layer: int, experts: StackedExperts, shapes: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[Parameter]:
         width, hidden = experts.width, self.skeleton.hidden_size
         projections: tuple[Projection, ...] = ("gate", "up", "down")
         for number, names in enumerate(experts.names):
             for projection, name in zip(projections, names):
                 shape = (hidden, width) if projection == "down" else (width, hidden)
                 if shapes.get(name) != shape:
-                    told = f"{name} is not stored" if name not in shapes else f"{name} has shape {list(shapes[name])}"
-                    raise QuantkitError(f"{self.skeleton.told}: {told}, and its config.json makes it {list(shape)}", ROUTE)
-                role: Role = "linear" if tensor_names.fits((width, hidden)) and tensor_names.fits((hidden, width)) else "router"
+                    told = (
+                        f"{name} is not stored"
+                        if name not in shapes
+                        else f"{name} has shape {list(shapes[name])}"
+                    )
+                    raise QuantkitError(
+                        f"{self.skeleton.told}: {told}, and its config.json makes it {list(shape)}",
+                        ROUTE,
+                    )
+                role: Role = (
+                    "linear"
+                    if tensor_names.fits((width, hidden)) and tensor_names.fits((hidden, width))
+                    else "router"
+                )
                 fused = None if projection == "down" else f"{names[0].removesuffix('.weight')}_up"
                 split: Split = "row" if projection == "down" else "column"
-                yield Parameter(name, shape, role, split, layer, number, fused, block="expert", projection=projection)
+                yield Parameter(
+                    name,
+                    shape,
+                    role,
+                    split,
+                    layer,
+                    number,
+                    fused,
+                    block="expert",
+                    projection=projection,
+                )
 
     def _outside(self, row: Parameter) -> Parameter:
         """A tensor of no layer: embedding, head and last norm have roles, the rest is copied."""
@@ -206,9 +318,13 @@ class WatchedArchitecture:
     @cached_property
     def _head(self) -> str:
         """Empty where it is the embedding."""
-        return "" if self.skeleton.tied else self._name_of(self.skeleton.model.get_output_embeddings())
+        return (
+            "" if self.skeleton.tied else self._name_of(self.skeleton.model.get_output_embeddings())
+        )
 
     def _name_of(self, module: Any) -> str:
         """On disk, of a module's matrix; empty where it is not stored."""
-        name = next((name for name, one in self.skeleton.model.named_modules() if one is module), "")
+        name = next(
+            (name for name, one in self.skeleton.model.named_modules() if one is module), ""
+        )
         return self.skeleton.published.get(f"{name}.weight", "")

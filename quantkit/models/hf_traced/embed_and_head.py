@@ -1,4 +1,5 @@
-"""What is around the layers of a model of transformers: embedding, last norm and logits, as the model's own forward has them."""
+"""What is around the layers of a model of transformers: embedding, last norm and logits, as the
+model's own forward has them."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,8 +23,8 @@ _BATCH = 2048
 
 @dataclass(frozen=True)
 class LastNorm:
-    """The norm between the last layer and the head. module: its name on disk; gain_offset as in `Parameter`; centred: it takes the mean
-    off; eps: what it adds to the mean square."""
+    """The norm between the last layer and the head. module: its name on disk; gain_offset as in
+    `Parameter`; centred: it takes the mean off; eps: what it adds to the mean square."""
 
     module: str
     gain_offset: float
@@ -32,12 +33,17 @@ class LastNorm:
 
 
 def last_norm(skeleton: Skeleton) -> LastNorm | None:
-    """None where the last operation is something else than one norm, or none that a checkpoint has a gain of."""
+    """None where the last operation is something else than one norm, or none that a checkpoint has
+    a gain of."""
     hidden = torch.randn(PROBED, skeleton.hidden_size, generator=torch.Generator().manual_seed(3))
     before = skeleton.after_layers(hidden)
     for name, module in skeleton.outside.items():
         gain = module._parameters.get("weight")
-        if gain is None or gain.shape != (skeleton.hidden_size,) or f"{name}.weight" not in skeleton.published:
+        if (
+            gain is None
+            or gain.shape != (skeleton.hidden_size,)
+            or f"{name}.weight" not in skeleton.published
+        ):
             continue
         with torch.no_grad():
             alone: Tensor = module(hidden)
@@ -49,32 +55,52 @@ def last_norm(skeleton: Skeleton) -> LastNorm | None:
             without = module(hidden) - (0 if bias is None else bias)
             module._parameters["weight"] = nn.Parameter(kept, requires_grad=False)
         offset = 0.0 if float(without.abs().max()) == 0 else 1.0
-        eps = next((float(value) for key, value in vars(module).items() if key.endswith(("eps", "epsilon"))), 1e-6)
-        return LastNorm(skeleton.published[f"{name}.weight"].removesuffix(".weight"), offset, centred, eps)
+        eps = next(
+            (
+                float(value)
+                for key, value in vars(module).items()
+                if key.endswith(("eps", "epsilon"))
+            ),
+            1e-6,
+        )
+        return LastNorm(
+            skeleton.published[f"{name}.weight"].removesuffix(".weight"), offset, centred, eps
+        )
     return None
 
 
 class WatchedEnds:
     """read: reads stored tensors. embedding: the name of the table on disk."""
 
-    def __init__(self, skeleton: Skeleton, read: Read, embedding: str, device: torch.device) -> None:
+    def __init__(
+        self, skeleton: Skeleton, read: Read, embedding: str, device: torch.device
+    ) -> None:
         self.skeleton, self.read, self.embedding, self.device = skeleton, read, embedding, device
-        names = (f"{name}.{key}" for name, module in skeleton.outside.items() for key in module._parameters)
+        names = (
+            f"{name}.{key}"
+            for name, module in skeleton.outside.items()
+            for key in module._parameters
+        )
         disk = [skeleton.published[name] for name in names if name in skeleton.published]
         skeleton.fill_outside({name: read(name) for name in disk})
         norm = last_norm(skeleton)
         self.centred = norm is not None and norm.centred
 
     def embedded(self, sequences: Sequence[Tensor]) -> Tensor:
-        """Of the table only the rows that are asked for are held in float32: the model sees their numbers among these."""
+        """Of the table only the rows that are asked for are held in float32: the model sees their
+        numbers among these."""
         table = self.read(self.embedding)
         unique, compact = torch.cat([*sequences]).unique(return_inverse=True)
         if int(unique.max()) >= len(table):
             raise QuantkitError(
-                f"the tokenizer gives token {int(unique.max())}, the model has {len(table)}", "use the model's own tokenizer"
+                f"the tokenizer gives token {int(unique.max())}, the model has {len(table)}",
+                "use the model's own tokenizer",
             )
         module = self.skeleton.text.get_input_embeddings()
-        module.weight, module.padding_idx = nn.Parameter(table[unique].float(), requires_grad=False), None
+        module.weight, module.padding_idx = (
+            nn.Parameter(table[unique].float(), requires_grad=False),
+            None,
+        )
         del table
         lengths = [len(one) for one in sequences]
         return torch.cat([self.skeleton.first_states(ids) for ids in compact.split(lengths)])
@@ -95,7 +121,11 @@ class WatchedEnds:
         head = self.skeleton.model.get_output_embeddings()
         name = next((name for name, one in self.skeleton.model.named_modules() if one is head), "")
         disk = self.skeleton.published.get(f"{name}.bias")
-        return None if disk is None or getattr(head, "bias", None) is None else self.read(disk).float().to(self.device)
+        return (
+            None
+            if disk is None or getattr(head, "bias", None) is None
+            else self.read(disk).float().to(self.device)
+        )
 
     @cached_property
     def _identity(self) -> bool:
@@ -104,8 +134,8 @@ class WatchedEnds:
 
 
 def logits_of(skeleton: Skeleton, products: Tensor) -> Tensor:
-    """What the model makes of products [T, V] with rows of its head: scaled, capped, or as they are. Element by element, so V may be some
-    rows alone."""
+    """What the model makes of products [T, V] with rows of its head: scaled, capped, or as they
+    are. Element by element, so V may be some rows alone."""
     head = skeleton.model.get_output_embeddings()
 
     def head_forward(x: Tensor) -> Tensor:
@@ -117,15 +147,27 @@ def logits_of(skeleton: Skeleton, products: Tensor) -> Tensor:
     def embedded(ids: Tensor) -> Tensor:
         return torch.zeros(*ids.shape, skeleton.hidden_size)
 
-    ids = torch.zeros(1, len(products), dtype=torch.int64)  # of embeddings a model with a vision tower asks which are an image's
-    with torch.no_grad(), replaced({head: head_forward, skeleton.text: text_forward, skeleton.text.get_input_embeddings(): embedded}):
+    ids = torch.zeros(
+        1, len(products), dtype=torch.int64
+    )  # of embeddings a model with a vision tower asks which are an image's
+    with (
+        torch.no_grad(),
+        replaced(
+            {
+                head: head_forward,
+                skeleton.text: text_forward,
+                skeleton.text.get_input_embeddings(): embedded,
+            }
+        ),
+    ):
         found: Tensor = skeleton.model(input_ids=ids, use_cache=False).logits
     return found[0].to(products.dtype)
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a text model returns: its hidden states first, and nothing else, whatever is asked for."""
+    """What a text model returns: its hidden states first, and nothing else, whatever is asked
+    for."""
 
     last_hidden_state: Tensor
 
@@ -143,4 +185,6 @@ def check_logits(skeleton: Skeleton) -> None:
         with suppress(Exception):  # of a forward that wants more than a text
             found = logits_of(skeleton, probe)
     if found is None or found.shape != probe.shape:
-        raise QuantkitError(f"{skeleton.told}: transformers' model gives no logits of its text model alone", ROUTE)
+        raise QuantkitError(
+            f"{skeleton.told}: transformers' model gives no logits of its text model alone", ROUTE
+        )

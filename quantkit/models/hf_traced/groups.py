@@ -1,9 +1,11 @@
 """Scale groups of one layer, found by watching its forward.
 
-The output of a norm or a linear is multiplied by powers of two, another one for each channel. Whatever reads it now reads just that, and
-where something reads it behind other operations (a rotary table, a softmax, an activation), either these pass the scale through or they do
-not: it is seen in the numbers, and no list of operations is needed. The columns of all such readers are divided by the scale in turn. The
-group is proven where the layer then computes what it did before.
+The output of a norm or a linear is multiplied by powers of two, another one for each channel.
+Whatever reads it now reads just that, and where something reads it behind other operations (a
+rotary table, a softmax, an activation), either these pass the scale through or they do
+not: it is seen in the numbers, and no list of operations is needed. The columns of all such readers
+are divided by the scale in turn. The group is proven where the layer then computes what it did
+before.
 """
 
 from collections.abc import Iterable
@@ -23,7 +25,8 @@ SAME = 1e-9
 
 @dataclass(frozen=True)
 class SeenForward:
-    """One forward of a layer: its output, and what every module that was called once read and made first, in the order of the calls."""
+    """One forward of a layer: its output, and what every module that was called once read and made
+    first, in the order of the calls."""
 
     output: Tensor
     inputs: dict[str, Tensor]
@@ -36,8 +39,9 @@ class SeenForward:
 
 @dataclass(frozen=True)
 class FoundGroup:
-    """In names inside the layer. consumers: linears, routers and modules of stacked experts. gain_offset: what is added to a norm's stored
-    gain; None: the producer is a linear. biased: the producer has a bias, which is scaled too."""
+    """In names inside the layer. consumers: linears, routers and modules of stacked experts.
+    gain_offset: what is added to a norm's stored gain; None: the producer is a linear. biased: the
+    producer has a bias, which is scaled too."""
 
     producer: str
     consumers: tuple[str, ...]
@@ -60,7 +64,9 @@ class Watcher:
         more: set[str] = set()
 
         def hook(name: str) -> Any:
-            def write_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
+            def write_down(
+                module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
+            ) -> None:
                 given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
                 first = made[0] if isinstance(made, tuple) else made
                 if name in seen.inputs:
@@ -71,7 +77,11 @@ class Watcher:
 
             return write_down
 
-        hooks = [one.register_forward_hook(hook(name), with_kwargs=True) for name, one in self.modules.items() if name]
+        hooks = [
+            one.register_forward_hook(hook(name), with_kwargs=True)
+            for name, one in self.modules.items()
+            if name
+        ]
         try:
             output = self.block.whole(self.hidden, CausalContext([len(self.hidden)]))
         finally:
@@ -84,26 +94,33 @@ class Watcher:
         return replace(seen, output=output, called=called)
 
     def groups(self) -> list[FoundGroup]:
-        """All that are proven, one by one and together, in the order of the forward. A reader is in one of them at most."""
+        """All that are proven, one by one and together, in the order of the forward. A reader is in
+        one of them at most."""
         found: list[FoundGroup] = []
         taken: set[str] = set()
         for name in self._called():
             group = self._group(name)
-            if group is not None and taken.isdisjoint(group.consumers) and self._proven([*found, group]):
+            if (
+                group is not None
+                and taken.isdisjoint(group.consumers)
+                and self._proven([*found, group])
+            ):
                 found.append(group)
                 taken.update(group.consumers)
         self.weights.restore()
         return found
 
     def _called(self) -> Iterable[str]:
-        """Modules with tensors of their own, as they were called: modules end later than what they call, and a producer calls nothing."""
+        """Modules with tensors of their own, as they were called: modules end later than what they
+        call, and a producer calls nothing."""
         return [name for name in self.first.outputs if self._own(name)]
 
     def _own(self, name: str) -> dict[str, Tensor]:
         return {key: one for key, one in self.modules[name]._parameters.items() if one is not None}
 
     def _group(self, name: str) -> FoundGroup | None:
-        """Of this producer; None where it is none, or nothing reads what a scale of its output makes of it."""
+        """Of this producer; None where it is none, or nothing reads what a scale of its output
+        makes of it."""
         for offset in self._offsets(name):
             biased = "bias" in self._own(name)
             alone = FoundGroup(name, (), offset, biased)
@@ -117,10 +134,15 @@ class Watcher:
         return None
 
     def _readers(self, seen: SeenForward, scale: Tensor) -> tuple[str, ...]:
-        """What reads just the scaled output. What experts read may be multiplied by what a router makes of it, so where there are experts
-        it is looked again, with a router that heeds the scale."""
+        """What reads just the scaled output. What experts read may be multiplied by what a router
+        makes of it, so where there are experts it is looked again, with a router that heeds the
+        scale."""
         readers: tuple[str, ...] = ()
-        while found := tuple(one for one in seen.inputs if self._columns(one) == len(scale) and self._reads(one, seen, scale)):
+        while found := tuple(
+            one
+            for one in seen.inputs
+            if self._columns(one) == len(scale) and self._reads(one, seen, scale)
+        ):
             if len(found) == len(readers) or not self.block.plan.experts:
                 return found
             for one in found:
@@ -130,42 +152,62 @@ class Watcher:
         return readers
 
     def _offsets(self, name: str) -> tuple[float | None, ...]:
-        """What a module may be: a linear; or a norm that multiplies by its weight, or by that and 1."""
+        """What a module may be: a linear; or a norm that multiplies by its weight, or by that and
+        1."""
         if name in self.block.plan.linears:
             return (None,)
         return (self.gain_offset(name),) if self.is_norm(name) else ()
 
     def _columns(self, name: str) -> int:
-        """Channels of the input that a module multiplies its columns with; 0 where it is no such module."""
+        """Channels of the input that a module multiplies its columns with; 0 where it is no such
+        module."""
         own = self._own(name)
         if name in self.block.plan.experts:
             return int(self.first.inputs[name].shape[-1])
         matrices = [one for one in own.values() if one.dim() == 2]
-        return int(matrices[0].shape[1]) if len(matrices) == 1 and isinstance(own.get("weight"), Tensor) and own["weight"].dim() == 2 else 0
+        return (
+            int(matrices[0].shape[1])
+            if len(matrices) == 1
+            and isinstance(own.get("weight"), Tensor)
+            and own["weight"].dim() == 2
+            else 0
+        )
 
     def is_norm(self, name: str) -> bool:
-        """Whether a module has a gain for each channel of what it makes, and a bias at most beside it."""
+        """Whether a module has a gain for each channel of what it makes, and a bias at most beside
+        it."""
         own = self._own(name)
         width = self.first.outputs[name].shape[-1] if name in self.first.outputs else 0
-        return "weight" in own and own.keys() <= {"weight", "bias"} and all(one.shape == (width,) for one in own.values())
+        return (
+            "weight" in own
+            and own.keys() <= {"weight", "bias"}
+            and all(one.shape == (width,) for one in own.values())
+        )
 
     def gain_offset(self, name: str) -> float:
         """1 where a norm makes something of a gain of zero, 0 where it does not."""
         gain, bias = (self.block.names.get(f"{name}.{key}") for key in ("weight", "bias"))
         assert gain is not None, name
         self.weights.restore()
-        self.weights.tensors = {one: torch.zeros(self.weights.shapes[one]) for one in (gain, bias) if one is not None}
+        self.weights.tensors = {
+            one: torch.zeros(self.weights.shapes[one]) for one in (gain, bias) if one is not None
+        }
         made = self.look().outputs[name]
         self.weights.restore()
         return 0.0 if float(made.abs().max()) == 0 else 1.0
 
     def is_read_by(self, name: str) -> bool:
-        """Whether a module multiplies what it reads with a matrix that may be quantized, or chooses experts by it."""
+        """Whether a module multiplies what it reads with a matrix that may be quantized, or chooses
+        experts by it."""
         return self._columns(name) > 0
 
     def _reads(self, name: str, seen: SeenForward, scale: Tensor) -> bool:
         before = self.first.inputs.get(name)
-        return before is not None and before.shape[-1] == len(scale) and _alike(seen.inputs[name], before * scale)
+        return (
+            before is not None
+            and before.shape[-1] == len(scale)
+            and _alike(seen.inputs[name], before * scale)
+        )
 
     def _proven(self, groups: list[FoundGroup]) -> bool:
         self.weights.restore()
@@ -175,8 +217,11 @@ class Watcher:
             for reader in group.consumers:
                 self._divide_columns(reader, scale)
         seen, producers = self.look(), {group.producer for group in groups}
-        # Each reader by itself: in the sum of the residual stream a small branch may hide behind a large one.
-        readers = [name for name in self.first.outputs if self.is_read_by(name) and name not in producers]
+        # Each reader by itself: in the sum of the residual stream a small branch may hide behind a
+        # large one.
+        readers = [
+            name for name in self.first.outputs if self.is_read_by(name) and name not in producers
+        ]
         same = all(_alike(seen.outputs.get(name), self.first.outputs[name]) for name in readers)
         return same and distance(seen.output, self.first.output) < SAME
 
@@ -186,7 +231,9 @@ class Watcher:
             self.weights.rows[self.block.disk(group.producer)] = scale
         else:
             gain = self.block.names[f"{group.producer}.weight"]
-            self.weights.tensors[gain] = (self.weights.tensor(gain) + group.gain_offset) * scale - group.gain_offset
+            self.weights.tensors[gain] = (
+                self.weights.tensor(gain) + group.gain_offset
+            ) * scale - group.gain_offset
         if group.biased:
             bias = self.block.names[f"{group.producer}.bias"]
             self.weights.tensors[bias] = self.weights.tensor(bias) * scale

@@ -1,9 +1,12 @@
-"""One decoder layer of transformers over whatever weights the caller gives it, whole or in two halves.
+"""One decoder layer of transformers over whatever weights the caller gives it, whole or in two
+halves.
 
-A layer that adds two branches to the residual stream one after the other is run in halves, so that the second is observed behind the
-rounded first: `attend` stops where the stream between them is read for the first time, and `feed_forward` is the whole layer over that
-stream with the first branch answering zeros. That both give what the whole layer gives was seen when the layer was looked at (kinds.py).
-Any other layer is all `feed_forward`.
+A layer that adds two branches to the residual stream one after the other is run in halves, so that
+the second is observed behind the
+rounded first: `attend` stops where the stream between them is read for the first time, and
+`feed_forward` is the whole layer over that stream with the first branch answering zeros. That both
+give what the whole layer gives was seen when the layer was looked at (kinds.py). Any other layer is
+all `feed_forward`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +31,8 @@ class SiteWeights(Weights, Protocol):
 
 
 class NotExperts(Exception):
-    """A module that holds several matrices in one tensor, and is not asked as routed experts are. name: inside the layer."""
+    """A module that holds several matrices in one tensor, and is not asked as routed experts are.
+    name: inside the layer."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -47,8 +51,8 @@ class _BetweenHalves(Exception):
 
 @dataclass(frozen=True)
 class Halves:
-    """first: children of the layer that compute the first branch, with how many values each returns as a tuple (0: a tensor). cut: the
-    child that reads the stream after it."""
+    """first: children of the layer that compute the first branch, with how many values each returns
+    as a tuple (0: a tensor). cut: the child that reads the stream after it."""
 
     first: Mapping[str, int]
     cut: str
@@ -56,10 +60,11 @@ class Halves:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What runs of a layer, in names inside it. halves: None for a layer that is run whole. linears: module -> the linears that read the
-    same tensor, itself included, the first in order first. experts: modules of stacked routed experts, with what
-    their output is multiplied by before it is added to the residual stream; 1 where more is done with it, and then `beside` are linears
-    whose outputs are read there, too."""
+    """What runs of a layer, in names inside it. halves: None for a layer that is run whole.
+    linears: module -> the linears that read the same tensor, itself included, the first in order
+    first. experts: modules of stacked routed experts, with what their output is multiplied by
+    before it is added to the residual stream; 1 where more is done with it, and then `beside` are
+    linears whose outputs are read there, too."""
 
     linears: Mapping[str, tuple[str, ...]]
     halves: Halves | None = None
@@ -69,7 +74,8 @@ class LayerPlan:
 
 @dataclass
 class _Answers:
-    """What is answered in the place of operators. experts: all together [T, H]; linears: [T, N] by module, zeros for any other."""
+    """What is answered in the place of operators. experts: all together [T, H]; linears: [T, N] by
+    module, zeros for any other."""
 
     experts: Tensor
     linears: Mapping[str, Tensor]
@@ -78,7 +84,9 @@ class _Answers:
 class DecoderLayer:
     """Layer `layer` of a skeleton. weights: asked by the names on disk."""
 
-    def __init__(self, skeleton: Skeleton, layer: int, plan: LayerPlan, weights: SiteWeights) -> None:
+    def __init__(
+        self, skeleton: Skeleton, layer: int, plan: LayerPlan, weights: SiteWeights
+    ) -> None:
         self.skeleton, self.layer, self.plan, self.weights = skeleton, layer, plan, weights
         self.module = skeleton.fresh(layer)
         self.names = skeleton.names(layer)
@@ -99,31 +107,41 @@ class DecoderLayer:
         def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             raise _BetweenHalves(args[0] if args else kwargs["hidden_states"])
 
-        hook = self.module.get_submodule(halves.cut).register_forward_pre_hook(stop, with_kwargs=True)
+        hook = self.module.get_submodule(halves.cut).register_forward_pre_hook(
+            stop, with_kwargs=True
+        )
         try:
             return self._run(hidden, context)
         finally:
             hook.remove()
 
     def feed_forward(self, hidden: Tensor, context: CausalContext) -> Tensor:
-        """hidden [T, H] -> [T, H] after the second half, or the whole layer where it is not run in halves."""
+        """hidden [T, H] -> [T, H] after the second half, or the whole layer where it is not run in
+        halves."""
         if self.plan.halves is None:
             return self._run(hidden, context)
-        zeros = {name: _zeros(count, hidden.shape[-1]) for name, count in self.plan.halves.first.items()}
-        with replaced({self.module.get_submodule(name): forward for name, forward in zeros.items()}):
+        zeros = {
+            name: _zeros(count, hidden.shape[-1]) for name, count in self.plan.halves.first.items()
+        }
+        with replaced(
+            {self.module.get_submodule(name): forward for name, forward in zeros.items()}
+        ):
             return self._run(hidden, context)
 
     def summed(self, hidden: Tensor, context: CausalContext) -> Tensor:
-        """hidden [T, at least H] -> what the experts together add to zeros, and what the linears beside them make: [T, H and more]."""
+        """hidden [T, at least H] -> what the experts together add to zeros, and what the linears
+        beside them make: [T, H and more]."""
         hidden = hidden[:, : self.skeleton.hidden_size]
-        self._made = {name: hidden.new_empty(len(hidden), self._outputs(name)) for name in self.plan.beside}
+        self._made = {
+            name: hidden.new_empty(len(hidden), self._outputs(name)) for name in self.plan.beside
+        }
         self.feed_forward(hidden, context)
         made, self._made = list(self._made.values()), {}
         return torch.cat((torch.zeros_like(hidden), *made), dim=1)
 
     def with_sum(self, hidden: Tensor, summed: Tensor, context: CausalContext) -> Tensor:
-        """hidden [T, H and more], with what linears beside the experts made; summed [T, H] -> [T, H] after the layer. No other linear is
-        asked."""
+        """hidden [T, H and more], with what linears beside the experts made; summed [T, H] -> [T,
+        H] after the layer. No other linear is asked."""
         width = self.skeleton.hidden_size
         made = hidden[:, width:].split([self._outputs(name) for name in self.plan.beside], dim=1)
         self._answers = _Answers(summed, dict(zip(self.plan.beside, made)))
@@ -145,7 +163,9 @@ class DecoderLayer:
             call = self.skeleton.calls(length)[self.layer].on(hidden.device)
             try:
                 with torch.no_grad():
-                    found = self.skeleton.result(self.module(hidden[part][None], *call.args, **call.kwargs))
+                    found = self.skeleton.result(
+                        self.module(hidden[part][None], *call.args, **call.kwargs)
+                    )
             except _BetweenHalves as reached:
                 found = reached.hidden
             if found.is_meta:
@@ -155,24 +175,35 @@ class DecoderLayer:
         return made
 
     def fill(self) -> None:
-        """Linears ask the weights' operators, experts too; all else gets its tensors, where the caller has them."""
+        """Linears ask the weights' operators, experts too; all else gets its tensors, where the
+        caller has them."""
         for name, module in list(self.module.named_modules()):
             if name in self.plan.experts:
                 module.forward = self._experts(name, next(module.parameters()).shape[0])
                 continue
             for key in [key for key, one in module._parameters.items() if one is not None]:
                 self._fill_one(module, key, f"{name}.{key}" if name else key)
-            for key in [key for key, one in module._buffers.items() if one is not None and key not in module._non_persistent_buffers_set]:
+            for key in [
+                key
+                for key, one in module._buffers.items()
+                if one is not None and key not in module._non_persistent_buffers_set
+            ]:
                 disk = self.names.get(f"{name}.{key}" if name else key)
                 if disk is not None and self.weights.has(disk):
                     module._buffers[key] = self.weights.tensor(disk)
             if name in self.plan.linears:
                 site = tuple(self.disk(one) for one in self.plan.linears[name])
-                module.forward = self._linear(name, module, self.weights.linear_of(self.disk(name), site))
+                module.forward = self._linear(
+                    name, module, self.weights.linear_of(self.disk(name), site)
+                )
 
     def _fill_one(self, module: nn.Module, key: str, name: str) -> None:
         disk = self.names.get(name)
-        if disk is None or name.removesuffix(".weight") in self.plan.linears or not self.weights.has(disk):
+        if (
+            disk is None
+            or name.removesuffix(".weight") in self.plan.linears
+            or not self.weights.has(disk)
+        ):
             return
         module._parameters[key] = nn.Parameter(self.weights.tensor(disk), requires_grad=False)
 
@@ -192,7 +223,10 @@ class DecoderLayer:
 
     def _experts(self, module: str, count: int) -> Callable[..., Tensor]:
         """Asked with the weights that an expert's output has in the residual stream."""
-        op, factor = self.weights.experts(self.experts_name(module), count), self.plan.experts[module]
+        op, factor = (
+            self.weights.experts(self.experts_name(module), count),
+            self.plan.experts[module],
+        )
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             asked = Asked.of((*args, *kwargs.values()), count)
@@ -242,7 +276,11 @@ def _zeros(count: int, width: int) -> Callable[..., Any]:
     """A branch that adds nothing to a stream of `width` channels."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        given = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.dim() == 3 and one.shape[-1] == width)
+        given = (
+            one
+            for one in (*args, *kwargs.values())
+            if isinstance(one, Tensor) and one.dim() == 3 and one.shape[-1] == width
+        )
         zeros = torch.zeros_like(next(given))
         return (zeros, *[None] * (count - 1)) if count else zeros
 

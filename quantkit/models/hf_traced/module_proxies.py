@@ -1,7 +1,9 @@
-"""Weights for a forward that is only watched: what a layer computes with them says what it is made of, and nothing else.
+"""Weights for a forward that is only watched: what a layer computes with them says what it is made
+of, and nothing else.
 
-A linear is a sparse random matrix with four entries for each row or column, whichever are more, so a layer of any size is run in a moment;
-every other tensor is random and whole. Scales can be moved about: the columns of a reader and the rows of a producer are multiplied.
+A linear is a sparse random matrix with four entries for each row or column, whichever are more, so
+a layer of any size is run in a moment; every other tensor is random and whole. Scales can be moved
+about: the columns of a reader and the rows of a producer are multiplied.
 """
 
 from collections.abc import Mapping
@@ -17,9 +19,10 @@ _ENTRIES = 4
 
 
 class StandIns:
-    """shapes: of every tensor, by the name on disk. columns, rows: multiply the columns [K] or rows [N] of a linear, by module; tensors:
-    other values, by name. answers: of experts, instead of something that depends on what they are asked. chosen: experts of a token, once
-    some were asked."""
+    """shapes: of every tensor, by the name on disk. columns, rows: multiply the columns [K] or rows
+    [N] of a linear, by module; tensors:
+    other values, by name. answers: of experts, instead of something that depends on what they are
+    asked. chosen: experts of a token, once some were asked."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = dict(shapes)
@@ -51,7 +54,10 @@ class StandIns:
             count = _ENTRIES * max(n, k)
             generator = _generator(module)
             where = [torch.randperm(count, generator=generator) % size for size in (n, k)]
-            self._entries[module] = (*where, torch.randn(count, generator=generator) * (n / count) ** 0.5)  # type: ignore[assignment]
+            self._entries[module] = (
+                *where,
+                torch.randn(count, generator=generator) * (n / count) ** 0.5,
+            )  # type: ignore[assignment]
         out, read, value = self._entries[module]
 
         def apply(x: Tensor) -> Tensor:
@@ -62,7 +68,8 @@ class StandIns:
         return apply
 
     def experts(self, prefix: str, num_experts: int, gating: Gating = SILU) -> ExpertsOp:
-        """Something of x, the experts and their weights that no scale passes through but one of all its columns."""
+        """Something of x, the experts and their weights that no scale passes through but one of all
+        its columns."""
 
         def apply(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
             x = x * self.columns[prefix] if prefix in self.columns else x

@@ -1,9 +1,11 @@
-"""A model as transformers builds it of config.json, without weights: its decoder layers, how they are called, and what checkpoints call
-their tensors.
+"""A model as transformers builds it of config.json, without weights: its decoder layers, how they
+are called, and what checkpoints call their tensors.
 
-Layers are called by the model's own forward: it is run once for each length of a sequence, with every layer replaced by one that writes
-down what it is given besides the hidden states (masks, rotary tables) and hands on a tensor of its own. So it is seen, too, that nothing
-happens between two layers; where something does, a model is not taken apart, and computed as a whole alone (whole.py).
+Layers are called by the model's own forward: it is run once for each length of a sequence, with
+every layer replaced by one that writes down what it is given besides the hidden states (masks,
+rotary tables) and hands on a tensor of its own. So it is seen, too, that nothing happens between
+two layers; where something does, a model is not taken apart, and computed as a whole alone
+(whole.py).
 """
 
 import copy
@@ -16,7 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.common.errors import QuantkitError
-from quantkit.models.module_tree import build_model, decoder_stack, linear_weights, not_built, published_names, text_model
+from quantkit.models.module_tree import (
+    build_model,
+    decoder_stack,
+    linear_weights,
+    not_built,
+    published_names,
+    text_model,
+)
 
 PROBED = 8
 """Tokens of the sequences that are run to look at a model."""
@@ -40,13 +49,18 @@ class Call:
 
     def on(self, device: torch.device) -> "Call":
         """The same with its tensors on a device."""
-        return Call(_moved(self.args, device), {key: _moved(value, device) for key, value in self.kwargs.items()})
+        return Call(
+            _moved(self.args, device),
+            {key: _moved(value, device) for key, value in self.kwargs.items()},
+        )
 
 
 class Skeleton:
-    """model: transformers' model on the meta device. text: its stack of decoder layers, with what is around it. prefixes: of the layers, by
-    number. published: name of a tensor -> its name on disk; a tensor that is stored in another form has none. linears: names of tensors
-    that `module_tree` takes for linears, by transformers' names. tied: the head is the embedding."""
+    """model: transformers' model on the meta device. text: its stack of decoder layers, with what
+    is around it. prefixes: of the layers, by
+    number. published: name of a tensor -> its name on disk; a tensor that is stored in another form
+    has none. linears: names of tensors that `module_tree` takes for linears, by transformers'
+    names. tied: the head is the embedding."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.told = f"model_type {config.get('model_type')!r}"
@@ -64,18 +78,26 @@ class Skeleton:
         self.fill_outside({})
         self._kept: dict[int, list[Call]] = {}
 
-    # --- layers ------------------------------------------------------------------------------------------------------------
+    # --- layers
+    # ------------------------------------------------------------------------------------------------------------
 
     def fresh(self, layer: int) -> nn.Module:
         """A copy of one decoder layer, whose parameters are on the meta device still."""
         config = getattr(self.layers[layer], "config", None)
-        kept = {id(one): one for one in (config, self.model.config, self.text.config) if one is not None}
+        kept = {
+            id(one): one for one in (config, self.model.config, self.text.config) if one is not None
+        }
         return copy.deepcopy(self.layers[layer], kept).eval()
 
     def names(self, layer: int) -> dict[str, str]:
-        """Name of a tensor inside the layer -> its name on disk, of those that are stored as they are."""
+        """Name of a tensor inside the layer -> its name on disk, of those that are stored as they
+        are."""
         prefix = f"{self.prefixes[layer]}."
-        return {name.removeprefix(prefix): disk for name, disk in self.published.items() if name.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): disk
+            for name, disk in self.published.items()
+            if name.startswith(prefix)
+        }
 
     def kind(self, layer: int) -> str:
         """Layers of one kind compute the same, from other weights."""
@@ -90,48 +112,79 @@ class Skeleton:
 
     @property
     def positions(self) -> int | None:
-        """Tokens of the longest text that the model was made for; None where its config does not say. Dynamic frequencies are stretched
-        for texts up to their factor longer than max_position_embeddings."""
+        """Tokens of the longest text that the model was made for; None where its config does not
+        say. Dynamic frequencies are stretched for texts up to their factor longer than
+        max_position_embeddings."""
         config = self.model.config.get_text_config()
-        found = next((found for name in _POSITIONS if type(found := getattr(config, name, None)) is int), None)
+        found = next(
+            (found for name in _POSITIONS if type(found := getattr(config, name, None)) is int),
+            None,
+        )
         rope = getattr(config, "rope_parameters", None) or {}
-        return int(found * rope["factor"]) if found and rope.get("rope_type") == "dynamic" else found
+        return (
+            int(found * rope["factor"]) if found and rope.get("rope_type") == "dynamic" else found
+        )
 
     def forget_lengths(self) -> None:
-        """As before any text: dynamic frequencies are those of the longest text so far, which another text has nothing to do with."""
+        """As before any text: dynamic frequencies are those of the longest text so far, which
+        another text has nothing to do with."""
         for module in self.text.modules():
             if hasattr(module, "max_seq_len_cached") and hasattr(module, "original_inv_freq"):
                 module.max_seq_len_cached = module.original_max_seq_len
                 module.inv_freq = module.original_inv_freq.clone()
 
     def check_length(self, length: int) -> None:
-        """Raises QuantkitError where the model's forward does not take texts of `length` tokens, as with learned positions."""
+        """Raises QuantkitError where the model's forward does not take texts of `length` tokens, as
+        with learned positions."""
         try:
             self.calls(length)
         except Exception as fault:  # whatever a forward makes of a position that it has not
             places = f"a model of {self.positions} positions" if self.positions else "the model"
-            remedy = f"use --seq-len {self.positions} or less" if self.positions else "use a smaller --seq-len"
-            raise QuantkitError(f"{self.told}: {places} computes no texts of {length} tokens ({fault!s:.80})", remedy) from fault
+            remedy = (
+                f"use --seq-len {self.positions} or less"
+                if self.positions
+                else "use a smaller --seq-len"
+            )
+            raise QuantkitError(
+                f"{self.told}: {places} computes no texts of {length} tokens ({fault!s:.80})",
+                remedy,
+            ) from fault
 
-    # --- outside the layers ------------------------------------------------------------------------------------------------
+    # --- outside the layers
+    # ------------------------------------------------------------------------------------------------
 
     @property
     def outside(self) -> dict[str, nn.Module]:
-        """The modules of the text model, by name, that have tensors of their own and are neither in a layer nor the embedding."""
-        inner = {id(one) for layer in self.layers for one in layer.modules()} | {id(self.text.get_input_embeddings())}
+        """The modules of the text model, by name, that have tensors of their own and are neither in
+        a layer nor the embedding."""
+        inner = {id(one) for layer in self.layers for one in layer.modules()} | {
+            id(self.text.get_input_embeddings())
+        }
         modules = self.model.named_modules()
         own = {id(one) for one in self.text.modules()} - inner
-        return {name: one for name, one in modules if id(one) in own and next(one.parameters(recurse=False), None) is not None}
+        return {
+            name: one
+            for name, one in modules
+            if id(one) in own and next(one.parameters(recurse=False), None) is not None
+        }
 
     def fill_outside(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give these modules their tensors, by the names on disk, in float32; random ones for those that are not there."""
+        """Give these modules their tensors, by the names on disk, in float32; random ones for those
+        that are not there."""
         for name, module in self.outside.items():
-            for key, shape in [(key, one.shape) for key, one in module._parameters.items() if one is not None]:
+            for key, shape in [
+                (key, one.shape) for key, one in module._parameters.items() if one is not None
+            ]:
                 value = tensors.get(self.published.get(f"{name}.{key}", ""))
-                value = 1 + 0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(5)) if value is None else value
+                value = (
+                    1 + 0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(5))
+                    if value is None
+                    else value
+                )
                 module._parameters[key] = nn.Parameter(value.float(), requires_grad=False)
 
-    # --- the forward around them --------------------------------------------------------------------------------------------
+    # --- the forward around them
+    # --------------------------------------------------------------------------------------------
 
     def calls(self, length: int) -> list[Call]:
         """How every layer is called for a sequence of `length` tokens."""
@@ -162,10 +215,14 @@ class Skeleton:
         return last[0]
 
     def _run(self, embedded: Tensor) -> tuple[list[Call], list[Tensor], list[Tensor]]:
-        """One forward over embeddings [1, L, H]. Returns how the layers were called, with what hidden states, and what they answered."""
+        """One forward over embeddings [1, L, H]. Returns how the layers were called, with what
+        hidden states, and what they answered."""
         calls: list[Call] = []
         given: list[Tensor] = []
-        answers = [torch.randn(embedded.shape, generator=torch.Generator().manual_seed(layer)) for layer in range(len(self.layers))]
+        answers = [
+            torch.randn(embedded.shape, generator=torch.Generator().manual_seed(layer))
+            for layer in range(len(self.layers))
+        ]
 
         def answer(hidden: Tensor, call: Call) -> Tensor:
             calls.append(call)
@@ -181,7 +238,8 @@ class Skeleton:
 
     @contextmanager
     def _layers_replaced(self, forwards: list[Callable[[Tensor, Call], Tensor]]) -> Iterator[None]:
-        """While this lasts, layers compute (hidden states, the rest of the call) -> hidden states."""
+        """While this lasts, layers compute (hidden states, the rest of the call) -> hidden
+        states."""
         for layer, compute in zip(self.layers, forwards):
             layer.forward = self._as_forward(compute)
         try:
@@ -200,52 +258,78 @@ class Skeleton:
         return forward
 
     def check_chain(self) -> None:
-        """Layers are given nothing that depends on the tokens but the hidden states, and those as the layer before returned them.
-        Raises QuantkitError where it is otherwise."""
+        """Layers are given nothing that depends on the tokens but the hidden states, and those as
+        the layer before returned them. Raises QuantkitError where it is otherwise."""
         shape = (1, PROBED, self.hidden_size)
         for self._returned in (0, 2, 1, 3):
             try:
-                calls, given, answers = self._run(torch.randn(shape, generator=torch.Generator().manual_seed(99)))
+                calls, given, answers = self._run(
+                    torch.randn(shape, generator=torch.Generator().manual_seed(99))
+                )
                 others, _, _ = self._run(torch.zeros(shape))
-            except Exception as fault:  # whatever a forward makes of layers that return something else than it expects
+            # whatever a forward makes of layers that return something else than it expects
+            except Exception as fault:
                 told = f"{type(fault).__name__}: {fault!s:.80}"
                 continue
             if len(calls) != len(self.layers):
                 told = f"its forward calls {len(calls)} of {len(self.layers)} layers"
-            elif not all(isinstance(a, Tensor) and a.shape == shape and torch.equal(a, b) for a, b in zip(given[1:], answers)):
+            elif not all(
+                isinstance(a, Tensor) and a.shape == shape and torch.equal(a, b)
+                for a, b in zip(given[1:], answers)
+            ):
                 told = "something is computed between its layers"
-            elif not all(_same(a.args, b.args) and _same(dict(a.kwargs), dict(b.kwargs)) for a, b in zip(calls, others)):
+            elif not all(
+                _same(a.args, b.args) and _same(dict(a.kwargs), dict(b.kwargs))
+                for a, b in zip(calls, others)
+            ):
                 told = "its layers read the tokens once more"
             else:
                 return
-        raise QuantkitError(f"{self.told}: transformers' layers cannot be run one by one ({told})", ROUTE)
+        raise QuantkitError(
+            f"{self.told}: transformers' layers cannot be run one by one ({told})", ROUTE
+        )
 
     def _fill_buffers(self) -> None:
-        """Tables that are computed from the config, such as rotary frequencies, as the model's own initialization computes them."""
+        """Tables that are computed from the config, such as rotary frequencies, as the model's own
+        initialization computes them."""
         owner: dict[int, Any] = {}
         for part in self.model.modules():
             if hasattr(part, "_init_weights"):
                 owner |= {id(inner): part for inner in part.modules()}
         for name, module in self.text.named_modules():
-            missing = [key for key in module._non_persistent_buffers_set if getattr(module, key) is not None]
+            missing = [
+                key
+                for key in module._non_persistent_buffers_set
+                if getattr(module, key) is not None
+            ]
             for key in missing:
                 made = torch.empty_like(getattr(module, key), device="cpu")
-                module._buffers[key] = made.fill_(torch.nan) if made.is_floating_point() else made.fill_(-1)
+                module._buffers[key] = (
+                    made.fill_(torch.nan) if made.is_floating_point() else made.fill_(-1)
+                )
             if missing:
                 with torch.no_grad():
                     owner[id(module)]._init_weights(module)
             for key in missing:
                 if module._buffers[key].is_floating_point() and module._buffers[key].isnan().any():
-                    raise QuantkitError(f"{self.told}: transformers does not say what {name}.{key} is", ROUTE)
+                    raise QuantkitError(
+                        f"{self.told}: transformers does not say what {name}.{key} is", ROUTE
+                    )
 
 
 def check_built(config: Mapping[str, Any]) -> None:
-    """Raise QuantkitError where config.json names no architecture, and where transformers, which is an extra of quantkit's, is missing, or
-    does not know it."""
+    """Raise QuantkitError where config.json names no architecture, and where transformers, which is
+    an extra of quantkit's, is missing, or does not know it."""
     if not config.get("model_type"):
-        raise QuantkitError("it has no model_type, by which the model's code is chosen", "use the config.json that came with the model")
+        raise QuantkitError(
+            "it has no model_type, by which the model's code is chosen",
+            "use the config.json that came with the model",
+        )
     if why := not_built(config):
-        told = f"model_type {config.get('model_type')!r} is not one that quantkit has a file for, and {why}"
+        told = (
+            f"model_type {config.get('model_type')!r} is not one that quantkit has a file for, "
+            f"and {why}"
+        )
         raise QuantkitError(told, "pip install -U 'quantkit[transformers]', or " + ROUTE)
 
 
@@ -254,15 +338,21 @@ def _build(config: Mapping[str, Any], told: str) -> Any:
     for attention in ("sdpa", "eager"):
         try:
             return build_model(config, attention).eval()
-        except Exception as found:  # an attention it does not have, or a config that it does not build
+        except (
+            Exception
+        ) as found:  # an attention it does not have, or a config that it does not build
             fault = found
-    raise QuantkitError(f"{told}: transformers does not build it ({type(fault).__name__}: {fault!s:.160})", ROUTE) from fault
+    raise QuantkitError(
+        f"{told}: transformers does not build it ({type(fault).__name__}: {fault!s:.160})", ROUTE
+    ) from fault
 
 
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
-    return type(value)(_moved(one, device) for one in value) if type(value) in (tuple, list) else value
+    return (
+        type(value)(_moved(one, device) for one in value) if type(value) in (tuple, list) else value
+    )
 
 
 def _nbytes(*of_lengths: list[Call]) -> int:

@@ -1,5 +1,6 @@
-"""A whole checkpoint in memory, computed by transformers' own forward: for architectures without a file here, so that what was made of them
-can be measured. Quantized weights are decoded at load; linears of 8-bit schemes round what they read, as operators do. It is slow.
+"""A whole checkpoint in memory, computed by transformers' own forward: for architectures without a
+file here, so that what was made of them can be measured. Quantized weights are decoded at load;
+linears of 8-bit schemes round what they read, as operators do. It is slow.
 """
 
 from collections.abc import Callable
@@ -17,26 +18,36 @@ from quantkit.common.errors import QuantkitError
 from quantkit.grids.weights import dequantize
 from quantkit.models.activation_quant import AS_IT_IS, Reading
 from quantkit.models.hf_traced.embed_and_head import logits_of
-from quantkit.models.hf_traced.experts import Asked, StackedExperts, UnknownExperts, experts_modules, look_at_experts
+from quantkit.models.hf_traced.experts import (
+    Asked,
+    StackedExperts,
+    UnknownExperts,
+    experts_modules,
+    look_at_experts,
+)
 from quantkit.models.hf_traced.skeleton import ROUTE, Skeleton, check_built
 
 
 def slow_by_transformers(path: Path) -> str:
     """What to say of a checkpoint that is computed so."""
-    return f"{path} is computed by transformers on decoded weights, because quantkit has no file for its architecture: slow"
+    return (
+        f"{path} is computed by transformers on decoded weights, because quantkit has no file "
+        "for its architecture: slow"
+    )
 
 
 @dataclass
 class Passed:
-    """What one forward leaves: hidden [T, H] after each layer, and `final` [T, H], which the head multiplies."""
+    """What one forward leaves: hidden [T, H] after each layer, and `final` [T, H], which the head
+    multiplies."""
 
     hidden: dict[int, Tensor] = field(default_factory=dict)
     final: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 class WholeModel:
-    """Raises QuantkitError where transformers is missing or does not know the model, and where a tensor that it computes with is not
-    stored."""
+    """Raises QuantkitError where transformers is missing or does not know the model, and where a
+    tensor that it computes with is not stored."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         self.checkpoint, self.device, self.dtype = checkpoint, device, dtype
@@ -45,8 +56,13 @@ class WholeModel:
             self.skeleton = Skeleton(checkpoint.config)
         except QuantkitError as fault:
             told = f"{checkpoint.path / 'config.json'}: {fault.problem}"
-            otherwise = "use the config.json that came with these weights, pip install -U 'quantkit[transformers]', or use another engine"
-            raise QuantkitError(told, otherwise if ROUTE in fault.remedy else fault.remedy) from fault
+            otherwise = (
+                "use the config.json that came with these weights, pip install -U "
+                "'quantkit[transformers]', or use another engine"
+            )
+            raise QuantkitError(
+                told, otherwise if ROUTE in fault.remedy else fault.remedy
+            ) from fault
         self.model: Any = self.skeleton.model
         self._fill()
 
@@ -66,7 +82,8 @@ class WholeModel:
 
     @torch.no_grad()
     def forward(self, ids: Tensor) -> Passed:
-        """ids int64 [T] of one sequence. Raises QuantkitError where these are more than the model has positions for."""
+        """ids int64 [T] of one sequence. Raises QuantkitError where these are more than the model
+        has positions for."""
         passed, longest = Passed(), self.max_position_embeddings
 
         def keep(number: int) -> Callable[..., None]:
@@ -75,15 +92,24 @@ class WholeModel:
 
             return hook
 
-        hooks = [layer.register_forward_hook(keep(number)) for number, layer in enumerate(self.skeleton.layers)]
+        hooks = [
+            layer.register_forward_hook(keep(number))
+            for number, layer in enumerate(self.skeleton.layers)
+        ]
         head = self.model.get_output_embeddings()
-        hooks.append(head.register_forward_pre_hook(lambda module, args: setattr(passed, "final", args[0][0])))
+        hooks.append(
+            head.register_forward_pre_hook(
+                lambda module, args: setattr(passed, "final", args[0][0])
+            )
+        )
         try:
             self._computed(ids[None].to(self.device), use_cache=False)
         except QuantkitError as fault:
             if longest is None or len(ids) <= longest:
                 raise
-            told = f"{self.checkpoint.path} has {longest} positions, and a text has {len(ids)} tokens"
+            told = (
+                f"{self.checkpoint.path} has {longest} positions, and a text has {len(ids)} tokens"
+            )
             raise QuantkitError(told, f"give --seq-len {longest}") from fault
         finally:
             for hook in hooks:
@@ -98,13 +124,19 @@ class WholeModel:
 
     @torch.no_grad()
     def next_logits(self, ids: list[int], cache: Any) -> tuple[Tensor, Any]:
-        """Of the token after `ids`, which follow those in `cache` (None at first): float32 [1, vocab], and what to give for the next; None
-        where the model has no cache of keys and values, and wants the whole text again."""
-        found = self._computed(torch.tensor([ids], device=self.device), past_key_values=cache, use_cache=self._has_cache)
+        """Of the token after `ids`, which follow those in `cache` (None at first): float32 [1,
+        vocab], and what to give for the next; None where the model has no cache of keys and values,
+        and wants the whole text again."""
+        found = self._computed(
+            torch.tensor([ids], device=self.device),
+            past_key_values=cache,
+            use_cache=self._has_cache,
+        )
         return found.logits[0, -1:].float(), getattr(found, "past_key_values", None)
 
     def _computed(self, ids: Tensor, **how: Any) -> Any:
-        """What transformers' forward makes of ids [1, T]. Raises QuantkitError where it fails, as with a config.json whose sizes do not go
+        """What transformers' forward makes of ids [1, T]. Raises QuantkitError where it fails, as
+        with a config.json whose sizes do not go
         together: a rotary_dim above the head's, for one."""
         if how.get("past_key_values") is None:
             self.skeleton.forget_lengths()
@@ -112,36 +144,65 @@ class WholeModel:
             return self.model(input_ids=ids, **how)
         except torch.OutOfMemoryError:
             raise
-        except (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as fault:
-            told = f"{self.checkpoint.path}: transformers fails to compute it ({type(fault).__name__}: {fault!s:.120})"
-            remedy = "the values of its config.json may not go together: use the one that came with these weights"
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            NotImplementedError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as fault:
+            told = (
+                f"{self.checkpoint.path}: transformers fails to compute it "
+                f"({type(fault).__name__}: {fault!s:.120})"
+            )
+            remedy = (
+                "the values of its config.json may not go together: use the one that came "
+                "with these weights"
+            )
             raise QuantkitError(told, remedy) from fault
 
     @property
     def _has_cache(self) -> bool:
-        """Transformers' caches are told how long a text is by a layer that attends; a model may have none."""
+        """Transformers' caches are told how long a text is by a layer that attends; a model may
+        have none."""
         kinds = getattr(self.model.config.get_text_config(), "layer_types", None)
-        return not kinds or any(kind.endswith("attention") and kind != "linear_attention" for kind in kinds)
+        return not kinds or any(
+            kind.endswith("attention") and kind != "linear_attention" for kind in kinds
+        )
 
-    # --- weights -------------------------------------------------------------------------------------------------------------
+    # --- weights
+    # -------------------------------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
         """Every tensor of the text model and the head, and the buffers that go with them."""
-        head, text = self.model.get_output_embeddings(), {id(one) for one in self.skeleton.text.modules()}
-        names = {name: one for name, one in self.model.named_modules() if id(one) in text or one is head}
+        head, text = (
+            self.model.get_output_embeddings(),
+            {id(one) for one in self.skeleton.text.modules()},
+        )
+        names = {
+            name: one for name, one in self.model.named_modules() if id(one) in text or one is head
+        }
         for name, module in names.items():
-            experts = next(((name, one) for _, one in experts_modules(module) if one is module), None)
+            experts = next(
+                ((name, one) for _, one in experts_modules(module) if one is module), None
+            )
             if experts is not None and self._fill_experts(*experts):
                 continue
             for key in [key for key, one in module._parameters.items() if one is not None]:
                 if not (module is head and key == "weight" and self.skeleton.tied):
-                    module._parameters[key] = nn.Parameter(self._read(f"{name}.{key}"), requires_grad=False)
+                    module._parameters[key] = nn.Parameter(
+                        self._read(f"{name}.{key}"), requires_grad=False
+                    )
             for key, one in list(module._buffers.items()):
                 if one is not None and key not in module._non_persistent_buffers_set:
                     module._buffers[key] = self._read(f"{name}.{key}")
                 elif one is not None:
                     module._buffers[key] = one.to(self.device)
-            reading = self._reading(self.skeleton.published.get(f"{name}.weight", "").removesuffix(".weight"))
+            reading = self._reading(
+                self.skeleton.published.get(f"{name}.weight", "").removesuffix(".weight")
+            )
             if isinstance(module, nn.Linear) and reading != AS_IT_IS:
                 own: Any = module
                 own.forward = _rounding(module, reading)
@@ -150,27 +211,41 @@ class WholeModel:
         self._place_the_rest()
 
     def _place_the_rest(self) -> None:
-        """Parts that no text goes through: NaN, in no memory. A model asks its first tensor for the device to compute on."""
+        """Parts that no text goes through: NaN, in no memory. A model asks its first tensor for the
+        device to compute on."""
         for module in self.model.modules():
             for key, one in module._parameters.items():
                 if one is not None and one.is_meta:
-                    value = torch.full((), torch.nan, dtype=self.dtype, device=self.device).expand(one.shape)
+                    value = torch.full((), torch.nan, dtype=self.dtype, device=self.device).expand(
+                        one.shape
+                    )
                     module._parameters[key] = nn.Parameter(value, requires_grad=False)
 
     def _read(self, name: str) -> Tensor:
         disk = self.skeleton.published.get(name)
         if disk is None:
-            told = f"{self.checkpoint.path} holds {name} in another form than transformers computes with"
-            raise QuantkitError(told, "compute it with transformers itself: quantkit converts no tensors there")
-        if not (disk.removesuffix(".weight") in self.checkpoint.linears or self.checkpoint.has(disk)):
+            told = (
+                f"{self.checkpoint.path} holds {name} in another form than transformers "
+                "computes with"
+            )
+            raise QuantkitError(
+                told, "compute it with transformers itself: quantkit converts no tensors there"
+            )
+        if not (
+            disk.removesuffix(".weight") in self.checkpoint.linears or self.checkpoint.has(disk)
+        ):
             told = f"{self.checkpoint.path} lacks {disk}, which transformers computes with"
-            raise QuantkitError(told, "download the missing shard, or use the config.json of these weights")
+            raise QuantkitError(
+                told, "download the missing shard, or use the config.json of these weights"
+            )
         return self._stored(disk)
 
     def _stored(self, disk: str) -> Tensor:
         module = disk.removesuffix(".weight")
         value = (
-            self.checkpoint.weight(module, self.device) if module in self.checkpoint.linears else self.checkpoint.read(disk, self.device)
+            self.checkpoint.weight(module, self.device)
+            if module in self.checkpoint.linears
+            else self.checkpoint.read(disk, self.device)
         )
         value = dequantize(value)
         return value.to(self.dtype) if value.is_floating_point() else value
@@ -178,22 +253,35 @@ class WholeModel:
     def _reading(self, module: str) -> Reading:
         """How a linear reads its input."""
         bits = self.checkpoint.activation_bits(module)
-        return Reading.of(self.checkpoint.weight(module, self.device), bits) if bits == 4 else Reading(bits)
+        return (
+            Reading.of(self.checkpoint.weight(module, self.device), bits)
+            if bits == 4
+            else Reading(bits)
+        )
 
     def _fill_experts(self, name: str, module: nn.Module) -> bool:
-        """Stacked routed experts, from one tensor for each; whether they are stored so, or stacked otherwise than transformers has them."""
+        """Stacked routed experts, from one tensor for each; whether they are stored so, or stacked
+        otherwise than transformers has them."""
         try:
             found = look_at_experts(self.model, name, module)
         except UnknownExperts:
             return False
         if not all(_is_stored(self.checkpoint, disk) for disk in found.names[0]):
-            as_they_are = all(f"{name}.{key}" in self.skeleton.published for key in module._parameters)
+            as_they_are = all(
+                f"{name}.{key}" in self.skeleton.published for key in module._parameters
+            )
             stored = {stack: self.checkpoint.tensors.get(stack.name) for stack in found.stacks}
-            if as_they_are and all(info is None or stack.is_turned(info) == stack.turned for stack, info in stored.items()):
+            if as_they_are and all(
+                info is None or stack.is_turned(info) == stack.turned
+                for stack, info in stored.items()
+            ):
                 return False
             self.checkpoint = cut_up(self.checkpoint, found.stacks)
         each = [[self._stored(disk) for disk in triple] for triple in found.names]
-        readings = [[self._reading(disk.removesuffix(".weight")) for disk in (gate, down)] for gate, _, down in found.names]
+        readings = [
+            [self._reading(disk.removesuffix(".weight")) for disk in (gate, down)]
+            for gate, _, down in found.names
+        ]
         module.forward = _experts(found, each, readings)
         return True
 
@@ -206,7 +294,9 @@ def _rounding(linear: nn.Linear, reading: Reading) -> Callable[[Tensor], Tensor]
     return lambda x: F.linear(reading(x.float()).to(x.dtype), linear.weight, linear.bias)
 
 
-def _experts(found: StackedExperts, each: list[list[Tensor]], readings: list[list[Reading]]) -> Callable[..., Tensor]:
+def _experts(
+    found: StackedExperts, each: list[list[Tensor]], readings: list[list[Reading]]
+) -> Callable[..., Tensor]:
     """A mixture as a loop over the experts that are asked."""
 
     def forward(*given: Tensor) -> Tensor:
@@ -217,7 +307,11 @@ def _experts(found: StackedExperts, each: list[list[Tensor]], readings: list[lis
         for expert in topk_ids.unique().tolist():
             tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
             if expert >= len(each):  # a place for no expert
-                out.index_add_(0, tokens, found.beyond * x[tokens] * topk_weights[tokens, slots, None].to(x.dtype))
+                out.index_add_(
+                    0,
+                    tokens,
+                    found.beyond * x[tokens] * topk_weights[tokens, slots, None].to(x.dtype),
+                )
                 continue
             gate, up, down = each[expert]
             before, between = readings[expert]

@@ -1,12 +1,15 @@
-"""Which expert lies in which slot of which device, so that all devices of a layer have the same to do.
+"""Which expert lies in which slot of which device, so that all devices of a layer have the same to
+do.
 
-A layer's load is shared out in three steps. Copies: as long as there are slots, the expert whose copies have most to do gets one more;
-no other choice makes the busiest copy less busy. Packing: the busiest copy goes to the device that has least, as far as that has a free
-slot and no copy of the same expert. Refining: slots of two devices are exchanged, or a copy becomes one of another expert, as long as
-that lowers the sum of squared loads.
+A layer's load is shared out in three steps. Copies: as long as there are slots, the expert whose
+copies have most to do gets one more; no other choice makes the busiest copy less busy. Packing: the
+busiest copy goes to the device that has least, as far as that has a free slot and no copy of the
+same expert. Refining: slots of two devices are exchanged, or a copy becomes one of another expert,
+as long as that lowers the sum of squared loads.
 
-The first two are what DeepSeek's EPLB does (github.com/deepseek-ai/EPLB, eplb.py: `replicate_experts`, `balanced_packing`), but for
-copies of one expert on one device, which EPLB allows and which are of no use. Tokens are assumed to be spread evenly over the copies.
+The first two are what DeepSeek's EPLB does (github.com/deepseek-ai/EPLB, eplb.py:
+`replicate_experts`, `balanced_packing`), but for copies of one expert on one device, which EPLB
+allows and which are of no use. Tokens are assumed to be spread evenly over the copies.
 """
 
 import heapq
@@ -16,7 +19,8 @@ import numpy as np
 Loads = np.ndarray
 """float64 [experts]: what the tokens of a layer ask of each expert, in any unit."""
 Slots = np.ndarray
-"""int64 [devices, slots]: the expert in each slot of a layer. No device has an expert twice, and every expert is somewhere."""
+"""int64 [devices, slots]: the expert in each slot of a layer. No device has an expert twice, and
+every expert is somewhere."""
 
 _ROUNDS = 400
 """Exchanges that refining makes at most, for each device."""
@@ -27,7 +31,8 @@ _GAIN = 1e-9
 
 
 def place_layer(loads: Loads, devices: int, slots: int) -> Slots:
-    """The experts of one layer on `devices` of `slots` slots each; experts <= devices * slots <= experts * devices."""
+    """The experts of one layer on `devices` of `slots` slots each; experts <= devices * slots <=
+    experts * devices."""
     loads = np.maximum(loads.astype(np.float64), 0.0)
     total = loads.sum()
     # An expert that nobody asked for is not free: half a token keeps its copies apart from others.
@@ -37,7 +42,8 @@ def place_layer(loads: Loads, devices: int, slots: int) -> Slots:
 
 
 def copy_experts(loads: Loads, slots: int, most: int) -> np.ndarray:
-    """How many copies of each expert fill `slots`, int64 [experts], at most `most` of one, with the busiest copy least busy."""
+    """How many copies of each expert fill `slots`, int64 [experts], at most `most` of one, with the
+    busiest copy least busy."""
     copies = np.ones(len(loads), dtype=np.int64)
     busiest = [(-load, expert) for expert, load in enumerate(loads)]
     heapq.heapify(busiest)
@@ -64,7 +70,8 @@ def balance(placed: Slots, loads: Loads) -> float:
 
 
 def _packed(loads: Loads, copies: np.ndarray, devices: int, slots: int) -> Slots:
-    """Busiest copy first, to the device that has least of those with a free slot and without the expert, or that can be given one."""
+    """Busiest copy first, to the device that has least of those with a free slot and without the
+    expert, or that can be given one."""
     each = loads / copies
     busiest_first = np.argsort(-each, kind="stable")
     placed = np.full((devices, slots), -1, dtype=np.int64)
@@ -72,15 +79,19 @@ def _packed(loads: Loads, copies: np.ndarray, devices: int, slots: int) -> Slots
         lacking = ~(placed == expert).any(axis=1)
         taken = np.where(placed >= 0, each[placed], 0.0).sum(axis=1)
         free = np.flatnonzero(lacking & (placed[:, -1] < 0))
-        device = free[taken[free].argmin()] if len(free) else _make_room(placed, np.flatnonzero(lacking))
+        device = (
+            free[taken[free].argmin()] if len(free) else _make_room(placed, np.flatnonzero(lacking))
+        )
         placed[device, int((placed[device] >= 0).sum())] = expert
     return placed
 
 
 def _make_room(placed: Slots, lacking: np.ndarray) -> int:
-    """Every device with a free slot has the expert: one of those that lack it gives one of its own to such a device. Returns which.
+    """Every device with a free slot has the expert: one of those that lack it gives one of its own
+    to such a device. Returns which.
 
-    It holds as many experts as there are slots, the other fewer, one of them the expert: so it holds one that the other does not.
+    It holds as many experts as there are slots, the other fewer, one of them the expert: so it
+    holds one that the other does not.
     """
     device, other = int(lacking[0]), int(np.flatnonzero(placed[:, -1] < 0)[0])
     given = np.flatnonzero(~np.isin(placed[device], placed[other]))[-1]
@@ -110,13 +121,15 @@ class _Search:
         self.least_gain = _GAIN * float(self.taken.mean()) ** 2
 
     def exchange(self) -> bool:
-        """Exchange the two slots that save most, one of them on the busiest device that has such; False where there is none."""
+        """Exchange the two slots that save most, one of them on the busiest device that has such;
+        False where there is none."""
         mean = self.taken.mean()
         for device in np.argsort(-self.taken, kind="stable"):
             if self.taken[device] <= mean:
                 return False
             given = self.placed[device]
-            # moved [S, D, S]: what the device would have less after giving slot s for slot t of device d.
+            # moved [S, D, S]: what the device would have less after giving slot s for slot t of
+            # device d.
             moved = self.each[given][:, None, None] - self.each[self.placed][None]
             saved = 2 * moved * (self.taken[device] - self.taken[None, :, None] - moved)
             barred = self.holds[:, given].T[:, :, None] | self.holds[device][self.placed][None]
@@ -138,7 +151,8 @@ class _Search:
         self.taken[other] += moved
 
     def convert(self) -> bool:
-        """Turn a copy of an expert that has several into one of the busiest device's, where that saves; False where none does."""
+        """Turn a copy of an expert that has several into one of the busiest device's, where that
+        saves; False where none does."""
         found = [self._best_turn(int(wanted)) for wanted in self.placed[int(self.taken.argmax())]]
         after, device, slot, wanted = min(found)
         if float(np.square(self.taken).sum()) - after <= self.least_gain:
@@ -153,7 +167,8 @@ class _Search:
         return True
 
     def _best_turn(self, wanted: int) -> tuple[float, int, int, int]:
-        """The sum of squares with one more copy of `wanted`, in which slot of which device; only devices with least to do are tried."""
+        """The sum of squares with one more copy of `wanted`, in which slot of which device; only
+        devices with least to do are tried."""
         hosts = self.holds[:, wanted]
         lighter = self.loads[wanted] / (self.copies[wanted] + 1)
         base = self.taken - hosts * (self.each[wanted] - lighter)

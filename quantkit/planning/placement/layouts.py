@@ -1,10 +1,13 @@
 """A placement as each engine reads it.
 
 vllm         no release reads a placement when this is written. The JSON of pull request 49572 ("Support custom initial expert maps",
-             `eplb_config.initial_expert_map_path`): for every MoE layer the logical expert of each physical slot
+             `eplb_config.initial_expert_map_path`): for every MoE layer the logical expert of each
+             physical slot
 sglang       `--init-expert-location FILE.json`, {"physical_to_logical_map": [layers, slots]} with a row for every decoder layer, dense
-             ones too: python/sglang/srt/eplb/expert_location.py, `compute_initial_expert_location_metadata` and `init_trivial`
-vllm-ascend  `expert_map_path` of `eplb_config`: vllm_ascend/eplb/core/eplb_utils.py, `expert_file_to_tensor`; layers are counted from the
+             ones too: python/sglang/srt/eplb/expert_location.py,
+             `compute_initial_expert_location_metadata` and `init_trivial`
+vllm-ascend  `expert_map_path` of `eplb_config`: vllm_ascend/eplb/core/eplb_utils.py,
+`expert_file_to_tensor`; layers are counted from the
              first with experts
 omni-infer   `pattern_path` of omni_placement's YAML, an .npy of 0 and 1 [devices, MoE layers, experts]:
              omni_placement/expert_mapping.py, `_load_placement_pattern_with_validation`
@@ -27,7 +30,8 @@ from quantkit.planning.placement.balance import Slots
 
 @dataclass(frozen=True)
 class PlacedLayers:
-    """layers: by number, of the decoder layers with routed experts. num_layers: decoder layers of the model."""
+    """layers: by number, of the decoder layers with routed experts. num_layers: decoder layers of
+    the model."""
 
     layers: Mapping[int, Slots]
     num_layers: int
@@ -41,7 +45,8 @@ class PlacedLayers:
 
 @dataclass(frozen=True)
 class PlacementFormat:
-    """write: the bytes of the file; options: what the engine is started with, for a file of that name. uneven: layers may have different
+    """write: the bytes of the file; options: what the engine is started with, for a file of that
+    name. uneven: layers may have different
     numbers of slots. note: what has to be known."""
 
     suffix: str
@@ -53,7 +58,9 @@ class PlacementFormat:
 
 def find_layout(engine: str) -> PlacementFormat:
     if engine not in LAYOUTS:
-        raise QuantkitError(f"no placement is written for engine {engine!r}", f"choose one of {', '.join(LAYOUTS)}")
+        raise QuantkitError(
+            f"no placement is written for engine {engine!r}", f"choose one of {', '.join(LAYOUTS)}"
+        )
     return LAYOUTS[engine]
 
 
@@ -64,7 +71,10 @@ def _vllm(placed: PlacedLayers) -> bytes:
 def _sglang(placed: PlacedLayers) -> bytes:
     count = next(iter(placed.layers.values())).size
     plain = [slot % placed.experts for slot in range(count)]
-    rows = [placed.layers[layer].ravel().tolist() if layer in placed.layers else plain for layer in range(placed.num_layers)]
+    rows = [
+        placed.layers[layer].ravel().tolist() if layer in placed.layers else plain
+        for layer in range(placed.num_layers)
+    ]
     return _json({"physical_to_logical_map": rows})
 
 
@@ -73,7 +83,10 @@ def _vllm_ascend(placed: PlacedLayers) -> bytes:
         {
             "layer_id": number,
             "device_count": len(slots),
-            "device_list": [{"device_id": device, "device_expert": row.tolist()} for device, row in enumerate(slots)],
+            "device_list": [
+                {"device_id": device, "device_expert": row.tolist()}
+                for device, row in enumerate(slots)
+            ],
         }
         for number, slots in enumerate(placed.layers.values())
     ]
@@ -102,21 +115,32 @@ def _vllm_options(placed: PlacedLayers, file: Path) -> str:
 def _sglang_options(placed: PlacedLayers, file: Path) -> str:
     redundant = f"--ep-num-redundant-experts {placed.redundant} " if placed.redundant else ""
     devices = len(next(iter(placed.layers.values())))
-    return f"--ep-size {devices} {redundant}--ep-dispatch-algorithm static --init-expert-location {shlex.quote(str(file))}"
+    return (
+        f"--ep-size {devices} {redundant}--ep-dispatch-algorithm static --init-expert-location "
+        f"{shlex.quote(str(file))}"
+    )
 
 
 def _vllm_ascend_options(placed: PlacedLayers, file: Path) -> str:
-    config = {"eplb_config": {"expert_map_path": str(file), "num_redundant_experts": placed.redundant}}
+    config = {
+        "eplb_config": {"expert_map_path": str(file), "num_redundant_experts": placed.redundant}
+    }
     return f"--enable-expert-parallel --additional-config {shlex.quote(json.dumps(config))}"
 
 
 def _omni_options(placed: PlacedLayers, file: Path) -> str:
-    return f"pattern_path: {json.dumps(str(file))}, max_moe_layer_num: {len(placed.layers)} (omni_placement's YAML)"
+    return (
+        f"pattern_path: {json.dumps(str(file))}, max_moe_layer_num: {len(placed.layers)} "
+        "(omni_placement's YAML)"
+    )
 
 
 LAYOUTS = {
     "vllm": PlacementFormat(
-        ".json", _vllm, _vllm_options, note="no release of vLLM reads a placement yet; this is the file of its pull request 49572"
+        ".json",
+        _vllm,
+        _vllm_options,
+        note="no release of vLLM reads a placement yet; this is the file of its pull request 49572",
     ),
     "sglang": PlacementFormat(".json", _sglang, _sglang_options),
     "vllm-ascend": PlacementFormat(".json", _vllm_ascend, _vllm_ascend_options),

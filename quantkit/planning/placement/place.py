@@ -1,6 +1,7 @@
 """place(): the routed experts of every layer on devices, so that none waits for another.
 
-Counts and headers are read, and one file is written. The balance that is told is the mean load over the largest of a layer's devices,
+Counts and headers are read, and one file is written. The balance that is told is the mean load over
+the largest of a layer's devices,
 averaged over layers: of a step's time in the experts, the share in which a device works.
 """
 
@@ -35,9 +36,12 @@ _CONTEXT = 4096
 
 @dataclass(frozen=True, repr=False)
 class ExpertPlacement(Result):
-    """What was placed. redundant: copies of a layer, on average. balance, worst_balance: on the counts, mean and smallest over layers;
-    held_out_balance: on other counts, where they were given. in_order_balance: of experts in their order and without copies, where they
-    divide. expert_bytes: of one expert as MODEL stores it. device_bytes: of the experts that a device holds; copies_bytes: of those, what
+    """What was placed. redundant: copies of a layer, on average. balance, worst_balance: on the
+    counts, mean and smallest over layers;
+    held_out_balance: on other counts, where they were given. in_order_balance: of experts in their
+    order and without copies, where they
+    divide. expert_bytes: of one expert as MODEL stores it. device_bytes: of the experts that a
+    device holds; copies_bytes: of those, what
     copies take. fits: whether that fits beside the rest; None where no memory was given."""
 
     model: str
@@ -81,7 +85,13 @@ class ExpertPlacement(Result):
             rows.append(("  on the held-out counts", f"{self.held_out_balance:.3f}"))
         if self.balance < ENOUGH:
             rows.append(("  for more", self._advice))
-        rows.append(("memory a device", f"{size(self.device_bytes)} of experts, {size(self.copies_bytes)} of that for copies"))
+        rows.append(
+            (
+                "memory a device",
+                f"{size(self.device_bytes)} of experts, {size(self.copies_bytes)} of that for "
+                "copies",
+            )
+        )
         if self.fits is not None:
             rows.append(("  fits", "yes"))
         return rows + [("start with", self.options)] + ([("note", self.note)] if self.note else [])
@@ -103,24 +113,34 @@ def place(
     held_out: Path | None = None,
     out: Path | None = None,
 ) -> ExpertPlacement:
-    """Write to `out` (by default expert-placement-ENGINE beside where you are) where each expert of `model` lies and which have copies.
+    """Write to `out` (by default expert-placement-ENGINE beside where you are) where each expert of
+    `model` lies and which have copies.
 
-    counts: a file of what the experts were asked. devices: their number, or with their memory, in which the copies must fit. redundant:
-    copies a layer; with omni-infer, whose layers may have different numbers, on average. held_out: counts of another text, to judge by.
-    Raises QuantkitError where these do not belong together, before anything is written.
+    counts: a file of what the experts were asked. devices: their number, or with their memory, in
+    which the copies must fit. redundant: copies a layer; with omni-infer, whose layers may have
+    different numbers, on average. held_out: counts of another text, to judge by. Raises
+    QuantkitError where these do not belong together, before anything is written.
     """
     layout = find_layout(engine)
     checkpoint = open_headers(str(model))
     read = read_model(checkpoint)
     number = devices if isinstance(devices, int) else devices.count
     loads = _loads(ExpertCounts.read(counts), counts, checkpoint, read)
-    others = None if held_out is None else _loads(ExpertCounts.read(held_out), held_out, checkpoint, read)
+    others = (
+        None
+        if held_out is None
+        else _loads(ExpertCounts.read(held_out), held_out, checkpoint, read)
+    )
     experts = len(next(iter(loads.values())))
     _check_slots(experts, number, redundant)
     fits = None if isinstance(devices, int) else _check_fits(checkpoint, devices, redundant)
     target = out or Path(f"expert-placement-{engine}{layout.suffix}")
     check_writable(target, "--out")
-    placed = PlacedLayers(place_layers(loads, number, redundant, uneven=layout.uneven), read.config.num_hidden_layers, experts)
+    placed = PlacedLayers(
+        place_layers(loads, number, redundant, uneven=layout.uneven),
+        read.config.num_hidden_layers,
+        experts,
+    )
     write_whole(target, layout.write(placed))
     found = {layer: balance(slots, loads[layer]) for layer, slots in placed.layers.items()}
     mean = float(np.mean(list(found.values())))
@@ -139,7 +159,9 @@ def place(
         balance=mean,
         worst_balance=min(found.values()),
         in_order_balance=_in_order(loads, number),
-        held_out_balance=None if others is None else float(np.mean([balance(s, others[layer]) for layer, s in placed.layers.items()])),
+        held_out_balance=None
+        if others is None
+        else float(np.mean([balance(s, others[layer]) for layer, s in placed.layers.items()])),
         expert_bytes=expert_bytes,
         device_bytes=held,
         copies_bytes=max(held - total // number, 0),
@@ -148,8 +170,11 @@ def place(
     )
 
 
-def place_layers(loads: Mapping[int, Loads], devices: int, redundant: int, *, uneven: bool = False) -> dict[int, Slots]:
-    """Every layer by itself. uneven: layers may have different numbers of slots, `redundant` copies on average."""
+def place_layers(
+    loads: Mapping[int, Loads], devices: int, redundant: int, *, uneven: bool = False
+) -> dict[int, Slots]:
+    """Every layer by itself. uneven: layers may have different numbers of slots, `redundant` copies
+    on average."""
     slots = (len(next(iter(loads.values()))) + redundant) // devices
     tried = _Tried(loads, devices)
     chosen = _share_out(tried, slots) if uneven else dict.fromkeys(loads, slots)
@@ -174,8 +199,13 @@ class _Tried:
         return 1 / balance(self.placed(layer, slots), self.loads[layer])
 
     def gain(self, layer: int, slots: int) -> float:
-        """What one slot more on every device saves of it; nothing where a device has all experts."""
-        return self.wait(layer, slots) - self.wait(layer, slots + 1) if slots < self.experts else -math.inf
+        """What one slot more on every device saves of it; nothing where a device has all
+        experts."""
+        return (
+            self.wait(layer, slots) - self.wait(layer, slots + 1)
+            if slots < self.experts
+            else -math.inf
+        )
 
 
 def _share_out(tried: _Tried, average: int) -> dict[int, int]:
@@ -186,29 +216,61 @@ def _share_out(tried: _Tried, average: int) -> dict[int, int]:
         layer = max(layers, key=lambda one: (tried.gain(one, counts[one]), -counts[one]))
         counts[layer] += 1
     alike = dict.fromkeys(layers, average)
-    return min(alike, counts, key=lambda chosen: sum(tried.wait(layer, count) for layer, count in chosen.items()))
+    return min(
+        alike,
+        counts,
+        key=lambda chosen: sum(tried.wait(layer, count) for layer, count in chosen.items()),
+    )
 
 
-def _loads(counts: ExpertCounts, file: Path, checkpoint: Checkpoint, model: Model) -> dict[int, Loads]:
-    """Of the decoder layers with experts. Raises QuantkitError where the counts are of another model, or of no text."""
+def _loads(
+    counts: ExpertCounts, file: Path, checkpoint: Checkpoint, model: Model
+) -> dict[int, Loads]:
+    """Of the decoder layers with experts. Raises QuantkitError where the counts are of another
+    model, or of no text."""
     config, told = model.config, str(checkpoint.config.get("model_type"))
     remedy = "count with this model, or with the one that it was quantized from"
     if config.routing is None:
-        raise QuantkitError(f"{checkpoint.path} has no routed experts to place", "give a mixture of experts")
+        raise QuantkitError(
+            f"{checkpoint.path} has no routed experts to place", "give a mixture of experts"
+        )
     layers = [layer for layer in range(config.num_hidden_layers) if config.is_moe(layer)]
-    theirs = {"model_type": counts.model_type, "hidden_size": counts.hidden_size, "experts": counts.experts}
-    ours = {"model_type": told, "hidden_size": config.hidden_size, "experts": config.routing.n_routed_experts}
+    theirs = {
+        "model_type": counts.model_type,
+        "hidden_size": counts.hidden_size,
+        "experts": counts.experts,
+    }
+    ours = {
+        "model_type": told,
+        "hidden_size": config.hidden_size,
+        "experts": config.routing.n_routed_experts,
+    }
     for name, value in ours.items():
         if theirs[name] != value:
-            raise QuantkitError(f"{file} is of a model with {name} {theirs[name]}, and {checkpoint.path} has {value}", remedy)
+            raise QuantkitError(
+                f"{file} is of a model with {name} {theirs[name]}, and {checkpoint.path} has "
+                f"{value}",
+                remedy,
+            )
     lacking = [layer for layer in layers if layer not in counts.layers]
-    beyond = [layer for layer in counts.layers if layer >= config.num_hidden_layers + config.num_nextn_predict_layers]
+    beyond = [
+        layer
+        for layer in counts.layers
+        if layer >= config.num_hidden_layers + config.num_nextn_predict_layers
+    ]
     if lacking or beyond:
         what = f"counts no layer {lacking[0]}" if lacking else f"counts layer {beyond[0]}"
-        raise QuantkitError(f"{file} {what}, and {checkpoint.path} has experts in {len(layers)} layers from {layers[0]} on", remedy)
+        raise QuantkitError(
+            f"{file} {what}, and {checkpoint.path} has experts in {len(layers)} layers from "
+            f"{layers[0]} on",
+            remedy,
+        )
     idle = [layer for layer in layers if not any(counts.layers[layer])]
     if idle:
-        raise QuantkitError(f"{file} has nothing but zeros for layer {idle[0]}", "count over a text that is not empty")
+        raise QuantkitError(
+            f"{file} has nothing but zeros for layer {idle[0]}",
+            "count over a text that is not empty",
+        )
     return {layer: np.array(counts.layers[layer], dtype=np.float64) for layer in layers}
 
 
@@ -216,29 +278,37 @@ def _check_slots(experts: int, devices: int, redundant: int) -> None:
     """Every device has as many slots, at least one and no more than there are experts."""
     if not 1 <= devices <= _MOST_DEVICES or redundant < 0:
         told = f"{redundant} copies on {devices} devices make no sense"
-        raise QuantkitError(told, f"give --devices from 1 to {_MOST_DEVICES} and --redundant from 0 on")
+        raise QuantkitError(
+            told, f"give --devices from 1 to {_MOST_DEVICES} and --redundant from 0 on"
+        )
     least, most = -experts % devices, experts * (devices - 1)
     if redundant > most:
         raise QuantkitError(
-            f"{redundant} copies a layer are more than {devices} devices hold of {experts} experts without having one twice",
+            f"{redundant} copies a layer are more than {devices} devices hold of {experts} experts "
+            "without having one twice",
             f"give --redundant {most} at most",
         )
     if (experts + redundant) % devices:
         below = redundant - (experts + redundant) % devices
         legal = [str(one) for one in (below, below + devices) if least <= one <= most]
         raise QuantkitError(
-            f"{experts} experts and {redundant} copies are {experts + redundant} slots, which {devices} devices cannot share evenly",
+            f"{experts} experts and {redundant} copies are {experts + redundant} slots, which "
+            f"{devices} devices cannot share evenly",
             f"give --redundant {' or '.join(legal)}",
         )
 
 
 def _check_fits(checkpoint: Checkpoint, devices: Devices, redundant: int) -> bool:
-    """True; raises QuantkitError where weights, copies and one request do not fit on a device, whose attention is whole."""
+    """True; raises QuantkitError where weights, copies and one request do not fit on a device,
+    whose attention is whole."""
     world = ParallelSizes(tensor=1, data=devices.count, expert=True, redundant=redundant)
-    found = fit(checkpoint, world, _CONTEXT, devices.memory_bytes / 2**30, MEMORY_FRACTION, RESERVE_GIB)
+    found = fit(
+        checkpoint, world, _CONTEXT, devices.memory_bytes / 2**30, MEMORY_FRACTION, RESERVE_GIB
+    )
     if not found.fits:
         raise QuantkitError(
-            f"{size(found.weight_bytes)} of weights with {redundant} copies a layer, and the cache of {_CONTEXT} tokens, do not fit in "
+            f"{size(found.weight_bytes)} of weights with {redundant} copies a layer, and the cache "
+            f"of {_CONTEXT} tokens, do not fit in "
             f"{size(found.usable_bytes - found.reserve_bytes)} of a device",
             "give fewer copies, or more devices",
         )
@@ -250,9 +320,13 @@ def _expert_bytes(checkpoint: Checkpoint, model: Model) -> tuple[int, int]:
     stored: dict[tuple[int | None, int], int] = {}
     for row in model.rows:
         if row.expert is not None and not row.mtp:
-            names = checkpoint.parts(row.module) if row.module in checkpoint.linears else (row.name,)
+            names = (
+                checkpoint.parts(row.module) if row.module in checkpoint.linears else (row.name,)
+            )
             key = row.layer, row.expert
-            stored[key] = stored.get(key, 0) + sum(checkpoint.tensors[name].nbytes for name in names)
+            stored[key] = stored.get(key, 0) + sum(
+                checkpoint.tensors[name].nbytes for name in names
+            )
     return max(stored.values()), sum(stored.values())
 
 
@@ -261,7 +335,9 @@ def _in_order(loads: Mapping[int, Loads], devices: int) -> float | None:
     experts = len(next(iter(loads.values())))
     if experts % devices:
         return None
-    return float(np.mean([balance(np.arange(experts).reshape(devices, -1), load) for load in loads.values()]))
+    return float(
+        np.mean([balance(np.arange(experts).reshape(devices, -1), load) for load in loads.values()])
+    )
 
 
 def _advised(loads: Mapping[int, Loads], devices: int, redundant: int) -> int | None:

@@ -30,17 +30,24 @@ from quantkit.models.stored_parameters import check_listed, read_model
 from quantkit.models.table import Parameter
 from quantkit.quantization.conversion.differences import as_dtype, fit_scales, stored_error
 from quantkit.quantization.conversion.report import Change, ConversionReport, joined
-from quantkit.quantization.conversion.target import activation_bits, common_grid, find_target, plain_dtype
+from quantkit.quantization.conversion.target import (
+    activation_bits,
+    common_grid,
+    find_target,
+    plain_dtype,
+)
 
 UNIT_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class Item:
-    """A linear that is quantized in the source (`name` is the module), or any other tensor (`name` is its own).
+    """A linear that is quantized in the source (`name` is the module), or any other tensor (`name`
+    is its own).
 
-    key: under which its change is reported. quantized: whether it is so in the output. stack: of routed experts that the source has one by
-    one and the output, which is plain, as the model is published: all in one tensor. pieces: what they would be one by one, by name.
+    key: under which its change is reported. quantized: whether it is so in the output. stack: of
+    routed experts that the source has one by one and the output, which is plain, as the model is
+    published: all in one tensor. pieces: what they would be one by one, by name.
     """
 
     name: str
@@ -83,27 +90,52 @@ class ConversionPlan:
         holds = self.target is not dense.FORMAT and linear.format is self.checkpoint.format
         if holds and self.target.quantizes(module, role, mtp=row is not None and row.mtp):
             key = f"{linear.format.name} to {self.target.name}: {part}"
-            return Item(module, True, True, key, tuple(self.target.specs(module, linear.shape, self.grid)))
+            return Item(
+                module, True, True, key, tuple(self.target.specs(module, linear.shape, self.grid))
+            )
         spec = TensorSpec(f"{module}.weight", self.plain_dtype, linear.shape)
-        return Item(module, True, False, f"{linear.format.name} to {dtype_name(self.plain_dtype)}: {part}", (spec,))
+        return Item(
+            module,
+            True,
+            False,
+            f"{linear.format.name} to {dtype_name(self.plain_dtype)}: {part}",
+            (spec,),
+        )
 
     def _tensor(self, name: str) -> Item:
         info = self.checkpoint.tensors[name]
         # FP32 stays: the router's selection bias loses its meaning in 16 bits.
-        cast = self.cast_to is not None and info.dtype in (torch.bfloat16, torch.float16) and info.dtype != self.cast_to
+        cast = (
+            self.cast_to is not None
+            and info.dtype in (torch.bfloat16, torch.float16)
+            and info.dtype != self.cast_to
+        )
         dtype = self.cast_to if cast and self.cast_to is not None else info.dtype
         key = f"{dtype_name(info.dtype)} to {dtype_name(dtype)}" if cast else "copied"
         return Item(name, False, False, key, (TensorSpec(name, dtype, info.shape),))
 
     def _stack_items(self) -> None:
-        """Put together what is published in one tensor, and was cut up to be quantized: transformers looks for it so."""
+        """Put together what is published in one tensor, and was cut up to be quantized:
+        transformers looks for it so."""
         own = {item.specs[0].name: item for item in self.items}
-        for stack in published_stacks_of(self.checkpoint, {name: item.specs[0].shape for name, item in own.items()}):
+        for stack in published_stacks_of(
+            self.checkpoint, {name: item.specs[0].shape for name, item in own.items()}
+        ):
             if stack.name not in own and own.keys() >= {*stack.names}:
                 pieces = {name: own.pop(name) for name in stack.names}
-                dtype = reduce(torch.promote_types, (piece.specs[0].dtype for piece in pieces.values()))
+                dtype = reduce(
+                    torch.promote_types, (piece.specs[0].dtype for piece in pieces.values())
+                )
                 key = next(iter(pieces.values())).key
-                own[stack.name] = Item(stack.name, False, False, key, (TensorSpec(stack.name, dtype, stack.whole_shape),), stack, pieces)
+                own[stack.name] = Item(
+                    stack.name,
+                    False,
+                    False,
+                    key,
+                    (TensorSpec(stack.name, dtype, stack.whole_shape),),
+                    stack,
+                    pieces,
+                )
         self.items = list(own.values())
 
     def specs(self) -> list[TensorSpec]:
@@ -132,7 +164,9 @@ class ConversionPlan:
     def source_bytes(self, item: Item) -> int:
         return sum(self.checkpoint.tensors[name].nbytes for name in self.parts(item))
 
-    def report(self, out: Path, start: float, changes: dict[str, Change], *, done_already: bool = False) -> ConversionReport:
+    def report(
+        self, out: Path, start: float, changes: dict[str, Change], *, done_already: bool = False
+    ) -> ConversionReport:
         return ConversionReport(
             out=out,
             source_format=self.checkpoint.format.name,
@@ -142,7 +176,10 @@ class ConversionPlan:
             seconds=time.perf_counter() - start,
             peak_memory=peak_memory(),
             changes=changes,
-            activation_bits=(activation_bits(self.checkpoint), 16 if self.grid is None else self.target.activation_bits_of(self.grid)),
+            activation_bits=(
+                activation_bits(self.checkpoint),
+                16 if self.grid is None else self.target.activation_bits_of(self.grid),
+            ),
             done_already=done_already,
         )
 
@@ -162,7 +199,11 @@ class ConversionPlan:
             return self._stacked(item, item.stack)
         if not item.linear:
             tensor = self.checkpoint.read(item.name)
-            return ({name: tensor}, 0.0) if tensor.dtype == dtype else as_dtype(name, tensor.float(), dtype)
+            return (
+                ({name: tensor}, 0.0)
+                if tensor.dtype == dtype
+                else as_dtype(name, tensor.float(), dtype)
+            )
         weight = self.checkpoint.weight(item.name)
         if not item.quantized:
             return as_dtype(name, dequantize(weight), dtype)
@@ -190,14 +231,27 @@ class ConversionPlan:
         row = self.rows.get(f"{module}.weight")
         fused = module if row is None or row.fused is None else row.fused
         if fused not in self._largest:
-            siblings = [one.module for one in self.rows.values() if one.fused == fused] if fused != module else [module]
-            weights = [self.checkpoint.weight(one) for one in siblings if one in self.checkpoint.linears]
-            self._largest[fused] = max(largest_exponent(one) for one in weights if isinstance(one, Mxfp4Weight))
+            siblings = (
+                [one.module for one in self.rows.values() if one.fused == fused]
+                if fused != module
+                else [module]
+            )
+            weights = [
+                self.checkpoint.weight(one) for one in siblings if one in self.checkpoint.linears
+            ]
+            self._largest[fused] = max(
+                largest_exponent(one) for one in weights if isinstance(one, Mxfp4Weight)
+            )
         return self._largest[fused]
 
     def fingerprint(self) -> dict[str, str]:
         target = f"{self.target.name} {self.target.variant}"
-        return {"source": self.checkpoint.fingerprint, "format": target, "dtype": str(self.cast_to), "version": __version__}
+        return {
+            "source": self.checkpoint.fingerprint,
+            "format": target,
+            "dtype": str(self.cast_to),
+            "version": __version__,
+        }
 
     def config(self) -> dict[str, Any]:
         block = self.target.config_block(self.grid, self._quantized(), self._plain())
@@ -208,11 +262,17 @@ class ConversionPlan:
         return config
 
     def files(self) -> dict[str, bytes]:
-        return read_companions(self.checkpoint.path) | self.target.extra_files(self.grid, self._quantized(), self._plain())
+        return read_companions(self.checkpoint.path) | self.target.extra_files(
+            self.grid, self._quantized(), self._plain()
+        )
 
     def manifest(self, changes: dict[str, Change]) -> dict[str, Any]:
         told = {key: asdict(change) for key, change in sorted(changes.items())}
-        return {"converted_from": self.checkpoint.format.name, "changes": told, "tensors": self._became()}
+        return {
+            "converted_from": self.checkpoint.format.name,
+            "changes": told,
+            "tensors": self._became(),
+        }
 
     def _quantized(self) -> dict[str, Grid | None]:
         return {item.name: self.grid for item in self.items if item.quantized}
@@ -231,17 +291,20 @@ class ConversionPlan:
         return dict(sorted(entries.items()))
 
 
-def published_stacks_of(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Stack, ...]:
-    """Tensors of all routed experts of a layer that checkpoints of this architecture hold, and transformers looks for. shapes: of the
-    output's tensors by name, experts one by one."""
+def published_stacks_of(
+    checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Stack, ...]:
+    """Tensors of all routed experts of a layer that checkpoints of this architecture hold, and
+    transformers looks for. shapes: of the output's tensors by name, experts one by one."""
     if is_known(checkpoint.config):
         return tuple(table_stacks(checkpoint.config, shapes))
     return read_tree(checkpoint.config).stacks if any(map(is_of_expert, shapes)) else ()
 
 
 def _read(checkpoint: Checkpoint) -> tuple[dict[str, Parameter], dict[str, Any], str]:
-    """The table of the architecture by tensor name, config.json as it is told on, and what to say of both. The table of one that quantkit
-    does not compute is empty, and it is converted all the same."""
+    """The table of the architecture by tensor name, config.json as it is told on, and what to say
+    of both. The table of one that quantkit does not compute is empty, and it is converted all the
+    same."""
     if not is_known(checkpoint.config):
         check_listed(checkpoint, [])
         return {}, checkpoint.config, ""

@@ -10,7 +10,8 @@ from quantkit.common.sizes import size, span
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one part of the model: how many weights, and the largest relative difference of any stored value."""
+    """What became of one part of the model: how many weights, and the largest relative difference
+    of any stored value."""
 
     weights: int
     max_relative_error: float
@@ -18,10 +19,11 @@ class Change:
 
 @dataclass(frozen=True, repr=False)
 class ConversionReport(Result):
-    """What came of a conversion. Bytes are of tensors; peak_memory is this process's largest resident set, in bytes.
+    """What came of a conversion. Bytes are of tensors; peak_memory is this process's largest
+    resident set, in bytes.
 
-    changes: by what happened and where, such as "awq to compressed-tensors: experts" or "copied". activation_bits: of what quantized
-    linears read, in the source and in the output.
+    changes: by what happened and where, such as "awq to compressed-tensors: experts" or "copied".
+    activation_bits: of what quantized linears read, in the source and in the output.
     """
 
     out: Path
@@ -60,11 +62,16 @@ class ConversionReport(Result):
                 if len(set(self.activation_bits)) == 2
                 else []
             ),
-            *((f"  {what}", told.format(one.weights, one.max_relative_error)) for what, one in self.changes.items()),
+            *(
+                (f"  {what}", told.format(one.weights, one.max_relative_error))
+                for what, one in self.changes.items()
+            ),
         ]
 
 
 def joined(one: Change | None, other: Change) -> Change:
     if one is None:
         return other
-    return Change(one.weights + other.weights, max(one.max_relative_error, other.max_relative_error))
+    return Change(
+        one.weights + other.weights, max(one.max_relative_error, other.max_relative_error)
+    )

@@ -26,23 +26,46 @@ def convert(
     overwrite: bool = False,
     on_event: OnEvent = silent,
 ) -> ConversionReport:
-    """Write the checkpoint `source` to the directory `out` in another format, or plain in `dtype` (bfloat16 or bf16, and so on).
+    """Write the checkpoint `source` to the directory `out` in another format, or plain in `dtype`
+    (bfloat16 or bf16, and so on).
 
-    Raises QuantkitError before any work where the format cannot hold the weights: rounding them is what `quantkit quantize` does.
-    A conversion that was stopped goes on when it is called again with the same arguments; of one that is complete the report is told
-    again.
+    Raises QuantkitError before any work where the format cannot hold the weights: rounding them is
+    what `quantkit quantize` does. A conversion that was stopped goes on when it is called again
+    with the same arguments; of one that is complete the report is told again.
     """
     start = time.perf_counter()
     prepare(out, [source])
-    plan = ConversionPlan(Checkpoint.open(source), target_name(format, dtype), None if dtype is None else dtype_named(dtype))
+    plan = ConversionPlan(
+        Checkpoint.open(source),
+        target_name(format, dtype),
+        None if dtype is None else dtype_named(dtype),
+    )
     units = {f"{number:05d} {unit[0].name}": unit for number, unit in enumerate(plan.units())}
-    watch = Watch(plan.checkpoint, {name: [part for item in unit for part in plan.parts(item)] for name, unit in units.items()})
+    watch = Watch(
+        plan.checkpoint,
+        {
+            name: [part for item in unit for part in plan.parts(item)]
+            for name, unit in units.items()
+        },
+    )
     if not overwrite and (manifest := made_for(out, plan.fingerprint())):
         watch.compare_with(out, manifest)
-        return plan.report(out, start, {key: Change(**change) for key, change in manifest["changes"].items()}, done_already=True)
+        return plan.report(
+            out,
+            start,
+            {key: Change(**change) for key, change in manifest["changes"].items()},
+            done_already=True,
+        )
     if plan.told:
         on_event(Note(plan.told))
-    writer = CheckpointWriter(out, plan.specs(), fingerprint=plan.fingerprint(), overwrite=overwrite, inputs=[source], watch=watch)
+    writer = CheckpointWriter(
+        out,
+        plan.specs(),
+        fingerprint=plan.fingerprint(),
+        overwrite=overwrite,
+        inputs=[source],
+        watch=watch,
+    )
     with writer, writer.keeping(units):
         writer.check_source()
         if resumed := writer.finished(units):
@@ -52,7 +75,9 @@ def convert(
     return plan.report(out, start, changes)
 
 
-def _write(plan: ConversionPlan, units: dict[str, list[Item]], writer: CheckpointWriter, on_event: OnEvent) -> dict[str, Change]:
+def _write(
+    plan: ConversionPlan, units: dict[str, list[Item]], writer: CheckpointWriter, on_event: OnEvent
+) -> dict[str, Change]:
     """Units that are not written yet, and what changed in all of them."""
     changes: dict[str, Change] = {}
     done = 0

@@ -1,8 +1,10 @@
 """Lower a Triton kernel for the Ascend910B, and execute the lowered IR on this CPU.
 
-triton-ascend lowers a kernel to linalg on memrefs, the input of the chip's own compiler. Stock MLIR and LLVM 19 turn the same IR into host
-code. What this proves: the arithmetic, addressing and masks of the IR. What it does not: anything bishengir does after it (buffers,
-synchronisation, the split into cube and vector code), device binaries, speed.
+triton-ascend lowers a kernel to linalg on memrefs, the input of the chip's own compiler. Stock MLIR
+and LLVM 19 turn the same IR into host
+code. What this proves: the arithmetic, addressing and masks of the IR. What it does not: anything
+bishengir does after it (buffers, synchronisation, the split into cube and vector code), device
+binaries, speed.
 """
 
 import ctypes
@@ -56,31 +58,41 @@ RUNTIME = r"""
 #include <stdint.h>
 #include <string.h>
 typedef struct { int64_t rank; int64_t *view; } AnyMemref;
-static void copy(int64_t bytes, int64_t rank, char *from, const int64_t *from_stride, char *to, const int64_t *to_stride,
+static void copy(int64_t bytes, int64_t rank, char *from, const int64_t *from_stride, char *to,
+const int64_t *to_stride,
                  const int64_t *size) {
   if (rank == 0) { memcpy(to, from, bytes); return; }
   for (int64_t i = 0; i < size[0]; i++)
-    copy(bytes, rank - 1, from + i * from_stride[0] * bytes, from_stride + 1, to + i * to_stride[0] * bytes, to_stride + 1, size + 1);
+    copy(bytes, rank - 1, from + i * from_stride[0] * bytes, from_stride + 1, to + i * to_stride[0]
+    * bytes, to_stride + 1, size + 1);
 }
-void memrefCopy(int64_t bytes, AnyMemref *from, AnyMemref *to) {  /* view: allocated, aligned, offset, sizes, strides */
+void memrefCopy(int64_t bytes, AnyMemref *from, AnyMemref *to) {  /* view: allocated, aligned,
+offset, sizes, strides */
   int64_t *f = from->view, *t = to->view, rank = from->rank;
-  copy(bytes, rank, (char *)f[1] + f[2] * bytes, f + 3 + rank, (char *)t[1] + t[2] * bytes, t + 3 + rank, f + 3);
+  copy(bytes, rank, (char *)f[1] + f[2] * bytes, f + 3 + rank, (char *)t[1] + t[2] * bytes, t + 3 +
+  rank, f + 3);
 }
 """
 
 
 def lower(kernel: Any, args: Sequence[Tensor | int], constants: dict[str, Any]) -> str:
-    """The linalg IR of a `triton.jit` function for these arguments (their dtypes matter, their values do not)."""
+    """The linalg IR of a `triton.jit` function for these arguments (their dtypes matter, their
+    values do not)."""
     backend = make_backend(TARGET)
     options = backend.parse_options({})
     names = [name for name in kernel.arg_names if name not in constants]
     assert len(names) == len(args), (names, len(args))
-    signature = {name: POINTERS[arg.dtype] if isinstance(arg, Tensor) else "i32" for name, arg in zip(names, args)}
+    signature = {
+        name: POINTERS[arg.dtype] if isinstance(arg, Tensor) else "i32"
+        for name, arg in zip(names, args)
+    }
     source = ASTSource(fn=kernel, signature=signature, constants=constants)
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
-    module = source.make_ir(options, backend.get_codegen_implementation(), backend.get_module_map(), context)
+    module = source.make_ir(
+        options, backend.get_codegen_implementation(), backend.get_module_map(), context
+    )
     metadata = {"target": TARGET, **options.__dict__}
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options)
@@ -95,7 +107,8 @@ class Executable:
     is_memref: tuple[bool, ...]
 
     def __call__(self, programs: int, args: Sequence[Tensor | int]) -> None:
-        """Run the programs 0..programs-1 of a one-dimensional grid, one after the other, the operands between guard pages."""
+        """Run the programs 0..programs-1 of a one-dimensional grid, one after the other, the
+        operands between guard pages."""
         run_guarded(lambda placed: self._run(programs, placed), args)
 
     def _run(self, programs: int, args: Sequence[int]) -> None:
@@ -108,7 +121,13 @@ class Executable:
             for memref, value in zip(self.is_memref, values):
                 if memref:
                     pointer = ctypes.c_void_p(value)
-                    flat += [pointer, pointer, ctypes.c_int64(0), ctypes.c_int64(1 << 40), ctypes.c_int64(1)]
+                    flat += [
+                        pointer,
+                        pointer,
+                        ctypes.c_int64(0),
+                        ctypes.c_int64(1 << 40),
+                        ctypes.c_int64(1),
+                    ]
                 else:
                     flat.append(ctypes.c_int32(value))
             self.function(*flat)
@@ -139,7 +158,9 @@ def compile_for_host(lowered: str) -> Executable:
 _BUILT: dict[str, Executable] = {}
 
 
-def execute(kernel: Any, programs: int, args: Sequence[Tensor | int], constants: dict[str, Any]) -> str:
+def execute(
+    kernel: Any, programs: int, args: Sequence[Tensor | int], constants: dict[str, Any]
+) -> str:
     """Lower, compile and run; tensors are written in place. Returns the lowered IR."""
     lowered = lower(kernel, args, constants)
     key = hashlib.sha256(lowered.encode()).hexdigest()

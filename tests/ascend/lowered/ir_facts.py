@@ -1,4 +1,5 @@
-"""What can be read off the lowered IR of a kernel: loops, scalar accesses, and the bytes alive at once in the innermost loop."""
+"""What can be read off the lowered IR of a kernel: loops, scalar accesses, and the bytes alive at
+once in the innermost loop."""
 
 import re
 from dataclasses import dataclass
@@ -26,7 +27,9 @@ def loops(lowered: str) -> list[Loop]:
             depth -= 1
         if "scf.for" in line:
             indent = len(line) - len(line.lstrip())
-            end = next(i for i in range(index + 1, len(lines)) if lines[i].startswith(" " * indent + "}"))
+            end = next(
+                i for i in range(index + 1, len(lines)) if lines[i].startswith(" " * indent + "}")
+            )
             depth += 1
             ends.append(end)
             found.append(Loop(depth, tuple(lines[index + 1 : end])))
@@ -34,8 +37,13 @@ def loops(lowered: str) -> list[Loop]:
 
 
 def scalar_accesses(loop: Loop) -> list[str]:
-    """Lines that touch one element at a time, and inner loops: what a vector or cube core cannot do as one instruction."""
-    return [line.strip() for line in loop.body if "scf.for" in line or any(access in line for access in SCALAR_ACCESS)]
+    """Lines that touch one element at a time, and inner loops: what a vector or cube core cannot do
+    as one instruction."""
+    return [
+        line.strip()
+        for line in loop.body
+        if "scf.for" in line or any(access in line for access in SCALAR_ACCESS)
+    ]
 
 
 def result_bytes(line: str) -> int:
@@ -53,10 +61,12 @@ def result_bytes(line: str) -> int:
 
 
 def peak_bytes(lowered: str, loop: Loop) -> int:
-    """The most bytes of tensors alive at once in the loop, each operation writing to memory of its own.
+    """The most bytes of tensors alive at once in the loop, each operation writing to memory of its
+    own.
 
-    Views count as what they show. Whole-tile constants, defined before the loop, count while the loop uses them; products and accumulators
-    of the cube are left out, for they live in its own buffers.
+    Views count as what they show. Whole-tile constants, defined before the loop, count while the
+    loop uses them; products and accumulators of the cube are left out, for they live in its own
+    buffers.
     """
     owner: dict[str, str] = {}
     size: dict[str, int] = {}
@@ -71,11 +81,19 @@ def peak_bytes(lowered: str, loop: Loop) -> int:
     size.clear()
     for index, line in enumerate(loop.body):
         match = re.match(r"\s*(%[\w#-]+) = (\S+)", line)
-        used = {owner.get(name, name) for name in re.findall(r"%[\w-]+", line.partition(" = ")[2] if match else line)}
+        used = {
+            owner.get(name, name)
+            for name in re.findall(r"%[\w-]+", line.partition(" = ")[2] if match else line)
+        }
         uses.append(used)
         if match:
             name, operation = match[1], match[2]
-            views = ("bufferization.to_tensor", "tensor.reshape", "memref.subview", "tensor.extract_slice")
+            views = (
+                "bufferization.to_tensor",
+                "tensor.reshape",
+                "memref.subview",
+                "tensor.extract_slice",
+            )
             if operation in views:
                 source = re.findall(r"%[\w-]+", line.partition(" = ")[2])[0]
                 owner[name] = owner.get(source, source)

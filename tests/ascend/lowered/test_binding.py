@@ -1,6 +1,8 @@
-"""binding.cpp, built against torch and stand-ins of CANN's headers, and run over the CPU's version of Ascend C: experts of backend ascend.
+"""binding.cpp, built against torch and stand-ins of CANN's headers, and run over the CPU's version
+of Ascend C: experts of backend ascend.
 
-Here, and not with the other tests of Ascend C, because torch's headers take a compiler half a minute.
+Here, and not with the other tests of Ascend C, because torch's headers take a compiler half a
+minute.
 """
 
 import subprocess
@@ -25,9 +27,22 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("int4_grouped", "fp4_gemv"):
         ascendc.compiled(ascendc.CPU / f"launch_{name}.cpp", folder)
     includes = [f"-I{one}" for one in (STAND_INS, *cpp_extension.include_paths())]
-    libraries = [f"-L{one}" for one in cpp_extension.library_paths()] + ["-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
+    libraries = [f"-L{one}" for one in cpp_extension.library_paths()] + [
+        "-ltorch",
+        "-ltorch_cpu",
+        "-lc10",
+        "-ldl",
+    ]
     options = ["-std=c++20", "-O0", "-shared", "-fPIC", "-Wall", "-Werror=return-type"]
-    command = ["g++", *options, *includes, str(ascendc.SOURCES / "binding.cpp"), *libraries, "-o", str(folder / "binding.so")]
+    command = [
+        "g++",
+        *options,
+        *includes,
+        str(ascendc.SOURCES / "binding.cpp"),
+        *libraries,
+        "-o",
+        str(folder / "binding.so"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
@@ -47,15 +62,21 @@ def operators(built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-128", "int4-sym-128", "fp4"])
-def test_experts_by_the_binding(grid: str, operators: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twins' bits, which is what the double computes with; scratch is as large as the kernels use it, or memory would be spoilt."""
+def test_experts_by_the_binding(
+    grid: str, operators: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The twins' bits, which is what the double computes with; scratch is as large as the kernels
+    use it, or memory would be spoilt."""
     rng = torch.Generator().manual_seed(2)
     weights = random_experts(grid, 5, 512, 256, rng)
     experts = layer(weights, "ascend", torch.bfloat16)
     assert isinstance(experts, streamed.StreamedExperts)
     for tokens, top_k in ((1, 1), (7, 3), (20, 2)):
         x = torch.randn(tokens, 512, generator=rng).bfloat16()
-        ids, share = torch.rand(tokens, 4, generator=rng).topk(top_k, dim=-1).indices, torch.rand(tokens, top_k, generator=rng)
+        ids, share = (
+            torch.rand(tokens, 4, generator=rng).topk(top_k, dim=-1).indices,
+            torch.rand(tokens, top_k, generator=rng),
+        )
         ours = experts(x, ids, share)
         assert distance(ours, exact_experts(x, ids, share, weights)) < 1.2e-2, tokens
         with monkeypatch.context() as patched:
@@ -65,11 +86,17 @@ def test_experts_by_the_binding(grid: str, operators: None, monkeypatch: pytest.
 
 def test_what_the_binding_refuses(operators: None) -> None:
     grouped, ends = torch.ops.quantkit_ascendc.int4_grouped, torch.tensor([1])
-    weight, parameters = torch.zeros(1, 1, 1, 2, 8192, dtype=torch.uint8), torch.zeros(1, 1, 1, 2, 2, 128, dtype=torch.float16)
+    weight, parameters = (
+        torch.zeros(1, 1, 1, 2, 8192, dtype=torch.uint8),
+        torch.zeros(1, 1, 1, 2, 2, 128, dtype=torch.float16),
+    )
     x = torch.zeros(1, 128, dtype=torch.bfloat16)
     assert grouped(x, weight, parameters, ends, 1).shape == (1, 256)
     assert grouped(x[:0], weight, parameters, ends * 0, 1).shape == (0, 256)
-    wide, square = torch.zeros(1, 65 * 128).bfloat16(), torch.zeros(2, 1, 1, 2, 8192, dtype=torch.uint8)
+    wide, square = (
+        torch.zeros(1, 65 * 128).bfloat16(),
+        torch.zeros(2, 1, 1, 2, 8192, dtype=torch.uint8),
+    )
     for bad, words in (
         ((wide, weight.expand(-1, -1, 65, -1, -1).contiguous(), parameters, ends), "up to 8192"),
         ((torch.cat([x, x], dim=1), weight, parameters, ends), "and the weight's"),
@@ -85,14 +112,23 @@ def test_what_the_binding_refuses(operators: None) -> None:
 
 
 def test_parts_of_k(operators: None) -> None:
-    """Parts are added up in their order: what a large number takes with it depends on them. They leave no rest."""
+    """Parts are added up in their order: what a large number takes with it depends on them. They
+    leave no rest."""
     gemv = torch.ops.quantkit_ascendc.fp4_gemv
-    ones = Fp4(torch.full((512, 256), 2, dtype=torch.uint8), torch.ones(512, 16).to(torch.float8_e4m3fn), torch.tensor(1.0))
+    ones = Fp4(
+        torch.full((512, 256), 2, dtype=torch.uint8),
+        torch.ones(512, 16).to(torch.float8_e4m3fn),
+        torch.tensor(1.0),
+    )
     weight, scale, global_scale = streamed.packed(ones)
     parts, x = (weight[None], scale[None], global_scale[None]), torch.zeros(1, 256).bfloat16()
     x[0, 0], x[0, 128], x[0, 192] = 2.0**30, -(2.0**30), 1.0
     ends = torch.tensor([1])
-    assert [float(gemv(x, *parts, ends, splits, 5)[0, 0]) for splits in (1, 2, 4)] == [1.0, 0.0, 1.0]
+    assert [float(gemv(x, *parts, ends, splits, 5)[0, 0]) for splits in (1, 2, 4)] == [
+        1.0,
+        0.0,
+        1.0,
+    ]
     for splits in (0, 3):
         with pytest.raises(RuntimeError, match="splits divides"):
             gemv(x, *parts, ends, splits, 5)

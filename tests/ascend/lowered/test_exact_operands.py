@@ -1,5 +1,6 @@
-"""Every kernel on operands whose result float32 holds exactly, in any order of its sums: whole numbers of x and codes, scales of two bits,
-a factor that fp16 does not hold. So the result is float64's, rounded once where it is stored, to the bit."""
+"""Every kernel on operands whose result float32 holds exactly, in any order of its sums: whole
+numbers of x and codes, scales of two bits, a factor that fp16 does not hold. So the result is
+float64's, rounded once where it is stored, to the bit."""
 
 from collections.abc import Callable, Iterator
 
@@ -33,17 +34,27 @@ def run(one: launch.KernelLaunch) -> None:
     execute(one.function, one.programs, one.args, one.constants)
 
 
-def whole(grid: str, n: int, k: int, factor: float, rng: torch.Generator, least: int = -8) -> Weight:
+def whole(
+    grid: str, n: int, k: int, factor: float, rng: torch.Generator, least: int = -8
+) -> Weight:
     """Codes from `least` on, scales of 1, 2 or 3 times the factor."""
     if grid == "fp4":
-        codes = torch.randint(0 if least < 0 else 1, 16 if least < 0 else 8, (n, k), generator=rng, dtype=torch.uint8)
+        codes = torch.randint(
+            0 if least < 0 else 1, 16 if least < 0 else 8, (n, k), generator=rng, dtype=torch.uint8
+        )
         scale = torch.randint(1, 4, (n, k // 16), generator=rng).to(torch.float8_e4m3fn)
         return Fp4(codes, scale, torch.full((n,), factor))
     codes = torch.randint(least, 8, (n, k), generator=rng, dtype=torch.int8)
     if grid == "int8":
-        return Int8(codes, torch.full((n, 1), factor) * 2.0 ** torch.randint(0, 3, (n, 1), generator=rng))
+        return Int8(
+            codes, torch.full((n, 1), factor) * 2.0 ** torch.randint(0, 3, (n, 1), generator=rng)
+        )
     groups = k // int(grid.partition("-")[2])
-    zero = torch.randint(-8, 8, (n, groups), generator=rng, dtype=torch.int8) if least < 0 else torch.zeros(n, groups, dtype=torch.int8)
+    zero = (
+        torch.randint(-8, 8, (n, groups), generator=rng, dtype=torch.int8)
+        if least < 0
+        else torch.zeros(n, groups, dtype=torch.int8)
+    )
     return Int4(codes, torch.randint(1, 4, (n, groups), generator=rng) * factor, zero)
 
 
@@ -67,9 +78,15 @@ def integers(rows: int, k: int, rng: torch.Generator, low: int = -4, high: int =
 def test_rows(grid: str, factor: float) -> None:
     rng = torch.Generator().manual_seed(1)
     weights = [whole(grid, 72, 256, factor, rng) for _ in range(2)]
-    x, out, experts = integers(3, 256, rng), torch.zeros(3, 72).bfloat16(), torch.tensor([1, 0, 1], dtype=torch.int32)
+    x, out, experts = (
+        integers(3, 256, rng),
+        torch.zeros(3, 72).bfloat16(),
+        torch.tensor([1, 0, 1], dtype=torch.int32),
+    )
     run(launch.rows(packed_of(weights), x, experts, out))
-    exact = torch.cat([times(x[row : row + 1], weights[expert]) for row, expert in enumerate(experts.tolist())])
+    exact = torch.cat(
+        [times(x[row : row + 1], weights[expert]) for row, expert in enumerate(experts.tolist())]
+    )
     assert torch.equal(out, exact.bfloat16())
 
 
@@ -78,12 +95,18 @@ def test_rows(grid: str, factor: float) -> None:
 def test_blocks(grid: str, factor: float) -> None:
     rng = torch.Generator().manual_seed(2)
     weights = [whole(grid, 72, 256, factor, rng) for _ in range(2)]
-    x, out, experts = integers(20, 256, rng), torch.zeros(20, 72).bfloat16(), torch.tensor([1, 0], dtype=torch.int32)
+    x, out, experts = (
+        integers(20, 256, rng),
+        torch.zeros(20, 72).bfloat16(),
+        torch.tensor([1, 0], dtype=torch.int32),
+    )
     scale = 2.0 ** torch.randint(-2, 3, (20,), generator=rng)
     codes, rows = (x.to(torch.int8), scale) if grid == "int8" else (x, None)
     run(launch.blocks(packed_of(weights), codes, rows, in_order(experts, len(x), 16), out))
     exact = torch.cat([times(x[:16], weights[1]), times(x[16:], weights[0])])
-    assert torch.equal(out, (exact * scale.double().unsqueeze(1) if grid == "int8" else exact).bfloat16())
+    assert torch.equal(
+        out, (exact * scale.double().unsqueeze(1) if grid == "int8" else exact).bfloat16()
+    )
 
 
 def quantizable(rows: int, k: int, rng: torch.Generator) -> Tensor:
@@ -100,10 +123,15 @@ def test_down(grid: str, factor: float) -> None:
     rng = torch.Generator().manual_seed(3)
     weights = [whole(grid, 136, 128, factor, rng, least=-1) for _ in range(3)]
     x = quantizable(4, 128, rng) if grid == "int8" else integers(4, 128, rng, -2, 3)
-    experts, share = torch.tensor([2, 0, 1, 2], dtype=torch.int32), 1 + (2 * torch.arange(4) + 1) / 256
+    experts, share = (
+        torch.tensor([2, 0, 1, 2], dtype=torch.int32),
+        1 + (2 * torch.arange(4) + 1) / 256,
+    )
     out = torch.zeros(2, 136).bfloat16()
     run(launch.down(packed_of(weights), x, experts, share, out))
-    products = torch.cat([times(x[row : row + 1], weights[expert]) for row, expert in enumerate(experts.tolist())])
+    products = torch.cat(
+        [times(x[row : row + 1], weights[expert]) for row, expert in enumerate(experts.tolist())]
+    )
     exact = (products * share.double().unsqueeze(1)).unflatten(0, (2, 2)).sum(dim=1)
     if grid == "int8":  # more bits than float32 has, by the last of them
         torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=0)
@@ -114,16 +142,25 @@ def test_down(grid: str, factor: float) -> None:
 @pytest.mark.parametrize("grid", [*GRIDS, "int8"], ids=named("gate_up"))
 @pytest.mark.parametrize("factor", FACTORS)
 def test_gate_up(grid: str, factor: float) -> None:
-    """Gates of 17 and more, which are their own SiLU: 1 + exp(-gate) is 1 there. A part of x alone is not zero, so that 24 bits hold their
-    products with up."""
+    """Gates of 17 and more, which are their own SiLU: 1 + exp(-gate) is 1 there. A part of x alone
+    is not zero, so that 24 bits hold their products with up."""
     rng = torch.Generator().manual_seed(4)
-    pairs = [(whole(grid, 128, 128, 1.0, rng, least=1), whole(grid, 128, 128, factor, rng, least=-1)) for _ in range(2)]
+    pairs = [
+        (whole(grid, 128, 128, 1.0, rng, least=1), whole(grid, 128, 128, factor, rng, least=-1))
+        for _ in range(2)
+    ]
     gates, ups = zip(*pairs)
-    both = [type(gate)._make(None if parts[0] is None else torch.cat(parts) for parts in zip(gate, up)) for gate, up in pairs]
+    both = [
+        type(gate)._make(None if parts[0] is None else torch.cat(parts) for parts in zip(gate, up))
+        for gate, up in pairs
+    ]
     x = integers(2, 128, rng, 1, 3) * (torch.arange(128) % 4 == 1)
     if grid == "int8":
         x[:, 5] = 127
-    experts, out = torch.tensor([1, 0, 0], dtype=torch.int32).repeat(2), torch.zeros(6, 128).bfloat16()
+    experts, out = (
+        torch.tensor([1, 0, 0], dtype=torch.int32).repeat(2),
+        torch.zeros(6, 128).bfloat16(),
+    )
     run(launch.gate_up(packed_of(both), x, experts, out))
     exact = []
     for row, expert in enumerate(experts.tolist()):

@@ -1,5 +1,5 @@
-"""The kernels of few tokens, executed from their IR: fewer programs than items, experts in no order, operands at a guard page, fresh memory
-NaN, weights beyond 2 GiB, values no fp16 holds."""
+"""The kernels of few tokens, executed from their IR: fewer programs than items, experts in no
+order, operands at a guard page, fresh memory NaN, weights beyond 2 GiB, values no fp16 holds."""
 
 from collections.abc import Iterator
 
@@ -36,7 +36,9 @@ def few_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[launch.KernelLau
     torch.use_deterministic_algorithms(False)
 
 
-def placed(grid: str, hidden: int, intermediate: int, count: int, seed: int = 6) -> tuple[ascend.AscendLayout, list[list[object]]]:
+def placed(
+    grid: str, hidden: int, intermediate: int, count: int, seed: int = 6
+) -> tuple[ascend.AscendLayout, list[list[object]]]:
     weights = random_experts(grid, count, hidden, intermediate, torch.Generator().manual_seed(seed))
     made = ascend.experts_layout(count, weights[0][0], weights[2][0], torch.bfloat16, CPU)
     for index in reversed(range(count)):
@@ -52,8 +54,14 @@ def test_experts(grid: str, few_cores: list[launch.KernelLaunch]) -> None:
     for tokens, top_k in ((1, 1), (1, 5), (3, 2), (4, 3)):
         few_cores.clear()
         x = torch.randn(tokens, 512, generator=rng).bfloat16()[:, ::2]
-        ids, share = torch.rand(tokens, 5, generator=rng).topk(top_k, dim=-1).indices, torch.rand(tokens, top_k, generator=rng)
-        assert distance(experts(x, ids, share), exact_experts(x, ids, share, weights)) < 1e-2, (tokens, top_k)
+        ids, share = (
+            torch.rand(tokens, 5, generator=rng).topk(top_k, dim=-1).indices,
+            torch.rand(tokens, top_k, generator=rng),
+        )
+        assert distance(experts(x, ids, share), exact_experts(x, ids, share, weights)) < 1e-2, (
+            tokens,
+            top_k,
+        )
         assert [one.kernel for one in few_cores] == [f"{kind}_gate_up", f"{kind}_down"]
         assert tokens == 1 or all(one.programs == 5 for one in few_cores)
 
@@ -79,7 +87,8 @@ def test_what_is_not_theirs_stays(grid: str) -> None:
 
 @pytest.mark.parametrize("grid", ["int4-asym-128", "fp4", "int8"])
 def test_one_expert_of_one_token_to_the_rounding(grid: str) -> None:
-    """Alone, with weight one: no further off than the two roundings of what is stored, at sizes of one rank of R1's eight."""
+    """Alone, with weight one: no further off than the two roundings of what is stored, at sizes of
+    one rank of R1's eight."""
     made, weights = placed(grid, 7168, 256, 2)
     x = torch.randn(1, 7168, generator=torch.Generator().manual_seed(9)).bfloat16()
     result = made.finish()(x, torch.tensor([[1]]), torch.ones(1, 1))
@@ -107,29 +116,51 @@ def test_offsets_past_two_gib(grid: str) -> None:
         tensors = tuple(sparse(count, one) for one in small.tensors)
         for room, one in zip(tensors, small.tensors):
             room[-1].copy_(one[0])
-        ends.append(layout.PackedTiles(small.kind, small.n, small.k, count, tensors, small.group, small.has_zero))
-    x, one = torch.randn(1, 256, generator=torch.Generator().manual_seed(1)).bfloat16(), torch.ones(1)
+        ends.append(
+            layout.PackedTiles(
+                small.kind, small.n, small.k, count, tensors, small.group, small.has_zero
+            )
+        )
+    x, one = (
+        torch.randn(1, 256, generator=torch.Generator().manual_seed(1)).bfloat16(),
+        torch.ones(1),
+    )
     activated, out = torch.zeros(1, 128).bfloat16(), torch.zeros(1, 256).bfloat16()
     launch.run(launch.gate_up(ends[0], x, torch.tensor([ends[0].num_experts - 1]).int(), activated))
-    launch.run(launch.down(ends[1], activated, torch.tensor([ends[1].num_experts - 1]).int(), one, out))
+    launch.run(
+        launch.down(ends[1], activated, torch.tensor([ends[1].num_experts - 1]).int(), one, out)
+    )
     assert distance(out, exact_expert(x, *(projection[0] for projection in weights))) < 1e-2
 
 
-@pytest.mark.parametrize(("tokens", "experts", "hidden"), [(1, 256, 7168), (4, 40, 512), (3, 16, 256)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "hidden"), [(1, 256, 7168), (4, 40, 512), (3, 16, 256)]
+)
 def test_router(tokens: int, experts: int, hidden: int) -> None:
     rng = torch.Generator().manual_seed(3)
-    x, weight = torch.randn(tokens, hidden, generator=rng).bfloat16(), torch.randn(experts, hidden, generator=rng)
+    x, weight = (
+        torch.randn(tokens, hidden, generator=rng).bfloat16(),
+        torch.randn(experts, hidden, generator=rng),
+    )
     memory = torch.full((tokens + 1, experts), CANARY)
     launch.run(launch.router(x, weight, memory[:tokens]))
     assert distance(memory[:tokens], x.double() @ weight.double().T) < 1e-6
     assert bool((memory[tokens:] == CANARY).all())
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "joined"), [(1, 8, 1), (7, 8, 1), (4, 5, 3), (6, 1, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "joined"), [(1, 8, 1), (7, 8, 1), (4, 5, 3), (6, 1, 1)]
+)
 def test_join(tokens: int, top_k: int, joined: int) -> None:
     rng = torch.Generator().manual_seed(3)
-    ids, weights = torch.randint(0, 256, (tokens, top_k), generator=rng).int(), torch.rand(tokens, top_k, generator=rng)
-    numbers, shares = torch.full((tokens + 1, top_k + joined), -7).int(), torch.full((tokens + 1, top_k + joined), CANARY)
+    ids, weights = (
+        torch.randint(0, 256, (tokens, top_k), generator=rng).int(),
+        torch.rand(tokens, top_k, generator=rng),
+    )
+    numbers, shares = (
+        torch.full((tokens + 1, top_k + joined), -7).int(),
+        torch.full((tokens + 1, top_k + joined), CANARY),
+    )
     launch.run(launch.join(ids, weights, numbers[:tokens], shares[:tokens], 256))
     behind = torch.arange(256, 256 + joined).int().expand(tokens, -1)
     assert torch.equal(numbers[:tokens], torch.cat([ids, behind], dim=1))
@@ -153,7 +184,8 @@ def shipped(grid: str) -> list[launch.KernelLaunch]:
 
 @pytest.mark.parametrize("grid", ["int4-asym-128", "fp4", "int8"])
 def test_inner_loops(grid: str) -> None:
-    """Vector instructions only, within half of the unified buffer, so that the next tile can be loaded while this one is decoded."""
+    """Vector instructions only, within half of the unified buffer, so that the next tile can be
+    loaded while this one is decoded."""
     for one in shipped(grid):
         text = lower(one.function, one.args, one.constants)
         found = loops(text)
@@ -165,7 +197,11 @@ def test_inner_loops(grid: str) -> None:
 
 
 def test_join_is_vector_code() -> None:
-    ids, weights, joined = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(4, 8), torch.zeros(4, 9)
+    ids, weights, joined = (
+        torch.zeros(4, 8, dtype=torch.int32),
+        torch.zeros(4, 8),
+        torch.zeros(4, 9),
+    )
     one = launch.join(ids, weights, joined.int(), joined, 256)
     text = lower(one.function, one.args, one.constants)
     (loop,) = loops(text)
@@ -174,7 +210,9 @@ def test_join_is_vector_code() -> None:
 
 
 def test_the_router_fits() -> None:
-    one = launch.router(torch.zeros(1, 7168).bfloat16(), torch.zeros(256, 7168), torch.zeros(1, 256))
+    one = launch.router(
+        torch.zeros(1, 7168).bfloat16(), torch.zeros(256, 7168), torch.zeros(1, 256)
+    )
     text = lower(one.function, one.args, one.constants)
     inner = loops(text)[-1]
     assert scalar_accesses(inner) == []
@@ -182,7 +220,8 @@ def test_the_router_fits() -> None:
 
 
 def test_the_canary_is_seen(few_cores: list[launch.KernelLaunch]) -> None:
-    """A launch with an item too many ends at the guard page or writes over what is behind: tests above would see it."""
+    """A launch with an item too many ends at the guard page or writes over what is behind: tests
+    above would see it."""
     memory: Tensor = torch.full((2, 16), CANARY)
     one = launch.router(torch.randn(1, 256).bfloat16(), torch.randn(16, 256), memory[:1])
     args = (*one.args[:3], 2, *one.args[4:])

@@ -1,4 +1,5 @@
-"""The lowered IR of every shipped configuration: only vector and cube instructions in the inner loop, within the buffers."""
+"""The lowered IR of every shipped configuration: only vector and cube instructions in the inner
+loop, within the buffers."""
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from quantkit_kernels.ascend import chip, launch, layout
 from quantkit_kernels.samples import random_weight
 
 GRIDS = ("int4-asym-128", "int4-asym-64", "int4-asym-32", "int4-sym-128", "fp4", "int8")
-SHIPPED = [(grid, 1) for grid in GRIDS if grid != "int8"] + [(grid, bm) for grid in GRIDS for bm in chip.BLOCK_ROWS]
+SHIPPED = [(grid, 1) for grid in GRIDS if grid != "int8"] + [
+    (grid, bm) for grid in GRIDS for bm in chip.BLOCK_ROWS
+]
 
 
 def lowered(grid: str, bm: int) -> str:
@@ -20,7 +23,11 @@ def lowered(grid: str, bm: int) -> str:
     x = torch.zeros(bm, 256, dtype=torch.int8 if grid == "int8" else torch.bfloat16)
     out, experts = torch.zeros(bm, 128, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int32)
     row_scale = torch.zeros(bm) if grid == "int8" else None
-    one = launch.rows(packed, x, experts, out) if bm == 1 else launch.blocks(packed, x, row_scale, in_order(experts, len(x), bm), out)
+    one = (
+        launch.rows(packed, x, experts, out)
+        if bm == 1
+        else launch.blocks(packed, x, row_scale, in_order(experts, len(x), bm), out)
+    )
     return lower(one.function, one.args, one.constants)
 
 
@@ -38,7 +45,10 @@ def test_inner_loop(grid: str, bm: int) -> None:
     assert peak_bytes(text, inner) <= chip.UNIFIED_BUFFER * (1 if bm > 1 else 0.55)
 
 
-@pytest.mark.parametrize(("grid", "bm"), [(grid, bm) for grid in ("int4-asym-128", "fp4", "int8") for bm in chip.BLOCK_ROWS])
+@pytest.mark.parametrize(
+    ("grid", "bm"),
+    [(grid, bm) for grid in ("int4-asym-128", "fp4", "int8") for bm in chip.BLOCK_ROWS],
+)
 def test_cube_tiles_are_the_budgeted_ones(grid: str, bm: int) -> None:
     kind = grid.split("-")[0]
     tile = chip.tile(kind, bm)
@@ -46,7 +56,9 @@ def test_cube_tiles_are_the_budgeted_ones(grid: str, bm: int) -> None:
     products = [line for line in lowered(grid, bm).splitlines() if "linalg.matmul" in line]
     assert len(products) == (1 if kind == "int8" else 2)
     for line in products:
-        assert f"tensor<{tile.bm}x{tile.bk}x{element}>, tensor<{tile.bk}x{tile.bn}x{element}>" in line
+        assert (
+            f"tensor<{tile.bm}x{tile.bk}x{element}>, tensor<{tile.bk}x{tile.bn}x{element}>" in line
+        )
 
 
 @triton.jit

@@ -1,5 +1,6 @@
-"""Every kernel once, as hostile as a launch gets: fewer programs than items, ragged rows and columns, experts in no order and blocks of
-none, groups of every size, operands at a guard page, memory that was never written; and weights beyond 2 GiB."""
+"""Every kernel once, as hostile as a launch gets: fewer programs than items, ragged rows and
+columns, experts in no order and blocks of none, groups of every size, operands at a guard page,
+memory that was never written; and weights beyond 2 GiB."""
 
 from collections.abc import Iterator
 
@@ -20,14 +21,22 @@ from torch import Tensor
 
 CPU = torch.device("cpu")
 CANARY = 12345.0
-ROWS = [("int4_rows", "int4-asym-32"), ("int4_rows", "int4-asym-128"), ("int4_rows", "int4-sym-64"), ("fp4_rows", "fp4")]
-BLOCKS = [(f"{kernel[:4]}_blocks" if kernel[0] == "i" else "fp4_blocks", grid) for kernel, grid in ROWS] + [("int8_blocks", "int8")]
+ROWS = [
+    ("int4_rows", "int4-asym-32"),
+    ("int4_rows", "int4-asym-128"),
+    ("int4_rows", "int4-sym-64"),
+    ("fp4_rows", "fp4"),
+]
+BLOCKS = [
+    (f"{kernel[:4]}_blocks" if kernel[0] == "i" else "fp4_blocks", grid) for kernel, grid in ROWS
+] + [("int8_blocks", "int8")]
 TOLERANCE = {"int4": 4e-3, "fp4": 4e-3, "int8": 3e-3}
 
 
 @pytest.fixture(autouse=True)
 def few_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Three cube and five vector cores, so that every launch has more items than programs; fresh memory is NaN."""
+    """Three cube and five vector cores, so that every launch has more items than programs; fresh
+    memory is NaN."""
     monkeypatch.setattr(launch, "cores", lambda device: (3, 5))
     monkeypatch.setattr(launch, "run", run)
     torch.use_deterministic_algorithms(True)  # torch then fills what `empty` gives with NaN
@@ -42,11 +51,14 @@ def run(one: launch.KernelLaunch) -> None:
 
 
 def stacked(grid: str, n: int, k: int, count: int) -> tuple[layout.PackedTiles, list[Weight]]:
-    """Experts whose weights differ by more than their codes: a global scale per row, as stacked gate and up have."""
+    """Experts whose weights differ by more than their codes: a global scale per row, as stacked
+    gate and up have."""
     rng = torch.Generator().manual_seed(n)
     weights = [random_weight(grid, n, k, rng) for _ in range(count)]
     weights = [
-        one._replace(global_scale=one.global_scale * (0.5 + torch.rand(n, generator=rng))) if isinstance(one, Fp4) else one
+        one._replace(global_scale=one.global_scale * (0.5 + torch.rand(n, generator=rng)))
+        if isinstance(one, Fp4)
+        else one
         for one in weights
     ]
     packed = layout.allocate(weights[0], count, CPU)
@@ -70,7 +82,9 @@ def test_rows(kernel: str, grid: str) -> None:
     one = launch.rows(packed, x, experts, out)
     assert (one.kernel, one.programs) == (kernel, 5)
     run(one)
-    exact = torch.cat([exact_linear(x[row][None], weights[expert]) for row, expert in enumerate(experts)])
+    exact = torch.cat(
+        [exact_linear(x[row][None], weights[expert]) for row, expert in enumerate(experts)]
+    )
     assert distance(out, exact) < TOLERANCE[packed.kind]
     assert bool((memory[6:] == CANARY).all())
 
@@ -78,32 +92,46 @@ def test_rows(kernel: str, grid: str) -> None:
 @pytest.mark.parametrize(("kernel", "grid"), BLOCKS)
 @pytest.mark.parametrize("bm", [16, 32])
 def test_blocks(kernel: str, grid: str, bm: int) -> None:
-    """Whole blocks and ragged ones, in no order; rows of no block, and a block of no expert, are left alone."""
+    """Whole blocks and ragged ones, in no order; rows of no block, and a block of no expert, are
+    left alone."""
     n, k, experts = 152, 384, torch.tensor([2, -1, 1, 0, 1], dtype=torch.int32)
     packed, weights = stacked(grid, n, k, 3)
     m = 3 * bm + 8
-    first, last = torch.tensor([3, 0, bm + 3, bm + 4, m - bm]).int(), torch.tensor([bm + 3, bm, bm + 4, 2 * bm + 1, m]).int()
+    first, last = (
+        torch.tensor([3, 0, bm + 3, bm + 4, m - bm]).int(),
+        torch.tensor([bm + 3, bm, bm + 4, 2 * bm + 1, m]).int(),
+    )
     x = torch.randn(m, k, generator=torch.Generator().manual_seed(1)).bfloat16()
     codes, scale = quantize_rows(x)
     out, memory = output(m, n, 2)
     is_int8 = packed.kind == "int8"
     blocks = launch.Blocks(bm, experts, first, last)
-    one = launch.blocks(packed, codes if is_int8 else x, scale.flatten() if is_int8 else None, blocks, out)
+    one = launch.blocks(
+        packed, codes if is_int8 else x, scale.flatten() if is_int8 else None, blocks, out
+    )
     assert (one.kernel, one.programs) == (kernel, 3)
     run(one)
     written = torch.zeros(m, dtype=torch.bool)
-    for block, (expert, start, end) in enumerate(zip(experts.tolist(), first.tolist(), last.tolist())):
+    for block, (expert, start, end) in enumerate(
+        zip(experts.tolist(), first.tolist(), last.tolist())
+    ):
         rows = slice(start, end)
         if expert >= 0:
             written[rows] = True
-            assert distance(out[rows], exact_linear(x[rows], weights[expert])) < TOLERANCE[packed.kind], block
+            assert (
+                distance(out[rows], exact_linear(x[rows], weights[expert])) < TOLERANCE[packed.kind]
+            ), block
     assert bool((out[~written] == CANARY).all()), "a row of no block was written"
     assert bool((memory[m:] == CANARY).all())
 
 
-@pytest.mark.parametrize(("counts", "spare"), [([1], 0), ([0, 3, 0, 16, 17, 0, 40], 2), ([0] * 256 + [2], 1), ([33, 0, 0], 3)])
+@pytest.mark.parametrize(
+    ("counts", "spare"),
+    [([1], 0), ([0, 3, 0, 16, 17, 0, 40], 2), ([0] * 256 + [2], 1), ([33, 0, 0], 3)],
+)
 def test_assign(counts: list[int], spare: int) -> None:
-    """Every row is in one block of its expert, none holds more than 16; what is left over has expert -1."""
+    """Every row is in one block of its expert, none holds more than 16; what is left over has
+    expert -1."""
     needed, rows = sum(-(-count // 16) for count in counts), sum(counts)
     experts, first, last = (torch.full((needed + spare,), 777, dtype=torch.int32) for _ in range(3))
     one = launch.assign(torch.tensor(counts), launch.Blocks(16, experts, first, last))
@@ -111,18 +139,27 @@ def test_assign(counts: list[int], spare: int) -> None:
     run(one)
     assert (experts[needed:] == -1).all()
     assert (first[needed:] == 777).all()
-    held = [(row, expert) for expert, *ends in zip(experts[:needed].tolist(), first.tolist(), last.tolist()) for row in range(*ends)]
-    assert held == list(zip(range(rows), [expert for expert, count in enumerate(counts) for _ in range(count)]))
+    held = [
+        (row, expert)
+        for expert, *ends in zip(experts[:needed].tolist(), first.tolist(), last.tolist())
+        for row in range(*ends)
+    ]
+    assert held == list(
+        zip(range(rows), [expert for expert, count in enumerate(counts) for _ in range(count)])
+    )
     assert ((last - first)[:needed] <= 16).all()
 
 
 @pytest.mark.parametrize("grid", ["int4-asym-64", "int4-sym-128", "fp4", "int8"])
 def test_linear(grid: str) -> None:
-    """Every way through a linear: the vector cores' up to two rows, blocks of 16 and 32, rows not contiguous."""
+    """Every way through a linear: the vector cores' up to two rows, blocks of 16 and 32, rows not
+    contiguous."""
     weight = random_weight(grid, 152, 256, torch.Generator().manual_seed(3))
     linear = ascend.linear(weight, torch.bfloat16, CPU)
     assert (linear.in_features, linear.out_features) == (256, 152)
-    assert [one.data_ptr() for one in linear.held()] == [one.data_ptr() for one in linear.packed.tensors]
+    assert [one.data_ptr() for one in linear.held()] == [
+        one.data_ptr() for one in linear.packed.tensors
+    ]
     for rows in (1, 2, 3, 16, 17):
         x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)).bfloat16()[:, ::2]
         assert distance(linear(x), exact_linear(x, weight)) < TOLERANCE[grid.split("-")[0]], rows
@@ -142,7 +179,8 @@ def test_every_code_of_fp4_rows_and_blocks() -> None:
 
 @pytest.mark.parametrize("grid", ["int4-asym-64", "fp4", "int8"])
 def test_experts_in_fresh_memory(grid: str) -> None:
-    """What no kernel writes is never read: torch's fresh memory is NaN here, and blocks of no expert stay so."""
+    """What no kernel writes is never read: torch's fresh memory is NaN here, and blocks of no
+    expert stay so."""
     rng = torch.Generator().manual_seed(6)
     weights = random_experts(grid, 5, 256, 128, rng)
     experts = ascend.experts_layout(5, weights[0][0], weights[2][0], torch.bfloat16, CPU)
@@ -156,9 +194,13 @@ def test_experts_in_fresh_memory(grid: str) -> None:
         assert distance(experts.finish()(x, ids, topk_weights), exact) < 1.6e-2, (tokens, top_k)
 
 
-@pytest.mark.parametrize(("kernel", "grid"), [(kernel, grid) for kernel, grid in ROWS + BLOCKS if grid in ("int4-asym-128", "fp4", "int8")])
+@pytest.mark.parametrize(
+    ("kernel", "grid"),
+    [(kernel, grid) for kernel, grid in ROWS + BLOCKS if grid in ("int4-asym-128", "fp4", "int8")],
+)
 def test_offsets_past_two_gib(kernel: str, grid: str) -> None:
-    """The last of so many experts that its weights lie beyond 2^31 bytes; the others' memory is never touched."""
+    """The last of so many experts that its weights lie beyond 2^31 bytes; the others' memory is
+    never touched."""
     n, k = chip.COLUMNS[grid.split("-")[0]], 256
     small, (weight,) = stacked(grid, n, k, 1)
     count = (1 << 31) // small.tensors[0].numel() + 3
@@ -166,13 +208,22 @@ def test_offsets_past_two_gib(kernel: str, grid: str) -> None:
     packed = layout.PackedTiles(small.kind, n, k, count, tensors, small.group, small.has_zero)
     layout.place(packed, count - 1, weight)
     x = torch.randn(1, k, generator=torch.Generator().manual_seed(1)).bfloat16()
-    out, experts = torch.zeros(1, n, dtype=torch.bfloat16), torch.tensor([count - 1], dtype=torch.int32)
+    out, experts = (
+        torch.zeros(1, n, dtype=torch.bfloat16),
+        torch.tensor([count - 1], dtype=torch.int32),
+    )
     codes, scale = quantize_rows(x)
     is_int8 = packed.kind == "int8"
     if kernel.endswith("rows"):
         one = launch.rows(packed, x, experts, out)
     else:
-        one = launch.blocks(packed, codes if is_int8 else x, scale.flatten() if is_int8 else None, in_order(experts, 1, 16), out)
+        one = launch.blocks(
+            packed,
+            codes if is_int8 else x,
+            scale.flatten() if is_int8 else None,
+            in_order(experts, 1, 16),
+            out,
+        )
     assert one.kernel == kernel
     run(one)
     assert distance(out, exact_linear(x, weight)) < TOLERANCE[packed.kind]

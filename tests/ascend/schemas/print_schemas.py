@@ -1,5 +1,5 @@
-"""Print the schemas of the operators that backend torch_npu calls, as torch_npu itself registers them: the lines
-of tests/ascend/npu_schemas.txt."""
+"""Print the schemas of the operators that backend torch_npu calls, as torch_npu itself registers
+them: the lines of tests/ascend/npu_schemas.txt."""
 
 import sys
 

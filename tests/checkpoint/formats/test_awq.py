@@ -20,7 +20,9 @@ def test_unpacks_autoawqs_bytes() -> None:
     assert torch.equal(weight.codes.int() + 8, golden.tensor(_VECTORS["int_weight_in_out"]).T)
     assert weight.zero_point is not None
     assert torch.equal(weight.zero_point.int() + 8, golden.tensor(_VECTORS["int_zero_group_out"]).T)
-    assert torch.equal(dequantize(weight, torch.float16).T, golden.tensor(_VECTORS["dequant_in_out_fp16"]))
+    assert torch.equal(
+        dequantize(weight, torch.float16).T, golden.tensor(_VECTORS["dequant_in_out_fp16"])
+    )
 
 
 def test_packs_to_autoawqs_bytes() -> None:
@@ -50,11 +52,19 @@ def test_a_symmetric_weight_has_the_zero_point_8() -> None:
 def test_expert_shapes_of_r1() -> None:
     grid = IntGrid(4, 128, False)
     shapes = {spec.name: spec.shape for spec in FORMAT.specs("e.gate_proj", (2048, 7168), grid)}
-    assert shapes == {"e.gate_proj.qweight": (7168, 256), "e.gate_proj.qzeros": (56, 256), "e.gate_proj.scales": (56, 2048)}
+    assert shapes == {
+        "e.gate_proj.qweight": (7168, 256),
+        "e.gate_proj.qzeros": (56, 256),
+        "e.gate_proj.scales": (56, 2048),
+    }
 
 
 @pytest.mark.parametrize(
-    ("shape", "fault"), [((12, 128), "12 outputs, not a multiple of 8"), ((16, 96), "96 input channels, not a multiple of 128")]
+    ("shape", "fault"),
+    [
+        ((12, 128), "12 outputs, not a multiple of 8"),
+        ((16, 96), "96 input channels, not a multiple of 128"),
+    ],
 )
 def test_shapes_that_do_not_pack_are_refused(shape: tuple[int, int], fault: str) -> None:
     with pytest.raises(QuantkitError, match=fault):
@@ -68,8 +78,13 @@ def test_scales_that_float16_cannot_hold_are_a_bug() -> None:
 
 
 def test_a_vision_tower_is_one_entry_that_catches_no_joined_linear() -> None:
-    """SGLang takes an entry for a substring of a module's name, and joins q, k and v: attn.qkv would be self_attn.qkv_proj."""
-    text = [f"model.language_model.layers.{layer}.self_attn.{side}_proj" for layer in range(2) for side in "qkvo"]
+    """SGLang takes an entry for a substring of a module's name, and joins q, k and v: attn.qkv
+    would be self_attn.qkv_proj."""
+    text = [
+        f"model.language_model.layers.{layer}.self_attn.{side}_proj"
+        for layer in range(2)
+        for side in "qkvo"
+    ]
     plain = {
         "model.visual.blocks.0.attn.qkv.weight": (48, 16),
         "model.visual.merger.linear_fc1.weight": (16, 16),
@@ -77,6 +92,12 @@ def test_a_vision_tower_is_one_entry_that_catches_no_joined_linear() -> None:
         "lm_head.weight": (32, 16),
     }
     grid = IntGrid(bits=4, group_size=16, symmetric=False)
-    block = FORMAT.config_block(grid, dict.fromkeys(text, grid), [TensorSpec(name, torch.bfloat16, shape) for name, shape in plain.items()])
+    block = FORMAT.config_block(
+        grid,
+        dict.fromkeys(text, grid),
+        [TensorSpec(name, torch.bfloat16, shape) for name, shape in plain.items()],
+    )
     assert block["modules_to_not_convert"] == ["visual.", "lm_head", "linear_attn.in_proj_a"]
-    assert not any(entry in "model.layers.0.self_attn.qkv_proj" for entry in block["modules_to_not_convert"])
+    assert not any(
+        entry in "model.layers.0.self_attn.qkv_proj" for entry in block["modules_to_not_convert"]
+    )

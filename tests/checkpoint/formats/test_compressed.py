@@ -8,12 +8,22 @@ import make_quantized
 import pytest
 import torch
 from compressed_tensors.compressors.base import BaseCompressor
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus, preset_name_to_scheme
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    preset_name_to_scheme,
+)
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from compressed_tensors.quantization.utils import generate_gparam
 from torch import Tensor
 
-from quantkit.checkpoint.formats import compressed_fp4, compressed_int4, compressed_int8, detect_format
+from quantkit.checkpoint.formats import (
+    compressed_fp4,
+    compressed_int4,
+    compressed_int8,
+    detect_format,
+)
 from quantkit.checkpoint.formats.base import Format
 from quantkit.grids.e2m1 import INPUT_HEADROOM, input_divisor
 from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid
@@ -29,7 +39,11 @@ _CASES: list[tuple[Format, Grid, str]] = [
     (compressed_fp4.W4A4, Fp4Grid(activation_bits=4), "NVFP4"),
     (compressed_int8.FORMAT, IntGrid(8, None, True), "W8A8"),
 ]
-every_case = pytest.mark.parametrize(("format", "grid", "example"), _CASES, ids=[f"{f.variant}-{i}" for i, (f, _, _) in enumerate(_CASES)])
+every_case = pytest.mark.parametrize(
+    ("format", "grid", "example"),
+    _CASES,
+    ids=[f"{f.variant}-{i}" for i, (f, _, _) in enumerate(_CASES)],
+)
 
 
 def _scheme(format: Format, grid: Grid) -> QuantizationScheme:
@@ -42,29 +56,43 @@ def _scheme(format: Format, grid: Grid) -> QuantizationScheme:
 
 @every_case
 def test_their_code_unpacks_ours(format: Format, grid: Grid, example: str) -> None:
-    weight = make_quantized.quantize(format, grid, torch.randn(16, 128, generator=torch.Generator().manual_seed(3)))
+    weight = make_quantized.quantize(
+        format, grid, torch.randn(16, 128, generator=torch.Generator().manual_seed(3))
+    )
     local = {name.removeprefix("m."): tensor for name, tensor in format.pack("m", weight).items()}
     if isinstance(weight, IntWeight) and weight.bits == 4:
-        # In float32 the product is exact to compare; stored as bfloat16, their product is rounded to bfloat16.
+        # In float32 the product is exact to compare; stored as bfloat16, their product is rounded
+        # to bfloat16.
         local["weight_scale"] = local["weight_scale"].float()
-    theirs = BaseCompressor.get_value_from_registry(format.variant).decompress(local, _scheme(format, grid))["weight"]
+    theirs = BaseCompressor.get_value_from_registry(format.variant).decompress(
+        local, _scheme(format, grid)
+    )["weight"]
     if isinstance(weight, Fp4Weight):
-        # Their decompression divides by the stored divisor in bfloat16; the codes and scales below it are ours.
+        # Their decompression divides by the stored divisor in bfloat16; the codes and scales below
+        # it are ours.
         assert torch.equal(theirs, _their_fp4_arithmetic(local))
         torch.testing.assert_close(theirs.float(), dequantize(weight), rtol=2**-7, atol=0)
     else:
         assert torch.equal(theirs.float(), dequantize(weight))
 
 
-@pytest.mark.parametrize("grid", [IntGrid(8, 32, True), IntGrid(8, 32, False), IntGrid(8, None, True)], ids=["groups", "zeros", "channels"])
+@pytest.mark.parametrize(
+    "grid",
+    [IntGrid(8, 32, True), IntGrid(8, 32, False), IntGrid(8, None, True)],
+    ids=["groups", "zeros", "channels"],
+)
 def test_int8_words_are_those_of_w8a16(grid: IntGrid) -> None:
     """Weight-only int8, four codes to a word: what llm-compressor's W8A16 writes."""
     format = compressed_int4.INT8_WORDS
-    weight = make_quantized.quantize(format, grid, torch.randn(16, 128, generator=torch.Generator().manual_seed(4)))
+    weight = make_quantized.quantize(
+        format, grid, torch.randn(16, 128, generator=torch.Generator().manual_seed(4))
+    )
     tensors = format.pack("m", weight)
     local = {name.removeprefix("m."): tensor for name, tensor in tensors.items()}
     local["weight_scale"] = local["weight_scale"].float()
-    theirs = BaseCompressor.get_value_from_registry(format.variant).decompress(local, _scheme(format, grid))["weight"]
+    theirs = BaseCompressor.get_value_from_registry(format.variant).decompress(
+        local, _scheme(format, grid)
+    )["weight"]
     assert torch.equal(theirs.float(), dequantize(weight))
     assert torch.equal(dequantize(format.unpack("m", tensors)), dequantize(weight))
     config, _ = make_quantized.description(format, grid)
@@ -72,11 +100,21 @@ def test_int8_words_are_those_of_w8a16(grid: IntGrid) -> None:
 
 
 def _their_fp4_arithmetic(local: dict[str, Tensor]) -> Tensor:
-    weight = compressed_fp4.FORMAT.unpack("m", {f"m.{name}": tensor for name, tensor in local.items()})
+    weight = compressed_fp4.FORMAT.unpack(
+        "m", {f"m.{name}": tensor for name, tensor in local.items()}
+    )
     assert isinstance(weight, Fp4Weight)
-    unit = Fp4Weight(weight.codes, torch.ones_like(weight.scale.float()).to(torch.float8_e4m3fn), torch.tensor(1.0))
+    unit = Fp4Weight(
+        weight.codes,
+        torch.ones_like(weight.scale.float()).to(torch.float8_e4m3fn),
+        torch.tensor(1.0),
+    )
     step = local["weight_scale"].to(torch.bfloat16) / local["weight_global_scale"]
-    return (dequantize(unit, torch.bfloat16).unflatten(1, (-1, 16)) * step.unsqueeze(-1)).flatten(1).to(torch.bfloat16)
+    return (
+        (dequantize(unit, torch.bfloat16).unflatten(1, (-1, 16)) * step.unsqueeze(-1))
+        .flatten(1)
+        .to(torch.bfloat16)
+    )
 
 
 @every_case
@@ -89,12 +127,14 @@ def test_the_config_block_says_what_theirs_says(format: Format, grid: Grid, exam
     assert ours_group["targets"] == theirs_group["targets"]
     for key in ("num_bits", "type", "symmetric", "dynamic"):
         assert ours_group["weights"][key] == theirs_group["weights"][key]
-    assert _stripped(ours_group["input_activations"]) == _stripped(theirs_group["input_activations"])
+    assert _stripped(ours_group["input_activations"]) == _stripped(
+        theirs_group["input_activations"]
+    )
 
 
 def _preset(example: str, ours: dict[str, Any]) -> dict[str, Any]:
-    """A scheme by compressed-tensors' own name for it, in a description like ours. Observers only calibrate, and scale_dtype is of versions
-    that know it."""
+    """A scheme by compressed-tensors' own name for it, in a description like ours. Observers only
+    calibrate, and scale_dtype is of versions that know it."""
     scheme = preset_name_to_scheme(example, ["Linear"]).model_dump(mode="json")
     for args in (scheme["weights"], scheme["input_activations"]):
         for key in ("observer", "observer_kwargs", "scale_dtype", "zp_dtype"):
@@ -103,7 +143,8 @@ def _preset(example: str, ours: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_their_rounding_of_activations_is_ours() -> None:
-    """Bit for bit: with zeros, groups that the scale of all makes zero, values beyond what was calibrated, and halves between codes."""
+    """Bit for bit: with zeros, groups that the scale of all makes zero, values beyond what was
+    calibrated, and halves between codes."""
     args = preset_name_to_scheme("NVFP4", ["Linear"]).input_activations
     rng = torch.Generator().manual_seed(11)
     for spread, largest in ((0.1, 1.0), (2.0, 1.0), (6.0, 1.0), (2.0, 0.3)):
@@ -116,8 +157,14 @@ def test_their_rounding_of_activations_is_ours() -> None:
         module.input_global_scale = generate_gparam(-limit, limit)
         expected = forward_quantize(module, x, "input", args)
         assert torch.equal(rounded_to_nvfp4(x, module.input_global_scale.reshape(())), expected)
-        # Calibrated by ours, it is theirs but for room for larger values, and for the last bit, which makes it exact as a multiplier, too.
-        torch.testing.assert_close(INPUT_HEADROOM * input_divisor(limit).reshape(1), module.input_global_scale, rtol=2**-23, atol=0)
+        # Calibrated by ours, it is theirs but for room for larger values, and for the last bit,
+        # which makes it exact as a multiplier, too.
+        torch.testing.assert_close(
+            INPUT_HEADROOM * input_divisor(limit).reshape(1),
+            module.input_global_scale,
+            rtol=2**-23,
+            atol=0,
+        )
 
 
 def _stripped(args: dict[str, Any] | None) -> dict[str, Any]:
@@ -134,7 +181,9 @@ def test_int4_golden_bytes(symmetric: bool) -> None:
     if weight.zero_point is not None:
         assert torch.equal(weight.zero_point, golden.tensor(vectors["unpacked_zero_point"]))
     # Their product is rounded to bfloat16.
-    assert torch.equal(dequantize(weight, torch.bfloat16), golden.tensor(vectors["decompressed_weight"]))
+    assert torch.equal(
+        dequantize(weight, torch.bfloat16), golden.tensor(vectors["decompressed_weight"])
+    )
     packed = compressed_int4.FORMAT.pack("m", weight)
     assert packed.keys() == tensors.keys()
     for name, tensor in packed.items():
@@ -143,10 +192,15 @@ def test_int4_golden_bytes(symmetric: bool) -> None:
 
 def test_fp4_golden_bytes() -> None:
     vectors = golden.load("nvfp4_g16")
-    tensors = {f"m.{name}": golden.tensor(stored) for name, stored in vectors["ct_nvfp4_pack_quantized"].items()}
+    tensors = {
+        f"m.{name}": golden.tensor(stored)
+        for name, stored in vectors["ct_nvfp4_pack_quantized"].items()
+    }
     weight = compressed_fp4.FORMAT.unpack("m", tensors)
     assert isinstance(weight, Fp4Weight)
-    torch.testing.assert_close(dequantize(weight), golden.tensor(vectors["ct_decompressed"]).float(), rtol=2**-7, atol=0)
+    torch.testing.assert_close(
+        dequantize(weight), golden.tensor(vectors["ct_decompressed"]).float(), rtol=2**-7, atol=0
+    )
     for name, tensor in compressed_fp4.FORMAT.pack("m", weight).items():
         assert torch.equal(tensor.view(torch.uint8), tensors[name].view(torch.uint8))
     assert torch.equal(weight.codes, unpack_pairs(tensors["m.weight_packed"]))

@@ -1,4 +1,5 @@
-"""Linears on several grids in one compressed-tensors checkpoint: stored as each grid's own format stores it, and described so."""
+"""Linears on several grids in one compressed-tensors checkpoint: stored as each grid's own format
+stores it, and described so."""
 
 import json
 import re
@@ -24,7 +25,11 @@ from quantkit.grids.schemes import Fp4Grid, Fp8BlockGrid, Grid, IntGrid
 from quantkit.grids.weights import Fp8BlockWeight, Weight, dequantize
 
 N, K = 64, 256
-W4, W4_FINE, W8 = IntGrid(4, 128, symmetric=False), IntGrid(4, 32, symmetric=True), IntGrid(8, None, symmetric=True)
+W4, W4_FINE, W8 = (
+    IntGrid(4, 128, symmetric=False),
+    IntGrid(4, 32, symmetric=True),
+    IntGrid(8, None, symmetric=True),
+)
 
 
 def weight(grid: Grid) -> Weight:
@@ -67,29 +72,52 @@ def test_a_linear_comes_back_as_it_was(grid: Grid) -> None:
 
 
 def described(layout: Mapping[str, Grid]) -> dict[str, object]:
-    return FORMAT.config_block(None, dict(layout), [TensorSpec("model.layers.0.mlp.down_proj.weight", torch.bfloat16, (N, K))])
+    return FORMAT.config_block(
+        None,
+        dict(layout),
+        [TensorSpec("model.layers.0.mlp.down_proj.weight", torch.bfloat16, (N, K))],
+    )
 
 
 def test_the_library_finds_every_module_in_the_group_of_its_grid() -> None:
     block = described(LAYOUT)
     config = QuantizationConfig.model_validate(block)
     assert config.format == "mixed-precision"
-    formats = {W8: "int-quantized", W4: "pack-quantized", W4_FINE: "pack-quantized", Fp4Grid(): "nvfp4-pack-quantized"}
+    formats = {
+        W8: "int-quantized",
+        W4: "pack-quantized",
+        W4_FINE: "pack-quantized",
+        Fp4Grid(): "nvfp4-pack-quantized",
+    }
     for module, grid in LAYOUT.items():
-        found = [g for g in config.config_groups.values() if any(is_match(module, torch.nn.Linear(1, 1), target) for target in g.targets)]
+        found = [
+            g
+            for g in config.config_groups.values()
+            if any(is_match(module, torch.nn.Linear(1, 1), target) for target in g.targets)
+        ]
         assert [g.format for g in found] == [formats.get(grid, "float-quantized")], module
         if isinstance(grid, IntGrid):
-            assert (found[0].weights.num_bits, found[0].weights.group_size) == (grid.bits, grid.group_size)
+            assert (found[0].weights.num_bits, found[0].weights.group_size) == (
+                grid.bits,
+                grid.group_size,
+            )
     assert not any("Linear" in g.targets for g in config.config_groups.values())
 
 
 def test_patterns_match_what_they_are_for_and_nothing_else() -> None:
-    layers = [f"model.layers.{layer}.mlp.experts.{e}.{side}_proj" for layer in (1, 2, 12) for e in range(20) for side in ("up", "down")]
+    layers = [
+        f"model.layers.{layer}.mlp.experts.{e}.{side}_proj"
+        for layer in (1, 2, 12)
+        for e in range(20)
+        for side in ("up", "down")
+    ]
     chosen = [module for module in layers if "layers.2." not in module]
     others = [module for module in layers if "layers.2." in module]
     patterns = module_patterns(chosen, others)
     assert len(patterns) == 1
-    assert [module for module in layers if any(re.match(pattern[3:], module) for pattern in patterns)] == chosen
+    assert [
+        module for module in layers if any(re.match(pattern[3:], module) for pattern in patterns)
+    ] == chosen
     odd = [layers[0], layers[3]]  # experts of one layer apart: by name
     assert module_patterns(odd, [module for module in layers if module not in odd]) == odd
 
@@ -97,11 +125,17 @@ def test_patterns_match_what_they_are_for_and_nothing_else() -> None:
 def write(path: Path, layout: Mapping[str, Grid], told: Mapping[str, Grid]) -> Path:
     """A checkpoint whose tensors are of one layout and whose config.json is of another."""
     path.mkdir()
-    tensors: dict[str, Tensor] = {"model.layers.0.mlp.down_proj.weight": torch.zeros(N, K, dtype=torch.bfloat16)}
+    tensors: dict[str, Tensor] = {
+        "model.layers.0.mlp.down_proj.weight": torch.zeros(N, K, dtype=torch.bfloat16)
+    }
     for module, grid in layout.items():
         tensors |= FORMAT.pack(module, weight(grid))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps({"model_type": "x", "quantization_config": described(told)}))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors"
+    )
+    (path / "config.json").write_text(
+        json.dumps({"model_type": "x", "quantization_config": described(told)})
+    )
     return path
 
 
@@ -114,7 +148,11 @@ def test_a_checkpoint_is_read_by_what_its_tensors_are(tmp_path: Path) -> None:
         assert torch.equal(dequantize(part)[8 - first : 16 - first], dequantize(weight(grid))[8:16])
 
 
-@pytest.mark.parametrize("wrong", [Fp4Grid(), W8, IntGrid(4, 64, symmetric=False), IntGrid(4, 128, symmetric=True)], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [Fp4Grid(), W8, IntGrid(4, 64, symmetric=False), IntGrid(4, 128, symmetric=True)],
+    ids=str,
+)
 def test_a_description_that_says_another_grid_is_refused(tmp_path: Path, wrong: Grid) -> None:
     module = "model.layers.1.self_attn.q_proj"
     with pytest.raises(QuantkitError, match=f"{module} is described as"):
@@ -131,7 +169,13 @@ def test_a_group_that_is_not_read_is_named(tmp_path: Path) -> None:
 
 
 def test_members_keep_their_own_layout() -> None:
-    for member, grid in ((compressed_int4.FORMAT, W4), (compressed_int8.FORMAT, W8), (compressed_fp4.FORMAT, Fp4Grid())):
+    for member, grid in (
+        (compressed_int4.FORMAT, W4),
+        (compressed_int8.FORMAT, W8),
+        (compressed_fp4.FORMAT, Fp4Grid()),
+    ):
         own, mixed = member.pack("m", weight(grid)), FORMAT.pack("m", weight(grid))
         assert own.keys() == mixed.keys()
-        assert all(torch.equal(own[name].view(torch.uint8), mixed[name].view(torch.uint8)) for name in own)
+        assert all(
+            torch.equal(own[name].view(torch.uint8), mixed[name].view(torch.uint8)) for name in own
+        )

@@ -1,4 +1,5 @@
-"""What every format keeps: pack and unpack are exact inverses, and a checkpoint says of itself what it is."""
+"""What every format keeps: pack and unpack are exact inverses, and a checkpoint says of itself what
+it is."""
 
 import json
 from pathlib import Path
@@ -26,7 +27,9 @@ _GRIDS: tuple[Grid, ...] = (
     IntGrid(8, None, True),
     Fp4Grid(),
 )
-CASES: list[tuple[Format, Grid | None]] = [(format, grid) for format in FORMATS for grid in _GRIDS if format.holds(grid)]
+CASES: list[tuple[Format, Grid | None]] = [
+    (format, grid) for format in FORMATS for grid in _GRIDS if format.holds(grid)
+]
 CASES += [(format, None) for format in FORMATS if format.name in ("fp8-block", "dense")]
 _IDS = [f"{format.name}-{format.variant}-{index}" for index, (format, _) in enumerate(CASES)]
 every_case = pytest.mark.parametrize(("format", "grid"), CASES, ids=_IDS)
@@ -35,10 +38,19 @@ every_case = pytest.mark.parametrize(("format", "grid"), CASES, ids=_IDS)
 def _fields(weight: Weight) -> list[Tensor]:
     match weight:
         case IntWeight():
-            zero_point = torch.zeros_like(weight.scale, dtype=torch.int8) if weight.zero_point is None else weight.zero_point
+            zero_point = (
+                torch.zeros_like(weight.scale, dtype=torch.int8)
+                if weight.zero_point is None
+                else weight.zero_point
+            )
             return [weight.codes, weight.scale, zero_point]
         case Fp4Weight(input_divisor=divisor):
-            return [weight.codes, weight.scale.float(), weight.global_scale, *([] if divisor is None else [divisor])]
+            return [
+                weight.codes,
+                weight.scale.float(),
+                weight.global_scale,
+                *([] if divisor is None else [divisor]),
+            ]
         case Fp8BlockWeight():
             return [weight.codes.float(), weight.scale]
         case _:
@@ -48,7 +60,9 @@ def _fields(weight: Weight) -> list[Tensor]:
 @every_case
 @settings(deadline=None, max_examples=10)
 @given(seed=st.integers(0, 2**31), eights=st.integers(1, 3), groups=st.integers(1, 3))
-def test_unpack_inverts_pack(format: Format, grid: Grid | None, seed: int, eights: int, groups: int) -> None:
+def test_unpack_inverts_pack(
+    format: Format, grid: Grid | None, seed: int, eights: int, groups: int
+) -> None:
     w = torch.randn(8 * eights, 64 * groups, generator=torch.Generator().manual_seed(seed))
     weight = make_quantized.quantize(format, grid, w)
     again = format.unpack("m.up_proj", format.pack("m.up_proj", weight))
@@ -61,9 +75,9 @@ def test_unpack_inverts_pack(format: Format, grid: Grid | None, seed: int, eight
 @pytest.mark.parametrize("module", ["m.up_proj", "m.down_proj"])
 def test_specs_are_what_pack_returns(format: Format, grid: Grid | None, module: str) -> None:
     tensors = format.pack(module, make_quantized.quantize(format, grid, torch.randn(24, 128)))
-    assert {spec.name: (spec.dtype, spec.shape) for spec in format.specs(module, (24, 128), grid)} == {
-        name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
-    }
+    assert {
+        spec.name: (spec.dtype, spec.shape) for spec in format.specs(module, (24, 128), grid)
+    } == {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 @every_case
@@ -71,7 +85,9 @@ def test_a_written_checkpoint_reads_back(format: Format, grid: Grid | None, tmp_
     modules, tensors = make_quantized.quantized_tensors(format, grid)
     checkpoint = Checkpoint.open(make_quantized.write(tmp_path / "model", format, grid))
     assert checkpoint.format is format
-    assert checkpoint.grid == grid or (format.name == "awq" and isinstance(grid, IntGrid) and grid.symmetric)
+    assert checkpoint.grid == grid or (
+        format.name == "awq" and isinstance(grid, IntGrid) and grid.symmetric
+    )
     assert checkpoint.tensors.keys() == tensors.keys()
     for name, weight in modules.items():
         read = checkpoint.weight(name)
@@ -80,35 +96,62 @@ def test_a_written_checkpoint_reads_back(format: Format, grid: Grid | None, tmp_
         assert set(checkpoint.parts(name)) == set(format.pack(name, weight))
     for name in make_quantized.PLAIN:
         assert torch.equal(checkpoint.read(name), tensors[name])
-    expected = {*modules, *(name.removesuffix(".weight") for name, shape in make_quantized.PLAIN.items() if len(shape) == 2)}
+    expected = {
+        *modules,
+        *(
+            name.removesuffix(".weight")
+            for name, shape in make_quantized.PLAIN.items()
+            if len(shape) == 2
+        ),
+    }
     assert set(module_names(checkpoint)) == expected
 
 
 @every_case
-def test_shares_of_a_stored_weight_are_its_slices(format: Format, grid: Grid | None, tmp_path: Path) -> None:
-    """Of outputs and of inputs; from where the stored words and groups allow, and no further before than those ask for."""
+def test_shares_of_a_stored_weight_are_its_slices(
+    format: Format, grid: Grid | None, tmp_path: Path
+) -> None:
+    """Of outputs and of inputs; from where the stored words and groups allow, and no further before
+    than those ask for."""
     modules, _ = make_quantized.quantized_tensors(format, grid)
     checkpoint = Checkpoint.open(make_quantized.write(tmp_path / "model", format, grid))
     for name, weight in modules.items():
         whole = dequantize(weight)
         for axis, size in zip(("N", "K"), whole.shape):
-            for start, stop in ((0, size), (0, size // 2), (size // 2, size), (size // 4, size // 4 + 3)):
+            for start, stop in (
+                (0, size),
+                (0, size // 2),
+                (size // 2, size),
+                (size // 4, size // 4 + 3),
+            ):
                 share, first = checkpoint.share(name, axis, start, stop)
                 assert start - 128 < first <= start
                 values = dequantize(share)
-                found = values[start - first : stop - first] if axis == "N" else values[:, start - first : stop - first]
-                assert torch.equal(found, whole[start:stop] if axis == "N" else whole[:, start:stop])
+                found = (
+                    values[start - first : stop - first]
+                    if axis == "N"
+                    else values[:, start - first : stop - first]
+                )
+                assert torch.equal(
+                    found, whole[start:stop] if axis == "N" else whole[:, start:stop]
+                )
 
 
 @every_case
-def test_the_ignore_list_names_all_unquantized_linears_and_no_other(format: Format, grid: Grid | None) -> None:
+def test_the_ignore_list_names_all_unquantized_linears_and_no_other(
+    format: Format, grid: Grid | None
+) -> None:
     config, files = make_quantized.description(format, grid)
     ignored = format.ignored(config, {name: json.loads(content) for name, content in files.items()})
     if ignored is None:
         assert format.name in ("fp8-block", "dense")
         return
     assert not any(ignored(module) for module in make_quantized.QUANTIZED)
-    for module in ("lm_head", "model.layers.3.self_attn.kv_b_proj", "model.layers.4.mlp.experts.0.gate_proj"):
+    for module in (
+        "lm_head",
+        "model.layers.3.self_attn.kv_b_proj",
+        "model.layers.4.mlp.experts.0.gate_proj",
+    ):
         assert ignored(module)
 
 
@@ -121,16 +164,25 @@ def test_every_scheme_has_its_formats(scheme) -> None:  # type: ignore[no-untype
 
 
 def test_formats_that_cannot_hold_a_scheme_are_refused() -> None:
-    with pytest.raises(QuantkitError, match=r"format awq cannot hold int8-a8w8c16; use --format compressed-tensors"):
+    with pytest.raises(
+        QuantkitError, match=r"format awq cannot hold int8-a8w8c16; use --format compressed-tensors"
+    ):
         find_format("awq", SCHEMES["int8-a8w8c16"])
-    with pytest.raises(QuantkitError, match=r"format 'gguf' is not known; choose one of dense, fp8-fp4, fp8-block, awq"):
+    with pytest.raises(
+        QuantkitError,
+        match=r"format 'gguf' is not known; choose one of dense, fp8-fp4, fp8-block, awq",
+    ):
         find_format("gguf", SCHEMES["awq-w4a16"])
 
 
 def test_unknown_quantization_is_refused(tmp_path: Path) -> None:
-    config = {"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}}
+    config = {
+        "quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    }
     with pytest.raises(
-        QuantkitError, match=r"does not read: compressed-tensors float-quantized; give the model .*; of quantized ones quantkit reads "
+        QuantkitError,
+        match=r"does not read: compressed-tensors float-quantized; give the model .*; of quantized "
+        r"ones quantkit reads ",
     ):
         detect_format(tmp_path, config, {})
     with pytest.raises(QuantkitError, match=r"does not read: quantize_config\.json"):
@@ -139,12 +191,16 @@ def test_unknown_quantization_is_refused(tmp_path: Path) -> None:
 
 def test_two_descriptions_are_refused(tmp_path: Path) -> None:
     config = {"quantization_config": {"quant_method": "awq"}}
-    with pytest.raises(QuantkitError, match="says two things of its quantization: awq and modelslim"):
+    with pytest.raises(
+        QuantkitError, match="says two things of its quantization: awq and modelslim"
+    ):
         detect_format(tmp_path, config, {"quant_model_description.json": {}})
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: f"{format.name}-{format.variant}")
-@pytest.mark.parametrize("role", ["embedding", "head", "norm", "router", "router_bias", "mtp_proj", "bias"])
+@pytest.mark.parametrize(
+    "role", ["embedding", "head", "norm", "router", "router_bias", "mtp_proj", "bias"]
+)
 def test_only_linears_are_quantized(format: Format, role: str) -> None:
     assert not format.quantizes("m", role)
 
@@ -152,15 +208,41 @@ def test_only_linears_are_quantized(format: Format, role: str) -> None:
 @pytest.mark.parametrize(
     ("name", "block", "said"),
     [
-        ("awq", {"quant_method": "awq", "bits": 8, "group_size": 128, "zero_point": True}, "bits 8"),
-        ("awq", {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemv"}, "version gemv"),
-        ("awq", {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False}, "zero_point False"),
+        (
+            "awq",
+            {"quant_method": "awq", "bits": 8, "group_size": 128, "zero_point": True},
+            "bits 8",
+        ),
+        (
+            "awq",
+            {
+                "quant_method": "awq",
+                "bits": 4,
+                "group_size": 128,
+                "zero_point": True,
+                "version": "gemv",
+            },
+            "version gemv",
+        ),
+        (
+            "awq",
+            {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False},
+            "zero_point False",
+        ),
         ("fp8", {"quant_method": "fp8", "weight_block_size": [64, 64]}, "weight_block_size"),
         ("modelopt", {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo W4A8_AWQ"),
-        ("ct", {"quant_method": "compressed-tensors", "format": "pack-quantized"}, "0 descriptions"),
         (
             "ct",
-            {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": {"weights": {"num_bits": 8}}}},
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            "0 descriptions",
+        ),
+        (
+            "ct",
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {"a": {"weights": {"num_bits": 8}}},
+            },
             "num_bits 8",
         ),
         (
@@ -168,13 +250,18 @@ def test_only_linears_are_quantized(format: Format, role: str) -> None:
             {
                 "quant_method": "compressed-tensors",
                 "format": "int-quantized",
-                "config_groups": {"a": {"weights": {"num_bits": 8}}, "b": {"weights": {"num_bits": 4}}},
+                "config_groups": {
+                    "a": {"weights": {"num_bits": 8}},
+                    "b": {"weights": {"num_bits": 4}},
+                },
             },
             "config_groups.a of quantization_config names no targets",
         ),
     ],
 )
-def test_grids_that_are_not_read_are_refused(name: str, block: dict[str, object], said: str, tmp_path: Path) -> None:
+def test_grids_that_are_not_read_are_refused(
+    name: str, block: dict[str, object], said: str, tmp_path: Path
+) -> None:
     config = {"quantization_config": block}
     with pytest.raises(QuantkitError, match=said):
         detect_format(tmp_path, config, {}).grid(config, {})

@@ -1,4 +1,5 @@
-"""ModelOpt NVFP4: its golden bytes, both places where it describes itself, and its matching of excluded modules."""
+"""ModelOpt NVFP4: its golden bytes, both places where it describes itself, and its matching of
+excluded modules."""
 
 import json
 from pathlib import Path
@@ -16,12 +17,17 @@ from quantkit.grids.weights import Fp4Weight
 
 def test_golden_bytes() -> None:
     vectors = golden.load("nvfp4_g16")
-    expected = {f"m.{name}": golden.tensor(stored) for name, stored in vectors["modelopt_0_47_fp32_input"].items()}
+    expected = {
+        f"m.{name}": golden.tensor(stored)
+        for name, stored in vectors["modelopt_0_47_fp32_input"].items()
+    }
     packed = FORMAT.pack("m", quantize_fp4(golden.tensor(vectors["input_weight"]).float()))
     assert packed.keys() == expected.keys()
     for name, tensor in packed.items():
         assert tensor.shape == expected[name].shape
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), expected[name].reshape(-1).view(torch.uint8))
+        assert torch.equal(
+            tensor.reshape(-1).view(torch.uint8), expected[name].reshape(-1).view(torch.uint8)
+        )
 
 
 def test_both_ways_with_vectors_made_by_the_judge() -> None:
@@ -31,7 +37,10 @@ def test_both_ways_with_vectors_made_by_the_judge() -> None:
     weight = FORMAT.unpack("m", tensors)
     assert isinstance(weight, Fp4Weight)
     packed = FORMAT.pack("m", weight)
-    assert all(torch.equal(packed[name].view(-1).view(torch.uint8), t.view(-1).view(torch.uint8)) for name, t in tensors.items())
+    assert all(
+        torch.equal(packed[name].view(-1).view(torch.uint8), t.view(-1).view(torch.uint8))
+        for name, t in tensors.items()
+    )
     ours = quantize_fp4(golden.tensor(vectors["input_weight"]), global_scale=weight.global_scale)
     assert torch.equal(ours.codes, weight.codes)
     assert torch.equal(ours.scale.view(torch.uint8), weight.scale.view(torch.uint8))
@@ -52,18 +61,30 @@ def test_description_has_every_key_engines_demand() -> None:
     block = json.loads(files["hf_quant_config.json"])["quantization"]
     assert block.keys() == {"quant_algo", "kv_cache_quant_algo", "group_size", "exclude_modules"}
     assert "model.layers.4.*" in block["exclude_modules"]
-    # vLLM takes this quant_algo from the flat form only, where it has no "quantization" to look into.
+    # vLLM takes this quant_algo from the flat form only, where it has no "quantization" to look
+    # into.
     flat = config["quantization_config"]
     assert "quantization" not in flat
-    assert (flat["quant_method"], flat["quant_algo"], flat["ignore"]) == ("modelopt", block["quant_algo"], block["exclude_modules"])
+    assert (flat["quant_method"], flat["quant_algo"], flat["ignore"]) == (
+        "modelopt",
+        block["quant_algo"],
+        block["exclude_modules"],
+    )
 
 
 def test_description_in_config_json_is_read(tmp_path: Path) -> None:
     path = make_quantized.write(tmp_path / "model", FORMAT, Fp4Grid())
     block = json.loads((path / "hf_quant_config.json").read_text())["quantization"]
     (path / "hf_quant_config.json").unlink()
-    flat = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": block["exclude_modules"], "group_size": 16}
-    (path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", "quantization_config": flat}))
+    flat = {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "ignore": block["exclude_modules"],
+        "group_size": 16,
+    }
+    (path / "config.json").write_text(
+        json.dumps({"model_type": "deepseek_v3", "quantization_config": flat})
+    )
     checkpoint = Checkpoint.open(path)
     assert checkpoint.format is FORMAT
     assert checkpoint.scheme is SCHEMES["fp4-w4a16"]
@@ -76,7 +97,11 @@ def test_rounded_inputs_are_described_in_words(tmp_path: Path) -> None:
     assert (Checkpoint.open(path).format, Checkpoint.open(path).grid) == (W4A4, grid)
     assert Checkpoint.open(path).scheme is SCHEMES["nvfp4-w4a4"]
     flat = json.loads((path / "config.json").read_text())["quantization_config"]
-    assert flat["quant_algo"] == json.loads((path / "hf_quant_config.json").read_text())["quantization"]["quant_algo"] == "NVFP4"
+    assert (
+        flat["quant_algo"]
+        == json.loads((path / "hf_quant_config.json").read_text())["quantization"]["quant_algo"]
+        == "NVFP4"
+    )
     (path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
     checkpoint = Checkpoint.open(path)
     assert (checkpoint.format, checkpoint.grid) == (FORMAT, Fp4Grid())
@@ -89,7 +114,14 @@ def test_rounded_inputs_are_described_in_words(tmp_path: Path) -> None:
 
 def test_nvidias_wildcards() -> None:
     ignored = FORMAT.ignored(
-        {}, {"hf_quant_config.json": {"quantization": {"exclude_modules": ["lm_head", "model.layers.*.self_attn*", "layers.61"]}}}
+        {},
+        {
+            "hf_quant_config.json": {
+                "quantization": {
+                    "exclude_modules": ["lm_head", "model.layers.*.self_attn*", "layers.61"]
+                }
+            }
+        },
     )
     assert ignored is not None
     assert ignored("lm_head")

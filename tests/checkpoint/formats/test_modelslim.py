@@ -18,7 +18,12 @@ _VECTORS = golden.load("modelslim_w4a8_pack")
 
 
 def _int4(codes: list[list[int]]) -> IntWeight:
-    return IntWeight(torch.tensor(codes, dtype=torch.int8), torch.tensor(_VECTORS["weight_scale"]).unsqueeze(1), None, bits=4)
+    return IntWeight(
+        torch.tensor(codes, dtype=torch.int8),
+        torch.tensor(_VECTORS["weight_scale"]).unsqueeze(1),
+        None,
+        bits=4,
+    )
 
 
 def test_int4_golden_bytes() -> None:
@@ -34,11 +39,15 @@ def test_int4_golden_bytes() -> None:
 
 def test_int4_down_proj_has_a_bias_for_each_of_16_slices() -> None:
     packed = FORMAT.pack("experts.0.down_proj", _int4(_VECTORS["int4_down"]))
-    assert packed["experts.0.down_proj.scale_bias"].tolist() == _VECTORS["scale_bias_down_proj_tp16"]
+    assert (
+        packed["experts.0.down_proj.scale_bias"].tolist() == _VECTORS["scale_bias_down_proj_tp16"]
+    )
 
 
 def test_int8_has_a_scale_and_a_zero_offset_in_float32() -> None:
-    packed = FORMAT.pack("m", IntWeight(torch.ones(4, 8, dtype=torch.int8), torch.ones(4, 1), None, bits=8))
+    packed = FORMAT.pack(
+        "m", IntWeight(torch.ones(4, 8, dtype=torch.int8), torch.ones(4, 1), None, bits=8)
+    )
     assert packed["m.weight_scale"].dtype == packed["m.weight_offset"].dtype == torch.float32
     assert packed["m.weight_offset"].tolist() == [[0.0]] * 4
 
@@ -49,7 +58,13 @@ def test_every_tensor_is_described(grid: Grid, kind: str) -> None:
     assert "quantization_config" not in config
     description = json.loads(files["quant_model_description.json"])
     _, tensors = make_quantized.quantized_tensors(FORMAT, grid)
-    meta = {"model_quant_type": kind, "version": "1.0.0", "group_size": 0, "metadata": {}, "optional": {}}
+    meta = {
+        "model_quant_type": kind,
+        "version": "1.0.0",
+        "group_size": 0,
+        "metadata": {},
+        "optional": {},
+    }
     types = {name: "FLOAT" if name in make_quantized.PLAIN else kind for name in tensors}
     assert description == meta | types
 
@@ -63,12 +78,17 @@ def test_a_checkpoint_of_int4_experts_and_int8_attention_says_both() -> None:
 
 
 def test_an_asymmetric_weight_is_refused() -> None:
-    tensors: dict[str, Tensor] = FORMAT.pack("m", IntWeight(torch.ones(4, 8, dtype=torch.int8), torch.ones(4, 1), None, bits=8))
+    tensors: dict[str, Tensor] = FORMAT.pack(
+        "m", IntWeight(torch.ones(4, 8, dtype=torch.int8), torch.ones(4, 1), None, bits=8)
+    )
     tensors["m.weight_offset"][2] = 3.0
     with pytest.raises(QuantkitError, match=r"m\.weight_offset is not zero"):
         FORMAT.unpack("m", tensors)
 
 
 def test_types_that_are_not_read_are_refused() -> None:
-    with pytest.raises(QuantkitError, match="model_quant_type W4A4_MXFP4; quantkit reads W8A8_DYNAMIC, W4A8_DYNAMIC, W8A8,"):
+    with pytest.raises(
+        QuantkitError,
+        match="model_quant_type W4A4_MXFP4; quantkit reads W8A8_DYNAMIC, W4A8_DYNAMIC, W8A8,",
+    ):
         FORMAT.grid({}, {"quant_model_description.json": {"model_quant_type": "W4A4_MXFP4"}})

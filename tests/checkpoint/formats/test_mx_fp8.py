@@ -1,4 +1,5 @@
-"""MXFP4, MXFP8 and FP8 of every layout, against compressed-tensors, which writes them, and by their definition elsewhere."""
+"""MXFP4, MXFP8 and FP8 of every layout, against compressed-tensors, which writes them, and by their
+definition elsewhere."""
 
 import json
 from pathlib import Path
@@ -40,7 +41,10 @@ CASES = {
 
 
 def random_weight() -> Tensor:
-    return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(5)) * torch.logspace(-3, 3, ROWS)[:, None]
+    return (
+        torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(5))
+        * torch.logspace(-3, 3, ROWS)[:, None]
+    )
 
 
 def scale_of(w: Tensor, scheme: QuantizationScheme) -> Tensor:
@@ -50,13 +54,29 @@ def scale_of(w: Tensor, scheme: QuantizationScheme) -> Tensor:
         return 2.0 ** (amax.log2().floor() - (2 if args.num_bits == 4 else 8))
     if args.strategy == "block":
         return torch.rand(2, 3) + 0.5
-    return w.abs().amax().reshape(1) / 448 if args.strategy == "tensor" else w.abs().amax(1, keepdim=True) / 448
+    return (
+        w.abs().amax().reshape(1) / 448
+        if args.strategy == "tensor"
+        else w.abs().amax(1, keepdim=True) / 448
+    )
 
 
-def stored(path: Path, tensors: dict[str, Tensor], block: dict[str, Any], side: dict[str, Any] | None = None) -> Checkpoint:
+def stored(
+    path: Path,
+    tensors: dict[str, Tensor],
+    block: dict[str, Any],
+    side: dict[str, Any] | None = None,
+) -> Checkpoint:
     path.mkdir()
-    save_file({f"{MODULE}.{name}": tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps({"model_type": "nobody", "quantization_config": block} if block else {"model_type": "n"}))
+    save_file(
+        {f"{MODULE}.{name}": tensor.contiguous() for name, tensor in tensors.items()},
+        path / "model.safetensors",
+    )
+    (path / "config.json").write_text(
+        json.dumps(
+            {"model_type": "nobody", "quantization_config": block} if block else {"model_type": "n"}
+        )
+    )
     if side is not None:
         (path / "hf_quant_config.json").write_text(json.dumps(side))
     return Checkpoint.open(path)
@@ -69,7 +89,12 @@ def test_what_compressed_tensors_writes_is_read_as_it_reads_it(tmp_path: Path, c
     packed = compressor.compress({"weight": w, "weight_scale": scale_of(w, scheme)}, scheme)
     expected = compressor.decompress(packed, scheme)["weight"].float()
     group = json.loads(scheme.model_dump_json())
-    block = {"quant_method": "compressed-tensors", "format": variant, "config_groups": {"group_0": group}, "ignore": []}
+    block = {
+        "quant_method": "compressed-tensors",
+        "format": variant,
+        "config_groups": {"group_0": group},
+        "ignore": [],
+    }
     checkpoint = stored(tmp_path / "c", packed, block)
     assert checkpoint.shape(MODULE) == (ROWS, COLUMNS)
     assert torch.equal(dequantize(checkpoint.weight(MODULE)), expected)
@@ -84,18 +109,27 @@ def test_what_is_rounded_to_mxfp4_is_what_compressed_tensors_reads() -> None:
     values, step = round_to_nearest(w, rounder)
     packed = compressed_mxfp4.FORMAT.pack(MODULE, rounder.weight(values, step))
     named = {name.removeprefix(f"{MODULE}."): tensor for name, tensor in packed.items()}
-    read = MXFP4PackedCompressor.decompress(named, preset_name_to_scheme("MXFP4A16", ["Linear"]))["weight"]
+    read = MXFP4PackedCompressor.decompress(named, preset_name_to_scheme("MXFP4A16", ["Linear"]))[
+        "weight"
+    ]
     assert torch.equal(read.float(), values)
     nearest, _ = round_to_nearest(w, Mxfp4Rounder())
     assert (values - w).norm() < (nearest - w).norm() < 0.2 * w.norm()
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "F32"), (torch.bfloat16, "BF16"), (torch.float8_e8m0fnu, "F8_E8M0")])
-def test_deepseek_blocks_may_have_scales_in_fewer_bits(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.float32, "F32"), (torch.bfloat16, "BF16"), (torch.float8_e8m0fnu, "F8_E8M0")],
+)
+def test_deepseek_blocks_may_have_scales_in_fewer_bits(
+    tmp_path: Path, dtype: torch.dtype, name: str
+) -> None:
     codes = torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn)
     power = torch.randint(-9, 3, (2, 3)).float()
     block = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    checkpoint = stored(tmp_path / "c", {"weight": codes, "weight_scale_inv": power.exp2().to(dtype)}, block)
+    checkpoint = stored(
+        tmp_path / "c", {"weight": codes, "weight_scale_inv": power.exp2().to(dtype)}, block
+    )
     full = power.exp2().repeat_interleave(128, 0).repeat_interleave(128, 1)[:ROWS, :COLUMNS]
     assert torch.equal(dequantize(checkpoint.weight(MODULE)), codes.float() * full)
 
@@ -104,9 +138,18 @@ def test_deepseek_blocks_may_have_scales_in_fewer_bits(tmp_path: Path, dtype: to
 def test_modelopt_fp8(tmp_path: Path, algorithm: str) -> None:
     codes = torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn)
     exponent = torch.randint(110, 130, (ROWS, COLUMNS // 32), dtype=torch.uint8)
-    scale = {"FP8": torch.tensor(0.03), "FP8_PER_CHANNEL_PER_TOKEN": torch.rand(ROWS) + 0.1, "MXFP8": exponent}[algorithm]
-    side = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm, "exclude_modules": ["lm_head"]}}
-    tensors = {"weight": codes, "weight_scale": scale} | ({"input_scale": torch.tensor(1.0)} if algorithm == "FP8" else {})
+    scale = {
+        "FP8": torch.tensor(0.03),
+        "FP8_PER_CHANNEL_PER_TOKEN": torch.rand(ROWS) + 0.1,
+        "MXFP8": exponent,
+    }[algorithm]
+    side = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": algorithm, "exclude_modules": ["lm_head"]},
+    }
+    tensors = {"weight": codes, "weight_scale": scale} | (
+        {"input_scale": torch.tensor(1.0)} if algorithm == "FP8" else {}
+    )
     checkpoint = stored(tmp_path / "c", tensors, {}, side)
     powers = (exponent.float() - 127).exp2().repeat_interleave(32, 1)
     full = powers if algorithm == "MXFP8" else scale[:, None] if scale.dim() else scale
@@ -124,7 +167,13 @@ def test_fp8_per_channel_is_a_source_to_quantize(tmp_path: Path) -> None:
             codes = (tensor.float() / scale).to(torch.float8_e4m3fn)
             packed |= {name: codes, f"{name}_scale": scale}
             plain[name] = codes.float() * scale
-    args = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+    args = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "channel",
+        "symmetric": True,
+        "dynamic": False,
+    }
     block = {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
@@ -133,19 +182,46 @@ def test_fp8_per_channel_is_a_source_to_quantize(tmp_path: Path) -> None:
     }
     outputs = []
     for kind, tensors in (("fp8", packed), ("plain", plain)):
-        source = write_dense(tmp_path / kind, {**config, **({"quantization_config": block} if kind == "fp8" else {})}, tensors)
-        report = quantize(source, tmp_path / f"{kind}-out", SCHEMES["rtn-w4a16"], "auto", Recipe(scheme="rtn-w4a16"), device="cpu")
+        source = write_dense(
+            tmp_path / kind,
+            {**config, **({"quantization_config": block} if kind == "fp8" else {})},
+            tensors,
+        )
+        report = quantize(
+            source,
+            tmp_path / f"{kind}-out",
+            SCHEMES["rtn-w4a16"],
+            "auto",
+            Recipe(scheme="rtn-w4a16"),
+            device="cpu",
+        )
         outputs.append(Checkpoint.open(report.out))
     one, other = outputs
     assert set(one.linears) == set(other.linears) != set()
     for module in one.linears:
-        assert all(torch.equal(one.read(name), other.read(name)) for name in one.parts(module)), module
+        assert all(torch.equal(one.read(name), other.read(name)) for name in one.parts(module)), (
+            module
+        )
 
 
 def test_fp8_that_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
-    tensors = {"weight": torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn), "weight_scale": torch.ones(ROWS, 5)}
-    args = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 64, "symmetric": True, "dynamic": False}
-    block = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"g": {"weights": args}}}
+    tensors = {
+        "weight": torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn),
+        "weight_scale": torch.ones(ROWS, 5),
+    }
+    args = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "group",
+        "group_size": 64,
+        "symmetric": True,
+        "dynamic": False,
+    }
+    block = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"g": {"weights": args}},
+    }
     with pytest.raises(QuantkitError, match="float-quantized"):
         stored(tmp_path / "group", tensors, block)
     with pytest.raises(QuantkitError, match="weight_scale"):
@@ -161,7 +237,9 @@ def test_mxfp4_is_nvfp4_where_e4m3_holds_its_powers_of_two() -> None:
     exponent[1, 0] = 3
     weight = Mxfp4Weight(codes, exponent)
     assert is_nvfp4(weight)
-    assert torch.equal(dequantize(to_nvfp4(weight)).view(torch.int32), dequantize(weight).view(torch.int32))
+    assert torch.equal(
+        dequantize(to_nvfp4(weight)).view(torch.int32), dequantize(weight).view(torch.int32)
+    )
     assert torch.equal(dequantize(to_nvfp4(weight, 127)), dequantize(weight))
     exponent[2, 0] = 109
     further = Mxfp4Weight(codes, exponent)
@@ -174,15 +252,22 @@ def test_mxfp4_is_nvfp4_where_e4m3_holds_its_powers_of_two() -> None:
 def test_a_model_in_mxfp4_runs_and_becomes_nvfp4_with_the_same_values(tmp_path: Path) -> None:
     """And its logits are those of its own dequantized weights; gate and up share a global scale."""
     config = tiny_config(num_hidden_layers=2, num_nextn_predict_layers=0)
-    source = write_packed(tmp_path / "mxfp4", config, random_tensors(config), compressed_mxfp4.FORMAT, Mxfp4Grid())
+    source = write_packed(
+        tmp_path / "mxfp4", config, random_tensors(config), compressed_mxfp4.FORMAT, Mxfp4Grid()
+    )
     report = convert(source, tmp_path / "nvfp4", format="modelopt")
     assert report.exact
     convert(source, tmp_path / "plain", dtype="float32")
     mxfp4, nvfp4 = Checkpoint.open(source), Checkpoint.open(tmp_path / "nvfp4")
     assert set(mxfp4.linears) == set(nvfp4.linears)
     for module in mxfp4.linears:
-        assert torch.equal(dequantize(nvfp4.weight(module)), dequantize(mxfp4.weight(module))), module
-    gate, up = (nvfp4.read(f"model.layers.1.mlp.experts.0.{side}_proj.weight_scale_2") for side in ("gate", "up"))
+        assert torch.equal(dequantize(nvfp4.weight(module)), dequantize(mxfp4.weight(module))), (
+            module
+        )
+    gate, up = (
+        nvfp4.read(f"model.layers.1.mlp.experts.0.{side}_proj.weight_scale_2")
+        for side in ("gate", "up")
+    )
     assert torch.equal(gate, up)
     expected, *others = (_logits(path) for path in (tmp_path / "plain", source, tmp_path / "nvfp4"))
     assert all((logits - expected).abs().max() < 1e-4 * expected.abs().max() for logits in others)

@@ -16,7 +16,11 @@ from quantkit.executor.weights.load import load_model
 from quantkit.models.context import CausalContext
 from quantkit.tokenizer.chat import ChatTokenizer
 
-TEXTS = ["1 + 1 = 2 and 2 + 2 = 4", "7 * 8 = 56", "a much longer line of words about 12 sheep and 30 goats"]
+TEXTS = [
+    "1 + 1 = 2 and 2 + 2 = 4",
+    "7 * 8 = 56",
+    "a much longer line of words about 12 sheep and 30 goats",
+]
 
 
 @pytest.fixture
@@ -32,14 +36,18 @@ def changed(tiny_dense_checkpoint: Path, tmp_path_factory: pytest.TempPathFactor
     copy = tmp_path_factory.mktemp("changed") / "model"
     shutil.copytree(tiny_dense_checkpoint, copy)
     name = "model.layers.1.self_attn.o_proj.weight"
-    shard = copy / json.loads((copy / "model.safetensors.index.json").read_text())["weight_map"][name]
+    shard = (
+        copy / json.loads((copy / "model.safetensors.index.json").read_text())["weight_map"][name]
+    )
     tensors = load_file(shard)
     tensors[name] = tensors[name] * 1.5
     save_file(tensors, shard, metadata={"format": "pt"})
     return copy
 
 
-def test_perplexity_is_that_of_one_plain_forward_a_document(tiny_dense_checkpoint: Path, text: Path) -> None:
+def test_perplexity_is_that_of_one_plain_forward_a_document(
+    tiny_dense_checkpoint: Path, text: Path
+) -> None:
     loaded = load_model(tiny_dense_checkpoint)
     tokenizer, nll, tokens = ChatTokenizer(tiny_dense_checkpoint), 0.0, 0
     for line in TEXTS:
@@ -61,7 +69,9 @@ def test_a_model_is_no_distance_from_itself(tiny_dense_checkpoint: Path, text: P
     assert told.layer_errors == [0.0] * len(told.layer_errors)
 
 
-def test_a_model_that_computes_no_numbers_fails(tiny_dense_checkpoint: Path, text: Path, tmp_path: Path) -> None:
+def test_a_model_that_computes_no_numbers_fails(
+    tiny_dense_checkpoint: Path, text: Path, tmp_path: Path
+) -> None:
     """Its perplexity was nan, or null in JSON, and the command succeeded."""
     broken = shutil.copytree(tiny_dense_checkpoint, tmp_path / "broken")
     (shard,) = broken.glob("*.safetensors")
@@ -69,20 +79,31 @@ def test_a_model_that_computes_no_numbers_fails(tiny_dense_checkpoint: Path, tex
     tensors["model.layers.1.self_attn.o_proj.weight"][0, 0] = float("nan")
     save_file(tensors, shard)
     for models in ((broken, tiny_dense_checkpoint), (tiny_dense_checkpoint, broken)):
-        told = command("ppl", str(models[0]), "--baseline", str(models[1]), "--text", str(text), "--json")
+        told = command(
+            "ppl", str(models[0]), "--baseline", str(models[1]), "--text", str(text), "--json"
+        )
         assert told.code == 1
         assert told.json["kl"] is None
-        assert told.error == f"error: {broken} computes logits that are no numbers; quantkit check names the damaged tensor"
+        assert (
+            told.error
+            == f"error: {broken} computes logits that are no numbers; quantkit check names the "
+            "damaged tensor"
+        )
 
 
-def test_distance_is_what_the_definitions_say(tiny_dense_checkpoint: Path, changed: Path, text: Path) -> None:
+def test_distance_is_what_the_definitions_say(
+    tiny_dense_checkpoint: Path, changed: Path, text: Path
+) -> None:
     models = [load_model(path) for path in (changed, tiny_dense_checkpoint)]
     tokenizer = ChatTokenizer(changed)
     kl, same, tokens = 0.0, 0, 0
     for line in TEXTS:
         ids = torch.tensor(tokenizer.encode(line))
         with torch.inference_mode():
-            ours, base = (one.model.logits(one.model(ids, CausalContext([len(ids)])))[:-1].log_softmax(-1) for one in models)
+            ours, base = (
+                one.model.logits(one.model(ids, CausalContext([len(ids)])))[:-1].log_softmax(-1)
+                for one in models
+            )
         kl += float((base.exp() * (base - ours)).sum())
         same += int((base.argmax(-1) == ours.argmax(-1)).sum())
         tokens += len(ids) - 1
@@ -95,19 +116,39 @@ def test_distance_is_what_the_definitions_say(tiny_dense_checkpoint: Path, chang
     assert told.layer_errors[0] == 0.0
     assert all(error > 1e-3 for error in told.layer_errors[1:])
     assert told.kl_stderr is not None
-    assert set(told.to_json()) >= {"ppl", "tokens", "baseline_ppl", "kl", "top1_agree", "expert_agree", "layer_errors"}
+    assert set(told.to_json()) >= {
+        "ppl",
+        "tokens",
+        "baseline_ppl",
+        "kl",
+        "top1_agree",
+        "expert_agree",
+        "layer_errors",
+    }
 
 
-def test_short_passes_give_the_same_figures_as_long_ones(tiny_dense_checkpoint: Path, changed: Path, text: Path) -> None:
+def test_short_passes_give_the_same_figures_as_long_ones(
+    tiny_dense_checkpoint: Path, changed: Path, text: Path
+) -> None:
     one = measure(str(changed), text, baseline=str(tiny_dense_checkpoint), seq_len=2048)
-    other = measure(str(changed), text, baseline=str(tiny_dense_checkpoint), seq_len=max(len(line) for line in TEXTS))
+    other = measure(
+        str(changed),
+        text,
+        baseline=str(tiny_dense_checkpoint),
+        seq_len=max(len(line) for line in TEXTS),
+    )
     assert other.tokens == one.tokens
     assert other.kl == pytest.approx(one.kl, rel=2e-2)
 
 
 def test_progress_counts_both_passes(tiny_dense_checkpoint: Path, text: Path) -> None:
     events: list[TextProgress] = []
-    measure(str(tiny_dense_checkpoint), text, baseline=str(tiny_dense_checkpoint), progress=events.append)
+    measure(
+        str(tiny_dense_checkpoint),
+        text,
+        baseline=str(tiny_dense_checkpoint),
+        progress=events.append,
+    )
     assert [event.stage for event in events] == sorted(event.stage for event in events)
     assert {event.stage for event in events} == {"baseline", "model"}
     assert events[-1].done == events[-1].total
@@ -122,42 +163,78 @@ def test_documents(tiny_dense_checkpoint: Path, tmp_path: Path, text: Path) -> N
     pieces = read_documents(plain, tokenizer, seq_len=8)
     assert torch.cat(pieces).tolist() == tokenizer.encode(" ".join(TEXTS))[: sum(map(len, pieces))]
     chat = tmp_path / "chat.jsonl"
-    chat.write_text(json.dumps({"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]}) + "\n")
+    chat.write_text(
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": "1 + 1?"},
+                    {"role": "assistant", "content": "2"},
+                ]
+            }
+        )
+        + "\n"
+    )
     assert len(read_documents(chat, tokenizer, seq_len=99)) == 1
     marked = tmp_path / "marked.jsonl"
-    marked.write_bytes(b"\xef\xbb\xbf" + json.dumps({"text": "one\u2028two"}, ensure_ascii=False).encode() + b"\r\n")
-    assert read_documents(marked, tokenizer, seq_len=99)[0].tolist() == tokenizer.encode("one\u2028two")
+    marked.write_bytes(
+        b"\xef\xbb\xbf"
+        + json.dumps({"text": "one\u2028two"}, ensure_ascii=False).encode()
+        + b"\r\n"
+    )
+    assert read_documents(marked, tokenizer, seq_len=99)[0].tolist() == tokenizer.encode(
+        "one\u2028two"
+    )
 
 
-def test_a_conversation_is_plain_text_to_a_model_without_a_template(tiny_dense_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_conversation_is_plain_text_to_a_model_without_a_template(
+    tiny_dense_checkpoint: Path, tmp_path: Path
+) -> None:
     base = shutil.copytree(tiny_dense_checkpoint, tmp_path / "base")
     settings = json.loads((base / "tokenizer_config.json").read_text())
     del settings["chat_template"]
     (base / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer, chat = ChatTokenizer(base), tmp_path / "chat.jsonl"
-    said = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "reasoning_content": "easy", "content": "2"}]
+    said = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "reasoning_content": "easy", "content": "2"},
+    ]
     chat.write_text(json.dumps({"messages": said}) + "\n")
-    assert read_documents(chat, tokenizer, seq_len=99)[0].tolist() == tokenizer.encode("1 + 1?\n\neasy\n\n2")
+    assert read_documents(chat, tokenizer, seq_len=99)[0].tolist() == tokenizer.encode(
+        "1 + 1?\n\neasy\n\n2"
+    )
     chat.write_text(json.dumps({"messages": [{"role": "user"}]}) + "\n")
-    with pytest.raises(QuantkitError, match=r":1 holds no conversation: messages\[0\] has no content"):
+    with pytest.raises(
+        QuantkitError, match=r":1 holds no conversation: messages\[0\] has no content"
+    ):
         read_documents(chat, tokenizer, seq_len=99)
 
 
 @pytest.mark.parametrize(
     ("content", "told"),
-    [("", "nothing to predict"), ("{}\n", ":1 has neither"), ("{\n", ":1 is not JSON"), ('{"text": ""}\n', "nothing to predict")],
+    [
+        ("", "nothing to predict"),
+        ("{}\n", ":1 has neither"),
+        ("{\n", ":1 is not JSON"),
+        ('{"text": ""}\n', "nothing to predict"),
+    ],
 )
-def test_unusable_text_is_named(tiny_dense_checkpoint: Path, tmp_path: Path, content: str, told: str) -> None:
+def test_unusable_text_is_named(
+    tiny_dense_checkpoint: Path, tmp_path: Path, content: str, told: str
+) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(content)
     with pytest.raises(QuantkitError, match=told):
         measure(str(tiny_dense_checkpoint), path)
     with pytest.raises(QuantkitError, match="cannot be read"):
         measure(str(tiny_dense_checkpoint), tmp_path / "missing.txt")
-    with pytest.raises(QuantkitError, match=r"x\.json is one JSON value; write its documents as a \.jsonl"):
+    with pytest.raises(
+        QuantkitError, match=r"x\.json is one JSON value; write its documents as a \.jsonl"
+    ):
         measure(str(tiny_dense_checkpoint), tmp_path / "x.json")
 
 
-def test_models_with_other_tokenizers_are_not_compared(tiny_dense_checkpoint: Path, text: Path) -> None:
+def test_models_with_other_tokenizers_are_not_compared(
+    tiny_dense_checkpoint: Path, text: Path
+) -> None:
     with pytest.raises(QuantkitError, match="different tokenizers"):
         measure("tiny-r1", text, baseline=str(tiny_dense_checkpoint))

@@ -33,7 +33,11 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(find_model("tiny-r1"), copy)
     name = "model.norm.weight"
     index = copy / "model.safetensors.index.json"
-    shard = copy / json.loads(index.read_text())["weight_map"][name] if index.exists() else copy / "model.safetensors"
+    shard = (
+        copy / json.loads(index.read_text())["weight_map"][name]
+        if index.exists()
+        else copy / "model.safetensors"
+    )
     tensors = load_file(shard)
     tensors[name] = tensors[name] * 0.3
     save_file(tensors, shard, metadata={"format": "pt"})
@@ -54,7 +58,9 @@ def test_a_model_is_no_distance_from_itself_behind_a_server(server: str) -> None
 
 
 def test_which_side_the_server_is(server: str, changed: Path) -> None:
-    as_baseline = measure(str(changed), baseline=server, sampled="tiny-math", limit=3, max_tokens=40)
+    as_baseline = measure(
+        str(changed), baseline=server, sampled="tiny-math", limit=3, max_tokens=40
+    )
     as_model = measure(server, baseline=str(changed), sampled="tiny-math", limit=3, max_tokens=40)
     assert as_baseline.baseline_ppl == pytest.approx(as_model.ppl)
     assert as_baseline.ppl == pytest.approx(as_model.baseline_ppl)
@@ -72,8 +78,14 @@ def test_the_divergence_is_a_lower_bound_that_named_tokens_close() -> None:
     window = Window(torch.tensor([0, 1, 2, 3, 4]), 1)
     found = {}
     for named in (2, TOP, 50):
-        top = [{int(token): float(theirs[row, token]) for token in theirs[row].topk(named).indices} for row in range(4)]
-        top = [one | {target: float(theirs[row, target])} for row, (one, target) in enumerate(zip(top, (1, 2, 3, 4)))]
+        top = [
+            {int(token): float(theirs[row, token]) for token in theirs[row].topk(named).indices}
+            for row in range(4)
+        ]
+        top = [
+            one | {target: float(theirs[row, target])}
+            for row, (one, target) in enumerate(zip(top, (1, 2, 3, 4)))
+        ]
         own = [float(theirs[row, row + 1]) for row in range(4)]
         found[named] = _compare(ToldReply(window, top, own), logs, is_baseline=True).divergences
     for row in range(4):
@@ -90,4 +102,11 @@ def test_what_cannot_be_compared_is_told(server: str, tiny_checkpoint: Path) -> 
     with pytest.raises(QuantkitError, match="has a cache of its own"):
         measure(server, baseline="tiny-r1", sampled="tiny-math", cache="int8")
     with pytest.raises(QuantkitError, match=r"1 of 1 replies of .* cannot be compared"):
-        measure_served(str(tiny_checkpoint), Served(server), is_baseline=False, task="tiny-math", limit=1, max_tokens=8)
+        measure_served(
+            str(tiny_checkpoint),
+            Served(server),
+            is_baseline=False,
+            task="tiny-math",
+            limit=1,
+            max_tokens=8,
+        )

@@ -1,4 +1,5 @@
-"""Windows over a text: every token scored once, as the usual recipe of transformers does it; and texts that the source writes itself."""
+"""Windows over a text: every token scored once, as the usual recipe of transformers does it; and
+texts that the source writes itself."""
 
 import math
 from pathlib import Path
@@ -18,11 +19,18 @@ def scored(window: Window) -> list[int]:
     return window.ids[window.first :].tolist()
 
 
-@pytest.mark.parametrize(("tokens", "length", "stride"), [(100, 16, 5), (100, 16, 15), (33, 16, 8), (16, 16, 4), (5, 16, 4), (18, 16, 16)])
-def test_windows_score_every_token_but_first_ones_once(tokens: int, length: int, stride: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "length", "stride"),
+    [(100, 16, 5), (100, 16, 15), (33, 16, 8), (16, 16, 4), (5, 16, 4), (18, 16, 16)],
+)
+def test_windows_score_every_token_but_first_ones_once(
+    tokens: int, length: int, stride: int
+) -> None:
     windows = list(slide(torch.arange(tokens), length, stride))
     seen = [token for window in windows for token in scored(window)]
-    assert seen == [token for token in range(tokens) if token and (stride < length or token % length)]
+    assert seen == [
+        token for token in range(tokens) if token and (stride < length or token % length)
+    ]
     assert all(len(window.ids) <= length for window in windows)
     for window in windows[1:]:
         assert stride == length or window.first >= length - stride
@@ -36,13 +44,20 @@ def test_a_stride_that_does_not_fit_is_refused(stride: int) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("stride", [5, 12])
-def test_perplexity_is_that_of_the_usual_recipe(stride: int, tiny_dense_checkpoint: Path, tmp_path: Path) -> None:
-    """The loop of transformers' page on perplexity over the same logits: labels of what was scored before are -100."""
+def test_perplexity_is_that_of_the_usual_recipe(
+    stride: int, tiny_dense_checkpoint: Path, tmp_path: Path
+) -> None:
+    """The loop of transformers' page on perplexity over the same logits: labels of what was scored
+    before are -100."""
     length = 12
-    (tmp_path / "text.txt").write_text("1 + 1 = 2 and 2 + 2 = 4, while 7 * 8 = 56 and 30 goats are 12 sheep less")
+    (tmp_path / "text.txt").write_text(
+        "1 + 1 = 2 and 2 + 2 = 4, while 7 * 8 = 56 and 30 goats are 12 sheep less"
+    )
     told = measure(str(tiny_dense_checkpoint), tmp_path / "text.txt", seq_len=length, stride=stride)
     loaded = load_model(tiny_dense_checkpoint)
-    ids = torch.tensor(ChatTokenizer(tiny_dense_checkpoint).encode((tmp_path / "text.txt").read_text()))
+    ids = torch.tensor(
+        ChatTokenizer(tiny_dense_checkpoint).encode((tmp_path / "text.txt").read_text())
+    )
     total, count, before = 0.0, 0, 0
     for begin in range(0, len(ids), stride):
         end = min(begin + length, len(ids))
@@ -50,15 +65,23 @@ def test_perplexity_is_that_of_the_usual_recipe(stride: int, tiny_dense_checkpoi
         labels[: -(end - before)] = -100
         hidden = loaded.model(ids[begin:end], CausalContext([end - begin], loaded.device))
         logits = loaded.model.head(hidden).float()[:-1]
-        losses = torch.nn.functional.cross_entropy(logits, labels[1:], reduction="none", ignore_index=-100)
-        total, count, before = total + float(losses.double().sum()), count + int((labels[1:] != -100).sum()), end
+        losses = torch.nn.functional.cross_entropy(
+            logits, labels[1:], reduction="none", ignore_index=-100
+        )
+        total, count, before = (
+            total + float(losses.double().sum()),
+            count + int((labels[1:] != -100).sum()),
+            end,
+        )
         if end == len(ids):
             break
     assert told.tokens == count
     assert told.ppl == pytest.approx(math.exp(total / count), rel=1e-5)
 
 
-def test_distance_on_what_the_source_writes(tiny_checkpoint: Path, tiny_dense_checkpoint: Path) -> None:
+def test_distance_on_what_the_source_writes(
+    tiny_checkpoint: Path, tiny_dense_checkpoint: Path
+) -> None:
     options = {"sampled": "tiny-math", "limit": 3, "max_tokens": 6, "device": "cpu"}
     same = measure(str(tiny_checkpoint), baseline=str(tiny_checkpoint), **options)
     assert same.greedy is not None

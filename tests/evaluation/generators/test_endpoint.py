@@ -16,19 +16,33 @@ def chat(text: str, seed: int = 0) -> Prompt:
     return Prompt(messages=({"role": "user", "content": text},), seed=seed)
 
 
-def ask(server: ReplayServer, prompts: list[Prompt], parameters: Generation | None = None, **options: object) -> list[ModelReply]:
+def ask(
+    server: ReplayServer,
+    prompts: list[Prompt],
+    parameters: Generation | None = None,
+    **options: object,
+) -> list[ModelReply]:
     endpoint = Endpoint(server.url, backoff_s=0.01, **options)  # type: ignore[arg-type]
-    return sorted(endpoint.generate(prompts, parameters or Generation()), key=lambda completion: completion.index)
+    return sorted(
+        endpoint.generate(prompts, parameters or Generation()),
+        key=lambda completion: completion.index,
+    )
 
 
-@pytest.mark.parametrize("tail", ["", "/", "/v1", "/v1/", "/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(
+    "tail", ["", "/", "/v1", "/v1/", "/v1/chat/completions", "/v1/completions"]
+)
 def test_any_form_of_the_address_will_do(tail: str) -> None:
     assert base_url(f"http://h:8000{tail}") == "http://h:8000/v1"
 
 
-@pytest.mark.parametrize(("sent", "read"), [("a \ud800 b", "a \ufffd b"), ("\udc00\ud83d", "\ufffd\ufffd"), ("\ud83d\ude00 4", "😀 4")])
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [("a \ud800 b", "a \ufffd b"), ("\udc00\ud83d", "\ufffd\ufffd"), ("\ud83d\ude00 4", "😀 4")],
+)
 def test_halves_of_characters_are_joined_or_replaced(sent: str, read: str) -> None:
-    """A server sends a character in two pieces, or only half of it: what is kept can be written to a file."""
+    """A server sends a character in two pieces, or only half of it: what is kept can be written to
+    a file."""
     with ReplayServer(lambda question, body: sent) as server:
         (reply,) = ask(server, [chat("1")])
     assert reply.text == read
@@ -36,20 +50,36 @@ def test_halves_of_characters_are_joined_or_replaced(sent: str, read: str) -> No
 
 
 def test_replies_come_back_whole_and_in_their_place() -> None:
-    with ReplayServer(lambda question, body: f"你好 {question}\n</think>\n\n\\boxed{{{question}}}", delay_s=0.1) as server:
+    with ReplayServer(
+        lambda question, body: f"你好 {question}\n</think>\n\n\\boxed{{{question}}}", delay_s=0.1
+    ) as server:
         replies = ask(server, [chat(str(n)) for n in range(12)], concurrency=4)
     assert [r.text for r in replies] == [f"你好 {n}\n</think>\n\n\\boxed{{{n}}}" for n in range(12)]
-    assert all(r.finish_reason == "stop" and r.prompt_tokens == 11 and r.completion_tokens == len(r.text) for r in replies)
-    assert all(r.think_open is None and r.reasoning is None and r.error is None and r.latency_s > 0 for r in replies)
+    assert all(
+        r.finish_reason == "stop" and r.prompt_tokens == 11 and r.completion_tokens == len(r.text)
+        for r in replies
+    )
+    assert all(
+        r.think_open is None and r.reasoning is None and r.error is None and r.latency_s > 0
+        for r in replies
+    )
     assert 1 < server.most_at_once <= 4
 
 
 def test_the_request_says_what_was_asked() -> None:
     parameters = Generation(temperature=0.6, top_p=0.95, max_tokens=7, stop=("\n",))
     with ReplayServer(lambda question, body: Reply("x", "length")) as server:
-        replies = ask(server, [chat("q", seed=5), Prompt(text="raw", seed=6)], parameters, concurrency=1)
+        replies = ask(
+            server, [chat("q", seed=5), Prompt(text="raw", seed=6)], parameters, concurrency=1
+        )
     first, second = server.requests
-    assert (first["temperature"], first["top_p"], first["max_tokens"], first["stop"], first["seed"]) == (0.6, 0.95, 7, ["\n"], 5)
+    assert (
+        first["temperature"],
+        first["top_p"],
+        first["max_tokens"],
+        first["stop"],
+        first["seed"],
+    ) == (0.6, 0.95, 7, ["\n"], 5)
     assert first["model"] == "replayed"
     assert second["prompt"] == "raw"
     assert "messages" not in second
@@ -80,7 +110,9 @@ def test_passing_faults_are_retried(fault: Reply) -> None:
 
 
 def test_a_fault_that_stays_becomes_an_error_and_spares_the_others() -> None:
-    with ReplayServer(lambda question, body: Reply("broken", status=500) if question == "bad" else "fine") as server:
+    with ReplayServer(
+        lambda question, body: Reply("broken", status=500) if question == "bad" else "fine"
+    ) as server:
         bad, good = ask(server, [chat("bad"), chat("good")])
     assert bad.error == "HTTP 500: broken"
     assert good.text == "fine"
@@ -97,7 +129,9 @@ def test_a_refused_prompt_is_not_asked_again() -> None:
 def test_a_server_that_falls_silent_runs_into_the_read_timeout() -> None:
     tries = itertools.count()
     start = time.monotonic()
-    with ReplayServer(lambda question, body: Reply("ab", fault="hang") if next(tries) == 0 else "fine") as server:
+    with ReplayServer(
+        lambda question, body: Reply("ab", fault="hang") if next(tries) == 0 else "fine"
+    ) as server:
         (reply,) = ask(server, [chat("q")], timeout_s=0.3)
     assert reply.text == "fine"
     assert time.monotonic() - start < 2.5
@@ -141,7 +175,9 @@ def test_a_refusal_without_a_message_is_told_by_its_status(body: bytes, said: st
 def test_a_key_that_is_missing_is_asked_for() -> None:
     """It was said to check the address and that a server is up."""
     with ReplayServer(lambda question, body: "fine", api_key="sk-1") as server:
-        with pytest.raises(QuantkitError, match=r"\(HTTP 401: wrong key\); give the server's key with --api-key$"):
+        with pytest.raises(
+            QuantkitError, match=r"\(HTTP 401: wrong key\); give the server's key with --api-key$"
+        ):
             OpenAIServer(server.url).models()
         assert OpenAIServer(server.url, api_key="sk-1").models()
 
@@ -157,7 +193,9 @@ def test_the_model_is_the_only_one_served_or_must_be_named() -> None:
 
 def test_stopping_early_cancels_what_is_in_flight() -> None:
     with ReplayServer(lambda question, body: "fine", delay_s=0.05) as server:
-        replies = Endpoint(server.url, concurrency=2).generate([chat("q") for _ in range(200)], Generation())
+        replies = Endpoint(server.url, concurrency=2).generate(
+            [chat("q") for _ in range(200)], Generation()
+        )
         next(replies)
         replies.close()
         sent = len(server.requests)

@@ -1,10 +1,23 @@
-"""An endpoint that misbehaves: what is whole is read, what is not fails its own sample, and no other one."""
+"""An endpoint that misbehaves: what is whole is read, what is not fails its own sample, and no
+other one."""
 
 import itertools
 import tracemalloc
 
 import pytest
-from faulty_server import BROKEN, DONE, END, STOP, TEXT, WHOLE, Behaviour, FaultyServer, Wire, chunk, event
+from faulty_server import (
+    BROKEN,
+    DONE,
+    END,
+    STOP,
+    TEXT,
+    WHOLE,
+    Behaviour,
+    FaultyServer,
+    Wire,
+    chunk,
+    event,
+)
 
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators import replies
@@ -17,7 +30,10 @@ def ask(behaviour: Behaviour, count: int = 1, **options: object) -> list[ModelRe
     settings: dict = {"backoff_s": 0.001, "retries": 1, "timeout_s": 0.5} | options
     with FaultyServer(behaviour) as server:
         prompts = [Prompt(messages=({"role": "user", "content": str(n)},)) for n in range(count)]
-        return sorted(Endpoint(server.url, **settings).generate(prompts, Generation()), key=lambda reply: reply.index)
+        return sorted(
+            Endpoint(server.url, **settings).generate(prompts, Generation()),
+            key=lambda reply: reply.index,
+        )
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -39,8 +55,20 @@ def test_what_is_broken_fails_its_own_sample(name: str) -> None:
 
 def test_a_burst_of_faults_passes() -> None:
     """Every kind of broken answer in turn, then whole ones: no sample is lost."""
-    faults = iter([broken for name, broken in BROKEN.items() if name not in ("403", "400", "moved", "a silent stream")])
-    replies = ask(lambda wire, body: next(faults, WHOLE["plain"])(wire, body), 4, retries=len(BROKEN), backoff_s=0.0, concurrency=1)
+    faults = iter(
+        [
+            broken
+            for name, broken in BROKEN.items()
+            if name not in ("403", "400", "moved", "a silent stream")
+        ]
+    )
+    replies = ask(
+        lambda wire, body: next(faults, WHOLE["plain"])(wire, body),
+        4,
+        retries=len(BROKEN),
+        backoff_s=0.0,
+        concurrency=1,
+    )
     assert [(reply.text, reply.error) for reply in replies] == [(TEXT, None)] * 4
 
 
@@ -63,7 +91,11 @@ def test_a_refused_context_is_a_miss_with_its_name(message: str) -> None:
 
 
 def test_a_context_refused_inside_the_stream_is_a_miss_too() -> None:
-    (reply,) = ask(lambda wire, body: wire.stream(event({"error": {"message": "maximum context length is 4096 tokens"}})))
+    (reply,) = ask(
+        lambda wire, body: wire.stream(
+            event({"error": {"message": "maximum context length is 4096 tokens"}})
+        )
+    )
     assert (reply.finish_reason, reply.error) == ("context", None)
 
 
@@ -80,7 +112,13 @@ def test_a_time_to_wait_that_is_no_number_costs_no_sample() -> None:
 
 @pytest.mark.parametrize(
     ("sent", "read"),
-    [("length", "length"), ("MAX_TOKENS", "length"), ("eos", "stop"), ("content_filter", "content_filter"), ("bananas", "bananas")],
+    [
+        ("length", "length"),
+        ("MAX_TOKENS", "length"),
+        ("eos", "stop"),
+        ("content_filter", "content_filter"),
+        ("bananas", "bananas"),
+    ],
 )
 def test_finish_reasons_are_read_or_kept(sent: str, read: str) -> None:
     (reply,) = ask(lambda wire, body: wire.stream(chunk("4", finish_reason=sent), DONE))
@@ -95,7 +133,9 @@ def test_a_slow_reply_is_not_a_silent_one() -> None:
 def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replies, "LARGEST_REPLY", 100_000)
     tracemalloc.start()
-    (reply,) = ask(lambda wire, body: wire.stream(*itertools.repeat(chunk("x" * 10_000), 5_000)), retries=0)
+    (reply,) = ask(
+        lambda wire, body: wire.stream(*itertools.repeat(chunk("x" * 10_000), 5_000)), retries=0
+    )
     assert tracemalloc.get_traced_memory()[1] < 30e6
     tracemalloc.stop()
     assert "a reply of more than" in (reply.error or "")
@@ -103,14 +143,21 @@ def test_a_reply_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_line_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quantkit.evaluation.openai_server.LONGEST_LINE", 100_000)
-    (reply,) = ask(lambda wire, body: wire.stream(b"data: ", *itertools.repeat(b"x" * 10_000, 5_000)), retries=0)
+    (reply,) = ask(
+        lambda wire, body: wire.stream(b"data: ", *itertools.repeat(b"x" * 10_000, 5_000)),
+        retries=0,
+    )
     assert "a line of more than" in (reply.error or "")
 
 
 def test_retries_are_as_many_as_asked_for() -> None:
     for retries in (0, 2):
         with FaultyServer(BROKEN["500"]) as server:
-            list(Endpoint(server.url, backoff_s=0.0, retries=retries).generate([Prompt(text="x")], Generation()))
+            list(
+                Endpoint(server.url, backoff_s=0.0, retries=retries).generate(
+                    [Prompt(text="x")], Generation()
+                )
+            )
             assert len(server.requests) == 1 + retries
 
 
@@ -126,7 +173,10 @@ def test_a_server_that_fails_at_everything_ends_the_run() -> None:
     """Each sample would be tried again, with longer and longer pauses, to the last."""
     with FaultyServer(BROKEN["500"]) as server:
         endpoint = Endpoint(server.url, concurrency=4, retries=1, backoff_s=0.001)
-        with pytest.raises(QuantkitError, match=r"none of the first [5-8] requests got a reply, the last for: HTTP 500"):  # 3 are under way
+        with pytest.raises(
+            QuantkitError,
+            match=r"none of the first [5-8] requests got a reply, the last for: HTTP 500",
+        ):  # 3 are under way
             list(endpoint.generate([Prompt(text=str(n)) for n in range(200)], Generation()))
         assert len(server.requests) <= 20
 
@@ -138,5 +188,10 @@ def test_prompts_that_are_refused_one_by_one_do_not() -> None:
 
 def test_large_replies_are_whole() -> None:
     text = "x" * 3_000_000
-    (reply,) = ask(lambda wire, body: wire.stream(chunk(text), STOP, event({"usage": {"completion_tokens": 9}}), DONE), timeout_s=20.0)
+    (reply,) = ask(
+        lambda wire, body: wire.stream(
+            chunk(text), STOP, event({"usage": {"completion_tokens": 9}}), DONE
+        ),
+        timeout_s=20.0,
+    )
     assert (len(reply.text), reply.completion_tokens) == (3_000_000, 9)

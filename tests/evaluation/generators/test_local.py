@@ -17,10 +17,14 @@ def chat(text: str, seed: int = 0, think: bool = True) -> Prompt:
     return Prompt(messages=({"role": "user", "content": text},), seed=seed, think=think)
 
 
-def test_replies_keep_their_place_and_say_that_think_was_open(model: Local, tiny_checkpoint: Path) -> None:
+def test_replies_keep_their_place_and_say_that_think_was_open(
+    model: Local, tiny_checkpoint: Path
+) -> None:
     assert template_reasons(tiny_checkpoint)
     prompts = [chat(f"{n} + {n}") for n in range(5)]
-    replies = sorted(model.generate(prompts, Generation(max_tokens=6)), key=lambda reply: reply.index)
+    replies = sorted(
+        model.generate(prompts, Generation(max_tokens=6)), key=lambda reply: reply.index
+    )
     assert [reply.index for reply in replies] == list(range(5))
     for reply in replies:
         assert 0 < reply.completion_tokens <= 6
@@ -32,7 +36,12 @@ def test_replies_keep_their_place_and_say_that_think_was_open(model: Local, tiny
 def test_the_same_seed_draws_the_same_reply_whatever_else_is_asked(model: Local) -> None:
     parameters = Generation(temperature=1.0, top_p=0.95, max_tokens=8)
     (alone,) = model.generate([chat("7 + 5", seed=3)], parameters)
-    among = {reply.index: reply.text for reply in model.generate([chat("1 + 1"), chat("7 + 5", seed=3), chat("7 + 5", seed=4)], parameters)}
+    among = {
+        reply.index: reply.text
+        for reply in model.generate(
+            [chat("1 + 1"), chat("7 + 5", seed=3), chat("7 + 5", seed=4)], parameters
+        )
+    }
     assert among[1] == alone.text
     assert among[2] != alone.text
 
@@ -43,15 +52,22 @@ def test_a_raw_prompt_is_continued_without_a_template(model: Local) -> None:
     assert reply.completion_tokens <= 4
 
 
-def test_a_prompt_that_does_not_fit_is_a_miss_with_its_name_and_spares_the_others(model: Local) -> None:
+def test_a_prompt_that_does_not_fit_is_a_miss_with_its_name_and_spares_the_others(
+    model: Local,
+) -> None:
     long = chat("1 + 1 " * model.engine.max_model_len)
-    replies = {reply.index: reply for reply in model.generate([long, chat("1 + 1")], Generation(max_tokens=2))}
+    replies = {
+        reply.index: reply
+        for reply in model.generate([long, chat("1 + 1")], Generation(max_tokens=2))
+    }
     assert (replies[0].finish_reason, replies[0].error) == ("context", None)
     assert "the context is" in (replies[0].refusal or "")
     assert replies[1].error is None
 
 
-def test_what_servers_take_of_the_models_own_settings_is_taken_here_too(model: Local, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_what_servers_take_of_the_models_own_settings_is_taken_here_too(
+    model: Local, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     """top_k 1 leaves one token to draw; a protocol does not name it, and servers apply it."""
     copy = tmp_path / "copy"
     shutil.copytree(tiny_checkpoint, copy)
@@ -68,7 +84,9 @@ def test_what_servers_take_of_the_models_own_settings_is_taken_here_too(model: L
 
 
 @pytest.mark.parametrize("changed", ["*.safetensors", "tokenizer.json", "tokenizer_config.json"])
-def test_the_content_hash_follows_the_weights_and_the_tokenizer(changed: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_the_content_hash_follows_the_weights_and_the_tokenizer(
+    changed: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(tiny_checkpoint, copy)
     assert content_hash(copy) == content_hash(tiny_checkpoint)

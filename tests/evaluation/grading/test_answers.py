@@ -56,13 +56,40 @@ def test_numbers_with_decorations_are_read(text: str, value: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "none", "{5,7}", "1,23", "12 or 13", "1 2", "x", "12x", "12:1", r"12 \text{ or } 13", r"\pm 12", "> 12", "m=7, n=12", "12 = 13"],
+    [
+        "",
+        "none",
+        "{5,7}",
+        "1,23",
+        "12 or 13",
+        "1 2",
+        "x",
+        "12x",
+        "12:1",
+        r"12 \text{ or } 13",
+        r"\pm 12",
+        "> 12",
+        "m=7, n=12",
+        "12 = 13",
+    ],
 )
 def test_what_is_not_one_value_is_refused(text: str) -> None:
     assert read_value(text) is None
 
 
-@pytest.mark.parametrize("text", ["200+4", "-(5)", r"4 \times 2", r"\sqrt{16}", "10²", "9^{9^{9^{9}}}", "3-4", r"\frac{36}{2} + 1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "200+4",
+        "-(5)",
+        r"4 \times 2",
+        r"\sqrt{16}",
+        "10²",
+        "9^{9^{9^{9}}}",
+        "3-4",
+        r"\frac{36}{2} + 1",
+    ],
+)
 def test_what_needs_computing_is_left_to_math_verify(text: str) -> None:
     assert isinstance(read_value(text), str)
 
@@ -164,7 +191,15 @@ def test_find_choice(text: str, letter: str | None, where: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [("18.00", "18"), ("1.50", "1.5"), ("-0.0", "0"), ("7E2", "700"), ("-5/4", "-1.25"), ("2/6", "1/3")]
+    ("number", "text"),
+    [
+        ("18.00", "18"),
+        ("1.50", "1.5"),
+        ("-0.0", "0"),
+        ("7E2", "700"),
+        ("-5/4", "-1.25"),
+        ("2/6", "1/3"),
+    ],
 )
 def test_canonical_spelling_is_one_per_value(number: str, text: str) -> None:
     assert canonical(Fraction(number)) == text

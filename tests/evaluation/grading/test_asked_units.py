@@ -61,7 +61,9 @@ def test_a_compound_is_one_quantity_in_the_unit_that_is_asked_for(text: str, mea
         ("He drives 60 miles per hour.", MINUTES, 60),
     ],
 )
-def test_the_number_is_that_of_the_unit_that_is_asked_for(text: str, question: str, value: Fraction) -> None:
+def test_the_number_is_that_of_the_unit_that_is_asked_for(
+    text: str, question: str, value: Fraction
+) -> None:
     assert find_number(text, question=question).value == value
 
 

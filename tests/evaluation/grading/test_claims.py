@@ -30,7 +30,10 @@ def test_time_is_the_questions(n: int, name: str) -> None:
     assert said(reply, NOW) == 5
 
 
-@pytest.mark.parametrize(("things", "numbers"), [*product(["pens", "boxes", "loaves"], [(40, 12, 28), (9, 4, 5), (1200, 1000, 200)])])
+@pytest.mark.parametrize(
+    ("things", "numbers"),
+    [*product(["pens", "boxes", "loaves"], [(40, 12, 28), (9, 4, 5), (1200, 1000, 200)])],
+)
 def test_what_is_left_and_what_is_gone(things: str, numbers: tuple[int, int, int]) -> None:
     start, sold, left = numbers
     replies = (
@@ -41,14 +44,21 @@ def test_what_is_left_and_what_is_gone(things: str, numbers: tuple[int, int, int
     for reply in replies:
         assert said(reply, LEFT.format(start=start, things=things)) == left, reply
     swapped = f"The shop sells {left} {things} and has {sold} left."
-    assert said(swapped, LEFT.format(start=start, things=things)) == sold, "the reply's own claim counts, not the right one"
+    assert said(swapped, LEFT.format(start=start, things=things)) == sold, (
+        "the reply's own claim counts, not the right one"
+    )
     assert said(swapped, SOLD.format(start=start, things=things)) == left
 
 
 @pytest.mark.parametrize(("a", "b"), [(30, 12), (7, 8), (150, 250)])
 def test_a_total_is_not_a_part(a: int, b: int) -> None:
     question = TOTAL.format(a=a, b=b)
-    assert said(f"It carries {a} adults and {b} children, for a total of {a + b} passengers.", question) == a + b
+    assert (
+        said(
+            f"It carries {a} adults and {b} children, for a total of {a + b} passengers.", question
+        )
+        == a + b
+    )
     assert said(f"It carries {a + b} passengers in all, {a} of them adults.", question) == a + b
     assert said(f"Adults: {a}\nChildren: {b}\nTotal: {a + b}", question) == a + b
 
@@ -68,7 +78,10 @@ def test_units_and_kinds() -> None:
 
 def test_a_calculation_says_its_result() -> None:
     question = "How many men finished the race?"
-    assert said("If 60 men began and 8 gave up, then 60 - 8 = 52 men finished the race.", question) == 52
+    assert (
+        said("If 60 men began and 8 gave up, then 60 - 8 = 52 men finished the race.", question)
+        == 52
+    )
     assert said("60-8=52 men finished the race, 8 of 60 gave up", question) == 52
 
 
@@ -90,17 +103,29 @@ def test_no_question_settles_what_the_reply_leaves_open(reply: str) -> None:
 def test_without_words_that_tell_nothing_is_asked() -> None:
     for question in ("", "Which is it?", "How many are there?", "A story without an end."):
         assert read_question(question) is None
-    assert said("Tom has 9 apples and Sue 6.", "How many are there?") == said("Tom has 9 apples and Sue 6.", "")
+    assert said("Tom has 9 apples and Sue 6.", "How many are there?") == said(
+        "Tom has 9 apples and Sue 6.", ""
+    )
 
 
-@pytest.mark.parametrize(("task", "field"), [("number", "problem"), ("integer", "problem"), ("expression", "problem")])
+@pytest.mark.parametrize(
+    ("task", "field"), [("number", "problem"), ("integer", "problem"), ("expression", "problem")]
+)
 def test_graders_pass_the_question_and_stay_as_strict(task: str, field: str) -> None:
     grader, judge = find_grader(task), MathJudge()
     reply = ModelReply(0, "The shop sells 12 pens, of its 40 it has 28 left, and 3 clerks.")
     fields = {field: LEFT.format(start=40, things="pens"), "answer": "28"}
     asked = grade(grader, Problem("0", fields, grader.gold(fields)), reply, False, judge)
-    unasked = grade(grader, Problem("0", {"answer": "28"}, grader.gold(fields)), reply, False, judge)
-    boxed = grade(grader, Problem("0", fields, grader.gold(fields)), ModelReply(0, "28 are left. \\boxed{12}"), False, judge)
+    unasked = grade(
+        grader, Problem("0", {"answer": "28"}, grader.gold(fields)), reply, False, judge
+    )
+    boxed = grade(
+        grader,
+        Problem("0", fields, grader.gold(fields)),
+        ModelReply(0, "28 are left. \\boxed{12}"),
+        False,
+        judge,
+    )
     judge.close()
     assert (asked.reason, unasked.correct) == ("right-loose", False)
     assert not asked.strict

@@ -1,4 +1,5 @@
-"""The corpus of answer styles (tests/answer_styles.py): every grader agrees with the reader. `pytest -s` prints how often."""
+"""The corpus of answer styles (tests/answer_styles.py): every grader agrees with the reader.
+`pytest -s` prints how often."""
 
 import functools
 from collections.abc import Iterator
@@ -38,13 +39,28 @@ def test_the_reader_is_agreed_with(name: str, judge: MathJudge) -> None:
 
     def agrees(style: Style) -> bool:
         fields = map_fields(task, style.row, 0)
-        return grade(grader, Problem("p", fields, grader.gold(fields)), ModelReply(0, style.reply), False, judge).correct is style.right
+        return (
+            grade(
+                grader,
+                Problem("p", fields, grader.gold(fields)),
+                ModelReply(0, style.reply),
+                False,
+                judge,
+            ).correct
+            is style.right
+        )
 
-    with ThreadPoolExecutor(sandbox.workers() if grader.runs_code else 1) as pool:  # as an evaluation grades
-        differing = [style for style, right in zip(styles(name), pool.map(agrees, styles(name))) if not right]
+    with ThreadPoolExecutor(
+        sandbox.workers() if grader.runs_code else 1
+    ) as pool:  # as an evaluation grades
+        differing = [
+            style for style, right in zip(styles(name), pool.map(agrees, styles(name))) if not right
+        ]
     count = len(styles(name))
     print(f"{name}: {count - len(differing)} of {count}")
-    shown = "\n".join(f"{'right' if style.right else 'wrong'}: {style.reply!r}" for style in differing)
+    shown = "\n".join(
+        f"{'right' if style.right else 'wrong'}: {style.reply!r}" for style in differing
+    )
     assert len(differing) <= 0.005 * count, shown
 
 

@@ -14,7 +14,9 @@ def judge():
     made.close()
 
 
-def graded(judge: MathJudge, grader: str, gold: str, completion: ModelReply | str, **fields: object) -> Grade:
+def graded(
+    judge: MathJudge, grader: str, gold: str, completion: ModelReply | str, **fields: object
+) -> Grade:
     made = find_grader(grader)
     fields = {"answer": gold, **fields}
     reply = ModelReply(0, completion) if isinstance(completion, str) else completion
@@ -48,12 +50,24 @@ def graded(judge: MathJudge, grader: str, gold: str, completion: ModelReply | st
 )
 def test_integer(judge: MathJudge, text: str, reason: str, strict: bool) -> None:
     found = graded(judge, "integer", "204", text)
-    assert (found.reason, found.strict, found.correct) == (reason, strict, reason.startswith("right"))
+    assert (found.reason, found.strict, found.correct) == (
+        reason,
+        strict,
+        reason.startswith("right"),
+    )
 
 
 def test_a_cut_reply_counts_only_with_a_complete_box(judge: MathJudge) -> None:
-    assert graded(judge, "integer", "204", ModelReply(0, "so far 204", finish_reason="length")).reason == "truncated"
-    assert graded(judge, "integer", "204", ModelReply(0, r"\boxed{204} because", finish_reason="length")).reason == "right"
+    assert (
+        graded(judge, "integer", "204", ModelReply(0, "so far 204", finish_reason="length")).reason
+        == "truncated"
+    )
+    assert (
+        graded(
+            judge, "integer", "204", ModelReply(0, r"\boxed{204} because", finish_reason="length")
+        ).reason
+        == "right"
+    )
 
 
 def test_a_failed_request_is_excluded(judge: MathJudge) -> None:
@@ -84,7 +98,8 @@ def test_number(judge: MathJudge, gold: str, text: str, reason: str) -> None:
 
 def test_equal_answers_vote_together(judge: MathJudge) -> None:
     votes = {
-        graded(judge, "number", "#### 18", text).answer for text in (r"\boxed{18}", r"\boxed{18.00}", r"\boxed{\frac{36}{2}}", "so 18")
+        graded(judge, "number", "#### 18", text).answer
+        for text in (r"\boxed{18}", r"\boxed{18.00}", r"\boxed{\frac{36}{2}}", "so 18")
     }
     assert votes == {"18"}
 
@@ -108,7 +123,9 @@ def test_choice_knows_how_many_options_there_are(judge: MathJudge) -> None:
         ("none", False, False),
     ],
 )
-def test_gsm8k_filters_of_lm_eval(judge: MathJudge, text: str, strict: bool, flexible: bool) -> None:
+def test_gsm8k_filters_of_lm_eval(
+    judge: MathJudge, text: str, strict: bool, flexible: bool
+) -> None:
     found = graded(judge, "gsm8k-filters", "x\n#### 1,234", text)
     assert (found.strict, found.correct) == (strict, flexible)
 
@@ -141,7 +158,9 @@ def test_unknown_grader_lists_those_there_are() -> None:
         ("2/5", "40 percent", True),
     ],
 )
-def test_numbers_in_words_beside_their_digits(judge: MathJudge, gold: str, text: str, right: bool) -> None:
+def test_numbers_in_words_beside_their_digits(
+    judge: MathJudge, gold: str, text: str, right: bool
+) -> None:
     assert graded(judge, "number", gold, text).correct is right
 
 

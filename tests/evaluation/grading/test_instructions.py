@@ -1,4 +1,5 @@
-"""IFEval's instructions; tests/judges/ifeval_agreement.py holds them against the authors' checker."""
+"""IFEval's instructions; tests/judges/ifeval_agreement.py holds them against the authors'
+checker."""
 
 import pytest
 
@@ -17,8 +18,18 @@ CASES = [
     ("keywords:existence", {"keywords": ["rain", "roof"]}, "Rain on roofs.", "Rain."),
     ("keywords:frequency", {"keyword": "rain", "frequency": 2, **MORE}, "Rain, rain.", "Rain."),
     ("keywords:forbidden_words", {"forbidden_words": ["rain"]}, "Rainy.", "No rain."),
-    ("keywords:letter_frequency", {"letter": "A", "let_frequency": 3, "let_relation": "less than"}, "a A", "banana"),
-    ("language:response_language", {"language": "de"}, "Das ist nicht der Weg.", "That is not the way."),
+    (
+        "keywords:letter_frequency",
+        {"letter": "A", "let_frequency": 3, "let_relation": "less than"},
+        "a A",
+        "banana",
+    ),
+    (
+        "language:response_language",
+        {"language": "de"},
+        "Das ist nicht der Weg.",
+        "That is not the way.",
+    ),
     ("length_constraints:number_sentences", {"num_sentences": 2, **MORE}, "One. Two!", "Mr. One."),
     ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "One\n***\nTwo", "One\n\nTwo"),
     ("length_constraints:number_words", {"num_words": 3, **LESS}, "Two words", "Now three words"),
@@ -29,7 +40,12 @@ CASES = [
         "Hm.\n\nThe weather.",
     ),
     ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[name], [date]", "[name]"),
-    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Bye.\nP. S. Keys.", "Bye.\nPS Keys."),
+    (
+        "detectable_content:postscript",
+        {"postscript_marker": "P.S."},
+        "Bye.\nP. S. Keys.",
+        "Bye.\nPS Keys.",
+    ),
     ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n- b", "* a\n* b\n* c"),
     ("detectable_format:constrained_response", {}, "My answer is no.", "No."),
     ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*a* and *b*", "*a*"),
@@ -43,16 +59,28 @@ CASES = [
     ("detectable_format:title", {}, "<<Rain>> falls", "<<>> falls"),
     ("combination:two_responses", {}, "One.\n******\nTwo.", "One.\n******\nOne."),
     ("combination:repeat_prompt", {"prompt_to_repeat": "Write."}, "write. Done.", "Done. Write."),
-    ("startend:end_checker", {"end_phrase": "Any other questions?"}, 'Done. "any other questions?"', "Any other questions? No."),
+    (
+        "startend:end_checker",
+        {"end_phrase": "Any other questions?"},
+        'Done. "any other questions?"',
+        "Any other questions? No.",
+    ),
     ("startend:quotation", {}, '"Quoted."', '"Half.'),
-    ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "at least"}, "NASA and IBM", "Nasa and IBM"),
+    (
+        "change_case:capital_word_frequency",
+        {"capital_frequency": 2, "capital_relation": "at least"},
+        "NASA and IBM",
+        "Nasa and IBM",
+    ),
     ("change_case:english_capital", {}, "THIS IS THE WAY.", "This IS THE WAY."),
     ("change_case:english_lowercase", {}, "this is the way.", "This is the way."),
     ("punctuation:no_comma", {}, "None here.", "One, here."),
 ]
 
 
-@pytest.mark.parametrize(("name", "given", "follows", "misses"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("name", "given", "follows", "misses"), CASES, ids=[case[0] for case in CASES]
+)
 def test_every_kind(name: str, given: dict, follows: str, misses: str) -> None:
     assert followed(follows, [name], [given], loose=False) == [True]
     assert followed(misses, [name], [given], loose=False) == [False]
@@ -71,13 +99,21 @@ def test_loose_does_without_first_line_last_line_and_asterisks() -> None:
 
 
 def test_a_row_is_graded_by_prompt_and_by_instruction() -> None:
-    fields = {"instructions": ["punctuation:no_comma", "startend:quotation"], "parameters": [{"keywords": None}, {}]}
+    fields = {
+        "instructions": ["punctuation:no_comma", "startend:quotation"],
+        "parameters": [{"keywords": None}, {}],
+    }
     grader, judge = find_grader("instructions"), MathJudge()
     problem = Problem("1", fields, grader.gold(fields))
     assert problem.gold == "punctuation:no_comma, startend:quotation"
     found = grade(grader, problem, ModelReply(0, 'Sure:\n"Quoted."'), False, judge)
     assert (found.reason, found.detail) == ("wrong", "not followed: startend:quotation")
-    expected = {"prompt_strict": (0, 1), "prompt_loose": (1, 1), "instruction_strict": (1, 2), "instruction_loose": (2, 2)}
+    expected = {
+        "prompt_strict": (0, 1),
+        "prompt_loose": (1, 1),
+        "instruction_strict": (1, 2),
+        "instruction_loose": (2, 2),
+    }
     assert found.measures == expected
     unfinished = grade(grader, problem, ModelReply(0, '<think>"Quoted."'), False, judge)
     assert (unfinished.reason, unfinished.measures["instruction_loose"]) == ("unfinished", (0, 2))
@@ -94,7 +130,9 @@ def test_a_row_that_cannot_be_checked_is_refused() -> None:
 
 
 def test_sentences_words_and_languages() -> None:
-    assert count_sentences("Mr. Smith met J. K. Rowling at 3.30 p.m. They talked! Was it long?") == 3
+    assert (
+        count_sentences("Mr. Smith met J. K. Rowling at 3.30 p.m. They talked! Was it long?") == 3
+    )
     assert count_sentences('He said: "Come." (She came.) Then') == 3
     assert capital_words("NASA, U.S. and I'M; it's A-B.") == 5
     texts = {
@@ -105,5 +143,7 @@ def test_sentences_words_and_languages() -> None:
         "zh-cn": "你好",
         "fr": "Je ne suis pas sûr que",
     }
-    assert {name: language_of(text) for name, text in texts.items()} == {name: name for name in texts}
+    assert {name: language_of(text) for name, text in texts.items()} == {
+        name: name for name in texts
+    }
     assert language_of("123 !") is None

@@ -14,7 +14,10 @@ from quantkit.evaluation.grading.notation import exact_angles, intervals, latex
         ("6 + (-5)i", "6 - 5i"),
         ("6 + (-5)^2", "6 + (-5)^2"),
         (r"\bigl(3, 4\bigr)", "(3, 4)"),
-        (r"\left(\begin{smallmatrix} 0 & 1 \end{smallmatrix}\right)", r"\begin{pmatrix} 0 & 1 \end{pmatrix}"),
+        (
+            r"\left(\begin{smallmatrix} 0 & 1 \end{smallmatrix}\right)",
+            r"\begin{pmatrix} 0 & 1 \end{pmatrix}",
+        ),
     ],
 )
 def test_what_is_written_otherwise_becomes_latex(written: str, meant: str) -> None:

@@ -43,7 +43,8 @@ def problem() -> Problem:
         "1. The code:\n   ```python\n   def total(xs):\n       return sum(xs)\n   ```\n",
         f"```python\n{FUNCTION}",
         "```python\ntotal = lambda xs: sum(xs)\n```",
-        "```python\ndef helper(xs: List[int]):\n    return sum(xs)\ndef total(xs):\n    return helper(xs)\n```",
+        "```python\ndef helper(xs: List[int]):\n    return sum(xs)\ndef total(xs):\n    return "
+        "helper(xs)\n```",
     ],
 )
 def test_the_right_function_is_found_in_every_dress(text: str) -> None:
@@ -68,19 +69,34 @@ def test_the_rest_is_told_apart(text: str, reason: str) -> None:
 
 def test_prompt_supplies_imports_and_helpers() -> None:
     assert completed_function(f"```python\n{FUNCTION}```", PROMPT, "total") == (PROMPT, FUNCTION)
-    assert completed_function(f"```python\n{FUNCTION}```", "def total(xs):\n", "total") == (FUNCTION,)
+    assert completed_function(f"```python\n{FUNCTION}```", "def total(xs):\n", "total") == (
+        FUNCTION,
+    )
 
 
 def test_tests_use_the_prompts_helpers_and_not_the_replys() -> None:
     prompt = 'def double(x):\n    return 2 * x\n\ndef total(xs):\n    """ Sum. """\n'
-    test = "def check(candidate):\n    assert total([1, 2]) == 3\n    assert double(candidate([2])) == 4\n"
+    test = (
+        "def check(candidate):\n    assert total([1, 2]) == 3\n    assert "
+        "double(candidate([2])) == 4\n"
+    )
     task = Problem("own/1", {"problem": prompt, "entry_point": "total", "test": test})
-    assert grade_with_tests(task, f"```python\ndef double(x): return x\n{FUNCTION}```").reason == "passed"
-    assert grade_with_tests(task, "```python\ndef double(x): return 4\ndef total(xs): return 3\n```").reason == "failed"
+    assert (
+        grade_with_tests(task, f"```python\ndef double(x): return x\n{FUNCTION}```").reason
+        == "passed"
+    )
+    assert (
+        grade_with_tests(
+            task, "```python\ndef double(x): return 4\ndef total(xs): return 3\n```"
+        ).reason
+        == "failed"
+    )
 
 
 def test_tests_that_are_not_python_are_nobodys_fault() -> None:
-    task = Problem("own/2", {"problem": PROMPT, "entry_point": "total", "test": "def check(candidate) assert"})
+    task = Problem(
+        "own/2", {"problem": PROMPT, "entry_point": "total", "test": "def check(candidate) assert"}
+    )
     grade = grade_with_tests(task, FUNCTION)
     assert (grade.reason, grade.excluded) == ("sandbox-error", True)
     assert "the tests cannot be prepared" in grade.detail
@@ -88,44 +104,93 @@ def test_tests_that_are_not_python_are_nobodys_fault() -> None:
 
 def test_blocks_are_dedented_and_an_open_one_counts() -> None:
     found = blocks("a\n```py\nx = 1\n```\n  ~~~ \n  y = 2\n  ~~~\n````Python title\nz = 3\n```\n")
-    assert [(block.tag, block.source) for block in found] == [("py", "x = 1\n"), ("", "y = 2\n"), ("python", "z = 3\n```\n")]
+    assert [(block.tag, block.source) for block in found] == [
+        ("py", "x = 1\n"),
+        ("", "y = 2\n"),
+        ("python", "z = 3\n```\n"),
+    ]
 
 
 def test_whole_program_prefers_the_last_block_that_does_what_is_asked() -> None:
     assert whole_program("```python\nx = 1\n```\nprints:\n```\n1 2 3 :)\n```") == "x = 1\n"
-    assert whole_program("```python\nprint(input())\n```\nin short:\n```\nx = input()\n```") == "print(input())\n"
+    assert (
+        whole_program("```python\nprint(input())\n```\nin short:\n```\nx = input()\n```")
+        == "print(input())\n"
+    )
     assert whole_program("```java\nclass A {}\n```") is None
-    assert whole_program("```python\nprint(input())\n```\nprints:\n```text\n[1]\n```") == "print(input())\n"
-    assert whole_program("```python\nclass Solution: pass\n```\nUse it:\n```python\nSolution().f(1)\n```", "f") == "class Solution: pass\n"
+    assert (
+        whole_program("```python\nprint(input())\n```\nprints:\n```text\n[1]\n```")
+        == "print(input())\n"
+    )
+    assert (
+        whole_program(
+            "```python\nclass Solution: pass\n```\nUse it:\n```python\nSolution().f(1)\n```", "f"
+        )
+        == "class Solution: pass\n"
+    )
     assert whole_program("prose only") is None
 
 
 def test_the_prelude_stands_behind_future_imports() -> None:
-    source = with_prelude('"Doc."\nfrom __future__ import (\n    annotations)\nfrom __future__ import division; x: Missing = 1\n')
-    assert source.startswith("from __future__ import annotations\nfrom __future__ import division\n")
+    source = with_prelude(
+        '"Doc."\nfrom __future__ import (\n    annotations)\nfrom __future__ import division; x: '
+        "Missing = 1\n"
+    )
+    assert source.startswith(
+        "from __future__ import annotations\nfrom __future__ import division\n"
+    )
     compile(source, "x", "exec")
 
 
 def contest(function: str | None, tests: list[tuple[str, str]]) -> Problem:
-    made = [{"input": i, "output": o, "testtype": "functional" if function else "stdin"} for i, o in tests]
+    made = [
+        {"input": i, "output": o, "testtype": "functional" if function else "stdin"}
+        for i, o in tests
+    ]
     metadata = json.dumps({"func_name": function} if function else {})
-    return Problem("c", {"public_tests": json.dumps(made[:1]), "private_tests": json.dumps(made[1:]), "metadata": metadata})
+    return Problem(
+        "c",
+        {
+            "public_tests": json.dumps(made[:1]),
+            "private_tests": json.dumps(made[1:]),
+            "metadata": metadata,
+        },
+    )
 
 
 @pytest.mark.parametrize(
     ("source", "reason", "told"),
     [
         ("n = int(input())\nprint(sum(map(int, input().split())))", "passed", ""),
-        ("import sys\nprint(sum(map(int, sys.stdin.read().split()[1:])))\nsys.exit(0)", "passed", ""),
-        ("def main():\n    input(); print(sum(map(int, input().split())))\nif __name__ == '__main__':\n    main()", "passed", ""),
-        ("input(); xs = list(map(int, input().split())); print(reduce(lambda a, b: a + b, xs))", "passed", ""),
+        (
+            "import sys\nprint(sum(map(int, sys.stdin.read().split()[1:])))\nsys.exit(0)",
+            "passed",
+            "",
+        ),
+        (
+            "def main():\n    input(); print(sum(map(int, input().split())))\nif __name__ == "
+            "'__main__':\n    main()",
+            "passed",
+            "",
+        ),
+        (
+            "input(); xs = list(map(int, input().split())); print(reduce(lambda a, b: a + b, xs))",
+            "passed",
+            "",
+        ),
         ("input(); print(max(map(int, input().split())))", "failed", "test 1"),
-        ("input(); xs = list(map(int, input().split())); print(sum(xs) if len(xs) == 3 else 9)", "failed", "test 2: got '9"),
+        (
+            "input(); xs = list(map(int, input().split())); print(sum(xs) if len(xs) == 3 else 9)",
+            "failed",
+            "test 2: got '9",
+        ),
         ("raise ValueError", "failed", "ValueError"),
     ],
 )
 def test_contest_by_stdin(source: str, reason: str, told: str) -> None:
-    found = grade_contest(contest(None, [("3\n1 2 3\n", "6\n"), ("2\n-5 5\n", "0")]), f"```python\n{source}\n```")
+    found = grade_contest(
+        contest(None, [("3\n1 2 3\n", "6\n"), ("2\n-5 5\n", "0")]), f"```python\n{source}\n```"
+    )
     assert found.reason == reason, found
     assert told in found.detail
 
@@ -134,7 +199,9 @@ def test_contest_by_call() -> None:
     task = contest("pair", [("[2, 7]\n9", "[0, 1]"), ("[3, 3]\n6", "[0, 1]")])
     right = "class Solution:\n    def pair(self, nums: List[int], target):\n        return (0, 1)"
     assert grade_contest(task, f"```python\n{right}\n```").reason == "passed"
-    assert grade_contest(task, f"```python\n{right.replace('(0, 1)', '[1, 0]')}\n```").detail.startswith("test 1: got '[1, 0]'")
+    assert grade_contest(
+        task, f"```python\n{right.replace('(0, 1)', '[1, 0]')}\n```"
+    ).detail.startswith("test 1: got '[1, 0]'")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +229,9 @@ def packed(value: object) -> str:
 def test_private_tests_are_read_without_running_the_pickle() -> None:
     tests = [{"input": "1" * 300, "output": "2"}]
     for protocol in (2, 4, 5):
-        text = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests), protocol=protocol))).decode()
+        text = base64.b64encode(
+            zlib.compress(pickle.dumps(json.dumps(tests), protocol=protocol))
+        ).decode()
         assert contest_tests({"public_tests": "[]", "private_tests": text}) == tests
 
 

@@ -37,7 +37,9 @@ def test_a_refusal_is_no_answer_unless_one_is_given_all_the_same() -> None:
     assert not refuses("I cannot prove it, but the answer is 36.")
 
 
-@pytest.mark.parametrize(("reply", "value"), [("Der Tank fasst 1.250 Liter.", 1250), ("The rope is 1.250 m long.", 1.25)])
+@pytest.mark.parametrize(
+    ("reply", "value"), [("Der Tank fasst 1.250 Liter.", 1250), ("The rope is 1.250 m long.", 1.25)]
+)
 def test_a_point_at_thousands_is_read_by_language(reply: str, value: float) -> None:
     assert find_number(reply).value == value
 

@@ -6,7 +6,13 @@ import torch
 from quantkit.cli import console
 from quantkit.common.devices import describe_hardware
 from quantkit.evaluation.results.hardware import describe_machine
-from quantkit.evaluation.results.published import accuracy_tables, published_scores, published_speeds, published_speeds_of, speed_tables
+from quantkit.evaluation.results.published import (
+    accuracy_tables,
+    published_scores,
+    published_speeds,
+    published_speeds_of,
+    speed_tables,
+)
 
 
 def test_every_figure_has_its_source_and_hardware() -> None:
@@ -26,30 +32,42 @@ def test_the_reports_accuracy_table() -> None:
     assert scores["DeepSeek-R1-0528", "W4A8 (ModelSlim)"] == 90.0
     assert scores["DeepSeek-R1-0528", "official"] == 91.4
     measured, quoted = accuracy_tables()[:2]
-    assert {entry.scheme for entry in measured.entries} == {"W4A16 AWQ (the report)", "W4A8 (ModelSlim)"}
+    assert {entry.scheme for entry in measured.entries} == {
+        "W4A16 AWQ (the report)",
+        "W4A8 (ModelSlim)",
+    }
     assert (quoted.hardware, quoted.harness) == ("not told", "not told")
-    card = next(score for score in published_scores("live_code_bench_v6") if score.model == "DeepSeek-R1-0528")
+    card = next(
+        score
+        for score in published_scores("live_code_bench_v6")
+        if score.model == "DeepSeek-R1-0528"
+    )
     assert (card.score, "64K tokens, 16 responses" in card.harness) == (73.3, True)
     assert published_scores("live_code_bench_v5")[0].called == "LiveCodeBench v5"
     assert published_scores("tiny-math") == []
 
 
 def test_the_reports_speed_table_agrees_with_itself() -> None:
-    """TPS is 1000 / TPOT and system throughput times latency is what the requests wrote: a typing error would show."""
+    """TPS is 1000 / TPOT and system throughput times latency is what the requests wrote: a typing
+    error would show."""
     rows = speed_tables()[0].records()
     assert len(rows) == 30
     for row in rows:
         tpot, tps, latency, ttft = row["tpot_ms"], row["tps"], row["latency_s"], row["ttft_s"]
         assert abs(1000 / tpot - tps) < 0.15 + 0.01 * tps, row
         assert abs(ttft + 511 * tpot / 1000 - latency) < 0.03 * latency, row
-        assert abs(row["concurrency"] * 512 / latency - row["system_tps"]) < 0.05 * row["system_tps"], row
+        assert (
+            abs(row["concurrency"] * 512 / latency - row["system_tps"]) < 0.05 * row["system_tps"]
+        ), row
 
 
 def test_speeds_stand_under_what_they_are_of(capsys: pytest.CaptureFixture[str]) -> None:
     tables = published_speeds()
     awq = next(table for table in tables if table["name"] == "r1-0528-w4a16-910b1")
     assert {"input_len": 128, "concurrency": 1, "tpot_ms": 22.8}.items() <= awq["rows"][0].items()
-    assert all(value is not None for table in tables for row in table["rows"] for value in row.values())
+    assert all(
+        value is not None for table in tables for row in table["rows"] for value in row.values()
+    )
     json.dumps(tables)
     console.show_published([awq])
     shown = capsys.readouterr().out

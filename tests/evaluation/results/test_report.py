@@ -20,7 +20,11 @@ class Balance(HTMLParser):
         self.loads: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.loads += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href") and not (value or "").startswith("#")]
+        self.loads += [
+            value or ""
+            for name, value in attrs
+            if name in ("src", "href", "xlink:href") and not (value or "").startswith("#")
+        ]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -36,18 +40,33 @@ class Balance(HTMLParser):
 def run(tmp_path_factory: pytest.TempPathFactory):
     """AIME-like problems, one lost against the baseline, with a hostile text in a reply."""
     place = tmp_path_factory.mktemp("report")
-    rows = [{"id": f"p{n}", "problem": f"What is {n} < {n + 1}?", "answer": str(n)} for n in range(6)]
+    rows = [
+        {"id": f"p{n}", "problem": f"What is {n} < {n + 1}?", "answer": str(n)} for n in range(6)
+    ]
     (place / "aime24.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def good(question: str, body: dict) -> str:
         return f"</think>\\boxed{{{question.split()[2]}}}"
 
     def worse(question: str, body: dict) -> str:
-        return "<script>alert(1)</script></think>\\boxed{77}" if question.startswith("What is 3") else good(question, body)
+        return (
+            "<script>alert(1)</script></think>\\boxed{77}"
+            if question.startswith("What is 3")
+            else good(question, body)
+        )
 
-    with ReplayServer(good, models=("source",)) as source, ReplayServer(worse, models=("quantized",)) as quantized:
+    with (
+        ReplayServer(good, models=("source",)) as source,
+        ReplayServer(worse, models=("quantized",)) as quantized,
+    ):
         results = run_evaluation(
-            quantized.url, ["aime24"], data_dir=place, repeats=2, baseline=source.url, out=place / "out", export="evalscope"
+            quantized.url,
+            ["aime24"],
+            data_dir=place,
+            repeats=2,
+            baseline=source.url,
+            out=place / "out",
+            export="evalscope",
         )
     return results, place / "out"
 
@@ -83,7 +102,17 @@ def test_the_export_has_evalscopes_shape(run) -> None:
     assert told == report("quantized", results.tasks["aime24"])
     accuracy, best = told["metrics"]
     assert (told["schema_version"], told["name"], told["num"]) == (2, "quantized@aime24", 12)
-    assert accuracy["identity"] == {"name": "accuracy", "aggregation": "mean", "dimensions": {}} == told["primary_metric_identity"]
+    assert (
+        accuracy["identity"]
+        == {"name": "accuracy", "aggregation": "mean", "dimensions": {}}
+        == told["primary_metric_identity"]
+    )
     assert accuracy["score"] == pytest.approx(0.8333)
     assert best["identity"]["dimensions"] == {"k": 2}
-    assert told["execution_summary"] == {"requested": 12, "succeeded": 12, "errored": 0, "incomplete": False, "subsets": {}}
+    assert told["execution_summary"] == {
+        "requested": 12,
+        "succeeded": 12,
+        "errored": 0,
+        "incomplete": False,
+        "subsets": {},
+    }

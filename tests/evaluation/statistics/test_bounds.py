@@ -45,4 +45,6 @@ def test_many_values_give_the_normal_interval() -> None:
 
 def test_the_bounds_repeat_themselves() -> None:
     values = np.array([0.0, 1.0, 0.5])
-    assert mean_bounds(values, 0, 1, seed=4).interval() == mean_bounds(values, 0, 1, seed=4).interval()
+    assert (
+        mean_bounds(values, 0, 1, seed=4).interval() == mean_bounds(values, 0, 1, seed=4).interval()
+    )

@@ -1,4 +1,5 @@
-"""Verdicts: what they mean, and how often they are wrong where the truth is known (benchmarks/verdicts.py has the whole table)."""
+"""Verdicts: what they mean, and how often they are wrong where the truth is known
+(benchmarks/verdicts.py has the whole table)."""
 
 from collections import Counter
 
@@ -31,15 +32,22 @@ def test_the_looks_of_a_run_share_their_errors() -> None:
 
 
 def test_several_tasks_are_corrected() -> None:
-    """Five tasks that each by itself are lost at 4 % are not, and one that is lost beyond doubt stays so."""
+    """Five tasks that each by itself are lost at 4 % are not, and one that is lost beyond doubt
+    stays so."""
     small = {str(i): [0.0 if i < 6 else 1.0] for i in range(60)}
     clear = {str(i): [0.0 if i < 40 else 1.0] for i in range(60)}
     right = {str(i): [1.0] for i in range(60)}
-    found = {str(task): compare(small, right) for task in range(4)} | {"clear": compare(clear, right)}
+    found = {str(task): compare(small, right) for task in range(4)} | {
+        "clear": compare(clear, right)
+    }
     assert found["0"].verdict == "lost"
     after = corrected(found)
     assert (after["clear"].verdict, after["clear"].tasks) == ("lost", 5)
-    assert [after[str(task)].verdict for task in range(4)] == ["cannot tell"] * 4 if found["0"].p_lost > 0.025 / 4 else ["lost"] * 4
+    assert (
+        [after[str(task)].verdict for task in range(4)] == ["cannot tell"] * 4
+        if found["0"].p_lost > 0.025 / 4
+        else ["lost"] * 4
+    )
     assert all(after[name].p_lost >= found[name].p_lost for name in found)
     assert corrected({"one": found["0"]})["one"].p_lost == found["0"].p_lost
 
@@ -109,9 +117,12 @@ def test_held_means_that_the_margin_is_excluded(margin: float) -> None:
 
 
 def test_a_plan_keeps_its_word() -> None:
-    """Runs of the size planned say held where nothing is lost, and lost where the margin is, in four of five."""
+    """Runs of the size planned say held where nothing is lost, and lost where the margin is, in
+    four of five."""
     row = next(row for row in plan(0.9, 0.05) if row.repeats == 4)
-    same = verdicts.Line("the same", lambda rng, n: (np.full(n, 0.9), np.full(n, 0.9)), row.held, 4, 0)
+    same = verdicts.Line(
+        "the same", lambda rng, n: (np.full(n, 0.9), np.full(n, 0.9)), row.held, 4, 0
+    )
     worse = verdicts.Line("worse", verdicts.whole(0.05 / 0.9, 0.9), row.lost, 4, 5)
     rng = np.random.default_rng(7)
     assert sum(compare(*same.run(rng), margin=0.05).verdict == "held" for _ in range(20)) >= 12

@@ -19,8 +19,15 @@ def test_stderr_is_the_sample_deviation_over_root_n() -> None:
 def test_sampling_stderr_covers_what_repeats_do() -> None:
     rng = np.random.default_rng(0)
     p = rng.random(40)
-    runs = [st.accuracy((rng.random((40, 6)) < p[:, None]).astype(float).tolist()) for _ in range(800)]
-    told = np.mean([st.sampling_stderr((rng.random((40, 6)) < p[:, None]).astype(float).tolist()) for _ in range(200)])
+    runs = [
+        st.accuracy((rng.random((40, 6)) < p[:, None]).astype(float).tolist()) for _ in range(800)
+    ]
+    told = np.mean(
+        [
+            st.sampling_stderr((rng.random((40, 6)) < p[:, None]).astype(float).tolist())
+            for _ in range(200)
+        ]
+    )
     assert told == pytest.approx(np.std(runs), rel=0.1)
 
 

@@ -9,7 +9,10 @@ from quantkit.evaluation.grading.graders import find_grader
 from quantkit.evaluation.tasks.data import problems, read_rows
 from quantkit.evaluation.tasks.definitions import DataSource, Setting, find_setting, find_task
 
-ROWS = [{"question": "1 + 1?", "answer": "2\n#### 2"}, {"question": "2 + 2?", "answer": "4\n#### 4"}]
+ROWS = [
+    {"question": "1 + 1?", "answer": "2\n#### 2"},
+    {"question": "2 + 2?", "answer": "4\n#### 4"},
+]
 
 
 def write(path: Path, rows: list[dict]) -> None:
@@ -33,7 +36,9 @@ def test_files_are_found_by_any_of_their_names(tmp_path: Path, name: str) -> Non
 
 
 def test_missing_data_say_where_to_get_them(tmp_path: Path) -> None:
-    with pytest.raises(QuantkitError, match=r"put gsm8k/test\.jsonl .* below --data-dir \(grade_school_math"):
+    with pytest.raises(
+        QuantkitError, match=r"put gsm8k/test\.jsonl .* below --data-dir \(grade_school_math"
+    ):
         read_rows("gsm8k", find_task("gsm8k").data, tmp_path)
     with pytest.raises(QuantkitError, match="not a directory"):
         read_rows("gsm8k", find_task("gsm8k").data, tmp_path / "nowhere")
@@ -41,7 +46,9 @@ def test_missing_data_say_where_to_get_them(tmp_path: Path) -> None:
         read_rows("live_code_bench", find_task("live_code_bench").data, None)
 
 
-@pytest.mark.parametrize(("text", "told"), [("{}\nnot json\n", ":2 is not JSON"), ("[1]\n", ":1 is not a JSON object")])
+@pytest.mark.parametrize(
+    ("text", "told"), [("{}\nnot json\n", ":2 is not JSON"), ("[1]\n", ":1 is not a JSON object")]
+)
 def test_a_broken_line_is_named(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "gsm8k_test.jsonl").write_text(text)
     with pytest.raises(QuantkitError, match=told):
@@ -54,16 +61,30 @@ DEEP = b'{"question": "?", "x": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"
 @pytest.mark.parametrize(
     ("name", "data", "told"),
     [
-        ("gsm8k_test.jsonl", '{"question": "Café?"}'.encode("latin-1"), r"gsm8k_test.jsonl is not UTF-8 \(.*: byte 17\); save it as UTF-8"),
+        (
+            "gsm8k_test.jsonl",
+            '{"question": "Café?"}'.encode("latin-1"),
+            r"gsm8k_test.jsonl is not UTF-8 \(.*: byte 17\); save it as UTF-8",
+        ),
         ("gsm8k_test.jsonl", '{"question": "?"}'.encode("utf-16"), "is not UTF-8"),
         ("gsm8k_test.jsonl", DEEP, ":1 is not JSON .*nested too deep"),
         ("gsm8k_test.jsonl", b'{"question": "\\ud800?"}', ":1 is not JSON .*half of a character"),
-        ("gsm8k_test.jsonl", b'{"answer": "1", "answer": "2"}', ":1 is not JSON .*answer has two values"),
+        (
+            "gsm8k_test.jsonl",
+            b'{"answer": "1", "answer": "2"}',
+            ":1 is not JSON .*answer has two values",
+        ),
         ("gsm8k_test.jsonl.gz", b"not gzip", r"gz cannot be read \(Not a gzipped file"),
-        ("gsm8k_test.jsonl.gz", gzip.compress(b'{"question": "?"}' * 99, mtime=0)[:-12], "gz cannot be read"),
+        (
+            "gsm8k_test.jsonl.gz",
+            gzip.compress(b'{"question": "?"}' * 99, mtime=0)[:-12],
+            "gz cannot be read",
+        ),
     ],
 )
-def test_a_file_that_is_something_else_is_named(tmp_path: Path, name: str, data: bytes, told: str) -> None:
+def test_a_file_that_is_something_else_is_named(
+    tmp_path: Path, name: str, data: bytes, told: str
+) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(QuantkitError, match=told):
         read_rows("gsm8k", find_task("gsm8k").data, tmp_path)
@@ -76,7 +97,10 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("answer", ["", "####", float("nan"), "work\n#### "])
 def test_a_right_answer_that_is_none_is_refused(answer: object) -> None:
-    with pytest.raises(QuantkitError, match=r"row 1 of gsm8k: the right answer .* is none, and every reply would be wrong"):
+    with pytest.raises(
+        QuantkitError,
+        match=r"row 1 of gsm8k: the right answer .* is none, and every reply would be wrong",
+    ):
         problems(setting(), find_grader("number"), [ROWS[0], {"question": "?", "answer": answer}])
 
 
@@ -92,14 +116,22 @@ def test_ids_must_be_unique() -> None:
 
 
 def test_alternative_field_names_and_boxed_gold() -> None:
-    (problem,) = problems(setting("aime24"), find_grader("integer"), [{"Problem": "x", "solution": r"\boxed{204}"}])
+    (problem,) = problems(
+        setting("aime24"), find_grader("integer"), [{"Problem": "x", "solution": r"\boxed{204}"}]
+    )
     assert problem.gold == "204"
 
 
 def test_dates_are_inclusive() -> None:
-    row = {"question_content": "x", "public_test_cases": "[]", "private_test_cases": "[]", "metadata": "{}"}
+    row = {
+        "question_content": "x",
+        "public_test_cases": "[]",
+        "private_test_cases": "[]",
+        "metadata": "{}",
+    }
     rows = [
-        row | {"question_id": day, "contest_date": f"{day}T10:00:00"} for day in ("2024-07-31", "2024-08-01", "2025-01-31", "2025-02-01")
+        row | {"question_id": day, "contest_date": f"{day}T10:00:00"}
+        for day in ("2024-07-31", "2024-08-01", "2025-01-31", "2025-02-01")
     ]
     made = problems(setting("live_code_bench"), find_grader("contest-tests"), rows)
     assert [p.id for p in made] == ["2024-08-01", "2025-01-31"]

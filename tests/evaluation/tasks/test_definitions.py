@@ -19,7 +19,15 @@ TASKS = [
     "live_code_bench",
     "live_code_bench_v5",
 ]
-TASKS += ["live_code_bench_v6", "math_500", "mmlu", "mmlu_pro", "needle", "tiny-math", "tiny-math-2000"]
+TASKS += [
+    "live_code_bench_v6",
+    "math_500",
+    "mmlu",
+    "mmlu_pro",
+    "needle",
+    "tiny-math",
+    "tiny-math-2000",
+]
 TASKS += ["tiny-math-8000", "tiny-math-steps"]
 
 
@@ -73,15 +81,23 @@ def test_r1_0528_is_what_its_card_says() -> None:
         setting = find_setting(find_task(name), "r1-0528")
         assert (setting.repeats, setting.prompt) == (16, find_setting(find_task(name), "r1").prompt)
         if not name.startswith("tiny-math"):
-            assert (setting.generation.temperature, setting.generation.top_p, setting.generation.max_tokens) == (0.6, 0.95, 65536)
+            assert (
+                setting.generation.temperature,
+                setting.generation.top_p,
+                setting.generation.max_tokens,
+            ) == (0.6, 0.95, 65536)
     report = find_setting(find_task("aime24"), "report")
-    assert (report.repeats, report.prompt) == (1, find_setting(find_task("aime24"), "evalscope").prompt)
+    assert (report.repeats, report.prompt) == (
+        1,
+        find_setting(find_task("aime24"), "evalscope").prompt,
+    )
 
 
 def test_a_new_task_is_one_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(
-        "name: mine\nversion: 1\ntitle: Mine\nsummary: s\ndata: {files: [mine.jsonl]}\nfields: {problem: q, answer: a}\ngrader: number\n"
+        "name: mine\nversion: 1\ntitle: Mine\nsummary: s\ndata: {files: [mine.jsonl]}\nfields: "
+        "{problem: q, answer: a}\ngrader: number\n"
         "protocols: {r1: {prompt: '{{ problem }}'}}\n"
     )
     assert find_setting(find_task(str(file)), "r1").prompt == "{{ problem }}"

@@ -1,4 +1,5 @@
-"""Tasks whose rows come as one file a subject, as columns, or in an order that must be made: MMLU, C-Eval, CMMLU, BBH, GPQA."""
+"""Tasks whose rows come as one file a subject, as columns, or in an order that must be made: MMLU,
+C-Eval, CMMLU, BBH, GPQA."""
 
 import csv
 import json
@@ -19,7 +20,9 @@ from quantkit.evaluation.tasks.prompts import render
 
 def read(name: str, folder: Path) -> list[Problem]:
     setting = find_setting(find_task(name), "r1")
-    return problems(setting, find_grader(setting.grader), read_rows(name, setting.task.data, folder).rows)
+    return problems(
+        setting, find_grader(setting.grader), read_rows(name, setting.task.data, folder).rows
+    )
 
 
 def write_csv(path: Path, rows: list[dict[str, str]]) -> None:
@@ -31,14 +34,30 @@ def write_csv(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def test_a_file_a_subject(tmp_path: Path) -> None:
-    row = {"id": "", "question": "1+1, 直接?", "A": "1", "B": "2", "C": "3", "D": "4", "answer": "B"}
-    write_csv(tmp_path / "ceval/val/logic_val.csv", [row | {"id": "0"}, row | {"id": "1", "answer": "C"}])
+    row = {
+        "id": "",
+        "question": "1+1, 直接?",
+        "A": "1",
+        "B": "2",
+        "C": "3",
+        "D": "4",
+        "answer": "B",
+    }
+    write_csv(
+        tmp_path / "ceval/val/logic_val.csv", [row | {"id": "0"}, row | {"id": "1", "answer": "C"}]
+    )
     write_csv(tmp_path / "ceval/val/art_val.csv", [row])
     found = read("ceval", tmp_path)
-    assert [(problem.group, problem.gold) for problem in found] == [("art", "B"), ("logic", "B"), ("logic", "C")]
+    assert [(problem.group, problem.gold) for problem in found] == [
+        ("art", "B"),
+        ("logic", "B"),
+        ("logic", "C"),
+    ]
     prompt = render(find_setting(find_task("ceval"), "r1"), found[0], [], 0).messages[-1]["content"]
     assert "A. 1\nB. 2\nC. 3\nD. 4\n" in prompt
-    with pytest.raises(QuantkitError, match=r"put cmmlu/test/\*\.csv or .* below --data-dir \(a csv a subject"):
+    with pytest.raises(
+        QuantkitError, match=r"put cmmlu/test/\*\.csv or .* below --data-dir \(a csv a subject"
+    ):
         read("cmmlu", tmp_path)
 
 
@@ -47,21 +66,31 @@ def test_an_index_is_a_letter_and_a_gold_that_is_no_option_is_refused(tmp_path: 
     (tmp_path / "mmlu_test.jsonl").write_text(json.dumps(row))
     assert [problem.gold for problem in read("mmlu", tmp_path)] == ["C"]
     (tmp_path / "mmlu_test.jsonl").write_text(json.dumps(row | {"answer": 4}))
-    with pytest.raises(QuantkitError, match=r"row \d+ of \w+: the right answer .* is none of 4 options"):
+    with pytest.raises(
+        QuantkitError, match=r"row \d+ of \w+: the right answer .* is none of 4 options"
+    ):
         read("mmlu", tmp_path)
 
 
 def test_gpqa_options_are_shuffled_by_the_question_alone(tmp_path: Path) -> None:
     rows = [
-        {"Question": f"Which {n}?", "Correct Answer": "right ", **{f"Incorrect Answer {i}": f"wrong {i}" for i in (1, 2, 3)}}
+        {
+            "Question": f"Which {n}?",
+            "Correct Answer": "right ",
+            **{f"Incorrect Answer {i}": f"wrong {i}" for i in (1, 2, 3)},
+        }
         for n in range(40)
     ]
     write_csv(tmp_path / "gpqa_diamond.csv", rows)
     found = read("gpqa_diamond", tmp_path)
-    assert all(problem.fields["options"]["ABCD".index(problem.gold)] == "right" for problem in found)
+    assert all(
+        problem.fields["options"]["ABCD".index(problem.gold)] == "right" for problem in found
+    )
     assert set(Counter(problem.gold for problem in found)) == set("ABCD")
     write_csv(tmp_path / "gpqa_diamond.csv", rows[::-1])
-    assert [problem.gold for problem in read("gpqa_diamond", tmp_path)] == [problem.gold for problem in found][::-1]
+    assert [problem.gold for problem in read("gpqa_diamond", tmp_path)] == [
+        problem.gold for problem in found
+    ][::-1]
     write_csv(tmp_path / "gpqa_diamond.csv", [{"Question": "?", "Correct Answer": "x"}])
     with pytest.raises(QuantkitError, match="has no field Incorrect Answer 1"):
         read("gpqa_diamond", tmp_path)
@@ -88,7 +117,9 @@ def test_gpqa_options_are_shuffled_by_the_question_alone(tmp_path: Path) -> None
 )
 def test_short_answers(tmp_path: Path, gold: str, reply: str, right: bool) -> None:
     (tmp_path / "bbh").mkdir()
-    (tmp_path / "bbh/kind.json").write_text(json.dumps({"canary": "x", "examples": [{"input": "?", "target": gold}]}))
+    (tmp_path / "bbh/kind.json").write_text(
+        json.dumps({"canary": "x", "examples": [{"input": "?", "target": gold}]})
+    )
     (problem,) = read("bbh", tmp_path)
     judge = MathJudge()
     assert grade(find_grader("short"), problem, ModelReply(0, reply), False, judge).correct is right
@@ -96,8 +127,17 @@ def test_short_answers(tmp_path: Path, gold: str, reply: str, right: bool) -> No
 
 
 def test_a_limit_takes_from_every_subject_in_proportion() -> None:
-    found = [Problem(f"{group}{n}", {}, group=group) for group, count in (("a", 60), ("b", 30), ("c", 10)) for n in range(count)]
+    found = [
+        Problem(f"{group}{n}", {}, group=group)
+        for group, count in (("a", 60), ("b", 30), ("c", 10))
+        for n in range(count)
+    ]
     assert Counter(problem.group for problem in spread(found, 10)) == {"a": 6, "b": 3, "c": 1}
-    assert {problem.id for problem in spread(found, 10)} < {problem.id for problem in spread(found, 25)}
+    assert {problem.id for problem in spread(found, 10)} < {
+        problem.id for problem in spread(found, 25)
+    }
     assert spread(found, None) == spread(found, 500) == found
-    assert [problem.id for problem in spread([Problem(str(n), {}) for n in range(5)], 2)] == ["0", "1"]
+    assert [problem.id for problem in spread([Problem(str(n), {}) for n in range(5)], 2)] == [
+        "0",
+        "1",
+    ]

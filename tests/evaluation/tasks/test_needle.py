@@ -45,11 +45,24 @@ def test_no_room_is_told() -> None:
 
 
 def test_the_command_makes_what_the_task_reads(tmp_path: Path) -> None:
-    made = command("needle", "tiny-r1", "--out", str(tmp_path / "needle/test.jsonl"), "--lengths", "512,4k", "--count", "2")
+    made = command(
+        "needle",
+        "tiny-r1",
+        "--out",
+        str(tmp_path / "needle/test.jsonl"),
+        "--lengths",
+        "512,4k",
+        "--count",
+        "2",
+    )
     assert made.code == 0, made.err
     setting = find_setting(find_task("needle"), "r1", repeats=1)
-    found = problems(setting, find_grader(setting.grader), read_rows("needle", setting.task.data, tmp_path).rows)
-    assert {problem.group for problem in found} == {f"{length} {kind}" for length in (512, 4096) for kind in KINDS}
+    found = problems(
+        setting, find_grader(setting.grader), read_rows("needle", setting.task.data, tmp_path).rows
+    )
+    assert {problem.group for problem in found} == {
+        f"{length} {kind}" for length in (512, 4096) for kind in KINDS
+    }
     row = json.loads((tmp_path / "needle/test.jsonl").read_text().splitlines()[-1])
     assert 4096 - 60 < row["tokens"] <= 4096
     assert setting.generation.temperature == 0
@@ -59,11 +72,21 @@ def test_the_command_makes_what_the_task_reads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("reply", "reason"),
-    [("1234567", "right"), ("It is 1234567.", "right"), ("1234567 or 7654321", "wrong"), ("7654321", "wrong"), ("I forgot.", "no-answer")],
+    [
+        ("1234567", "right"),
+        ("It is 1234567.", "right"),
+        ("1234567 or 7654321", "wrong"),
+        ("7654321", "wrong"),
+        ("I forgot.", "no-answer"),
+    ],
 )
 def test_retrieval(reply: str, reason: str) -> None:
     judge = MathJudge()
     grader = find_grader("retrieval")
-    (task,) = problems(find_setting(find_task("needle"), "r1"), grader, [{"id": "0", "problem": "?", "answer": "1234567", "group": "g"}])
+    (task,) = problems(
+        find_setting(find_task("needle"), "r1"),
+        grader,
+        [{"id": "0", "problem": "?", "answer": "1234567", "group": "g"}],
+    )
     assert grade(grader, task, ModelReply(0, reply), False, judge).reason == reason
     judge.close()

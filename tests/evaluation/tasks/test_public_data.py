@@ -1,4 +1,5 @@
-"""The public data sets themselves, where QUANTKIT_DATA names a directory that holds them (docs/evaluation.md says which files)."""
+"""The public data sets themselves, where QUANTKIT_DATA names a directory that holds them
+(docs/evaluation.md says which files)."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,9 @@ from quantkit.evaluation.tasks.definitions import find_setting, find_task
 from quantkit.evaluation.tasks.problems import Problem
 
 DATA = os.environ.get("QUANTKIT_DATA")
-pytestmark = pytest.mark.skipif(DATA is None, reason="QUANTKIT_DATA names no directory with the public data sets")
+pytestmark = pytest.mark.skipif(
+    DATA is None, reason="QUANTKIT_DATA names no directory with the public data sets"
+)
 
 
 def read(name: str) -> tuple[list[dict], list[Problem]]:
@@ -24,7 +27,9 @@ def read(name: str) -> tuple[list[dict], list[Problem]]:
     return rows, problems(setting, find_grader(setting.grader), rows)
 
 
-@pytest.mark.parametrize(("name", "count", "total"), [("aime24", 30, 8762), ("aime25", 30, 8344), ("gsm8k", 1319, None)])
+@pytest.mark.parametrize(
+    ("name", "count", "total"), [("aime24", 30, 8762), ("aime25", 30, 8344), ("gsm8k", 1319, None)]
+)
 def test_every_gold_answer_is_an_integer(name: str, count: int, total: int | None) -> None:
     _, found = read(name)
     assert len(found) == count
@@ -39,7 +44,13 @@ def test_every_multiple_choice_gold_is_one_of_its_options() -> None:
 
 
 @pytest.mark.parametrize(
-    "style", ["{body}", "```python\n{body}```", "Here it is:\n\n```python\n{prompt}{body}\n```\nDone.", "{prompt}{body}"]
+    "style",
+    [
+        "{body}",
+        "```python\n{body}```",
+        "Here it is:\n\n```python\n{prompt}{body}\n```\nDone.",
+        "{prompt}{body}",
+    ],
 )
 def test_all_canonical_solutions_pass(style: str) -> None:
     rows, found = read("humaneval")

@@ -31,7 +31,11 @@ from quantkit.tokenizer.chat import TextStream
 
 @pytest.fixture(scope="module")
 def running(tiny_checkpoint: Path) -> Iterator[Running]:
-    server = Running(load(tiny_checkpoint), api_key=KEY, limits=Limits(max_input=600, max_output=900, max_body=100_000))
+    server = Running(
+        load(tiny_checkpoint),
+        api_key=KEY,
+        limits=Limits(max_input=600, max_output=900, max_body=100_000),
+    )
     yield server
     server.stop()
 
@@ -48,18 +52,38 @@ def expected(peer: Engine, prompt: list[int], params: SamplingParams) -> str:
 
 def test_chat_whole_and_streamed(running: Running, peer: Engine) -> None:
     client = running.client()
-    asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 20, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    asked = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "max_tokens": 20,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
     whole = client.chat.completions.create(**asked)
-    text = expected(peer, peer.tokenizer.encode_chat(MESSAGES), SamplingParams(max_new_tokens=20, ignore_eos=True))
+    text = expected(
+        peer,
+        peer.tokenizer.encode_chat(MESSAGES),
+        SamplingParams(max_new_tokens=20, ignore_eos=True),
+    )
     message = whole.choices[0].message
-    assert message.reasoning_content.rstrip("\ufffd") == text.lstrip("\n"), "the template opens <think>, so it is all reasoning"
+    assert message.reasoning_content.rstrip("\ufffd") == text.lstrip("\n"), (
+        "the template opens <think>, so it is all reasoning"
+    )
     assert message.content == ""
     assert whole.choices[0].finish_reason == "length"
     assert whole.usage.prompt_tokens == len(peer.tokenizer.encode_chat(MESSAGES))
-    assert whole.usage.completion_tokens == whole.usage.completion_tokens_details.reasoning_tokens == 20
-    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert (
+        whole.usage.completion_tokens
+        == whole.usage.completion_tokens_details.reasoning_tokens
+        == 20
+    )
+    chunks = list(
+        client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
-    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas).rstrip("\ufffd") == text.lstrip("\n")
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas).rstrip(
+        "\ufffd"
+    ) == text.lstrip("\n")
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
     assert chunks[-1].usage == whole.usage
     assert len({chunk.id for chunk in chunks}) == 1
@@ -67,12 +91,23 @@ def test_chat_whole_and_streamed(running: Running, peer: Engine) -> None:
 
 def test_completions_prompts_choices_stop_and_seed(running: Running, peer: Engine) -> None:
     client = running.client()
-    asked = {"model": "tiny", "max_tokens": 12, "temperature": 0.9, "top_p": 0.95, "seed": 11, "extra_body": {"ignore_eos": True}}
+    asked = {
+        "model": "tiny",
+        "max_tokens": 12,
+        "temperature": 0.9,
+        "top_p": 0.95,
+        "seed": 11,
+        "extra_body": {"ignore_eos": True},
+    }
     both = client.completions.create(prompt=["one", "two"], n=2, **asked)
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
     wanted = [("one", 11), ("one", 12), ("two", 11), ("two", 12)]
-    params = [SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.95, seed=seed, ignore_eos=True) for _, seed in wanted]
-    # Together, as the server computes them: sums over other numbers of rows differ in their last bits, and a draw may be close.
+    params = [
+        SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.95, seed=seed, ignore_eos=True)
+        for _, seed in wanted
+    ]
+    # Together, as the server computes them: sums over other numbers of rows differ in their last
+    # bits, and a draw may be close.
     for done in peer.generate([peer.tokenizer.encode(prompt) for prompt, _ in wanted], params):
         assert both.choices[done.index].text.rstrip("\ufffd") == done.text.rstrip("\ufffd")
     assert both.usage.prompt_tokens == 6
@@ -91,43 +126,89 @@ def test_token_ids_as_prompt(running: Running) -> None:
 
 def test_logprobs(running: Running) -> None:
     client = running.client()
-    asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 5, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    asked = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "max_tokens": 5,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
     whole = client.chat.completions.create(**asked).choices[0].logprobs.content
     assert len(whole) == 5
     for token in whole:
         assert token.logprob == token.top_logprobs[0].logprob > token.top_logprobs[1].logprob
-    streamed = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True) if chunk.choices]
+    streamed = [
+        chunk.choices[0]
+        for chunk in client.chat.completions.create(**asked, stream=True)
+        if chunk.choices
+    ]
     again = [token for choice in streamed if choice.logprobs for token in choice.logprobs.content]
     assert [token.logprob for token in again] == [token.logprob for token in whole]
-    old = client.completions.create(model="tiny", prompt="one", max_tokens=3, temperature=0, logprobs=2).choices[0].logprobs
+    old = (
+        client.completions.create(
+            model="tiny", prompt="one", max_tokens=3, temperature=0, logprobs=2
+        )
+        .choices[0]
+        .logprobs
+    )
     assert len(old.tokens) == len(old.token_logprobs) == len(old.top_logprobs) == 3
 
 
 def test_parts_of_characters_are_told_by_their_bytes(running: Running) -> None:
     text, client = "é😀a你b", running.client()
-    forced: dict[str, Any] = {"model": "tiny", "max_tokens": 30, "temperature": 0, "extra_body": {"guided_regex": text}}
+    forced: dict[str, Any] = {
+        "model": "tiny",
+        "max_tokens": 30,
+        "temperature": 0,
+        "extra_body": {"guided_regex": text},
+    }
     old = client.completions.create(prompt="one", logprobs=1, **forced).choices[0]
     assert old.text == text
     assert old.logprobs is not None
     offsets = old.logprobs.text_offset or []
-    assert [(token, text[at]) for token, at in zip(old.logprobs.tokens or [], offsets, strict=True) if "\ufffd" not in token] == [
+    assert [
+        (token, text[at])
+        for token, at in zip(old.logprobs.tokens or [], offsets, strict=True)
+        if "\ufffd" not in token
+    ] == [
         ("a", "a"),
         ("b", "b"),
     ]
     assert max(offsets) == len(text) - 1
-    chunks = list(client.completions.create(prompt="one", logprobs=1, echo=True, stream=True, **forced))
-    streamed = [at for chunk in chunks if (shown := chunk.choices[0].logprobs) for at in shown.text_offset or []]
+    chunks = list(
+        client.completions.create(prompt="one", logprobs=1, echo=True, stream=True, **forced)
+    )
+    streamed = [
+        at
+        for chunk in chunks
+        if (shown := chunk.choices[0].logprobs)
+        for at in shown.text_offset or []
+    ]
     assert streamed == [*range(3), *(3 + at for at in offsets)]
-    asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 30, "temperature": 0, "logprobs": True}
-    said = client.chat.completions.create(**asked, extra_body={"separate_reasoning": False}).choices[0]
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "max_tokens": 30,
+        "temperature": 0,
+        "logprobs": True,
+    }
+    said = client.chat.completions.create(
+        **asked, extra_body={"separate_reasoning": False}
+    ).choices[0]
     assert said.logprobs is not None
     assert "\ufffd" in "".join(token.token for token in said.logprobs.content or [])
     told = b"".join(bytes(token.bytes or []) for token in said.logprobs.content or [])
-    assert told.decode(errors="replace").rstrip("\ufffd") == said.message.content  # of the last character the rest lacks
+    assert (
+        told.decode(errors="replace").rstrip("\ufffd") == said.message.content
+    )  # of the last character the rest lacks
 
 
-def test_an_answer_goes_on_beside_a_prompt(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its token of a step is sent before the prompt of that step is done: else two chunks lie between two tokens of an answer."""
+def test_an_answer_goes_on_beside_a_prompt(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its token of a step is sent before the prompt of that step is done: else two chunks lie
+    between two tokens of an answer."""
     engine = load(tiny_checkpoint, max_batch=2, prefill_tokens=32)
     slow, waits, goes_on = (threading.Event() for _ in range(3))
     prefill, agree = Runner.prefill, engine.parallel.agree
@@ -145,7 +226,13 @@ def test_an_answer_goes_on_beside_a_prompt(tiny_checkpoint: Path, monkeypatch: p
         return agree(chosen)
 
     def answer() -> None:
-        asked: dict[str, Any] = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 600, "logprobs": 0, "extra_body": {"ignore_eos": True}}
+        asked: dict[str, Any] = {
+            "model": "tiny",
+            "prompt": [5, 6, 7],
+            "max_tokens": 600,
+            "logprobs": 0,
+            "extra_body": {"ignore_eos": True},
+        }
         for chunk in server.client().completions.create(**asked, stream=True):
             shown = chunk.choices[0].logprobs
             tokens.extend((shown.tokens if shown else None) or [])
@@ -156,7 +243,9 @@ def test_an_answer_goes_on_beside_a_prompt(tiny_checkpoint: Path, monkeypatch: p
     with ThreadPoolExecutor() as threads:
         running = threads.submit(answer)
         wait_for(lambda: len(tokens) > 3)
-        asked = threads.submit(server.client().completions.create, model="tiny", prompt=[9] * 80, max_tokens=1)
+        asked = threads.submit(
+            server.client().completions.create, model="tiny", prompt=[9] * 80, max_tokens=1
+        )
         try:
             assert waits.wait(20)
             so_far = max(len(one.generated) for one in engine.scheduler.running)
@@ -174,7 +263,9 @@ def test_models_and_health(running: Running) -> None:
     assert httpx.get(f"{running.url}/health").json() == {"status": "ok"}
 
 
-def test_a_stream_cut_by_the_end_of_the_grace_says_so(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_cut_by_the_end_of_the_grace_says_so(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = load(tiny_checkpoint)
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda: (time.sleep(0.05), step())[1])
@@ -182,16 +273,24 @@ def test_a_stream_cut_by_the_end_of_the_grace_says_so(tiny_checkpoint: Path, mon
     running.server.config.timeout_graceful_shutdown = 1
     body = {"prompt": "one", "max_tokens": 900, "ignore_eos": True}
     whole: list[httpx.Response] = []
-    waits = threading.Thread(target=lambda: whole.append(httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)))
+    waits = threading.Thread(
+        target=lambda: whole.append(
+            httpx.post(f"{running.url}/v1/completions", json=body, timeout=60)
+        )
+    )
     waits.start()
-    with httpx.stream("POST", f"{running.url}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
+    with httpx.stream(
+        "POST", f"{running.url}/v1/completions", json={**body, "stream": True}, timeout=60
+    ) as answer:
         lines = answer.iter_lines()
         next(lines)
         wait_for(lambda: running.service.open == 2)
         running.server.should_exit = True
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]"
-    assert json.loads(rest[-2].removeprefix("data: "))["error"]["message"] == "the server is stopping"
+    assert (
+        json.loads(rest[-2].removeprefix("data: "))["error"]["message"] == "the server is stopping"
+    )
     waits.join()
     assert whole[0].status_code == 503
     assert whole[0].json()["error"]["message"] == "the server is stopping"
@@ -200,19 +299,38 @@ def test_a_stream_cut_by_the_end_of_the_grace_says_so(tiny_checkpoint: Path, mon
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_stops_the_work(running: Running, stream: bool) -> None:
-    body = json.dumps({"model": "tiny", "messages": MESSAGES, "max_tokens": 900, "stream": stream, "ignore_eos": True}).encode()
-    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {KEY}", "Content-Type: application/json"]
+    body = json.dumps(
+        {
+            "model": "tiny",
+            "messages": MESSAGES,
+            "max_tokens": 900,
+            "stream": stream,
+            "ignore_eos": True,
+        }
+    ).encode()
+    lines = [
+        "POST /v1/chat/completions HTTP/1.1",
+        "Host: x",
+        f"Authorization: Bearer {KEY}",
+        "Content-Type: application/json",
+    ]
     head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
     before = running.service.finished.values.get("cancelled", 0)
     with socket.create_connection(("127.0.0.1", running.port)) as connection:
         connection.sendall(head.encode() + body)
-        wait_for(lambda: len(running.engine.scheduler.running) == 1 and len(running.engine.scheduler.running[0].generated) > 2)
+        wait_for(
+            lambda: (
+                len(running.engine.scheduler.running) == 1
+                and len(running.engine.scheduler.running[0].generated) > 2
+            )
+        )
     wait_for(lambda: idle(running), 5)
     assert running.service.finished.values["cancelled"] == before + 1
 
 
 def test_200_at_once_with_a_queue_limit(tiny_checkpoint: Path, peer: Engine) -> None:
-    """4 run, 60 wait, the rest is told so at once; a cache for two of them makes everybody wait for room. None is lost."""
+    """4 run, 60 wait, the rest is told so at once; a cache for two of them makes everybody wait for
+    room. None is lost."""
     running = Running(load(tiny_checkpoint, max_model_len=64, cache_tokens=128), max_queue=60)
 
     async def ask(client: httpx.AsyncClient, index: int) -> httpx.Response:
@@ -233,7 +351,11 @@ def test_200_at_once_with_a_queue_limit(tiny_checkpoint: Path, peer: Engine) -> 
     assert refused[0].json()["error"]["code"] == "queue_full"
     assert refused[0].headers["retry-after"] == "1"
     for index in answered[::7]:
-        text = expected(peer, peer.tokenizer.encode(f"number {index}"), SamplingParams(max_new_tokens=6, ignore_eos=True))
+        text = expected(
+            peer,
+            peer.tokenizer.encode(f"number {index}"),
+            SamplingParams(max_new_tokens=6, ignore_eos=True),
+        )
         assert answers[index].json()["choices"][0]["text"].rstrip("\ufffd") == text
     wait_for(lambda: idle(running))
     running.stop()
@@ -242,15 +364,29 @@ def test_200_at_once_with_a_queue_limit(tiny_checkpoint: Path, peer: Engine) -> 
 def test_metrics_count_what_happened(running: Running) -> None:
     def read() -> dict[str, float]:
         lines = httpx.get(f"{running.url}/metrics").text.splitlines()
-        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+        return {
+            line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+            for line in lines
+            if not line.startswith("#")
+        }
 
     before = read()
-    asked = {"model": "tiny", "prompt": "one", "max_tokens": 5, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    asked = {
+        "model": "tiny",
+        "prompt": "one",
+        "max_tokens": 5,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True},
+    }
     running.client().completions.create(**asked)
     after = read()
     assert after["quantkit_generated_tokens_total"] - before["quantkit_generated_tokens_total"] == 5
     assert after["quantkit_prompt_tokens_total"] - before["quantkit_prompt_tokens_total"] == 3
-    assert after["quantkit_time_to_first_token_seconds_count"] - before["quantkit_time_to_first_token_seconds_count"] == 1
+    assert (
+        after["quantkit_time_to_first_token_seconds_count"]
+        - before["quantkit_time_to_first_token_seconds_count"]
+        == 1
+    )
     assert after["quantkit_requests_running"] == 0
     assert after["quantkit_cache_usage_ratio"] == 0
 
@@ -263,7 +399,9 @@ def test_answers_that_are_computed_and_not_read_do_not_wait(tiny_checkpoint: Pat
         service.start()
         stream = service.submit([([5, 60, 61], SamplingParams(max_new_tokens=4)) for _ in range(6)])
         finished = [piece async for piece in stream if piece.completion is not None]
-        (waiting,) = (metric for metric in service.metrics() if metric.name == "quantkit_requests_waiting")
+        (waiting,) = (
+            metric for metric in service.metrics() if metric.name == "quantkit_requests_waiting"
+        )
         assert isinstance(waiting, Gauge)
         found = len(finished) == 6 and service.open == 6, waiting.read()
         stream.close()
@@ -274,7 +412,9 @@ def test_answers_that_are_computed_and_not_read_do_not_wait(tiny_checkpoint: Pat
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_fails_is_told_and_the_others_answered(running: Running, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+def test_a_request_that_fails_is_told_and_the_others_answered(
+    running: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
     push, broken = TextStream.push, Counter[TextStream]()
 
     def push_or_fail(self: TextStream, token_id: int) -> str:
@@ -284,12 +424,27 @@ def test_a_request_that_fails_is_told_and_the_others_answered(running: Running, 
         return push(self, token_id)
 
     def ask(index: int) -> httpx.Response:
-        body = {"prompt": f"number {index}", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": stream}
+        body = {
+            "prompt": f"number {index}",
+            "max_tokens": 40,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": stream,
+        }
         more = {"stop": "broken"} if index == 2 else {}
-        return httpx.post(f"{running.url}/v1/completions", json={**body, **more}, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
+        return httpx.post(
+            f"{running.url}/v1/completions",
+            json={**body, **more},
+            headers={"Authorization": f"Bearer {KEY}"},
+            timeout=60,
+        )
 
     def text(answer: httpx.Response) -> str:
-        choices = [event["choices"][0] for event in events(answer)] if stream else answer.json()["choices"]
+        choices = (
+            [event["choices"][0] for event in events(answer)]
+            if stream
+            else answer.json()["choices"]
+        )
         return "".join(choice["text"] for choice in choices)
 
     before = [text(ask(index)) for index in range(2)]
@@ -311,7 +466,9 @@ def events(answer: httpx.Response) -> list[dict]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def test_a_broken_engine_is_told_to_everybody(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_engine_is_told_to_everybody(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = load(tiny_checkpoint)
     running = Running(engine)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
@@ -349,7 +506,10 @@ def served(path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(path), str(port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ}
+        [sys.executable, "-c", SERVE, str(path), str(port)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ},
     )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -360,7 +520,13 @@ def served(path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
         process.communicate()
 
 
-LONG = {"prompt": "one", "max_tokens": 300, "stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
+LONG = {
+    "prompt": "one",
+    "max_tokens": 300,
+    "stream": True,
+    "ignore_eos": True,
+    "stream_options": {"include_usage": True},
+}
 
 
 def test_told_to_stop_it_finishes_what_runs(tiny_checkpoint: Path) -> None:
@@ -378,7 +544,10 @@ def test_told_to_stop_it_finishes_what_runs(tiny_checkpoint: Path) -> None:
 
 def test_told_twice_it_stops_at_once_and_in_order(tiny_checkpoint: Path) -> None:
     with served(tiny_checkpoint) as (process, url), httpx.Client(timeout=60) as client:
-        answer = client.send(client.build_request("POST", f"{url}/v1/completions", json=LONG | {"max_tokens": 900}), stream=True)
+        answer = client.send(
+            client.build_request("POST", f"{url}/v1/completions", json=LONG | {"max_tokens": 900}),
+            stream=True,
+        )
         lines = answer.iter_lines()  # which closes the answer when it is let go of
         next(lines)
         process.send_signal(signal.SIGINT)

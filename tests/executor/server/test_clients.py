@@ -1,4 +1,5 @@
-"""What the openai client offers beyond plain chats: tools, schemas, responses, echo; the model says what is written here."""
+"""What the openai client offers beyond plain chats: tools, schemas, responses, echo; the model says
+what is written here."""
 
 import json
 from collections.abc import Iterator
@@ -16,10 +17,20 @@ from quantkit import __version__
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
 
-CALL = ["<|call|>", "Let me look.", "\n<tool_call>\n", '{"name": "get_weather", ', '"arguments": {"city": "Os', 'lo"}}', "\n</tool_call>"]
+CALL = [
+    "<|call|>",
+    "Let me look.",
+    "\n<tool_call>\n",
+    '{"name": "get_weather", ',
+    '"arguments": {"city": "Os',
+    'lo"}}',
+    "\n</tool_call>",
+]
 ANSWER = ["<|answer|>", "It is", " sunny", " in Oslo."]
 THOUGHT = ["<|think|>", "<think>", "Well.\n", "</think>"]
-TEMPLATE = scripted_model.TEMPLATE.replace("'<|answer|>' if", "'<|think|><think>' if think else '<|answer|>' if")
+TEMPLATE = scripted_model.TEMPLATE.replace(
+    "'<|answer|>' if", "'<|think|><think>' if think else '<|answer|>' if"
+)
 LOGGED: list[str] = []
 
 WEATHER = {
@@ -29,7 +40,10 @@ WEATHER = {
         "description": "The weather of a city.",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "properties": {
+                "city": {"enum": ["Oslo", "Rome"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
             "required": ["city", "days"],
             "additionalProperties": False,
         },
@@ -46,7 +60,9 @@ class Weather(BaseModel):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return scripted_model.write(tmp_path_factory.mktemp("models") / "scripted", [CALL, ANSWER, THOUGHT], TEMPLATE)
+    return scripted_model.write(
+        tmp_path_factory.mktemp("models") / "scripted", [CALL, ANSWER, THOUGHT], TEMPLATE
+    )
 
 
 @pytest.fixture(scope="module")
@@ -88,32 +104,62 @@ def test_a_tool_is_called_and_its_result_answered(client: openai.OpenAI) -> None
     assert first.finish_reason == "tool_calls"
     assert first.message.content == "Let me look."
     (call,) = first.message.tool_calls or []
-    assert (call.type, call.function.name, json.loads(call.function.arguments)) == ("function", "get_weather", {"city": "Oslo"})
-    text, calls, reason = streamed(client.chat.completions.create(messages=QUESTION, stream=True, **asked))
-    assert (text, [one[1:] for one in calls], reason) == ("Let me look.", [["get_weather", call.function.arguments]], "tool_calls")
+    assert (call.type, call.function.name, json.loads(call.function.arguments)) == (
+        "function",
+        "get_weather",
+        {"city": "Oslo"},
+    )
+    text, calls, reason = streamed(
+        client.chat.completions.create(messages=QUESTION, stream=True, **asked)
+    )
+    assert (text, [one[1:] for one in calls], reason) == (
+        "Let me look.",
+        [["get_weather", call.function.arguments]],
+        "tool_calls",
+    )
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
-    second = client.chat.completions.create(messages=[*QUESTION, first.message, result], **asked).choices[0]
-    assert (second.finish_reason, second.message.content, second.message.tool_calls) == ("stop", "It is sunny in Oslo.", None)
-    silent = client.chat.completions.create(messages=QUESTION, tool_choice="none", **asked).choices[0]
+    second = client.chat.completions.create(
+        messages=[*QUESTION, first.message, result], **asked
+    ).choices[0]
+    assert (second.finish_reason, second.message.content, second.message.tool_calls) == (
+        "stop",
+        "It is sunny in Oslo.",
+        None,
+    )
+    silent = client.chat.completions.create(messages=QUESTION, tool_choice="none", **asked).choices[
+        0
+    ]
     assert silent.message.tool_calls is None
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_that_must_be_called_is(client: openai.OpenAI, stream: bool) -> None:
-    asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "tools": [WEATHER, NOW], "temperature": 1.3, "seed": 5}
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": QUESTION,
+        "tools": [WEATHER, NOW],
+        "temperature": 1.3,
+        "seed": 5,
+    }
 
     def calls(**more: Any) -> list[list[str]]:
         made = client.chat.completions.create(**asked, **more, stream=stream)
         if stream:
             _, found, reason = streamed(made)
         else:
-            found = [[one.id, one.function.name, one.function.arguments] for one in made.choices[0].message.tool_calls]
+            found = [
+                [one.id, one.function.name, one.function.arguments]
+                for one in made.choices[0].message.tool_calls
+            ]
             reason = made.choices[0].finish_reason
             assert made.choices[0].message.content is None
         assert reason == "tool_calls"
         return found
 
-    named = calls(tool_choice={"type": "function", "function": {"name": "get_weather"}}, parallel_tool_calls=False)
+    named = calls(
+        tool_choice={"type": "function", "function": {"name": "get_weather"}},
+        parallel_tool_calls=False,
+    )
     assert [one[1] for one in named] == ["get_weather"]
     arguments = json.loads(named[0][2])
     assert arguments["city"] in ("Oslo", "Rome")
@@ -125,24 +171,47 @@ def test_a_tool_that_must_be_called_is(client: openai.OpenAI, stream: bool) -> N
 def test_strict_arguments_fit_although_the_model_calls_of_itself(client: openai.OpenAI) -> None:
     """What it would say lacks `days`."""
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
-    asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "temperature": 0, "max_tokens": 200}
-    (call,) = client.chat.completions.create(tools=[strict], parallel_tool_calls=False, **asked).choices[0].message.tool_calls or []
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": QUESTION,
+        "temperature": 0,
+        "max_tokens": 200,
+    }
+    (call,) = (
+        client.chat.completions.create(tools=[strict], parallel_tool_calls=False, **asked)
+        .choices[0]
+        .message.tool_calls
+        or []
+    )
     assert set(json.loads(call.function.arguments)) == {"city", "days"}
 
 
 def test_an_answer_fits_a_schema(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "temperature": 1.0, "seed": 3}
-    parsed = client.chat.completions.parse(response_format=Weather, **asked).choices[0].message.parsed
+    parsed = (
+        client.chat.completions.parse(response_format=Weather, **asked).choices[0].message.parsed
+    )
     assert isinstance(parsed, Weather)
     with client.chat.completions.stream(response_format=Weather, **asked) as stream:
         assert stream.get_final_completion().choices[0].message.parsed == parsed
     other = (
-        client.chat.completions.parse(response_format=Weather, tools=[openai.pydantic_function_tool(Weather)], **asked).choices[0].message
+        client.chat.completions.parse(
+            response_format=Weather, tools=[openai.pydantic_function_tool(Weather)], **asked
+        )
+        .choices[0]
+        .message
     )
     assert (other.parsed is None) != (not other.tool_calls), "a call, or an answer that fits"
     options = {"guided_choice": ["yes", "no"]}
-    assert client.chat.completions.create(**asked, extra_body=options).choices[0].message.content in ("yes", "no")
-    text = client.completions.create(model="tiny", prompt="a", max_tokens=30, extra_body={"structured_outputs": {"regex": "x{4}"}})
+    assert client.chat.completions.create(**asked, extra_body=options).choices[
+        0
+    ].message.content in ("yes", "no")
+    text = client.completions.create(
+        model="tiny",
+        prompt="a",
+        max_tokens=30,
+        extra_body={"structured_outputs": {"regex": "x{4}"}},
+    )
     assert text.choices[0].text == "xxxx"
 
 
@@ -164,29 +233,54 @@ def test_responses(client: openai.OpenAI) -> None:
     assert (whole.status, whole.output_text) == ("completed", "It is sunny in Oslo.")
     assert whole.usage is not None
     assert whole.usage.output_tokens == len(ANSWER)
-    events = list(client.responses.create(input="How is the weather?", instructions="Be short.", stream=True, **asked))
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    events = list(
+        client.responses.create(
+            input="How is the weather?", instructions="Be short.", stream=True, **asked
+        )
+    )
+    assert (
+        "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        == whole.output_text
+    )
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[-1].type == "response.completed"
     assert events[-1].response.output_text == whole.output_text
     cut = client.responses.create(input="How is the weather?", max_output_tokens=2, **asked)
-    assert (cut.status, cut.incomplete_details.reason if cut.incomplete_details else "") == ("incomplete", "max_output_tokens")
+    assert (cut.status, cut.incomplete_details.reason if cut.incomplete_details else "") == (
+        "incomplete",
+        "max_output_tokens",
+    )
 
 
 def test_responses_call_tools_think_and_fit_schemas(client: openai.OpenAI) -> None:
     tool = {"type": "function", **WEATHER["function"], "strict": False}  # type: ignore[dict-item]
     asked: dict[str, Any] = {"model": "tiny", "temperature": 0, "tools": [tool]}
-    items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "How is the weather in Oslo?"}]}]
+    items: list[Any] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "How is the weather in Oslo?"}]}
+    ]
     first = client.responses.create(input=items, **asked)
     assert [item.type for item in first.output] == ["message", "function_call"]
     call = first.output[1]
     assert call.type == "function_call"
     assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Oslo"})
     events = list(client.responses.create(input=items, stream=True, **asked))
-    assert "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta") == call.arguments
-    done = [*items, *first.output, {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
+    assert (
+        "".join(
+            event.delta
+            for event in events
+            if event.type == "response.function_call_arguments.delta"
+        )
+        == call.arguments
+    )
+    done = [
+        *items,
+        *first.output,
+        {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"},
+    ]
     assert client.responses.create(input=done, **asked).output_text == "It is sunny in Oslo."
-    parsed = client.responses.parse(model="tiny", input="Weather?", temperature=0, text_format=Weather)
+    parsed = client.responses.parse(
+        model="tiny", input="Weather?", temperature=0, text_format=Weather
+    )
     assert isinstance(parsed.output_parsed, Weather)
 
 
@@ -205,7 +299,9 @@ def test_responses_call_tools_think_and_fit_schemas(client: openai.OpenAI) -> No
 )
 def test_responses_refuse_by_name(running: Running, change: dict[str, Any], said: str) -> None:
     body = {"model": "tiny", "input": "x", **change}
-    answer = httpx.post(f"{running.url}/v1/responses", json=body, headers={"Authorization": f"Bearer {KEY}"})
+    answer = httpx.post(
+        f"{running.url}/v1/responses", json=body, headers={"Authorization": f"Bearer {KEY}"}
+    )
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]
 
@@ -218,7 +314,13 @@ def test_echo_and_the_log_probabilities_of_prompts(client: openai.OpenAI, peer: 
     assert expected.prompt_logprobs is not None
     assert expected.logprobs is not None
     scores = [None, *(one.logprob for one in [*expected.prompt_logprobs, *expected.logprobs])]
-    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "max_tokens": 1,
+        "temperature": 0,
+        "logprobs": 1,
+        "echo": True,
+    }
     choice = client.completions.create(prompt=ids, **asked).choices[0]
     assert choice.text == prompt + expected.text
     assert choice.logprobs is not None
@@ -228,7 +330,12 @@ def test_echo_and_the_log_probabilities_of_prompts(client: openai.OpenAI, peer: 
     assert "".join(choice.logprobs.tokens or []) == choice.text
     chunks = list(client.completions.create(prompt=prompt, stream=True, **asked))
     assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
-    again = [score for chunk in chunks if chunk.choices[0].logprobs for score in chunk.choices[0].logprobs.token_logprobs or []]
+    again = [
+        score
+        for chunk in chunks
+        if chunk.choices[0].logprobs
+        for score in chunk.choices[0].logprobs.token_logprobs or []
+    ]
     assert again == pytest.approx(scores, abs=1e-4)
     alone = client.completions.create(prompt=prompt, **{**asked, "max_tokens": 0})
     assert alone.choices[0].text == prompt
@@ -236,7 +343,9 @@ def test_echo_and_the_log_probabilities_of_prompts(client: openai.OpenAI, peer: 
     assert len(alone.choices[0].logprobs.tokens or []) == len(ids)
     assert alone.usage is not None
     assert alone.usage.completion_tokens == 0
-    scored = client.completions.create(model="tiny", prompt=prompt, max_tokens=1, extra_body={"prompt_logprobs": 2}).choices[0]
+    scored = client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=1, extra_body={"prompt_logprobs": 2}
+    ).choices[0]
     entries = scored.prompt_logprobs  # type: ignore[attr-defined]
     assert entries[0] is None
     assert entries[1][str(ids[1])]["logprob"] == pytest.approx(scores[1], abs=1e-4)
@@ -244,7 +353,13 @@ def test_echo_and_the_log_probabilities_of_prompts(client: openai.OpenAI, peer: 
 
 def test_options_of_sampling_reach_the_engine(client: openai.OpenAI, peer: Engine) -> None:
     prompt = peer.tokenizer.encode("one two")
-    more = {"repetition_penalty": 1.4, "min_p": 0.02, "stop_token_ids": [7], "min_tokens": 8, "ignore_eos": True}
+    more = {
+        "repetition_penalty": 1.4,
+        "min_p": 0.02,
+        "stop_token_ids": [7],
+        "min_tokens": 8,
+        "ignore_eos": True,
+    }
     params = SamplingParams(
         max_new_tokens=24,
         temperature=0.9,
@@ -260,23 +375,46 @@ def test_options_of_sampling_reach_the_engine(client: openai.OpenAI, peer: Engin
         top_p=0.95,  # the model's own default
     )
     (expected,) = peer.generate([prompt], params)
-    penalties: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": {"40": 3}}
-    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=24, temperature=0.9, seed=4, extra_body=more, **penalties)
+    penalties: dict[str, Any] = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "logit_bias": {"40": 3},
+    }
+    answer = client.completions.create(
+        model="tiny",
+        prompt=prompt,
+        max_tokens=24,
+        temperature=0.9,
+        seed=4,
+        extra_body=more,
+        **penalties,
+    )
     assert answer.choices[0].text.rstrip("\ufffd") == expected.text.rstrip("\ufffd")
 
 
 def test_tokens_version_and_one_model(running: Running, client: openai.OpenAI) -> None:
     def post(path: str, **body: Any) -> Any:
-        return httpx.post(f"{running.url}/{path}", json=body, headers={"Authorization": f"Bearer {KEY}"}).json()
+        return httpx.post(
+            f"{running.url}/{path}", json=body, headers={"Authorization": f"Bearer {KEY}"}
+        ).json()
 
     tokenizer = running.engine.tokenizer
     found = post("tokenize", prompt="It is fine", return_token_strs=True)
     assert found["tokens"] == tokenizer.encode("It is fine")
-    assert (found["count"], "".join(found["token_strs"]), found["max_model_len"]) == (len(found["tokens"]), "It is fine", 1024)
-    assert post("tokenize", messages=QUESTION, tools=[WEATHER])["tokens"] == tokenizer.encode_chat(QUESTION, tools=[WEATHER])
+    assert (found["count"], "".join(found["token_strs"]), found["max_model_len"]) == (
+        len(found["tokens"]),
+        "It is fine",
+        1024,
+    )
+    assert post("tokenize", messages=QUESTION, tools=[WEATHER])["tokens"] == tokenizer.encode_chat(
+        QUESTION, tools=[WEATHER]
+    )
     assert post("detokenize", tokens=found["tokens"]) == {"prompt": "It is fine"}
     assert "outside" in post("detokenize", tokens=[100_000])["error"]["message"]
-    assert "add_stuff is not supported" in post("tokenize", prompt="a", add_stuff=1)["error"]["message"]
+    assert (
+        "add_stuff is not supported"
+        in post("tokenize", prompt="a", add_stuff=1)["error"]["message"]
+    )
     assert httpx.get(f"{running.url}/version").json() == {"version": __version__}
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError):
@@ -289,7 +427,9 @@ def test_every_request_is_a_line_in_the_log(running: Running, client: openai.Ope
     assert answer.usage is not None
     counted = f"{answer.usage.prompt_tokens} in {answer.usage.completion_tokens} out"
     begins = (f"{answer.id} POST /v1/chat/completions 200 {counted} ", "- GET /no")
-    wait_for(lambda: all(any(line.startswith(begin) for line in LOGGED) for begin in begins))  # a line comes after the last byte
+    wait_for(
+        lambda: all(any(line.startswith(begin) for line in LOGGED) for begin in begins)
+    )  # a line comes after the last byte
     told, missing = ([line for line in LOGGED if line.startswith(begin)] for begin in begins)
     assert len(told) == len(missing) == 1
     assert told[0].endswith(" s")
@@ -299,7 +439,9 @@ def test_every_request_is_a_line_in_the_log(running: Running, client: openai.Ope
 def test_a_developer_is_heard_like_the_system(running: Running) -> None:
     def tokens(role: str) -> list[int]:
         body = {"messages": [{"role": role, "content": "Be short."}, *QUESTION]}
-        found: list[int] = httpx.post(f"{running.url}/tokenize", json=body, headers={"Authorization": f"Bearer {KEY}"}).json()["tokens"]
+        found: list[int] = httpx.post(
+            f"{running.url}/tokenize", json=body, headers={"Authorization": f"Bearer {KEY}"}
+        ).json()["tokens"]
         return found
 
     assert tokens("developer") == tokens("system") != tokens("user")

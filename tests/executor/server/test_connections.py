@@ -21,7 +21,9 @@ SECONDS = 0.5
 """That the answer takes."""
 
 
-async def answer(scope: dict[str, object], receive: Callable[[], Any], send: Callable[[dict[str, object]], Any]) -> None:
+async def answer(
+    scope: dict[str, object], receive: Callable[[], Any], send: Callable[[dict[str, object]], Any]
+) -> None:
     while (await receive()).get("more_body"):
         pass
     await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -32,7 +34,9 @@ async def answer(scope: dict[str, object], receive: Callable[[], Any], send: Cal
 
 @contextmanager
 def served(**options: float) -> Iterator[tuple[HttpServer, int]]:
-    server = HttpServer(uvicorn.Config(answer, port=0, log_level="error", lifespan="off"), **options)  # type: ignore[arg-type]
+    server = HttpServer(
+        uvicorn.Config(answer, port=0, log_level="error", lifespan="off"), **options
+    )  # type: ignore[arg-type]
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:
@@ -45,7 +49,10 @@ def served(**options: float) -> Iterator[tuple[HttpServer, int]]:
 
 @pytest.mark.parametrize("said", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"])
 def test_who_says_nothing_is_not_waited_for_and_an_answer_goes_on(said: bytes) -> None:
-    with served(silent_s=SECONDS / 5) as (_, port), socket.create_connection(("127.0.0.1", port), timeout=10) as silent:
+    with (
+        served(silent_s=SECONDS / 5) as (_, port),
+        socket.create_connection(("127.0.0.1", port), timeout=10) as silent,
+    ):
         silent.sendall(said)
         assert httpx.get(f"http://127.0.0.1:{port}/").text == "first last"
         assert silent.recv(1) == b""
@@ -82,5 +89,7 @@ def test_a_server_has_as_many_descriptors_as_the_system_gives() -> None:
         "from quantkit.executor.server.connections import raise_descriptors\n"
         "print(raise_descriptors(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     assert told.split() == [str(hard)] * 3

@@ -1,4 +1,5 @@
-"""2,000 generated requests from a real client to a real `quantkit serve`: no 5xx, every refusal in one shape, and it answers afterwards."""
+"""2,000 generated requests from a real client to a real `quantkit serve`: no 5xx, every refusal in
+one shape, and it answers afterwards."""
 
 import asyncio
 import json
@@ -26,7 +27,18 @@ def url(tiny_checkpoint: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = ["--device", "cpu", "--port", str(port), "--max-batch", "8", "--max-model-len", "256", "--max-queue", "64"]
+    options = [
+        "--device",
+        "cpu",
+        "--port",
+        str(port),
+        "--max-batch",
+        "8",
+        "--max-model-len",
+        "256",
+        "--max-queue",
+        "64",
+    ]
     command = [sys.executable, "-c", SERVE, "serve", str(tiny_checkpoint), *options]
     process = subprocess.Popen(command, env={**os.environ, "QUANTKIT_API_KEY": KEY})
     address = f"http://127.0.0.1:{port}"
@@ -52,13 +64,16 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def ask(url: str) -> str:
-    answer = httpx.post(f"{url}/v1/completions", json=ASKED, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
+    answer = httpx.post(
+        f"{url}/v1/completions", json=ASKED, headers={"Authorization": f"Bearer {KEY}"}, timeout=60
+    )
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["text"])
 
 
 async def send(client: httpx.AsyncClient, one: Sent) -> tuple[int, str]:
-    """Status and fault of one request's answer; the fault is empty where the answer is as it should be."""
+    """Status and fault of one request's answer; the fault is empty where the answer is as it should
+    be."""
     headers = {name: value.encode("latin-1") for name, value in one.headers.items()}
     async with client.stream(one.method, one.path, content=one.content, headers=headers) as answer:
         if one.leaves:
@@ -73,16 +88,28 @@ def fault(answer: httpx.Response, body: bytes) -> str:
         return body.decode(errors="replace")[:300]
     kind = answer.headers.get("content-type", "")
     if kind.startswith("text/event-stream"):
-        ended = body.endswith(b"data: [DONE]\n\n") or b"event: response.completed" in body or b"event: response.incomplete" in body
+        ended = (
+            body.endswith(b"data: [DONE]\n\n")
+            or b"event: response.completed" in body
+            or b"event: response.incomplete" in body
+        )
         return "" if ended and b'{"error":' not in body else body[-300:].decode(errors="replace")
     if kind.startswith("text/plain") and answer.url.path == "/metrics":
         return ""
     value = json.loads(body)
     if answer.status_code == 200:
-        return "" if {"choices", "data", "status", "tokens", "prompt", "version", "id"} & set(value) else str(value)[:300]
+        return (
+            ""
+            if {"choices", "data", "status", "tokens", "prompt", "version", "id"} & set(value)
+            else str(value)[:300]
+        )
     error = value.get("error", {})
-    right = set(error) == {"message", "type", "param", "code"} and all(isinstance(error[key], str) for key in ("message", "type", "code"))
-    return "" if right and 0 < len(error["message"]) < 1000 else f"not OpenAI's shape: {body[:300]!r}"
+    right = set(error) == {"message", "type", "param", "code"} and all(
+        isinstance(error[key], str) for key in ("message", "type", "code")
+    )
+    return (
+        "" if right and 0 < len(error["message"]) < 1000 else f"not OpenAI's shape: {body[:300]!r}"
+    )
 
 
 async def send_all(url: str, requests: list[Sent]) -> list[tuple[int, str]]:
@@ -105,7 +132,11 @@ def test_2000_generated_requests(url: str) -> None:
     requests = [request(draw) for _ in range(REQUESTS)]
     before = ask(url)
     answers = asyncio.run(send_all(url, requests))
-    wrong = [(one.method, one.path, one.content[:300], *answer) for one, answer in zip(requests, answers) if answer[1]]
+    wrong = [
+        (one.method, one.path, one.content[:300], *answer)
+        for one, answer in zip(requests, answers)
+        if answer[1]
+    ]
     assert not wrong, f"{len(wrong)} of {REQUESTS}; the first: {wrong[0]}"
     statuses = Counter(status for status, _ in answers)
     assert {200, 400, 401, 404, 405, 415} <= set(statuses), statuses
@@ -117,7 +148,11 @@ def test_2000_generated_requests(url: str) -> None:
 
 def _settles(url: str) -> None:
     """Nothing is left of clients that went."""
-    wanted = ["quantkit_requests_running 0", "quantkit_requests_waiting 0", "quantkit_cache_usage_ratio 0"]
+    wanted = [
+        "quantkit_requests_running 0",
+        "quantkit_requests_waiting 0",
+        "quantkit_cache_usage_ratio 0",
+    ]
     until = time.monotonic() + 20
     while not set(wanted) <= set(httpx.get(f"{url}/metrics").text.splitlines()):
         assert time.monotonic() < until, httpx.get(f"{url}/metrics").text

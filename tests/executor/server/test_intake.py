@@ -65,8 +65,12 @@ def tokenised(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> list[in
 
 
 @pytest.mark.parametrize("text", ["x" * 1_000_000, "word " * 300, "日" * 900])
-def test_what_cannot_fit_is_not_tokenised(tiny_checkpoint: Path, tokenised: list[int], text: str) -> None:
-    intake = Intake(ChatTokenizer(tiny_checkpoint), "tiny", Limits(max_input=50), context=1024, max_choices=8)
+def test_what_cannot_fit_is_not_tokenised(
+    tiny_checkpoint: Path, tokenised: list[int], text: str
+) -> None:
+    intake = Intake(
+        ChatTokenizer(tiny_checkpoint), "tiny", Limits(max_input=50), context=1024, max_choices=8
+    )
     with pytest.raises(ApiError, match="at most 50 tokens"):
         intake.completions(json.dumps({"prompt": text}).encode())
     assert sum(tokenised) <= 8 * 50
@@ -83,19 +87,30 @@ def test_text_of_few_tokens_a_character_passes(tiny_checkpoint: Path) -> None:
 
 def test_who_the_template_passes_over_is_refused() -> None:
     """tiny-r1's, as DeepSeek's, knows four roles; what another said was left out without a word."""
-    intake = Intake(ChatTokenizer(find_model("tiny-r1")), "tiny", Limits(), context=1024, max_choices=8)
-    asked = {"messages": [{"role": "alien", "content": " hear me "}, {"role": "user", "content": "x"}]}
-    with pytest.raises(QuantkitError, match=r"leaves out messages of role alien; use system, user, assistant or tool$"):
+    intake = Intake(
+        ChatTokenizer(find_model("tiny-r1")), "tiny", Limits(), context=1024, max_choices=8
+    )
+    asked = {
+        "messages": [{"role": "alien", "content": " hear me "}, {"role": "user", "content": "x"}]
+    }
+    with pytest.raises(
+        QuantkitError,
+        match=r"leaves out messages of role alien; use system, user, assistant or tool$",
+    ):
         intake.chat(json.dumps(asked).encode())
     intake.tokenizer.templates = {
-        "default": ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content.strip() }}\n{% endfor %}", "here")
+        "default": ChatTemplate(
+            "{% for m in messages %}{{ m.role }}: {{ m.content.strip() }}\n{% endfor %}", "here"
+        )
     }
     assert intake.chat(json.dumps(asked).encode()).choices
 
 
 def test_a_template_that_fails_refuses_the_request(tiny_checkpoint: Path) -> None:
     tokenizer = ChatTokenizer(tiny_checkpoint)
-    tokenizer.templates = {"default": ChatTemplate("{{ messages[0].content | length // 0 }}", "here")}
+    tokenizer.templates = {
+        "default": ChatTemplate("{{ messages[0].content | length // 0 }}", "here")
+    }
     intake = Intake(tokenizer, "tiny", Limits(), context=1024, max_choices=8)
     with pytest.raises(Exception, match=r"(?i)zero"):
         intake.chat(json.dumps({"messages": [{"role": "user", "content": "x"}]}).encode())

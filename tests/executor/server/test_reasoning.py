@@ -21,8 +21,12 @@ CASES = [
 def test_whole_and_in_pieces(text: str, inside: bool, parts: Parts) -> None:
     for size in (max(len(text), 1), 1, 2, 3, 7):
         splitter = ReasoningSplitter(inside)
-        pieces = [splitter.push(text[i : i + size]) for i in range(0, len(text), size)] + [splitter.finish()]
-        joined = Parts("".join(piece.reasoning for piece in pieces), "".join(piece.content for piece in pieces))
+        pieces = [splitter.push(text[i : i + size]) for i in range(0, len(text), size)] + [
+            splitter.finish()
+        ]
+        joined = Parts(
+            "".join(piece.reasoning for piece in pieces), "".join(piece.content for piece in pieces)
+        )
         assert joined == parts, size
 
 

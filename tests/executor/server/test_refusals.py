@@ -16,7 +16,11 @@ from quantkit.executor.server.protocol import HARMLESS, NEUTRAL
 
 @pytest.fixture(scope="module")
 def running(tiny_checkpoint: Path) -> Iterator[Running]:
-    server = Running(load(tiny_checkpoint), api_key=KEY, limits=Limits(max_input=600, max_output=900, max_body=100_000))
+    server = Running(
+        load(tiny_checkpoint),
+        api_key=KEY,
+        limits=Limits(max_input=600, max_output=900, max_body=100_000),
+    )
     yield server
     server.stop()
 
@@ -34,12 +38,24 @@ def running(tiny_checkpoint: Path) -> Iterator[Running]:
         ({"messages": [{"role": "user", "content": "x" * 700}]}, 400, "at most 600"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
         ({"messages": [{"content": "x"}]}, 400, "no role"),
-        ({"messages": [{"role": "user", "text": "x"}]}, 400, "a message of role user has no content"),
-        ({"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": None}]}, 400, "of role tool has no content"),
+        (
+            {"messages": [{"role": "user", "text": "x"}]},
+            400,
+            "a message of role user has no content",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "tool", "content": None}]},
+            400,
+            "of role tool has no content",
+        ),
         ({"temperature": -1}, 400, "temperature"),
         ({"stop": [""]}, 400, "stop string is empty"),
         ({"tools": [{"type": "function"}]}, 400, "tools.0 is no function"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "the model's chat template shows it no tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            400,
+            "the model's chat template shows it no tools",
+        ),
         ({"n": 1000}, 400, "n:"),
         ({"top_k": 2**63}, 400, "top_k:"),
         ({"top_k": 2**31}, 400, "top_k:"),
@@ -59,15 +75,27 @@ def running(tiny_checkpoint: Path) -> Iterator[Running]:
         ({"messages": [{}] * 4097}, 400, "messages"),
         ({"messages": [{"role": "user", "content": [["text"]]}]}, 400, "content parts"),
         ({"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, 400, "content parts"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, 400, "no text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+            400,
+            "no text",
+        ),
         ({"messages": [{"role": "user", "content": 5}]}, 400, "neither text"),
         ({"chat_template_kwargs": {"messages": []}}, 400, "holds messages"),
         ({"tool_choice": "required"}, 400, "tools holds none"),
         ({"response_format": {"type": "grammar"}}, 400, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, 400, "json_schema is missing"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, 400, "in two forms"),
-        ({"response_format": {"type": "json_object"}, "min_tokens": 2}, 400, "min_new_tokens forbids it"),
-        ({"structured_outputs": {"whitespace_pattern": "x"}}, 400, "structured_outputs.whitespace_pattern is not supported"),
+        (
+            {"response_format": {"type": "json_object"}, "min_tokens": 2},
+            400,
+            "min_new_tokens forbids it",
+        ),
+        (
+            {"structured_outputs": {"whitespace_pattern": "x"}},
+            400,
+            "structured_outputs.whitespace_pattern is not supported",
+        ),
         ({"guided_json": {"type": "nothing"}}, 400, "cannot be used"),
         ({"guided_regex": "(" * 70}, 400, "brackets"),
         ({"guided_regex": "x" * 140_000, "padding": ""}, 413, "larger than 100000 bytes"),
@@ -85,15 +113,23 @@ def running(tiny_checkpoint: Path) -> Iterator[Running]:
         ({"prompt_logprobs": 21}, 400, "prompt_logprobs"),
         ({"best_of": 2}, 400, "best_of is not supported"),
         ({"echo": True}, 400, "echo is not supported"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, 400, "no call of a function"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
+            400,
+            "no call of a function",
+        ),
         ({"prompt": "x"}, 400, "prompt is not supported"),
         ({"invented_tomorrow": 1}, 400, "invented_tomorrow is not supported"),
         ({"padding": "x" * 100_000}, 413, "larger than 100000 bytes"),
     ],
 )
-def test_what_cannot_be_answered_is_refused(running: Running, change: dict, status: int, said: str) -> None:
+def test_what_cannot_be_answered_is_refused(
+    running: Running, change: dict, status: int, said: str
+) -> None:
     body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4, **change}
-    answer = httpx.post(f"{running.url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {KEY}"})
+    answer = httpx.post(
+        f"{running.url}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}
+    )
     assert answer.status_code == status
     assert said in answer.json()["error"]["message"]
     assert idle(running)
@@ -102,10 +138,28 @@ def test_what_cannot_be_answered_is_refused(running: Running, change: dict, stat
 def test_fields_that_ask_for_nothing_are_accepted(running: Running) -> None:
     neutral = {name: values[0] for name, values in NEUTRAL.items()}
     bookkeeping = dict.fromkeys(HARMLESS, "x")
-    absent = dict.fromkeys(("guided_json", "response_format", "invented_tomorrow", "seed", "stop", "n", "stream", "temperature"))
+    absent = dict.fromkeys(
+        (
+            "guided_json",
+            "response_format",
+            "invented_tomorrow",
+            "seed",
+            "stop",
+            "n",
+            "stream",
+            "temperature",
+        )
+    )
     asked = {"model": "tiny", "max_tokens": 2, **neutral, **bookkeeping, **absent}
-    for path, prompt in (("chat/completions", {"messages": MESSAGES}), ("completions", {"prompt": "one"})):
-        answer = httpx.post(f"{running.url}/v1/{path}", json={**asked, **prompt}, headers={"Authorization": f"Bearer {KEY}"})
+    for path, prompt in (
+        ("chat/completions", {"messages": MESSAGES}),
+        ("completions", {"prompt": "one"}),
+    ):
+        answer = httpx.post(
+            f"{running.url}/v1/{path}",
+            json={**asked, **prompt},
+            headers={"Authorization": f"Bearer {KEY}"},
+        )
         assert answer.status_code == 200, answer.text
 
 
@@ -135,42 +189,66 @@ def test_what_is_no_request_is_refused(running: Running, content: bytes, said: s
     assert set(error) == {"message", "type", "param", "code"}
 
 
-@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
+@pytest.mark.parametrize(
+    "kind", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonx"]
+)
 def test_only_json_is_read(running: Running, kind: str) -> None:
     headers = {"Authorization": f"Bearer {KEY}"} | ({"Content-Type": kind} if kind else {})
-    answer = httpx.post(f"{running.url}/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+    answer = httpx.post(
+        f"{running.url}/v1/completions", content=b'{"prompt": "x"}', headers=headers
+    )
     assert answer.status_code == 415
     assert "Content-Type" in answer.json()["error"]["message"]
 
 
 def test_a_compressed_body_is_told_as_that(running: Running) -> None:
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json", "Content-Encoding": "gzip"}
-    answer = httpx.post(f"{running.url}/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+    headers = {
+        "Authorization": f"Bearer {KEY}",
+        "Content-Type": "application/json",
+        "Content-Encoding": "gzip",
+    }
+    answer = httpx.post(
+        f"{running.url}/v1/completions", content=b'{"prompt": "x"}', headers=headers
+    )
     assert answer.status_code == 415
-    assert answer.json()["error"]["message"] == "the request is sent as Content-Encoding: gzip; send it as it is"
+    assert (
+        answer.json()["error"]["message"]
+        == "the request is sent as Content-Encoding: gzip; send it as it is"
+    )
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(tiny_checkpoint: Path) -> None:
     server = Running(load(tiny_checkpoint), limits=Limits(body_s=0.2))
     try:
         with socket.create_connection(("127.0.0.1", server.port), timeout=30) as slow:
-            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+            slow.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: "
+                b"application/json\r\nContent-Length: 100\r\n\r\n{"
+            )
             said = b"".join(iter(lambda: slow.recv(4096), b""))
         assert said.startswith(b"HTTP/1.1 408 ")
-        assert json.loads(said.partition(b"\r\n\r\n")[2])["error"]["message"] == "the request was not whole after 0.2 s"
+        assert (
+            json.loads(said.partition(b"\r\n\r\n")[2])["error"]["message"]
+            == "the request was not whole after 0.2 s"
+        )
         assert idle(server)
     finally:
         server.stop()
 
 
 def test_two_keys_are_none(running: Running) -> None:
-    answer = httpx.get(f"{running.url}/v1/models", headers=[("Authorization", f"Bearer {KEY}"), ("Authorization", "Bearer other")])
+    answer = httpx.get(
+        f"{running.url}/v1/models",
+        headers=[("Authorization", f"Bearer {KEY}"), ("Authorization", "Bearer other")],
+    )
     assert answer.status_code == 401
 
 
 def test_more_answers_than_the_server_ever_holds_are_refused_for_good(running: Running) -> None:
     body = {"prompt": ["a"] * 35, "n": 2, "max_tokens": 1}  # 4 run and 64 wait
-    answer = httpx.post(f"{running.url}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"})
+    answer = httpx.post(
+        f"{running.url}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}
+    )
     assert answer.status_code == 400
     assert "70 answers" in answer.json()["error"]["message"]
 
@@ -178,8 +256,16 @@ def test_more_answers_than_the_server_ever_holds_are_refused_for_good(running: R
 def test_not_json_wrong_key_wrong_path(running: Running) -> None:
     url = f"{running.url}/v1/chat/completions"
     headers = {"Authorization": f"Bearer {KEY}"}
-    assert httpx.post(url, content=b"{", headers={**headers, "Content-Type": "application/json"}).status_code == 400
-    assert httpx.post(url, json={}, headers={"Authorization": "Bearer wrong"}).json()["error"]["code"] == "invalid_api_key"
+    assert (
+        httpx.post(
+            url, content=b"{", headers={**headers, "Content-Type": "application/json"}
+        ).status_code
+        == 400
+    )
+    assert (
+        httpx.post(url, json={}, headers={"Authorization": "Bearer wrong"}).json()["error"]["code"]
+        == "invalid_api_key"
+    )
     assert httpx.get(f"{running.url}/v1/models").status_code == 401
     assert httpx.get(f"{running.url}/v2").json()["error"]["message"] == "Not Found: GET /v2"
     with pytest.raises(openai.AuthenticationError):

@@ -1,4 +1,5 @@
-"""Tool calls in five formats: read however the text is cut, and forced by grammars that take what the models' templates write."""
+"""Tool calls in five formats: read however the text is cut, and forced by grammars that take what
+the models' templates write."""
 
 import json
 import random
@@ -27,7 +28,11 @@ TOOLS: list[Any] = [
             "name": "get_weather",
             "parameters": {
                 "type": "object",
-                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}},
+                "properties": {
+                    "city": {"type": "string"},
+                    "days": {"type": "integer"},
+                    "unit": {"enum": ["C", "F"]},
+                },
                 "required": ["city"],
             },
         },
@@ -39,7 +44,8 @@ ARGUMENTS = '{"city": "Köln {\\"x\\"}", "days": 3}'
 WRITTEN = {
     "hermes": f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
-    "qwen3_coder": '<tool_call>\n<function=get_weather>\n<parameter=city>\nKöln {"x"}\n</parameter>\n<parameter=days>\n3\n</parameter>\n'
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nKöln "
+    '{"x"}\n</parameter>\n<parameter=days>\n3\n</parameter>\n'
     "</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
     f"```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜>\n"
@@ -77,9 +83,14 @@ def test_calls_are_read_however_the_text_is_cut(name: str) -> None:
     for pieces in [[text], list(text), *(cut(text, draw) for _ in range(200))]:
         said, calls = read(name, pieces, use())
         assert said == "Let me look."
-        assert [(one.name, json.loads(one.arguments)) for one in calls] == [("get_weather", json.loads(ARGUMENTS)), ("now", {})]
+        assert [(one.name, json.loads(one.arguments)) for one in calls] == [
+            ("get_weather", json.loads(ARGUMENTS)),
+            ("now", {}),
+        ]
         assert [one.id for one in calls] == (
-            ["functions.get_weather:0", "functions.now:1"] if name == "kimi_k2" else [one.id for one in calls]
+            ["functions.get_weather:0", "functions.now:1"]
+            if name == "kimi_k2"
+            else [one.id for one in calls]
         )
     assert len({one.id for one in calls}) == 2
     only = read(name, [text], use(parallel=False))[1]
@@ -106,10 +117,14 @@ def test_an_answer_that_is_cut_keeps_what_was_called(name: str) -> None:
 
 def test_hermes_in_another_order_and_as_text() -> None:
     turned = '<tool_call>{"arguments": {"a": "}"}, "name": "now"}</tool_call> then'
-    assert [(one.name, one.arguments) for one in read("hermes", list(turned), use())[1]] == [("now", '{"a": "}"}')]
+    assert [(one.name, one.arguments) for one in read("hermes", list(turned), use())[1]] == [
+        ("now", '{"a": "}"}')
+    ]
     assert read("hermes", list(turned), use())[0] == "then"
     quoted = '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>'
-    assert [(one.name, one.arguments) for one in read("hermes", list(quoted), use())[1]] == [("now", '{"a": 1}')]
+    assert [(one.name, one.arguments) for one in read("hermes", list(quoted), use())[1]] == [
+        ("now", '{"a": 1}')
+    ]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +150,9 @@ def tokenizer(tiny_checkpoint: Path) -> ChatTokenizer:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_the_forced_grammar_is_what_the_template_writes(name: str, tokenizer: ChatTokenizer) -> None:
+def test_the_forced_grammar_is_what_the_template_writes(
+    name: str, tokenizer: ChatTokenizer
+) -> None:
     grammars = Grammars(tokenizer.tokenizer, 320, tokenizer.eos_ids)
 
     def taken(text: str, asked: ToolUse, answer: dict[str, Any] | None = None) -> int:
@@ -158,28 +175,43 @@ def test_the_forced_grammar_is_what_the_template_writes(name: str, tokenizer: Ch
     assert taken(text, use("required")) == len(text)
     assert taken(f"x{text}", use("required")) == 0
     assert taken(text, use("required", parallel=False)) < second + len(named_format(name).call[0])
-    assert taken(text, use({"type": "function", "function": {"name": "now"}})) < text.index("get_weather") + 3
+    assert (
+        taken(text, use({"type": "function", "function": {"name": "now"}}))
+        < text.index("get_weather") + 3
+    )
     assert taken(text, use(), {"type": "object"}) == len(text)
     assert taken('{"a": 1}', use(), {"type": "object"}) == 8
     strict = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]
     assert taken(f"Well, <t {text}", use(tools=strict)) == len(text) + len("Well, <t ")
     spoilt = text.replace('"days": 3', '"days": x').replace("\n3\n", "\nx\n")
-    assert taken(spoilt, use(tools=strict)) == next(place for place, (one, other) in enumerate(zip(spoilt, text)) if one != other)
-    assert calls_grammar(named_format(name), use(), tokenizer.tokenizer, None) is None, "nothing is forced"
+    assert taken(spoilt, use(tools=strict)) == next(
+        place for place, (one, other) in enumerate(zip(spoilt, text)) if one != other
+    )
+    assert calls_grammar(named_format(name), use(), tokenizer.tokenizer, None) is None, (
+        "nothing is forced"
+    )
 
 
-_CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}HERE{% endfor %}{% endfor %}"
+_CALLS = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set a = c.function.arguments "
+    "%}HERE{% endfor %}{% endfor %}"
+)
 TEMPLATES = {
     "hermes": "{{ tools }}<tool_call>" + _CALLS.replace("HERE", "{{ a | tojson }}"),
-    "qwen3_coder": "{{ tools }}<function=<parameter=" + _CALLS.replace("HERE", "{% for k, v in a | items %}{{ k }}{% endfor %}"),
-    "deepseek_v3": "{{ tools }}<｜tool▁calls▁begin｜>" + _CALLS.replace("HERE", "{{ '```json' + a }}"),
+    "qwen3_coder": "{{ tools }}<function=<parameter="
+    + _CALLS.replace("HERE", "{% for k, v in a | items %}{{ k }}{% endfor %}"),
+    "deepseek_v3": "{{ tools }}<｜tool▁calls▁begin｜>"
+    + _CALLS.replace("HERE", "{{ '```json' + a }}"),
     "deepseek_v31": "{{ tools }}<｜tool▁calls▁begin｜>" + _CALLS.replace("HERE", "{{ '' + a }}"),
-    "kimi_k2": "{{ tools }}<|tool_calls_section_begin|>" + _CALLS.replace("HERE", "{{ a if a is string else a | tojson }}"),
+    "kimi_k2": "{{ tools }}<|tool_calls_section_begin|>"
+    + _CALLS.replace("HERE", "{{ a if a is string else a | tojson }}"),
 }
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_template_says_its_format_and_how_it_wants_arguments(name: str, tiny_checkpoint: Path) -> None:
+def test_the_template_says_its_format_and_how_it_wants_arguments(
+    name: str, tiny_checkpoint: Path
+) -> None:
     tokenizer = ChatTokenizer(tiny_checkpoint)
     tokenizer.templates = {"default": ChatTemplate(TEMPLATES[name], "here")}
     template = ToolTemplate(tokenizer)
@@ -194,7 +226,9 @@ def test_the_template_says_its_format_and_how_it_wants_arguments(name: str, tiny
 def test_a_template_without_tools_and_names_that_are_none(tokenizer: ChatTokenizer) -> None:
     with pytest.raises(QuantkitError, match="shows it no tools"):
         _ = ToolTemplate(tokenizer).form
-    with pytest.raises(QuantkitError, match="there is no tool parser 'x'; use one of qwen3_coder, hermes"):
+    with pytest.raises(
+        QuantkitError, match="there is no tool parser 'x'; use one of qwen3_coder, hermes"
+    ):
         ToolTemplate(tokenizer, "x")
     assert template_format("nothing") is None
     assert {one.name for one in FORMATS} == set(WRITTEN)
@@ -207,10 +241,18 @@ def test_a_template_without_tools_and_names_that_are_none(tokenizer: ChatTokeniz
         ([TOOLS[0], TOOLS[0]], "auto", "get_weather twice"),
         ([{"type": "function", "function": {"name": "a b"}}], "auto", "tools.0.function.name"),
         ([{"type": "function", "function": {"name": "a", "parameters": []}}] * 1, "auto", None),
-        ([{"type": "function", "function": {"name": "a", "parameters": [1]}}], "auto", "tools.0.function.parameters"),
+        (
+            [{"type": "function", "function": {"name": "a", "parameters": [1]}}],
+            "auto",
+            "tools.0.function.parameters",
+        ),
         ([{"type": "code_interpreter"}], "auto", "tools.0 is no function"),
         (TOOLS, "sometimes", "'sometimes' is not supported"),
-        (TOOLS, {"type": "function", "function": {"name": "other"}}, "'other', which tools does not hold"),
+        (
+            TOOLS,
+            {"type": "function", "function": {"name": "other"}},
+            "'other', which tools does not hold",
+        ),
         (TOOLS, {"type": "allowed_tools"}, "is not supported"),
         ([], "required", "tools holds none"),
     ],

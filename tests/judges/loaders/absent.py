@@ -1,7 +1,9 @@
-"""Stand-ins for packages that a loader imports and does not need to load: kernels for a device, image processing.
+"""Stand-ins for packages that a loader imports and does not need to load: kernels for a device,
+image processing.
 
-`absent("torchvision", ...)` lets these packages, and every module and name within them, be imported. What is called gives a stand-in again,
-or, as a decorator, the function itself: nothing is computed, and a weight that went through one would not come out right.
+`absent("torchvision", ...)` lets these packages, and every module and name within them, be
+imported. What is called gives a stand-in again, or, as a decorator, the function itself: nothing is
+computed, and a weight that went through one would not come out right.
 """
 
 import sys
@@ -20,7 +22,12 @@ class _Nothing(type):
         return cls.__dict__[name]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and callable(args[0]) and not isinstance(args[0], _Nothing):
+        if (
+            len(args) == 1
+            and not kwargs
+            and callable(args[0])
+            and not isinstance(args[0], _Nothing)
+        ):
             return args[0]
         return _named(cls.__name__)
 
@@ -56,7 +63,9 @@ class _Finder(MetaPathFinder, Loader):
         self.packages = packages
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        inside = any(fullname == package or fullname.startswith(f"{package}.") for package in self.packages)
+        inside = any(
+            fullname == package or fullname.startswith(f"{package}.") for package in self.packages
+        )
         return ModuleSpec(fullname, self, is_package=True) if inside else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

@@ -1,7 +1,9 @@
-"""What an engine loaded, as its loader told it (`pieces.py`), held against what quantkit reads from the same checkpoint.
+"""What an engine loaded, as its loader told it (`pieces.py`), held against what quantkit reads from
+the same checkpoint.
 
-Codes and zero points must be equal, and so must scales and plain tensors after our value is cast to the dtype that the engine holds. A
-rank's piece must be that rank's share: by the model's table, or the whole tensor where the engine keeps it whole.
+Codes and zero points must be equal, and so must scales and plain tensors after our value is cast to
+the dtype that the engine holds. A rank's piece must be that rank's share: by the model's table, or
+the whole tensor where the engine keeps it whole.
 """
 
 from collections.abc import Iterator
@@ -27,8 +29,10 @@ class Rank:
 
 
 def faults(path: Path, pieces: Pieces, rank: Rank, unread: list[str]) -> list[str]:
-    """One line for each tensor of the checkpoint that the engine lacks or holds differently, each that no parameter took, and each piece
-    beyond them. unread: tensors that were written nowhere by name; those of a weight that came out right were joined with another's.
+    """One line for each tensor of the checkpoint that the engine lacks or holds differently, each
+    that no parameter took, and each piece
+    beyond them. unread: tensors that were written nowhere by name; those of a weight that came out
+    right were joined with another's.
     """
     checkpoint = Checkpoint.open(path)
     architecture = find_architecture(checkpoint.config)
@@ -46,19 +50,31 @@ def faults(path: Path, pieces: Pieces, rank: Rank, unread: list[str]) -> list[st
             right |= set() if fault else {spec.name for spec in stored}
     for row in rows:
         names = [name for name in (row.name, row.other_name) if name is not None]
-        stored = checkpoint.parts(row.module) if row.module in checkpoint.linears else [name for name in names if checkpoint.has(name)]
+        stored = (
+            checkpoint.parts(row.module)
+            if row.module in checkpoint.linears
+            else [name for name in names if checkpoint.has(name)]
+        )
         modules = [name.removesuffix(".weight") for name in names]
-        named = next((name for name in modules if any(f"{name}|{kind}" in pieces for kind in KINDS)), None)
+        named = next(
+            (name for name in modules if any(f"{name}|{kind}" in pieces for kind in KINDS)), None
+        )
         held = {kind: pieces[f"{named}|{kind}"] for kind in KINDS if f"{named}|{kind}" in pieces}
         known |= {f"{named}|{kind}" for kind in held}
         if held:
             wrong = list(_different(checkpoint, row, held, rank))
         else:  # the MTP layer's copies of embedding and head are the model's own in every engine
-            wrong = ["nowhere in the engine"] if stored and not (row.mtp and row.role in ("embedding", "head")) else []
+            wrong = (
+                ["nowhere in the engine"]
+                if stored and not (row.mtp and row.role in ("embedding", "head"))
+                else []
+            )
         found += [f"{row.name}: {fault}" for fault in wrong]
         right |= set() if wrong else set(stored)
     found += [f"{name}: no parameter takes it" for name in unread if name not in right]
-    return found + [f"{name} is in the engine and not in the checkpoint" for name in sorted(set(pieces) - known)]
+    return found + [
+        f"{name} is in the engine and not in the checkpoint" for name in sorted(set(pieces) - known)
+    ]
 
 
 def _different_steps(ours: Tensor, theirs: Tensor | None, rank: Rank) -> str | None:
@@ -68,7 +84,11 @@ def _different_steps(ours: Tensor, theirs: Tensor | None, rank: Rank) -> str | N
     whole, size = ours.flatten(), theirs.numel()
     parts = whole.numel() // size
     own = whole.narrow(0, rank.number * parts // rank.of * size, size)
-    return None if _equal(own, theirs.flatten()) else f"steps {tuple(theirs.shape)} of the cache are not rank {rank.number}'s"
+    return (
+        None
+        if _equal(own, theirs.flatten())
+        else f"steps {tuple(theirs.shape)} of the cache are not rank {rank.number}'s"
+    )
 
 
 KINDS = ("value", "codes", "zero", "scale", "global", "scale_bias")
@@ -98,9 +118,15 @@ def _different(checkpoint: Checkpoint, row: Parameter, held: Pieces, rank: Rank)
         held = held | {"global": held["global"].reshape(())}
     for kind, tensor in ours.items():
         if not _equal(_share(tensor, held[kind], row, rank), held[kind]):
-            yield f"{kind} {tuple(held[kind].shape)} is not rank {rank.number}'s of {tuple(tensor.shape)}"
+            yield (
+                f"{kind} {tuple(held[kind].shape)} is not rank {rank.number}'s of "
+                f"{tuple(tensor.shape)}"
+            )
     if "scale_bias" in held:
-        sums = _share(ours["codes"], held["codes"], row, rank).sum(1, keepdim=True, dtype=torch.int32) * held["scale"]
+        sums = (
+            _share(ours["codes"], held["codes"], row, rank).sum(1, keepdim=True, dtype=torch.int32)
+            * held["scale"]
+        )
         if not torch.allclose(8 * sums, held["scale_bias"], rtol=1e-5, atol=1e-4):
             yield "scale_bias is not 8 times the sum of codes and scale"
 
@@ -110,11 +136,22 @@ def _equal(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _share(whole: Tensor, piece: Tensor, row: Parameter, rank: Rank) -> Tensor:
-    """The part of `whole` that the rank should hold, cut as large as the piece is. Fewer parts than ranks: neighbours share one."""
-    table = row.role in ("embedding", "head")  # by rows in every engine, whatever our own executor does
+    """The part of `whole` that the rank should hold, cut as large as the piece is. Fewer parts than
+    ranks: neighbours share one."""
+    table = row.role in (
+        "embedding",
+        "head",
+    )  # by rows in every engine, whatever our own executor does
     for axis, cut in ((0, table or row.split == "column"), (1, row.split == "row")):
-        if cut and whole.dim() > axis and piece.dim() == whole.dim() and whole.shape[axis] != piece.shape[axis]:
+        if (
+            cut
+            and whole.dim() > axis
+            and piece.dim() == whole.dim()
+            and whole.shape[axis] != piece.shape[axis]
+        ):
             size = piece.shape[axis]
             parts = whole.shape[axis] // max(size, 1)
-            return whole.narrow(axis, rank.number * parts // rank.of * size, size) if parts else whole
+            return (
+                whole.narrow(axis, rank.number * parts // rank.of * size, size) if parts else whole
+            )
     return whole

@@ -1,11 +1,14 @@
-"""Engines' own loaders as judges, on a CPU: every parameter of a model of theirs must come whole out of our checkpoint, and mean the same.
+"""Engines' own loaders as judges, on a CPU: every parameter of a model of theirs must come whole
+out of our checkpoint, and mean the same.
 
     make test-loaders            # makes the environments, then: python tests/judges/loaders/judge.py --vllm-ascend PYTHON --sglang PYTHON
 
-Released packages build their model class, create the parameters of each quantization method, read checkpoints that `quantkit quantize`
-wrote, as rank 0 and rank 3 of 4, and lay the weights out for the device; operators of the device are stand-ins. Judged: no tensor that
-no parameter takes, no parameter that is not written, and codes, zero points and scales equal to ours (`compare.py`). Then each kind of
-fault is made in a checkpoint of every format - a tensor renamed, transposed, missing, and with one value changed - and must be found.
+Released packages build their model class, create the parameters of each quantization method, read
+checkpoints that `quantkit quantize` wrote, as rank 0 and rank 3 of 4, and lay the weights out for
+the device; operators of the device are stand-ins. Judged: no tensor that no parameter takes, no
+parameter that is not written, and codes, zero points and scales equal to ours (`compare.py`). Then
+each kind of fault is made in a checkpoint of every format - a tensor renamed, transposed, missing,
+and with one value changed - and must be found.
 """
 
 import argparse
@@ -87,24 +90,34 @@ SCHEMES = (
 # What an engine has no class for, and where there is nothing to quantize.
 WITHOUT = {"sglang": ("pangu_ultra_moe",)}
 EXPERTS_ONLY = (("vllm-ascend", "awq-w4a16"), ("vllm-ascend", "int4-w4a8"), ("sglang", "int4-w4a8"))
-# Parameters that are made and not stored. Offsets of symmetric weights and the order of inputs (g_idx) in compressed-tensors, in ModelOpt's
-# layout the scales of activations and of an 8-bit cache: no product of such a checkpoint reads them. Scales to be laid out
-# anew are filled later. vllm-ascend has parameters for scales of queries and values of latents, and uses those of keys alone.
+# Parameters that are made and not stored. Offsets of symmetric weights and the order of inputs
+# (g_idx) in compressed-tensors, in ModelOpt's layout the scales of activations and of an 8-bit
+# cache: no product of such a checkpoint reads them. Scales to be laid out anew are filled later.
+# vllm-ascend has parameters for scales of queries and values of latents, and uses those of keys
+# alone.
 UNUSED = {
     "vllm-ascend": r"\.((w13_|w2_)?weight_offset|fa_[qv]\.(scale|offset)|[kv]_cache_offset) ",
-    "sglang": r"\.((w13_|w2_)?(weight_)?(input_scale|blockscale_swizzled|g_idx|g_idx_sort_indices)|attn(_mqa|_mha)?\.[kv]_scale) ",
+    "sglang": r"\.((w13_|w2_)?(weight_)?(input_scale|blockscale_swizzled|g_idx|g_idx_sort_indices)|attn(_mqa|_mha)?\.[kv]_scale) "
+    r""
+    r""
+    r"",
 }
 
 
 def cases(engine: str) -> Iterator[Case]:
     for device in DEVICES[engine]:
         for scheme, format in SCHEMES:
-            if not any(load.format == format and device in load.devices and _holds(load, scheme) for load in find_engine(engine).loads):
+            if not any(
+                load.format == format and device in load.devices and _holds(load, scheme)
+                for load in find_engine(engine).loads
+            ):
                 continue
             for model in MODELS:
                 codes = find_scheme(scheme).cache
                 nothing = model == "qwen3" and (engine, scheme) in EXPERTS_ONLY
-                nothing = nothing or (codes is not None and model not in find_engine(engine).caches.get(codes, ()))
+                nothing = nothing or (
+                    codes is not None and model not in find_engine(engine).caches.get(codes, ())
+                )
                 if model not in WITHOUT.get(engine, ()) and not nothing:
                     yield Case(engine, device, scheme, format, model)
 
@@ -119,10 +132,25 @@ def write(case: Case, directory: Path) -> Path:
     if not source.exists():
         write_dense(source, MODELS[case.model], random_weights(MODELS[case.model]))
     calibration = directory / "calibration.jsonl"
-    calibration.write_text("".join(json.dumps({"text": " ".join(str(i * j % 97) for j in range(60))}) + "\n" for i in range(8)))
+    calibration.write_text(
+        "".join(
+            json.dumps({"text": " ".join(str(i * j % 97) for j in range(60))}) + "\n"
+            for i in range(8)
+        )
+    )
     if not (out / "config.json").exists():
-        recipe = Recipe(scheme=case.scheme, calibration=str(calibration), samples=4, held_out=2, seq_len=64)
-        quantize(source, out, find_scheme(case.scheme), case.format, recipe, engine=case.engine, device="cpu")
+        recipe = Recipe(
+            scheme=case.scheme, calibration=str(calibration), samples=4, held_out=2, seq_len=64
+        )
+        quantize(
+            source,
+            out,
+            find_scheme(case.scheme),
+            case.format,
+            recipe,
+            engine=case.engine,
+            device="cpu",
+        )
     return out
 
 
@@ -150,7 +178,14 @@ def job(case: Case, path: Path, rank: Rank) -> dict[str, Any]:
     launch = case.chosen.launch
     asked = dict(zip(launch[::2], launch[1::2])).get("--quantization")
     out = path.with_name(f"{path.name}.rank{rank.number}")
-    return {"path": str(path), "rank": rank.number, "of": rank.of, "device": case.device, "quantization": asked, "out": str(out)}
+    return {
+        "path": str(path),
+        "rank": rank.number,
+        "of": rank.of,
+        "device": case.device,
+        "quantization": asked,
+        "out": str(out),
+    }
 
 
 def run(engine: str, python: str, jobs: list[dict[str, Any]]) -> None:
@@ -158,7 +193,14 @@ def run(engine: str, python: str, jobs: list[dict[str, Any]]) -> None:
     for device in sorted({job["device"] for job in jobs}):
         asked = json.dumps([job for job in jobs if job["device"] == device])
         with Path(f"{jobs[0]['out']}.{device}.log").open("w") as log:
-            subprocess.run([python, str(loader), device], input=asked, text=True, stdout=log, stderr=log, check=True)
+            subprocess.run(
+                [python, str(loader), device],
+                input=asked,
+                text=True,
+                stdout=log,
+                stderr=log,
+                check=True,
+            )
 
 
 def verdict(engine: str, job: dict[str, Any], judged: Path) -> list[str]:
@@ -167,36 +209,72 @@ def verdict(engine: str, job: dict[str, Any], judged: Path) -> list[str]:
     if "error" in told:
         return [told["error"]]
     unused = re.compile(UNUSED.get(engine, r"(?!)"))
-    found = [f"{parameter}: not written in full" for parameter in told["untouched"] if not unused.search(parameter)]
-    pieces = {name: piece for name, piece in load_file(job["out"] + ".safetensors").items() if not unused.search(f"{name.split('|')[0]} ")}
+    found = [
+        f"{parameter}: not written in full"
+        for parameter in told["untouched"]
+        if not unused.search(parameter)
+    ]
+    pieces = {
+        name: piece
+        for name, piece in load_file(job["out"] + ".safetensors").items()
+        if not unused.search(f"{name.split('|')[0]} ")
+    }
     return found + faults(judged, pieces, Rank(job["rank"], job["of"]), told["unread"])
 
 
 def targets(path: Path) -> list[tuple[str, str]]:
     """What to damage, and how: each tensor that one expert's weight is stored as."""
-    tensors = {name: tensor for shard in sorted(path.glob("*.safetensors")) for name, tensor in load_file(shard).items()}
-    within = {name: tensor for name, tensor in tensors.items() if ".1.mlp.experts.5.down_proj." in name}
+    tensors = {
+        name: tensor
+        for shard in sorted(path.glob("*.safetensors"))
+        for name, tensor in load_file(shard).items()
+    }
+    within = {
+        name: tensor for name, tensor in tensors.items() if ".1.mlp.experts.5.down_proj." in name
+    }
     within |= {name: tensor for name, tensor in tensors.items() if ".1.self_attn.fa_k." in name}
-    read = {name: tensor for name, tensor in within.items() if not name.endswith(("shape", "offset", "input_scale"))}
-    return [(name, damage) for name, tensor in read.items() for damage in DAMAGES if damage != "transposed" or tensor.numel() > 1]
+    read = {
+        name: tensor
+        for name, tensor in within.items()
+        if not name.endswith(("shape", "offset", "input_scale"))
+    }
+    return [
+        (name, damage)
+        for name, tensor in read.items()
+        for damage in DAMAGES
+        if damage != "transposed" or tensor.numel() > 1
+    ]
 
 
-def judge(engine: str, python: str, directory: Path, asked: list[Case]) -> dict[tuple[Case, Rank], bool]:
+def judge(
+    engine: str, python: str, directory: Path, asked: list[Case]
+) -> dict[tuple[Case, Rank], bool]:
     """Whether each case was loaded right, by rank."""
-    whole = {(case, rank): job(case, write(case, directory), rank) for case in asked for rank in RANKS}
+    whole = {
+        (case, rank): job(case, write(case, directory), rank) for case in asked for rank in RANKS
+    }
     run(engine, python, list(whole.values()))
     right: dict[tuple[Case, Rank], bool] = {}
     for (case, rank), asked_of in whole.items():
         found = verdict(engine, asked_of, case.written(directory))
         right[case, rank] = not found
-        print(f"{'FAIL' if found else 'ok  '} {case.name}, rank {rank.number}{': ' if found else ''}{'; '.join(found[:3])}", flush=True)
+        print(
+            f"{'FAIL' if found else 'ok  '} {case.name}, rank "
+            f"{rank.number}{': ' if found else ''}{'; '.join(found[:3])}",
+            flush=True,
+        )
     return right
 
 
-def controls(engine: str, python: str, directory: Path, asked: list[Case]) -> dict[tuple[Case, str], bool]:
-    """Whether each fault that was made in a checkpoint of each format was found: in every tensor of one expert's weight."""
+def controls(
+    engine: str, python: str, directory: Path, asked: list[Case]
+) -> dict[tuple[Case, str], bool]:
+    """Whether each fault that was made in a checkpoint of each format was found: in every tensor of
+    one expert's weight."""
     tried = {
-        (case, f"{name} {damage}"): job(case, damaged(case.written(directory), damage, name), RANKS[1])
+        (case, f"{name} {damage}"): job(
+            case, damaged(case.written(directory), damage, name), RANKS[1]
+        )
         for case in asked
         if case.model == "deepseek_v3"
         for name, damage in targets(case.written(directory))
@@ -206,14 +284,22 @@ def controls(engine: str, python: str, directory: Path, asked: list[Case]) -> di
     for (case, damage), asked_of in tried.items():
         said = verdict(engine, asked_of, case.written(directory))
         found[case, damage] = bool(said)
-        print(f"{'ok  ' if said else 'FAIL'} {case.name}, {damage}: {said[0][:150] if said else 'not found'}", flush=True)
+        print(
+            f"{'ok  ' if said else 'FAIL'} {case.name}, {damage}: "
+            f"{said[0][:150] if said else 'not found'}",
+            flush=True,
+        )
     return found
 
 
-def summed(right: dict[tuple[Case, Rank], bool], found: dict[tuple[Case, str], bool]) -> list[dict[str, Any]]:
+def summed(
+    right: dict[tuple[Case, Rank], bool], found: dict[tuple[Case, str], bool]
+) -> list[dict[str, Any]]:
     """The result file's entries: one for each format on one grid."""
     entries = []
-    for key in dict.fromkeys((case.engine, case.device, case.scheme, case.format) for case, _ in right):
+    for key in dict.fromkeys(
+        (case.engine, case.device, case.scheme, case.format) for case, _ in right
+    ):
         held = {(case, rank): good for (case, rank), good in right.items() if case.kind == key}
         made = [good for (case, _), good in found.items() if case.kind == key]
         chosen = next(case for case, _ in held).chosen
@@ -238,13 +324,20 @@ def summed(right: dict[tuple[Case, Rank], bool], found: dict[tuple[Case, str], b
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vllm-ascend", help="python of an environment with vllm-ascend 0.23.0")
     parser.add_argument("--sglang", help="python of an environment with SGLang 0.5.23")
     parser.add_argument(
-        "--directory", type=Path, required=True, help="checkpoints and what was loaded; what is written is not written again"
+        "--directory",
+        type=Path,
+        required=True,
+        help="checkpoints and what was loaded; what is written is not written again",
     )
-    parser.add_argument("--result", action="store_true", help=f"write what was found to {RESULT.relative_to(ROOT)}")
+    parser.add_argument(
+        "--result", action="store_true", help=f"write what was found to {RESULT.relative_to(ROOT)}"
+    )
     parser.add_argument("--cases", default="", help="regular expression of names")
     asked = parser.parse_args()
     asked.directory.mkdir(parents=True, exist_ok=True)
@@ -257,9 +350,13 @@ def main() -> int:
     if asked.result:
         judged = {entry["engine"] for entry in entries}
         kept = [entry for entry in json.loads(RESULT.read_text()) if entry["engine"] not in judged]
-        RESULT.write_text("[\n" + ",\n".join(f" {json.dumps(entry)}" for entry in kept + entries) + "\n]\n")
+        RESULT.write_text(
+            "[\n" + ",\n".join(f" {json.dumps(entry)}" for entry in kept + entries) + "\n]\n"
+        )
     loads, faults = (sum(entry[key] for entry in entries) for key in ("loads", "faults"))
-    failed = sum(entry["loads"] - entry["right"] + entry["faults"] - entry["found"] for entry in entries)
+    failed = sum(
+        entry["loads"] - entry["right"] + entry["faults"] - entry["found"] for entry in entries
+    )
     print(f"{loads + faults - failed} passed, {failed} failed")
     return 1 if failed else 0
 

@@ -1,4 +1,5 @@
-"""openPangu's releases bring a configuration class as code to be run; this one has what engines read of it."""
+"""openPangu's releases bring a configuration class as code to be run; this one has what engines
+read of it."""
 
 from transformers import DeepseekV3Config
 

@@ -1,7 +1,9 @@
-"""What an engine's parameters mean, by the checkpoint's modules: the words that loaders of every engine tell their judge.
+"""What an engine's parameters mean, by the checkpoint's modules: the words that loaders of every
+engine tell their judge.
 
-A piece is named MODULE|KIND. Kinds of a quantized linear [N, K] of one rank: codes, signed [N, K]; zero, as codes, [N, G]; scale [N, G];
-global, the multiplier of FP4 scales []; scale_bias [N, 1]. value is a tensor that is not quantized.
+A piece is named MODULE|KIND. Kinds of a quantized linear [N, K] of one rank: codes, signed [N, K];
+zero, as codes, [N, G]; scale [N, G]; global, the multiplier of FP4 scales []; scale_bias [N, 1].
+value is a tensor that is not quantized.
 """
 
 import gc
@@ -24,7 +26,9 @@ FUSED = {
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+E2M1 = torch.tensor(
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+)
 
 
 def linear_names(name: str) -> list[str]:
@@ -34,13 +38,15 @@ def linear_names(name: str) -> list[str]:
 
 
 def int4_along_last(words: Tensor) -> Tensor:
-    """int32 [..., n] to int8 [..., 8 n]: eight codes a word, the first in the low bits, two's complement."""
+    """int32 [..., n] to int8 [..., 8 n]: eight codes a word, the first in the low bits, two's
+    complement."""
     nibbles = (words.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
     return torch.where(nibbles > 7, nibbles - 16, nibbles).flatten(-2).to(torch.int8)
 
 
 def unsigned_along_last(words: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """int32 [..., n] to int8 [..., 8 n] in -8..7, of codes from 0 to 15: those from the low bits up are numbers `order` of their eight."""
+    """int32 [..., n] to int8 [..., 8 n] in -8..7, of codes from 0 to 15: those from the low bits up
+    are numbers `order` of their eight."""
     nibbles = (words.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
     codes = torch.empty_like(nibbles)
     codes[..., list(order)] = nibbles
@@ -57,7 +63,10 @@ def e2m1_along_last(pairs: Tensor) -> Tensor:
 
 def plain_pieces(name: str, module: nn.Module) -> Pieces:
     own = dict(module.named_parameters(recurse=False))
-    return {f"{name}.{key}".removesuffix(".weight").lstrip(".") + "|value": value for key, value in own.items()}
+    return {
+        f"{name}.{key}".removesuffix(".weight").lstrip(".") + "|value": value
+        for key, value in own.items()
+    }
 
 
 def expert_pieces(name: str, w13: dict[str, Tensor], w2: dict[str, Tensor]) -> Pieces:
@@ -66,14 +75,21 @@ def expert_pieces(name: str, w13: dict[str, Tensor], w2: dict[str, Tensor]) -> P
     for kind, tensor in w13.items():
         for expert, both in enumerate(tensor):
             gate, up = both.chunk(2) if both.dim() else (both, both)
-            found |= {f"{name}.{expert}.gate_proj|{kind}": gate, f"{name}.{expert}.up_proj|{kind}": up}
+            found |= {
+                f"{name}.{expert}.gate_proj|{kind}": gate,
+                f"{name}.{expert}.up_proj|{kind}": up,
+            }
     for kind, tensor in w2.items():
         found |= {f"{name}.{expert}.down_proj|{kind}": down for expert, down in enumerate(tensor)}
     return found
 
 
-def run_forked(jobs: list[dict[str, Any]], load: Callable[[dict[str, Any]], tuple[dict[str, list[str]], Pieces]]) -> None:
-    """Each job in a process of its own, forked after everything was imported: engines keep a model's settings in globals."""
+def run_forked(
+    jobs: list[dict[str, Any]],
+    load: Callable[[dict[str, Any]], tuple[dict[str, list[str]], Pieces]],
+) -> None:
+    """Each job in a process of its own, forked after everything was imported: engines keep a
+    model's settings in globals."""
     for job in jobs:
         child = os.fork()
         if child == 0:
@@ -86,11 +102,16 @@ def run_forked(jobs: list[dict[str, Any]], load: Callable[[dict[str, Any]], tupl
             Path(job["out"] + ".json").write_text(json.dumps({"error": "the process ended"}))
 
 
-def _run(job: dict[str, Any], load: Callable[[dict[str, Any]], tuple[dict[str, list[str]], Pieces]]) -> None:
+def _run(
+    job: dict[str, Any], load: Callable[[dict[str, Any]], tuple[dict[str, list[str]], Pieces]]
+) -> None:
     gc.disable()
     try:
         told, found = load(job)
-        save_file({name: tensor.detach().clone().contiguous() for name, tensor in found.items()}, job["out"] + ".safetensors")
+        save_file(
+            {name: tensor.detach().clone().contiguous() for name, tensor in found.items()},
+            job["out"] + ".safetensors",
+        )
     except Exception as fault:
         traceback.print_exc()
         told = {"error": f"{type(fault).__name__}: {fault}"}

@@ -1,13 +1,16 @@
-"""Runs inside vllm-ascend's own environment: loads checkpoints with its loader, on a CPU, and tells what came of it.
+"""Runs inside vllm-ascend's own environment: loads checkpoints with its loader, on a CPU, and tells
+what came of it.
 
     python vllm_ascend_loader.py npu < jobs.json
 
-jobs: [{"path", "rank", "of", "device", "quantization", "out"}]. For each, OUT.json has {"error"} or {"unread": tensors of the checkpoint
-that were written to no parameter, "untouched": parameters not written in full}, and OUT.safetensors what the parameters mean, by the
-checkpoint's modules, after vllm-ascend laid them out for the device (`pieces.py`).
+jobs: [{"path", "rank", "of", "device", "quantization", "out"}]. For each, OUT.json has {"error"} or
+{"unread": tensors of the checkpoint that were written to no parameter, "untouched": parameters not
+written in full}, and OUT.safetensors what the parameters mean, by the checkpoint's modules, after
+vllm-ascend laid them out for the device (`pieces.py`).
 
-Rank `rank` of `of` is a process of torch's fake process group: nothing is sent. torch_npu is real, over do-nothing CANN libraries. Two of
-its operators are called while loading and are torch here: a change of layout, which changes no value, and the packing of int4.
+Rank `rank` of `of` is a process of torch's fake process group: nothing is sent. torch_npu is real,
+over do-nothing CANN libraries. Two of its operators are called while loading and are torch here: a
+change of layout, which changes no value, and the packing of int4.
 """
 
 import json
@@ -17,8 +20,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "ascend"}
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
+os.environ |= {
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "ascend",
+}
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
 
 from absent import absent
 
@@ -53,15 +65,20 @@ def stand_in() -> None:
     MessageQueue.create_from_process_group = staticmethod(lambda *_, **__: None)
     new_group, backend = dist.new_group, dist.ProcessGroup._get_backend
     dist.new_group = lambda ranks=None, *_, **__: new_group(ranks, backend="fake")
-    dist.broadcast_object_list = lambda *_, **__: None  # the fake group's would unpickle memory that nobody wrote, and end the process
+    dist.broadcast_object_list = lambda *_, **__: (
+        None
+    )  # the fake group's would unpickle memory that nobody wrote, and end the process
     of_npu = SimpleNamespace(get_hccl_comm_name=lambda _: "nobody")
-    dist.ProcessGroup._get_backend = lambda group, device: of_npu if device.type == "npu" else backend(group, device)
+    dist.ProcessGroup._get_backend = lambda group, device: (
+        of_npu if device.type == "npu" else backend(group, device)
+    )
     type(current_platform).device_type = "cpu"
     type(current_platform).set_device = classmethod(lambda *_: None)
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """int32 [..., 8 n] to [..., n]: eight codes a word, the first in the low bits, two's complement."""
+    """int32 [..., 8 n] to [..., n]: eight codes a word, the first in the low bits, two's
+    complement."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
     nibbles = (codes.unflatten(-1, (-1, 8)) & 15).to(torch.int64) << shifts
     return nibbles.sum(-1).to(torch.int32)
@@ -81,11 +98,15 @@ def start(config: Any, rank: int, of: int) -> None:
     init_distributed_environment(of, rank, "env://", 0, "fake")
     ensure_model_parallel_initialized(of, 1, 1, 1)
     init_ascend_model_parallel(config.parallel_config)
-    WEIGHT_LOADER_V2_SUPPORTED[:] = [name for name in WEIGHT_LOADER_V2_SUPPORTED if name != "UnquantizedLinearMethod"]
+    WEIGHT_LOADER_V2_SUPPORTED[:] = [
+        name for name in WEIGHT_LOADER_V2_SUPPORTED if name != "UnquantizedLinearMethod"
+    ]
 
 
 def load(job: dict[str, Any]) -> tuple[dict[str, list[str]], Pieces]:
-    has_mtp = json.loads((Path(job["path"]) / "config.json").read_text()).get("num_nextn_predict_layers", 0)
+    has_mtp = json.loads((Path(job["path"]) / "config.json").read_text()).get(
+        "num_nextn_predict_layers", 0
+    )
     config = EngineArgs(
         model=job["path"],
         quantization=job["quantization"],
@@ -119,7 +140,9 @@ def load(job: dict[str, Any]) -> tuple[dict[str, list[str]], Pieces]:
         start(config, job["rank"], job["of"])
         found |= pieces_of(get_model(vllm_config=config))
         if has_mtp:
-            found |= {name: tensor for name, tensor in draft_pieces(config).items() if name not in found}
+            found |= {
+                name: tensor for name, tensor in draft_pieces(config).items() if name not in found
+            }
     return {"unread": sorted(read - used), "untouched": untouched}, found
 
 
@@ -142,20 +165,26 @@ def pieces_of(model: nn.Module) -> Pieces:
             found |= plain_pieces(name, module)
         impl = getattr(module, "impl", None)
         if impl is not None and hasattr(impl, "W_UV"):
-            absorbed = torch.cat([impl.W_UK_T, impl.W_UV.transpose(1, 2)], dim=1)  # heads, nope + v, kv_lora
+            absorbed = torch.cat(
+                [impl.W_UK_T, impl.W_UV.transpose(1, 2)], dim=1
+            )  # heads, nope + v, kv_lora
             attention = name.split(".self_attn")[0] + ".self_attn"
             found[f"{attention}.kv_b_proj|value"] = absorbed.flatten(0, 1)
     return found
 
 
 def cache_steps(attention: str, module: nn.Module) -> Pieces:
-    """Of an int8 cache, as the rank's attention uses them: a latent's, or those of its heads' channels."""
+    """Of an int8 cache, as the rank's attention uses them: a latent's, or those of its heads'
+    channels."""
     if hasattr(module, "fak_descale_float"):
         return {f"{attention}.fa_k|scale": module.fak_descale_float}
     module.impl._prepare_c8_scales(module, torch.device("cpu"))
     assert not module.k_cache_offset.any()
     assert not module.v_cache_offset.any()
-    return {f"{attention}.{side}_proj.kv_cache|scale": getattr(module, f"_c8_{side}_scale") for side in "kv"}
+    return {
+        f"{attention}.{side}_proj.kv_cache|scale": getattr(module, f"_c8_{side}_scale")
+        for side in "kv"
+    }
 
 
 def scheme_of(module: nn.Module) -> str | None:
@@ -173,31 +202,51 @@ def linear(name: str, module: LinearBase) -> Pieces:
         parts = {"codes": module.weight.T, "scale": module.weight_scale.reshape(-1, 1)}
     found: Pieces = {}
     for kind, tensor in parts.items():
-        for own, piece in zip(linear_names(name), tensor.split(sizes) if len(sizes) > 1 else [tensor], strict=True):
+        for own, piece in zip(
+            linear_names(name), tensor.split(sizes) if len(sizes) > 1 else [tensor], strict=True
+        ):
             found[f"{own}|{kind}"] = piece
     if module.bias is not None:
         for own, piece in zip(linear_names(name), module.bias.split(sizes), strict=True):
             found[f"{own}.bias|value"] = piece
     correction = getattr(module, "e_score_correction_bias", None)
-    return found if correction is None else {**found, f"{name}.e_score_correction_bias|value": correction}
+    return (
+        found
+        if correction is None
+        else {**found, f"{name}.e_score_correction_bias|value": correction}
+    )
 
 
 def experts(module: FusedMoE) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Of w13 and w2, each part [E, N, ...]."""
     match scheme_of(module):
         case None:
-            return {"value": module.w13_weight.transpose(1, 2)}, {"value": module.w2_weight.transpose(1, 2)}
+            return {"value": module.w13_weight.transpose(1, 2)}, {
+                "value": module.w2_weight.transpose(1, 2)
+            }
         case "AscendW8A8DynamicFusedMoEMethod":
             return (
-                {"codes": module.w13_weight.transpose(1, 2), "scale": module.w13_weight_scale.unsqueeze(2)},
-                {"codes": module.w2_weight.transpose(1, 2), "scale": module.w2_weight_scale.unsqueeze(2)},
+                {
+                    "codes": module.w13_weight.transpose(1, 2),
+                    "scale": module.w13_weight_scale.unsqueeze(2),
+                },
+                {
+                    "codes": module.w2_weight.transpose(1, 2),
+                    "scale": module.w2_weight_scale.unsqueeze(2),
+                },
             )
         case "AscendW4A16FusedMoEMethod":
             assert not module.w13_weight_offset.any()
             assert not module.w2_weight_offset.any()
             return (
-                {"codes": int4_along_last(module.w13_weight_packed).transpose(1, 2), "scale": module.w13_weight_scale.transpose(1, 2)},
-                {"codes": int4_along_last(module.w2_weight_packed).transpose(1, 2), "scale": module.w2_weight_scale.transpose(1, 2)},
+                {
+                    "codes": int4_along_last(module.w13_weight_packed).transpose(1, 2),
+                    "scale": module.w13_weight_scale.transpose(1, 2),
+                },
+                {
+                    "codes": int4_along_last(module.w2_weight_packed).transpose(1, 2),
+                    "scale": module.w2_weight_scale.transpose(1, 2),
+                },
             )
         case "AscendW4A8DynamicFusedMoEMethod":
             return _w4a8(module, "w13"), _w4a8(module, "w2")
@@ -208,8 +257,17 @@ def experts(module: FusedMoE) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def _w4a8(module: FusedMoE, side: str) -> dict[str, Tensor]:
     """The scale is a float32's bits in an int64; scale_bias is what the kernel takes off again."""
     codes = int4_along_last(getattr(module, f"{side}_weight")).transpose(1, 2)
-    scale = getattr(module, f"{side}_weight_scale").to(torch.int32).view(torch.float32).reshape(codes.shape[0], -1, 1)
-    return {"codes": codes, "scale": scale, "scale_bias": getattr(module, f"{side}_scale_bias").reshape(codes.shape[0], -1, 1)}
+    scale = (
+        getattr(module, f"{side}_weight_scale")
+        .to(torch.int32)
+        .view(torch.float32)
+        .reshape(codes.shape[0], -1, 1)
+    )
+    return {
+        "codes": codes,
+        "scale": scale,
+        "scale_bias": getattr(module, f"{side}_scale_bias").reshape(codes.shape[0], -1, 1),
+    }
 
 
 def main() -> None:

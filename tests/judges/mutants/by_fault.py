@@ -1,7 +1,9 @@
-"""Mutants by class of fault, at every place of a source where one fits. The tests were written before anybody thought of them.
+"""Mutants by class of fault, at every place of a source where one fits. The tests were written
+before anybody thought of them.
 
-The classes: an operand that is not made contiguous, another axis, another dtype, a widening left out, an offset with the other sign, a
-layout not changed, a barrier left out. What a class makes of a whole source is listed, or a part of it drawn by `some`.
+The classes: an operand that is not made contiguous, another axis, another dtype, a widening left
+out, an offset with the other sign, a layout not changed, a barrier left out. What a class makes of
+a whole source is listed, or a part of it drawn by `some`.
 """
 
 import random
@@ -23,7 +25,11 @@ PYTHON = (
     ("wrong dtype", re.compile(r"\btorch\.bfloat16\b"), "torch.float16"),
     ("wrong dtype", re.compile(r"\bnp\.int32\b"), "np.int64"),
     ("wrong sign", re.compile(r"(?<=[=(,] )-(?=\w)"), ""),
-    ("kept from before", re.compile(r"(?<=\n)( +)\w[\w.\[\]:, ]*\.(?:fill|copy|fill_|copy_|clear)\([^\n]*\)(?=\n)"), r"\1pass"),
+    (
+        "kept from before",
+        re.compile(r"(?<=\n)( +)\w[\w.\[\]:, ]*\.(?:fill|copy|fill_|copy_|clear)\([^\n]*\)(?=\n)"),
+        r"\1pass",
+    ),
     ("other default", re.compile(r"\b0\.0\b"), "1.0"),
 )
 CPP = (
@@ -36,17 +42,24 @@ TEXT = re.compile(r'"""[\s\S]*?"""|#[^\n]*|//[^\n]*|/\*[\s\S]*?\*/')
 
 
 def of_source(path: str, source: str) -> list[Mutant]:
-    """All that the classes make of it; comments, docstrings, rules' words and assertions are left alone."""
+    """All that the classes make of it; comments, docstrings, rules' words and assertions are left
+    alone."""
     left_alone = [one.span() for one in TEXT.finditer(source)]
     found = []
     for rule, pattern, new in CPP if path.endswith((".cpp", ".h")) else PYTHON:
         for one in pattern.finditer(source):
             line = source[source.rfind("\n", 0, one.start()) + 1 : one.start()]
-            if any(first <= one.start() < last for first, last in left_alone) or line.lstrip().startswith("assert "):
+            if any(
+                first <= one.start() < last for first, last in left_alone
+            ) or line.lstrip().startswith("assert "):
                 continue
             function = _function(source, one.start())
             number = source.count("\n", 0, one.start()) + 1
-            found.append(Mutant(path, one.start(), one.end(), one.expand(new), one[0], rule, number, function))
+            found.append(
+                Mutant(
+                    path, one.start(), one.end(), one.expand(new), one[0], rule, number, function
+                )
+            )
     return numbered(found)
 
 

@@ -1,4 +1,5 @@
-"""Mutants by rule: one small change at a place of a source, in Python by its syntax tree, in C++ by its tokens."""
+"""Mutants by rule: one small change at a place of a source, in Python by its syntax tree, in C++ by
+its tokens."""
 
 import ast
 import hashlib
@@ -37,7 +38,8 @@ COMPARED = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """`source[start:end]` replaced by `new` in a file; `line` is 1-based, `function` the innermost one around it.
+    """`source[start:end]` replaced by `new` in a file; `line` is 1-based, `function` the innermost
+    one around it.
 
     number: which of the function's mutants that read the same it is.
     """
@@ -59,7 +61,9 @@ class Mutant:
         return hashlib.sha256(":".join(map(str, told)).encode()).hexdigest()[:10]
 
     def apply(self, source: str) -> str:
-        assert source[self.start : self.end] == self.old, f"{self.path}:{self.line} changed since the mutant was made"
+        assert source[self.start : self.end] == self.old, (
+            f"{self.path}:{self.line} changed since the mutant was made"
+        )
         return source[: self.start] + self.new + source[self.end :]
 
 
@@ -73,7 +77,10 @@ class Places:
         assert source.isascii(), "columns of the tree are bytes"
 
     def span(self, node: ast.AST) -> tuple[int, int]:
-        return (self._lines[node.lineno - 1] + node.col_offset, self._lines[node.end_lineno - 1] + node.end_col_offset)  # type: ignore[attr-defined]
+        return (
+            self._lines[node.lineno - 1] + node.col_offset,
+            self._lines[node.end_lineno - 1] + node.end_col_offset,
+        )  # type: ignore[attr-defined]
 
     def text(self, node: ast.AST) -> str:
         start, end = self.span(node)
@@ -106,17 +113,24 @@ def numbered(found: list[Mutant]) -> list[Mutant]:
 
 
 def _walk(node: ast.AST, function: str, skipped: bool) -> Iterator[tuple[ast.AST, str, bool]]:
-    """Every node with the function around it; not: annotations, docstrings, messages, assertions, imports, what a rule says of itself."""
+    """Every node with the function around it; not: annotations, docstrings, messages, assertions,
+    imports, what a rule says of itself."""
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         function = f"{function}.{node.name}".strip(".")
     elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and not function:
         function = node.targets[0].id
     yield node, function, skipped
     for name, value in ast.iter_fields(node):
-        hidden = skipped or name in ("annotation", "returns", "decorator_list") or isinstance(node, (ast.Assert, ast.JoinedStr))
+        hidden = (
+            skipped
+            or name in ("annotation", "returns", "decorator_list")
+            or isinstance(node, (ast.Assert, ast.JoinedStr))
+        )
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
-                yield from _walk(child, function, hidden or isinstance(child, (ast.Import, ast.ImportFrom)))
+                yield from _walk(
+                    child, function, hidden or isinstance(child, (ast.Import, ast.ImportFrom))
+                )
 
 
 def _changes(node: ast.AST, places: Places) -> Iterator[Change]:
@@ -159,16 +173,27 @@ def _bool(node: ast.BoolOp, places: Places) -> Iterator[Change]:
     word = " and " if isinstance(node.op, ast.And) else " or "
     if len(node.values) < 6:
         for dropped in range(len(node.values)):
-            kept = [f"({places.text(one)})" for index, one in enumerate(node.values) if index != dropped]
+            kept = [
+                f"({places.text(one)})" for index, one in enumerate(node.values) if index != dropped
+            ]
             yield start, end, f"({word.join(kept)})", "dropped condition"
 
 
 def _call(node: ast.Call, places: Places) -> Iterator[Change]:
     plain = [one for one in node.args if not isinstance(one, ast.Starred)]
-    if len(plain) >= 2 and plain == node.args[: len(plain)] and places.text(plain[0]) != places.text(plain[1]):
+    if (
+        len(plain) >= 2
+        and plain == node.args[: len(plain)]
+        and places.text(plain[0]) != places.text(plain[1])
+    ):
         start, end = places.span(plain[0])[0], places.span(plain[1])[1]
         between = places.source[places.span(plain[0])[1] : places.span(plain[1])[0]]
-        yield start, end, places.text(plain[1]) + between + places.text(plain[0]), "swapped arguments"
+        yield (
+            start,
+            end,
+            places.text(plain[1]) + between + places.text(plain[0]),
+            "swapped arguments",
+        )
     for one in node.keywords:
         if one.arg is not None:
             start, end = places.span(one)
@@ -200,7 +225,8 @@ def _branch(node: ast.If, places: Places) -> Iterator[Change]:
 
 
 def _method(node: ast.Attribute, places: Places) -> Iterator[Change]:
-    """`.contiguous()`, `.T`, ... are dropped by dropping the attribute's call, found in `_dropped_method`."""
+    """`.contiguous()`, `.T`, ... are dropped by dropping the attribute's call, found in
+    `_dropped_method`."""
     if node.attr == "T":
         start, end = places.span(node)
         yield start, end, f"({places.text(node.value)})", "dropped .T"
@@ -238,7 +264,9 @@ CPP_TOKENS = (
 )
 CPP_CONSTANT = re.compile(r"(?<=[(, ])(\d+)(?=[,);])")
 CPP_STATEMENT = re.compile(r"^ {8,}(\w[\w.]*(?:<[^;]*>)?\([^;]*\));$", re.MULTILINE)
-CPP_FUNCTION = re.compile(r"^\s*(?:extern \"C\" )?(?:__global__ )?__aicore__ (?:inline )?[\w<>]+ (\w+)\(", re.MULTILINE)
+CPP_FUNCTION = re.compile(
+    r"^\s*(?:extern \"C\" )?(?:__global__ )?__aicore__ (?:inline )?[\w<>]+ (\w+)\(", re.MULTILINE
+)
 
 
 def of_cpp(path: str, source: str) -> list[Mutant]:
@@ -247,7 +275,9 @@ def of_cpp(path: str, source: str) -> list[Mutant]:
     for start, end, new, rule in _cpp_changes(source):
         line = source.count("\n", 0, start) + 1
         names = [match[1] for match in CPP_FUNCTION.finditer(source, 0, start)]
-        found.append(Mutant(path, start, end, new, source[start:end], rule, line, names[-1] if names else ""))
+        found.append(
+            Mutant(path, start, end, new, source[start:end], rule, line, names[-1] if names else "")
+        )
     return numbered(found)
 
 
@@ -258,7 +288,11 @@ def _cpp_changes(source: str) -> Iterator[Change]:
         return not any(first <= start < last for first, last in comments)
 
     for pattern, new, rule in CPP_TOKENS:
-        yield from ((one.start(), one.end(), new, rule) for one in pattern.finditer(source) if is_code(one.start()))
+        yield from (
+            (one.start(), one.end(), new, rule)
+            for one in pattern.finditer(source)
+            if is_code(one.start())
+        )
     for one in CPP_CONSTANT.finditer(source):
         if is_code(one.start()):
             yield one.start(), one.end(), str(int(one[1]) + 1), "constant"

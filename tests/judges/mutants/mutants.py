@@ -1,4 +1,5 @@
-"""All mutants of the Ascend side: those by hand, some by class of fault, and those by rule or a sample of them."""
+"""All mutants of the Ascend side: those by hand, some by class of fault, and those by rule or a
+sample of them."""
 
 import random
 import re
@@ -25,14 +26,22 @@ def chosen(every: bool) -> list[tuple[Area, Mutant]]:
         source = (ROOT / area.path).read_text()
         found += [(area, _placed(area.path, source, *change)) for change in of_path(area.path)]
         found += [(area, one) for one in some(area.path, source, FAULTS)]
-        count = len(generated) if every or not generated else min(len(generated), max(4, round(SAMPLE * len(generated) / total)))
+        count = (
+            len(generated)
+            if every or not generated
+            else min(len(generated), max(4, round(SAMPLE * len(generated) / total)))
+        )
         found += [(area, one) for one in random.Random(area.path).sample(generated, count)]
     return found
 
 
 def _generated(area: Area) -> list[Mutant]:
     source = (ROOT / area.path).read_text()
-    return of_cpp(area.path, source) if area.path.endswith((".cpp", ".h")) else of_python(area.path, source)
+    return (
+        of_cpp(area.path, source)
+        if area.path.endswith((".cpp", ".h"))
+        else of_python(area.path, source)
+    )
 
 
 def _placed(path: str, source: str, old: str, new: str, what: str, function: str = "") -> Mutant:
@@ -40,6 +49,17 @@ def _placed(path: str, source: str, old: str, new: str, what: str, function: str
     first = source.index(f"def {function}(") if function else 0
     after = re.compile(r"\n(?:@|def |class )").search(source, first) if function else None
     body = source[first : after.start() if after else len(source)]
-    assert body.count(old) == 1, f"{path} {function} has {old!r} {body.count(old)} times: the mutant is out of date"
+    assert body.count(old) == 1, (
+        f"{path} {function} has {old!r} {body.count(old)} times: the mutant is out of date"
+    )
     start = first + body.index(old)
-    return Mutant(path, start, start + len(old), new, old, f"by hand: {what}", source.count("\n", 0, start) + 1, function)
+    return Mutant(
+        path,
+        start,
+        start + len(old),
+        new,
+        old,
+        f"by hand: {what}",
+        source.count("\n", 0, start) + 1,
+        function,
+    )

@@ -1,12 +1,15 @@
-"""Whether the tests of the Ascend side notice a change: mutants of its sources, each run against the narrow tests that should fail.
+"""Whether the tests of the Ascend side notice a change: mutants of its sources, each run against
+the narrow tests that should fail.
 
     make mutants-ascend                    # makes .venv-ascend; goes on where the last run stopped
     python tests/judges/mutants/run.py --limit 40        # so many of what is left
     python tests/judges/mutants/run.py --every           # all that the rules make, not the sample
 
-A copy of the checkout is changed, not the checkout. Every mutant is one process, forked from one in which the tests have run (warm.py), and
-the tests that execute its lines run first. Caught is what fails, dies or runs on. Results are lines of out/mutants-ascend.jsonl by mutant,
-which a later run does not repeat: delete the file to judge other tests. The table and the survivors are printed at the end.
+A copy of the checkout is changed, not the checkout. Every mutant is one process, forked from one in
+which the tests have run (warm.py), and the tests that execute its lines run first. Caught is what
+fails, dies or runs on. Results are lines of out/mutants-ascend.jsonl by mutant, which a later run
+does not repeat: delete the file to judge other tests. The table and the survivors are printed at
+the end.
 """
 
 import argparse
@@ -45,11 +48,24 @@ class Copy:
         for name in COPIED:
             source, target = ROOT / name, folder / name
             if source.is_dir():
-                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", ".venv*", "out", "build"))
+                shutil.copytree(
+                    source,
+                    target,
+                    ignore=shutil.ignore_patterns("__pycache__", ".venv*", "out", "build"),
+                )
             else:
                 shutil.copy(source, target)
-        # Bytecode that knows its source by a hash: a changed file of the same size and second is seen.
-        compiled = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", str(folder)]
+        # Bytecode that knows its source by a hash: a changed file of the same size and second is
+        # seen.
+        compiled = [
+            sys.executable,
+            "-m",
+            "compileall",
+            "-q",
+            "--invalidation-mode",
+            "checked-hash",
+            str(folder),
+        ]
         subprocess.run(compiled, check=False, stdout=subprocess.DEVNULL)
 
     @contextmanager
@@ -66,14 +82,20 @@ class Copy:
 def judge(left: list[tuple[Area, Mutant]], note: Callable[[Row], None]) -> None:
     """Run these, and tell of each how it ended."""
     sources = sorted({one.path for _, one in left if one.path.endswith(".py")})
-    files = list(dict.fromkeys(file for area, _ in sorted(left, key=lambda one: one[0].apart) for file in area.tests))
+    files = list(
+        dict.fromkeys(
+            file for area, _ in sorted(left, key=lambda one: one[0].apart) for file in area.tests
+        )
+    )
     apart = {file for area, _ in left if area.apart for file in area.tests}
     with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
         copy = Copy(Path(folder))
 
         def work(warm: Warm) -> None:
             failed = warm.verdict(sources, warm.items)
-            assert not failed, f"{failed} fails once the sources as they are were taken in anew:\n{warm.report()}"
+            assert not failed, (
+                f"{failed} fails once the sources as they are were taken in anew:\n{warm.report()}"
+            )
             for area, one in left:
                 began = time.monotonic()
                 tests, followed = warm.tests_of(one, area)
@@ -81,14 +103,25 @@ def judge(left: list[tuple[Area, Mutant]], note: Callable[[Row], None]) -> None:
                     caught = warm.verdict([one.path] if one.path in sources else [], tests)
                     if not caught and (area.loaded_once or (one.path in sources and not followed)):
                         caught = warm.cold_verdict(tests)
-                note({"key": one.key, "area": area.name, "caught": caught, "seconds": round(time.monotonic() - began, 1), **asdict(one)})
+                note(
+                    {
+                        "key": one.key,
+                        "area": area.name,
+                        "caught": caught,
+                        "seconds": round(time.monotonic() - began, 1),
+                        **asdict(one),
+                    }
+                )
 
         os.chdir(folder)
         sys.dont_write_bytecode = True
         sys.path[:0] = [folder, str(copy.folder / "kernels")]
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
         sys.meta_path[:] = [one for one in sys.meta_path if "editable" not in repr(one).lower()]
-        ended = pytest.main(["-x", "-p", "no:cacheprovider", "--no-header", *files], plugins=[Warm(copy.folder, sources, apart, work)])
+        ended = pytest.main(
+            ["-x", "-p", "no:cacheprovider", "--no-header", *files],
+            plugins=[Warm(copy.folder, sources, apart, work)],
+        )
         assert ended == 0, f"pytest ended with {ended}"
 
 
@@ -108,14 +141,22 @@ def table(every: list[tuple[Area, Mutant]], known: dict[str, Row]) -> Iterator[s
     for name in made:
         yield f"| {name} | {made[name]} | {caught[name]} | {made[name] - caught[name]} |"
     yield f"| all | {made.total()} | {caught.total()} | {made.total() - caught.total()} |"
-    yield f"{len(every) - made.total()} of {len(every)} not run yet; {100 * caught.total() / max(made.total(), 1):.1f} % caught"
+    yield (
+        f"{len(every) - made.total()} of {len(every)} not run yet; "
+        f"{100 * caught.total() / max(made.total(), 1):.1f} % caught"
+    )
     for one in survivors:
         why = EXPLAINED.get((one.path, one.function.rpartition(".")[2], one.rule), "a hole")
-        yield f"survived {one.key} {one.path}:{one.line} in {one.function}, {one.rule}: {one.old!r} -> {one.new!r}: {why}"
+        yield (
+            f"survived {one.key} {one.path}:{one.line} in {one.function}, {one.rule}: "
+            f"{one.old!r} -> {one.new!r}: {why}"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--limit", type=int, default=10**9)
     parser.add_argument("--every", action="store_true")
     parser.add_argument("--area", default="", help="only areas whose name or path has this")
@@ -126,7 +167,11 @@ def main() -> None:
     known: dict[str, Row] = {}
     if asked.results.exists():
         known = {row["key"]: row for row in map(json.loads, asked.results.read_text().splitlines())}
-    every = [(area, one) for area, one in chosen(asked.every) if asked.area in area.name or asked.area in area.path]
+    every = [
+        (area, one)
+        for area, one in chosen(asked.every)
+        if asked.area in area.name or asked.area in area.path
+    ]
     if asked.survivors:
         known = {key: row for key, row in known.items() if row["caught"]}
     with asked.results.open("a") as out:
@@ -135,7 +180,10 @@ def main() -> None:
             known[row["key"]] = row
             out.write(json.dumps(row) + "\n")
             out.flush()
-            told = f"{row['seconds']:5.1f} s {row['path']}:{row['line']} {row['rule']}: {row['old']!r} -> {row['new']!r} ({row['caught']})"
+            told = (
+                f"{row['seconds']:5.1f} s {row['path']}:{row['line']} {row['rule']}: "
+                f"{row['old']!r} -> {row['new']!r} ({row['caught']})"
+            )
             sys.stderr.write(f"{'caught' if row['caught'] else 'SURVIVED'} {told}\n")
 
         left = [(area, one) for area, one in every if one.key not in known][: asked.limit]

@@ -1,9 +1,10 @@
-"""The tests of a copy of the checkout in one process that stays: collected and run once as they are, then in forks of it with a source
-changed in each.
+"""The tests of a copy of the checkout in one process that stays: collected and run once as they
+are, then in forks of it with a source changed in each.
 
-The run of the sources as they are says how long each test takes, which lines of the sources it executes, and makes what tests share. A
-fork takes the changed source in by `graft`, and runs the tests that execute the changed lines, the quickest first, until one fails. What
-survives so and is no code of a function that was followed is run again in a process that imports it anew.
+The run of the sources as they are says how long each test takes, which lines of the sources it
+executes, and makes what tests share. A fork takes the changed source in by `graft`, and runs the
+tests that execute the changed lines, the quickest first, until one fails. What survives so and is
+no code of a function that was followed is run again in a process that imports it anew.
 """
 
 import ast
@@ -36,11 +37,16 @@ NO_VERDICT = 77
 
 
 class Warm:
-    """A plugin of pytest whose loop runs every test, and then `work`. apart: files whose tests run in a fork even then."""
+    """A plugin of pytest whose loop runs every test, and then `work`. apart: files whose tests run
+    in a fork even then."""
 
-    def __init__(self, folder: Path, sources: Sequence[str], apart: Set[str], work: Callable[["Warm"], None]) -> None:
+    def __init__(
+        self, folder: Path, sources: Sequence[str], apart: Set[str], work: Callable[["Warm"], None]
+    ) -> None:
         self.folder, self._apart, self._work = folder, apart, work
-        self._lines: dict[str, set[int]] = {str(folder / path): set() for path in sources if path.endswith(".py")}
+        self._lines: dict[str, set[int]] = {
+            str(folder / path): set() for path in sources if path.endswith(".py")
+        }
         self.items: list[pytest.Item] = []
         self.seconds: dict[str, float] = {}
         self.touched: dict[str, dict[str, frozenset[int]]] = {}
@@ -62,15 +68,27 @@ class Warm:
             sys.settrace(None)
             threading.settrace(None)  # type: ignore[arg-type]
             self.seconds[item.nodeid] = time.monotonic() - began
-            self.touched[item.nodeid] = {path: frozenset(lines) for path, lines in self._lines.items() if lines}
+            self.touched[item.nodeid] = {
+                path: frozenset(lines) for path, lines in self._lines.items() if lines
+            }
             assert not self._failed, f"{self._failed} fails as it is"
         self._stop_at_failure = True
         here = str(self.folder)
         self._modules = [
-            one for one in gc.get_objects() if isinstance(one, ModuleType) and str(getattr(one, "__file__", "")).startswith(here)
+            one
+            for one in gc.get_objects()
+            if isinstance(one, ModuleType) and str(getattr(one, "__file__", "")).startswith(here)
         ]
-        wrappers = [one for one in gc.get_objects() if isinstance(one, functools._lru_cache_wrapper)]
-        self._caches = [one for one in wrappers if getattr(one.__wrapped__, "__code__", self._trace.__code__).co_filename.startswith(here)]
+        wrappers = [
+            one for one in gc.get_objects() if isinstance(one, functools._lru_cache_wrapper)
+        ]
+        self._caches = [
+            one
+            for one in wrappers
+            if getattr(one.__wrapped__, "__code__", self._trace.__code__).co_filename.startswith(
+                here
+            )
+        ]
         gc.collect()
         gc.freeze()  # pages that a fork's collector would copy
         self._run_apart([item for item in self.items if item.nodeid not in self.seconds])
@@ -91,7 +109,9 @@ class Warm:
         if report.failed:
             self._failed = report.nodeid
             if self._stop_at_failure:
-                assert "previous item was not torn down" not in report.longreprtext, "no fault of the mutant"
+                assert "previous item was not torn down" not in report.longreprtext, (
+                    "no fault of the mutant"
+                )
                 (self.folder / "failed").write_text(f"{report.nodeid}\n{report.longreprtext}")
                 os._exit(1)
 
@@ -113,21 +133,27 @@ class Warm:
         return local
 
     def tests_of(self, mutant: Mutant, area: Area) -> tuple[list[pytest.Item], bool]:
-        """Of the area's tests, with the sources as they are: those that run the mutant's lines, or its file where those run at import or
-        are not followed, or all; the quickest first, and then those that were not seen in the file. And whether its lines were followed."""
+        """Of the area's tests, with the sources as they are: those that run the mutant's lines, or
+        its file where those run at import or are not followed, or all; the quickest first, and then
+        those that were not seen in the file. And whether its lines were followed."""
         path = str(self.folder / mutant.path)
         wanted = lines_of(mutant, Path(path).read_text())
         here = [item for item in self.items if area.has(item.nodeid, mutant.function)]
         by_file = [item for item in here if path in self.touched[item.nodeid] and not area.words]
         by_line = [item for item in by_file if self.touched[item.nodeid][path] & wanted]
-        elsewhere = [item for item in here if by_file and item not in by_file]  # may run it in processes of their own
-        return self._quickest_first(by_line or by_file or here) + self._quickest_first(elsewhere), bool(by_line)
+        elsewhere = [
+            item for item in here if by_file and item not in by_file
+        ]  # may run it in processes of their own
+        return self._quickest_first(by_line or by_file or here) + self._quickest_first(
+            elsewhere
+        ), bool(by_line)
 
     def _quickest_first(self, items: list[pytest.Item]) -> list[pytest.Item]:
         return sorted(items, key=lambda item: self.seconds[item.nodeid])
 
     def verdict(self, paths: Sequence[str], items: Sequence[pytest.Item]) -> str:
-        """How tests end with the sources at `paths` taken in anew: empty where they pass, else which failed, or what else ended them."""
+        """How tests end with the sources at `paths` taken in anew: empty where they pass, else
+        which failed, or what else ended them."""
         child = os.fork()
         if child == 0:
             self._in_fork(paths, items)
@@ -137,7 +163,13 @@ class Warm:
         assert code != NO_VERDICT, (self.folder / "last.log").read_text()[-3000:]
         if code in (0, 1):
             return (self.folder / "failed").read_text().partition("\n")[0] if code else ""
-        return "ran on" if code == -signal.SIGALRM else f"signal {-code}" if code < 0 else f"exit {code}"
+        return (
+            "ran on"
+            if code == -signal.SIGALRM
+            else f"signal {-code}"
+            if code < 0
+            else f"exit {code}"
+        )
 
     def report(self) -> str:
         """Of the test that failed last, or what ended a fork before one did."""
@@ -160,7 +192,9 @@ class Warm:
         try:
             for one in self._caches:
                 one.cache_clear()
-            if items:  # what the last test left set up but for the session's: of another folder, or of the source as it was
+            # what the last test left set up but for the session's: of another folder, or of the
+            # source as it was
+            if items:
                 items[0].session._setupstate.teardown_exact(items[0].session)  # type: ignore[arg-type]
             for item, after in zip(items, [*items[1:], None]):
                 signal.setitimer(signal.ITIMER_REAL, PATIENCE + 10 * self.seconds[item.nodeid])
@@ -172,9 +206,24 @@ class Warm:
 
     def cold_verdict(self, items: Sequence[pytest.Item]) -> str:
         """The same in a process that imports everything anew."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *(item.nodeid for item in items)]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *(item.nodeid for item in items),
+        ]
         limit = 120 + 10 * sum(self.seconds[item.nodeid] for item in items)
-        child = subprocess.Popen(command, cwd=self.folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        child = subprocess.Popen(
+            command,
+            cwd=self.folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         try:
             return "failed anew" if child.wait(limit) else ""
         except subprocess.TimeoutExpired:
@@ -193,16 +242,23 @@ def _end_group(leader: int) -> None:
 
 
 def lines_of(mutant: Mutant, source: str) -> frozenset[int]:
-    """Its own lines and those of the innermost lambda or statement where it begins, of a compound one without its body."""
+    """Its own lines and those of the innermost lambda or statement where it begins, of a compound
+    one without its body."""
     if not mutant.path.endswith(".py"):
         return frozenset()
     start = mutant.start + len(mutant.old) - len(mutant.old.lstrip())
     at = (source.count("\n", 0, start) + 1, start - source.rfind("\n", 0, start) - 1)
-    around = [one for one in ast.walk(ast.parse(source)) if isinstance(one, (ast.stmt, ast.Lambda)) and _spans(one, at)]
+    around = [
+        one
+        for one in ast.walk(ast.parse(source))
+        if isinstance(one, (ast.stmt, ast.Lambda)) and _spans(one, at)
+    ]
     inner = max(around, key=lambda one: (one.lineno, one.col_offset))
     body = getattr(inner, "body", None)
     last = body[0].lineno - 1 if isinstance(body, list) else inner.end_lineno
-    return frozenset(range(inner.lineno, max(inner.lineno, last or 0) + 1)) | set(range(at[0], at[0] + mutant.old.strip().count("\n") + 1))
+    return frozenset(range(inner.lineno, max(inner.lineno, last or 0) + 1)) | set(
+        range(at[0], at[0] + mutant.old.strip().count("\n") + 1)
+    )
 
 
 def _spans(node: ast.stmt | ast.Lambda, at: tuple[int, int]) -> bool:
@@ -210,8 +266,9 @@ def _spans(node: ast.stmt | ast.Lambda, at: tuple[int, int]) -> bool:
 
 
 def graft(path: str, modules: Sequence[ModuleType]) -> None:
-    """Take a changed source in where it is imported already. Functions and classes keep their identity and get the new code; other names
-    get the new values, also where another of the modules has imported them, which is then taken in anew itself."""
+    """Take a changed source in where it is imported already. Functions and classes keep their
+    identity and get the new code; other names get the new values, also where another of the modules
+    has imported them, which is then taken in anew itself."""
     linecache.clearcache()
     left, done = [one for one in modules if one.__file__ == path], set()
     while left:
@@ -232,7 +289,11 @@ def graft(path: str, modules: Sequence[ModuleType]) -> None:
 
 
 def _same(old: Any, new: Any) -> bool:
-    return old is new or (isinstance(new, (int, str, float, torch.dtype)) and type(old) is type(new) and bool(old == new))
+    return old is new or (
+        isinstance(new, (int, str, float, torch.dtype))
+        and type(old) is type(new)
+        and bool(old == new)
+    )
 
 
 def _grafted(old: Any, new: Any, module: str) -> bool:
@@ -246,13 +307,17 @@ def _grafted(old: Any, new: Any, module: str) -> bool:
             before = vars(old).get(name)
             inner = [getattr(one, "__func__", getattr(one, "fget", one)) for one in (before, value)]
             both = all(isinstance(one, FunctionType) for one in inner)
-            if name in ("__dict__", "__weakref__", "__doc__", "_abc_impl") or (both and _take_code(*inner)):
+            if name in ("__dict__", "__weakref__", "__doc__", "_abc_impl") or (
+                both and _take_code(*inner)
+            ):
                 continue
             setattr(old, name, value)
         return True
     if hasattr(old, "__wrapped__"):
         return _grafted(old.__wrapped__, new.__wrapped__, module)
-    if type(old).__name__ == "JITFunction":  # of Triton: a source and the names it sees, which are the new ones
+    if (
+        type(old).__name__ == "JITFunction"
+    ):  # of Triton: a source and the names it sees, which are the new ones
         vars(old).update(vars(new))
         return True
     return False

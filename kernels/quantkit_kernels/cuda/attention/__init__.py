@@ -1,1 +1,2 @@
-"""Attention over the paged cache: latent (mla.py), grouped-query (gqa.py), and of prompts (prefill.py)."""
+"""Attention over the paged cache: latent (mla.py), grouped-query (gqa.py), and of prompts
+(prefill.py)."""

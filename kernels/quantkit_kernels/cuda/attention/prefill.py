@@ -12,5 +12,7 @@ from quantkit_kernels.triton.attention.prefill import gqa_prefill
 __all__ = ["gqa_prefill", "mla_prefill"]
 
 
-def mla_prefill(q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float) -> Tensor:
+def mla_prefill(
+    q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float
+) -> Tensor:
     return prefill.mla_prefill(q, kv_b, rotation, cache, prompts, scale, rope)

@@ -1,8 +1,9 @@
 """Routed experts: which kernels compute them, by the number of token-expert pairs and the grid.
 
-Few tokens in 4 bits: fused.py. Many tokens: sorted.py. Others: three launches, gate_up with SiLU, down with the routing weights, and the
-sum over each token's experts; int8 adds two launches that quantize the activations. No launch depends on the routing's values, so a step
-can be captured in a graph.
+Few tokens in 4 bits: fused.py. Many tokens: sorted.py. Others: three launches, gate_up with SiLU,
+down with the routing weights, and the sum over each token's experts; int8 adds two launches that
+quantize the activations. No launch depends on the routing's values, so a step can be captured in a
+graph.
 """
 
 import torch
@@ -15,7 +16,11 @@ from quantkit_kernels.cuda.experts.sorted import SORTED_PAIRS, sorted_experts
 from quantkit_kernels.cuda.experts.sum_pairs import add_up, sum_pairs
 from quantkit_kernels.cuda.launch import SILU_MUL, WEIGH
 from quantkit_kernels.cuda.layout import PackedStrips, group_of, interleaved, pack, pointers
-from quantkit_kernels.cuda.linears.few_tokens import quantize_rows, tokens_in_registers, tokens_in_shared
+from quantkit_kernels.cuda.linears.few_tokens import (
+    quantize_rows,
+    tokens_in_registers,
+    tokens_in_shared,
+)
 from quantkit_kernels.cuda.plans import (
     SORTED_PER_EXPERT,
     ExpertsPlans,
@@ -59,7 +64,11 @@ class CudaExperts(Experts):
         many = self._are_many(topk_ids.numel())
         room = max_pairs(self.num_experts) if self.kind != "int8" else MAX_PAIRS
         tokens = (SORTED_PAIRS if many else room) // topk_ids.shape[1]
-        parts = zip(x.contiguous().split(tokens), topk_ids.contiguous().split(tokens), topk_weights.contiguous().split(tokens))
+        parts = zip(
+            x.contiguous().split(tokens),
+            topk_ids.contiguous().split(tokens),
+            topk_weights.contiguous().split(tokens),
+        )
         run = self.many_tokens if many else self.few_tokens
         results = [run(*part) for part in parts]
         return results[0] if len(results) == 1 else torch.cat(results)
@@ -73,7 +82,12 @@ class CudaExperts(Experts):
 
     def unsummed(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor | UnsummedPairs:
         pairs = topk_ids.numel()
-        if self.asked < 1 or self.kind == "int8" or not 0 < pairs <= max_pairs(self.num_experts) or self._are_many(pairs):
+        if (
+            self.asked < 1
+            or self.kind == "int8"
+            or not 0 < pairs <= max_pairs(self.num_experts)
+            or self._are_many(pairs)
+        ):
             return self(x, topk_ids, topk_weights)
         return self._few_pairs(x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous())
 
@@ -99,16 +113,27 @@ class CudaExperts(Experts):
 
     def _few_plans(self, topk_ids: Tensor) -> ExpertsPlans | None:
         """For gate_up and down in a launch each; None for both in one."""
-        plans = experts_plans(self.kind, self.hidden, self.intermediate, self.num_experts, topk_ids.numel(), topk_ids.shape[1])
+        plans = experts_plans(
+            self.kind,
+            self.hidden,
+            self.intermediate,
+            self.num_experts,
+            topk_ids.numel(),
+            topk_ids.shape[1],
+        )
         # The kernel of one token reads the weights that its ids name.
         names_all = plans is None or self.asked == 1 or not isinstance(plans[0], TokensInSharedPlan)
         return plans if names_all else None
 
-    def two_products(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plans: ExpertsPlans) -> Tensor:
+    def two_products(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plans: ExpertsPlans
+    ) -> Tensor:
         """gate_up and down in a launch each, by given plans."""
         return self._summed(self._two_products(x, topk_ids, topk_weights, plans), topk_ids)
 
-    def _two_products(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plans: ExpertsPlans) -> UnsummedPairs:
+    def _two_products(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plans: ExpertsPlans
+    ) -> UnsummedPairs:
         pairs = topk_ids.numel()
         between = torch.empty(pairs, self.intermediate, dtype=self.dtype, device=x.device)
         self._launch(self.gate_up, SILU_MUL, x, between, topk_ids, topk_weights, plans[0])
@@ -156,7 +181,9 @@ class CudaExperts(Experts):
 class CudaExpertsLayout(ExpertsLayout):
     """Packs each expert, as it comes, into its place in the layer's tensors."""
 
-    def __init__(self, num_experts: int, gate: Weight, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, num_experts: int, gate: Weight, dtype: torch.dtype, device: torch.device
+    ) -> None:
         intermediate, hidden = shape(gate)
         self._sizes = (num_experts, hidden, intermediate)
         self._kind, self._group = kind(gate), group_of(gate)
@@ -174,8 +201,18 @@ class CudaExpertsLayout(ExpertsLayout):
                     room[index] = part
 
     def _room(self, one: PackedStrips) -> PackedStrips:
-        return PackedStrips._make(None if part is None else part.new_empty(self._sizes[0], *part.shape) for part in one)
+        return PackedStrips._make(
+            None if part is None else part.new_empty(self._sizes[0], *part.shape) for part in one
+        )
 
     def finish(self) -> CudaExperts:
         library()
-        return CudaExperts(self._layers[0], self._layers[1], self._sizes, self._kind, self._group, self._dtype, self._device)
+        return CudaExperts(
+            self._layers[0],
+            self._layers[1],
+            self._sizes,
+            self._kind,
+            self._group,
+            self._dtype,
+            self._device,
+        )

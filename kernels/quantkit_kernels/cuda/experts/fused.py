@@ -1,5 +1,5 @@
-"""Routed experts of few tokens in 4 bits, in two launches: one computes both products, the other sums over each token's experts, or
-the norm behind them does."""
+"""Routed experts of few tokens in 4 bits, in two launches: one computes both products, the other
+sums over each token's experts, or the norm behind them does."""
 
 import ctypes
 
@@ -17,11 +17,13 @@ from quantkit_kernels.workspace import workspace
 _LIST_BYTES = 7 << 10
 """What a block of fused_experts.cu has for its lists (kListBytes)."""
 _DONE_STRIDE = 16
-"""Ints from one entry's counter to the next (kDoneStride); the first is of strips that were claimed."""
+"""Ints from one entry's counter to the next (kDoneStride); the first is of strips that were
+claimed."""
 
 
 def max_pairs(num_experts: int) -> int:
-    """The most token-expert pairs whose lists fit in a block's memory, however the pairs are spread.
+    """The most token-expert pairs whose lists fit in a block's memory, however the pairs are
+    spread.
 
     A pair takes 2 bytes, an entry of up to 8 pairs takes 4.
     """
@@ -40,11 +42,12 @@ def fused_experts(
     topk_weights: Tensor,
     token_tiles: int,
 ) -> UnsummedPairs:
-    """What `Experts` computes of x[T, H], topk_ids[T, k] and topk_weights[T, k] float32, all contiguous, by weights packed per expert,
-    before the sum; pairs of NO_EXPERT are whatever lies there.
+    """What `Experts` computes of x[T, H], topk_ids[T, k] and topk_weights[T, k] float32, all
+    contiguous, by weights packed per expert, before the sum; pairs of NO_EXPERT are whatever lies
+    there.
 
-    At most `max_pairs(num_experts)` pairs of at most MAX_EXPERTS experts. token_tiles (1 or 2): an entry has up to 8 * token_tiles tokens
-    of one expert, which are multiplied at once.
+    At most `max_pairs(num_experts)` pairs of at most MAX_EXPERTS experts. token_tiles (1 or 2): an
+    entry has up to 8 * token_tiles tokens of one expert, which are multiplied at once.
     """
     pairs, hidden = topk_ids.numel(), x.shape[1]
     intermediate = gate_up.row_scale.numel() // num_experts // 2
@@ -66,5 +69,7 @@ def fused_experts(
         experts=num_experts,
     )
     layout = (FORMATS[kind], DTYPES[x.dtype], group)
-    checked(library().qk_fused_experts(ctypes.byref(params), *layout, token_tiles, stream_of(x.device)))
+    checked(
+        library().qk_fused_experts(ctypes.byref(params), *layout, token_tiles, stream_of(x.device))
+    )
     return UnsummedPairs(weighed, len(x), x.dtype, done, add_up)

@@ -1,4 +1,5 @@
-"""Attention of a decode step. What the kernel cannot take, float32 queries above all, the reference computes."""
+"""Attention of a decode step. What the kernel cannot take, float32 queries above all, the reference
+computes."""
 
 from typing import NamedTuple
 
@@ -24,7 +25,8 @@ _LARGE, _FEW_CUT = 128, DecodeCut(16, 4, 2, least=1)
 _AT_ONCE, _COLUMNS = 32, 128
 """Shares that the second launch has in registers, and columns of a program."""
 _SHARES, _LATENT_AT_ONCE, _LATENT_COLUMNS = 16, 64, 64
-"""The same of latents cut in so many shares or more, which have few rows: more programs, and all of their loads at once."""
+"""The same of latents cut in so many shares or more, which have few rows: more programs, and all of
+their loads at once."""
 
 
 class Turning(NamedTuple):
@@ -35,8 +37,8 @@ class Turning(NamedTuple):
 
 
 class Cached(NamedTuple):
-    """What the kernel reads of a cache: keys and values [blocks, page, kv_heads, D], rotary keys [blocks, page, R] where a latent has them,
-    scales [blocks, page, kv_heads] of codes."""
+    """What the kernel reads of a cache: keys and values [blocks, page, kv_heads, D], rotary keys
+    [blocks, page, R] where a latent has them, scales [blocks, page, kv_heads] of codes."""
 
     keys: Tensor
     values: Tensor
@@ -46,9 +48,15 @@ class Cached(NamedTuple):
     codes: int
 
 
-def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int, sinks: Tensor | None = None) -> Tensor:
+def gqa_decode(
+    q: Tensor, pages: PagedKeys, scale: float, window: int, sinks: Tensor | None = None
+) -> Tensor:
     keys, codes = pages.keys, codes_of(pages.cache)
-    fits = q.dtype in _HALF and (keys.dtype == q.dtype or codes > 0) and all(side.is_contiguous() for side in pages.cache)
+    fits = (
+        q.dtype in _HALF
+        and (keys.dtype == q.dtype or codes > 0)
+        and all(side.is_contiguous() for side in pages.cache)
+    )
     if not fits or q.shape[2] > 256 or q.numel() == 0:
         return reference.gqa_decode(q, pages, scale, window, sinks)
     sides = key_sides(pages.cache)
@@ -58,26 +66,48 @@ def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int, sinks: Te
     return _attend(q.contiguous(), cached, pages, scale, window, shared, heads, sinks=sinks)
 
 
-def mla_decode(q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, scale: float) -> Tensor:
+def mla_decode(
+    q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, scale: float
+) -> Tensor:
     heads, width, rotary, cache = *q.shape[1:], 2 * rotation.cos.shape[1], pages.cache
     nope, codes = width - rotary, codes_of(cache)
-    typed = parts_of(cache)[-2 if codes else 0].dtype == q.dtype and all(part.is_contiguous() for part in parts_of(cache))
-    if q.dtype not in _HALF or not typed or power_of_two(rotary) != rotary or rotary < 16 or q.numel() == 0:
+    typed = parts_of(cache)[-2 if codes else 0].dtype == q.dtype and all(
+        part.is_contiguous() for part in parts_of(cache)
+    )
+    if (
+        q.dtype not in _HALF
+        or not typed
+        or power_of_two(rotary) != rotary
+        or rotary < 16
+        or q.numel() == 0
+    ):
         return reference.mla_decode(q, kv_b, rotation, pages, scale)
     latents, k_pe, scales = latent_parts(cache, kv_b.shape[2])
     q, one_head = q.contiguous(), latents.unsqueeze(2)
-    turning = Turning(q[..., nope:], Rotation(rotation.cos.contiguous(), rotation.sin.contiguous(), rotation.interleaved))
+    turning = Turning(
+        q[..., nope:],
+        Rotation(rotation.cos.contiguous(), rotation.sin.contiguous(), rotation.interleaved),
+    )
     cached = Cached(one_head, one_head, k_pe, scales.unsqueeze(2), scales.unsqueeze(2), codes)
     block, cut = _latent_cut(q, pages)
     by_torch = not heads_by_kernel(len(q), kv_b)
-    query = absorbed(q[..., :nope], kv_b) if by_torch else multiply_heads(q[..., :nope], kv_b[:, :nope], across=False)
+    query = (
+        absorbed(q[..., :nope], kv_b)
+        if by_torch
+        else multiply_heads(q[..., :nope], kv_b[:, :nope], across=False)
+    )
     attended = _attend(query, cached, pages, scale, 0, heads, block, turning, cut=cut)
-    return values(attended, kv_b, nope) if by_torch else multiply_heads(attended, kv_b[:, nope:], across=True)
+    return (
+        values(attended, kv_b, nope)
+        if by_torch
+        else multiply_heads(attended, kv_b[:, nope:], across=True)
+    )
 
 
 def _latent_cut(q: Tensor, pages: PagedLatents) -> tuple[int, DecodeCut | None]:
-    """Heads of a program, and how many tokens it takes at a time; None: as `decode_cut` says. Where large programs would leave most of the
-    device without work, as with one row of a short context, they are made small."""
+    """Heads of a program, and how many tokens it takes at a time; None: as `decode_cut` says. Where
+    large programs would leave most of the device without work, as with one row of a short context,
+    they are made small."""
     rows, heads = q.shape[:2]
     most = pages.block_table.shape[1] * parts_of(pages.cache)[0].shape[1]
     programs = rows * -(-heads // _HEADS) * -(-most // _LARGE)
@@ -98,35 +128,66 @@ def _attend(
     sinks: Tensor | None = None,
     cut: DecodeCut | None = None,
 ) -> Tensor:
-    """q [rows, heads, D], its last dimension without gaps -> [rows, heads, D]. block: heads of a program; cut: if not the card's."""
+    """q [rows, heads, D], its last dimension without gaps -> [rows, heads, D]. block: heads of a
+    program; cut: if not the card's."""
     from quantkit_kernels.triton.attention.decode_kernel import attend_cached, merge
 
     (rows, heads, width), keys = q.shape, cached.keys
     page, kv_heads = keys.shape[1:3]
-    pe, (cos, sin, interleaved) = turning or Turning(q[..., :0], Rotation(q.new_empty(0), q.new_empty(0), False))
+    pe, (cos, sin, interleaved) = turning or Turning(
+        q[..., :0], Rotation(q.new_empty(0), q.new_empty(0), False)
+    )
     rotary = pe.shape[2]
     padded = power_of_two(max(16, width))
     table, lengths = pages.block_table.contiguous(), pages.seq_lens.contiguous()
-    how, cut = overlapped(q.device), cut or decode_cut(q.device, block, padded + rotary, latent=rotary > 0)
+    how, cut = (
+        overlapped(q.device),
+        cut or decode_cut(q.device, block, padded + rotary, latent=rotary > 0),
+    )
     head_blocks = kv_heads * -(-shared // block)
     most = table.shape[1] * page if not window else window + cut.tokens
-    splits = max(1, min(2 * multiprocessors(q.device) // (rows * head_blocks), -(-most // (cut.least * cut.tokens)), _MOST_SPLITS))
+    splits = max(
+        1,
+        min(
+            2 * multiprocessors(q.device) // (rows * head_blocks),
+            -(-most // (cut.least * cut.tokens)),
+            _MOST_SPLITS,
+        ),
+    )
     out = torch.empty(rows, heads, width, dtype=q.dtype, device=q.device)
     partial, found = out, out
     if splits > 1:
         partial = torch.empty(rows, heads, splits, width, dtype=torch.float32, device=q.device)
         found = torch.empty(rows, heads, splits, dtype=torch.float32, device=q.device)
     attend_cached[(rows, head_blocks, splits)](
-        q, pe, cos, sin, *cached[:5], found if sinks is None else sinks, table, lengths, partial, found,
-        q.stride(0), q.stride(1), pe.stride(0), pe.stride(1), table.shape[1], heads, keys.stride(1), width, cached.k_pe.stride(1), kv_heads,
+        q, pe, cos, sin, *cached[:5], found if sinks is None else sinks, table, lengths, partial,
+        found,
+        q.stride(0), q.stride(1), pe.stride(0), pe.stride(1), table.shape[1], heads,
+        keys.stride(1), width, cached.k_pe.stride(1), kv_heads,
         splits, scale * _LOG2E, window,
-        SHARED=shared, HEADS=block, D=width, D_PADDED=padded, R=rotary, PAGE=page, TOKENS=cut.tokens, INTERLEAVED=interleaved,
-        WINDOWED=window > 0, SUNK=sinks is not None, SPLIT=splits > 1, CODES=cached.codes, STAGES=cut.stages, num_warps=cut.warps, **how,
+        SHARED=shared, HEADS=block, D=width, D_PADDED=padded, R=rotary, PAGE=page,
+        TOKENS=cut.tokens, INTERLEAVED=interleaved,
+        WINDOWED=window > 0, SUNK=sinks is not None, SPLIT=splits > 1, CODES=cached.codes,
+        STAGES=cut.stages, num_warps=cut.warps, **how,
     )  # fmt: skip
     if splits > 1:
         shares = power_of_two(splits)
-        at_once, columns = (_LATENT_AT_ONCE, _LATENT_COLUMNS) if rotary and shares >= _SHARES else (_AT_ONCE, _COLUMNS)
+        at_once, columns = (
+            (_LATENT_AT_ONCE, _LATENT_COLUMNS)
+            if rotary and shares >= _SHARES
+            else (_AT_ONCE, _COLUMNS)
+        )
         columns = min(columns, padded)
         grid = (rows * heads, -(-width // columns))
-        merge[grid](partial, found, out, splits, D=width, COLUMNS=columns, SPLITS=shares, AT_ONCE=min(at_once, shares), **how)
+        merge[grid](
+            partial,
+            found,
+            out,
+            splits,
+            D=width,
+            COLUMNS=columns,
+            SPLITS=shares,
+            AT_ONCE=min(at_once, shares),
+            **how,
+        )
     return out

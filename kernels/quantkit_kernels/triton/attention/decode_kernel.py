@@ -1,7 +1,9 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""Attention of a decode step over pages: keys and values of grouped heads, or latents, which are both.
+"""Attention of a decode step over pages: keys and values of grouped heads, or latents, which are
+both.
 
-A program has some heads of a row and a share of its tokens; a second launch merges the shares by their log-sum-exp.
+A program has some heads of a row and a share of its tokens; a second launch merges the shares by
+their log-sum-exp.
 """
 
 import triton
@@ -21,23 +23,31 @@ def turned_part(pe, cosines, sines, row, asked, R: tl.constexpr, INTERLEAVED: tl
     sine = tl.load(sines + row * (R // 2) + pair) * sign
     one = tl.load(pe[:, None] + channel[None, :], mask=asked[:, None], other=0.0)
     other = tl.load(pe[:, None] + partner[None, :], mask=asked[:, None], other=0.0)
-    return rounded(one.to(tl.float32) * cosine[None, :] + other.to(tl.float32) * sine[None, :], one.dtype)
+    return rounded(
+        one.to(tl.float32) * cosine[None, :] + other.to(tl.float32) * sine[None, :], one.dtype
+    )
 
 
 @triton.jit
 def attend_cached(
-    q, q_pe, cosines, sines, keys, values, k_pe, key_scales, value_scales, sinks, table, lengths, out, found,
-    q_row, q_head, pe_row, pe_head, table_width, heads, k_token, k_head, k_pe_token, scales_token, splits, scale, window,
-    SHARED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
-    TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr, SPLIT: tl.constexpr, CODES: tl.constexpr,
+    q, q_pe, cosines, sines, keys, values, k_pe, key_scales, value_scales, sinks, table, lengths,
+    out, found,
+    q_row, q_head, pe_row, pe_head, table_width, heads, k_token, k_head, k_pe_token, scales_token,
+    splits, scale, window,
+    SHARED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
+    R: tl.constexpr, PAGE: tl.constexpr,
+    TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr,
+    SPLIT: tl.constexpr, CODES: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """q [rows, heads, D], and q_pe [rows, heads, R], not yet turned; keys of a token and key head D numbers, and k_pe of a token R, turned.
-    With R 0 values have D of their own, else keys are the values. scale: times log2(e). CODES: codes_kernel.py, with a scale for each token
-    and key head, which with R 0 keys and values each have; the probabilities then take the values' scales, over the largest so far, along.
+    """q [rows, heads, D], and q_pe [rows, heads, R], not yet turned; keys of a token and key head D
+    numbers, and k_pe of a token R, turned. With R 0 values have D of their own, else keys are the
+    values. scale: times log2(e). CODES: codes_kernel.py, with a scale for each token and key head,
+    which with R 0 keys and values each have; the probabilities then take the values' scales, over
+    the largest so far, along.
 
-    SHARED: query heads of a key head. out [rows, heads, D]; or with SPLIT float32 [rows, heads, splits, D], and found
-    [rows, heads, splits], the logarithm to base 2 of each share's sum.
+    SHARED: query heads of a key head. out [rows, heads, D]; or with SPLIT float32 [rows, heads,
+    splits, D], and found [rows, heads, splits], the logarithm to base 2 of each share's sum.
     """
     wait_for_input(PDL)
     row = tl.program_id(0)
@@ -49,11 +59,21 @@ def attend_cached(
     column = tl.arange(0, D_PADDED)
     whole = column < D
     from_row = q + row.to(tl.int64) * q_row + head * q_head
-    query = tl.load(from_row[:, None] + column[None, :], mask=asked[:, None] & whole[None, :], other=0.0)
+    query = tl.load(
+        from_row[:, None] + column[None, :], mask=asked[:, None] & whole[None, :], other=0.0
+    )
     rotary = query
     if R > 0:
         pe = tl.arange(0, R)
-        rotary = turned_part(q_pe + row.to(tl.int64) * pe_row + head * pe_head, cosines, sines, row, asked, R, INTERLEAVED)
+        rotary = turned_part(
+            q_pe + row.to(tl.int64) * pe_row + head * pe_head,
+            cosines,
+            sines,
+            row,
+            asked,
+            R,
+            INTERLEAVED,
+        )
     length = tl.load(lengths + row).to(tl.int32)
     low = 0
     if WINDOWED:
@@ -76,14 +96,19 @@ def attend_cached(
     for start in tl.range(begin, end, TOKENS, num_stages=STAGES):
         at = start + tl.arange(0, TOKENS)
         there = at < end
-        places = tl.load(table + row * table_width + at // PAGE, mask=there, other=0).to(tl.int64) * PAGE + at % PAGE
+        places = (
+            tl.load(table + row * table_width + at // PAGE, mask=there, other=0).to(tl.int64) * PAGE
+            + at % PAGE
+        )
         token = places[:, None] * k_token
         k = tl.load(keys + token + column[None, :], mask=there[:, None] & whole[None, :], other=0)
         if CODES:
             k = decoded(k, CODES, query.dtype)
         scores = dot(query, tl.trans(k), tl.zeros((HEADS, TOKENS), tl.float32))
         if R > 0:
-            turned = tl.load(k_pe + places[:, None] * k_pe_token + pe[None, :], mask=there[:, None], other=0.0)
+            turned = tl.load(
+                k_pe + places[:, None] * k_pe_token + pe[None, :], mask=there[:, None], other=0.0
+            )
             scores = dot(rotary, tl.trans(turned), scores)
         if CODES:
             of_tokens = tl.load(key_scales + places * scales_token + kv_head, mask=there, other=0.0)
@@ -100,11 +125,15 @@ def attend_cached(
         if R > 0:
             v = k
         else:
-            v = tl.load(values + token + column[None, :], mask=there[:, None] & whole[None, :], other=0)
+            v = tl.load(
+                values + token + column[None, :], mask=there[:, None] & whole[None, :], other=0
+            )
         if CODES:
             if R == 0:
                 v = decoded(v, CODES, query.dtype)
-                of_tokens = tl.load(value_scales + places * scales_token + kv_head, mask=there, other=0.0)
+                of_tokens = tl.load(
+                    value_scales + places * scales_token + kv_head, mask=there, other=0.0
+                )
             larger = tl.maximum(unit, tl.max(of_tokens, 0))
             probabilities *= (of_tokens / larger)[None, :]
             less *= unit / larger
@@ -115,16 +144,29 @@ def attend_cached(
         sums *= unit
     result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     to = (row.to(tl.int64) * heads + head) * splits + part
-    tl.store(out + to[:, None] * D + column[None, :], rounded(result, out.dtype.element_ty), mask=asked[:, None] & whole[None, :])
+    tl.store(
+        out + to[:, None] * D + column[None, :],
+        rounded(result, out.dtype.element_ty),
+        mask=asked[:, None] & whole[None, :],
+    )
     if SPLIT:
         tl.store(found + to, largest + tl.log2(total), mask=asked)
 
 
 @triton.jit
 def merge(
-    partial, found, out, splits, D: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr
+    partial,
+    found,
+    out,
+    splits,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """A program per row and head, and COLUMNS of them: shares weighed by what they found. SPLITS: a power of two, at least splits."""
+    """A program per row and head, and COLUMNS of them: shares weighed by what they found. SPLITS: a
+    power of two, at least splits."""
     wait_for_input(PDL)
     row = tl.program_id(0).to(tl.int64)
     every = tl.arange(0, SPLITS)
@@ -137,8 +179,13 @@ def merge(
     for start in tl.static_range(0, SPLITS, AT_ONCE):
         part = start + tl.arange(0, AT_ONCE)
         there = part < splits
-        weights = tl.exp2(tl.load(found + row * splits + part, mask=there, other=float("-inf")) - base)
+        weights = tl.exp2(
+            tl.load(found + row * splits + part, mask=there, other=float("-inf")) - base
+        )
         at = partial + (row * splits + part)[:, None] * D + column[None, :]
-        sums += tl.sum(weights[:, None] * tl.load(at, mask=there[:, None] & (column < D)[None, :], other=0.0), 0)
+        sums += tl.sum(
+            weights[:, None] * tl.load(at, mask=there[:, None] & (column < D)[None, :], other=0.0),
+            0,
+        )
     result = sums / tl.where(total == 0.0, 1.0, total)
     tl.store(out + row * D + column, rounded(result, out.dtype.element_ty), mask=column < D)

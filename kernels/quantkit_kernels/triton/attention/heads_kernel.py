@@ -1,5 +1,6 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""Products of few tokens with a weight of each head, which come before and after attention to latents."""
+"""Products of few tokens with a weight of each head, which come before and after attention to
+latents."""
 
 import triton
 import triton.language as tl
@@ -10,10 +11,12 @@ from quantkit_kernels.triton.weights_kernel import dot, fetch_lines, rounded, wa
 @triton.jit
 def multiply_heads(
     x, weight, out, rows, x_row, x_head, w_head, heads,
-    K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ACROSS: tl.constexpr, STAGES: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    ACROSS: tl.constexpr, STAGES: tl.constexpr,
     NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, heads, K], x_row and x_head numbers apart, times a matrix of each head, w_head apart -> out [rows, heads, N].
+    """x [rows, heads, K], x_row and x_head numbers apart, times a matrix of each head, w_head apart
+    -> out [rows, heads, N].
 
     A matrix is [K, N], or with ACROSS [N, K]. A program has BN columns of a head and BM rows.
     """
@@ -39,8 +42,16 @@ def multiply_heads(
     acc = tl.zeros((BM, BN), tl.float32)
     for start in tl.range(0, K, BK, num_stages=STAGES):
         inside = start + k < K
-        some = tl.load(from_row[:, None] + start + k[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0)
-        part = tl.load(weight + (start + k)[:, None] * K_APART + n[None, :] * N_APART, mask=inside[:, None] & (n < N)[None, :], other=0.0)
+        some = tl.load(
+            from_row[:, None] + start + k[None, :],
+            mask=(row < rows)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        part = tl.load(
+            weight + (start + k)[:, None] * K_APART + n[None, :] * N_APART,
+            mask=inside[:, None] & (n < N)[None, :],
+            other=0.0,
+        )
         acc = dot(some, part, acc)
     to = out + (row.to(tl.int64) * heads + head)[:, None] * N + n[None, :]
     tl.store(to, rounded(acc, out.dtype.element_ty), mask=(row < rows)[:, None] & (n < N)[None, :])

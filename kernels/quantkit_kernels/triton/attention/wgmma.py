@@ -1,4 +1,5 @@
-"""A launch of wgmma_kernel.py, for what it takes: keys in pages of 64 tokens or a multiple, or row by row."""
+"""A launch of wgmma_kernel.py, for what it takes: keys in pages of 64 tokens or a multiple, or row
+by row."""
 
 import functools
 from typing import Any, NamedTuple
@@ -16,7 +17,8 @@ _QUERIES = 128
 _WARPS = 4
 """Of a partition of queries."""
 _LEAST_WINDOW = 512
-"""With 128 tokens the Triton kernel is 1 to 4 % faster, with 1024 this one 1.35 to 1.45 times as fast; none between was measured."""
+"""With 128 tokens the Triton kernel is 1 to 4 % faster, with 1024 this one 1.35 to 1.45 times as
+fast; none between was measured."""
 _BARRIERS = 1024
 """Bytes beside the tiles, rounded up."""
 _TOGETHER = 8
@@ -24,7 +26,8 @@ _TOGETHER = 8
 
 
 class WgmmaCut(NamedTuple):
-    """keys: of a block; stages: places for blocks of keys, and of values; turns: whether the partitions issue products in turns."""
+    """keys: of a block; stages: places for blocks of keys, and of values; turns: whether the
+    partitions issue products in turns."""
 
     keys: int
     stages: int
@@ -32,14 +35,18 @@ class WgmmaCut(NamedTuple):
 
 
 _CUTS = (WgmmaCut(128, 2, False), WgmmaCut(64, 2, True))
-"""With turns the first is 1 to 2 % slower over latents; without them the second was not measured."""
+"""With turns the first is 1 to 2 % slower over latents; without them the second was not
+measured."""
 _NARROW = WgmmaCut(128, 2, False)
 """Of keys and values of 64 numbers at most: two programs fit a multiprocessor."""
 
 
-def wgmma_cut(device: torch.device, width: int, rotary: int, value: int, page: int, window: int) -> WgmmaCut | None:
-    """What was fastest on an H200, for keys of `width` and `rotary` numbers and values of `value`, padded to powers of two; None: the
-    launch is prefill_kernel.py's. page: tokens of a page, or 0. window: as of `gqa_prefill`."""
+def wgmma_cut(
+    device: torch.device, width: int, rotary: int, value: int, page: int, window: int
+) -> WgmmaCut | None:
+    """What was fastest on an H200, for keys of `width` and `rotary` numbers and values of `value`,
+    padded to powers of two; None: the launch is prefill_kernel.py's. page: tokens of a page, or 0.
+    window: as of `gqa_prefill`."""
     if architecture(device) != "sm_90" or page % _BOX or 0 < window < _LEAST_WINDOW:
         return None
     if max(width + rotary, value) <= 64:
@@ -53,20 +60,31 @@ def _tile_bytes(cut: WgmmaCut, key: int, value: int) -> int:
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, prompts: Prompts, scale: float, width: int, cut: WgmmaCut, **given: Any
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    out: Tensor,
+    prompts: Prompts,
+    scale: float,
+    width: int,
+    cut: WgmmaCut,
+    **given: Any,
 ) -> None:
     """As `_launch` of prefill.py. scale: times log2(e)."""
     page, rotary = given["PAGE"], given["R"]
     box = min(cut.keys, _BOX) if page else cut.keys
     tiles, heads, sequences = -(-prompts.longest // _QUERIES), q.shape[1], len(prompts.spans)
-    few = tiles * heads * sequences <= 2 * multiprocessors(q.device)  # then the longest of all heads come first
+    few = tiles * heads * sequences <= 2 * multiprocessors(
+        q.device
+    )  # then the longest of all heads come first
     _kernel()[(tiles * heads, sequences)](
         q, given["q_pe"], _tiles(_rows(keys), box, given["D_PADDED"]), _tiles(given["k_pe"], box, rotary) if rotary else given["k_pe"],
         _tiles(_rows(values), box, given["V_PADDED"]), given["sinks"], out, given["lse"], prompts.starts, prompts.seq_lens, given["table"],
         given["firsts"], given["lasts"], given["key_rows"], q.stride(0), q.stride(1), given["pe_token"], given["k_head"], given["v_head"],
         given["table_width"], heads, given["SHARED"], heads if few else min(_TOGETHER, heads), tiles, scale, given["window"],
         D=width, D_PADDED=given["D_PADDED"], R=rotary, V=given["V"], V_PADDED=given["V_PADDED"], PAGE=page,
-        WINDOWED=given["window"] > 0, SUNK=given["SUNK"], BN=cut.keys, BOX=box, STAGES=cut.stages, TURNS=cut.turns, num_warps=_WARPS,
+        WINDOWED=given["window"] > 0, SUNK=given["SUNK"], BN=cut.keys, BOX=box, STAGES=cut.stages,
+        TURNS=cut.turns, num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -79,7 +97,13 @@ def _tiles(rows: Tensor, tokens: int, columns: int) -> Any:
     """rows, as TMA copies `tokens` and `columns` of them."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [tokens, columns], _layout(tokens, columns, rows.dtype))
+    return TensorDescriptor(
+        rows,
+        list(rows.shape),
+        list(rows.stride()),
+        [tokens, columns],
+        _layout(tokens, columns, rows.dtype),
+    )
 
 
 @functools.cache
@@ -87,7 +111,9 @@ def _layout(tokens: int, columns: int, dtype: torch.dtype) -> Any:
     """Of a tile in shared memory. Triton takes longer to make it than to launch a kernel."""
     from triton.experimental.gluon import language as gl
 
-    return gl.NVMMASharedLayout.get_default_for([tokens, columns], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+    return gl.NVMMASharedLayout.get_default_for(
+        [tokens, columns], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    )
 
 
 @functools.cache

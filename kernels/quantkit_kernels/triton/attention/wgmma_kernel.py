@@ -1,14 +1,23 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""Attention of prompts on Hopper, in Gluon, Triton's lower language: what prefill_kernel.py computes, over the same blocks of keys.
+"""Attention of prompts on Hopper, in Gluon, Triton's lower language: what prefill_kernel.py
+computes, over the same blocks of keys.
 
-A program has two partitions of four warps, each with 64 queries of its own, and one warp that copies keys and values by TMA to both, into
-places of shared memory, which the two give back when their products are done. In a partition the product of the last probabilities and the
-values is under way while the next scores become probabilities; and while one partition does that, the other one's products run.
+A program has two partitions of four warps, each with 64 queries of its own, and one warp that
+copies keys and values by TMA to both, into places of shared memory, which the two give back when
+their products are done. In a partition the product of the last probabilities and the values is
+under way while the next scores become probabilities; and while one partition does that, the other
+one's products run.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """Its name from Triton 3.9 on, and before."""
@@ -21,9 +30,13 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def load_queries(to, pointer, begin, first, new, stride, column, D: gl.constexpr, WIDTH: gl.constexpr):
+def load_queries(
+    to, pointer, begin, first, new, stride, column, D: gl.constexpr, WIDTH: gl.constexpr
+):
     """HALF of a sequence's new tokens from `first` on, D numbers of each; zeros beyond."""
-    WIDE: gl.constexpr = WIDTH // 8 if WIDTH // 8 < 32 else 32  # threads of a warp side by side, of eight numbers each
+    WIDE: gl.constexpr = (
+        WIDTH // 8 if WIDTH // 8 < 32 else 32
+    )  # threads of a warp side by side, of eight numbers each
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // WIDE, WIDE], [WARPS, 1], [1, 0])
     rows = gl.expand_dims(first + gl.arange(0, HALF, gl.SliceLayout(1, ROWS)), 1)
     columns = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, ROWS)), 0)
@@ -32,14 +45,19 @@ def load_queries(to, pointer, begin, first, new, stride, column, D: gl.constexpr
 
 
 @gluon.jit
-def rows_of(table, table_width, row, block, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr):
+def rows_of(
+    table, table_width, row, block, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr
+):
     """Where the first and the last box of a block begin."""
     first = row + block * BN
     last = first
     if PAGE > 0:
         end = block * BN + BN - BOX
         last = gl.load(table + gl.minimum(end // PAGE, table_width - 1)) * PAGE + end % PAGE
-        first = gl.load(table + gl.minimum(block * BN // PAGE, table_width - 1)) * PAGE + block * BN % PAGE
+        first = (
+            gl.load(table + gl.minimum(block * BN // PAGE, table_width - 1)) * PAGE
+            + block * BN % PAGE
+        )
     return first, last
 
 
@@ -53,7 +71,9 @@ def next_place(place, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_box(source, row, column, there, place, at: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr):
+def load_box(
+    source, row, column, there, place, at: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr
+):
     """A tile, or one of its two boxes."""
     if BN == BOX:
         load_tile(source, [row, column], there, place)
@@ -64,15 +84,20 @@ def load_box(source, row, column, there, place, at: gl.constexpr, BN: gl.constex
 @gluon.jit
 def produce(
     begin, blocks, row, table, table_width, descriptors, places, barriers, k_column, v_column,
-    R: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, K_BYTES: gl.constexpr,
+    R: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
+    K_BYTES: gl.constexpr,
     V_BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Of `blocks` blocks from number `begin` on, copy the keys of one, then the values of the one before, as they are asked for."""
+    """Of `blocks` blocks from number `begin` on, copy the keys of one, then the values of the one
+    before, as they are asked for."""
     keys, k_pe, values = descriptors
     ks, pes, vs = places
     k_there, k_free, v_there, v_free = barriers
     first, last = rows_of(table, table_width, row, begin, PAGE, BN, BOX)
-    first_before, last_before = first - BN, last - BN  # other values than `first`: aliases are not carried by the loop
+    first_before, last_before = (
+        first - BN,
+        last - BN,
+    )  # other values than `first`: aliases are not carried by the loop
     k_place, k_phase, v_place, v_phase = 0, 1, 0, 1
     for block in range(blocks + 1):
         first_next, last_next = rows_of(table, table_width, row, begin + block + 1, PAGE, BN, BOX)
@@ -81,26 +106,60 @@ def produce(
             mbarrier.expect(k_there.index(k_place), K_BYTES)
             load_box(keys, first, k_column, k_there.index(k_place), ks.index(k_place), 0, BN, BOX)
             if BN > BOX:
-                load_box(keys, last, k_column, k_there.index(k_place), ks.index(k_place), BOX, BN, BOX)
+                load_box(
+                    keys, last, k_column, k_there.index(k_place), ks.index(k_place), BOX, BN, BOX
+                )
             if R > 0:
                 load_tile(k_pe, [first, 0], k_there.index(k_place), pes.index(k_place))
             k_place, k_phase = next_place(k_place, k_phase, STAGES)
         if block > 0:
             mbarrier.wait(v_free.index(v_place), v_phase)
             mbarrier.expect(v_there.index(v_place), V_BYTES)
-            load_box(values, first_before, v_column, v_there.index(v_place), vs.index(v_place), 0, BN, BOX)
+            load_box(
+                values,
+                first_before,
+                v_column,
+                v_there.index(v_place),
+                vs.index(v_place),
+                0,
+                BN,
+                BOX,
+            )
             if BN > BOX:
-                load_box(values, last_before, v_column, v_there.index(v_place), vs.index(v_place), BOX, BN, BOX)
+                load_box(
+                    values,
+                    last_before,
+                    v_column,
+                    v_there.index(v_place),
+                    vs.index(v_place),
+                    BOX,
+                    BN,
+                    BOX,
+                )
             v_place, v_phase = next_place(v_place, v_phase, STAGES)
         first_before, last_before = first, last
         first, last = first_next, last_next
 
 
 @gluon.jit
-def soften(scores, largest, total, scale, positions, at, high, window, MASKED: gl.constexpr, WINDOWED: gl.constexpr):
-    """-> probabilities, the largest scores and the sums so far, and what sums before are worth now."""
+def soften(
+    scores,
+    largest,
+    total,
+    scale,
+    positions,
+    at,
+    high,
+    window,
+    MASKED: gl.constexpr,
+    WINDOWED: gl.constexpr,
+):
+    """-> probabilities, the largest scores and the sums so far, and what sums before are worth
+    now."""
     if MASKED:
-        seen = (gl.expand_dims(at, 0) <= gl.expand_dims(positions, 1)) & gl.expand_dims(at < high, 0)
+        seen = (gl.expand_dims(at, 0) <= gl.expand_dims(positions, 1)) & gl.expand_dims(
+            at < high, 0
+        )
         if WINDOWED:
             seen = seen & (gl.expand_dims(at, 0) > gl.expand_dims(positions - window, 1))
         scores = gl.where(seen, scores, float("-inf"))
@@ -115,21 +174,28 @@ def soften(scores, largest, total, scale, positions, at, high, window, MASKED: g
 
 @gluon.jit
 def score(queries, places, place, blank, R: gl.constexpr):
-    scores = warpgroup_mma(queries[0], places[0].index(place).permute((1, 0)), blank, use_acc=False, is_async=True)
+    scores = warpgroup_mma(
+        queries[0], places[0].index(place).permute((1, 0)), blank, use_acc=False, is_async=True
+    )
     if R > 0:
-        scores = warpgroup_mma(queries[1], places[1].index(place).permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma(
+            queries[1], places[1].index(place).permute((1, 0)), scores, is_async=True
+        )
     return scores
 
 
 @gluon.jit
 def consume(
-    half, q, q_pe, queries, places, barriers, turns, sinks, out, lse, begin, new, first_token, past, low, high, blocks,
+    half, q, q_pe, queries, places, barriers, turns, sinks, out, lse, begin, new, first_token,
+    past, low, high, blocks,
     q_token, q_head, pe_token, head, heads, scale, window,
-    D: gl.constexpr, D_PADDED: gl.constexpr, R: gl.constexpr, V: gl.constexpr, V_PADDED: gl.constexpr, PAGE: gl.constexpr,
-    WINDOWED: gl.constexpr, SUNK: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    D: gl.constexpr, D_PADDED: gl.constexpr, R: gl.constexpr, V: gl.constexpr,
+    V_PADDED: gl.constexpr, PAGE: gl.constexpr,
+    WINDOWED: gl.constexpr, SUNK: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
-    """The queries from first_token on, over blocks of keys from position `low` on. TURNS: the partitions issue their products one after the
-    other."""
+    """The queries from first_token on, over blocks of keys from position `low` on. TURNS: the
+    partitions issue their products one after the other."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, V_PADDED, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -155,12 +221,16 @@ def consume(
     mbarrier.wait(k_there.index(0), 0)
     scores = warpgroup_mma_wait(num_outstanding=0, deps=(score(queries, places, 0, blank, R),))
     mbarrier.arrive(k_free.index(0), count=1)
-    probabilities, largest, total, less = soften(scores, largest, total, scale, positions, keys_of, high, window, True, WINDOWED)
+    probabilities, largest, total, less = soften(
+        scores, largest, total, scale, positions, keys_of, high, window, True, WINDOWED
+    )
     p = gl.convert_layout(probabilities.to(DTYPE), LEFT)
     k_place, k_phase, v_place, v_phase, turn = 1, 0, 0, 0, 0
     mbarrier.wait(k_there.index(k_place), k_phase, pred=blocks > 1)
     for masked in gl.static_range(2):
-        for block in range(1 if masked == 0 else gl.maximum(whole, 1), whole if masked == 0 else blocks):
+        for block in range(
+            1 if masked == 0 else gl.maximum(whole, 1), whole if masked == 0 else blocks
+        ):
             if TURNS:
                 mbarrier.wait(turns.index(half), turn)
                 turn ^= 1
@@ -172,10 +242,13 @@ def consume(
             scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
             mbarrier.arrive(k_free.index(k_place), count=1)
             at = keys_of + block * BN
-            probabilities, largest, total, less = soften(scores, largest, total, scale, positions, at, high, window, masked == 1, WINDOWED)
+            probabilities, largest, total, less = soften(
+                scores, largest, total, scale, positions, at, high, window, masked == 1, WINDOWED
+            )
             following = gl.convert_layout(probabilities.to(DTYPE), LEFT)
             k_place, k_phase = next_place(k_place, k_phase, STAGES)
-            # Without a loop between, the assembler moves arithmetic behind the wait for products, and nothing runs beside them.
+            # Without a loop between, the assembler moves arithmetic behind the wait for products,
+            # and nothing runs beside them.
             mbarrier.wait(k_there.index(k_place), k_phase, pred=block + 1 < blocks)
             sums, p = warpgroup_mma_wait(num_outstanding=0, deps=(sums, following))
             mbarrier.arrive(v_free.index(v_place), count=1)
@@ -186,7 +259,23 @@ def consume(
         clear_beyond(vs.index(v_place), past + new - low - (blocks - 1) * BN, BN)
     sums = warpgroup_mma(p, vs.index(v_place), sums, is_async=True)
     sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-    finish(sums, largest, total, out, lse, begin, new, first_token, head, heads, V, V_PADDED, PAGE, SUMS, OF_ROW)
+    finish(
+        sums,
+        largest,
+        total,
+        out,
+        lse,
+        begin,
+        new,
+        first_token,
+        head,
+        heads,
+        V,
+        V_PADDED,
+        PAGE,
+        SUMS,
+        OF_ROW,
+    )
 
 
 @gluon.jit
@@ -202,7 +291,8 @@ def clear_beyond(place, kept, BN: gl.constexpr):
 @gluon.jit
 def finish(
     sums, largest, total, out, lse, begin, new, first_token, head, heads,
-    V: gl.constexpr, V_PADDED: gl.constexpr, PAGE: gl.constexpr, SUMS: gl.constexpr, OF_ROW: gl.constexpr,
+    V: gl.constexpr, V_PADDED: gl.constexpr, PAGE: gl.constexpr, SUMS: gl.constexpr,
+    OF_ROW: gl.constexpr,
 ):  # fmt: skip
     tokens = first_token + gl.arange(0, HALF, OF_ROW)
     to_lse = lse + (begin + tokens).to(gl.int64) * heads + head
@@ -220,14 +310,18 @@ def finish(
 @gluon.jit(do_not_specialize=["table_width", "heads", "shared", "together", "tiles"])
 def attend_prompts(
     q, q_pe, keys, k_pe, values, sinks, out, lse, starts, seq_lens, table, firsts, lasts, key_rows,
-    q_token, q_head, pe_token, k_head, v_head, table_width, heads, shared, together, tiles, scale, window,
-    D: gl.constexpr, D_PADDED: gl.constexpr, R: gl.constexpr, V: gl.constexpr, V_PADDED: gl.constexpr, PAGE: gl.constexpr,
-    WINDOWED: gl.constexpr, SUNK: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    q_token, q_head, pe_token, k_head, v_head, table_width, heads, shared, together, tiles, scale,
+    window,
+    D: gl.constexpr, D_PADDED: gl.constexpr, R: gl.constexpr, V: gl.constexpr,
+    V_PADDED: gl.constexpr, PAGE: gl.constexpr,
+    WINDOWED: gl.constexpr, SUNK: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """A program per BM new tokens, head and sequence: of `together` heads at a time the last tokens, which see most, first.
+    """A program per BM new tokens, head and sequence: of `together` heads at a time the last
+    tokens, which see most, first.
 
-    keys, values: descriptors of tiles [BOX, D_PADDED] and [BOX, V_PADDED] of rows of all heads; k_pe of tiles [BOX, R]. The rest as of
-    prefill_kernel.py.
+    keys, values: descriptors of tiles [BOX, D_PADDED] and [BOX, V_PADDED] of rows of all heads;
+    k_pe of tiles [BOX, R]. The rest as of prefill_kernel.py.
     """
     sequence = gl.program_id(1)
     group = gl.program_id(0) // (tiles * together)
@@ -262,8 +356,9 @@ def attend_prompts(
             mbarrier.init(v_there.index(i), count=1)
             mbarrier.init(k_free.index(i), count=2)
             mbarrier.init(v_free.index(i), count=2)
-        # Only where partitions take turns: the memory of barriers that nobody waits for goes to the arguments of partitions, and where
-        # another process computed on the card a partition read a barrier's first value there in place of how many keys it sees.
+        # Only where partitions take turns: the memory of barriers that nobody waits for goes to the
+        # arguments of partitions, and where another process computed on the card a partition read a
+        # barrier's first value there in place of how many keys it sees.
         if TURNS:
             turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
             mbarrier.init(turns.index(0), count=1)
@@ -289,18 +384,24 @@ def attend_prompts(
         gl.warp_specialize(
             [
                 (consume, (
-                    0, q, q_pe, (one, one_pe), places, barriers, turns, sinks, out, lse, begin, new, first, past, low, high, blocks,
-                    q_token, q_head, pe_token, head, heads, scale, window, D, D_PADDED, R, V, V_PADDED, PAGE, WINDOWED, SUNK, BN,
+                    0, q, q_pe, (one, one_pe), places, barriers, turns, sinks, out, lse, begin,
+                    new, first, past, low, high, blocks,
+                    q_token, q_head, pe_token, head, heads, scale, window, D, D_PADDED, R, V,
+                    V_PADDED, PAGE, WINDOWED, SUNK, BN,
                     STAGES, TURNS,
                 )),
                 (consume, (
-                    1, q, q_pe, (other, other_pe), places, barriers, turns, sinks, out, lse, begin, new, first + HALF, past, low, high,
-                    blocks, q_token, q_head, pe_token, head, heads, scale, window, D, D_PADDED, R, V, V_PADDED, PAGE, WINDOWED, SUNK,
+                    1, q, q_pe, (other, other_pe), places, barriers, turns, sinks, out, lse, begin,
+                    new, first + HALF, past, low, high,
+                    blocks, q_token, q_head, pe_token, head, heads, scale, window, D, D_PADDED, R,
+                    V, V_PADDED, PAGE, WINDOWED, SUNK,
                     BN, STAGES, TURNS,
                 )),
                 (produce, (
-                    unseen, blocks, row, table + sequence * table_width, table_width, (keys, k_pe, values), places, barriers,
-                    kv_head * k_head, kv_head * v_head, R, PAGE, BN, BOX, STAGES, BN * (D_PADDED + R) * 2, BN * V_PADDED * 2,
+                    unseen, blocks, row, table + sequence * table_width, table_width, (keys, k_pe,
+                    values), places, barriers,
+                    kv_head * k_head, kv_head * v_head, R, PAGE, BN, BOX, STAGES,
+                    BN * (D_PADDED + R) * 2, BN * V_PADDED * 2,
                 )),
             ],
             [WARPS, 1],

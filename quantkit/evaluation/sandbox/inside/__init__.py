@@ -1,4 +1,5 @@
-"""What runs on the far side of the walls: standard library only, started by path, and importing nothing of quantkit but each other.
+"""What runs on the far side of the walls: standard library only, started by path, and importing
+nothing of quantkit but each other.
 
 gate.py        builds the walls (walls.py, seccomp.py) and becomes the interpreter that runs a program or a judge
 candidate.py   runs the untrusted program and answers calls of its function

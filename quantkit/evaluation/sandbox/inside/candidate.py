@@ -1,9 +1,11 @@
-"""The untrusted side: defines the program's names, then answers calls of one function, message by message.
+"""The untrusted side: defines the program's names, then answers calls of one function, message by
+message.
 
     python candidate.py CALLS REPLIES < request
 
-CALLS and REPLIES are descriptors of pipes to the judge. The request (JSON) holds the program and the function's name; tests and expected
-values are never in this process. A program may write to REPLIES itself: that returns a value, which it could have returned anyway.
+CALLS and REPLIES are descriptors of pipes to the judge. The request (JSON) holds the program and
+the function's name; tests and expected values are never in this process. A program may write to
+REPLIES itself: that returns a value, which it could have returned anyway.
 """
 
 import io
@@ -43,7 +45,8 @@ def main() -> None:
 
 
 def find(request: dict[str, Any]) -> Any:
-    """The function `entry_point` of the program, or that method of its class Solution, after running the program's parts in order."""
+    """The function `entry_point` of the program, or that method of its class Solution, after
+    running the program's parts in order."""
     module = types.ModuleType("candidate")
     sys.modules["candidate"] = module
     space = vars(module)

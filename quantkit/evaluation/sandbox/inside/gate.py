@@ -1,7 +1,8 @@
 """Builds the walls, then becomes the process that runs inside them.
 
-Run by path as `python -I -S -B gate.py`. The request is one JSON object on stdin, made by boxes.py. Its descriptor `started`, a pipe, gets
-the word "ready" and is closed before anything untrusted runs, or gets what went wrong.
+Run by path as `python -I -S -B gate.py`. The request is one JSON object on stdin, made by boxes.py.
+Its descriptor `started`, a pipe, gets the word "ready" and is closed before anything untrusted
+runs, or gets what went wrong.
 
 With isolate, three processes stand between the caller and the program:
   gate     waits for the child in the new namespaces, whose id maps it wrote

@@ -1,11 +1,14 @@
-"""The trusted side: runs the tests. The function under test is a stand-in that sends its arguments to the other process.
+"""The trusted side: runs the tests. The function under test is a stand-in that sends its arguments
+to the other process.
 
     python judge.py CALLS REPLIES REPORT < request
 
-REPORT gets "ready" once everything of ours is prepared, which is before the first line of the program runs, then one JSON object with
-status and detail. From "ready" on whatever goes wrong is the program's fault.
+REPORT gets "ready" once everything of ours is prepared, which is before the first line of the
+program runs, then one JSON object with status and detail. From "ready" on whatever goes wrong is
+the program's fault.
 
-What the stand-in returns is built by values.loads, so an equality, a length or a truth that the tests ask for is Python's own. Arguments
+What the stand-in returns is built by values.loads, so an equality, a length or a truth that the
+tests ask for is Python's own. Arguments
 are copies: the program cannot change what a test compares with.
 """
 
@@ -22,7 +25,8 @@ import values
 
 
 class Fault(BaseException):
-    """The program broke off, or answered with what is not a value. Tests that catch everything still do not pass."""
+    """The program broke off, or answered with what is not a value. Tests that catch everything
+    still do not pass."""
 
     def __init__(self, status: str, detail: str) -> None:
         self.status, self.detail = status, detail
@@ -72,7 +76,8 @@ class Candidate:
         return self.fault
 
     def _raised(self, names: list[str], text: str) -> BaseException:
-        """The program's exception as the nearest builtin one, so that tests may expect it; SystemExit and its like end the tests."""
+        """The program's exception as the nearest builtin one, so that tests may expect it;
+        SystemExit and its like end the tests."""
         for name in names:
             kind = getattr(builtins, name, None)
             if isinstance(kind, type) and issubclass(kind, Exception):
@@ -90,7 +95,8 @@ def _made(kind: type[Exception], text: str) -> Exception:
 
 
 def check(request: dict[str, Any], candidate: Candidate) -> Any:
-    """The tests' code, behind the prompt's own helpers and with `entry_point` standing for the candidate."""
+    """The tests' code, behind the prompt's own helpers and with `entry_point` standing for the
+    candidate."""
     space: dict[str, Any] = {"__name__": "tests"}
     if request["helpers"]:
         exec(compile(request["helpers"], "<prompt>", "exec", dont_inherit=True), space)
@@ -113,10 +119,14 @@ def cases(request: dict[str, Any], candidate: Candidate) -> Any:
             except BaseException as error:
                 error.add_note(f"test {number}")
                 raise
-            with contextlib.suppress(TypeError, ValueError):  # a value that JSON has no word for is compared as it is
+            with contextlib.suppress(
+                TypeError, ValueError
+            ):  # a value that JSON has no word for is compared as it is
                 got = json.loads(json.dumps(got))
             if got != expected:
-                raise Fault("failed", f"test {number}: got {shown(got)}, expected {shown(expected)}")
+                raise Fault(
+                    "failed", f"test {number}: got {shown(got)}, expected {shown(expected)}"
+                )
 
     return run
 
@@ -135,7 +145,9 @@ def verdict(run: Any, candidate: Candidate) -> tuple[str, str]:
     except Fault as fault:
         return fault.status, with_notes(fault, fault.detail)
     except BaseException as error:
-        return "failed", with_notes(error, getattr(error, "of_candidate", None) or f"{type(error).__name__}: {error}")
+        return "failed", with_notes(
+            error, getattr(error, "of_candidate", None) or f"{type(error).__name__}: {error}"
+        )
     if candidate.fault is not None:
         return candidate.fault.status, candidate.fault.detail
     return "passed", ""
@@ -153,7 +165,13 @@ def main() -> None:
     try:
         run = {"check": check, "cases": cases}[request["kind"]](request, candidate)
     except BaseException as error:
-        os.write(report, json.dumps({"fault": f"the tests cannot be prepared: {type(error).__name__}: {error}"}).encode() + b"\n")
+        os.write(
+            report,
+            json.dumps(
+                {"fault": f"the tests cannot be prepared: {type(error).__name__}: {error}"}
+            ).encode()
+            + b"\n",
+        )
         os._exit(0)
     os.write(report, b"ready\n")
     try:
@@ -161,7 +179,8 @@ def main() -> None:
     except BaseException as error:  # even to tell of the failure failed
         status, detail = "failed", type(error).__name__
     os.write(report, json.dumps({"status": status, "detail": detail}).encode() + b"\n")
-    while True:  # until it is ended: the program ends with this process, and what it holds is looked at first
+    # until it is ended: the program ends with this process, and what it holds is looked at first
+    while True:
         signal.pause()
 
 

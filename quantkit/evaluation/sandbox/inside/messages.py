@@ -18,7 +18,8 @@ def send(descriptor: int, data: bytes) -> None:
 
 
 def receive(descriptor: int, timeout_s: float | None = None) -> bytes:
-    """One message. Raises Closed at the end of the pipe, TimeoutError after `timeout_s`, ValueError for more than LIMIT bytes."""
+    """One message. Raises Closed at the end of the pipe, TimeoutError after `timeout_s`, ValueError
+    for more than LIMIT bytes."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     length = int.from_bytes(_exactly(descriptor, 8, deadline), "big")
     if length > LIMIT:
@@ -29,7 +30,10 @@ def receive(descriptor: int, timeout_s: float | None = None) -> bytes:
 def _exactly(descriptor: int, count: int, deadline: float | None) -> bytes:
     data = bytearray()
     while len(data) < count:
-        if deadline is not None and not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        if (
+            deadline is not None
+            and not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]
+        ):
             raise TimeoutError
         chunk = os.read(descriptor, min(1 << 20, count - len(data)))
         if not chunk:

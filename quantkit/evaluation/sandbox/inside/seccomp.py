@@ -1,7 +1,9 @@
-"""A filter of system calls: what a program never needs and what has let programs out of their walls, or past their limits, before.
+"""A filter of system calls: what a program never needs and what has let programs out of their
+walls, or past their limits, before.
 
-Everything is allowed but a stated list: a denied call answers EPERM, a call newer than this list ENOSYS, and clone3 too, whose flags a
-filter cannot read (the C library then uses clone). Sockets are of the Unix family only. Numbers: Linux 6.x, x86-64 and AArch64.
+Everything is allowed but a stated list: a denied call answers EPERM, a call newer than this list
+ENOSYS, and clone3 too, whose flags a filter cannot read (the C library then uses clone). Sockets
+are of the Unix family only. Numbers: Linux 6.x, x86-64 and AArch64.
 """
 
 import ctypes
@@ -15,7 +17,11 @@ NEW_NAMESPACES = 0x7E020000  # clone flags: NEWNS NEWCGROUP NEWUTS NEWIPC NEWUSE
 LAST_KNOWN = 462
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, DENY, KILL = 0x7FFF0000, 0x00050000, 0x80000000
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; the low word of an argument comes first
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT = (
+    0,
+    4,
+    16,
+)  # offsets in struct seccomp_data; the low word of an argument comes first
 
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # name: (x86-64, AArch64), None where the architecture has no such call
@@ -91,7 +97,8 @@ def program(machine: str) -> bytes:
 
 
 def install() -> None:
-    """Filter this process and what it starts, for good. Raises OSError where the kernel or the architecture has no filters."""
+    """Filter this process and what it starts, for good. Raises OSError where the kernel or the
+    architecture has no filters."""
     machine = os.uname().machine
     if machine not in AUDIT:
         raise OSError(errno.ENOSYS, f"no system call filter for {machine}")
@@ -100,7 +107,16 @@ def install() -> None:
     instructions = ctypes.create_string_buffer(code, len(code))
     # struct sock_fprog: a count of 16 bits, then a pointer at its natural place
     header = struct.pack("=HxxxxxxQ", len(code) // 8, ctypes.addressof(instructions))
-    for arguments in ((PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), (PR_SET_SECCOMP, MODE_FILTER, header, 0, 0)):
-        if libc.prctl(arguments[0], *(a if isinstance(a, bytes) else ctypes.c_ulong(a) for a in arguments[1:])) != 0:
+    for arguments in (
+        (PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
+        (PR_SET_SECCOMP, MODE_FILTER, header, 0, 0),
+    ):
+        if (
+            libc.prctl(
+                arguments[0],
+                *(a if isinstance(a, bytes) else ctypes.c_ulong(a) for a in arguments[1:]),
+            )
+            != 0
+        ):
             number = ctypes.get_errno()
             raise OSError(number, f"seccomp: {os.strerror(number)}")

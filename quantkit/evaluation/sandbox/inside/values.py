@@ -1,11 +1,15 @@
-"""Values as data: what an argument or a returned value may be, and how it crosses between two processes.
+"""Values as data: what an argument or a returned value may be, and how it crosses between two
+processes.
 
-Stated types: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict, OrderedDict, Counter, deque, range,
-Fraction, Decimal, date, datetime, time, timedelta, iterators and the views of a dict. On the way out a subclass becomes its stated base
-(a defaultdict or TypedDict a dict, a namedtuple a tuple, an IntEnum an int), a numpy scalar a number, a numpy array nested lists.
-On the way in every object is built here, of exactly these types: nothing that arrives can carry a method of the sender's.
+Stated types: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset,
+dict, OrderedDict, Counter, deque, range, Fraction, Decimal, date, datetime, time, timedelta,
+iterators and the views of a dict. On the way out a subclass becomes its stated base (a defaultdict
+or TypedDict a dict, a namedtuple a tuple, an IntEnum an int), a numpy scalar a number, a numpy
+array nested lists. On the way in every object is built here, of exactly these types: nothing that
+arrives can carry a method of the sender's.
 
-The text is JSON. None, bool, int, float, str and list stand for themselves; every other type is an object with one key, its tag.
+The text is JSON. None, bool, int, float, str and list stand for themselves; every other type is an
+object with one key, its tag.
 """
 
 import base64
@@ -37,7 +41,14 @@ def loads(data: bytes) -> Any:
     sys.set_int_max_str_digits(0)
     try:
         return _unpack(json.loads(data), DEPTH)
-    except (ArithmeticError, AttributeError, KeyError, LookupError, RecursionError, TypeError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        KeyError,
+        LookupError,
+        RecursionError,
+        TypeError,
+    ) as error:
         raise ValueError(f"not a value that crosses ({type(error).__name__}: {error})") from None
 
 
@@ -46,12 +57,37 @@ def loads(data: bytes) -> Any:
 
 _SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 _SEQUENCES |= {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
-_MAPPINGS: dict[type, str] = {collections.OrderedDict: "ordered", collections.Counter: "counter", dict: "dict"}
-_TEXTS: dict[type, tuple[str, Callable[[Any], str]]] = {Fraction: ("fraction", str), Decimal: ("decimal", str)}
-_TEXTS |= {datetime.datetime: ("datetime", datetime.datetime.isoformat), datetime.date: ("date", datetime.date.isoformat)}
+_MAPPINGS: dict[type, str] = {
+    collections.OrderedDict: "ordered",
+    collections.Counter: "counter",
+    dict: "dict",
+}
+_TEXTS: dict[type, tuple[str, Callable[[Any], str]]] = {
+    Fraction: ("fraction", str),
+    Decimal: ("decimal", str),
+}
+_TEXTS |= {
+    datetime.datetime: ("datetime", datetime.datetime.isoformat),
+    datetime.date: ("date", datetime.date.isoformat),
+}
 _TEXTS |= {datetime.time: ("time", datetime.time.isoformat)}
 _BYTES = {bytes: "bytes", bytearray: "bytearray"}
-_BASES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, *_MAPPINGS, collections.deque, *_TEXTS)
+_BASES = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    list,
+    tuple,
+    set,
+    frozenset,
+    *_MAPPINGS,
+    collections.deque,
+    *_TEXTS,
+)
 
 
 def _pack(value: Any, depth: int) -> Any:

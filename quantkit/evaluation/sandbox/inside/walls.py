@@ -7,13 +7,32 @@ import signal
 from typing import Any
 
 libc = ctypes.CDLL(None, use_errno=True)
-NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
+    0x20000,
+    0x4000000,
+    0x8000000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+)
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
+    1,
+    2,
+    4,
+    8,
+    32,
+    4096,
+    16384,
+    1 << 18,
+)
 MNT_DETACH, PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 2, 1, 24, 38
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
 ONE_ID, TWO_IDS = b"one id", b"two ids"
-NOBODY, PROGRAM = 65534, 1  # the program's user id outside and inside, where a second id can be mapped
+NOBODY, PROGRAM = (
+    65534,
+    1,
+)  # the program's user id outside and inside, where a second id can be mapped
 
 
 def check(result: int, what: str) -> None:
@@ -27,7 +46,12 @@ def die_with_parent() -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
-    check(libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode()), f"mount {target}")
+    check(
+        libc.mount(
+            source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode()
+        ),
+        f"mount {target}",
+    )
 
 
 def wait_and_leave(child: int) -> None:
@@ -38,7 +62,8 @@ def wait_and_leave(child: int) -> None:
 
 
 def in_new_namespaces(close: int) -> bool:
-    """Fork a child into new namespaces and become it; the parent writes its id maps, closes `close`, and waits.
+    """Fork a child into new namespaces and become it; the parent writes its id maps, closes
+    `close`, and waits.
 
     Returns whether the program has an id of its own there.
     """
@@ -68,13 +93,16 @@ def in_new_namespaces(close: int) -> bool:
 
 
 def map_ids(child: int) -> bytes:
-    """Root maps a second, unprivileged id for the program where it may; one id otherwise. Returns ONE_ID, TWO_IDS or what went wrong."""
+    """Root maps a second, unprivileged id for the program where it may; one id otherwise. Returns
+    ONE_ID, TWO_IDS or what went wrong."""
     second = f"\n{PROGRAM} {NOBODY} 1"
     problem = ""
     for ids in (second, "") if os.geteuid() == 0 else ("",):
         try:
             if not ids:
-                write(f"/proc/{child}/setgroups", "deny")  # else one who is not root may not map a group
+                write(
+                    f"/proc/{child}/setgroups", "deny"
+                )  # else one who is not root may not map a group
             write(f"/proc/{child}/gid_map", f"0 {os.getegid()} 1{ids}")
             write(f"/proc/{child}/uid_map", f"0 {os.geteuid()} 1{ids}")
             return TWO_IDS if ids else ONE_ID
@@ -89,7 +117,8 @@ def write(path: str, text: str) -> None:
 
 
 def become_init(close: int) -> None:
-    """Fork process 1 of the pid namespace and become it. When it ends, the kernel kills whatever the program left behind."""
+    """Fork process 1 of the pid namespace and become it. When it ends, the kernel kills whatever
+    the program left behind."""
     child = os.fork()
     if child:
         os.close(close)
@@ -98,7 +127,8 @@ def become_init(close: int) -> None:
 
 
 def new_root(root: str, views: list[list[Any]], size_mib: int) -> None:
-    """Replace / by a read-only tmpfs with views of some of the host's files; /work, /tmp and /dev/shm are writable, `size_mib` together.
+    """Replace / by a read-only tmpfs with views of some of the host's files; /work, /tmp and
+    /dev/shm are writable, `size_mib` together.
 
     views: (source, path in the new root, writable).
     """
@@ -113,7 +143,13 @@ def new_root(root: str, views: list[list[Any]], size_mib: int) -> None:
     for name in ("null", "zero", "random", "urandom"):
         bind(f"/dev/{name}", f"{root}/dev/{name}", True)
     os.mkdir(f"{root}/scratch")
-    mount("tmpfs", f"{root}/scratch", "tmpfs", MS_NOSUID | MS_NODEV, f"size={size_mib}m,nr_inodes=8192,mode=755")
+    mount(
+        "tmpfs",
+        f"{root}/scratch",
+        "tmpfs",
+        MS_NOSUID | MS_NODEV,
+        f"size={size_mib}m,nr_inodes=8192,mode=755",
+    )
     for name in ("work", "tmp", "dev/shm"):
         place = f"{root}/scratch/{os.path.basename(name)}"
         os.mkdir(place)
@@ -136,13 +172,23 @@ def bind(source: str, target: str, writable: bool) -> None:
     if writable:
         return
     attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY, 0, 0, 0)
-    if libc.syscall(SYS_MOUNT_SETATTR, AT_FDCWD, target.encode(), AT_RECURSIVE, attributes, ctypes.sizeof(attributes)):
-        flags = os.statvfs(target).f_flag & (MS_NOSUID | MS_NODEV | MS_NOEXEC)  # a remount must keep locked flags
+    if libc.syscall(
+        SYS_MOUNT_SETATTR,
+        AT_FDCWD,
+        target.encode(),
+        AT_RECURSIVE,
+        attributes,
+        ctypes.sizeof(attributes),
+    ):
+        flags = os.statvfs(target).f_flag & (
+            MS_NOSUID | MS_NODEV | MS_NOEXEC
+        )  # a remount must keep locked flags
         mount("", target, "", MS_BIND | MS_REMOUNT | MS_RDONLY | flags)
 
 
 def drop_privileges(own_id: bool) -> None:
-    """Become the mapped unprivileged id, where there is one; lose every capability and the ways to regain one."""
+    """Become the mapped unprivileged id, where there is one; lose every capability and the ways to
+    regain one."""
     for capability in range(64):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     if own_id:
@@ -155,7 +201,8 @@ def drop_privileges(own_id: bool) -> None:
 
 
 def set_limits(limits: dict[str, int]) -> None:
-    """Hard limits, never above those that hold already. STACK stays soft: programs that recurse raise it."""
+    """Hard limits, never above those that hold already. STACK stays soft: programs that recurse
+    raise it."""
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]

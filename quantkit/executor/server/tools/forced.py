@@ -19,22 +19,38 @@ def schema_term(schema: dict[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': SPACES})}"
 
 
-def calls_grammar(form: ToolFormat, use: ToolUse, tokenizer: Tokenizer, answer: dict[str, Any] | None) -> str | None:
+def calls_grammar(
+    form: ToolFormat, use: ToolUse, tokenizer: Tokenizer, answer: dict[str, Any] | None
+) -> str | None:
     """What an answer to a request with tools may be; None where anything may be.
 
-    One of the forced tools must be called. Else, where some tools are strict, text may come first, and a call's arguments fit the schema of
+    One of the forced tools must be called. Else, where some tools are strict, text may come first,
+    and a call's arguments fit the schema of
     a strict tool. answer: the schema of an answer that calls nothing.
     """
     writer = _Writer(form, tokenizer)
     if use.forced:
-        return lark("\n".join([f"start: {writer.calls(use.parallel)}", writer.call(use.forced, strict=False), writer.rules]))
+        return lark(
+            "\n".join(
+                [
+                    f"start: {writer.calls(use.parallel)}",
+                    writer.call(use.forced, strict=False),
+                    writer.rules,
+                ]
+            )
+        )
     if answer is not None:
         start = f"start: {writer.calls(use.parallel)} | {schema_term(answer)}"
         return lark("\n".join([start, writer.call(use.tools, strict=False), writer.rules]))
     if not any(tool.strict for tool in use.tools):
         return None
     begun = writer.calls(use.parallel, begun=True)
-    lines = [f"start: TEXT | {writer.trigger} {begun}", writer.call(use.tools, strict=True), writer.rules, _TEXT]
+    lines = [
+        f"start: TEXT | {writer.trigger} {begun}",
+        writer.call(use.tools, strict=True),
+        writer.rules,
+        _TEXT,
+    ]
     return lark("\n".join([*lines, writer.trigger_rule]))
 
 
@@ -43,7 +59,9 @@ class _Writer:
 
     def __init__(self, form: ToolFormat, tokenizer: Tokenizer) -> None:
         self._form, self._tokenizer = form, tokenizer
-        self._special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._special = {
+            id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        }
         self._rules: list[str] = []
 
     @property
@@ -61,46 +79,71 @@ class _Writer:
 
     def call(self, tools: tuple[Tool, ...], *, strict: bool) -> str:
         """The rules of one call. strict: arguments of tools that are not may be any object."""
-        bodies = " | ".join(self._body(tool, place, strict and not tool.strict) for place, tool in enumerate(tools))
+        bodies = " | ".join(
+            self._body(tool, place, strict and not tool.strict) for place, tool in enumerate(tools)
+        )
         begin, end = (self._literal(mark) for mark in self._form.call)
         return f"call: {begin} call_rest\ncall_rest: ({bodies}) {end}"
 
     @property
     def trigger(self) -> str:
         """Text, and the mark that begins the calls."""
-        return f"TEXT {self._literal(self._form.opening)}" if self._is_special(self._form.opening) else "trigger"
+        return (
+            f"TEXT {self._literal(self._form.opening)}"
+            if self._is_special(self._form.opening)
+            else "trigger"
+        )
 
     @property
     def trigger_rule(self) -> str:
         opening = self._form.opening
-        return "" if self._is_special(opening) else f"trigger[lazy]: TEXT {json.dumps(opening, ensure_ascii=False)}"
+        return (
+            ""
+            if self._is_special(opening)
+            else f"trigger[lazy]: TEXT {json.dumps(opening, ensure_ascii=False)}"
+        )
 
     def _body(self, tool: Tool, place: int, free: bool) -> str:
         head, tail = self._form.head.format(name=tool.name, index="\0"), self._form.tail.format()
         parameters = {"type": "object"} if free else tool.parameters
-        arguments = self._elements(parameters, place) if self._form.in_xml else schema_term(parameters)
+        arguments = (
+            self._elements(parameters, place) if self._form.in_xml else schema_term(parameters)
+        )
         return f"{self._literal(head)} {arguments} {self._literal(tail)}"
 
     def _elements(self, schema: dict[str, Any], place: int) -> str:
-        """<parameter=KEY> elements, in the schema's order; those that are not required may be left out."""
+        """<parameter=KEY> elements, in the schema's order; those that are not required may be left
+        out."""
         terms = []
         for number, (key, one) in enumerate(schema.get("properties", {}).items()):
-            begin, end = json.dumps(f"<parameter={key}>\n", ensure_ascii=False), '"\\n</parameter>\\n"'
+            begin, end = (
+                json.dumps(f"<parameter={key}>\n", ensure_ascii=False),
+                '"\\n</parameter>\\n"',
+            )
             rule = f"p{place}_{number}"
             if takes_text(one) and not (isinstance(one, dict) and one.get("enum")):
                 self._rules.append(f"{rule}[lazy]: {_TEXT.partition(': ')[2]} {end}")
-                terms.append(f"({begin} {rule})" + ("" if key in schema.get("required", []) else "?"))
+                terms.append(
+                    f"({begin} {rule})" + ("" if key in schema.get("required", []) else "?")
+                )
                 continue
             values = one.get("enum") if isinstance(one, dict) and takes_text(one) else None
-            definitions = {str(name): schema[name] for name in ("$defs", "definitions") if name in schema}
+            definitions = {
+                str(name): schema[name] for name in ("$defs", "definitions") if name in schema
+            }
             value = (
-                " | ".join(json.dumps(str(text), ensure_ascii=False) for text in values) if values else schema_term({**definitions, **one})
+                " | ".join(json.dumps(str(text), ensure_ascii=False) for text in values)
+                if values
+                else schema_term({**definitions, **one})
             )
-            terms.append(f"({begin} ({value}) {end})" + ("" if key in schema.get("required", []) else "?"))
+            terms.append(
+                f"({begin} ({value}) {end})" + ("" if key in schema.get("required", []) else "?")
+            )
         return " ".join(terms)
 
     def _literal(self, text: str) -> str:
-        """Text as terms: marks that are tokens by their ids, a NUL as a number, the rest as it is."""
+        """Text as terms: marks that are tokens by their ids, a NUL as a number, the rest as it
+        is."""
         marks = "|".join(re.escape(mark) for mark in [*self._form.marks, "\0"])
         return " ".join(self._term(part) for part in re.split(f"({marks})", text) if part)
 

@@ -8,7 +8,8 @@
 | deepseek_v31 | DeepSeek-V3.1 and later | a name and its arguments between the same marks |
 | kimi_k2 | Kimi-K2 | functions.NAME:INDEX and its arguments between marks of its own |
 
-The formats are those of the models' own chat templates; which one a model has is asked of its template.
+The formats are those of the models' own chat templates; which one a model has is asked of its
+template.
 """
 
 import re
@@ -20,16 +21,31 @@ from quantkit.common.errors import UsageFault
 from quantkit.executor.server.tools.declared import Tool
 from quantkit.executor.server.tools.readers import CallReader, HeadedReader, JsonReader, XmlReader
 
-_DEEPSEEK = {mark: f"<｜tool▁{mark.replace('_', '▁')}｜>" for mark in ("calls_begin", "calls_end", "call_begin", "call_end", "sep")}
-_KIMI = {mark: f"<|tool_{mark}|>" for mark in ("calls_section_begin", "calls_section_end", "call_begin", "call_argument_begin", "call_end")}
+_DEEPSEEK = {
+    mark: f"<｜tool▁{mark.replace('_', '▁')}｜>"
+    for mark in ("calls_begin", "calls_end", "call_begin", "call_end", "sep")
+}
+_KIMI = {
+    mark: f"<|tool_{mark}|>"
+    for mark in (
+        "calls_section_begin",
+        "calls_section_end",
+        "call_begin",
+        "call_argument_begin",
+        "call_end",
+    )
+}
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """section: marks around all calls; call: marks around each; between: what stands between two calls.
+    """section: marks around all calls; call: marks around each; between: what stands between two
+    calls.
 
-    head, tail: what stands before and behind a tool's arguments in a call, {name} for its name and {index} for a number. reader: reads a
-    call. in_xml: whether arguments are elements instead of JSON. known_by: what a chat template holds that writes this format.
+    head, tail: what stands before and behind a tool's arguments in a call, {name} for its name and
+    {index} for a number. reader: reads a
+    call. in_xml: whether arguments are elements instead of JSON. known_by: what a chat template
+    holds that writes this format.
     """
 
     name: str
@@ -45,7 +61,11 @@ class ToolFormat:
     @property
     def marks(self) -> list[str]:
         """Everything that may be a token of its own, longest first."""
-        found = {*self.section, *self.call, *re.findall(r"<[|｜][^<>]+[|｜]>", self.head + self.tail)}
+        found = {
+            *self.section,
+            *self.call,
+            *re.findall(r"<[|｜][^<>]+[|｜]>", self.head + self.tail),
+        }
         return sorted(found - {""}, key=len, reverse=True)
 
     @property
@@ -106,7 +126,9 @@ FORMATS = (
         (_KIMI["call_begin"], _KIMI["call_end"]),
         f"functions.{{name}}:{{index}}{_KIMI['call_argument_begin']}",
         "",
-        _headed(rf"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+)\s*{re.escape(_KIMI['call_argument_begin'])}"),
+        _headed(
+            rf"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+)\s*{re.escape(_KIMI['call_argument_begin'])}"
+        ),
         (_KIMI["calls_section_begin"],),
         section=(_KIMI["calls_section_begin"], _KIMI["calls_section_end"]),
     ),

@@ -1,6 +1,8 @@
-"""What stands between the marks of one tool call, read while it is written: the name, and the arguments as JSON text.
+"""What stands between the marks of one tool call, read while it is written: the name, and the
+arguments as JSON text.
 
-A reader gets the text piece by piece. Its `name` is None until it is known; where it never is, the text was no call.
+A reader gets the text piece by piece. Its `name` is None until it is known; where it never is, the
+text was no call.
 """
 
 import json
@@ -41,7 +43,8 @@ class _Reader:
 
 
 class HeadedReader(_Reader):
-    """A head that names the function, then the arguments as they are. head: matches the whole head; tail: what follows the arguments."""
+    """A head that names the function, then the arguments as they are. head: matches the whole head;
+    tail: what follows the arguments."""
 
     def __init__(self, head: re.Pattern[str], tail: str = "") -> None:
         super().__init__()
@@ -70,9 +73,12 @@ class HeadedReader(_Reader):
 
 
 class JsonReader(_Reader):
-    """An object with `name` and `arguments`, as Hermes writes it. Written in another order it is read when it is whole."""
+    """An object with `name` and `arguments`, as Hermes writes it. Written in another order it is
+    read when it is whole."""
 
-    _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+    _HEAD = re.compile(
+        r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,11 +97,15 @@ class JsonReader(_Reader):
             call = json.loads(self._held)
         except (ValueError, RecursionError):
             return ""
-        arguments = call.get("arguments", call.get("parameters", {})) if isinstance(call, dict) else None
+        arguments = (
+            call.get("arguments", call.get("parameters", {})) if isinstance(call, dict) else None
+        )
         if arguments is None or not isinstance(call.get("name"), str):
             return ""
         self.name = call["name"]
-        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return (
+            arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        )
 
     def _arguments(self) -> str:
         """What is new of the object that begins where the head ends, up to its closing brace."""
@@ -118,9 +128,11 @@ class JsonReader(_Reader):
 
 
 class XmlReader(_Reader):
-    """<function=NAME> with <parameter=KEY>VALUE</parameter>, as Qwen3-Coder writes it. schemas: of each function's parameters.
+    """<function=NAME> with <parameter=KEY>VALUE</parameter>, as Qwen3-Coder writes it. schemas: of
+    each function's parameters.
 
-    A value is text; where its schema wants something else it is read as JSON, and stays text where it is none.
+    A value is text; where its schema wants something else it is read as JSON, and stays text where
+    it is none.
     """
 
     _HEAD = re.compile(r"\s*<function=(?P<name>[^>\n]+)>")
@@ -156,7 +168,10 @@ class XmlReader(_Reader):
         opening = ", " if self._count else "{"
         self._count += 1
         key = found["key"].strip()
-        return f"{opening}{json.dumps(key, ensure_ascii=False)}: {json.dumps(self._value(key, value), ensure_ascii=False)}"
+        return (
+            f"{opening}{json.dumps(key, ensure_ascii=False)}: "
+            f"{json.dumps(self._value(key, value), ensure_ascii=False)}"
+        )
 
     def _value(self, key: str, text: str) -> Any:
         schema = self._schemas.get(self.name or "", {}).get("properties", {}).get(key)
@@ -175,8 +190,15 @@ def takes_text(schema: Any) -> bool:
     kinds = schema.get("type")
     if kinds is not None:
         return "string" in (kinds if isinstance(kinds, list) else [kinds])
-    options = schema.get("enum") or [schema["const"]] if "const" in schema or schema.get("enum") else None
+    options = (
+        schema.get("enum") or [schema["const"]] if "const" in schema or schema.get("enum") else None
+    )
     if options is not None:
         return any(isinstance(one, str) for one in options)
-    branches = [branch for name in ("anyOf", "oneOf", "allOf") for branch in schema.get(name) or [] if isinstance(branch, dict)]
+    branches = [
+        branch
+        for name in ("anyOf", "oneOf", "allOf")
+        for branch in schema.get(name) or []
+        if isinstance(branch, dict)
+    ]
     return any(takes_text(branch) for branch in branches) if branches else "$ref" not in schema

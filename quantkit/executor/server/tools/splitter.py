@@ -10,7 +10,8 @@ from quantkit.executor.server.tools.readers import CallReader
 
 @dataclass(frozen=True)
 class CallDelta:
-    """A piece of a tool call: its place among the answer's calls, and more of its arguments. The first piece has an id and a name."""
+    """A piece of a tool call: its place among the answer's calls, and more of its arguments. The
+    first piece has an id and a name."""
 
     index: int
     arguments: str
@@ -19,7 +20,8 @@ class CallDelta:
 
 
 class ToolCallSplitter:
-    """Splits streamed text. White space before and between calls belongs to nothing; what only looks like a call is said.
+    """Splits streamed text. White space before and between calls belongs to nothing; what only
+    looks like a call is said.
 
     Where the request wants one call at most, further ones are left out.
     """
@@ -59,14 +61,21 @@ class ToolCallSplitter:
         """The marks that may come next."""
         if self._reader is not None:
             return (self._form.call[1],)
-        return (self._form.call[0], self._form.section[1]) if self._in_section else (self._form.opening,)
+        return (
+            (self._form.call[0], self._form.section[1])
+            if self._in_section
+            else (self._form.opening,)
+        )
 
     def _take(self, marks: tuple[str, ...]) -> tuple[str, str]:
-        """Held text up to the first of the marks, and that mark, which is taken too; else what is no beginning of a mark, and "".
+        """Held text up to the first of the marks, and that mark, which is taken too; else what is
+        no beginning of a mark, and "".
 
         Outside calls white space is held, until it is known what follows.
         """
-        found = min(((at, mark) for mark in marks if (at := self._held.find(mark)) >= 0), default=None)
+        found = min(
+            ((at, mark) for mark in marks if (at := self._held.find(mark)) >= 0), default=None
+        )
         if found is not None:
             taken, self._held = self._held[: found[0]], self._held[found[0] + len(found[1]) :]
             return taken, found[1]
@@ -106,7 +115,14 @@ class ToolCallSplitter:
             return []
         if not self._named:
             self._named = True
-            return [CallDelta(self._count, arguments, reader.id or f"call_{uuid.uuid4().hex[:24]}", reader.name)]
+            return [
+                CallDelta(
+                    self._count,
+                    arguments,
+                    reader.id or f"call_{uuid.uuid4().hex[:24]}",
+                    reader.name,
+                )
+            ]
         return [CallDelta(self._count, arguments)] if arguments else []
 
     def _close(self, reader: CallReader, mark: str) -> tuple[str, list[CallDelta]]:
@@ -121,4 +137,11 @@ class ToolCallSplitter:
 
 def _overlap(text: str, mark: str) -> int:
     """How many of the last characters of `text` begin the mark."""
-    return next((count for count in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:count])), 0)
+    return next(
+        (
+            count
+            for count in range(min(len(text), len(mark) - 1), 0, -1)
+            if text.endswith(mark[:count])
+        ),
+        0,
+    )
