@@ -13,6 +13,7 @@ fifty, the largest of the ranks' medians, in two turns.
 import argparse
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         row: dict[str, Any] = {"rows": rows, "bytes_of_all": rows * vocab * 2}
         for turn in (1, 2):
             for name, method in own.items():
-                row[f"{name}, turn {turn}, us"] = max(
-                    parallel.gather(chain(lambda: method(x), device))
-                )  # noqa: B023  called at once
+                times = parallel.gather(chain(partial(method, x), device))
+                row[f"{name}, turn {turn}, us"] = max(times)
         found.append(row)
         if parallel.rank == 0:
             print("  ".join(f"{key} {value:.5g}" for key, value in row.items()), flush=True)

@@ -205,11 +205,8 @@ class Output:
             metadata = file.metadata()
             if metadata["run"] != self._run:  # of an unfinished output that this one replaced
                 return None
-            return (
-                int(metadata["layer"]),
-                {name: file.get_tensor(name) for name in file.keys()},
-                json.loads(metadata["facts"]),
-            )  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return int(metadata["layer"]), tensors, json.loads(metadata["facts"])
 
     # --- the end
     # ---------------------------------------------------------------------------------------------------------

@@ -104,9 +104,8 @@ class Declared(Format):
     def __init__(self, origin: Format, placed: Placed, members: Iterable[Format]) -> None:
         self.origin, self.placed, self.members = origin, placed, tuple(members)
         self.name, self.variant = origin.name, origin.variant  # type: ignore[misc]
-        self.own_suffixes = tuple(
-            dict.fromkeys(suffix for one in self.members for suffix in one.own_suffixes)
-        )  # type: ignore[misc]
+        suffixes = dict.fromkeys(suffix for one in self.members for suffix in one.own_suffixes)
+        self.own_suffixes = tuple(suffixes)  # type: ignore[misc]
 
     def cache_codes(self, side: Mapping[str, Any]) -> CacheCodes | None:
         return self.origin.cache_codes(side)
