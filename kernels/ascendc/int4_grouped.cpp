@@ -263,7 +263,7 @@ private:
     {
         LocalTensor<float> scales = CopyFactors(item, 0);
         LocalTensor<float> digitSums = CopyFactors(item, 1);
-        Duplicate(accBuffer.Get<float>(), 0.0f, item.rows * HALF_N);  // read behind the barriers of Decode
+        Duplicate(accBuffer.Get<float>(), 0.0f, item.rows * HALF_N);  // read after the barriers of Decode
         for (uint32_t step = 0; step < groups + LAG; step++) {
             if (step < groups) {
                 Decode(item, step);

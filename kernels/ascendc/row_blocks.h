@@ -24,7 +24,7 @@ struct RowBlocks {
         end = experts > 0 ? static_cast<uint32_t>(ends.GetValue(0)) : 0;
     }
 
-    /* Whether this core has another item; the fields tell which. */
+    /* Whether this core has another item; the fields identify it. */
     __aicore__ inline bool Next()
     {
         const uint32_t wanted = static_cast<uint32_t>(item / parts);

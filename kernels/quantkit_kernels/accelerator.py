@@ -31,10 +31,10 @@ def capture(driver: ModuleType, graph: Any, **options: Any) -> AbstractContextMa
 
 def replay(driver: ModuleType, graph: Any, lengths: list[int]) -> None:
     """Launch a captured graph. lengths: of the rows' sequences now. A CUDA graph finds them on the
-    device; an NPU's waits at every attention until it was told, which overlaps with what is
+    device; an NPU's waits at every attention until it has received the lengths, which overlaps with what is
     computed before."""
     if is_npu(graph):
-        # what the graph was told for its last replay must have been read
+        # what the graph received for its last replay must have been read
         driver.current_stream().synchronize()
     graph.replay()
     if is_npu(graph):

@@ -16,7 +16,7 @@ def require(condition: bool, message: str) -> None:
 def check_tensor(
     name: str, tensor: Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    """Refuse `tensor` unless it has `shape` (None stands for any size) and one of `dtypes`."""
+    """Refuse `tensor` unless it has `shape` (None: any size) and one of `dtypes`."""
     fits = tensor.dim() == len(shape) and all(
         want is None or want == have for want, have in zip(shape, tensor.shape)
     )

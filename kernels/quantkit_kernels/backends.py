@@ -305,7 +305,7 @@ def table(device: str | torch.device = "cpu", backend: str = "auto") -> list[Ope
 
 
 def _limits(found: ModuleType, operator: str) -> str:
-    told = [getattr(found, "LIMITS", {}).get(operator, "")]
+    reasons = [getattr(found, "LIMITS", {}).get(operator, "")]
     if operator in SINKS and operator not in getattr(found, "SINKS", ()):
-        told.append("attention sinks: another backend")
-    return "; ".join(filter(None, told))
+        reasons.append("attention sinks: another backend")
+    return "; ".join(filter(None, reasons))

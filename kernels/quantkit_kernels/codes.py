@@ -25,7 +25,7 @@ _LEAST_SCALE = 1e-10
 
 class CodedLatents(NamedTuple):
     """codes [num_blocks, block_size, kv_lora]; keys of 16 bits [num_blocks, block_size, R], the
-    turned rotary keys divided by their token's scale; scales float32 [num_blocks, block_size]."""
+    rotated rotary keys divided by their token's scale; scales float32 [num_blocks, block_size]."""
 
     codes: Tensor
     keys: Tensor
@@ -111,7 +111,7 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
 def store_latents(
     cache: CodedLatents, slots: Tensor, latents: Tensor, keys: Tensor, step: Tensor | None = None
 ) -> None:
-    """Keep latents [T, kv_lora] and turned rotary keys [T, R] of the tokens at slots [T]. step
+    """Keep latents [T, kv_lora] and rotated rotary keys [T, R] of the tokens at slots [T]. step
     float32 []: of codes, where it is known."""
     if step is None:
         # A key over its scale must be a number of its dtype, which of float16 only unusual ones

@@ -69,7 +69,7 @@ class Experts(ABC):
         return self.forward(x, topk_ids, topk_weights)
 
     def unsummed(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor | UnsummedPairs:
-        """As the call; or its pairs, where the kernels leave them to whoever reads the sum."""
+        """As the call; or its pairs, where the kernels leave them to the reader of the sum."""
         return self(x, topk_ids, topk_weights)
 
     @abstractmethod

@@ -97,7 +97,7 @@ def rope(
     interleaved: bool = True,
     backend: str = "auto",
 ) -> Tensor:
-    """Rotary embedding: pairs (x[2i], x[2i+1]), or (x[i], x[i + D/2]) where not interleaved, turned
+    """Rotary embedding: pairs (x[2i], x[2i+1]), or (x[i], x[i + D/2]) where not interleaved, rotated
     by the angle of pair i at the token's position.
 
     x float [T, heads, D]; positions int [T]; cos, sin float32 [max_positions, D/2], the table of
@@ -126,7 +126,7 @@ def mla_prepare(
     backend: str = "auto",
 ) -> Tensor:
     """MLA before attention: norms the query part of the low-rank projection and caches the rest,
-    the latent normed, the rotary key turned.
+    the latent normed, the rotary key rotated.
 
     qkv_a float [T, q_lora + kv_lora + R]: query part, latent, rotary key of each token. norms:
     gains [q_lora] and [kv_lora]. cache as in `PagedLatents`, contiguous; slots int64 [T]: token t
@@ -175,7 +175,7 @@ def _checked_prepare(
     code_step: Tensor | None,
     backend: str,
 ) -> tuple[ModuleType, dict[str, Tensor]]:
-    """Who runs `mla_prepare` of these arguments, and what the reference alone is told."""
+    """The backend that runs `mla_prepare` with these arguments, and the arguments of the reference alone."""
     tokens, latent = qkv_a.shape[0], norms.k.shape[0]
     found = backends.find(
         "mla_prepare", backend if code_step is None else "reference", qkv_a.device
@@ -206,7 +206,7 @@ def mla_decode(
     W_UK, q_pe] . cached) . latents W_UV.
 
     q float [B, heads, N + R]: of each head the part without a position, then the rotary part, not
-    yet turned. kv_b of q's dtype [heads, N + V, kv_lora]: of each head W_UK, then W_UV. A row of
+    yet rotated. kv_b of q's dtype [heads, N + V, kv_lora]: of each head W_UK, then W_UV. A row of
     length 0 gives zeros. Returns [B, heads, V] of q's dtype, to which the absorbed query,
     probabilities and what they add up to may be rounded on the way.
 

@@ -1,7 +1,7 @@
 """How latents are cached: as the backend that reads them wants.
 
 One tensor [num_blocks, block_size, kv_lora + R] holds of each token the normed latent, then the
-turned rotary key. Operators that read the two apart get two tensors, [num_blocks, block_size,
+rotated rotary key. Operators that read the two apart get two tensors, [num_blocks, block_size,
 kv_lora] and [num_blocks, block_size, R]; in these the first channel of every rotary pair comes
 before the second of every pair, as torch_npu's fused operators write them, and angles are given as
 `doubled_angles` makes them. In 8 bits a token's latent is codes (codes.py), its rotary key as it is

@@ -38,7 +38,7 @@ class PagedLatents(NamedTuple):
     """A layer's latents of many sequences.
 
     cache float [num_blocks, block_size, kv_lora + R]: of each token the normed latent, then the
-    turned rotary key; or two tensors, where the backend's `cache_layout` says so (latents.py), or
+    rotated rotary key; or two tensors, where the backend's `cache_layout` says so (latents.py), or
     codes (codes.py).
     block_table int [B, n]: token t of row b is in block block_table[b, t // block_size], at t %
     block_size. Entries past the sequence must name some block; what is stored there does not

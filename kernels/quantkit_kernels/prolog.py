@@ -69,7 +69,7 @@ class MlaProlog(ABC):
         self, x: Tensor, rotation: Rotation, cache: Latents, slots: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Caches what is to be kept of x [T, H]; returns the queries, absorbed [T, heads, kv_lora],
-        and their rotary part, turned [T, heads, R] and in the order that the cache has."""
+        and their rotary part, rotated [T, heads, R] and in the order that the cache has."""
 
     @abstractmethod
     def attend(self, absorbed: Tensor, q_pe: Tensor, pages: PagedLatents, scale: float) -> Tensor:

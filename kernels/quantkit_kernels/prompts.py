@@ -180,7 +180,7 @@ def mla_prefill(
     """MLA over cached latents that are expanded to keys and values: least arithmetic where many
     tokens are computed.
 
-    q float [T, heads, N + R], its rotary part not yet turned; kv_b of q's dtype [heads, N + V,
+    q float [T, heads, N + R], its rotary part not yet rotated; kv_b of q's dtype [heads, N + V,
     kv_lora] as `mla_decode` has it; cache as in `PagedLatents`. The rotation has float32 angles [T,
     R/2] also where the cache is in two tensors. Returns [T, heads, V] of q's dtype.
     """

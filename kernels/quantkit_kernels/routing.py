@@ -22,7 +22,7 @@ class Routing:
     num_experts_per_tok are chosen. An expert's weight is its score, divided by the sum of the
     chosen ones' scores (+ 1e-20) with norm_topk_prob, times routed_scaling_factor.
 
-    num_joined_experts: shared experts that are held behind the routed ones, as numbers
+    num_joined_experts: shared experts that are stored after the routed ones, as numbers
     n_routed_experts, n_routed_experts + 1, ... Every token goes to them too, with weight 1.
     """
 

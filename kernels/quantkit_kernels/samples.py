@@ -78,7 +78,7 @@ def random_weight(grid: str, n: int, k: int, rng: torch.Generator) -> Weight:
 
 
 def exact_linear(x: Tensor, weight: Weight) -> Tensor:
-    """x[M, K] @ W.T in float64, from the values the codes stand for, over activations rounded as
+    """x[M, K] @ W.T in float64, from the values that the codes represent, over activations rounded as
     the operator states."""
     if isinstance(weight, (Int8, Int4Int8)):
         codes, scale = quantize_rows(x)
@@ -157,8 +157,8 @@ def latent_attention(
         ).double()
         if length:
             absorbed = torch.einsum("hn,hnl->hl", q[row, :, :nope].double(), up_k)
-            turned = _turned(q[row, :, nope:].double(), angles[row].double(), interleaved)
-            probabilities = (torch.cat([absorbed, turned], dim=-1) @ seen.T * scale).softmax(-1)
+            rotated = _rotated(q[row, :, nope:].double(), angles[row].double(), interleaved)
+            probabilities = (torch.cat([absorbed, rotated], dim=-1) @ seen.T * scale).softmax(-1)
             exact[row] = torch.einsum("hl,hvl->hv", probabilities @ seen[:, :latent], up_v)
     table = torch.cat([blocks, torch.zeros_like(blocks)], dim=1).int()
     rotation, pages = (
@@ -204,7 +204,7 @@ def _sizes(
     return 1.0 if codes is None else torch.randn(tokens, *[1] * dims, device=device).mul(0.5).exp()
 
 
-def _turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+def _rotated(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     """x [heads, D] by angles [D/2]."""
     first, second = (x[:, ::2], x[:, 1::2]) if interleaved else x.chunk(2, dim=-1)
     sides = (

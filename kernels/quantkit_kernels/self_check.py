@@ -267,7 +267,7 @@ def _laid_out(cos: Tensor, sin: Tensor, cache: Tensor, backend: str) -> tuple[Ro
     """Angles and cache of R1's sizes as a backend reads them."""
     reader = (
         "auto" if why_unusable("mla_decode", backend, cache.device) else backend
-    )  # whoever decodes says how the cache lies
+    )  # the decode operator defines the cache layout
     if len(cache_layout(512, 64, cache.dtype, cache.device, backend=reader).widths) == 1:
         return Rotation(cos, sin), cache
     return Rotation(*doubled_angles(cos, sin, cache.dtype)), split_latents(cache, 512, True)

@@ -27,7 +27,7 @@ def copies_beyond_cache(nbytes: int, device: torch.device) -> int:
 
 
 def _cpu_cache_bytes() -> int:
-    """The L3 as Linux tells it, of which a machine may have 300 MiB; 32 MiB where it does not."""
+    """The L3 as Linux reports it, of which a machine may have 300 MiB; 32 MiB where it does not."""
     size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
     return int(size.read_text().strip().removesuffix("K")) << 10 if size.exists() else 32 << 20
 

@@ -140,7 +140,7 @@ def check_weight(weight: Weight) -> None:
 
 def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     """W[N, K] as numbers. The arithmetic is in `dtype`, so float64 gives the exact values the codes
-    stand for."""
+    represent."""
     if isinstance(weight, Dense):
         return weight.weight.to(dtype)
     if isinstance(weight, Int8):

@@ -14,7 +14,7 @@ from quantkit_kernels.weights import Weight, stack
 
 class AscendExperts(Experts):
     """One launch for gate and up of all experts, one for down. Of few tokens these two are all; of
-    more they stand where torch_npu's grouped products do."""
+    more they are where torch_npu's grouped products are."""
 
     def __init__(
         self, gate_up: PackedTiles, down: PackedTiles, dtype: torch.dtype, device: torch.device

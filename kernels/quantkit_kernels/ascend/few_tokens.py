@@ -201,7 +201,7 @@ def router(x, weight, out, items, n, k, BN: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def join(ids, weights, joined_ids, joined_weights, tokens, top_k, columns, first, BK: tl.constexpr):
-    """Rows of ids [tokens, top_k] and weights, with `columns` - `top_k` experts behind: numbers
+    """Rows of ids [tokens, top_k] and weights, with `columns` - `top_k` experts after them: numbers
     from `first` on, weight 1."""
     column = tl.arange(0, BK)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):

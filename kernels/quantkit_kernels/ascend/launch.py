@@ -116,7 +116,7 @@ def blocks(
     """out[r] = x[r] @ W[expert of r].T on the cube. x [M, k], int8 with row_scale [M] for int8
     weights; out [M, n].
 
-    ValueError for more rows than the kernels' offsets, of 32 bits, can tell apart.
+    ValueError for more rows than the kernels' offsets, of 32 bits, can distinguish.
     """
     most = (2**31 - 1) // max(packed.n, packed.k)
     require(

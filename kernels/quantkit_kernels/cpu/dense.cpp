@@ -92,7 +92,7 @@ template <int Size = 0, class T> void multiply_rows(const T* w, const float* x, 
   }
 }
 
-// Tokens begin .. begin + m, in parts side by side; those behind the last of k are 0.
+// Tokens begin .. begin + m, in parts side by side; those after the last of k are 0.
 template <class T> void pack(const T* x, float* to, int m, int k) {
   constexpr int chunk = kChunk<T>;
   for (int i = 0; i < k; i += chunk)

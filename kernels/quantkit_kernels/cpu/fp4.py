@@ -60,7 +60,7 @@ def _pack(weight: Fp4) -> tuple[Tensor, Tensor, Tensor]:
     n, k = shape(weight)
     padding = -n % _BLOCK
     scale = weight.scale.float()
-    # A scale of zero has no normal number to stand for it: its codes become zeros instead.
+    # A scale of zero has no normal number to represent it: its codes become zeros instead.
     codes = weight.codes * (scale > 0).repeat_interleave(16, dim=1)
     nibbles = (
         _pad(codes, padding).view(-1, _BLOCK, k // 16, 2, 8).permute(0, 2, 3, 1, 4).to(torch.int32)

@@ -55,8 +55,8 @@ def _normed(
     return out, total
 
 
-def turned(x: Tensor, rotation: Rotation) -> Tensor:
-    """As `plain.turned`: x [T, heads, D] by the angles of its tokens [T, D/2]."""
+def rotated(x: Tensor, rotation: Rotation) -> Tensor:
+    """As `plain.rotated`: x [T, heads, D] by the angles of its tokens [T, D/2]."""
     loaded, sides = once("norm"), (rotation.cos, rotation.sin)
     readable = (
         x.dtype in _READ
@@ -64,7 +64,7 @@ def turned(x: Tensor, rotation: Rotation) -> Tensor:
         and all(side.dtype == torch.float32 and side.is_contiguous() for side in sides)
     )
     if loaded is None or rotation.interleaved or not readable:
-        return plain.turned(x, rotation)
+        return plain.rotated(x, rotation)
     out = torch.empty(x.shape, dtype=x.dtype)
     sizes = (x.dtype == torch.bfloat16, *x.shape, *x.stride()[:2], torch.get_num_threads())
     loaded.qk_rotate(x.data_ptr(), *(side.data_ptr() for side in sides), out.data_ptr(), *sizes)

@@ -7,7 +7,7 @@ from torch import Tensor
 from quantkit_kernels import reference
 from quantkit_kernels.codes import KeyValues
 from quantkit_kernels.cpu.build import once
-from quantkit_kernels.cpu.functional import rms_norm, turned
+from quantkit_kernels.cpu.functional import rms_norm, rotated
 from quantkit_kernels.latents import Latents
 from quantkit_kernels.paged import Norms, PagedKeys, PagedLatents, Rotation
 from quantkit_kernels.prompts import Prompts
@@ -18,7 +18,7 @@ _KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2, torch.float8_e4m3f
 """What gqa.cpp calls the types of keys and values."""
 
 
-_STEPS = AttentionSteps(rms_norm, turned)
+_STEPS = AttentionSteps(rms_norm, rotated)
 
 
 def gqa_prepare(
@@ -72,7 +72,7 @@ def mla_decode(
     cache, nope = pages.cache, q.shape[2] - 2 * rotation.cos.shape[1]
     if not isinstance(cache, Tensor) or cache.dtype not in _KINDS:
         return reference.mla_decode(q, kv_b, rotation, pages, scale)
-    query = torch.cat([absorbed(q[..., :nope], kv_b), turned(q[..., nope:], rotation)], dim=-1)
+    query = torch.cat([absorbed(q[..., :nope], kv_b), rotated(q[..., nope:], rotation)], dim=-1)
     shared = cache.unsqueeze(2)
     attended = gqa_decode(
         query, PagedKeys(shared, shared, pages.block_table, pages.seq_lens), scale, 0
@@ -94,7 +94,7 @@ def gqa_prefill(
 def mla_prefill(
     q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float
 ) -> Tensor:
-    q_pe = turned(q[..., -2 * rotation.cos.shape[1] :], rotation)
+    q_pe = rotated(q[..., -2 * rotation.cos.shape[1] :], rotation)
     return plain.attend_expanded(
         q, q_pe, kv_b, cache, prompts, scale, rotation.interleaved, _attend_blocks
     )

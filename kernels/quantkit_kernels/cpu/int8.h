@@ -32,7 +32,7 @@ struct Bfloat16 {
   operator float() const { return bits<float>((uint32_t)half << 16); }
 };
 
-// A token's codes, zeros behind the k-th up to `width`. Returns their step: 1 for zeros, NaN where an activation is not finite.
+// A token's codes, zeros after the k-th up to `width`. Returns their step: 1 for zeros, NaN where an activation is not finite.
 template <class X, class Code> float quantize(const X* x, Code* codes, int k, int width) {
   constexpr int32_t kInfinity = 0x7f800000, kOffset = std::is_unsigned<Code>::value ? kZeroPoint : 0;
   int32_t most = 0;  // magnitudes are in the order of their bits, NaN above all
@@ -41,7 +41,7 @@ template <class X, class Code> float quantize(const X* x, Code* codes, int k, in
     most = magnitude > most ? magnitude : most;
   }
   const float share = bits<float>(most) / 127, step = most >= kInfinity ? NAN : share == 0 ? 1.f : share;
-  // Added to 1.5 * 2^23 a number is rounded, halves to even, and stands in the lowest bits of the sum.
+  // Added to 1.5 * 2^23 a number is rounded, halves to even, and is in the lowest bits of the sum.
   constexpr float kRounding = 12582912.f;
   const int32_t rounding = bits<int32_t>(kRounding);
   for (int i = 0; i < k; ++i) {
@@ -161,7 +161,7 @@ template <int Vectors> struct Blocks {
 #endif
 
 
-// What sums of one token stand for: sum * step * scale, of rows `row` on, in float32.
+// What sums of one token represent: sum * step * scale, of rows `row` on, in float32.
 template <class Layout> inline void scaled(const Weight& w, const int32_t* sums, float step, int row, int count, float* values) {
   for (int r = 0; r < count; ++r) {
     const int32_t sum = Layout::offset ? sums[r] - Layout::offset * w.sums[row + r] : sums[r];

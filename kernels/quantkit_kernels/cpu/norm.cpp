@@ -81,7 +81,7 @@ extern "C" void qk_rms_norm(const void* x, const void* residual, const void* wei
   else run((float*)nullptr, (const float*)weight);
 }
 
-// x[rows, heads, width] by strides, the last 1, -> out, turned by the angles cos, sin [rows, width / 2] of its rows, one half with the other.
+// x[rows, heads, width] by strides, the last 1, -> out, rotated by the angles cos, sin [rows, width / 2] of its rows, one half with the other.
 extern "C" void qk_rotate(const void* x, const float* cos, const float* sin, void* out, int half, int rows, int heads, int width, int row_stride, int head_stride, int threads) {
   if (half) rotate((const Half*)x, cos, sin, (Half*)out, rows, heads, width, row_stride, head_stride, threads);
   else rotate((const float*)x, cos, sin, (float*)out, rows, heads, width, row_stride, head_stride, threads);

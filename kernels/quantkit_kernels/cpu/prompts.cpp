@@ -95,7 +95,7 @@ void attend(const float* q, const float* keys, const float* values, const Sizes&
     std::copy_n(q + number(r) * s.d, s.d, queries.data() + (size_t)r * s.d);
     std::copy_n(out + number(r) * s.e, s.e, sums.data() + (size_t)r * wide);
   }
-  // A query sees the keys below `high` of it. Keys before all windows, and behind the newest query, are left out.
+  // A query sees the keys below `high` of it. Keys before all windows, and after the newest query, are left out.
   const auto high = [&](int r) { return s.before + (first + r) / s.shared + 1; };
   const auto low = [&](int r) { return s.window ? std::max(0, high(r) - s.window) : 0; };
   for (int begin = low(0) / kKeys * kKeys, end = std::min(s.keys, high(rows - 1)); begin < end; begin += kKeys) {

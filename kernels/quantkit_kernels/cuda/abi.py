@@ -215,7 +215,7 @@ RESULTS: dict[str, type] = {"qk_error_text": ctypes.c_char_p}
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Tell ctypes what each function takes and returns."""
+    """Declare to ctypes what each function takes and returns."""
     for name, parameters in FUNCTIONS.items():
         function = getattr(library, name)
         function.argtypes = parameters

@@ -70,7 +70,7 @@ _OF_WHEELS = {
     "nvidia-cuda-crt": "include/crt/host_config.h",
     "nvidia-cuda-cccl": "include/nv/target",
 }
-"""By wheel: a file that tells of it."""
+"""By wheel: a file that shows that it is installed."""
 
 
 def why_no_library(architecture: str) -> str | None:

@@ -201,7 +201,7 @@ class Peers:
         return None
 
     def _agree(self, exchange: Exchange, attempt: Callable[[], str | None]) -> None:
-        """Everybody goes on, or nobody does. attempt: returns why it failed."""
+        """All ranks continue, or none does. attempt: returns why it failed."""
         try:
             failure = attempt()
         except (RuntimeError, OSError) as fault:  # the library could not be built or loaded
@@ -228,7 +228,7 @@ def _fault(error: int) -> str | None:
 
 
 def _host() -> str:
-    """Tells machines apart; two of one name differ in their boot."""
+    """Identifies a machine; two of one name differ in their boot id."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return socket.gethostname() + file.read().strip()

@@ -1,4 +1,4 @@
-"""Weights in the order in which the lanes of a warp consume them (the layouts stand at the top of
+"""Weights in the order in which the lanes of a warp consume them (the layouts are described at the top of
 packed.cuh).
 
 Everything here is plain torch and runs on any device. N is padded to whole strips of 64 rows with
@@ -120,7 +120,7 @@ def _pack_zeros(weight: Int4, padding: int) -> Tensor | None:
 def _pack_fp4(weight: Fp4, padding: int) -> PackedStrips:
     n, k = shape(weight)
     scale = weight.scale.float()
-    # A scale of zero has no normal number to stand for it: its codes become zeros instead.
+    # A scale of zero has no normal number to represent it: its codes become zeros instead.
     alive = (scale > 0).repeat_interleave(16, dim=1)
     codes = _fields(_pad(torch.where(alive, weight.codes, torch.zeros_like(weight.codes)), padding))
     sign, magnitude = codes >> 3, codes & 7

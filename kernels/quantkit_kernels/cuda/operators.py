@@ -144,7 +144,7 @@ def _routable(routing: Routing) -> bool:
 def _results_and_params(
     tokens: int, bias: Tensor | None, routing: Routing, device: torch.device
 ) -> tuple[Tensor, Tensor, RouteParams]:
-    """Room for ids and weights, and what the kernels are told. The caller keeps `bias` alive."""
+    """Room for ids and weights, and the kernels' arguments. The caller keeps `bias` alive."""
     ids = torch.empty(tokens, routing.columns, dtype=torch.int64, device=device)
     weights = torch.empty(tokens, routing.columns, dtype=torch.float32, device=device)
     assert bias is None or bias.is_contiguous()

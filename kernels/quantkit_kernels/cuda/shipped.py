@@ -22,7 +22,7 @@ def library_name(architecture: str, digest: str) -> str:
 
 
 def origin_unit(digest: str) -> str:
-    """CUDA source that tells what a library was made from."""
+    """CUDA source that exports the digest of a library's sources."""
     return (
         f'extern "C" const char* qk_sources() {{ return "{digest}"; }}\nextern "C" int '
         f"qk_toolkit() {{ return __CUDACC_VER_MAJOR__; }}\n"

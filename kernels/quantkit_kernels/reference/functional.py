@@ -78,10 +78,10 @@ def moe_gate(
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    return turned(x, Rotation(cos[positions], sin[positions], interleaved))
+    return rotated(x, Rotation(cos[positions], sin[positions], interleaved))
 
 
-def turned(x: Tensor, rotation: Rotation) -> Tensor:
+def rotated(x: Tensor, rotation: Rotation) -> Tensor:
     """x [T, heads, D] by the angles of its tokens [T, D/2]."""
     cos, sin = rotation.cos.unsqueeze(1), rotation.sin.unsqueeze(1)
     if rotation.interleaved:
@@ -99,10 +99,10 @@ class AttentionSteps(NamedTuple):
     """What the operators of attention here are made of: another backend gives its own."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    turned: Callable[[Tensor, Rotation], Tensor]
+    rotated: Callable[[Tensor, Rotation], Tensor]
 
 
-PLAIN = AttentionSteps(rms_norm, turned)
+PLAIN = AttentionSteps(rms_norm, rotated)
 
 
 def cache_layout(kv_lora: int, rope_dim: int, dtype: torch.dtype) -> CacheLayout:
@@ -122,7 +122,7 @@ def mla_prepare(
         [norms.q.shape[0], norms.k.shape[0], 2 * rotation.cos.shape[1]], dim=-1
     )
     latent = steps.rms_norm(latent, norms.k, norms.eps)
-    key = steps.turned(k_pe.unsqueeze(1), rotation).squeeze(1)
+    key = steps.rotated(k_pe.unsqueeze(1), rotation).squeeze(1)
     if isinstance(cache, CodedLatents):
         store_latents(cache, slots, latent, key, code_step)
     else:
@@ -137,12 +137,12 @@ def mla_decode(
     q: Tensor, kv_b: Tensor, rotation: Rotation, pages: PagedLatents, scale: float
 ) -> Tensor:
     nope = q.shape[2] - 2 * rotation.cos.shape[1]
-    query = torch.cat([absorbed(q[..., :nope], kv_b), turned(q[..., nope:], rotation)], dim=-1)
+    query = torch.cat([absorbed(q[..., :nope], kv_b), rotated(q[..., nope:], rotation)], dim=-1)
     return values(attend(query, pages, scale, kv_b.shape[2]), kv_b, nope)
 
 
 def attend(query: Tensor, pages: PagedLatents, scale: float, kv_lora_rank: int) -> Tensor:
-    """query [B, heads, D], absorbed and turned -> what the probabilities make of the latents [B,
+    """query [B, heads, D], absorbed and rotated -> what the probabilities make of the latents [B,
     heads, kv_lora_rank]."""
     cache, block_table = pages.cache, pages.block_table
     assert isinstance(cache, Tensor | CodedLatents), "one tensor or codes, as cache_layout says"

@@ -24,7 +24,7 @@ def gqa_prepare(
     sides = []
     for side, gain in ((q, norms and norms.q), (k, norms and norms.k)):
         normed = side if norms is None or gain is None else steps.rms_norm(side, gain, norms.eps)
-        first = steps.turned(normed[..., :rope], rotation)
+        first = steps.rotated(normed[..., :rope], rotation)
         sides.append(first if rope == width else torch.cat([first, normed[..., rope:]], dim=-1))
     if isinstance(cache, CodedKeys):
         store_keys(cache, slots, sides[1], v, code_steps)

@@ -1,4 +1,4 @@
-"""The prolog as the operators it stands for, one after the other."""
+"""The prolog as the operators that it fuses, one after the other."""
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class ChainProlog(MlaProlog):
         assert isinstance(cache, Tensor), "one tensor, as cache_layout says"
         q_a = functional.mla_prepare(self.qkv_a(x), self._norms, rotation, cache, slots)
         q = self.q_b(q_a).unflatten(-1, (self._heads, -1))
-        return functional.absorbed(q[..., : self.nope], self.kv_b), functional.turned(
+        return functional.absorbed(q[..., : self.nope], self.kv_b), functional.rotated(
             q[..., self.nope :], rotation
         )
 

@@ -13,7 +13,7 @@ from quantkit_kernels.codes import KeyValues, decode
 from quantkit_kernels.latents import Latents, by_slot, entries, pairs_apart, parts_of
 from quantkit_kernels.paged import Rotation
 from quantkit_kernels.prompts import Prompts
-from quantkit_kernels.reference.functional import turned
+from quantkit_kernels.reference.functional import rotated
 
 _QUERIES, _KEYS = 128, 4096
 """Taken at a time."""
@@ -160,7 +160,7 @@ def mla_prefill(
 ) -> Tensor:
     return attend_expanded(
         q,
-        turned(q[..., -2 * rotation.cos.shape[1] :], rotation),
+        rotated(q[..., -2 * rotation.cos.shape[1] :], rotation),
         kv_b,
         cache,
         prompts,
@@ -179,7 +179,7 @@ def attend_expanded(
     interleaved: bool,
     attend_one: AttendOne = attend_one,
 ) -> Tensor:
-    """`mla_prefill` with the rotary part of the queries turned already, q_pe [T, heads, R].
+    """`mla_prefill` with the rotary part of the queries rotated already, q_pe [T, heads, R].
     attend_one: another backend's."""
     heads, rows, kv_lora = kv_b.shape
     parts, flat, nope = parts_of(cache), by_slot(cache), q.shape[2] - q_pe.shape[2]

@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 _PRESENT = ("npu_swiglu",)
-"""What shows that torch_npu is there, where its operators stand behind torch's own."""
+"""What shows that torch_npu is there, where its operators are registered as torch's own."""
 _GROUPED = (
     "npu_moe_init_routing_v2",
     "npu_grouped_matmul",
@@ -95,7 +95,7 @@ NEEDS = {
     "gqa_decode": ("npu_fused_infer_attention_score",),
     "gqa_prefill": _PRESENT,
 }
-"""The operators of torch_npu behind each of ours. FP4 is decoded, and unquantized weights are
+"""The operators of torch_npu that implement each of ours. FP4 is decoded, and unquantized weights are
 multiplied, by torch's own."""
 
 NARROW_EXPERTS = True

@@ -169,7 +169,7 @@ def mla_prolog(
 
 def format_cast_nz(weight: Tensor) -> Tensor:
     """The weight in the cube's own layout (FRACTAL_NZ), which torch_npu makes on an A2 only where
-    it is told to."""
+    it is asked to."""
     if weight.device.type == "npu":
         torch.get_device_module(weight.device).config.allow_internal_format = True
     result: Tensor = call("npu_format_cast", weight, FRACTAL_NZ)

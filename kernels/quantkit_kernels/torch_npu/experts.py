@@ -29,7 +29,7 @@ Stacked = tuple[Tensor, ...]
 """int4: carriers [E, K, N/8], scale, offset [E, K/g, N]. int8: codes [E, K, N], scale [E, N]. int8
 of four bits: carriers [E, K, N/8], scale int64 [E, 1, N], bias [E, N]. dense: weights [E, K, N]."""
 NAMES = {"int4": ("antiquant_scale", "antiquant_offset"), "int8": ("scale", "bias"), "dense": ()}
-"""What the grouped product calls the tensors behind the weight."""
+"""What the grouped product calls the tensors after the weight."""
 
 
 class GroupedExperts(Experts):

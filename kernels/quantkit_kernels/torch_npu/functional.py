@@ -75,10 +75,10 @@ def moe_gate(
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    return turned(x, Rotation(cos[positions], sin[positions], interleaved))
+    return rotated(x, Rotation(cos[positions], sin[positions], interleaved))
 
 
-def turned(x: Tensor, rotation: Rotation) -> Tensor:
+def rotated(x: Tensor, rotation: Rotation) -> Tensor:
     """x [T, heads, D] by the angles of its tokens [T, D/2]: npu_rotary_mul, in float32 as the
     tables are; it wants each angle twice."""
     doubled = [
@@ -92,12 +92,12 @@ def turned(x: Tensor, rotation: Rotation) -> Tensor:
         "interleave" if rotation.interleaved else "half",
     )
     if x.numel() == 0 or violated(operator, bind(operator, args, {})):
-        return plain.turned(x, rotation)
+        return plain.rotated(x, rotation)
     result: Tensor = call(operator, *args)
     return result.to(x.dtype)
 
 
-STEPS = plain.AttentionSteps(rms_norm, turned)
+STEPS = plain.AttentionSteps(rms_norm, rotated)
 
 
 def cache_layout(kv_lora: int, rope_dim: int, dtype: torch.dtype) -> CacheLayout:
@@ -137,7 +137,7 @@ def mla_decode(
     nope = q.shape[2] - (2 * rotation.cos.shape[1] if isinstance(pages.cache, Tensor) else ROPE)
     absorbed, q_pe = by_head(q[..., :nope], kv_b[:, :nope], order=[1, 0, 2]), q[..., nope:]
     if isinstance(pages.cache, Tensor):
-        q_pe = turned(q_pe, rotation)
+        q_pe = rotated(q_pe, rotation)
     else:
         neighbours = (
             (q_pe if rotation.interleaved else pairs_together(q_pe)).unsqueeze(2).contiguous()
@@ -171,7 +171,7 @@ def attend(absorbed: Tensor, q_pe: Tensor, pages: PagedLatents, scale: float) ->
 
     A cache in two tensors goes in as DeepSeek-V3's latent and rotary parts, and comes out heads
     first as vllm-ascend asks for it (BNSD_NBSD); one in one tensor as keys of at most 512, whose
-    first channels are the values. The lengths are the host's: a captured graph is told them before
+    first channels are the values. The lengths are the host's: a captured graph receives them before
     each replay (accelerator.py).
     """
     cache, block_table, seq_lens, lengths = pages

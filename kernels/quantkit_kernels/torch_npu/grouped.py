@@ -14,7 +14,7 @@ from quantkit_kernels.prompts import Prompts
 from quantkit_kernels.reference import grouped as plain
 from quantkit_kernels.reference import prompts as plain_prompts
 from quantkit_kernels.torch_npu.calls import bind, call
-from quantkit_kernels.torch_npu.functional import STEPS, turned
+from quantkit_kernels.torch_npu.functional import STEPS, rotated
 from quantkit_kernels.torch_npu.rules import violated
 
 _OPERATOR = "npu_fused_infer_attention_score"
@@ -27,7 +27,7 @@ def gqa_prepare(
 
 
 def gqa_decode(q: Tensor, pages: PagedKeys, scale: float, window: int) -> Tensor:
-    """The lengths are the host's: a captured graph is told them before each replay
+    """The lengths are the host's: a captured graph receives them before each replay
     (accelerator.py)."""
     keys, values, block_table, seq_lens, lengths, scales = pages
     known = list(seq_lens.tolist() if lengths is None else lengths)
@@ -58,7 +58,7 @@ def gqa_prefill(q: Tensor, cache: KeyValues, prompts: Prompts, scale: float, win
 def mla_prefill(
     q: Tensor, kv_b: Tensor, rotation: Rotation, cache: Latents, prompts: Prompts, scale: float
 ) -> Tensor:
-    q_pe = turned(q[..., -2 * rotation.cos.shape[1] :], rotation)
+    q_pe = rotated(q[..., -2 * rotation.cos.shape[1] :], rotation)
     return plain_prompts.attend_expanded(
         q, q_pe, kv_b, cache, prompts, scale, rotation.interleaved, plain_prompts.attend_at_once
     )

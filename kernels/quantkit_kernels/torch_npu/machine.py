@@ -1,4 +1,4 @@
-"""Which NPU, driver and CANN a result was made with: what must stand beside every figure that is
+"""Which NPU, driver and CANN a result was made with: what must accompany every figure that is
 sent back."""
 
 import os

@@ -12,7 +12,7 @@ LEAST_SCALE = tl.constexpr(1e-10)
 
 @triton.jit
 def scale_of(largest, CODES: tl.constexpr):
-    """Of numbers up to `largest`: what a code of 1 stands for."""
+    """The value of code 1, for numbers up to `largest`."""
     LARGEST: tl.constexpr = 127.0 if CODES == INT8_CODES else 448.0
     return tl.maximum(tl.div_rn(largest, LARGEST), LEAST_SCALE)
 
@@ -43,7 +43,7 @@ def nearest(values):
 
 @triton.jit
 def decoded(codes, CODES: tl.constexpr, DTYPE: tl.constexpr):
-    """What int8 bytes stand for, before their scale: exact in 16 bits."""
+    """Values of int8 bytes, before their scale: exact in 16 bits."""
     if CODES == INT8_CODES:
         return codes.to(tl.float32).to(DTYPE)
     else:

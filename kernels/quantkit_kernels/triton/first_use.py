@@ -60,9 +60,9 @@ def why_not_started() -> str | None:
         ImportError,
         subprocess.SubprocessError,
     ) as fault:
-        told = str(fault).partition("\n")[0][:200]
+        reason = str(fault).partition("\n")[0][:200]
         return (
-            f"Triton does not start: {told}; it needs a C compiler and Python's headers: "
+            f"Triton does not start: {reason}; it needs a C compiler and Python's headers: "
             "install gcc and python3-dev"
         )
     return None

@@ -30,7 +30,7 @@ def rope(
     R: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """x [T, heads, R] turned to y, contiguous. WIDTH: a power of two, at least R."""
+    """x [T, heads, R] rotated to y, contiguous. WIDTH: a power of two, at least R."""
     wait_for_input(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -58,7 +58,7 @@ def mla_prepare(
     INTERLEAVED: tl.constexpr, CODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program per token and half: the query part normed to q_a; the latent normed and the rotary
-    key turned, to the token's slot. Slots are latent_token numbers of `latents` apart, key_token of
+    key rotated, to the token's slot. Slots are latent_token numbers of `latents` apart, key_token of
     `keys`. CODES: codes_kernel.py; then keys are divided by their token's scale, and are no larger
     than largest_key."""
     wait_for_input(PDL)
@@ -85,16 +85,16 @@ def mla_prepare(
         sine = tl.load(sines + angle, mask=channel < R, other=0.0) * sign
         one = tl.load(row + Q + K + channel, mask=channel < R, other=0.0).to(tl.float32)
         other = tl.load(row + Q + K + partner, mask=channel < R, other=0.0).to(tl.float32)
-        turned = rounded(one * cosine + other * sine, TYPE).to(tl.float32)
+        rotated = rounded(one * cosine + other * sine, TYPE).to(tl.float32)
         if CODES:
             scale = tl.maximum(
                 scale_of(tl.max(tl.abs(latent), 0), CODES),
-                tl.div_rn(tl.max(tl.abs(turned), 0), largest_key),
+                tl.div_rn(tl.max(tl.abs(rotated), 0), largest_key),
             )
             tl.store(
                 latents + slot * latent_token + place, encoded(latent, scale, CODES), mask=place < K
             )
-            turned = tl.div_rn(turned, scale)
+            rotated = tl.div_rn(rotated, scale)
             tl.store(scales + slot, scale)
         else:
             tl.store(
@@ -104,7 +104,7 @@ def mla_prepare(
             )
         tl.store(
             keys + slot * key_token + channel,
-            rounded(turned, keys.dtype.element_ty),
+            rounded(rotated, keys.dtype.element_ty),
             mask=channel < R,
         )
 
@@ -152,12 +152,12 @@ def gqa_prepare(
         angle = token * (R // 2) + pair
         cosine = tl.load(cosines + angle, mask=turns, other=1.0)
         sine = tl.load(sines + angle, mask=turns, other=0.0) * sign
-        turned = rounded(one * cosine + other * sine, TYPE)
+        rotated = rounded(one * cosine + other * sine, TYPE)
         if head < heads:
-            tl.store(q + (token * heads + head) * D + channel, turned, mask=inside)
+            tl.store(q + (token * heads + head) * D + channel, rotated, mask=inside)
         else:
             store_head(
-                turned.to(tl.float32),
+                rotated.to(tl.float32),
                 keys,
                 key_scales,
                 slot * kv_heads + head - heads,

@@ -52,7 +52,7 @@ def quantize_rows(
 
 @triton.jit
 def step_of(largest):
-    """What a code of 1 stands for, in a row of numbers up to `largest`."""
+    """The value of code 1, in a row of numbers up to `largest`."""
     step = tl.div_rn(largest, 127.0)
     return tl.where(step == 0.0, 1.0, step)
 

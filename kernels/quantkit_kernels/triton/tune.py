@@ -220,7 +220,7 @@ def write_table(device: torch.device, path: Path, products: Products = MEASURED)
                 of_rows.append([count, list(astuple(fastest)) if fastest else [0] * 5])
                 yield (
                     f"16 bits {n} x {k}, {count} rows: "
-                    f"{told(choices, dense_plan(name, n, k, count), 'the library')}"
+                    f"{description(choices, dense_plan(name, n, k, count), 'the library')}"
                 )
             table.put("dense", (n, k), of_rows)
         for kind, n, k in (size for size in products.linears if size.kind != "dense"):
@@ -230,7 +230,7 @@ def write_table(device: torch.device, path: Path, products: Products = MEASURED)
                     rows[section].append([tokens, plan])
                 yield (
                     f"{kind} {n} x {k}, {tokens} tokens: "
-                    f"{told(found, linear_plan(name, processors, kind, n, k, tokens))}"
+                    f"{description(found, linear_plan(name, processors, kind, n, k, tokens))}"
                 )
             table.put("linear", (kind, n, k), rows["linear"])
             if rows["wgmma"]:
@@ -248,7 +248,7 @@ def write_table(device: torch.device, path: Path, products: Products = MEASURED)
             table.put("experts", size[:3], layers)
 
 
-def told(
+def description(
     found: Sequence[tuple[float, AnyPlan | DenseRowsPlan | None]],
     before: AnyPlan | DenseRowsPlan | None,
     without: str = "expanded",

@@ -153,7 +153,7 @@ def int4_plane(words, PLANE: tl.constexpr, DTYPE: tl.constexpr, NVIDIA: tl.const
 
 @triton.jit
 def fp4_plane(words, PLANE: tl.constexpr, NVIDIA: tl.constexpr):
-    """E2M1 codes of a plane times 2^-126: sign, exponent and mantissa stand where bfloat16 has
+    """E2M1 codes of a plane times 2^-126: sign, exponent and mantissa are where bfloat16 has
     them. Elsewhere than on NVIDIA's cards times 2^-14, as float16 has them: who computes in float32
     may flush numbers as small as the code for 0.5."""
     if NVIDIA:

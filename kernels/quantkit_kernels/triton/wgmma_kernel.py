@@ -1,6 +1,6 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
 """x @ W.T in int8 on Hopper, in Gluon, Triton's lower language. Of tl.dot in int8 Triton 3.6 waits
-for each product before it issues the next, and then the tensor units stand still; here one product
+for each product before it issues the next, and then the tensor cores idle; here one product
 is under way while the next is issued.
 
 Tiles of BM tokens and BN rows of the weight come by TMA into STAGES places of shared memory, a step

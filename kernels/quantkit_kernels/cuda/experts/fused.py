@@ -1,5 +1,5 @@
 """Routed experts of few tokens in 4 bits, in two launches: one computes both products, the other
-sums over each token's experts, or the norm behind them does."""
+sums over each token's experts, or the norm after them does."""
 
 import ctypes
 

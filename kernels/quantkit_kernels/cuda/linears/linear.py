@@ -92,7 +92,7 @@ class CudaLinear(Linear):
         return F.linear(x, full)
 
     def params(self, rows: int, y: Tensor) -> GemmParams:
-        """What kernels that read every weight once are told of a product into y [rows, N], but for
+        """Arguments, of a product, of kernels that read every weight once into y [rows, N], but for
         x and the plan."""
         params = self._params()
         params.m, params.epilogue, params.out = rows, STORE, y.data_ptr()

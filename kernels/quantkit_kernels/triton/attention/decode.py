@@ -30,7 +30,7 @@ their loads at once."""
 
 
 class Turning(NamedTuple):
-    """The rotary part of queries, not yet turned: [rows, heads, R]."""
+    """The rotary part of queries, not yet rotated: [rows, heads, R]."""
 
     pe: Tensor
     rotation: Rotation

@@ -16,7 +16,7 @@ from quantkit_kernels.triton.weights_kernel import dot, rounded, wait_for_input
 
 @triton.jit
 def turned_part(pe, cosines, sines, row, asked, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The rotary part of a row's heads at pe [HEADS], turned: [HEADS, R] of the type it has."""
+    """The rotary part of a row's heads at pe [HEADS], rotated: [HEADS, R] of the type it has."""
     channel = tl.arange(0, R)
     partner, pair, sign = partner_of(channel, R, INTERLEAVED)
     cosine = tl.load(cosines + row * (R // 2) + pair)
@@ -40,8 +40,8 @@ def attend_cached(
     SPLIT: tl.constexpr, CODES: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """q [rows, heads, D], and q_pe [rows, heads, R], not yet turned; keys of a token and key head D
-    numbers, and k_pe of a token R, turned. With R 0 values have D of their own, else keys are the
+    """q [rows, heads, D], and q_pe [rows, heads, R], not yet rotated; keys of a token and key head D
+    numbers, and k_pe of a token R, rotated. With R 0 values have D of their own, else keys are the
     values. scale: times log2(e). CODES: codes_kernel.py, with a scale for each token and key head,
     which with R 0 keys and values each have; the probabilities then take the values' scales, over
     the largest so far, along.
@@ -106,10 +106,10 @@ def attend_cached(
             k = decoded(k, CODES, query.dtype)
         scores = dot(query, tl.trans(k), tl.zeros((HEADS, TOKENS), tl.float32))
         if R > 0:
-            turned = tl.load(
+            rotated = tl.load(
                 k_pe + places[:, None] * k_pe_token + pe[None, :], mask=there[:, None], other=0.0
             )
-            scores = dot(rotary, tl.trans(turned), scores)
+            scores = dot(rotary, tl.trans(rotated), scores)
         if CODES:
             of_tokens = tl.load(key_scales + places * scales_token + kv_head, mask=there, other=0.0)
             scores *= of_tokens[None, :]

@@ -135,7 +135,7 @@ def mla_prefill(
     if not fits or q.numel() == 0 or not all(part.is_contiguous() for part in parts_of(cache)):
         return reference.mla_prefill(q, kv_b, rotation, cache, prompts, scale)
     tokens = torch.arange(len(q), device=q.device)
-    turned = rope(q[..., nope:], tokens, *rotation)
+    rotated = rope(q[..., nope:], tokens, *rotation)
     flat, of_head = by_slot(cache), nope + value
     rows = {
         "k_token": heads * of_head,
@@ -148,7 +148,7 @@ def mla_prefill(
         cached = entries(flat, part.slots).to(q.dtype)
         expanded = F.linear(cached[:, :latent], kv_b.flatten(0, 1))
         pe = {
-            "q_pe": turned,
+            "q_pe": rotated,
             "k_pe": cached[:, latent:],
             "pe_token": heads * rotary,
             "k_pe_token": latent + rotary,

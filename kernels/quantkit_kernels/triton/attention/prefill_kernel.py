@@ -97,8 +97,8 @@ def attend_prompts(
             )
         scores = dot(query, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
         if R > 0:
-            turned = tl.load(k_pe + places[:, None] * k_pe_token + pe_columns[None, :])
-            scores = dot(rotary, tl.trans(turned), scores)
+            rotated = tl.load(k_pe + places[:, None] * k_pe_token + pe_columns[None, :])
+            scores = dot(rotary, tl.trans(rotated), scores)
         top = tl.maximum(largest, tl.max(scores, 1) * scale)
         probabilities = tl.exp2(scores * scale - top[:, None])
         less = tl.exp2(largest - top)
@@ -134,12 +134,12 @@ def attend_prompts(
         )
         scores = dot(query, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
         if R > 0:
-            turned = tl.load(
+            rotated = tl.load(
                 k_pe + places[:, None] * k_pe_token + pe_columns[None, :],
                 mask=there[:, None],
                 other=0.0,
             )
-            scores = dot(rotary, tl.trans(turned), scores)
+            scores = dot(rotary, tl.trans(rotated), scores)
         seen = (at[None, :] <= positions[:, None]) & there[None, :]
         if WINDOWED:
             seen = seen & (at[None, :] > positions[:, None] - window)

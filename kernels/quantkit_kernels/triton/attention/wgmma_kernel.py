@@ -247,7 +247,7 @@ def consume(
             )
             following = gl.convert_layout(probabilities.to(DTYPE), LEFT)
             k_place, k_phase = next_place(k_place, k_phase, STAGES)
-            # Without a loop between, the assembler moves arithmetic behind the wait for products,
+            # Without a loop between, the assembler moves arithmetic after the wait for products,
             # and nothing runs beside them.
             mbarrier.wait(k_there.index(k_place), k_phase, pred=block + 1 < blocks)
             sums, p = warpgroup_mma_wait(num_outstanding=0, deps=(sums, following))
@@ -356,7 +356,7 @@ def attend_prompts(
             mbarrier.init(v_there.index(i), count=1)
             mbarrier.init(k_free.index(i), count=2)
             mbarrier.init(v_free.index(i), count=2)
-        # Only where partitions take turns: the memory of barriers that nobody waits for goes to the
+        # Only where partitions take turns: the memory of barriers without waiters goes to the
         # arguments of partitions, and where another process computed on the card a partition read a
         # barrier's first value there in place of how many keys it sees.
         if TURNS:

@@ -1,7 +1,7 @@
 // Grouped-query attention of one query per row over the paged cache, read where it lies: softmax(scale * q k) v.
 //
 // One launch. A unit is a row's heads that share keys, up to 16 of them. The work is counted in tiles, 64 tokens of a unit each. All tiles of
-// all units stand in one line, and every block gets an equal share of that line: many blocks read a long row, and rows of any lengths load the
+// all units form one sequence, and every block gets an equal share of that line: many blocks read a long row, and rows of any lengths load the
 // device evenly. Each of a block's four warps takes 16 tokens of a tile. It has a ring of copies of its own, which goes on from unit to unit,
 // and sums of its own; the warps meet only at the end of a unit. Where a unit lies in several shares, the block that finishes last merges its
 // parts, in the order of the tokens.
@@ -32,7 +32,7 @@ __device__ __forceinline__ Tokens tokens_of(const Unit& unit, long long tile) {
 }
 
 // In which row of keys [.., kv_heads] token `lane` of the warp's 16 lies; -1 where there are none. Tokens past the end repeat the last: their
-// probability is zero, and zero times what nobody wrote might be NaN.
+// probability is zero, and zero times unwritten memory might be NaN.
 __device__ __forceinline__ int look_up(const GqaDecode& p, const Unit& unit, long long tile) {
   const Tokens tokens = tokens_of(unit, tile);
   if (tokens.left <= 0) return -1;
@@ -41,7 +41,7 @@ __device__ __forceinline__ int look_up(const GqaDecode& p, const Unit& unit, lon
   return (page * p.block_size + token - block * p.block_size) * p.kv_heads + unit.kv_head;
 }
 
-// What the warps tell each other at the end of a unit: of each head largest score and sum, their share of the block's, and the block's own.
+// What the warps exchange at the end of a unit: of each head largest score and sum, their share of the block's, and the block's own.
 struct Found { float largest[kWarps][kHeads], total[kWarps][kHeads], share[kWarps][kHeads], top[kHeads], sum[kHeads]; };
 
 // The warps' sums as one, in `merged` [16][D + 8]. They are put together in turns; with up to 8 heads by two warps at a time, in two sums of 8

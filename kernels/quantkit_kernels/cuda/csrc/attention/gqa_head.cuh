@@ -1,4 +1,4 @@
-// What grouped-query attention is prepared from, and how one head of a token is normed and turned. Arithmetic is float32.
+// What grouped-query attention is prepared from, and how one head of a token is normed and rotated. Arithmetic is float32.
 #pragma once
 
 #include <stdint.h>
@@ -18,8 +18,8 @@ struct GqaPrepare {
 
 namespace {
 
-// x, turned by an angle of this cosine and sine. Which products are rounded before they are added is every kernel's, so their results are equal to the bit.
-__device__ __forceinline__ float2 turned(float2 x, float c, float s) {
+// x, rotated by an angle of this cosine and sine. Which products are rounded before they are added is every kernel's, so their results are equal to the bit.
+__device__ __forceinline__ float2 rotated(float2 x, float c, float s) {
   return make_float2(__fmaf_rn(x.x, c, -__fmul_rn(x.y, s)), __fmaf_rn(x.x, s, __fmul_rn(x.y, c)));
 }
 

@@ -1,5 +1,5 @@
 // What becomes of a token's queries, keys and values before grouped-query attention: queries and keys are normed, where the model norms them,
-// and turned; keys and values go into the cache, or what 8 bits hold of them (codes.py). Arithmetic is float32. Of few tokens a warp takes a head,
+// and rotated; keys and values go into the cache, or what 8 bits hold of them (codes.py). Arithmetic is float32. Of few tokens a warp takes a head,
 // which is what is here; of many a block takes a token (gqa_prepare_prompts.cuh).
 
 #include <cuda_bf16.h>
@@ -30,14 +30,14 @@ template <class T> struct Head {
   __device__ __forceinline__ T* query_row(const GqaPrepare& p) const { return (T*)p.q + ((size_t)token * p.heads + head) * p.d; }
   __device__ __forceinline__ size_t cache_row(const GqaPrepare& p) const { return (size_t)p.slots[token] * p.kv_heads + head - p.heads - (key ? 0 : p.kv_heads); }
 
-  // take(i, value) for every channel of a query or key, normed and turned, of which this lane has some. factor: of its norm.
+  // take(i, value) for every channel of a query or key, normed and rotated, of which this lane has some. factor: of its norm.
   template <class Take> __device__ __forceinline__ void each(const GqaPrepare& p, float factor, const Take& take) const {
     const T* gains = (const T*)(query ? p.q_norm : p.k_norm);
     const auto normed = [&](int i) { return gains ? float(from[i]) * factor * float(gains[i]) : float(from[i]); };
     const int half = p.rope / 2;
     for (int i = lane; i < half; i += 32) {
       const int2 at = channels_of(i, p.rope, p.interleaved);
-      const float2 y = turned(make_float2(normed(at.x), normed(at.y)), p.cosines[(size_t)token * half + i], p.sines[(size_t)token * half + i]);
+      const float2 y = rotated(make_float2(normed(at.x), normed(at.y)), p.cosines[(size_t)token * half + i], p.sines[(size_t)token * half + i]);
       take(at.x, y.x), take(at.y, y.y);
     }
     for (int i = p.rope + lane; i < p.d; i += 32) take(i, normed(i));

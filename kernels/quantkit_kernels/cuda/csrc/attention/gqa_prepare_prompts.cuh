@@ -16,7 +16,7 @@ template <class T> int token_bytes(const GqaPrepare& p) { return (p.heads + 2 * 
 // Whether a block takes a token: with few tokens a warp a head is sooner done.
 template <class T> bool by_tokens(const GqaPrepare& p) { return p.tokens >= kFewestTokens && p.d <= kWidestHead && token_bytes<T>(p) <= kMostTokenBytes; }
 
-// `count` heads of a token, side by side at `heads`, normed with `gains` [d] where they are given, and turned. Each warp takes every eighth.
+// `count` heads of a token, side by side at `heads`, normed with `gains` [d] where they are given, and rotated. Each warp takes every eighth.
 // PAIRS: of channels that a lane turns, at most; if WHOLE, just so many, of halves of all of a head.
 template <class T, int PAIRS, bool WHOLE> __device__ __forceinline__ void turn_heads(T* heads, int count, const T* gains, int token, const GqaPrepare& p) {
   const int lane = threadIdx.x & 31, d = WHOLE ? 64 * PAIRS : p.d, rope = WHOLE ? d : p.rope, half = rope / 2;
@@ -47,7 +47,7 @@ template <class T, int PAIRS, bool WHOLE> __device__ __forceinline__ void turn_h
       const int2 at = channels_of(i, rope, interleaved);
       float2 x = make_float2(float(one[at.x]), float(one[at.y]));
       if (gains) x.x = x.x * factor * gain[j].x, x.y = x.y * factor * gain[j].y;
-      const float2 y = turned(x, angle[j].x, angle[j].y);
+      const float2 y = rotated(x, angle[j].x, angle[j].y);
       one[at.x] = T(y.x), one[at.y] = T(y.y);
     }
     if (!gains) continue;

@@ -11,7 +11,7 @@
 
 namespace {
 
-// 16 bytes of this thread's, or zeros. The L2 is told to fetch 128 bytes at a time: long contexts are read 2 % faster so.
+// 16 bytes of this thread's, or zeros. The L2 prefetches 128 bytes at a time: long contexts are read 2 % faster so.
 __device__ __forceinline__ void copy16_or_zeros(uint32_t to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }

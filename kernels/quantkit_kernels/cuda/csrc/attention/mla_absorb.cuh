@@ -1,4 +1,4 @@
-// Queries that read latents: multiplied with W_UK, their rotary part turned.
+// Queries that read latents: multiplied with W_UK, their rotary part rotated.
 #pragma once
 
 #include "attention/mla_sizes.cuh"
@@ -24,7 +24,7 @@ template <class T> __device__ __forceinline__ void turn(const T* q, const float*
   }
 }
 
-// out[token, head] = [q_nope W_UK, turned q_pe]. A block per head, 64 columns and AT_ONCE tokens, and others for the rotary part.
+// out[token, head] = [q_nope W_UK, rotated q_pe]. A block per head, 64 columns and AT_ONCE tokens, and others for the rotary part.
 template <class T, int AT_ONCE>
 __global__ void __launch_bounds__(kAbsorbThreads) absorb(const T* q, const T* kv_b, const float* cosines, const float* sines, T* out, int tokens, int heads, int interleaved) {
   constexpr int groups = AT_ONCE / 8;  // of eight tokens

@@ -2,7 +2,7 @@
 //
 // A tile is nine panels of 64 columns, in which a token has 128 bytes, as wgmma reads them. Of scores [tokens, heads] the tokens are A's rows, of
 // sums [latents, heads] the same panels are A transposed; queries and probabilities are B. So a latent is copied once and lies once.
-// One warpgroup computes scores and probabilities, two have half of the sums each and may be a tile behind it, one copies.
+// One warpgroup computes scores and probabilities, two have half of the sums each and may lag one tile, one copies.
 #pragma once
 
 #include "attention/mla_sizes.cuh"
@@ -48,7 +48,7 @@ __device__ __forceinline__ void fill_ring(const T* q, const T* cache, const Atte
   const auto look_up = [&](const T* (&from)[kTokens / 16], int tile) {
 #pragma unroll
     for (int j = 0; j < kTokens / 16; ++j) {
-      // Tokens past the end repeat the last: their probability is zero, and zero times what nobody wrote might be NaN.
+      // Tokens past the end repeat the last: their probability is zero, and zero times unwritten memory might be NaN.
       const int token = min(part.first + tile * kTokens + j * 16 + r, part.end - 1), block = token / p.block_size;
       from[j] = cache + ((size_t)p.table[(row * p.table_width + block) * p.table_stride] * p.block_size + token - block * p.block_size) * kEntry + chunk * 8;
     }
@@ -288,7 +288,7 @@ template <class T, int HEADS> __global__ void __maxnreg__(kRegisters) attend(con
 #pragma unroll
         for (int i = 0; i < groups; ++i) sums[m][4 * i] *= less[i].x, sums[m][4 * i + 1] *= less[i].y, sums[m][4 * i + 2] *= less[i].x, sums[m][4 * i + 3] *= less[i].y;
     }
-    // Two paths, each without a branch: behind one no product would begin before the product before it has ended.
+    // Two paths, each without a branch: after a branch no product would begin before the product before it has ended.
     if (here >= kTokens) add_latents<T, kTokens / 16>(sums, latents, probabilities);
     else
 #pragma unroll 1

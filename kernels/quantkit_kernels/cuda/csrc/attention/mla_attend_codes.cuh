@@ -266,7 +266,7 @@ template <class T, class Code> __global__ void __launch_bounds__(kThreads, 1) at
   const int begin = split < parts ? tiles * split / parts : 0, count = split < parts ? tiles * (split + 1) / parts - begin : 0;
   const int turns = (count + 1 - group) / 2;
 
-  // Tokens past the end repeat the last: their probability is zero, and zero times what nobody wrote might be NaN.
+  // Tokens past the end repeat the last: their probability is zero, and zero times unwritten memory might be NaN.
   const auto first_token = [&](int turn) { return (begin + group + 2 * turn) * kCodeTile; };
   const auto look_up = [&](int turn) {
     const int token = min(first_token(turn) + warp * 16 + lane % 16, length - 1), block = token / p.block_size;

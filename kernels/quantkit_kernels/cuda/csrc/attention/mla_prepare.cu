@@ -1,5 +1,5 @@
 // What becomes of a token's low-rank projection [query, latent, rotary key] before attention: the query part is normed, latent (normed) and
-// rotary key (turned) go into the cache, or what 8 bits hold of them (codes.py). Arithmetic is float32.
+// rotary key (rotated) go into the cache, or what 8 bits hold of them (codes.py). Arithmetic is float32.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -43,7 +43,7 @@ template <class T> __device__ void norm_row(const T* from, const T* weight, cons
   }
 }
 
-// The latent of `row` [kv_lora + rope], normed, and the rotary key behind it, turned, go into `entry`. angles: where the token's begin in the
+// The latent of `row` [kv_lora + rope], normed, and the rotary key after it, rotated, go into `entry`. angles: where the token's begin in the
 // tables. gains: as `first_gains` gives them. All threads of a block.
 template <class T> __device__ void cache_token(const MlaPrepare& p, const T* row, const Eight<T>& gains, T* entry, int angles) {
   const int half = p.rope / 2;

@@ -112,7 +112,7 @@ template <class T, int AHEAD, int BLOCKS, int VALUES, bool SHARED> __global__ vo
   let_successor_start();
 
   PartWeights weights_of;
-  weights_of.request(p.found + place, parts, lane);  // before the parts, behind which they would come later
+  weights_of.request(p.found + place, parts, lane);  // before the parts, after which they would arrive later
   merge.request(first);
   weights_of.store(shares + warp * p.splits, parts, lane);
   float4 sum[quads] = {};

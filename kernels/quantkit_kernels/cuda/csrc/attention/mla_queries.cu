@@ -78,7 +78,7 @@ template <int FMT, class T, int G, int MT> __global__ void __launch_bounds__(Lay
   const int rows = p.wn * 32, pitch = rows + 4, wk = kMathWarps / p.wn, warp_n = warp % p.wn, warp_k = warp / p.wn;
   const int first = (blockIdx.x - p.m) * rows, present = min(p.wn, (p.n - first) / 32), chunks = p.k / 128;
   static_assert((D::places - kMostPieces * 2) * D::place >= kMostPieces * 512);
-  char *ring = shared + D::weights, *gains = ring + kMostPieces * 2 * D::place;  // behind the chunks of the longest row
+  char *ring = shared + D::weights, *gains = ring + kMostPieces * 2 * D::place;  // after the chunks of the longest row
   auto* red = reinterpret_cast<float*>(shared);  // [warp along K][token][pitch], once the rings are done with
   const auto* factors = reinterpret_cast<const float*>(shared + D::factors_at);
 

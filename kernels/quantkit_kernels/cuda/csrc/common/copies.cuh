@@ -1,4 +1,4 @@
-// Copies into shared memory that run beside the program, and the barriers that tell when they are done.
+// Copies into shared memory that run asynchronously, and the barriers that signal their completion.
 
 #pragma once
 

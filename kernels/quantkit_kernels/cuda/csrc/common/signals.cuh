@@ -1,7 +1,7 @@
 // Sums that blocks hand over to one another through memory, each its own signal.
 //
 // Where a sum will be lies kNothing until it is there, and who reads it leaves kNothing again. So no block waits until its sums are in memory
-// before it tells of them, and none asks for them after it was told. Who waits must be started after the others, or be there with all of them.
+// before it signals them, and none reads them after it was signalled. Who waits must be started after the others, or be there with all of them.
 
 #pragma once
 

@@ -30,7 +30,7 @@ template <class Acc, int MANY> __device__ __forceinline__ void wgmma_done(Acc (&
   }
 }
 
-// What an instruction is told about tokens at `address`: rows of 128 bytes with the swizzle above, 1024 bytes to the next eight.
+// The descriptor that an instruction takes of tokens at `address`: rows of 128 bytes with the swizzle above, 1024 bytes to the next eight.
 __device__ __forceinline__ uint64_t tokens_at(uint32_t address) { return (1ull << 62) | (64ull << 32) | (1ull << 16) | (address >> 4); }
 
 // The same so many bytes further on.
@@ -107,18 +107,18 @@ QK_WGMMA_OF(128, 64)
 QK_WGMMA_OF(160, 80)
 QK_WGMMA_OF(256, 128)
 
-#define QK_WGMMA_SHARED(shape_and_types, sums, turned)                                                                                    \
+#define QK_WGMMA_SHARED(shape_and_types, sums, transposed)                                                                                    \
   asm volatile("{.reg .pred add; setp.eq.u32 add, 0, 0; wgmma.mma_async.sync.aligned." shape_and_types " {" QK_NAMES_##sums               \
-               "}, " QK_BOTH_##sums ", add, 1, 1, " turned ", 0;}" : QK_SUMS_##sums("+f", 0) : "l"(a), "l"(tokens))
+               "}, " QK_BOTH_##sums ", add, 1, 1, " transposed ", 0;}" : QK_SUMS_##sums("+f", 0) : "l"(a), "l"(tokens))
 #define QK_WGMMA_SHARED_OF(n, sums)                                                                                                       \
-  template <class T, bool TURNED> __device__ __forceinline__ void wgmma_shared(float (&d)[sums], uint64_t a, uint64_t tokens) {           \
-    if constexpr (std::is_same_v<T, __half> && TURNED) QK_WGMMA_SHARED("m64n" #n "k16.f32.f16.f16", sums, "1");                           \
+  template <class T, bool TRANSPOSED> __device__ __forceinline__ void wgmma_shared(float (&d)[sums], uint64_t a, uint64_t tokens) {           \
+    if constexpr (std::is_same_v<T, __half> && TRANSPOSED) QK_WGMMA_SHARED("m64n" #n "k16.f32.f16.f16", sums, "1");                           \
     else if constexpr (std::is_same_v<T, __half>) QK_WGMMA_SHARED("m64n" #n "k16.f32.f16.f16", sums, "0");                                \
-    else if constexpr (TURNED) QK_WGMMA_SHARED("m64n" #n "k16.f32.bf16.bf16", sums, "1");                                                 \
+    else if constexpr (TRANSPOSED) QK_WGMMA_SHARED("m64n" #n "k16.f32.bf16.bf16", sums, "1");                                                 \
     else QK_WGMMA_SHARED("m64n" #n "k16.f32.bf16.bf16", sums, "0");                                                                       \
   }
 
-// d += a * tokens, both in shared memory: `a` as tokens lie, 64 rows of it, or TURNED, 16 rows along K of 64 values each.
+// d += a * tokens, both in shared memory: `a` as tokens lie, 64 rows of it, or TRANSPOSED, 16 rows along K of 64 values each.
 QK_WGMMA_SHARED_OF(16, 8)
 QK_WGMMA_SHARED_OF(32, 16)
 

@@ -197,7 +197,7 @@ struct Job {
 constexpr int kClaimsRoom = 4;
 
 // The strips of down that a warp has claimed: they are claimed when their weights are to be asked for, which is up to two of them before the
-// warp multiplies. The device's counter is asked ahead, so that nobody waits for it. FEW: each warp has its strips beforehand, without it.
+// warp multiplies. The device's counter is read ahead, so that no warp waits for it. FEW: each warp has its strips beforehand, without it.
 template <bool FEW> struct Claims {
   static constexpr uint32_t none = 0xffffffffu;
   uint32_t place;  // in shared memory, kClaimsRoom words of the warp's own

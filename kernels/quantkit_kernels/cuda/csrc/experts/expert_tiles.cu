@@ -4,7 +4,7 @@
 // As in tile_per_block.cu W is the A operand of wgmma, decoded from shared memory into registers. Here a block stays on its multiprocessor and
 // computes one unit, 128 rows by the tokens of a tile, after the other. Its two teams, a warpgroup each, take units in turns: one writes its
 // results while the other multiplies. A warp keeps a ring filled for both, in the order of units, and runs ahead of them from unit to unit. A
-// barrier tells one round of the ring from the next only, so a team may look at the ring when the other has seen all of its own stages. The two
+// barrier distinguishes one round of the ring from the next only, so a team may look at the ring when the other has seen all of its own stages. The two
 // blocks of a cluster have units of the same tokens, and each copies half of them into both: with 128 x 128 a block the L2 cache could not
 // bring both operands as fast as they are multiplied.
 //

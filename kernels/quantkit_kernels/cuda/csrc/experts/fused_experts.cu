@@ -24,7 +24,7 @@
 
 namespace {
 
-constexpr int kDoneStride = 16;  // ints from one entry's counter to the next: a sector of its own each, the first behind that of claimed strips
+constexpr int kDoneStride = 16;  // ints from one entry's counter to the next: a sector of its own each, the first after that of claimed strips
 
 // Where there are fewer, strips of down are dealt out beforehand, too: all warps would ask the counter at once. On a rank of R1's four 36 pairs
 // lost some 2 us of 58 by claims, 72 gained 2 of 106, and 288 gained 12 of 264.

@@ -1,7 +1,7 @@
 // y[M, N] = x[M, K] @ W[N, K]^T in INT8. A block stays on its multiprocessor and computes one tile after the other.
 //
 // A tile is `STRIPS` strips of 64 rows of W by `NT` tokens; wgmma reads both from shared memory. The two warpgroups of a block that multiply
-// take turns: while one writes its results, the other has the tensor cores alone. The third fills the ring, tile after tile. A barrier tells
+// take turns: while one writes its results, the other has the tensor cores alone. The third fills the ring, tile after tile. A barrier distinguishes
 // one round of the ring from the next, but not from the one after it, so a warpgroup may look at the ring only when the other has seen all of
 // its own stages. The two blocks of a cluster have tiles of the same tokens, or of the same strips; each block copies one half of what they
 // share into both.
@@ -195,7 +195,7 @@ __device__ __forceinline__ void multiply(const TileParams& p, const CUtensorMap&
     if (lane < 2) arrive_there(released + last * 8);
   };
 
-  // A token's 64 results of a strip are 128 bytes, 16-byte chunk c at place c ^ (token % 8). As many boxes as there is room for are turned
+  // A token's 64 results of a strip are 128 bytes, 16-byte chunk c at place c ^ (token % 8). As many boxes as there is room for are transposed
   // into results first and written at once then: waiting for copies, for one another and for shared memory is what takes long.
   const uint32_t to = shared_address(staged) + ((lane >> 4) * 8 + lane % 8) * 128 + ((warp * 2 + (lane >> 3 & 1)) ^ (lane % 8)) * 16;
   constexpr int of_strip = W / kBox, boxes = STRIPS * of_strip;

@@ -22,7 +22,7 @@ template <int FMT, int G, int MT> struct Layout {
   static constexpr int groups = FMT == kInt4 ? 128 / G : 0;
   static constexpr int sums = groups * tokens * 4, place = tokens * pitch + sums;  // bytes of a chunk
   static constexpr int places = kMathWarps, ahead = places / 4;  // chunks in the ring, those of a helper on their way
-  static constexpr int steps = 3;                           // of a warp's weights on their way: behind more of them x comes later
+  static constexpr int steps = 3;                           // of a warp's weights in flight: with more of them x arrives later
   static constexpr int weights = kMathWarps * steps * S::step_bytes;
   static constexpr int barriers_at = weights + places * place, factors_at = barriers_at + places * 16;
   static constexpr int bytes = factors_at + kMathWarps * 32 * 4;
@@ -81,7 +81,7 @@ template <int G, int MT> __device__ __forceinline__ void write_sums(uint32_t chu
   if (lane < 4) asm volatile("st.shared.v2.f32 [%0], {%1,%2};" :: "r"(at), "f"(first), "f"(second) : "memory");
 }
 
-// Sums of x over the groups of a chunk, which lie behind it: by products with ones, whose rows are all the same. Those of a whole chunk are
+// Sums of x over the groups of a chunk, which lie after it: by products with ones, whose rows are all the same. Those of a whole chunk are
 // two that do not wait for each other.
 template <class T, int G, int MT> __device__ __forceinline__ void add_up_tokens(uint32_t chunk) {
   using D = Layout<kInt4, G, MT>;

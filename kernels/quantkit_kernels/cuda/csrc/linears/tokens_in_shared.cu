@@ -25,7 +25,7 @@
 
 namespace {
 
-// A warp that brings x: every `kCopyWarps`th chunk of the block's, which begin at `x`, when its place is free, and tells when it is there.
+// A warp that brings x: every `kCopyWarps`th chunk of the block's, which begin at `x`, when its slot is free, and signals when it has arrived.
 template <int FMT, class T, int G, int MT>
 __device__ __forceinline__ void bring_tokens(const GemmParams& p, const char* x, int helper, int chunks, uint32_t ring, uint32_t filled, uint32_t emptied) {
   using D = Layout<FMT, G, MT>;

@@ -11,7 +11,7 @@ namespace {
 
 using bf16 = __nv_bfloat16;
 
-// Pairs (x[2i], x[2i + 1]), or (x[i], x[i + half]), turned by the angle of pair i at the token's position. x has strides over tokens and
+// Pairs (x[2i], x[2i + 1]), or (x[i], x[i + half]), rotated by the angle of pair i at the token's position. x has strides over tokens and
 // heads; out is contiguous.
 template <class T, class Position>
 __global__ void rope(const T* x, const Position* positions, const float* cosines, const float* sines, T* out, int tokens, int heads, int half, int interleaved,

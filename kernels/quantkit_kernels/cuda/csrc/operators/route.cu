@@ -20,7 +20,7 @@ struct RouteParams {
 
 namespace {
 
-// Numbers in the order of the floats they stand for. Zero is below all of them.
+// Numbers in the order of the floats they represent. Zero is below all of them.
 __device__ __forceinline__ uint32_t ordered(float v) {
   const uint32_t bits = __float_as_uint(v);
   return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
