@@ -357,9 +357,9 @@ def test_plans_are_found_where_the_cache_is_closed(
 def test_what_the_plan_until_now_took_is_told_where_another_is_faster() -> None:
     few, more = cards.LinearPlan(64, 16, 4, 2, 3), cards.LinearPlan(64, 16, 1, 4, 3)
     found = [(1e-6, few), (2e-6, None), (3e-6, more)]
-    assert tune.told(found, few) == f"1.0 us, {few}"
-    assert tune.told(found, more) == f"1.0 us, {few}; until now 3.0 us, {more}"
-    assert tune.told(found, None) == f"1.0 us, {few}; until now 2.0 us, expanded"
+    assert tune.description(found, few) == f"1.0 us, {few}"
+    assert tune.description(found, more) == f"1.0 us, {few}; until now 3.0 us, {more}"
+    assert tune.description(found, None) == f"1.0 us, {few}; until now 2.0 us, expanded"
 
 
 def test_experts_of_many_tokens_are_compiled_ahead_as_those_of_one_are() -> None:
