@@ -41,7 +41,7 @@ from r1_guesses import PUBLISHED, DraftingEngine
 from r1_synthetic import R1, TINY, SyntheticWeights
 
 from quantkit.checkpoint.hub import find_model
-from quantkit.common.devices import sent
+from quantkit.common.devices import to_device
 from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.parallel import SINGLE
 from quantkit.executor.runner.grammar_masks import Asked, Masks
@@ -99,7 +99,7 @@ class HeldChooser(Chooser):
                     )
                     wanted.append(guess if right and may_come else -1)
             wanted.append(-1)
-        told = sent(wanted, chosen.token_ids.device)
+        told = to_device(wanted, chosen.token_ids.device)
         return chosen._replace(token_ids=torch.where(told < 0, chosen.token_ids, told))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from made_engine import led
 
-from quantkit.common.devices import sent
+from quantkit.common.devices import to_device
 from quantkit.evaluation.speed.engine import EngineTarget
 from quantkit.evaluation.speed.measure import RequestTimes
 from quantkit.evaluation.speed.workload import Workload
@@ -73,7 +73,7 @@ class DrawnChooser(Chooser):
                 right = random.Random(sequence.seed + place).random() < self._engine.acceptance
                 wanted.append(guess if right else (guess + 1) % self._vocab)
             wanted.append(-1)
-        told = sent(wanted, chosen.token_ids.device)
+        told = to_device(wanted, chosen.token_ids.device)
         return chosen._replace(token_ids=torch.where(told < 0, chosen.token_ids, told))
 
 

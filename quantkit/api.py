@@ -17,8 +17,14 @@ from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.checkpoint.hub import find_model, plain_name
 from quantkit.checkpoint.remote import open_headers
 from quantkit.common.errors import QuantkitError
-from quantkit.common.progress import Event, OnEvent, Progress, silent
-from quantkit.common.progress_line import Meter, somebody_looks
+from quantkit.common.progress import (
+    Event,
+    OnEvent,
+    Progress,
+    ProgressLine,
+    ignore_event,
+    is_interactive,
+)
 from quantkit.common.sizes import parse_bytes, parse_share
 from quantkit.diagnosis.inspect import Inspection, describe
 from quantkit.engines.check import check_checkpoint
@@ -351,10 +357,10 @@ def perplexity(
 def _listening(name: str, on_event: OnEvent | None) -> Iterator[OnEvent]:
     """Who is told of a quantization or conversion: the caller's function, else a line where
     somebody looks."""
-    if on_event is not None or not somebody_looks():
-        yield on_event or silent
+    if on_event is not None or not is_interactive():
+        yield on_event or ignore_event
         return
-    with Meter(name) as meter:
+    with ProgressLine(name) as meter:
 
         def show(event: Event) -> None:
             if isinstance(event, Progress):
@@ -367,15 +373,15 @@ def _listening(name: str, on_event: OnEvent | None) -> Iterator[OnEvent]:
 def _counting(name: str) -> Iterator[Callable[[str, int, int], None] | None]:
     """Who is told how many of a stage's things are done: a line for each stage where somebody
     looks."""
-    if not somebody_looks():
+    if not is_interactive():
         yield None
         return
     with ExitStack() as shown:
-        meters: dict[str, Meter] = {}
+        meters: dict[str, ProgressLine] = {}
 
         def show(stage: str, done: int, total: int) -> None:
             if stage not in meters:
-                meters[stage] = shown.enter_context(Meter(f"{name}, {stage}"))
+                meters[stage] = shown.enter_context(ProgressLine(f"{name}, {stage}"))
             meters[stage].show(done / max(total, 1), f"{done:,} of {total:,}")
 
         yield show

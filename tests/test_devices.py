@@ -8,7 +8,13 @@ import pytest
 import torch
 from packed_model import write_random
 
-from quantkit.common.devices import dtype_named, find_device, find_dtype, make_current, take_device
+from quantkit.common.devices import (
+    find_device,
+    find_dtype,
+    parse_dtype,
+    select_device,
+    set_current_device,
+)
 from quantkit.common.errors import QuantkitError
 from quantkit.executor import engine
 from quantkit.executor.sampling.params import SamplingParams
@@ -18,7 +24,7 @@ from quantkit.executor.sampling.params import SamplingParams
     ("short", "long"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")]
 )
 def test_a_dtype_has_a_short_name_and_torchs(short: str, long: str) -> None:
-    assert dtype_named(short) == dtype_named(long) == getattr(torch, long)
+    assert parse_dtype(short) == parse_dtype(long) == getattr(torch, long)
     assert find_dtype(short, torch.device("cpu")) == getattr(torch, long)
 
 
@@ -27,7 +33,7 @@ def test_another_name_is_refused(name: str) -> None:
     with pytest.raises(
         QuantkitError, match=r"is not known; use float32, bfloat16, float16, or fp32, bf16, fp16"
     ):
-        dtype_named(name)
+        parse_dtype(name)
 
 
 @pytest.fixture
@@ -57,10 +63,10 @@ def test_who_computes_on_a_gpu_makes_it_the_current_one(
         monkeypatch.setenv("LOCAL_RANK", rank)
     assert find_device(name) == torch.device("cuda", number)
     assert not four_gpus, "who only asks changes nothing"
-    assert take_device(name) == torch.device("cuda", number)
+    assert select_device(name) == torch.device("cuda", number)
     assert four_gpus == [torch.device("cuda", number)]
-    make_current(take_device("cpu:0"))
-    assert take_device("cpu:0") == torch.device("cpu")
+    set_current_device(select_device("cpu:0"))
+    assert select_device("cpu:0") == torch.device("cpu")
     assert len(four_gpus) == 1
 
 
@@ -72,7 +78,7 @@ def test_a_device_that_is_not_there_is_refused(name: str, four_gpus: list[torch.
         QuantkitError,
         match=f"there is no device {name} here; this machine has (cuda:0 to cuda:3|cpu:0)$",
     ):
-        take_device(name)
+        select_device(name)
     assert not four_gpus
 
 
@@ -83,7 +89,7 @@ def test_more_ranks_than_gpus_are_refused(
     with pytest.raises(
         QuantkitError, match="there is no device cuda:4 here; this machine has cuda:0 to cuda:3"
     ):
-        take_device("auto")
+        select_device("auto")
 
 
 def test_an_engine_computes_on_its_own_device_in_any_thread(
@@ -94,7 +100,7 @@ def test_an_engine_computes_on_its_own_device_in_any_thread(
         guessed_models.load(write_random(tmp_path / "model", guessed_models.LLAMA)),
         list[torch.device](),
     )
-    monkeypatch.setattr(engine, "make_current", current.append)
+    monkeypatch.setattr(engine, "set_current_device", current.append)
     guessed_models.tokens(loaded, SamplingParams(max_new_tokens=2, ignore_eos=True), [[7, 8, 9]])
     assert current
     assert set(current) == {loaded.loaded.device}

@@ -22,7 +22,7 @@ from quantkit.calibrate.coded_cache import CodedCache, best_step, best_steps
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
-from quantkit.common.progress import Event, Progress, silent
+from quantkit.common.progress import Event, Progress, ignore_event
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.diagnosis.inspect import describe
 from quantkit.engines.check import check_checkpoint
@@ -67,7 +67,7 @@ def run(
     out: Path,
     text: Path,
     scheme: str = "int8-a8w8c8",
-    on_event: Callable[[Event], None] = silent,
+    on_event: Callable[[Event], None] = ignore_event,
 ) -> Path:
     recipe = Recipe(scheme=scheme, calibration=str(text), output_curvature=False, **SMALL)
     return quantize(

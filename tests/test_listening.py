@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from commands import command
 
-from quantkit.common.bind import address, bound
+from quantkit.common.bind import bind, url_address
 from quantkit.common.errors import QuantkitError
 
 
 def test_an_ipv6_host_has_brackets() -> None:
-    assert (address("::1", 8000), address("127.0.0.1", 80), address("box", 1)) == (
+    assert (url_address("::1", 8000), url_address("127.0.0.1", 80), url_address("box", 1)) == (
         "[::1]:8000",
         "127.0.0.1:80",
         "box:1",
@@ -23,7 +23,7 @@ def test_an_ipv6_host_has_brackets() -> None:
         port = listening.getsockname()[1]
         with (
             pytest.raises(QuantkitError, match=rf"cannot serve on \[::1\]:{port}"),
-            bound("::1", port),
+            bind("::1", port),
         ):
             pass
 
@@ -35,14 +35,14 @@ def taken() -> Iterator[int]:
 
 
 def test_nobody_connects_before_somebody_listens() -> None:
-    with bound("127.0.0.1", 0) as (one,):
-        address = one.getsockname()
+    with bind("127.0.0.1", 0) as (one,):
+        url_address = one.getsockname()
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(address, timeout=5)
+            socket.create_connection(url_address, timeout=5)
         one.listen()
-        socket.create_connection(address, timeout=5).close()
+        socket.create_connection(url_address, timeout=5).close()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(address, timeout=5)
+        socket.create_connection(url_address, timeout=5)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_nobody_connects_before_somebody_listens() -> None:
     [("203.0.113.7", "Cannot assign requested address"), ("no host", "cannot serve on no host:1")],
 )
 def test_an_address_of_another_machine(host: str, said: str) -> None:
-    with pytest.raises(QuantkitError, match=said), bound(host, 1):
+    with pytest.raises(QuantkitError, match=said), bind(host, 1):
         pass
 
 

@@ -375,7 +375,7 @@ def test_devices_are_read_and_faults_told() -> None:
     for text in ("8x", "0", "0x64GiB", "8x64", "8xGiB", "8x-1GiB", ""):
         with pytest.raises(
             QuantkitError,
-            match=r"devices '.*' make no sense; write 8, 8x64GiB, 8xH100, 8x910B1 or cpu|is no size",
+            match=r"devices '.*' make no sense; write 8, 8x64GiB, 8xH100, 8x910B1 or cpu|is not a size",
         ):
             read_devices(text)
 

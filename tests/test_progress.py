@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.common.progress import TimeLeft
-from quantkit.common.progress_line import Meter
+from quantkit.common.progress import ProgressLine, TimeLeft
 
 
 class Clock:
@@ -63,7 +62,7 @@ def test_what_is_expected_counts_at_first() -> None:
 
 def shown(stream: io.StringIO, seconds: float, steps: int) -> list[str]:
     clock = Clock()
-    with Meter("working", stream=stream, clock=clock) as meter:
+    with ProgressLine("working", stream=stream, clock=clock) as meter:
         for step in range(1, steps + 1):
             clock.now += seconds / steps
             meter.show(step / steps, f"part {step}\x1b[31m")
@@ -102,7 +101,7 @@ def test_a_notebook_gets_one_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     monkeypatch.setitem(sys.modules, "IPython.display", module)
     clock = Clock()
-    with Meter("working", clock=clock) as meter:
+    with ProgressLine("working", clock=clock) as meter:
         for step in range(1, 5):
             clock.now += 10
             meter.show(step / 4)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from quantkit.common.result import Result
-from quantkit.common.sizes import byte_unit, size, span
+from quantkit.common.sizes import byte_unit, format_bytes, format_duration
 from quantkit.evaluation.distance.quality import Quality
 
 
@@ -57,7 +57,7 @@ def test_values_are_neither_markup_nor_obeyed() -> None:
     ],
 )
 def test_sizes_have_a_unit_that_fits(count: float, shown: str) -> None:
-    assert size(count) == shown
+    assert format_bytes(count) == shown
 
 
 def test_a_table_of_sizes_has_one_unit() -> None:
@@ -80,4 +80,4 @@ def test_a_table_of_sizes_has_one_unit() -> None:
     ],
 )
 def test_spans_have_two_units(seconds: float, shown: str) -> None:
-    assert span(seconds) == shown
+    assert format_duration(seconds) == shown

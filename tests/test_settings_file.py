@@ -26,7 +26,7 @@ FAULTS = {
     b"a: 1\nsize: {": "line 2: ",
     b"size: many": "size: Input should be a valid integer",
     b"size: 1\nsise: 2": "sise: Extra inputs are not permitted",
-    b"size: 1\nother: 2\nsize: 3": "line 3: size stands twice",
+    b"size: 1\nother: 2\nsize: 3": "line 3: size appears twice",
     b"size: 1\nshare: .inf": "share: Input should be a finite number",
     b"size: 1\nshare: .nan": "share: Input should be a finite number",
     b"{}": "size: Field required",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from commands import command
 
-from quantkit.common.atomic_write import check_writable, write_whole
+from quantkit.common.atomic_write import check_writable, write_atomic
 from quantkit.common.errors import QuantkitError
 
 TOO_LONG = "x" * 250
@@ -29,14 +29,14 @@ def _room_for(size: int) -> Iterator[None]:
 
 def test_what_stood_there_stays_and_nothing_is_left_behind(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    write_whole(path, "before")
+    write_atomic(path, "before")
     with (
         _room_for(100),
         pytest.raises(
             QuantkitError, match=r"cannot write .*results\.json: File too large; mend that"
         ),
     ):
-        write_whole(path, "after" * 1000)
+        write_atomic(path, "after" * 1000)
     assert path.read_text() == "before"
     assert [one.name for one in tmp_path.iterdir()] == ["results.json"]
 

@@ -50,7 +50,7 @@ from quantkit.checkpoint.unfinished import (
     note_files,
 )
 from quantkit.common.errors import Interrupted, QuantkitError
-from quantkit.common.sizes import size
+from quantkit.common.sizes import format_bytes
 
 _INDEX = "model.safetensors.index.json"
 _CHUNK = 16 * 2**20
@@ -408,8 +408,8 @@ def _check_disk(folder: Path, needed: int) -> None:
     """folder: may not be there yet."""
     free = shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.exists())).free
     if needed > free:
-        fault = f"{folder} has {size(free)} free and the output needs {size(needed)} more"
-        raise QuantkitError(fault, f"free {size(needed - free)}, or choose another --out")
+        fault = f"{folder} has {format_bytes(free)} free and the output needs {format_bytes(needed)} more"
+        raise QuantkitError(fault, f"free {format_bytes(needed - free)}, or choose another --out")
 
 
 def _intact(path: Path, shard: Shard) -> bool:
@@ -419,15 +419,15 @@ def _intact(path: Path, shard: Shard) -> bool:
         return file.read(len(shard.header)) == shard.header
 
 
-def _allocate(descriptor: int, size: int) -> None:
+def _allocate(descriptor: int, format_bytes: int) -> None:
     """Reserve the space now, so that the disk does not fill in the middle; a file system that
     cannot gets a sparse file."""
     try:
-        os.posix_fallocate(descriptor, 0, size)
+        os.posix_fallocate(descriptor, 0, format_bytes)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
-        os.ftruncate(descriptor, size)
+        os.ftruncate(descriptor, format_bytes)
 
 
 def _write_file(path: Path, content: bytes) -> None:

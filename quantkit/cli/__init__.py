@@ -36,7 +36,7 @@ from quantkit.cli.console import tell, tell_error
 from quantkit.cli.examples import epilog
 from quantkit.cli.stopping import StoppableCommand, Stopped
 from quantkit.cli.streams import open_streams
-from quantkit.common.errors import QuantkitError, UsageFault
+from quantkit.common.errors import QuantkitError, UsageError
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[
     0
@@ -135,7 +135,7 @@ def _run(debug: bool, as_json: bool) -> int:
             raise
         problem, remedy = _in_words(error)
         tell_error(problem, remedy, as_json=as_json)
-        return 2 if isinstance(error, UsageFault) else 1
+        return 2 if isinstance(error, UsageError) else 1
 
 
 def _check_folder() -> None:

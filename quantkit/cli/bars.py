@@ -20,10 +20,9 @@ from rich.progress import (
 from rich.text import Text
 
 from quantkit.cli.console import err, tell
-from quantkit.common.escape import visible
-from quantkit.common.progress import Event, Note, TimeLeft
-from quantkit.common.progress_line import Meter
-from quantkit.common.sizes import span
+from quantkit.common.progress import Event, Note, ProgressLine, TimeLeft
+from quantkit.common.result import escape_text
+from quantkit.common.sizes import format_duration
 
 
 class _LeftColumn(ProgressColumn):
@@ -32,7 +31,7 @@ class _LeftColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         seconds = task.fields["left"].seconds
         return Text(
-            "" if task.finished else "" if seconds is None else f"{span(seconds)} left",
+            "" if task.finished else "" if seconds is None else f"{format_duration(seconds)} left",
             style="progress.remaining",
         )
 
@@ -43,7 +42,7 @@ class Bars(Progress):
 
     def __init__(self, *columns: ProgressColumn, console: Console) -> None:
         super().__init__(*columns, console=console)
-        self._lines: dict[TaskID, Meter] = {}
+        self._lines: dict[TaskID, ProgressLine] = {}
 
     def __enter__(self) -> "Bars":
         return self
@@ -54,7 +53,9 @@ class Bars(Progress):
             self.start()
         task = self.add_task(text, total=total, note="", left=TimeLeft(expected))
         if not self.console.is_terminal:
-            self._lines[task] = Meter(visible(text), expected=expected, stream=sys.stderr)
+            self._lines[task] = ProgressLine(
+                escape_text(text), expected=expected, stream=sys.stderr
+            )
         return task
 
     def put(
@@ -70,7 +71,7 @@ class Bars(Progress):
         """share: of the work that is done, 0 to 1, by which the time left is told; found: what was
         added to it was there before."""
         if row in self._lines:
-            self._lines[row].show(share, visible(note), found=found)
+            self._lines[row].show(share, escape_text(note), found=found)
             return
         self._tasks[row].fields["left"].at(share, found=found)
         self.update(row, completed=done, note=note, description=text)

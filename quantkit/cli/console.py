@@ -20,8 +20,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from quantkit.common.escape import one_line, visible
-from quantkit.common.result import Result
+from quantkit.common.result import Result, escape_text, one_line
 
 _UNLIMITED = 100_000
 
@@ -45,10 +44,10 @@ class _Console(Console):
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+            yield segment if segment.control else Segment(escape_text(segment.text), segment.style)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(visible(text), **options)
+        return super().render_str(escape_text(text), **options)
 
 
 out = _Console()
@@ -102,7 +101,7 @@ def _show(title: str, table: Table, on: Console = out) -> None:
 
 def status(text: str) -> AbstractContextManager[object]:
     """A line with a spinner while the block runs."""
-    return err.status(Text(visible(text)))
+    return err.status(Text(escape_text(text)))
 
 
 def tell(text: str) -> None:

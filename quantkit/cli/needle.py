@@ -38,7 +38,7 @@ def needle(
     import json
 
     from quantkit.checkpoint.hub import find_local
-    from quantkit.common.atomic_write import check_writable, make_folder, write_whole
+    from quantkit.common.atomic_write import check_writable, make_folder, write_atomic
     from quantkit.common.errors import QuantkitError
     from quantkit.evaluation.tasks.needle import KINDS, needle_rows
     from quantkit.tokenizer.chat import ChatTokenizer
@@ -62,7 +62,7 @@ def needle(
             lambda text: len(tokens.encode_rendered(text)), _lengths(lengths), chosen, count, seed
         )
     )
-    write_whole(out, "".join(json.dumps(row) + "\n" for row in rows))
+    write_atomic(out, "".join(json.dumps(row) + "\n" for row in rows))
     console.tell(
         f"{len(rows)} problems in {out}; quantkit eval MODEL --tasks needle --data-dir "
         f"{out.parent.parent}"

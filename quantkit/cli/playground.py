@@ -24,12 +24,12 @@ def playground(
 ) -> None:
     """Ask in the browser: answers side by side, tokens coloured by the divergence, experts that
     changed."""
-    from quantkit.common.bind import bound
+    from quantkit.common.bind import bind
     from quantkit.playground.play import Playground
     from quantkit.playground.serve import HOST, serve
 
     models = [(name, find_model(name)) for name in (model, other) if name is not None]
-    with bound(HOST, port) as sockets:
+    with bind(HOST, port) as sockets:
         with console.status(f"loading {' and '.join(name for name, _ in models)}"):
             opened = Playground.open(models, device=device, backend=backend, context=context)
         err.print(f"the playground is on http://{HOST}:{port}/ (Ctrl-C ends it)", soft_wrap=True)

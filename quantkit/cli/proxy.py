@@ -26,7 +26,7 @@ def proxy(
     vLLM's with a KV connector."""
     import uvicorn
 
-    from quantkit.common.bind import address, bound
+    from quantkit.common.bind import bind, url_address
     from quantkit.deploy.proxy import proxy as in_front_of
     from quantkit.deploy.relay import is_address
     from quantkit.executor.server.connections import HttpServer
@@ -42,11 +42,11 @@ def proxy(
                 f"{url} is where the API of a server begins",
                 f"give {url.rstrip('/').removesuffix('/v1')}",
             )
-    with bound(host, port) as sockets:
+    with bind(host, port) as sockets:
         first, second = map(len, servers)
         err.print(
             f"in front of {first} for prefill and {second} for decode on "
-            f"http://{address(host, port)}/v1",
+            f"http://{url_address(host, port)}/v1",
             soft_wrap=True,
         )
         HttpServer(uvicorn.Config(in_front_of(*servers), log_level="warning")).run(sockets)

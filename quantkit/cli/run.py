@@ -224,7 +224,7 @@ def serve(
 ) -> None:
     """Serve an OpenAI-compatible API: chat, completions and responses, tools, JSON schemas,
     streaming, metrics."""
-    from quantkit.common.bind import address
+    from quantkit.common.bind import url_address
     from quantkit.common.model_files import read_text
     from quantkit.executor.options import EngineOptions
     from quantkit.executor.server.app import Limits
@@ -275,7 +275,7 @@ def serve(
                 f"{model} has no chat template: chats and responses are refused, and "
                 "--chat-template FILE brings one"
             )
-        err.print(f"serving {model} on http://{address(host, port)}/v1", soft_wrap=True)
+        err.print(f"serving {model} on http://{url_address(host, port)}/v1", soft_wrap=True)
         limits = Limits(max_input=max_input, max_output=max_output)
         log = console.tell if log_requests else None
         options = ServeOptions(
@@ -287,9 +287,9 @@ def serve(
 
 def _sockets(host: str, port: int) -> AbstractContextManager[list[socket]]:
     """Where this process is to listen; nowhere as another rank of torchrun."""
-    from quantkit.common.bind import bound
+    from quantkit.common.bind import bind
 
-    return bound(host, port) if os.environ.get("RANK", "0") == "0" else nullcontext([])
+    return bind(host, port) if os.environ.get("RANK", "0") == "0" else nullcontext([])
 
 
 def _draft(name: str | None) -> Path | None:

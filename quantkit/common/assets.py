@@ -1,5 +1,5 @@
-"""Data files that travel with the package: recipes, evaluation tasks, the built-in model, and the
-calibration text."""
+"""Data files that ship with the package: recipes, evaluation tasks, built-in models, calibration
+text."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ BUILTIN_MODELS = ("tiny-r1",)
 
 
 def asset(*parts: str) -> Path:
-    """Path of `recipes/...` or `eval/...`: from the checkout where there is one, else from the
+    """Path of `recipes/...` or `eval/...`, in the source checkout if there is one, else in the
     wheel."""
     for root in (_PACKAGE.parent, _PACKAGE / "_assets"):
         path = root.joinpath(*parts)
@@ -25,6 +25,5 @@ def builtin_model(name: str) -> Path:
 
 
 def calibration_text() -> Path:
-    """The text that models are calibrated on where none is given. tools/calibration/build.py makes
-    it."""
+    """The default calibration text, made by tools/calibration/build.py."""
     return _PACKAGE / "builtin" / "calibration.jsonl"

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: results, reports, counts."""
+"""Atomic file writes: a file appears complete or not at all."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -6,25 +6,25 @@ from pathlib import Path
 from quantkit.common.errors import QuantkitError
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write the file, text as UTF-8. What stood there before stays until all is written, and what
-    was begun goes where that fails.
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write the file atomically, text as UTF-8. An existing file stays until the new one is
+    complete, and a partial file is removed on failure.
 
-    Raises QuantkitError that names `path` where there is no room or no right to write.
+    Raises QuantkitError naming `path` if it cannot be written.
     """
     begun = _begun(path)
     try:
         begun.write_bytes(content.encode() if isinstance(content, str) else content)
         begun.replace(path)
     except OSError as error:
-        with suppress(OSError):  # the fault that is told is the first
+        with suppress(OSError):  # report the first error
             begun.unlink()
         raise _refused(path, error) from error
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Raise QuantkitError, before hours of work, where the file that was given as `option` could
-    not be written at their end."""
+    """Raise QuantkitError, before hours of work, if the file given as `option` could not be
+    written."""
     if path.is_dir():
         raise QuantkitError(f"{path} is a directory", f"give {option} the name of a file")
     if not path.parent.is_dir():
@@ -43,7 +43,7 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Raise QuantkitError where it is not there and cannot be made."""
+    """Create the folder and its parents; raises QuantkitError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -56,5 +56,5 @@ def _begun(path: Path) -> Path:
 
 def _refused(path: Path, error: OSError) -> QuantkitError:
     return QuantkitError(
-        f"cannot write {path}: {error.strerror}", "mend that, or choose another place"
+        f"cannot write {path}: {error.strerror}", "fix that, or choose another place"
     )

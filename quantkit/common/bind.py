@@ -1,4 +1,4 @@
-"""The address of a server: taken before a model is loaded, listened on afterwards."""
+"""Server sockets, bound before a model is loaded and listened on afterwards."""
 
 import socket
 from collections.abc import Iterator, Sequence
@@ -8,11 +8,11 @@ from quantkit.common.errors import QuantkitError
 
 
 @contextmanager
-def bound(host: str, port: int) -> Iterator[list[socket.socket]]:
-    """Sockets at every address of `host`, which nobody can connect to until somebody listens on
-    them; closed at the end.
+def bind(host: str, port: int) -> Iterator[list[socket.socket]]:
+    """Sockets bound to every address of `host`, refusing connections until a server listens on
+    them; closed on exit.
 
-    Raises QuantkitError where the address is another's, or none of this machine's.
+    Raises QuantkitError if an address is in use or does not belong to this machine.
     """
     with ExitStack() as opened:
         try:
@@ -21,24 +21,26 @@ def bound(host: str, port: int) -> Iterator[list[socket.socket]]:
                 for family, address in _addresses(host, port)
             ]
         except OSError as error:
-            raise not_free(host, port, error) from error
+            raise bind_error(host, port, error) from error
         yield sockets
 
 
-def address(host: str, port: int) -> str:
-    """As it stands in a URL."""
-    return f"{in_url(host)}:{port}"
+def url_address(host: str, port: int) -> str:
+    """host:port as written in a URL."""
+    return f"{host_in_url(host)}:{port}"
 
 
-def in_url(host: str) -> str:
-    """A host as it stands in a URL, or before a port: IPv6 in brackets."""
+def host_in_url(host: str) -> str:
+    """A host as written in a URL or before a port: IPv6 in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
-def not_free(host: str, port: int, error: OSError) -> QuantkitError:
-    """What to say where `port` cannot be had at `host`."""
-    told = f"cannot serve on {address(host, port)}: {error.strerror}"
-    return QuantkitError(told, "choose another --port, or another --host where there is one")
+def bind_error(host: str, port: int, error: OSError) -> QuantkitError:
+    """The error for a `port` that cannot be bound at `host`."""
+    return QuantkitError(
+        f"cannot serve on {url_address(host, port)}: {error.strerror}",
+        "choose another --port, or another --host",
+    )
 
 
 def _addresses(host: str, port: int) -> Sequence[tuple[socket.AddressFamily, tuple[object, ...]]]:
@@ -51,7 +53,7 @@ def _socket_at(family: socket.AddressFamily, address: tuple[object, ...]) -> soc
     try:
         made.setsockopt(
             socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # one that ended a moment ago does not hold its port
+        )  # a server that just ended does not hold its port
         if family == socket.AF_INET6:
             made.setsockopt(
                 socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1

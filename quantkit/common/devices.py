@@ -1,5 +1,5 @@
-"""Where to compute and in what: the device and dtype that "auto" stands for on this machine, and
-the machine in a line."""
+"""Device and dtype selection ("auto" resolves to what this machine has), host/device copies, and a
+one-line description of the hardware."""
 
 import importlib.util
 import os
@@ -9,23 +9,23 @@ from typing import Any
 
 import torch
 
-from quantkit.common.errors import QuantkitError, UsageFault
+from quantkit.common.errors import QuantkitError, UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def find_device(name: str) -> torch.device:
-    """`auto` (cuda, else npu, else cpu) or a torch device name; refused where this machine does not
-    have it.
+    """Resolve `auto` (cuda, else npu, else cpu) or a torch device name.
 
-    Of several processes on one machine (LOCAL_RANK) each gets the device of its number.
+    "cuda" and "npu" without a number become the device numbered LOCAL_RANK. Raises QuantkitError if
+    this machine has no such device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "npu" if _has_npu() else "cpu"
     kind = name.partition(":")[0]
     if kind not in ("cpu", "cuda", "npu"):
-        raise UsageFault(f"device {name!r} is not known", "use cpu, cuda or npu")
+        raise UsageError(f"device {name!r} is not known", "use cpu, cuda or npu")
     if kind == "cuda" and not torch.cuda.is_available():
         raise QuantkitError("no CUDA device is usable here", "use --device cpu")
     if kind == "npu" and not _has_npu():
@@ -38,22 +38,22 @@ def find_device(name: str) -> torch.device:
     return _numbered(name, kind)
 
 
-def take_device(name: str) -> torch.device:
-    """As `find_device`, for who computes there: it becomes the current one."""
+def select_device(name: str) -> torch.device:
+    """`find_device`, and make the device current for this thread."""
     device = find_device(name)
-    make_current(device)
+    set_current_device(device)
     return device
 
 
-def make_current(device: torch.device) -> None:
-    """Of this thread: Triton and our own kernels are launched on the current device, wherever the
-    tensors lie that they are given."""
+def set_current_device(device: torch.device) -> None:
+    """Make `device` current for this thread: Triton and our own kernels launch on the current
+    device, whichever device their tensors are on."""
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
 
 
 def _numbered(name: str, kind: str) -> torch.device:
-    """A device by kind and number, of those that are here."""
+    """The device with its number checked against the number of devices present."""
     number = name.partition(":")[2]
     if kind == "cpu" and number in ("", "0"):
         return torch.device("cpu")
@@ -65,11 +65,11 @@ def _numbered(name: str, kind: str) -> torch.device:
 
 
 def default_dtype(device: torch.device, int4: bool = False) -> torch.dtype:
-    """bfloat16 where the hardware multiplies it, float32 elsewhere: on AVX2 bfloat16 arithmetic is
-    emulated and slower.
+    """bfloat16 where the hardware multiplies it, else float32: AVX2 only emulates bfloat16, which
+    is slower.
 
-    int4: of a model with 4-bit integer weights, whose operator takes bfloat16 on any CPU and is 2
-    to 3 times as fast there as float32.
+    int4: the model has 4-bit integer weights, whose operator takes bfloat16 on any CPU and is 2 to
+    3 times as fast there as in float32.
     """
     if device.type != "cpu" or int4:
         return torch.bfloat16
@@ -81,27 +81,27 @@ def default_dtype(device: torch.device, int4: bool = False) -> torch.dtype:
 
 
 def find_dtype(name: str | None, device: torch.device, int4: bool = False) -> torch.dtype:
-    """A dtype by name; None stands for `default_dtype`."""
-    return default_dtype(device, int4) if name is None else dtype_named(name)
+    """A dtype by name; None selects `default_dtype`."""
+    return default_dtype(device, int4) if name is None else parse_dtype(name)
 
 
-def dtype_named(name: str) -> torch.dtype:
-    """By its torch name or the short one, as bfloat16 or bf16."""
+def parse_dtype(name: str) -> torch.dtype:
+    """A dtype by its torch name or the short one: bfloat16 or bf16."""
     found = DTYPES.get(_SHORT.get(name, name))
     if found is None:
-        raise UsageFault(
+        raise UsageError(
             f"dtype {name!r} is not known", f"use {', '.join(DTYPES)}, or {', '.join(_SHORT)}"
         )
     return found
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Its torch name: bfloat16."""
+    """The torch name, such as bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that a new allocation could have."""
+    """Bytes that a new allocation could use."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "npu":
@@ -111,16 +111,16 @@ def free_bytes(device: torch.device) -> int:
     return psutil.virtual_memory().available
 
 
-def sent(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Numbers of the host as a tensor of `device`, which was not waited for: `torch.tensor(values,
-    device=...)` waits until everything that was launched is done. CUDA has copied what is pageable
-    when the call returns."""
+def to_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Host values as a tensor on `device`, copied without synchronizing: `torch.tensor(values,
+    device=...)` waits for everything launched so far. CUDA has copied pageable memory by the time
+    the call returns."""
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=device.type == "cuda")
 
 
-class Fetched:
-    """Numbers of a tensor on their way to the host: it waits for them, and not for what CUDA is
-    told to do behind this. The tensor may be written over then."""
+class HostCopy:
+    """Asynchronous copy of a tensor to the host: `tolist` waits for the copy only, not for work
+    queued on CUDA after it. The tensor may be overwritten as soon as the copy was started."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._there: torch.cuda.Event | None = None
@@ -139,7 +139,7 @@ class Fetched:
 
 
 def describe_hardware(device: str = "auto") -> str:
-    """Processor, cores and memory, and the accelerator where `device` may use one."""
+    """Processor, cores and memory, and the accelerator if `device` selects one."""
     import psutil
 
     cores, memory = os.cpu_count() or 0, psutil.virtual_memory().total / 2**30

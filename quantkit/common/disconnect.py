@@ -1,4 +1,4 @@
-"""Work for a client that may go before it is done."""
+"""Cancellation of work whose client disconnects."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -9,8 +9,8 @@ from starlette.types import Receive
 
 
 async def until_disconnect(work: Coroutine[Any, Any, Any], receive: Receive) -> Any:
-    """The result of `work`; it is cancelled and ClientDisconnect raised where the client goes
-    first. The body must have been read."""
+    """The result of `work`. If the client disconnects first, `work` is cancelled and
+    ClientDisconnect raised. The request body must have been read."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -1,11 +1,11 @@
-"""The one exception users see: what is wrong, and what to do about it."""
+"""Errors shown to users: what is wrong, and what to do about it."""
 
 _LONGEST = 1000
-"""Characters of a problem or a remedy."""
+"""Limit in characters of a problem or a remedy."""
 
 
 class QuantkitError(Exception):
-    """A fault in what was asked or given, told in one line.
+    """A fault in the input or the request, shown as one line.
 
     `problem` names the thing that is wrong (file, tensor, option); `remedy` says what to do. The
     command line prints both on one line and exits with 1; a traceback is shown with --debug only.
@@ -17,13 +17,13 @@ class QuantkitError(Exception):
         super().__init__(f"{self.problem}; {self.remedy}" if remedy else self.problem)
 
 
-class UsageFault(QuantkitError):
-    """An option has a value that is not known, or that what was given beside it cannot meet. The
-    command line exits with 2."""
+class UsageError(QuantkitError):
+    """An option has an unknown value, or one that conflicts with another option. The command line
+    exits with 2."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Somebody stopped a run that can go on. `kept` says in words what is kept, and where."""
+    """The user stopped a run that can be resumed. `kept` describes what is kept, and where."""
 
     def __init__(self, kept: str) -> None:
         self.kept = kept
@@ -31,8 +31,8 @@ class Interrupted(KeyboardInterrupt):
 
 
 def _one_line(text: str) -> str:
-    """Whatever a file or a server put into a message: no line breaks, nothing a terminal would
-    obey, and not too long to read."""
+    """Text of files or servers in a message: without line breaks and control characters, and of
+    limited length."""
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} [...] {text[-_LONGEST // 2 :]}"
     if text.isprintable():

@@ -1,9 +1,8 @@
-"""Opening the files of a model's folder, which anybody may have made.
+"""Safe reading of the files in a model's folder, which may come from anyone.
 
-Only regular files are opened, and none makes the reader wait. A link may not lead out of the
-folder; in the hub's cache, where every file of a snapshot is a link, it may lead anywhere in the
-repository's own folder. Sizes are limited before a byte is read. Shards may lie in folders below,
-where the index names them so.
+Only regular files are opened, and opening never blocks. A link must not lead out of the folder,
+except in the Hub cache, where every file of a snapshot is a link into the repository's own folder.
+Sizes are limited before a byte is read. Shards may be in subfolders if the index names them so.
 """
 
 import json
@@ -16,15 +15,16 @@ from typing import Any
 from quantkit.common.errors import QuantkitError
 
 LARGEST = 100_000_000
-"""Bytes of a file that lists tensors or tokens. Published ones reach 35 MB; a header has the same
-limit in the safetensors package."""
+"""Limit in bytes for files that list tensors or tokens. Published ones reach 35 MB; the safetensors
+package limits headers to the same size."""
 LARGEST_SETTINGS = 16 << 20
-"""Bytes of a file of settings, or a chat template."""
+"""Limit in bytes for a settings file or a chat template."""
 _DEEPEST = 100
-"""Objects and lists inside one another. A deeper file could be read, and not be written again."""
+"""Limit of nested objects and lists. A deeper file could be read but not written again."""
 _AGAIN = "download or copy that file again"
 _POINTER = b"version https://git-lfs.github.com/spec/"
-"""How the file begins that a clone has in place of a large one, where Git LFS is not installed."""
+"""First bytes of the pointer file that a clone has in place of a large file if Git LFS is not
+installed."""
 _KINDS = (
     (stat.S_ISDIR, "directory"),
     (stat.S_ISFIFO, "pipe"),
@@ -37,21 +37,23 @@ _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def is_there(path: Path) -> bool:
-    """Whether the folder has an entry of that name, of whatever kind: a broken link is there, and
-    is told when it is opened."""
+    """Whether the folder has an entry of that name, of any kind. A broken link counts, so that
+    opening it reports the fault."""
     return os.path.lexists(path)
 
 
 def is_inside(name: str) -> bool:
-    """Whether a name of an index leads to a file of the model's folder, or of a folder below it, by
-    its words alone."""
+    """Whether a name from an index is a path inside the model's folder, judged by its text
+    alone."""
     return not name.startswith("/") and all(part not in ("", ".", "..") for part in name.split("/"))
 
 
 def open_file(path: Path, folder: Path | None = None) -> int:
-    """A descriptor for reading. folder: of the model, where `path` is in a folder below it. Raises
-    QuantkitError where `path` is no regular file, stands for one of Git LFS, cannot be read, or
-    leads out of the model's folder."""
+    """A file descriptor for reading.
+
+    folder: the model's folder, if `path` is in a subfolder of it. Raises QuantkitError if `path` is
+    not a regular file, is a Git LFS pointer, cannot be read, or leads out of the model's folder.
+    """
     try:
         target = Path(os.path.realpath(path, strict=True))
         mode = target.stat().st_mode
@@ -83,13 +85,13 @@ def open_file(path: Path, folder: Path | None = None) -> int:
         raise QuantkitError(
             f"cannot read {path}: {error.strerror}", "restore that file and run again"
         ) from error
-    except ValueError as error:  # a name that no file can have
+    except ValueError as error:  # not a valid file name
         raise QuantkitError(f"cannot read {path}: {error}", _AGAIN) from error
 
 
 def _roots(folder: Path) -> list[Path]:
-    """Where the files of a folder may lie: in it, and in its repository where it is a snapshot of
-    the hub's cache."""
+    """Folders that the files may resolve to: the folder itself, and its repository if it is a
+    snapshot in the Hub cache."""
     real = Path(os.path.realpath(folder))
     repository = real.parent.parent
     in_cache = real.parent.name == "snapshots" and repository.name.startswith(
@@ -99,8 +101,8 @@ def _roots(folder: Path) -> list[Path]:
 
 
 def read_file(path: Path, limit: int = LARGEST) -> bytes:
-    """The contents. Raises QuantkitError as `open_file` does, and where the file is larger than
-    `limit` bytes."""
+    """The contents. Raises QuantkitError as `open_file` does, or if the file is larger than `limit`
+    bytes."""
     with os.fdopen(open_file(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -111,7 +113,7 @@ def read_file(path: Path, limit: int = LARGEST) -> bytes:
 
 
 def read_text(path: Path, limit: int = LARGEST_SETTINGS) -> str:
-    """UTF-8 text, without the byte order mark that some editors put before it."""
+    """UTF-8 text without a byte order mark."""
     try:
         return read_file(path, limit).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -119,8 +121,8 @@ def read_text(path: Path, limit: int = LARGEST_SETTINGS) -> str:
 
 
 def read_json(path: Path, limit: int = LARGEST_SETTINGS) -> dict[str, Any]:
-    """A JSON object. Raises QuantkitError for anything else, for a name that is given two values,
-    and where it is nested too deep."""
+    """A JSON object. Raises QuantkitError for anything else, for a key with two different values,
+    and for nesting that is too deep."""
     text = read_text(path, limit)
     try:
         value = parse_json(text)
@@ -132,8 +134,8 @@ def read_json(path: Path, limit: int = LARGEST_SETTINGS) -> dict[str, Any]:
 
 
 def parse_json(text: str, *, unique: bool = False) -> Any:
-    """The value. Raises ValueError where it is not JSON, or where a name has two values (with
-    `unique`: where it appears twice)."""
+    """The parsed value. Raises ValueError for invalid JSON and for a key with two different values
+    (with `unique`: for any repeated key)."""
     try:
         value = json.loads(
             text, object_pairs_hook=_unique if unique else _unambiguous, parse_int=_integer

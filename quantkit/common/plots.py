@@ -1,5 +1,5 @@
-"""Axes without a display and without global state, and figures as inline SVG for self-contained
-pages, in the page's own colour of text."""
+"""Plots without a display or global state, as inline SVG for self-contained pages, drawn in the
+page's own text colour."""
 
 import io
 import re
@@ -34,8 +34,8 @@ _POWER = re.compile(r"\^\{(-?\d+)\}")
 
 @cache
 def _powers() -> "type[LogFormatter]":
-    """A formatter of logarithmic axes that writes 10⁻³ in characters. matplotlib's own has each
-    label typeset as mathematics, which takes a third of the time of a report."""
+    """A formatter for logarithmic axes that writes 10⁻³ in Unicode characters. matplotlib's own
+    typesets every label as mathematics, which takes a third of the time of a report."""
     from matplotlib.ticker import LogFormatterSciNotation
 
     class Powers(LogFormatterSciNotation):
@@ -53,8 +53,8 @@ def _powers() -> "type[LogFormatter]":
 
 
 def label_axes(axes: "Axes", x: str, y: str) -> None:
-    """Behind the choice of scales. An x that counts layers, experts or groups has ticks at whole
-    numbers."""
+    """Label both axes; call it after the scales are set. An x axis of layers, experts or groups
+    gets integer ticks."""
     from matplotlib.ticker import MaxNLocator
 
     for axis in (axes.xaxis, axes.yaxis):
@@ -70,7 +70,7 @@ def label_axes(axes: "Axes", x: str, y: str) -> None:
 
 
 def layer_plot(layers: Mapping[int, float], title: str, *, log: bool) -> str:
-    """One value a layer, as SVG; empty for none."""
+    """One value per layer, as SVG; an empty string if there are none."""
     if not layers:
         return ""
     axes, plot = draw(7.0, 2.2)
@@ -87,8 +87,8 @@ class Plot:
         self.figure = figure
 
     def svg(self) -> str:
-        """The <svg> element alone: no XML head, no fixed size, no background, ids that cannot clash
-        between plots of one page. What is black has the colour of the text around it."""
+        """The <svg> element alone: no XML header, fixed size or background, and ids that are unique
+        across the plots of a page. Black becomes the surrounding text colour."""
         import matplotlib
 
         text = io.StringIO()

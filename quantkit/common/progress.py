@@ -1,5 +1,9 @@
-"""What a run tells while it works: small values that a progress bar, a log and a report are made
-from."""
+"""Progress of long work: the events that progress bars, logs and reports are made from, the
+estimate of the time left, and a one-line display.
+
+    with ProgressLine("quantizing") as line:
+        line.show(0.25, "layers.7.attend")      # quantizing: 25 %, 3 min left, layers.7.attend
+"""
 
 import resource
 import sys
@@ -7,17 +11,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from quantkit.common.sizes import format_duration
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Work done so far, in bytes of source weights; time left is estimated from these.
+    """Work done so far, in bytes of source weights.
 
-    phase: what is being done, in a word or two. unit: the part in work, such as
-    layers.3.experts.17. share: of the run's expected time that is behind it, 0 to 1, so that the
-    rest can be told from the clock; where every byte takes as long, that of the bytes.
-    error: mean relative output error of the linears quantized so far. memory: resident bytes of
-    this process.
+    phase: the current phase, in one or two words. unit: the current work unit, such as
+    layers.3.experts.17. share: completed share of the expected run time, 0 to 1, from which the
+    remaining time is estimated; if every byte takes equally long, the share of the bytes. error:
+    mean relative output error of the linears quantized so far. memory: resident bytes of this
+    process.
     """
 
     phase: str
@@ -28,12 +36,13 @@ class Progress:
     memory: int
     share: float
     found: bool = False
-    """What was added to `share` was done by an earlier run."""
+    """The increase of `share` was done by an earlier run."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """Something worth a line in the log: a fallback, a starved expert, a unit found finished."""
+    """Something worth a line in the log: a fallback, an expert with few tokens, a unit that an
+    earlier run finished."""
 
     text: str
 
@@ -42,17 +51,16 @@ Event = Progress | Note
 OnEvent = Callable[[Event], None]
 
 
-def silent(event: Event) -> None:
-    """For callers who do not listen."""
+def ignore_event(event: Event) -> None:
+    """Event handler that ignores every event."""
 
 
 class TimeLeft:
-    """Seconds that work still takes, from the share of it that is done and the clock.
+    """Estimated seconds left, from the completed share of the work and the clock.
 
-    The pace is the mean so far. Of the first steps it says little, as caches and compilers warm up,
-    so `expected` seconds for the whole count too, where they are given, as much as if _TRUSTED of
-    the work had been seen to take its share of them. What was there before, as in a run that goes
-    on, says nothing of the pace.
+    The speed is the mean so far. The first steps say little about it because caches and compilers
+    warm up, so the `expected` seconds for the whole work, if given, count as much as _TRUSTED of
+    the work measured at that speed. Work done by an earlier run does not count.
     """
 
     _TRUSTED = 0.15
@@ -65,7 +73,8 @@ class TimeLeft:
         self._last, self._share = self._start, 0.0
 
     def at(self, share: float, *, found: bool = False) -> None:
-        """So much of the work is behind; found: what was added was there before."""
+        """Record that `share` of the work is complete; found: the increase was done by an earlier
+        run."""
         if found:
             self._first += max(share - self._share, 0.0)
         if share > self._share:
@@ -73,7 +82,7 @@ class TimeLeft:
 
     @property
     def seconds(self) -> float | None:
-        """None before anything can be said."""
+        """None until there is something to estimate from."""
         seen, took = self._share - self._first, self._last - self._start
         if self._expected is not None:
             seen, took = seen + self._TRUSTED, took + self._TRUSTED * self._expected
@@ -84,10 +93,95 @@ class TimeLeft:
 
 
 def peak_memory() -> int:
-    """The most resident bytes that this process had."""
+    """Peak resident bytes of this process."""
     if (
         sys.platform == "linux"
-    ):  # getrusage counts what the parent held, too, when it started this process
+    ):  # getrusage includes the parent's memory at the time it started this process
         return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+_REDRAWN_S, _FIRST_LINE_S, _LINES_S = 0.2, 10.0, 30.0
+
+
+class ProgressLine:
+    """A status line, rewritten in place in a notebook or a terminal, else printed as a new line now
+    and then.
+
+    name: of the work. expected: estimated seconds, if known. stream: terminal or file; None is
+    stderr.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        expected: float | None = None,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._name, self._clock, self._left = name, clock, TimeLeft(expected, clock)
+        self._stream = stream if stream is not None else sys.stderr
+        self._begun, self._shown, self._line = clock(), 0.0, ""
+        self._handle: Any = None
+        self._notebook = stream is None and in_notebook()
+        self._waits = _REDRAWN_S if self._notebook or self._stream.isatty() else _FIRST_LINE_S
+
+    def __enter__(self) -> "ProgressLine":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Print how long the work took, if anything was printed before."""
+        if self._line:
+            ended = "" if error is None else "stopped after "
+            self._put(
+                f"{self._name}: {ended}{format_duration(self._clock() - self._begun)}", last=True
+            )
+
+    def show(self, share: float, note: str = "", *, found: bool = False) -> None:
+        """share: of the work that is done, 0 to 1; found: the increase was done by an earlier
+        run."""
+        self._left.at(share, found=found)
+        now = self._clock()
+        if now - max(self._shown, self._begun) < self._waits:
+            return
+        self._shown, self._waits = now, _REDRAWN_S if self._waits == _REDRAWN_S else _LINES_S
+        left = self._left.seconds
+        estimate = "" if left is None else f", {format_duration(left)} left"
+        self._put(f"{self._name}: {share:.0%}{estimate}{', ' + note if note else ''}")
+
+    def _put(self, line: str, *, last: bool = False) -> None:
+        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+        self._line = shown
+        if self._notebook:
+            self._put_in_notebook(shown)
+        elif self._stream.isatty():
+            print(f"\r\x1b[K{shown}", end="\n" if last else "", file=self._stream, flush=True)
+        else:
+            print(shown, file=self._stream, flush=True)
+
+    def _put_in_notebook(self, line: str) -> None:
+        """Updates a plain-text display in place, without widgets."""
+        from IPython.display import display
+
+        if self._handle is None:
+            self._handle = display({"text/plain": line}, raw=True, display_id=True)
+        else:
+            self._handle.update({"text/plain": line}, raw=True)
+
+
+def in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and type(shell).__name__ != "TerminalInteractiveShell"
+
+
+def is_interactive() -> bool:
+    """Whether this is a notebook or an interactive session."""
+    return in_notebook() or hasattr(sys, "ps1")

@@ -1,30 +1,28 @@
-"""What a function of the Python API returns: a value that shows itself, as lines of text or, in a
-notebook, as a table."""
+"""Return values of the Python API, displayed as lines of text or, in a notebook, as a table."""
 
 import html
+import re
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from quantkit.common.escape import one_line
-
 
 class Result(ABC):
-    """Base of result dataclasses, which are made with `repr=False`. A subclass says its `heading`
-    and its `facts`."""
+    """Base of result dataclasses, which are declared with `repr=False`. A subclass defines
+    `heading` and `facts`."""
 
     _repr_indent: ClassVar[str] = "  "
 
     @property
     @abstractmethod
     def heading(self) -> str:
-        """What the result is of, in a line."""
+        """One line that names the subject of the result."""
 
     @abstractmethod
     def facts(self) -> list[tuple[str, str]]:
-        """Names and values for people, most important first."""
+        """Names and values to display, most important first."""
 
     def pictures(self) -> list[str]:
-        """Plots to look at beside the facts, as SVG; a notebook shows them."""
+        """Plots that a notebook shows below the facts, as SVG."""
         return []
 
     def __repr__(self) -> str:
@@ -49,3 +47,19 @@ class Result(ABC):
         return (
             f"<table><caption>{html.escape(one_line(self.heading))}</caption>{rows}</table>{plots}"
         )
+
+
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Control characters except tab and line feed, bidirectional controls, and lone surrogates."""
+
+
+def escape_text(text: str) -> str:
+    """`text` with the characters that a terminal would act on replaced by escapes."""
+    return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def one_line(text: str) -> str:
+    """`escape_text`, with line feeds and tabs escaped too."""
+    return escape_text(text).replace("\n", "\\n").replace("\t", "\\t")

@@ -1,6 +1,6 @@
-"""Settings as YAML: recipes, engines, hardware, tasks, published figures. A key that is not known,
-or stands twice, is an error, so that a typo does not silently give the default; so is a number that
-is none, or infinite."""
+"""Settings as YAML: recipes, engines, hardware, tasks, published figures. Unknown or repeated keys
+are errors, so that a typo does not silently select the default, and so are NaN and infinite
+numbers."""
 
 from collections.abc import Hashable
 from pathlib import Path
@@ -16,38 +16,38 @@ Settings = TypeVar("Settings")
 
 
 class Strict(BaseModel):
-    """A part of a file: no key but those that are named, and no change after it was read."""
+    """Base of settings models: unknown keys are rejected, instances are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice, as YAML does: PyYAML takes the last."""
+    """Rejects repeated keys, as the YAML standard does; PyYAML takes the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set[str]()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"{key.value} stands twice", key.start_mark
+                    None, None, f"{key.value} appears twice", key.start_mark
                 )
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
 
 def find_yaml(name_or_path: str, *folder: str) -> Path | None:
-    """A YAML file by its path, or by its name without .yaml where it ships with quantkit in
-    `folder`. None where it is not there. What has a slash is a path, whatever it ends in."""
+    """A YAML file by path, or by name without .yaml in `folder` of the shipped files; a name with a
+    slash is a path. None if there is no such file."""
     is_path = name_or_path.endswith((".yaml", ".yml")) or "/" in name_or_path
     path = Path(name_or_path) if is_path else asset(*folder) / f"{name_or_path}.yaml"
     try:
         return path if path.is_file() else None
-    except OSError:  # a name that no file can have
+    except OSError:  # not a valid file name
         return None
 
 
 def read_yaml(path: Path, kind: type[Settings], remedy: str) -> Settings:
-    """The file as a `kind`: a model, or a dict or tuple of models. Raises QuantkitError with the
+    """The file as a `kind`: a model, or a dict or tuple of models. Raises QuantkitError naming the
     file, the place in it and the fault."""
     try:
         return TypeAdapter(kind).validate_python(
@@ -58,7 +58,7 @@ def read_yaml(path: Path, kind: type[Settings], remedy: str) -> Settings:
         yaml.YAMLError,
         ValueError,
         RecursionError,
-    ) as error:  # ValueError: no such date, not UTF-8, not as `kind` says
+    ) as error:  # ValueError: invalid date, not UTF-8, does not match `kind`
         raise QuantkitError(f"{path} is not valid: {_fault(error)}", remedy) from error
 
 

@@ -1,5 +1,4 @@
-"""Numbers as people read and write them: bytes in a unit that fits, seconds as minutes or hours,
-shares as percent."""
+"""Human-readable numbers: bytes with a unit, seconds as minutes or hours, shares as percent."""
 
 import math
 
@@ -9,8 +8,8 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def byte_unit(largest: float) -> tuple[float, str]:
-    """The decimal unit in which `largest` bytes are a number from 1 to 1000, and how many bytes it
-    is."""
+    """The number of bytes and the name of the decimal unit in which `largest` bytes are a number
+    from 1 to 1000."""
     power = 0
     while largest >= 1000 and power < len(_UNITS) - 1:
         largest /= 1000
@@ -18,8 +17,8 @@ def byte_unit(largest: float) -> tuple[float, str]:
     return 1000.0**power, _UNITS[power]
 
 
-def size(count: float) -> str:
-    """Bytes in decimal units, three digits or more: 353.0 GB, 10.5 MB, 940 B."""
+def format_bytes(count: float) -> str:
+    """Bytes in decimal units, at least three digits: 353.0 GB, 10.5 MB, 940 B."""
     scale, unit = byte_unit(count)
     number = count / scale
     return (
@@ -29,8 +28,8 @@ def size(count: float) -> str:
     )
 
 
-def span(seconds: float) -> str:
-    """Seconds in the two units that matter: 0.4 s, 42 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+def format_duration(seconds: float) -> str:
+    """Seconds in the two largest units: 0.4 s, 42 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
     if seconds < 9.95:
         return f"{max(seconds, 0):.1f} s"
     whole = round(seconds)
@@ -69,7 +68,7 @@ def parse_bytes(text: str) -> int:
                 break
             if 0 < value < math.inf:
                 return int(value * factor)
-    raise QuantkitError(f"{text!r} is no size", "write it as 16GiB or 64GB")
+    raise QuantkitError(f"{text!r} is not a size", "write it as 16GiB or 64GB")
 
 
 def parse_share(text: str) -> float:
@@ -80,6 +79,6 @@ def parse_share(text: str) -> float:
         value = math.nan
     if not 0 < value < 1:
         raise QuantkitError(
-            f"{text!r} is no share", "write it as 25%, more than 0% and less than 100%"
+            f"{text!r} is not a share", "write it as 25%, more than 0% and less than 100%"
         )
     return value

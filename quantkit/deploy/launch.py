@@ -13,7 +13,7 @@ from typing import Any
 from quantkit.checkpoint.aux_files import has_tokenizer
 from quantkit.checkpoint.hub import plain_name
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.common.bind import in_url
+from quantkit.common.bind import host_in_url
 from quantkit.common.errors import QuantkitError
 from quantkit.engines.check import LoadProblem, check_checkpoint, find_load
 from quantkit.engines.evidence import evidence, layout_evidence
@@ -205,7 +205,7 @@ def deploy(
         "name": name or plain_name(str(path)),
         "context": str(context),
         "nic": nic,
-        "first_host_in_url": in_url(hosts[0]),
+        "first_host_in_url": host_in_url(hosts[0]),
         "listen": listen,
         "guesses": str(guesses),
         "drafted": str(guesses + 1),
@@ -362,7 +362,7 @@ def _launches(
                 "listen": _fill(common["listen"], {"ip": host}),
                 "ip": host,
                 "head": hosts[0],
-                "head_in_url": in_url(hosts[0]),
+                "head_in_url": host_in_url(hosts[0]),
                 "hosts": ",".join(hosts),
                 "box": str(box),
                 "boxes": str(role.boxes),

@@ -8,7 +8,7 @@ from typing import Any
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.devices import dtype_name
 from quantkit.common.result import Result
-from quantkit.common.sizes import size
+from quantkit.common.sizes import format_bytes
 from quantkit.engines.check import LoadProblem
 from quantkit.models import is_known
 from quantkit.models.stored_parameters import check_listed, is_stored, read_model, stored_shape
@@ -66,7 +66,7 @@ class Inspection(Result):
         )
         rows = [(key.replace("_", " "), _text(getattr(self, key))) for key in told]
         rows += [
-            ("bytes", size(self.bytes)),
+            ("bytes", format_bytes(self.bytes)),
             ("parameters", _text(self.parameters)),
             ("mtp layers", _text(self.mtp_layers)),
         ]
@@ -74,7 +74,7 @@ class Inspection(Result):
             (f"  left as {name}", f"{count:,} linears") for name, count in self.left_as.items()
         ]
         rows += [
-            (f"  {name}", size(count))
+            (f"  {name}", format_bytes(count))
             for name, count in {**(self.bytes_by_part or {}), **self.bytes_by_dtype}.items()
         ]
         for key in ("missing", "misshapen", "unknown"):

@@ -6,7 +6,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from quantkit import __version__
-from quantkit.common.atomic_write import write_whole
+from quantkit.common.atomic_write import write_atomic
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ verdict }}: {{ model }}</title>
@@ -39,4 +39,4 @@ def write_report(path: Path, model: str, about: dict[str, Any]) -> None:
         verdict=about["verdict"],
         findings=about["findings"],
     )
-    write_whole(path, page)
+    write_atomic(path, page)

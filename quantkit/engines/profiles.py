@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from quantkit.common.assets import asset
-from quantkit.common.errors import UsageFault
+from quantkit.common.errors import UsageError
 from quantkit.common.settings import Strict, read_yaml
 from quantkit.grids.schemes import CacheCodes, Fp4Grid, Fp8BlockGrid, Grid, IntGrid, Mxfp4Grid
 from quantkit.models.table import Parameter
@@ -183,7 +183,7 @@ def find_engine(name: str) -> EngineProfile:
     """The profile of that name. Raises QuantkitError listing those there are."""
     names = engine_names()
     if name not in names:
-        raise UsageFault(f"engine {name!r} is not known", f"choose one of {', '.join(names)}")
+        raise UsageError(f"engine {name!r} is not known", f"choose one of {', '.join(names)}")
     return read_yaml(
         asset("recipes", "engines", f"{name}.yaml"), EngineProfile, "restore that file"
     )

@@ -12,7 +12,7 @@ from quantkit import __version__
 from quantkit.checkpoint.hub import find_model
 from quantkit.common.atomic_write import check_writable
 from quantkit.common.devices import describe_hardware
-from quantkit.common.errors import QuantkitError, UsageFault
+from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.evaluation import sandbox
 from quantkit.evaluation.generation import (
     EvaluationProgress,
@@ -141,7 +141,7 @@ def _check(
 
 def check_export(export: str | None, out: Path | None) -> None:
     if export not in (None, "evalscope"):
-        raise UsageFault(f"format {export!r} is not known", "use --format evalscope")
+        raise UsageError(f"format {export!r} is not known", "use --format evalscope")
     if export is not None and out is None:
         raise QuantkitError("an export needs a folder", "give --out")
 

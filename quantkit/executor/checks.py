@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.common.errors import QuantkitError, UsageFault
+from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.executor.options import MAX_GUESSES, EngineOptions
 from quantkit.executor.sampling.params import SamplingParams
 
@@ -14,13 +14,13 @@ _AMOUNTS = ("max_batch", "max_model_len", "cache_tokens", "prefill_tokens", "tp"
 
 
 def check_amounts(options: EngineOptions) -> None:
-    """Raises UsageFault where an option is no amount: a batch or a chunk of nothing never ends."""
+    """Raises UsageError where an option is no amount: a batch or a chunk of nothing never ends."""
     for name in _AMOUNTS:
         value = getattr(options, name)
         if value is not None and (
             isinstance(value, bool) or not isinstance(value, int) or value < 1
         ):
-            raise UsageFault(f"{name} is {value!r}", "give a whole number of at least 1")
+            raise UsageError(f"{name} is {value!r}", "give a whole number of at least 1")
     check_guesses(options.num_drafts, options.num_looked_up)
 
 
@@ -58,14 +58,14 @@ def check_eos(eos_ids: Iterable[object], vocab: int, path: Path) -> None:
 
 def check_context(asked: int | None, longest: int) -> None:
     """asked: tokens of prompt and answer, None where nobody asked; longest: that the model was
-    built for. Raises UsageFault."""
+    built for. Raises UsageError."""
     if asked is not None and asked > longest:
-        raise UsageFault(
+        raise UsageError(
             f"context of {asked} tokens asked for, the model has {longest}",
             "that is prompt and answer together",
         )
     if asked is not None and asked < 2:
-        raise UsageFault(
+        raise UsageError(
             f"a context of {asked} has no room for a prompt and an answer",
             "ask for 2 tokens at least",
         )

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.common.devices import Fetched, make_current
+from quantkit.common.devices import HostCopy, set_current_device
 from quantkit.executor.cache.cache import CachePlan
 from quantkit.executor.checks import check_amounts, check_request, check_usable
 from quantkit.executor.dp_step import JointPass
@@ -352,7 +352,7 @@ class Engine:
     def compute_step(self) -> list[Sequence]:
         """The step of this rank: as `step`, but sequences with a fault that are not finished stay
         until rank 0 cancels them."""
-        make_current(self.loaded.device)  # threads begin with the first one
+        set_current_device(self.loaded.device)  # threads begin with the first one
         began, mixed = self.speculation.clock(), self.scheduler.budget.mixed
         # A chunk that ends no prompt is not waited for: behind the launched pass, it and a mixed
         # one would lie between two tokens.
@@ -433,7 +433,7 @@ class Engine:
         coming = None
         if chosen is not None and joint is None:
             both = None if guessed is None else torch.cat((chosen.token_ids, guessed))
-            coming = Fetched(chosen.token_ids if both is None else both)
+            coming = HostCopy(chosen.token_ids if both is None else both)
             # Before others are listened to, who may add requests on this rank alone.
             if (
                 self.runner.launches_next

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.common.devices import take_device
+from quantkit.common.devices import select_device
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import read_json
 from quantkit.executor.engine import Engine
@@ -140,7 +140,7 @@ def slow(path: Path) -> str:
 def load_whole(path: Path, device: str = "auto") -> WholeModel:
     """A checkpoint of an architecture without a file, in float32 on a CPU and bfloat16
     elsewhere."""
-    where = take_device(device)
+    where = select_device(device)
     return WholeModel(
         Checkpoint.open(path), where, torch.float32 if where.type == "cpu" else torch.bfloat16
     )

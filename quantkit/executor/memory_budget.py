@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantkit.common.devices import free_bytes
 from quantkit.common.errors import QuantkitError
-from quantkit.common.sizes import size
+from quantkit.common.sizes import format_bytes
 from quantkit.executor.cache.cache import CachePlan, plan_cache
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.runner.attention_context import Chunk, PrefillContext
@@ -103,8 +103,8 @@ def plan_beside(
     states = loaded.sequence_bytes(options.own_batch, options.lookahead)
     if states and free <= states:
         told = (
-            f"the states of {options.own_batch} sequences take {size(states)}, and "
-            f"{size(free)} are free"
+            f"the states of {options.own_batch} sequences take {format_bytes(states)}, and "
+            f"{format_bytes(free)} are free"
         )
         raise QuantkitError(told, "lower --max-batch, or free memory")
     free = loaded.weights.ranks.minimum(

@@ -7,7 +7,7 @@ A new scheme on known grids is one entry in SCHEMES and, if its defaults differ,
 from dataclasses import dataclass
 from typing import Literal
 
-from quantkit.common.errors import QuantkitError, UsageFault
+from quantkit.common.errors import QuantkitError, UsageError
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ SCHEMES: dict[str, Scheme] = {
 
 def find_scheme(name: str) -> Scheme:
     if name not in SCHEMES:
-        raise UsageFault(f"scheme {name!r} is not known", f"choose one of {', '.join(SCHEMES)}")
+        raise UsageError(f"scheme {name!r} is not known", f"choose one of {', '.join(SCHEMES)}")
     return SCHEMES[name]
 
 

@@ -20,11 +20,11 @@ from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.checkpoint.hub import find_model, plain_name
 from quantkit.checkpoint.manifest import MANIFEST
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.common.atomic_write import write_whole
+from quantkit.common.atomic_write import write_atomic
 from quantkit.common.devices import default_dtype, find_device, free_bytes
-from quantkit.common.progress import OnEvent, silent
+from quantkit.common.progress import OnEvent, ignore_event
 from quantkit.common.result import Result
-from quantkit.common.sizes import size
+from quantkit.common.sizes import format_bytes
 from quantkit.deploy.launch import deploy
 from quantkit.evaluation.distance.perplexity import Report as TextReport
 from quantkit.evaluation.distance.perplexity import measure
@@ -87,7 +87,7 @@ class Listeners:
     replies."""
 
     step: Callable[[str, str], None] = lambda name, text: None
-    units: OnEvent = silent
+    units: OnEvent = ignore_event
     text: TextReport | None = None
     replies: EvalReport | None = None
     notice: Callable[[str], None] = lambda text: None
@@ -223,7 +223,7 @@ class GuidedJob:
         needed, there = _run_bytes(source), free_bytes(find_device("auto"))
         if needed > there and held_out:
             tokens = int(held_out["tokens"])
-            reason = f"the source needs {size(needed)} to run, and {size(there)} are free"
+            reason = f"the source needs {format_bytes(needed)} to run, and {format_bytes(there)} are free"
             return dict(held_out) | {
                 "tokens": tokens,
                 "on": f"{tokens:,} held-out tokens, while quantizing: {reason}",
@@ -317,7 +317,7 @@ class GuidedJob:
 
     def _written(self, scripts: dict[str, str]) -> list[str]:
         for name, text in scripts.items():
-            write_whole(self.target.parent / name, text)
+            write_atomic(self.target.parent / name, text)
         return list(scripts)
 
 

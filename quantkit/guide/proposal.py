@@ -17,7 +17,7 @@ from quantkit.common.assets import asset
 from quantkit.common.errors import QuantkitError
 from quantkit.common.result import Result
 from quantkit.common.settings import Strict, read_yaml
-from quantkit.common.sizes import size, span
+from quantkit.common.sizes import format_bytes, format_duration
 from quantkit.engines.check import check_model, find_load
 from quantkit.engines.choice import choose
 from quantkit.engines.memory import ParallelSizes, find_split_problem
@@ -108,12 +108,12 @@ class Proposal(Result):
             ("  why", self.why),
             (
                 "  written",
-                f"{size(planned.output_bytes)} in format {planned.format}, from "
-                f"{size(planned.source_bytes)}",
+                f"{format_bytes(planned.output_bytes)} in format {planned.format}, from "
+                f"{format_bytes(planned.source_bytes)}",
             ),
             (
                 "engine",
-                f"{self.chosen.engine}{used}: {size(placed.weight_bytes)} of weights on each{room}",
+                f"{self.chosen.engine}{used}: {format_bytes(placed.weight_bytes)} of weights on each{room}",
             ),
             (
                 "loss to expect",
@@ -122,14 +122,17 @@ class Proposal(Result):
             ),
             (
                 "time",
-                f"about {span(self.seconds)} on this machine, within a factor of {self.factor:g}, "
+                f"about {format_duration(self.seconds)} on this machine, within a factor of {self.factor:g}, "
                 "and as much text as is then measured",
             ),
-            ("disk", f"{size(planned.disk_bytes)} needed, {size(planned.disk_free_bytes)} free"),
+            (
+                "disk",
+                f"{format_bytes(planned.disk_bytes)} needed, {format_bytes(planned.disk_free_bytes)} free",
+            ),
             (
                 "memory",
-                f"{size(planned.host_peak_bytes)} of the host at most, "
-                f"{size(planned.host_least_bytes)} at least",
+                f"{format_bytes(planned.host_peak_bytes)} of the host at most, "
+                f"{format_bytes(planned.host_least_bytes)} at least",
             ),
             *(
                 (f"  not {one.scheme}", _against(one))
@@ -200,9 +203,9 @@ def choose_candidate(found: list[SchemeCandidate], box: DeviceBox) -> tuple[Sche
     placed = smallest.plan.devices
     needed, there = placed.weight_bytes + placed.reserve_bytes, placed.usable_bytes
     raise QuantkitError(
-        f"no scheme fits {box.named}: {smallest.scheme}, the smallest, needs {size(needed)} of "
+        f"no scheme fits {box.named}: {smallest.scheme}, the smallest, needs {format_bytes(needed)} of "
         f"each of {smallest.devices} devices "
-        f"and a cache of {placed.context} tokens, where {size(there)} may be used",
+        f"and a cache of {placed.context} tokens, where {format_bytes(there)} may be used",
         "give more or larger devices, or a smaller model",
     )
 
@@ -258,8 +261,8 @@ def _check_smaller(planned: Plan, engine: str, checkpoint: Checkpoint, box: Devi
     loads = engine == QUANTKIT or find_load(engine, checkpoint, box.device) is not None
     if loads and planned.output_bytes > LEAST_SAVED * planned.source_bytes:
         there = (
-            f"{size(planned.output_bytes)} are no fewer than the source's "
-            f"{size(planned.source_bytes)}"
+            f"{format_bytes(planned.output_bytes)} are no fewer than the source's "
+            f"{format_bytes(planned.source_bytes)}"
         )
         raise QuantkitError(
             f"{there}, which {engine} loads as it is", "take a scheme of fewer bits"
@@ -292,7 +295,7 @@ def _against(one: SchemeCandidate) -> str:
         return one.refused
     reason = "" if one.plan.fits else "does not fit: "
     return (
-        f"{reason}{size(one.plan.output_bytes)} on {one.engine}, "
+        f"{reason}{format_bytes(one.plan.output_bytes)} on {one.engine}, "
         f"{expected_losses()[one.scheme].told()}"
     )
 

@@ -12,7 +12,7 @@ from quantkit.calibrate.data import load_sequences
 from quantkit.checkpoint.hub import find_local
 from quantkit.checkpoint.remote import open_headers
 from quantkit.common.errors import QuantkitError
-from quantkit.common.sizes import size
+from quantkit.common.sizes import format_bytes
 from quantkit.evaluation.run import prepare
 from quantkit.guide.job import GoRequest
 from quantkit.guide.machine_speed import measure_pace
@@ -95,8 +95,8 @@ def _with_disk(chosen: SchemeCandidate, folder: Path) -> SchemeCandidate:
 def _check_room(planned: Plan, model: str, folder: Path) -> None:
     if planned.disk_bytes > planned.disk_free_bytes:
         raise QuantkitError(
-            f"the output needs {size(planned.disk_bytes)} of disk and {folder} has "
-            f"{size(planned.disk_free_bytes)} free",
+            f"the output needs {format_bytes(planned.disk_bytes)} of disk and {folder} has "
+            f"{format_bytes(planned.disk_free_bytes)} free",
             "free some, or give an --out on another disk",
         )
     if find_local(model) is None:
@@ -108,14 +108,14 @@ def _check_room(planned: Plan, model: str, folder: Path) -> None:
         needed = planned.source_bytes + (planned.disk_bytes if same else 0)
         if needed > free:
             raise QuantkitError(
-                f"downloading {model} needs {size(needed)} of disk and {cache} has {size(free)} "
+                f"downloading {model} needs {format_bytes(needed)} of disk and {cache} has {format_bytes(free)} "
                 "free",
                 "free some, or set HF_HOME",
             )
     available = psutil.virtual_memory().available
     if planned.host_least_bytes > available:
         raise QuantkitError(
-            f"quantizing needs {size(planned.host_least_bytes)} of memory at least and "
-            f"{size(available)} are free",
+            f"quantizing needs {format_bytes(planned.host_least_bytes)} of memory at least and "
+            f"{format_bytes(available)} are free",
             "close other programs, or give fewer --samples or a shorter --seq-len",
         )

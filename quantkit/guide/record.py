@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import __version__
-from quantkit.common.atomic_write import write_whole
+from quantkit.common.atomic_write import write_atomic
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import read_json
 
@@ -75,7 +75,7 @@ class Record:
         self._write()
 
     def _write(self) -> None:
-        write_whole(self._path, json.dumps(self._state, indent=1) + "\n")
+        write_atomic(self._path, json.dumps(self._state, indent=1) + "\n")
 
 
 def _begun(out: Path, found: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from quantkit.common.atomic_write import write_whole
+from quantkit.common.atomic_write import write_atomic
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import read_json
 
@@ -73,7 +73,7 @@ class ExpertCounts:
 
     def write(self, path: Path) -> None:
         """The file appears whole."""
-        write_whole(path, self.to_bytes())
+        write_atomic(path, self.to_bytes())
 
     @classmethod
     def read(cls, path: Path) -> "ExpertCounts":

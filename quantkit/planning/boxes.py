@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from quantkit.common.devices import find_device
-from quantkit.common.errors import QuantkitError, UsageFault
+from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.common.sizes import parse_bytes
 from quantkit.engines.profiles import Device
 from quantkit.planning.devices import accelerators, find_accelerator
@@ -68,7 +68,7 @@ def _named(count: int, kind: str) -> DeviceBox:
             f"{count} x {known.name} of {known.memory_gib} GiB",
         )
     names = ", ".join(known.name for known in accelerators())
-    raise UsageFault(f"device {kind!r} is not known", f"{_REMEDY}; known are {names}")
+    raise UsageError(f"device {kind!r} is not known", f"{_REMEDY}; known are {names}")
 
 
 def _sized(count: int, text: str) -> DeviceBox:

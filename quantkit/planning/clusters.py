@@ -21,7 +21,7 @@ from typing import Any
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
-from quantkit.common.sizes import size
+from quantkit.common.sizes import format_bytes
 from quantkit.engines.layouts import PublishedRate, Topology, find_recipe, find_topology
 from quantkit.engines.memory import (
     Fit,
@@ -225,7 +225,7 @@ class PlannedLayout:
                 "" if self.experts[role] is None else f", {self.experts[role]} experts a layer"
             )
             room = (
-                f"{size(held.weight_bytes)} of weights each{experts}; room for {held.tokens:,} "
+                f"{format_bytes(held.weight_bytes)} of weights each{experts}; room for {held.tokens:,} "
                 f"tokens, {held.context:,} a request"
             )
             told.append(
@@ -392,16 +392,16 @@ def _loads(
             router += held
         else:
             plain += held
-    kind, size = kind_of(scheme.weight), bytes_per_weight(scheme.weight)
+    kind, format_bytes = kind_of(scheme.weight), bytes_per_weight(scheme.weight)
     kind_outside, size_outside = (
         (kind_of(scheme.outside), bytes_per_weight(scheme.outside))
         if scheme.outside
-        else (kind, size)
+        else (kind, format_bytes)
     )
     routed = WeightTraffic(
         kind,
         expert * share,
-        expert * share * size,
+        expert * share * format_bytes,
         expert * batch * chosen / experts / parallel.world,
     )
     return [

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from quantkit.common.errors import UsageFault
+from quantkit.common.errors import UsageError
 from quantkit.common.settings import Strict, find_yaml, read_yaml
 
 
@@ -142,5 +142,5 @@ def load_hardware(name_or_path: str) -> Hardware:
     )
     if path is None:
         remedy = "write 8x64GiB or 8xH100, or give a YAML file like those in recipes/hardware"
-        raise UsageFault(f"hardware {name_or_path} is not known", remedy)
+        raise UsageError(f"hardware {name_or_path} is not known", remedy)
     return read_yaml(path, Hardware, "see recipes/hardware/910b1.yaml")

@@ -18,7 +18,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import open_headers
 from quantkit.common.errors import QuantkitError
 from quantkit.common.result import Result
-from quantkit.common.sizes import size, span
+from quantkit.common.sizes import format_bytes, format_duration
 from quantkit.engines.memory import NO_DRAFT, DraftSizes, ParallelSizes, draft_sizes, fit_rows
 from quantkit.evaluation.results.published import published_speeds
 from quantkit.executor.cache.cache import codes_of
@@ -104,10 +104,10 @@ class DeviceShare:
         room = "" if self.cache_tokens is None else f", {self.cache_tokens:,} tokens"
         return [
             (
-                f"  {self.count} device{'s' if self.count > 1 else ''} of {size(self.memory_bytes)}",
-                f"{size(self.weight_bytes)} of weights each",
+                f"  {self.count} device{'s' if self.count > 1 else ''} of {format_bytes(self.memory_bytes)}",
+                f"{format_bytes(self.weight_bytes)} of weights each",
             ),
-            ("  room for the cache", f"{size(self.cache_bytes)} each{room}"),
+            ("  room for the cache", f"{format_bytes(self.cache_bytes)} each{room}"),
             ("  assuming", self.assumption),
         ]
 
@@ -167,18 +167,27 @@ class Plan(Result):
         return [
             (
                 "output",
-                f"{size(self.output_bytes)} ({self.format}), without MTP "
-                f"{size(self.output_bytes_without_mtp)}",
+                f"{format_bytes(self.output_bytes)} ({self.format}), without MTP "
+                f"{format_bytes(self.output_bytes_without_mtp)}",
             ),
-            *((f"  {part}", size(count)) for part, count in self.output_bytes_by_part.items()),
+            *(
+                (f"  {part}", format_bytes(count))
+                for part, count in self.output_bytes_by_part.items()
+            ),
             *([("of the source", self.told)] if self.told else []),
             ("fits", "yes" if self.fits else "NO"),
             *(self.devices.facts() if self.layout is None else self.layout.facts()),
             *((f"  at {one.bits:.2f} bits", one.told()) for one in self.sizes),
-            ("host memory, peak", f"{size(self.host_peak_bytes)} (at {host.where})"),
-            ("disk", f"{size(self.disk_bytes)} needed, {size(self.disk_free_bytes)} free here"),
+            ("host memory, peak", f"{format_bytes(self.host_peak_bytes)} (at {host.where})"),
+            (
+                "disk",
+                f"{format_bytes(self.disk_bytes)} needed, {format_bytes(self.disk_free_bytes)} free here",
+            ),
             *(
-                (f"time on {one.device}", f"{span(one.seconds)}, assuming {one.assumption}")
+                (
+                    f"time on {one.device}",
+                    f"{format_duration(one.seconds)}, assuming {one.assumption}",
+                )
                 for one in self.time
             ),
         ]
@@ -411,11 +420,15 @@ def _placed(
         else:
             assumption += "MLA's latent is whole on every device"
         if state:
-            assumption += f"; {size(state)} of states for each request of {context:,} tokens"
+            assumption += (
+                f"; {format_bytes(state)} of states for each request of {context:,} tokens"
+            )
         if request.redundant:
             assumption += f"; experts whole, {request.redundant} copies a layer"
     if request.draft.weight_bytes:
-        assumption += f"; {size(request.draft.weight_bytes)} of a draft model on every device"
+        assumption += (
+            f"; {format_bytes(request.draft.weight_bytes)} of a draft model on every device"
+        )
     return fits, DeviceShare(
         count=devices.count,
         memory_bytes=devices.memory_bytes,

@@ -6,7 +6,7 @@ from socket import socket
 
 import uvicorn
 
-from quantkit.common.bind import not_free
+from quantkit.common.bind import bind_error
 from quantkit.executor.server.connections import HttpServer
 from quantkit.playground.app import create_app
 from quantkit.playground.play import Playground
@@ -26,4 +26,4 @@ def serve(playground: Playground, port: int, sockets: Sequence[socket]) -> None:
     try:
         server.run(list(sockets))
     except OSError as fault:
-        raise not_free(HOST, port, fault) from fault
+        raise bind_error(HOST, port, fault) from fault

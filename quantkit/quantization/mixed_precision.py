@@ -17,7 +17,7 @@ from typing import Any
 from quantkit.calibrate.choices import Choice, choices_of
 from quantkit.calibrate.sensitivity import Sensitivities
 from quantkit.common.errors import QuantkitError
-from quantkit.common.sizes import size
+from quantkit.common.sizes import format_bytes
 from quantkit.engines.choice import MixtureChoice
 from quantkit.grids.schemes import Fp4Grid, Fp8BlockGrid, Grid, IntGrid, grid_label
 from quantkit.models.table import Parameter
@@ -238,11 +238,11 @@ class Options:
         mixture, least = self.job.request.mixture, smallest + self.other_bytes
         if mixture.size is not None:
             told, remedy = (
-                f"--size {size(mixture.size)}",
+                f"--size {format_bytes(mixture.size)}",
                 f"give --size {math.ceil(least / 10**4) / 100:g}MB or more",
             )
             raise QuantkitError(
-                f"{told} cannot be reached: the smallest output is {size(least)}", remedy
+                f"{told} cannot be reached: the smallest output is {format_bytes(least)}", remedy
             )
         bits = math.ceil(8 * smallest / self.weights * 1000) / 1000
         told = f"--bits {mixture.bits:g} cannot be reached: the smallest is {bits:g} bits a weight"

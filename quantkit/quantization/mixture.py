@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from quantkit.checkpoint.formats import fp8_block
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.common.errors import QuantkitError, UsageFault
+from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.common.sizes import parse_bytes
 from quantkit.engines.choice import MixtureChoice
 from quantkit.grids.schemes import Fp8BlockGrid, Grid, IntGrid
@@ -60,7 +60,7 @@ class Mixture:
                 f"--keep {unknown[0]!r} is no kind of sublayer", f"kinds are {', '.join(KINDS)}"
             )
         if self.preset is not None and self.preset not in PRESETS:
-            raise UsageFault(
+            raise UsageError(
                 f"preset {self.preset!r} is not known", f"choose one of {', '.join(PRESETS)}"
             )
         if self.bits is not None and self.size is not None:

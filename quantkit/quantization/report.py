@@ -18,7 +18,7 @@ from typing import Any
 
 from quantkit.calibrate.findings import Findings
 from quantkit.common.plots import GREY, OURS, THEIRS, draw, label_axes, layer_plot
-from quantkit.common.sizes import byte_unit, size, span
+from quantkit.common.sizes import byte_unit, format_bytes, format_duration
 from quantkit.models.table import Parameter
 from quantkit.quantization.verdict import judge
 
@@ -195,7 +195,7 @@ def _page(facts: dict[str, Any]) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"size": size, "span": span, "count": _count}
+    environment.filters |= {"size": format_bytes, "span": format_duration, "count": _count}
     environment.filters["scientific"] = lambda value: "-" if value is None else f"{value:.2e}"
     worst = sorted(
         ((error, module) for module, error in facts["errors"].items() if error is not None),

@@ -29,11 +29,11 @@ from quantkit.checkpoint.manifest import made_for
 from quantkit.checkpoint.pruned import PrunedCheckpoint
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import prepare
-from quantkit.common.devices import describe_hardware, take_device
+from quantkit.common.devices import describe_hardware, select_device
 from quantkit.common.plots import layer_plot
-from quantkit.common.progress import Note, OnEvent, Progress, peak_memory, silent
+from quantkit.common.progress import Note, OnEvent, Progress, ignore_event, peak_memory
 from quantkit.common.result import Result
-from quantkit.common.sizes import size, span
+from quantkit.common.sizes import format_bytes, format_duration
 from quantkit.grids.schemes import Scheme, grid_label
 from quantkit.models.expert_counts import FILE_NAME, ExpertCounts
 from quantkit.quantization.cost import RATES, job_work, seconds_of
@@ -116,7 +116,7 @@ class QuantizationReport(Result):
         return [
             ("verdict", self._verdict),
             ("written to", f"{self.out} ({self.format})"),
-            ("size", f"{size(self.output_bytes)}, from {size(self.source_bytes)}"),
+            ("size", f"{format_bytes(self.output_bytes)}, from {format_bytes(self.source_bytes)}"),
             *(
                 [("routed experts", f"{self.pruned}; what that loses is in the KL")]
                 if self.pruned
@@ -124,8 +124,11 @@ class QuantizationReport(Result):
             ),
             ("quantized", str(self.coverage)),
             *([] if self.allocation is None else [("grids", told_grids(self.allocation))]),
-            ("time", span(self.seconds)),
-            ("peak memory", f"{size(self.peak_memory)}, planned {size(self.planned_memory)}"),
+            ("time", format_duration(self.seconds)),
+            (
+                "peak memory",
+                f"{format_bytes(self.peak_memory)}, planned {format_bytes(self.planned_memory)}",
+            ),
             ("calibration", f"{self.calibration_tokens:,} tokens"),
             ("mean output error", f"{self.findings.mean_error:.2e}"),
             ("report", str(self.out / "report.html")),
@@ -154,7 +157,7 @@ def quantize(
     device: str = "auto",
     memory: int | None = None,
     overwrite: bool = False,
-    on_event: OnEvent = silent,
+    on_event: OnEvent = ignore_event,
 ) -> QuantizationReport:
     """Quantize the checkpoint `source` into the directory `out`.
 
@@ -173,10 +176,16 @@ def quantize(
     prepare(out, inputs, ranks.rank)
     check_wanted(sensitivities, mixture)
     run = _checked(source, read_request(scheme, format, engine, recipe, mixture), engine, memory)
-    where = take_device(device)
+    where = select_device(device)
     if run.options is not None:
         run = _with_grids(
-            run, run.options, out, sensitivities, ranks, where, on_event if ranks.leads else silent
+            run,
+            run.options,
+            out,
+            sensitivities,
+            ranks,
+            where,
+            on_event if ranks.leads else ignore_event,
         )
     job = run.job
     if (
@@ -209,10 +218,10 @@ def quantize(
         resumed = writer.finished(output.units) if ranks.leads else ""
         if ranks.leads and resumed:
             on_event(Note(f"resuming {out}: {resumed}"))
-        pruned = _pruned(run, output, ranks, on_event if ranks.leads else silent)
+        pruned = _pruned(run, output, ranks, on_event if ranks.leads else ignore_event)
         if ranks.leads:
             writer.check_source()
-        found = _round(run, output, ranks, on_event if ranks.leads else silent, pruned)
+        found = _round(run, output, ranks, on_event if ranks.leads else ignore_event, pruned)
         if not ranks.leads:
             writer.close()
         ranks.wait()

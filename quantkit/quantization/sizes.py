@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quantkit.calibrate.sensitivity import Sensitivities
-from quantkit.common.sizes import size
+from quantkit.common.sizes import format_bytes
 from quantkit.models.table import Parameter
 from quantkit.quantization.allocation import CurvePoint
 from quantkit.quantization.job import Job
@@ -39,7 +39,9 @@ class PlannedSize:
             if self.devices is None
             else f"{self.devices} device{'s' if self.devices > 1 else ''} hold it"
         )
-        return f"{size(self.bytes)}{kl}, {size(self.read_bytes)} read a token, {held}"
+        return (
+            f"{format_bytes(self.bytes)}{kl}, {format_bytes(self.read_bytes)} read a token, {held}"
+        )
 
 
 @dataclass(frozen=True)

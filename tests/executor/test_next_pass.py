@@ -10,7 +10,7 @@ import torch
 from forked_ranks import run_ranks
 from guessed_models import in_place
 
-from quantkit.common.devices import Fetched
+from quantkit.common.devices import HostCopy
 from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.runner.runner import Runner
@@ -264,19 +264,19 @@ def test_the_next_pass_is_launched_before_tokens_are_waited_for(
 ) -> None:
     """And before others are listened to; the last one's tokens need no further pass."""
     engine, told = load(tiny_checkpoint, ahead=True), list[str]()
-    launch, wait = Runner.launch_next, Fetched.tolist
+    launch, wait = Runner.launch_next, HostCopy.tolist
     engine.meanwhile = lambda brought: told.append("others")
 
     def launching(self: Runner, token_ids: torch.Tensor) -> None:
         told.append("launch")
         launch(self, token_ids)
 
-    def waiting(self: Fetched) -> list[Any]:
+    def waiting(self: HostCopy) -> list[Any]:
         told.append("wait")
         return wait(self)
 
     monkeypatch.setattr(Runner, "launch_next", launching)
-    monkeypatch.setattr(Fetched, "tolist", waiting)
+    monkeypatch.setattr(HostCopy, "tolist", waiting)
     engine.submit([5, 6, 7], SamplingParams(max_new_tokens=4, ignore_eos=True))
     while engine.has_work:
         engine.step()
@@ -325,6 +325,6 @@ def test_rank_0_chooses_for_all(tmp_path: Path) -> None:
 
 def test_what_was_fetched_is_not_written_over() -> None:
     values = torch.arange(3)
-    fetched = Fetched(values)
+    fetched = HostCopy(values)
     values.zero_()
     assert fetched.tolist() == [0, 1, 2]

@@ -18,7 +18,7 @@ import pytest
 import torch
 from packed_model import write_packed
 
-from quantkit.common.errors import QuantkitError, UsageFault
+from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.executor.engine import Engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.rank0 import Leader
@@ -160,7 +160,7 @@ def test_what_ranks_cannot_do_is_said_before_they_start(
     monkeypatch.setattr(
         "quantkit.executor.ranks.parallel.launch", lambda options: pytest.fail("ranks were started")
     )
-    with pytest.raises(UsageFault, match=told):
+    with pytest.raises(UsageError, match=told):
         Engine.load(tiny_checkpoint, device="cpu", **options)
 
 
@@ -176,7 +176,7 @@ def test_groups_that_ranks_would_cut_are_refused_before_these_start(
         "quantkit.executor.ranks.parallel.launch", lambda options: pytest.fail("ranks were started")
     )
     with pytest.raises(
-        UsageFault,
+        UsageError,
         match=r"mlp\.down_proj cannot be cut into shares of 24 input features in groups of 16",
     ):
         Engine.load(model, device="cpu", tp=4)
@@ -189,7 +189,7 @@ def test_more_ranks_than_devices_are_refused(
         "quantkit.executor.ranks.parallel.find_device", lambda name: torch.device("cuda")
     )
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(UsageFault, match="2 ranks need as many devices, and 1 are usable here"):
+    with pytest.raises(UsageError, match="2 ranks need as many devices, and 1 are usable here"):
         join(EngineOptions(tiny_checkpoint, tp=2))
 
 

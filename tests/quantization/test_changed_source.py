@@ -16,7 +16,7 @@ from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint import reader
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
-from quantkit.common.progress import Event, OnEvent, Progress, silent
+from quantkit.common.progress import Event, OnEvent, Progress, ignore_event
 from quantkit.grids.schemes import find_scheme
 from quantkit.quantization import quantize
 from quantkit.quantization.conversion import convert
@@ -38,7 +38,7 @@ def source(original: Path, tmp_path: Path) -> Path:
     return shutil.copytree(original, tmp_path / "source")
 
 
-def awq(source: Path, out: Path, on_event: OnEvent = silent) -> bool:
+def awq(source: Path, out: Path, on_event: OnEvent = ignore_event) -> bool:
     text = out.with_name("text.txt")
     text.write_text("what is read may change, and who reads it must know. " * 20)
     recipe = Recipe(scheme="awq-w4a16", calibration=str(text), **quantize_job.SMALL)
@@ -47,7 +47,7 @@ def awq(source: Path, out: Path, on_event: OnEvent = silent) -> bool:
     ).done_already
 
 
-def rtn(source: Path, out: Path, on_event: OnEvent = silent) -> bool:
+def rtn(source: Path, out: Path, on_event: OnEvent = ignore_event) -> bool:
     return quantize(
         source,
         out,
@@ -59,7 +59,7 @@ def rtn(source: Path, out: Path, on_event: OnEvent = silent) -> bool:
     ).done_already
 
 
-def to_fp16(source: Path, out: Path, on_event: OnEvent = silent) -> bool:
+def to_fp16(source: Path, out: Path, on_event: OnEvent = ignore_event) -> bool:
     return convert(source, out, dtype="fp16", on_event=on_event).done_already
 
 

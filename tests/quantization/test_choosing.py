@@ -228,7 +228,7 @@ def rank_correlation(a: list[float], b: list[float]) -> float:
         (["--bits", "-1"], "--bits -1 is no number of bits a weight"),
         (["--bits", "nan"], "is no number of bits a weight"),
         (["--bits", "4.5", "--size", "9MB"], "give one of them"),
-        (["--size", "9 parrots"], "is no size"),
+        (["--size", "9 parrots"], "is not a size"),
         (["--bits", "4.5", "--format", "awq"], "format awq holds no mixture of grids"),
         (
             ["--bits", "4.5", "--scheme", "rtn-w4a16"],

@@ -145,5 +145,5 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["16", "GiB", "-1GiB", "0GB", "16 gigabytes", ""])
 def test_no_sizes(text: str) -> None:
-    with pytest.raises(QuantkitError, match="is no size"):
+    with pytest.raises(QuantkitError, match="is not a size"):
         parse_bytes(text)

@@ -20,7 +20,7 @@ from torch import Tensor
 from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.saliency import choose_kept
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.common.progress import Event, Progress, silent
+from quantkit.common.progress import Event, Progress, ignore_event
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import find_scheme
 from quantkit.models.context import CausalContext
@@ -63,7 +63,7 @@ def run(
     out: Path,
     scheme: str = "awq-w4a16",
     prune: float = 0.5,
-    listen: Callable[[Event], None] = silent,
+    listen: Callable[[Event], None] = ignore_event,
 ) -> Path:
     recipe = Recipe(scheme=scheme, calibration=str(text), prune=prune, **SMALL)
     quantize(source, out, find_scheme(scheme), "auto", recipe, device="cpu", on_event=listen)

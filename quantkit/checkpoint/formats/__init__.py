@@ -23,7 +23,7 @@ from quantkit.checkpoint.formats import (
     mxfp4,
 )
 from quantkit.checkpoint.formats.base import Format
-from quantkit.common.errors import QuantkitError, UsageFault
+from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.grids.schemes import Scheme
 
 FORMATS: tuple[Format, ...] = (
@@ -55,7 +55,7 @@ def find_format(name: str, scheme: Scheme) -> Format:
     """The format called `name` on the command line that holds the scheme's weights."""
     named = [format for format in FORMATS if format.name == name]
     if not named:
-        raise UsageFault(
+        raise UsageError(
             f"format {name!r} is not known",
             f"choose one of {', '.join(dict.fromkeys(format.name for format in FORMATS))}",
         )

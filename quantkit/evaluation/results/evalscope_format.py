@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quantkit.common.atomic_write import write_whole
+from quantkit.common.atomic_write import write_atomic
 from quantkit.evaluation.results.figures import EvalResults, TaskResult
 from quantkit.evaluation.statistics.estimates import pass_at_k
 
@@ -21,7 +21,7 @@ def write_reports(out: Path, results: EvalResults) -> list[Path]:
     files = []
     for name, task in results.tasks.items():
         files.append(folder / f"{name.replace('-', '_')}.json")
-        write_whole(
+        write_atomic(
             files[-1], json.dumps(report(results.model, task), indent=4, ensure_ascii=False) + "\n"
         )
     return files

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.common.atomic_write import write_whole
+from quantkit.common.atomic_write import write_atomic
 from quantkit.evaluation.grading.options import LETTERS
 from quantkit.evaluation.results import plots
 from quantkit.evaluation.results.figures import EvalResults, Sample, TaskResult
@@ -31,7 +31,7 @@ def write_report(path: Path, results: EvalResults, baseline: Baseline | None) ->
     page = render(
         "report.html.j2", results=results, tasks=tasks, baseline=baseline.name if baseline else None
     )
-    write_whole(path, page)
+    write_atomic(path, page)
 
 
 def _task(model: str, task: TaskResult, baseline: Baseline | None) -> dict[str, Any]:

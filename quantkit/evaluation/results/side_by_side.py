@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.common.atomic_write import write_whole
+from quantkit.common.atomic_write import write_atomic
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.results import plots
 from quantkit.evaluation.results.pages import render
@@ -164,8 +164,8 @@ def write_page(out: Path, table: RunsSideBySide) -> None:
         ]
         if compared:
             drawn[task]["differences"] = plots.differences_plot(compared)
-    write_whole(out / "comparison.html", render("comparison.html.j2", table=table, plots=drawn))
-    write_whole(out / "comparison.json", json.dumps(table.to_json(), indent=1) + "\n")
+    write_atomic(out / "comparison.html", render("comparison.html.j2", table=table, plots=drawn))
+    write_atomic(out / "comparison.json", json.dumps(table.to_json(), indent=1) + "\n")
 
 
 def _label(name: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.common.atomic_write import write_whole
+from quantkit.common.atomic_write import write_atomic
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.generators.generator import ModelReply, Prompt
 
@@ -53,7 +53,7 @@ class ReplyJournal:
         self.kept: dict[Key, ModelReply] = {}
         self.probe: ModelProbe | None = None
         if not self.path.exists():
-            write_whole(self.path, json.dumps({"facts": facts, "request": request or {}}) + "\n")
+            write_atomic(self.path, json.dumps({"facts": facts, "request": request or {}}) + "\n")
         self.path.touch()  # the one of its task that was used last is regraded
         self._read()
 
@@ -137,7 +137,7 @@ class Looks:
         if list(samples) not in made:
             made.append(list(samples))
             if self._path is not None:
-                write_whole(self._path, json.dumps(self._made, indent=1) + "\n")
+                write_atomic(self._path, json.dumps(self._made, indent=1) + "\n")
         return made.index(list(samples)) + 1
 
 
@@ -153,7 +153,7 @@ def _changes(folder: Path, task: str, facts: dict[str, Any]) -> list[str]:
 
 
 def write_samples(path: Path, samples: list[dict[str, Any]]) -> None:
-    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in samples))
+    write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in samples))
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:

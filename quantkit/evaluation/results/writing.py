@@ -4,7 +4,7 @@ results.json last."""
 import json
 from typing import Any
 
-from quantkit.common.atomic_write import write_whole
+from quantkit.common.atomic_write import write_atomic
 from quantkit.evaluation.results.evalscope_format import write_reports
 from quantkit.evaluation.results.figures import EvalResults
 from quantkit.evaluation.results.report import write_report
@@ -23,7 +23,7 @@ def write_results(
     write_report(results.out / "report.html", results, reference)
     if export == "evalscope":
         write_reports(results.out / "evalscope", results)
-    write_whole(results.out / "results.json", json.dumps(results.to_json(), indent=2) + "\n")
+    write_atomic(results.out / "results.json", json.dumps(results.to_json(), indent=2) + "\n")
 
 
 def _prompts(results: EvalResults) -> list[dict[str, Any]]:

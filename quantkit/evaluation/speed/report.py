@@ -9,7 +9,7 @@ from jinja2 import Environment, StrictUndefined
 
 from quantkit import __version__
 from quantkit.common import plots
-from quantkit.common.atomic_write import write_whole
+from quantkit.common.atomic_write import write_atomic
 
 COLUMNS = {
     "input_len": "input tokens",
@@ -28,7 +28,7 @@ def write_report(out: Path, result: dict[str, Any]) -> None:
     """`result` as `quantkit bench --json` prints it: `hardware` is the machine in one line,
     `published` what others told of this model."""
     out.mkdir(parents=True, exist_ok=True)
-    write_whole(out / "bench.json", json.dumps(result, indent=1) + "\n")
+    write_atomic(out / "bench.json", json.dumps(result, indent=1) + "\n")
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -41,7 +41,7 @@ def write_report(out: Path, result: dict[str, Any]) -> None:
     page = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         result=result, plots=drawn, columns=COLUMNS, version=__version__
     )
-    write_whole(out / "bench.html", page)
+    write_atomic(out / "bench.html", page)
 
 
 def _curves(rows: list[dict[str, Any]], key: str, label: str) -> str:

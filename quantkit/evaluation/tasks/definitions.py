@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from quantkit.common.assets import asset
-from quantkit.common.errors import QuantkitError, UsageFault
+from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.common.settings import Strict, find_yaml, read_yaml
 from quantkit.evaluation.generators.generator import Generation
 
@@ -114,7 +114,7 @@ def find_task(name: str) -> Task:
     """The task called `name` in eval/tasks, or the task in the YAML file `name`."""
     path = find_yaml(name, "eval", "tasks")
     if path is None:
-        raise UsageFault(
+        raise UsageError(
             f"task {name!r} is not known",
             f"choose from {', '.join(task_names())}, or give the path of a task YAML",
         )
@@ -141,7 +141,7 @@ def find_setting(
     """The task under `protocol`; `overrides` replaces single sampling parameters (temperature,
     top_p, max_tokens)."""
     if protocol not in protocols():
-        raise UsageFault(
+        raise UsageError(
             f"protocol {protocol!r} is not known", f"choose one of {', '.join(protocols())}"
         )
     base = protocols()[protocol]

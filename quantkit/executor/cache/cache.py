@@ -25,7 +25,7 @@ from quantkit_kernels import (
 )
 from torch import Tensor
 
-from quantkit.common.errors import QuantkitError, UsageFault
+from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.executor.cache.compressed_kv import CompressedEntries
 from quantkit.executor.cache.linear_attention_state import RecurrentStates
 from quantkit.executor.cache.window_cache import RecentTokens
@@ -52,7 +52,7 @@ def codes_of(cache: str | None) -> torch.dtype | None:
     """The dtype of a cache in 8 bits by its name; None for the model's 16 bits. Raises
     QuantkitError for other names."""
     if cache not in (None, *CODES):
-        raise UsageFault(
+        raise UsageError(
             f"a cache of {cache!r} is not known",
             f"use --cache {' or '.join(CODES)}, or leave it out for 16 bits",
         )

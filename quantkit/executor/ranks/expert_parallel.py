@@ -14,7 +14,7 @@ import quantkit_kernels as kernels
 import torch
 from torch import Tensor
 
-from quantkit.common.errors import UsageFault
+from quantkit.common.errors import UsageError
 from quantkit.executor.ranks.parallel import SINGLE, Parallel
 from quantkit.models.table import Parameter
 from quantkit.models.weights import ExpertsOp
@@ -99,7 +99,7 @@ class ExpertShare:
 
 
 def check_experts(rows: Iterable[Parameter], size: int) -> None:
-    """Raises UsageFault where `size` ranks have no routed experts to share, or cannot share them
+    """Raises UsageError where `size` ranks have no routed experts to share, or cannot share them
     evenly. rows: the model's table."""
     if size == 1:
         return
@@ -107,12 +107,12 @@ def check_experts(rows: Iterable[Parameter], size: int) -> None:
         row.layer for row in rows if row.expert is not None and row.projection == "down"
     )
     if not counts:
-        raise UsageFault(
+        raise UsageError(
             f"the model has no routed experts, which --dp {size} shares out over ranks", "use --tp"
         )
     for layer, experts in counts.items():
         if experts % size:
-            raise UsageFault(
+            raise UsageError(
                 f"layer {layer} has {experts} routed experts, which {size} ranks cannot share "
                 "evenly",
                 "use another --dp",

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from quantkit_kernels import UnsummedPairs, accelerator, add_rms_norm
 from torch import Tensor
 
-from quantkit.common.devices import Fetched, find_device, make_current
-from quantkit.common.errors import QuantkitError, UsageFault
+from quantkit.common.devices import HostCopy, find_device, set_current_device
+from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.ranks.channel import Channel
 from quantkit.executor.ranks.quantized_all_reduce import CodedSums, codes_of_sums
@@ -53,7 +53,7 @@ class Parallel:
 
         Messages go over gloo and TCP, tensors over the device's own library.
         """
-        make_current(device)
+        set_current_device(device)
         if device.type == "npu":
             # Collectives of a few kilobytes on the vector cores, without the scheduler's round
             # trip; read when the ranks first meet.
@@ -188,7 +188,7 @@ class Parallel:
         # As float32, which collectives of every kind carry; bits are not touched.
         return self.all_gather(padded.view(torch.float32)).view(torch.int64)[0, : len(x)]
 
-    def agree(self, x: Tensor | Fetched) -> list[int]:
+    def agree(self, x: Tensor | HostCopy) -> list[int]:
         """Rank 0's integers [n] on every rank; only rank 0 waits for its device."""
         if self.size == 1 or self.rank == 0:
             values: list[int] = x.tolist()
@@ -272,7 +272,7 @@ def check_ranks(options: EngineOptions) -> torch.dtype | None:
     )
     if held < options.ranks:
         told = f"{options.ranks} ranks need as many devices, and {held} are usable here"
-        raise UsageFault(told, f"use --tp or --dp {held} at most, or start the ranks with torchrun")
+        raise UsageError(told, f"use --tp or --dp {held} at most, or start the ranks with torchrun")
     return codes
 
 
@@ -287,8 +287,8 @@ def _check_data_parallel(options: EngineOptions, device: torch.device) -> None:
         "--count-experts": options.count_experts,
     }
     if found := [name for name, given in asked.items() if given]:
-        raise UsageFault(
+        raise UsageError(
             f"--dp {options.dp} does not go with {', '.join(found)}", "give one or the other"
         )
     if device.type == "npu":
-        raise UsageFault("--dp is for CUDA and CPUs: on NPUs it was never run", "use --tp")
+        raise UsageError("--dp is for CUDA and CPUs: on NPUs it was never run", "use --tp")

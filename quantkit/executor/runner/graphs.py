@@ -17,7 +17,7 @@ import torch
 from quantkit_kernels import accelerator, likeliest
 from torch import Tensor
 
-from quantkit.common.devices import sent
+from quantkit.common.devices import to_device
 from quantkit.executor.cache.cache import PagedCache
 from quantkit.executor.runner.attention_context import DecodeContext
 from quantkit.executor.runner.device_rows import cache_places
@@ -91,7 +91,7 @@ class StepResult(NamedTuple):
 
     def at(self, rows: list[int]) -> "StepResult":
         """Of these rows."""
-        on_device = sent(rows, self.hidden.device)
+        on_device = to_device(rows, self.hidden.device)
         return StepResult(*(part[on_device] for part in self))
 
 

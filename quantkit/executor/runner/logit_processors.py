@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
-from quantkit.common.devices import sent
+from quantkit.common.devices import to_device
 from quantkit.executor.scheduler.sequence import Sequence
 
 
@@ -61,10 +61,10 @@ class Adjuster:
         if asking:
             self._penalize(adjusted, asking)
         if early:
-            rows, tokens = sent(early, self._device).T
+            rows, tokens = to_device(early, self._device).T
             adjusted[rows, tokens] = float("-inf")
         if masked:
-            rows, masks = sent(masked, self._device).T
+            rows, masks = to_device(masked, self._device).T
             assert allowed is not None, "rows are masked by it"
             adjusted[rows] = adjusted[rows].masked_fill_(~allowed[masks], float("-inf"))
         return adjusted
@@ -85,15 +85,15 @@ class Adjuster:
             asked += [
                 (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
             ] * count
-        rows, slots = sent(places, self._device).T
-        repetition, presence, frequency = sent(asked, self._device).T.unsqueeze(-1)
+        rows, slots = to_device(places, self._device).T
+        repetition, presence, frequency = to_device(asked, self._device).T.unsqueeze(-1)
         values, times, said = (
             adjusted[rows] + self._bias[slots],
             self._times[slots],
             self._said[slots],
         )
         if drafted:
-            of_row, tokens = sent(drafted, self._device).T
+            of_row, tokens = to_device(drafted, self._device).T
             times.index_put_((of_row, tokens), times.new_ones(()), accumulate=True)
             said[of_row, tokens] = True
         values = torch.where(
@@ -112,7 +112,7 @@ class Adjuster:
             new += [slot * self._vocab + token for token in sequence.token_ids[known:]]
             self._counted[slot] = len(sequence.token_ids)
         if new:
-            places = sent(new, self._device)
+            places = to_device(new, self._device)
             self._times.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
             self._said.view(-1)[places] = True
 
@@ -130,10 +130,12 @@ class Adjuster:
         self._slots[sequence], self._counted[slot] = slot, sequence.prompt_len
         for table in (self._times, self._said, self._bias):
             table[slot].zero_()
-        self._said[slot, sent(sequence.token_ids[: sequence.prompt_len], self._device)] = True
+        self._said[slot, to_device(sequence.token_ids[: sequence.prompt_len], self._device)] = True
         if sequence.params.logit_bias:
             ids, values = zip(*sequence.params.logit_bias)
-            self._bias[slot].index_add_(0, sent(ids, self._device), sent(values, self._device))
+            self._bias[slot].index_add_(
+                0, to_device(ids, self._device), to_device(values, self._device)
+            )
         return slot
 
     def _grow(self) -> None:

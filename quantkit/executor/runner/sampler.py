@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.common.devices import sent
+from quantkit.common.devices import to_device
 from quantkit.executor.runner.grammar_masks import Masks
 from quantkit.executor.runner.logit_processors import Adjuster
 from quantkit.executor.runner.runner import ForwardPass
@@ -68,7 +68,7 @@ class Chooser:
         if batch is None:
             return ChosenTokens(done.greedy if adjusted is done.logits else adjusted.argmax(dim=-1))
         places = [len(sequence.token_ids) + i for sequence, count in counts for i in range(count)]
-        on_device = sent(places, self._device)
+        on_device = to_device(places, self._device)
         return ChosenTokens(draw(adjusted, batch, on_device), batch, on_device)
 
     def _look_at(self, counts: list[tuple[Sequence, int]]) -> "_Rows":

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.common.devices import sent
+from quantkit.common.devices import to_device
 from quantkit.common.errors import QuantkitError
 
 MAX_TEMPERATURE = 100.0
@@ -206,14 +206,14 @@ class Batch(NamedTuple):
         if all(one.temperature == 0 for one in params):
             return None
         return cls(
-            sent(
+            to_device(
                 [max(one.temperature, _COLDEST) if one.temperature else 0.0 for one in params],
                 device,
             ),
-            sent([max(one.top_p, _SMALLEST) for one in params], device),
-            sent([one.min_p for one in params], device),
-            sent([one.top_k or _NO_LIMIT for one in params], device),
-            sent([signed64(seed) for seed in seeds], device),
+            to_device([max(one.top_p, _SMALLEST) for one in params], device),
+            to_device([one.min_p for one in params], device),
+            to_device([one.top_k or _NO_LIMIT for one in params], device),
+            to_device([signed64(seed) for seed in seeds], device),
         )
 
 

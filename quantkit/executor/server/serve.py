@@ -8,7 +8,7 @@ from socket import socket
 
 import uvicorn
 
-from quantkit.common.bind import not_free
+from quantkit.common.bind import bind_error
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.server.app import Limits, create_app
@@ -69,7 +69,7 @@ def serve(
     try:
         server.run(list(sockets))
     except OSError as fault:
-        raise not_free(options.host, options.port, fault) from fault
+        raise bind_error(options.host, options.port, fault) from fault
     if service.fault is not None:
         raise QuantkitError(
             f"the engine stopped: {service.fault}", "see the error above; start again with --debug"

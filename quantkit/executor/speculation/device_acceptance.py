@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.common.devices import sent
+from quantkit.common.devices import to_device
 from quantkit.executor.runner.device_rows import accepted
 from quantkit.executor.scheduler.sequence import Sequence
 
@@ -30,5 +30,5 @@ class Accepted(NamedTuple):
             drafts = sequence.drafts[: count - 1]
             told += [row, len(sequence.token_ids), *drafts, *[-1] * (most - len(drafts))]
             row += count
-        known = sent(told, chosen.device, torch.int64).view(len(counts), 2 + most)
+        known = to_device(told, chosen.device, torch.int64).view(len(counts), 2 + most)
         return cls(*accepted(known, chosen))

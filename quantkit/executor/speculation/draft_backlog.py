@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from quantkit.common.devices import sent
+from quantkit.common.devices import to_device
 from quantkit.executor.runner.runner import Span
 from quantkit.executor.scheduler.sequence import Sequence
 
@@ -80,7 +80,7 @@ class UnreadStates:
         if not spans:
             return [], None
         assert self._held is not None, "what is behind is held"
-        return spans, self._held[sent(rows, self._held.device)]
+        return spans, self._held[to_device(rows, self._held.device)]
 
 
 def _joined(parts: list[tuple[Span, int]]) -> tuple[list[Span], list[int]]:

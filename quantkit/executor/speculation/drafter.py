@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from quantkit.common.devices import sent
+from quantkit.common.devices import to_device
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.runner.graphs import (
     DecodeRows,
@@ -212,4 +212,4 @@ class Drafter(ABC):
         return min(self.count, sequence.num_wanted, self._reach - len(sequence.token_ids))
 
     def _tensor(self, values: list[int]) -> Tensor:
-        return sent(values, self._runner.device, torch.int64)
+        return to_device(values, self._runner.device, torch.int64)

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from quantkit.common.devices import sent
+from quantkit.common.devices import to_device
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.runner.graphs import DecodeRows
 from quantkit.executor.runner.runner import ForwardPass, Runner, Span
@@ -98,7 +98,7 @@ class MtpHeads:
                 rows.append(row)
             row += span[2]
         if rows:
-            self._unread.hold(done.hidden[sent(rows, self._runner.device)])
+            self._unread.hold(done.hidden[to_device(rows, self._runner.device)])
             self._unread.settle(spans, len(rows))
 
     def _catch_up(self) -> None:
@@ -176,7 +176,7 @@ class MtpHeads:
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """A layer reads spans: what it makes of all tokens, [T, W], and of `rows` the logits and
         the likeliest tokens; None of none. All is valid until a layer reads again."""
-        at = sent(rows, self._runner.device)
+        at = to_device(rows, self._runner.device)
         if rows and max(span.length for span in spans) <= self._most_rows:
             places = [(one, start + i) for one, start, length in spans for i in range(length)]
             result = self.steps[number].run(
@@ -211,9 +211,9 @@ class MtpHeads:
                     places.append(len(ids))
                     guessed.append(made[sequence][place - len(tokens)])
                 ids.append(tokens[place] if place < len(tokens) else 0)
-        found = sent(ids, self._runner.device, torch.int64)
+        found = to_device(ids, self._runner.device, torch.int64)
         if guessed:
-            found[sent(places, found.device)] = torch.stack(guessed)
+            found[to_device(places, found.device)] = torch.stack(guessed)
         return found
 
     def _guesses(
@@ -227,7 +227,7 @@ class MtpHeads:
         )
         if batch is None:
             return list(greedy.unbind())
-        places = sent([len(one.token_ids) + number for one in sequences], logits.device)
+        places = to_device([len(one.token_ids) + number for one in sequences], logits.device)
         return list(self._runner.draw(logits, batch, places).clone().unbind())
 
     def _settle(self, span: Span, number: int, made: Tensor) -> None:

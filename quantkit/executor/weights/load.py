@@ -16,7 +16,7 @@ from quantkit_kernels import (
 )
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.common.devices import find_device, find_dtype, make_current
+from quantkit.common.devices import find_device, find_dtype, set_current_device
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.cache.cache import BLOCK_SIZE, Coding, PagedCache, find_codes
 from quantkit.executor.cache.compressed_kv import CompressedEntries
@@ -289,7 +289,7 @@ def prepare(
         opened.backend,
         opened.codes,
     )
-    make_current(target)
+    set_current_device(target)
     architecture, config, rows = opened.read.architecture, opened.read.config, opened.read.rows
     expert_ranks = ExpertRanks(expert_parallel, target)
     weights = ExecutorWeights(

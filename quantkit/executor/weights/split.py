@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from quantkit.common.errors import UsageFault
+from quantkit.common.errors import UsageError
 from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid, Mxfp4Grid
 from quantkit.grids.weights import (
     FP4_GROUP,
@@ -37,7 +37,7 @@ def share_range(
     if 0 < heads < size and size % heads == 0:
         rank, size = rank * heads // size, heads
     if features % size:
-        raise UsageFault(
+        raise UsageError(
             f"{name} has {features} {what}, which {size} ranks cannot share evenly",
             "use another --tp",
         )
@@ -45,7 +45,7 @@ def share_range(
 
 
 def check_inputs(name: str, grid: Grid | None, width: int) -> None:
-    """Raises UsageFault where a linear on this grid cannot be cut into shares of `width` input
+    """Raises UsageError where a linear on this grid cannot be cut into shares of `width` input
     features."""
     match grid:
         case IntGrid(bits=4, group_size=stored):
@@ -115,7 +115,7 @@ def cut_columns(weight: Weight, name: str, start: int, stop: int) -> Weight:
 
 def _check_group(name: str, group: int, smallest: int, stored: int, width: int) -> None:
     if group < smallest:
-        raise UsageFault(
+        raise UsageError(
             f"{name} cannot be cut into shares of {width} input features in groups of {stored}",
             "use a smaller --tp",
         )

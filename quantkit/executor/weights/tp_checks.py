@@ -4,7 +4,7 @@ started."""
 from collections.abc import Iterable
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.common.errors import UsageFault
+from quantkit.common.errors import UsageError
 from quantkit.executor.ranks.expert_parallel import check_experts
 from quantkit.executor.weights.split import check_inputs, share_range
 from quantkit.models.architecture import CompressedCache, KeyValueCache, ModelConfig
@@ -16,13 +16,13 @@ _KEY_HEADS = "num_key_value_heads"
 def check_shares(
     checkpoint: Checkpoint, config: ModelConfig, rows: Iterable[Parameter], tp: int, dp: int
 ) -> None:
-    """Raises UsageFault where `tp` ranks cannot cut the linears evenly, or `dp` ranks cannot share
+    """Raises UsageError where `tp` ranks cannot cut the linears evenly, or `dp` ranks cannot share
     out the routed experts. rows: the model's table, as the checkpoint spells it."""
     rows = list(rows)
     _check_counts(config, tp)
     check_experts(rows, dp)
     if dp > 1 and isinstance(config.cache, CompressedCache):
-        raise UsageFault("compressed attention was never run with --dp", "use --tp")
+        raise UsageError("compressed attention was never run with --dp", "use --tp")
     for row in rows if tp > 1 else ():
         if row.split == "column":
             for size in row.segments or row.shape[:1]:
@@ -43,7 +43,7 @@ def _check_counts(config: ModelConfig, tp: int) -> None:
             if _uneven(counts, size) is None
         ]
         told = f"the model has {uneven} = {counts[uneven]}, which {tp} ranks cannot share evenly"
-        raise UsageFault(
+        raise UsageError(
             told, f"use --tp {', '.join(even[:-1])} or {even[-1]}" if even[1:] else "leave --tp out"
         )
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import open_headers
-from quantkit.common.atomic_write import check_writable, write_whole
+from quantkit.common.atomic_write import check_writable, write_atomic
 from quantkit.common.errors import QuantkitError
 from quantkit.common.result import Result
-from quantkit.common.sizes import size
+from quantkit.common.sizes import format_bytes
 from quantkit.engines.memory import ParallelSizes, fit
 from quantkit.models.expert_counts import ExpertCounts
 from quantkit.models.stored_parameters import Model, read_model
@@ -88,7 +88,7 @@ class ExpertPlacement(Result):
         rows.append(
             (
                 "memory a device",
-                f"{size(self.device_bytes)} of experts, {size(self.copies_bytes)} of that for "
+                f"{format_bytes(self.device_bytes)} of experts, {format_bytes(self.copies_bytes)} of that for "
                 "copies",
             )
         )
@@ -141,7 +141,7 @@ def place(
         read.config.num_hidden_layers,
         experts,
     )
-    write_whole(target, layout.write(placed))
+    write_atomic(target, layout.write(placed))
     found = {layer: balance(slots, loads[layer]) for layer, slots in placed.layers.items()}
     mean = float(np.mean(list(found.values())))
     expert_bytes, total = _expert_bytes(checkpoint, read)
@@ -307,9 +307,9 @@ def _check_fits(checkpoint: Checkpoint, devices: Devices, redundant: int) -> boo
     )
     if not found.fits:
         raise QuantkitError(
-            f"{size(found.weight_bytes)} of weights with {redundant} copies a layer, and the cache "
+            f"{format_bytes(found.weight_bytes)} of weights with {redundant} copies a layer, and the cache "
             f"of {_CONTEXT} tokens, do not fit in "
-            f"{size(found.usable_bytes - found.reserve_bytes)} of a device",
+            f"{format_bytes(found.usable_bytes - found.reserve_bytes)} of a device",
             "give fewer copies, or more devices",
         )
     return True

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.common.result import Result
-from quantkit.common.sizes import size, span
+from quantkit.common.sizes import format_bytes, format_duration
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class ConversionReport(Result):
         told = "{:,} weights, largest relative difference {:.1e}"
         return [
             ("written to", f"{self.out} ({self.format}, from {self.source_format})"),
-            ("size", f"{size(self.output_bytes)}, from {size(self.source_bytes)}"),
-            ("time", span(self.seconds)),
-            ("peak memory", size(self.peak_memory)),
+            ("size", f"{format_bytes(self.output_bytes)}, from {format_bytes(self.source_bytes)}"),
+            ("time", format_duration(self.seconds)),
+            ("peak memory", format_bytes(self.peak_memory)),
             ("exact", "yes, every value" if self.exact else "no"),
             *(
                 [("activations", "{1} bits, {0} in the source".format(*self.activation_bits))]

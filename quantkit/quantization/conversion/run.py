@@ -10,8 +10,8 @@ from quantkit.checkpoint.manifest import made_for
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.source_guard import Watch
 from quantkit.checkpoint.writer import CheckpointWriter, prepare
-from quantkit.common.devices import dtype_named
-from quantkit.common.progress import Note, OnEvent, Progress, silent
+from quantkit.common.devices import parse_dtype
+from quantkit.common.progress import Note, OnEvent, Progress, ignore_event
 from quantkit.quantization.conversion.plan import ConversionPlan, Item
 from quantkit.quantization.conversion.report import Change, ConversionReport, joined
 from quantkit.quantization.conversion.target import target_name
@@ -24,7 +24,7 @@ def convert(
     format: str | None = None,
     dtype: str | None = None,
     overwrite: bool = False,
-    on_event: OnEvent = silent,
+    on_event: OnEvent = ignore_event,
 ) -> ConversionReport:
     """Write the checkpoint `source` to the directory `out` in another format, or plain in `dtype`
     (bfloat16 or bf16, and so on).
@@ -38,7 +38,7 @@ def convert(
     plan = ConversionPlan(
         Checkpoint.open(source),
         target_name(format, dtype),
-        None if dtype is None else dtype_named(dtype),
+        None if dtype is None else parse_dtype(dtype),
     )
     units = {f"{number:05d} {unit[0].name}": unit for number, unit in enumerate(plan.units())}
     watch = Watch(

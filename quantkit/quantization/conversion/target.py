@@ -7,7 +7,7 @@ from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.formats.gptq import Gptq
 from quantkit.checkpoint.formats.nvfp4 import Nvfp4
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.common.errors import QuantkitError, UsageFault
+from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.grids.schemes import Grid, Mxfp4Grid, grid_label
 
 
@@ -23,7 +23,7 @@ def target_name(format: str | None, dtype: str | None) -> str:
 def find_target(checkpoint: Checkpoint, name: str, grid: Grid | None) -> Format:
     named = [format for format in FORMATS if format.name == name]
     if not named:
-        raise UsageFault(
+        raise UsageError(
             f"format {name!r} is not known",
             f"choose one of {', '.join(dict.fromkeys(format.name for format in FORMATS))}",
         )

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.common.errors import UsageFault
+from quantkit.common.errors import UsageError
 from quantkit.executor.server.tools.declared import Tool
 from quantkit.executor.server.tools.readers import CallReader, HeadedReader, JsonReader, XmlReader
 
@@ -140,7 +140,7 @@ def named_format(name: str) -> ToolFormat:
     for one in FORMATS:
         if one.name == name:
             return one
-    raise UsageFault(f"there is no tool parser {name!r}", f"use one of {', '.join(NAMES)}, or auto")
+    raise UsageError(f"there is no tool parser {name!r}", f"use one of {', '.join(NAMES)}, or auto")
 
 
 def template_format(source: str) -> ToolFormat | None:
