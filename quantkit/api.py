@@ -33,7 +33,7 @@ from quantkit.evaluation.distance.quality import Quality
 from quantkit.evaluation.results.figures import EvalResults
 from quantkit.evaluation.results.folder import results_folder
 from quantkit.evaluation.run import run_evaluation
-from quantkit.grids.schemes import Scheme, find_scheme
+from quantkit.grids.schemes import SCHEMES, Scheme, find_scheme
 from quantkit.planning import plan as planning
 from quantkit.planning.plan import Plan
 from quantkit.quantization import conversion
@@ -402,5 +402,12 @@ def _asked(
         raise QuantkitError("no scheme is named", "give one, or a recipe or a mixture")
     named = scheme if scheme is not None else found.scheme if found is not None else "awq-w4a16"
     chosen = find_scheme(named) if isinstance(named, str) else named
+    if found is None:  # a scheme that is not one of quantkit's has no recipe of its own
+        registered = chosen.name in SCHEMES
+        found = (
+            load_recipe(chosen.name)
+            if registered
+            else Recipe.model_validate({"scheme": chosen.name})
+        )
     share = parse_share(prune) if isinstance(prune, str) else prune
-    return chosen, (found or load_recipe(chosen.name)).with_given(prune=share, **given)
+    return chosen, found.with_given(prune=share, **given)

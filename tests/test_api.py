@@ -15,7 +15,7 @@ import pytest
 
 import quantkit
 import quantkit.quantization.run
-from quantkit.grids.schemes import SCHEMES
+from quantkit.grids.schemes import SCHEMES, IntGrid, Scheme
 from quantkit.quantization.mixture import Mixture
 
 ROOT = Path(__file__).parent.parent
@@ -83,6 +83,13 @@ def test_a_scheme_and_a_model_are_values_too() -> None:
     by_value = quantkit.plan(ROOT / "quantkit" / "builtin" / "tiny-r1", SCHEMES["rtn-w4a16"])
     by_name = quantkit.plan("tiny-r1", "rtn-w4a16")
     assert by_value.output_bytes == by_name.output_bytes
+
+
+def test_a_scheme_of_ones_own_needs_no_recipe() -> None:
+    own = Scheme("my-w4", IntGrid(4, 64, True), 16, (), ("compressed-tensors",), "")
+    plan = quantkit.plan("tiny-r1", own)
+    assert plan.scheme == "my-w4"
+    assert plan.output_bytes < quantkit.plan("tiny-r1", "int8-a8w8c16").output_bytes
 
 
 def test_the_scheme_may_be_the_recipes_or_a_mixtures(
