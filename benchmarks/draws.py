@@ -21,9 +21,8 @@ from command import measured, numbers, parser
 
 from quantkit.checkpoint.hub import find_model
 from quantkit.executor.engine import Engine
-from quantkit.executor.runner.graphs import DeviceCapture
-from quantkit.executor.runner.logit_processors import Adjuster
-from quantkit.executor.runner.sampling_graph import Draws
+from quantkit.executor.runner.graphs import DeviceCapture, Draws
+from quantkit.executor.runner.logits_processor import Adjuster
 from quantkit.executor.sampling.params import Batch, SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.executor.scheduler.sequence import Sequence

@@ -27,8 +27,9 @@ from quantkit_kernels.timing import read_bandwidth
 from r1_synthetic import CountedExperts, SyntheticWeights, fill_cache
 
 from quantkit.executor.cache.cache import BLOCK_SIZE, Coding, PagedCache, codes_of
-from quantkit.executor.runner.graphs import DecodeRows, DecodeSteps, DeviceCapture, compute
-from quantkit.executor.runner.prompt_graphs import PromptPasses, PromptRows
+from quantkit.executor.runner.decode_batch import DecodeRows
+from quantkit.executor.runner.graphs import DecodeSteps, DeviceCapture, compute
+from quantkit.executor.runner.prefill_graphs import PromptPasses, PromptRows
 from quantkit.models import gqa, qwen3, qwen3_moe
 
 MODELS = {"qwen3-8b": (qwen3, QWEN3_8B), "qwen3-30b-a3b": (qwen3_moe, QWEN3_30B_A3B)}

@@ -22,7 +22,7 @@ import torch
 
 from quantkit.checkpoint.hub import find_model
 from quantkit.executor.engine import Engine
-from quantkit.executor.runner.graphs import DecodeRows, StepResult
+from quantkit.executor.runner.decode_batch import DecodeRows, StepResult
 from quantkit.executor.sampling.grammar import json_schema
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Sequence

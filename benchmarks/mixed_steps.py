@@ -25,8 +25,8 @@ from grouped_model import MODELS, GroupedBench
 from quantkit.executor.cache.cache import BLOCK_SIZE
 from quantkit.executor.ranks.parallel import SINGLE
 from quantkit.executor.runner import prefill_tuner
-from quantkit.executor.runner.graphs import DecodeRows
-from quantkit.executor.runner.prompt_graphs import PromptRows
+from quantkit.executor.runner.decode_batch import DecodeRows
+from quantkit.executor.runner.prefill_graphs import PromptRows
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.scheduler.scheduler import StepBudget
 

@@ -44,10 +44,10 @@ from quantkit.checkpoint.hub import find_model
 from quantkit.common.devices import to_device
 from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.parallel import SINGLE
-from quantkit.executor.runner.grammar_masks import Asked, Masks
+from quantkit.executor.runner.graphs import Draws
+from quantkit.executor.runner.logits_processor import Asked, Masks
 from quantkit.executor.runner.runner import ForwardPass
 from quantkit.executor.runner.sampler import Chooser, ChosenTokens
-from quantkit.executor.runner.sampling_graph import Draws
 from quantkit.executor.sampling.grammar import json_schema
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Sequence

@@ -54,7 +54,7 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.runner.graph_warmup import capture_decode
 from quantkit.executor.runner.graphs import MIN_TABLE_WIDTH, power_of_two
-from quantkit.executor.runner.prompt_graphs import MOST_TOKENS, PromptRows
+from quantkit.executor.runner.prefill_graphs import MOST_TOKENS, PromptRows
 from quantkit.executor.scheduler.scheduler import Scheduler
 from quantkit.executor.weights.load import LoadedModel
 from quantkit.models import deepseek_v3

@@ -22,9 +22,9 @@ from quantkit.evaluation.speed.engine import EngineTarget
 from quantkit.evaluation.speed.measure import RequestTimes
 from quantkit.evaluation.speed.workload import Workload
 from quantkit.executor.engine import Engine
+from quantkit.executor.runner.graphs import Draws
 from quantkit.executor.runner.runner import ForwardPass
 from quantkit.executor.runner.sampler import Chooser, ChosenTokens
-from quantkit.executor.runner.sampling_graph import Draws
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Sequence
 from quantkit.executor.speculation.speculation import Speculation

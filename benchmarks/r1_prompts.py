@@ -16,7 +16,7 @@ from quantkit_kernels import CODES
 from quantkit.executor.cache.cache import BLOCK_SIZE
 from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.quantized_all_reduce import CodedSums
-from quantkit.executor.runner.prompt_graphs import PromptRows
+from quantkit.executor.runner.prefill_graphs import PromptRows
 from quantkit.executor.sampling.params import SamplingParams
 
 ROUNDS = 3

@@ -37,8 +37,9 @@ from r1_synthetic import R1, TINY, CountedExperts, SyntheticWeights, fill_cache
 from torch import Tensor
 
 from quantkit.executor.cache.cache import BLOCK_SIZE, Coding, PagedCache, codes_of
-from quantkit.executor.runner.graphs import DecodeRows, DecodeSteps, DeviceCapture, compute
-from quantkit.executor.runner.prompt_graphs import PromptPasses, PromptRows
+from quantkit.executor.runner.decode_batch import DecodeRows
+from quantkit.executor.runner.graphs import DecodeSteps, DeviceCapture, compute
+from quantkit.executor.runner.prefill_graphs import PromptPasses, PromptRows
 from quantkit.models import deepseek_v3
 from quantkit.models.mlp import MoeMlp
 

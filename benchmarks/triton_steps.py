@@ -25,7 +25,8 @@ from quantkit_kernels.samples import random_weight
 from r1_synthetic import R1, CountedExperts, SyntheticWeights, fill_cache
 
 from quantkit.executor.cache.cache import BLOCK_SIZE, PagedCache
-from quantkit.executor.runner.graphs import DecodeRows, DecodeSteps, DeviceCapture, compute
+from quantkit.executor.runner.decode_batch import DecodeRows
+from quantkit.executor.runner.graphs import DecodeSteps, DeviceCapture, compute
 from quantkit.models import deepseek_v3, qwen3
 
 BACKENDS = ("cuda", "triton")

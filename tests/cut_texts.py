@@ -7,8 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.executor.runner.attention_context import Chunk, DecodeContext, PrefillContext
-from quantkit.executor.runner.mixed_context import MixedContext
+from quantkit.executor.runner.attention_context import (
+    Chunk,
+    DecodeContext,
+    MixedContext,
+    PrefillContext,
+)
 from quantkit.models.context import CausalContext
 
 AHEAD = 3

@@ -20,8 +20,7 @@ from quantkit.evaluation.run import run_evaluation
 from quantkit.executor.engine import Engine
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.speculation.mtp_drafter import MtpDrafter
-from quantkit.executor.speculation.mtp_heads import MtpHeads, by_mtp_layers
+from quantkit.executor.speculation.mtp_drafter import MtpDrafter, MtpHeads, by_mtp_layers
 from quantkit.executor.speculation.speculation import Speculation
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import SCHEMES

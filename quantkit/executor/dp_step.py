@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.executor.ranks.parallel import Parallel
-from quantkit.executor.runner.logprobs import check_numbers
 from quantkit.executor.runner.runner import ForwardPass, Runner
-from quantkit.executor.runner.sampler import Chooser
+from quantkit.executor.runner.sampler import Chooser, check_numbers
 from quantkit.executor.scheduler.data_parallel import Room
 from quantkit.executor.scheduler.scheduler import ScheduledStep
 from quantkit.executor.scheduler.sequence import Sequence, TokenLogprob

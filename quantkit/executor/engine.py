@@ -33,18 +33,17 @@ from quantkit.executor.rank0 import Leader
 from quantkit.executor.ranks.parallel import SINGLE, join
 from quantkit.executor.ranks.rank_processes import environment_rank
 from quantkit.executor.runner.graph_warmup import capture_ahead
-from quantkit.executor.runner.logprobs import check_numbers, row_logprobs, score_prompts
 from quantkit.executor.runner.prefill_tuner import measure
 from quantkit.executor.runner.runner import ForwardPass, Runner
-from quantkit.executor.runner.sampler import Chooser
+from quantkit.executor.runner.sampler import Chooser, check_numbers, row_logprobs, score_prompts
 from quantkit.executor.sampling.grammar import Grammars
 from quantkit.executor.sampling.params import SamplingParams, check_defaults
 from quantkit.executor.scheduler.data_parallel import Homes
 from quantkit.executor.scheduler.scheduler import ScheduledStep, Scheduler
 from quantkit.executor.scheduler.sequence import Completion, Delta, FinishReason, Sequence
-from quantkit.executor.speculation.draft_load import check_draft, load_draft, make_drafter
+from quantkit.executor.speculation.draft_model import check_draft, load_draft, make_drafter
 from quantkit.executor.speculation.eagle_head import LoadedHead
-from quantkit.executor.speculation.mtp_heads import by_mtp_layers
+from quantkit.executor.speculation.mtp_drafter import by_mtp_layers
 from quantkit.executor.speculation.speculation import Source, Speculation
 from quantkit.executor.weights.expert_counter import ExpertCounter
 from quantkit.executor.weights.load import LoadedModel, open_asked, prepare

@@ -10,7 +10,7 @@ import torch
 
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
-from quantkit.executor.runner.logit_processors import Adjuster
+from quantkit.executor.runner.logits_processor import Adjuster
 from quantkit.executor.sampling.params import Batch, SamplingParams, distribution
 from quantkit.executor.scheduler.sequence import Sequence
 from quantkit.tokenizer.chat import ChatTokenizer

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quantkit.executor.engine import Engine
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.speculation.mtp_heads import by_mtp_layers
+from quantkit.executor.speculation.mtp_drafter import by_mtp_layers
 from quantkit.executor.speculation.speculation import Speculation
 
 FAMILIES = ["gpt_oss", "minimax_m2", "qwen3_next", "glm_moe_dsa", "deepseek_v4", "openpangu_v2"]

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from quantkit.executor.runner.device_rows import (
+from quantkit.executor.runner.decode_batch import (
     accepted_by_operators,
     cache_places_by_operators,
     next_rows_by_operators,
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 def test_as_by_operators() -> None:
     """Sequences with as many guesses and with fewer, none at all, and the last row's beyond the
     chosen tokens."""
-    from quantkit.executor.runner.device_rows_kernel import accepted, cache_places, next_rows
+    from quantkit.executor.runner.decode_batch_triton import accepted, cache_places, next_rows
 
     draw = random.Random(1)
     for _ in range(40):

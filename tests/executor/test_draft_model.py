@@ -22,8 +22,7 @@ from quantkit.executor.runner.graphs import DecodeSteps
 from quantkit.executor.runner.prefill_tuner import StepBudget
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Sequence
-from quantkit.executor.speculation.draft_load import load_draft, make_drafter
-from quantkit.executor.speculation.draft_model import SameTokens
+from quantkit.executor.speculation.draft_model import SameTokens, load_draft, make_drafter
 from quantkit.executor.speculation.speculation import Speculation
 from quantkit.executor.weights.load import load_model
 from quantkit.tokenizer.chat import ChatTokenizer

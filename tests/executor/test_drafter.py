@@ -12,14 +12,12 @@ import torch
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.parallel import Parallel
-from quantkit.executor.runner.device_rows import next_rows
-from quantkit.executor.runner.graphs import DevicePlaces
+from quantkit.executor.runner.decode_batch import DevicePlaces, next_rows
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Sequence
-from quantkit.executor.speculation.device_acceptance import Accepted
-from quantkit.executor.speculation.drafter import Drafter
-from quantkit.executor.speculation.mtp_heads import by_mtp_layers
+from quantkit.executor.speculation.drafter import Accepted, Drafter
+from quantkit.executor.speculation.mtp_drafter import by_mtp_layers
 from quantkit.executor.speculation.speculation import Speculation
 
 PROMPTS = [list(range(6 + i, 30 + 3 * i)) for i in range(6)]

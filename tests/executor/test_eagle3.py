@@ -24,7 +24,7 @@ from quantkit.executor.memory_budget import plan_beside
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.rank0 import follow
 from quantkit.executor.ranks.parallel import Parallel
-from quantkit.executor.runner import prompt_graphs
+from quantkit.executor.runner import prefill_graphs
 from quantkit.executor.runner.graphs import DecodeSteps
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
@@ -276,7 +276,7 @@ def test_further_guesses_read_its_own_output(
 ) -> None:
     """In static buffers, as graphs have them, its own and the model's, guesses are as good as
     without, and as many right in a row."""
-    monkeypatch.setattr(prompt_graphs, "LAUNCHED_FIRST", 1)
+    monkeypatch.setattr(prefill_graphs, "LAUNCHED_FIRST", 1)
     eager, static = (load(models["target"], models["knowing"], num_drafts=3) for _ in range(2))
     head = load_head(models["knowing"], static.loaded, EngineOptions(models["target"]))
     static.runner = Runner(static.loaded.model, static.cache, in_place)

@@ -8,15 +8,8 @@ import pytest
 import torch
 
 from quantkit.executor.engine import Engine
-from quantkit.executor.runner.graphs import (
-    Capture,
-    DecodeRows,
-    DecodeSteps,
-    DeviceCapture,
-    StaticBuffers,
-    Step,
-    StepResult,
-)
+from quantkit.executor.runner.decode_batch import DecodeRows, StepResult
+from quantkit.executor.runner.graphs import Capture, DecodeSteps, DeviceCapture, StaticBuffers, Step
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.speculation.mtp_drafter import MtpDrafter

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from quantkit.executor.speculation.adaptive_draft_length import COMPUTED, Guessing
+from quantkit.executor.scheduler.sequence import COMPUTED
+from quantkit.executor.speculation.adaptive_draft_length import Guessing
 
 
 class Simulated:

@@ -23,8 +23,8 @@ from quantkit.executor.options import MAX_GUESSES
 from quantkit.executor.rank0 import Leader, follow
 from quantkit.executor.runner.graphs import DecodeSteps
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.scheduler.sequence import Sequence
-from quantkit.executor.speculation.adaptive_draft_length import LOOKUP, Costs, Guessing, Rates
+from quantkit.executor.scheduler.sequence import LOOKUP, Sequence
+from quantkit.executor.speculation.adaptive_draft_length import Costs, Guessing, Rates
 from quantkit.executor.speculation.prompt_lookup import Lookup
 
 PROMPTS = [[40 + i, 5, 6, 7, 8, 9] * 6 for i in range(5)]
@@ -235,7 +235,7 @@ def test_what_fell_far_behind_is_not_read_and_not_guessed_for(
 ) -> None:
     """However long guesses are off, they cost nothing; who came later is guessed for, and so is who
     was computed again."""
-    monkeypatch.setattr("quantkit.executor.speculation.draft_backlog._MOST", 8)
+    monkeypatch.setattr("quantkit.executor.speculation.mtp_drafter._MOST", 8)
     engine = load(tiny_checkpoint, max_model_len=256, num_drafts=1)
     drafter: Any = engine.speculation.drafter
     read: list[int] = []

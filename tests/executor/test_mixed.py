@@ -16,7 +16,7 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.ranks.parallel import SINGLE
 from quantkit.executor.runner import prefill_tuner
-from quantkit.executor.runner.prompt_graphs import PromptRows
+from quantkit.executor.runner.prefill_graphs import PromptRows
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import ScheduledStep, StepBudget

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.parallel import SINGLE
-from quantkit.executor.runner import graph_warmup, prompt_graphs
+from quantkit.executor.runner import graph_warmup, prefill_graphs
 from quantkit.executor.runner.graph_warmup import capture_ahead
 from quantkit.executor.runner.graphs import Capture
-from quantkit.executor.runner.prompt_graphs import PassSize, PromptBuffers, PromptRows
+from quantkit.executor.runner.prefill_graphs import PassSize, PromptBuffers, PromptRows
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
@@ -36,7 +36,7 @@ PARAMS = [
 @pytest.fixture(autouse=True)
 def captured_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A size that comes a second time is captured."""
-    monkeypatch.setattr(prompt_graphs, "LAUNCHED_FIRST", 1)
+    monkeypatch.setattr(prefill_graphs, "LAUNCHED_FIRST", 1)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_what_is_not_filled_is_a_sequence_in_nobodys_block() -> None:
 
 @pytest.mark.parametrize("count", [1, 16, 17, 129, 300, 513, 700, 1000, 1024])
 def test_little_of_a_pass_is_padding(tiny_checkpoint: Path, count: int) -> None:
-    size = prompt_graphs.size_of(
+    size = prefill_graphs.size_of(
         None, [PromptRows([0] * count, 0, [1] * 20)], load(tiny_checkpoint, None).cache
     )
     assert size is not None
@@ -237,7 +237,7 @@ def test_little_of_a_pass_is_padding(tiny_checkpoint: Path, count: int) -> None:
 def test_few_graphs_serve_any_number_of_prompts(
     tiny_checkpoint: Path, prompts: int, sequences: int
 ) -> None:
-    size = prompt_graphs.size_of(
+    size = prefill_graphs.size_of(
         None, [PromptRows([0] * 4, 0, [1])] * prompts, load(tiny_checkpoint, None).cache
     )
     assert size is not None
@@ -251,8 +251,8 @@ def test_long_passes_and_states_are_not_captured(
     passes = load(tiny_checkpoint, in_place).runner.prompts
     passes.reads_all = True
     passes.limit(20)
-    monkeypatch.setattr(prompt_graphs, "_MOST_GRAPHS", 1)
-    monkeypatch.setattr(prompt_graphs, "_MOST_BLOCKS", 2)
+    monkeypatch.setattr(prefill_graphs, "_MOST_GRAPHS", 1)
+    monkeypatch.setattr(prefill_graphs, "_MOST_BLOCKS", 2)
     assert (
         len(passes.run(None, [PromptRows([3], 0, [1, 2, 3])]))
         == len(passes.run(None, [PromptRows([3], 0, [1, 2, 3])]))
@@ -270,7 +270,7 @@ def test_a_size_is_launched_some_times_first(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes, prompt = load(tiny_checkpoint, in_place).runner.prompts, [PromptRows([3, 4, 5], 0, [1])]
-    monkeypatch.setattr(prompt_graphs, "LAUNCHED_FIRST", 3)
+    monkeypatch.setattr(prefill_graphs, "LAUNCHED_FIRST", 3)
     captured = []
     for _ in range(5):
         passes.run(None, prompt)

@@ -11,7 +11,8 @@ import pytest
 
 from quantkit.executor.engine import Engine
 from quantkit.executor.runner import runner
-from quantkit.executor.runner.runner import BlockTables, Runner
+from quantkit.executor.runner.decode_batch import BlockTables
+from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Sequence
 

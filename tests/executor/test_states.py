@@ -14,13 +14,13 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.engines.memory import ParallelSizes, fit
 from quantkit.executor import memory_budget
-from quantkit.executor.cache.linear_attention_state import RecurrentStates, state_bytes
+from quantkit.executor.cache.sequence_state import RecurrentStates, state_bytes
 from quantkit.executor.engine import Engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
-from quantkit.executor.speculation.draft_load import load_draft
+from quantkit.executor.speculation.draft_model import load_draft
 from quantkit.executor.weights.load import load_model
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext

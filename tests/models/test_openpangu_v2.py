@@ -20,7 +20,7 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.runner.graphs import DecodeSteps
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.speculation.mtp_heads import MtpHeads
+from quantkit.executor.speculation.mtp_drafter import MtpHeads
 from quantkit.executor.speculation.speculation import Speculation
 from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.models import find_architecture

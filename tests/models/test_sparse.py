@@ -14,8 +14,12 @@ from transformers_peers import SPARSE, checkpoint_tensors, random_peer
 
 from quantkit.calibrate.recipe import Recipe
 from quantkit.common.errors import QuantkitError
-from quantkit.executor.runner.attention_context import Chunk, DecodeContext, PrefillContext
-from quantkit.executor.runner.mixed_context import MixedContext
+from quantkit.executor.runner.attention_context import (
+    Chunk,
+    DecodeContext,
+    MixedContext,
+    PrefillContext,
+)
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import SCHEMES
 from quantkit.models import deepseek_v3, find_architecture

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.executor.cache.compressed_kv import CompressedEntries
-from quantkit.executor.cache.linear_attention_state import RecurrentStates
-from quantkit.executor.cache.window_cache import RecentTokens
+from quantkit.executor.cache.sequence_state import RecentTokens, RecurrentStates
 from quantkit.models.context import NO_STEPS
 
 BLOCK_SIZE = 64

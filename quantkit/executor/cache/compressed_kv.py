@@ -9,7 +9,7 @@ before a token sees it. Block 0 belongs to nobody: padding rows of a captured ba
 import torch
 from torch import Tensor
 
-from quantkit.executor.cache.window_cache import RecentTokens
+from quantkit.executor.cache.sequence_state import RecentTokens
 from quantkit.models.architecture import CompressedCache
 from quantkit.models.compressed_attention import (
     CompressedAttention,

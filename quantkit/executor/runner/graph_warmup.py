@@ -18,8 +18,9 @@ import torch
 
 from quantkit.common.devices import free_bytes
 from quantkit.executor.ranks.parallel import Parallel
-from quantkit.executor.runner.graphs import MIN_TABLE_WIDTH, DecodeRows, power_of_two
-from quantkit.executor.runner.prompt_graphs import PromptRows, rounded_sizes
+from quantkit.executor.runner.decode_batch import DecodeRows
+from quantkit.executor.runner.graphs import MIN_TABLE_WIDTH, power_of_two
+from quantkit.executor.runner.prefill_graphs import PromptRows, rounded_sizes
 from quantkit.executor.runner.runner import Runner
 
 MOST_S = 6.0

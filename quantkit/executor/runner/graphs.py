@@ -10,89 +10,21 @@ capture the same step is computed eagerly, which is how it is tested where there
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from quantkit_kernels import accelerator, likeliest
 from torch import Tensor
 
-from quantkit.common.devices import to_device
 from quantkit.executor.cache.cache import PagedCache
 from quantkit.executor.runner.attention_context import DecodeContext
-from quantkit.executor.runner.device_rows import cache_places
+from quantkit.executor.runner.decode_batch import DecodeRows, DevicePlaces, StepResult
+from quantkit.executor.sampling.params import Batch, sample
 from quantkit.executor.weights.prefetch import stop_prefetching
 
 MIN_TABLE_WIDTH = 16
 """Blocks of the narrowest table: contexts below 1024 tokens share their graphs."""
-
-
-class DecodeRows(NamedTuple):
-    """One decode pass on the host: token_ids [B], positions [B], slots [B] int64, tables [B, n]
-    int32; states int64 [B], the sequences' places in the cache's states, for models that have
-    some."""
-
-    token_ids: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
-    tables: np.ndarray
-    states: np.ndarray = np.zeros(0, dtype=np.int64)
-
-    def padded(self, rows: int, width: int) -> "DecodeRows":
-        """With more rows, which are nobody's and belong to block 0, and tables of `width`
-        blocks."""
-
-        def wider(array: np.ndarray, *shape: int) -> np.ndarray:
-            out = np.zeros(shape, dtype=array.dtype)
-            out[tuple(map(slice, array.shape))] = array
-            return out
-
-        token_ids, positions, slots, states = (
-            wider(one, rows) for one in (self.token_ids, self.positions, self.slots, self.states)
-        )
-        return DecodeRows(token_ids, positions, slots, wider(self.tables, rows, width), states)
-
-    def context(self, cache: PagedCache, places: "DevicePlaces | None" = None) -> DecodeContext:
-        arrays = (self.positions, self.tables, self.slots, self.states)
-        positions, tables, slots, states = (
-            torch.from_numpy(array).to(cache.device) for array in arrays
-        )
-        if places is not None:
-            return DecodeContext(cache, places.positions, tables, places.slots, None, states)
-        return DecodeContext(cache, positions, tables, slots, self.lengths, states)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens that each row attends to."""
-        known: list[int] = (self.positions + 1).tolist()
-        return known
-
-
-class DevicePlaces(NamedTuple):
-    """positions and slots int64 [B] of rows, where the device knows them before the host does:
-    instead of those of `DecodeRows`. Not for an NPU, whose operators want lengths on the host."""
-
-    positions: Tensor
-    slots: Tensor
-
-    @classmethod
-    def of(cls, places: Tensor, tables: Tensor, block_size: int, reach: int) -> "DevicePlaces":
-        """As `device_rows.cache_places`."""
-        return cls(*cache_places(places, tables, block_size, reach))
-
-
-class StepResult(NamedTuple):
-    """hidden [B, H] after the final norm, logits float32 [B, vocab], greedy int64 [B]: the
-    likeliest token of each row."""
-
-    hidden: Tensor
-    logits: Tensor
-    greedy: Tensor
-
-    def at(self, rows: list[int]) -> "StepResult":
-        """Of these rows."""
-        on_device = to_device(rows, self.hidden.device)
-        return StepResult(*(part[on_device] for part in self))
 
 
 class Forward(Protocol):
@@ -398,3 +330,63 @@ def _size(rows: int, width: int) -> tuple[int, int]:
 def power_of_two(count: int) -> int:
     """The smallest power of two that is no less than count."""
     return 1 << (count - 1).bit_length()
+
+
+class _Buffers:
+    """Of `rows` rows; rows that are not filled are greedy over whatever lies there."""
+
+    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
+        self.logits = torch.zeros(rows, vocab, device=device)
+        self.places = torch.zeros(rows, dtype=torch.int64, device=device)
+        floats, integers = (
+            torch.ones(3, rows, device=device),
+            torch.ones(2, rows, dtype=torch.int64, device=device),
+        )
+        self.batch = Batch(*floats, *integers)
+        self.filled: Batch | None = None
+        """Whose values `batch` has."""
+
+    def fill(self, logits: Tensor, batch: Batch, places: Tensor) -> None:
+        count = len(places)
+        self.logits[:count].copy_(logits)
+        self.places[:count].copy_(places)
+        if batch is not self.filled:
+            for own, given in zip(self.batch, batch):
+                own[:count].copy_(given)
+            self.filled = batch
+
+
+class Draws:
+    """As `sampling.sample`. capture: None where draws are launched one by one."""
+
+    def __init__(self, capture: Capture | None) -> None:
+        self._capture = capture
+        self._sizes: dict[tuple[int, int], tuple[_Buffers, Callable[[], Tensor]]] = {}
+
+    def __call__(self, logits: Tensor, batch: Batch, places: Tensor) -> Tensor:
+        if self._capture is None:
+            return sample(logits, batch, places)
+        size = (power_of_two(len(logits)), logits.shape[1])
+        if size not in self._sizes:
+            buffers = _Buffers(*size, logits.device)
+            buffers.fill(logits, batch, places)
+            try:
+                self._sizes[size] = (
+                    buffers,
+                    self._capture(
+                        lambda: sample(buffers.logits, buffers.batch, buffers.places), []
+                    ),
+                )
+            except RuntimeError as fault:
+                self._capture = None
+                told = str(fault).partition("\n")[0]
+                warnings.warn(
+                    f"drawing tokens could not be captured: {told}; it is launched one by one",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return sample(logits, batch, places)
+        buffers, step = self._sizes[size]
+        buffers.fill(logits, batch, places)
+        # The next draw of this size writes to the same place.
+        return step()[: len(logits)].clone()

@@ -31,8 +31,8 @@ import numpy as np
 import torch
 
 from quantkit.executor.ranks.parallel import Parallel
-from quantkit.executor.runner.graphs import DecodeRows
-from quantkit.executor.runner.prompt_graphs import MOST_TOKENS, PromptRows
+from quantkit.executor.runner.decode_batch import DecodeRows
+from quantkit.executor.runner.prefill_graphs import MOST_TOKENS, PromptRows
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.scheduler.scheduler import StepBudget
 

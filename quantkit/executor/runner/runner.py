@@ -14,26 +14,29 @@ from torch import Tensor
 
 from quantkit.executor.cache.cache import PagedCache
 from quantkit.executor.ranks.expert_parallel import NO_RANKS, ExpertRanks
-from quantkit.executor.runner.async_step import GuessedPass, NextPass
-from quantkit.executor.runner.attention_context import PrefillContext
-from quantkit.executor.runner.decode_batch import KeptRows
-from quantkit.executor.runner.device_rows import next_rows
+from quantkit.executor.runner.attention_context import MixedContext, PrefillContext
+from quantkit.executor.runner.decode_batch import (
+    BlockTables,
+    DecodeRows,
+    DevicePlaces,
+    GuessedPass,
+    KeptRows,
+    NextPass,
+    StepResult,
+    next_rows,
+)
 from quantkit.executor.runner.graphs import (
     Capture,
-    DecodeRows,
     DecodeSteps,
     DeviceCapture,
-    DevicePlaces,
+    Draws,
     EagerSteps,
     Forward,
-    StepResult,
     TokenModel,
     power_of_two,
     why_eager,
 )
-from quantkit.executor.runner.mixed_context import MixedContext
-from quantkit.executor.runner.prompt_graphs import PromptPasses, PromptRows
-from quantkit.executor.runner.sampling_graph import Draws
+from quantkit.executor.runner.prefill_graphs import PromptPasses, PromptRows
 from quantkit.executor.scheduler.data_parallel import Room
 from quantkit.executor.scheduler.scheduler import ScheduledStep
 from quantkit.executor.scheduler.sequence import Sequence
@@ -382,28 +385,6 @@ class Runner:
         slots = tables[np.arange(len(tokens)), block] * size + place
         states = np.array([sequence.state for sequence, _ in tokens], dtype=np.int64)
         return DecodeRows(np.array(token_ids, dtype=np.int64), positions, slots, tables, states)
-
-
-class BlockTables:
-    """Block tables as arrays. What is written once is kept while the same rows come again with the
-    same blocks, or some more."""
-
-    def __init__(self) -> None:
-        self._array = np.zeros((0, 0), dtype=np.int32)
-        self._known: list[tuple[list[int], int]] = []
-
-    def of(self, blocks: list[list[int]]) -> np.ndarray:
-        """[rows, most blocks of a row], valid until the next call. A list that is the same object
-        may only have grown."""
-        shape = (len(blocks), max(map(len, blocks), default=0))
-        if self._array.shape != shape:
-            self._array, self._known = np.zeros(shape, dtype=np.int32), [([], 0)] * len(blocks)
-        for row, (own, (known, count)) in enumerate(zip(blocks, self._known)):
-            if own is not known or len(own) != count:
-                self._array[row, : len(own)] = own
-                self._array[row, len(own) :] = 0
-                self._known[row] = (own, len(own))
-        return self._array
 
 
 def _num_rows(answers: list[Sequence]) -> int:

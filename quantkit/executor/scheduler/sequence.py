@@ -8,9 +8,11 @@ from typing import Literal
 
 from quantkit.executor.sampling.grammar import Guide
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.speculation.adaptive_draft_length import COMPUTED
 from quantkit.tokenizer.chat import ChatTokenizer, TextStream
 from quantkit.tokenizer.stops import stop_tokens
+
+COMPUTED, LOOKUP = "computed", "lookup"
+"""Who guessed."""
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 

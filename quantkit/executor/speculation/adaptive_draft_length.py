@@ -19,6 +19,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from quantkit.executor.runner.graphs import power_of_two
+from quantkit.executor.scheduler.sequence import COMPUTED, LOOKUP
 
 _PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 4.0
 """What is taken for the share of right guesses before any was seen, and as how many guesses that
@@ -57,9 +58,6 @@ _REPAID = 32
 the credit."""
 _SLOWEST = 4.0
 """Steps without guesses that one with guesses is charged at most: a slower one is the machine's."""
-
-COMPUTED, LOOKUP = "computed", "lookup"
-"""Who guessed."""
 
 
 @dataclass

@@ -16,24 +16,42 @@ written to a cache for wrong guesses is written again before it is read.
 
 import sys
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantkit.common.devices import to_device
 from quantkit.executor.ranks.parallel import Parallel
-from quantkit.executor.runner.graphs import (
-    DecodeRows,
-    DecodeSteps,
-    DevicePlaces,
-    EagerSteps,
-    StepResult,
-)
+from quantkit.executor.runner.decode_batch import DecodeRows, DevicePlaces, StepResult, accepted
+from quantkit.executor.runner.graphs import DecodeSteps, EagerSteps
 from quantkit.executor.runner.runner import ForwardPass, Runner
 from quantkit.executor.runner.sampler import ChosenTokens
 from quantkit.executor.sampling.params import Batch
 from quantkit.executor.scheduler.sequence import Sequence
-from quantkit.executor.speculation.device_acceptance import Accepted
+
+
+class Accepted(NamedTuple):
+    """Of B sequences, int64 [B] each. right: guesses up to the first wrong one; rows: the row
+    behind which a sequence's newest token was chosen; newest: that token's place in the
+    sequence."""
+
+    right: Tensor
+    rows: Tensor
+    newest: Tensor
+
+    @classmethod
+    def of(cls, counts: list[tuple[Sequence, int]], chosen: Tensor) -> "Accepted":
+        """counts: rows of each sequence, its newest token's and its drafts'; chosen int64 [R]: the
+        tokens chosen behind the rows, not appended yet."""
+        most = max(count for _, count in counts) - 1
+        told, row = [], 0
+        for sequence, count in counts:
+            drafts = sequence.drafts[: count - 1]
+            told += [row, len(sequence.token_ids), *drafts, *[-1] * (most - len(drafts))]
+            row += count
+        known = to_device(told, chosen.device, torch.int64).view(len(counts), 2 + most)
+        return cls(*accepted(known, chosen))
 
 
 class Drafter(ABC):

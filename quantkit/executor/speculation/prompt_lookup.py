@@ -13,8 +13,7 @@ from torch import Tensor
 
 from quantkit.executor.runner.runner import ForwardPass
 from quantkit.executor.runner.sampler import ChosenTokens
-from quantkit.executor.scheduler.sequence import Sequence
-from quantkit.executor.speculation.adaptive_draft_length import LOOKUP
+from quantkit.executor.scheduler.sequence import LOOKUP, Sequence
 
 _LENGTH = 3
 """Tokens that must stand earlier."""

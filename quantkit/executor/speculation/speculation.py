@@ -16,8 +16,8 @@ from torch import Tensor
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.runner.runner import ForwardPass, Runner
 from quantkit.executor.runner.sampler import ChosenTokens
-from quantkit.executor.scheduler.sequence import Sequence
-from quantkit.executor.speculation.adaptive_draft_length import COMPUTED, Guessing
+from quantkit.executor.scheduler.sequence import COMPUTED, Sequence
+from quantkit.executor.speculation.adaptive_draft_length import Guessing
 from quantkit.executor.speculation.prompt_lookup import Lookups
 
 

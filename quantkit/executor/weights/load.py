@@ -21,12 +21,13 @@ from quantkit.common.errors import QuantkitError
 from quantkit.executor.cache.cache import BLOCK_SIZE, Coding, PagedCache, find_codes
 from quantkit.executor.cache.compressed_kv import CompressedEntries
 from quantkit.executor.cache.kv_channel_scales import even_channels
-from quantkit.executor.cache.linear_attention_state import (
+from quantkit.executor.cache.sequence_state import (
+    RecentTokens,
     RecurrentStates,
     check_states,
+    recent_bytes,
     state_bytes,
 )
-from quantkit.executor.cache.window_cache import RecentTokens, recent_bytes
 from quantkit.executor.checks import check_context, check_eos
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.ranks.expert_parallel import ExpertRanks

@@ -21,16 +21,20 @@ from quantkit_kernels import PaddedPrompts, PromptPart, SpansNow
 from torch import Tensor
 
 from quantkit.executor.cache.cache import PagedCache
-from quantkit.executor.runner.attention_context import Chunk, PrefillContext, PromptContext
+from quantkit.executor.runner.attention_context import (
+    Chunk,
+    MixedContext,
+    PrefillContext,
+    PromptContext,
+)
+from quantkit.executor.runner.decode_batch import DecodeRows
 from quantkit.executor.runner.graphs import (
     MIN_TABLE_WIDTH,
     Capture,
-    DecodeRows,
     StaticBuffers,
     TokenModel,
     power_of_two,
 )
-from quantkit.executor.runner.mixed_context import MixedContext
 
 MOST_TOKENS = 2048
 """Tokens of prompts in a pass that is captured, at most. With more of them the device is busy all

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False
-"""What device_rows.py computes, on a GPU: a program for each sequence."""
+"""What decode_batch.py computes, on a GPU: a program for each sequence."""
 
 import torch
 import triton
@@ -58,7 +58,7 @@ def _cache_places(places, tables, made, number, width, end, block_size):
 
 
 def accepted(known: Tensor, chosen: Tensor) -> Tensor:
-    """As `device_rows.accepted`."""
+    """As `decode_batch.accepted`."""
     number, width = known.shape
     found = known.new_empty(3, number)
     _accepted[(number,)](
@@ -68,7 +68,7 @@ def accepted(known: Tensor, chosen: Tensor) -> Tensor:
 
 
 def next_rows(known: Tensor, chosen: Tensor, guessed: Tensor, block_size: int) -> Tensor:
-    """As `device_rows.next_rows`."""
+    """As `decode_batch.next_rows`."""
     number, width = known.shape
     each = len(guessed) // number
     made = torch.empty(3, number * each, dtype=torch.int64, device=known.device)
@@ -78,7 +78,7 @@ def next_rows(known: Tensor, chosen: Tensor, guessed: Tensor, block_size: int) -
 
 
 def cache_places(places: Tensor, tables: Tensor, block_size: int, reach: int) -> Tensor:
-    """As `device_rows.cache_places`."""
+    """As `decode_batch.cache_places`."""
     number, width = tables.shape
     made = places.new_empty(2, number)
     end = min(reach, width * block_size)
