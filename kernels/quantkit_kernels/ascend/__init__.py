@@ -20,8 +20,6 @@ from quantkit_kernels.backends import Shape
 from quantkit_kernels.experts import ExpertsLayout
 from quantkit_kernels.weights import Weight, stack
 
-__all__ = ["experts_layout", "linear", "moe_gate", "refused", "route", "unusable"]
-
 
 def unusable(
     operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]

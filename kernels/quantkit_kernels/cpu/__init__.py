@@ -38,22 +38,6 @@ from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.reference.functional import cache_layout
 from quantkit_kernels.weights import Int8, Weight
 
-__all__ = [
-    "SINKS",
-    "add_rms_norm",
-    "cache_layout",
-    "experts_layout",
-    "gqa_decode",
-    "gqa_prefill",
-    "gqa_prepare",
-    "linear",
-    "mla_decode",
-    "mla_prefill",
-    "rms_norm",
-    "silu_and_mul",
-    "unusable",
-]
-
 
 def unusable(
     operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]

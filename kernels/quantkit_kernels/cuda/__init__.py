@@ -30,27 +30,6 @@ from quantkit_kernels.cuda.operators import (
 from quantkit_kernels.reference.functional import cache_layout
 from quantkit_kernels.weights import Weight
 
-__all__ = [
-    "LIMITS",
-    "add_rms_norm",
-    "cache_layout",
-    "experts_layout",
-    "gqa_decode",
-    "gqa_prefill",
-    "gqa_prepare",
-    "linear",
-    "mla_decode",
-    "mla_prefill",
-    "mla_prepare",
-    "mla_queries",
-    "moe_gate",
-    "rms_norm",
-    "rope",
-    "route",
-    "silu_and_mul",
-    "unusable",
-]
-
 
 LIMITS = {
     f"experts_{kind}": "gates other than SiLU alone, biases: another backend"

@@ -16,8 +16,6 @@ from quantkit_kernels.gating import SILU, Gating
 from quantkit_kernels.reference.experts import LoopLayout
 from quantkit_kernels.weights import Weight
 
-__all__ = ["experts_layout", "gated_experts_layout", "linear", "unusable"]
-
 
 def unusable(
     operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]

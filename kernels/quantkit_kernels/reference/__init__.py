@@ -28,30 +28,6 @@ from quantkit_kernels.reference.prolog import mla_prolog, prolog_refused
 from quantkit_kernels.reference.prompts import gqa_prefill, mla_prefill
 from quantkit_kernels.weights import Weight
 
-__all__ = [
-    "SINKS",
-    "add_rms_norm",
-    "cache_layout",
-    "experts_layout",
-    "gate_and_mul",
-    "gqa_decode",
-    "gqa_prefill",
-    "gqa_prepare",
-    "likeliest",
-    "linear",
-    "mla_decode",
-    "mla_prefill",
-    "mla_prepare",
-    "mla_prolog",
-    "moe_gate",
-    "prolog_refused",
-    "rms_norm",
-    "rope",
-    "route",
-    "silu_and_mul",
-    "unusable",
-]
-
 
 def unusable(
     operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]

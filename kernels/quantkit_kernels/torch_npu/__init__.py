@@ -31,27 +31,6 @@ from quantkit_kernels.torch_npu.prolog import mla_prolog, prolog_refused
 from quantkit_kernels.torch_npu.rule import HALVES
 from quantkit_kernels.weights import Fp4, Weight
 
-__all__ = [
-    "add_rms_norm",
-    "cache_layout",
-    "experts_layout",
-    "gqa_decode",
-    "gqa_prefill",
-    "gqa_prepare",
-    "linear",
-    "mla_decode",
-    "mla_prefill",
-    "mla_prepare",
-    "mla_prolog",
-    "moe_gate",
-    "prefetch",
-    "prolog_refused",
-    "rms_norm",
-    "rope",
-    "route",
-    "silu_and_mul",
-    "unusable",
-]
 
 _PRESENT = ("npu_swiglu",)
 """What shows that torch_npu is there, where its operators are registered as torch's own."""

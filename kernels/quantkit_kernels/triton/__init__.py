@@ -39,28 +39,6 @@ from quantkit_kernels.weights import Weight, kind
 
 SINKS = ("gqa_decode", "gqa_prefill")
 
-__all__ = [
-    "add_rms_norm",
-    "cache_layout",
-    "experts_layout",
-    "gate_and_mul",
-    "gated_experts_layout",
-    "gqa_decode",
-    "gqa_prefill",
-    "gqa_prepare",
-    "likeliest",
-    "linear",
-    "mla_decode",
-    "mla_prefill",
-    "mla_prepare",
-    "moe_gate",
-    "rms_norm",
-    "rope",
-    "route",
-    "silu_and_mul",
-    "unusable",
-]
-
 
 def unusable(
     operator: str, device: torch.device, dtype: torch.dtype | None, shapes: tuple[Shape, ...]
