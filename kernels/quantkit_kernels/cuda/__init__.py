@@ -30,7 +30,6 @@ from quantkit_kernels.cuda.operators import (
 from quantkit_kernels.reference.functional import cache_layout
 from quantkit_kernels.weights import Weight
 
-
 LIMITS = {
     f"experts_{kind}": "gates other than SiLU alone, biases: another backend"
     for kind in ("int4", "int8", "fp4")

@@ -13,7 +13,6 @@ import torch
 from quantkit_kernels.backends import Shape
 from quantkit_kernels.scaled_mm.linear import linear
 
-
 LIMITS = {
     "linear_fp4": "activations are rounded to NVFP4 inside (W4A4): taken only where it is asked for"
 }

@@ -31,7 +31,6 @@ from quantkit_kernels.torch_npu.prolog import mla_prolog, prolog_refused
 from quantkit_kernels.torch_npu.rule import HALVES
 from quantkit_kernels.weights import Fp4, Weight
 
-
 _PRESENT = ("npu_swiglu",)
 """What shows that torch_npu is there, where its operators are registered as torch's own."""
 _GROUPED = (
