@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.next_token_kl import compare_paths
+from quantkit.calibrate.linear_solver import Solvers
+from quantkit.calibrate.output_cost import compare_paths
 from quantkit.calibrate.recipe import load_recipe
-from quantkit.calibrate.solver_table import Solvers
 from quantkit.checkpoint.hub import find_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.executor.weights.weights import ExecutorWeights
@@ -26,9 +26,9 @@ from quantkit.grids.schemes import find_scheme, grid_label
 from quantkit.grids.weights import Weight, dequantize
 from quantkit.models.context import CausalContext
 from quantkit.models.stored_parameters import Model, read_model
+from quantkit.quantization.bit_allocation import Options, read_sensitivities
 from quantkit.quantization.job import open_job, read_request
-from quantkit.quantization.mixed_precision import Options, read_sensitivities
-from quantkit.quantization.mixture import Mixture
+from quantkit.quantization.mixed_precision import Mixture
 from quantkit.tokenizer.chat import ChatTokenizer
 
 CPU = torch.device("cpu")

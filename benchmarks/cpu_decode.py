@@ -197,7 +197,7 @@ def in_process(
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from quantkit.checkpoint.hub import find_model
     from quantkit.common.devices import describe_hardware
-    from quantkit.quantization.conversion import convert
+    from quantkit.quantization.convert import convert
 
     dense = write_random(folder / "qwen2-0.5b", QWEN)
     plain = folder / "tiny-r1-bf16"

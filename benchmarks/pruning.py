@@ -13,9 +13,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 from quantkit import api
-from quantkit.calibrate.saliency import choose_kept
 from quantkit.common.assets import builtin_model
 from quantkit.quantization import pruning
+from quantkit.quantization.pruning import choose_kept
 
 ROWS: tuple[tuple[str, float, int | None], ...] = (
     ("int8-a8w8c16", 0.0, None),

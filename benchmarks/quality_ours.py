@@ -11,7 +11,7 @@ from pathlib import Path
 
 from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.grids.schemes import find_scheme
-from quantkit.quantization.mixture import Mixture
+from quantkit.quantization.mixed_precision import Mixture
 from quantkit.quantization.run import quantize
 
 

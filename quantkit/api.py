@@ -36,11 +36,11 @@ from quantkit.evaluation.run import run_evaluation
 from quantkit.grids.schemes import SCHEMES, Scheme, find_scheme
 from quantkit.planning import plan as planning
 from quantkit.planning.plan import Plan
-from quantkit.quantization import conversion
+from quantkit.quantization import convert as conversion
 from quantkit.quantization import run as quantization
-from quantkit.quantization.conversion import ConversionReport
+from quantkit.quantization.convert import ConversionReport
 from quantkit.quantization.job import NO_MIXTURE, read_request
-from quantkit.quantization.mixture import Mixture
+from quantkit.quantization.mixed_precision import Mixture
 from quantkit.quantization.run import QuantizationReport
 
 

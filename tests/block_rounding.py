@@ -6,9 +6,8 @@ from torch import Tensor
 
 from quantkit.grids.rounding import Fp4Rounder, IntRounder, Mxfp4Rounder, Rounder, RoundingStep
 from quantkit.grids.schemes import IntGrid
-from quantkit.quant import gptq
-from quantkit.quant.block import BlockParts, RoundBlock
-from quantkit.quant.column_steps import ColumnSteps
+from quantkit.quant import block_rounding
+from quantkit.quant.block_rounding import BlockParts, ColumnSteps, RoundBlock
 
 GRIDS: dict[str, Rounder] = {
     "int4 with zero points": IntRounder(IntGrid(4, 128, False), torch.bfloat16),
@@ -53,7 +52,7 @@ def assert_as_column_by_column(
     )
     before = torch.randn((*lead, 3 * columns, rows), device=device)
     own = slice(columns, 2 * columns)
-    missed = gptq._round_block(
+    missed = block_rounding.round_block_torch(
         target.clone(), reaction, rounder, steps.spread, expected[..., own, :]
     )
     parts = BlockParts(

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from small_recipe import SMALL
 
-from quantkit.calibrate import expert_layer, statistics
+from quantkit.calibrate import expert_layer, input_statistics
 from quantkit.calibrate.recipe import Recipe
 from quantkit.common.errors import QuantkitError
 from quantkit.common.progress import Event, Note, Progress
@@ -37,7 +37,7 @@ METHODS: tuple[Method, ...] | None = None
 expert_layer.expert_batch_values = lambda device_type, batches: min(
     2 * 3 * 128 * 256, batches.expert_values
 )  # two of make_model's experts
-statistics.PANEL = 64  # so that make_model's Hessians have several, as real ones do
+input_statistics.PANEL = 64  # so that make_model's Hessians have several, as real ones do
 
 
 def run(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quantkit.evaluation.distance.perplexity import measure
-from quantkit.quantization.conversion import convert
+from quantkit.quantization.convert import convert
 
 
 class Distances(NamedTuple):

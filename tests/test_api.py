@@ -16,7 +16,7 @@ import pytest
 import quantkit
 import quantkit.quantization.run
 from quantkit.grids.schemes import SCHEMES, IntGrid, Scheme
-from quantkit.quantization.mixture import Mixture
+from quantkit.quantization.mixed_precision import Mixture
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "python.md"

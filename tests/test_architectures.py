@@ -26,7 +26,7 @@ from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
-from quantkit.quantization.conversion import convert
+from quantkit.quantization.convert import convert
 from quantkit.quantization.run import quantize
 
 DENSE = {

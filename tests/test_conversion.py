@@ -30,9 +30,9 @@ from quantkit.common.errors import QuantkitError
 from quantkit.common.progress import Event, Progress
 from quantkit.grids.schemes import Fp4Grid, IntGrid, Mxfp4Grid
 from quantkit.grids.weights import Fp4Weight, IntWeight, dequantize
-from quantkit.quantization.conversion import convert
-from quantkit.quantization.conversion import plan as module
-from quantkit.quantization.conversion.differences import fit_scales
+from quantkit.quantization import conversion_plan as module
+from quantkit.quantization.conversion_plan import fit_scales
+from quantkit.quantization.convert import convert
 
 INT4 = IntGrid(4, 128, symmetric=False)
 INT4_SYMMETRIC = IntGrid(4, 128, symmetric=True)

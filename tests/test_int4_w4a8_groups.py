@@ -25,7 +25,7 @@ from quantkit.planning.cost_model import predict
 from quantkit.planning.hardware import load_hardware
 from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
-from quantkit.quantization.conversion import convert
+from quantkit.quantization.convert import convert
 
 SCHEME = find_scheme("int4-w4a8-groups")
 

@@ -17,8 +17,8 @@ from quantkit_kernels import KeySteps
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantkit.calibrate import coded_cache
-from quantkit.calibrate.coded_cache import CodedCache, best_step, best_steps
+from quantkit.calibrate import cache_scales
+from quantkit.calibrate.cache_scales import CodedCache, best_step, best_steps
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
@@ -35,7 +35,7 @@ from quantkit.models.cache_steps import powers
 from quantkit.models.context import CausalContext
 from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
-from quantkit.quantization.conversion import convert
+from quantkit.quantization.convert import convert
 
 SMALL = small_recipe.SMALL | {"samples": 10, "held_out": 4, "seq_len": 48, "min_expert_tokens": 32}
 PROMPTS = [[7 + i * 13 % 300 for i in range(length)] for length in (70, 5, 33)]
@@ -189,7 +189,7 @@ def test_the_kl_that_is_told_is_that_of_the_int8_cache(
 ) -> None:
     """Steps 64 times as wide leave next to nothing of a latent, and weights alone lose what they
     lost."""
-    monkeypatch.setattr(coded_cache, "best_step", lambda x, counts: best_step(x, counts) * 64)
+    monkeypatch.setattr(cache_scales, "best_step", lambda x, counts: best_step(x, counts) * 64)
     coarse = run(sources["latents"], tmp_path / "coarse", text)
     told = [
         json.loads((path / "report.json").read_text())["held_out"]["kl"]

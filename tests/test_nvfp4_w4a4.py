@@ -28,8 +28,8 @@ from quantkit.planning.cost_model import predict
 from quantkit.planning.hardware import load_hardware
 from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
-from quantkit.quantization.conversion import convert
-from quantkit.quantization.mixture import Mixture
+from quantkit.quantization.convert import convert
+from quantkit.quantization.mixed_precision import Mixture
 
 SCHEME = find_scheme("nvfp4-w4a4")
 

@@ -29,7 +29,7 @@ from quantkit.grids.weights import Fp8BlockWeight, IntWeight, dequantize
 from quantkit.models import find_architecture
 from quantkit.models.pangu_ultra_moe import FIRST_RELEASE_NAMES
 from quantkit.quantization import quantize
-from quantkit.quantization.conversion import convert
+from quantkit.quantization.convert import convert
 
 MTP = "model.layers.3"
 PROMPTS = [list(range(10 + i, 30 + 2 * i)) for i in range(3)]

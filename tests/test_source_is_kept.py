@@ -15,7 +15,7 @@ import pytest
 from commands import Answer, command
 from make_model import random_tensors, tiny_config, write_dense
 
-from quantkit.quantization.conversion import convert
+from quantkit.quantization.convert import convert
 
 ARGUMENTS = {"quantize": ["--scheme", "rtn-w4a16"], "convert": ["--dtype", "fp32"]}
 

@@ -34,8 +34,8 @@ OTHERS = (
     "spellings of other writers, or of an architecture without a table, which a diagnosis is about"
 )
 SPELLED: dict[str, dict[str, str]] = {
-    "calibrate/units.py": {"layers.": UNIT, ".experts.": UNIT},
-    "calibrate/choices.py": {"layers.": UNIT, ".experts": UNIT},
+    "calibrate/source_model.py": {"layers.": UNIT, ".experts.": UNIT},
+    "calibrate/sensitivity.py": {"layers.": UNIT, ".experts": UNIT},
     "quantization/memory.py": {"layers.": UNIT, ".experts": UNIT},
     "quantization/run.py": {"layers.": UNIT},
     "quantization/checks.py": {

@@ -19,7 +19,7 @@ from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import find_scheme
 from quantkit.models.context import CausalContext
-from quantkit.quantization.conversion import convert
+from quantkit.quantization.convert import convert
 from quantkit.quantization.run import quantize
 
 TOKENS = torch.randint(8, 320, (24,), generator=torch.Generator().manual_seed(1))

@@ -23,7 +23,7 @@ from quantkit.checkpoint.output_dir import partial_of
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.evaluation.results import store
-from quantkit.quantization.conversion import plan as convert_module
+from quantkit.quantization import conversion_plan as convert_module
 
 MARKUP = "m[bold][/INST][x] [/]"
 HOSTILE = f"{MARKUP}\x1b[31m\x07\u202e\x9b2J"

@@ -5,21 +5,286 @@ not shown two. A .txt is one document, cut into sequences of seq_len. Which docu
 depends on the seed alone. Documents that hold no two tokens are left out and others taken for them.
 """
 
+import json
 import random
 import statistics
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.data_summary import Taken, oddities, shortened
-from quantkit.calibrate.documents import ACCEPTED, Document, UnknownForm, read_document
-from quantkit.calibrate.records import TEXTS, read_records, read_text
-from quantkit.calibrate.templating import Encoder, Templating, plain
+from quantkit.calibrate.documents import (
+    ACCEPTED,
+    TEXTS,
+    Document,
+    Message,
+    UnknownForm,
+    read_document,
+    read_records,
+    read_text,
+)
 from quantkit.common.assets import calibration_text
 from quantkit.common.errors import QuantkitError
+from quantkit.tokenizer.tags import END_THINK, THINK
+
+_SHOWN = 100
+"""Characters of a sample."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """source: a name for people. forms: forms of the documents, most frequent first. samples: the
+    beginning of three documents.
+
+    documents, held_out: sequences that are fitted, and that results are judged on; tokens,
+    held_out_tokens: theirs. records: what the source holds, as far as it was read. empty: left out,
+    since they hold no two tokens; cut: longer than seq_len. warnings: what is odd.
+    """
+
+    source: str
+    forms: tuple[str, ...]
+    records: int
+    documents: int
+    tokens: int
+    held_out: int
+    held_out_tokens: int
+    empty: int
+    cut: int
+    seq_len: int
+    samples: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def lines(self, *, samples: bool = True) -> list[str]:
+        """One line in all, one for each sample, one for each warning."""
+        of = f" of {self.records:,} read" if self.records > self.documents + self.held_out else ""
+        told = (
+            f"calibration: {self.source} ({', '.join(self.forms)}): {self.documents} "
+            f"documents{of}, {self.tokens:,} tokens"
+        )
+        told += (
+            f", and {self.held_out} held out, {self.held_out_tokens:,} tokens"
+            if self.held_out
+            else ", none held out"
+        )
+        told += f"; {self.empty} empty, {self.cut} cut to {self.seq_len} tokens"
+        shown = [f"  sample: {text}" for text in self.samples] if samples else []
+        return [told, *shown, *(f"warning: {warning}" for warning in self.warnings)]
+
+
+def shortened(text: str, tokens: int) -> str:
+    """The beginning of a document on one line."""
+    line = " ".join(text[: 4 * _SHOWN].split())
+    return f"{line if len(line) <= _SHOWN else line[: _SHOWN - 4] + ' ...'} ({tokens} tokens)"
+
+
+def oddities(
+    sequences: list[Tensor], *, wanted: int, seq_len: int, unknown: int | None, left: int = 0
+) -> list[str]:
+    """What an engineer would ask about. wanted: sequences that were asked for. unknown: id of the
+    token for unknown text. left: records that were not needed."""
+    found, lengths = [], [len(sequence) for sequence in sequences]
+    different = Counter(tuple(sequence.tolist()) for sequence in sequences)
+    if len(sequences) < wanted:
+        found.append(
+            f"{wanted} documents were asked for and {len(sequences)} are there: all are used"
+        )
+    if sum(lengths) < wanted * seq_len / 2:
+        remedy = (
+            f"raise --samples, {left:,} documents more are there"
+            if left
+            else "give more or longer documents"
+        )
+        found.append(
+            f"{sum(lengths):,} tokens are fewer than half of the {wanted * seq_len:,} asked for: "
+            f"{remedy}"
+        )
+    if len(different) <= len(sequences) / 2:
+        share = different.most_common(1)[0][1]
+        found.append(
+            f"only {len(different)} of {len(sequences)} documents are different; one of them comes "
+            f"{share} times"
+        )
+    if len(sequences) >= 8 and len(set(lengths)) == 1 and lengths[0] < seq_len:
+        found.append(
+            f"all documents have {lengths[0]} tokens: they may have been cut or filled up before"
+        )
+    if unknown is not None:
+        share_unknown = sum(int((sequence == unknown).sum()) for sequence in sequences) / sum(
+            lengths
+        )
+        if share_unknown > 0.1:
+            found.append(
+                f"{share_unknown:.0%} of the tokens are the one for unknown text: is it the "
+                "model's language?"
+            )
+    return found
+
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class Encoder(Protocol):
+    """What is asked of a tokenizer."""
+
+    @property
+    def templates(self) -> Mapping[str, Any]:
+        """Chat templates by name; a base model has none."""
+
+    @property
+    def eos(self) -> str | None:
+        """Text of the token that ends a reply."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text."""
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of a template's text."""
+
+    def render(
+        self, messages: list[Message], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """A conversation's text. Raises QuantkitError where the template refuses it."""
+
+
+@dataclass
+class Templating:
+    """simplified: documents that the template took in a simpler form only, and why it refused the
+    first of them."""
+
+    encoder: Encoder
+    simplified: int = 0
+    refusal: str = field(default="")
+
+    def text(self, document: Document) -> str:
+        """What the model is shown of a document."""
+        if not document.messages:
+            return document.text
+        return self._rendered(document) if self.encoder.templates else plain(document)
+
+    def encode(self, document: Document, text: str) -> list[int]:
+        """Token ids of `text`, which `text` made of the document."""
+        return (
+            self.encoder.encode_rendered(text)
+            if document.messages and self.encoder.templates
+            else self.encoder.encode(text)
+        )
+
+    def _rendered(self, document: Document) -> str:
+        refusal: QuantkitError | None = None
+        for number, (messages, tools) in enumerate(_forms(document)):
+            try:
+                text = self._with_thought(messages, tools)
+            except QuantkitError as error:
+                refusal = refusal or error
+                continue
+            if number > 1:
+                self.simplified, self.refusal = self.simplified + 1, self.refusal or str(refusal)
+            return text
+        assert refusal is not None
+        raise refusal
+
+    def _with_thought(self, messages: list[Message], tools: list[Any] | None) -> str:
+        text = self.encoder.render(messages, tools=tools, add_generation_prompt=False)
+        thought, reply = _parts(messages[-1])
+        if not thought or thought in text:
+            return text
+        prompt = (
+            self.encoder.render(messages[:-1], tools=tools, add_generation_prompt=True)
+            if len(messages) > 1
+            else ""
+        )
+        opening = "" if prompt.rstrip().endswith(THINK) else f"{THINK}\n"
+        return f"{prompt}{opening}{thought}\n{END_THINK}\n\n{reply}{self.encoder.eos or ''}"
+
+
+def plain(document: Document) -> str:
+    """A conversation as text for a model that has no template: what is said, in order."""
+    told = [json.dumps(list(document.tools), ensure_ascii=False)] if document.tools else []
+    for message in _as_text(list(document.messages)):
+        thought, reply = _parts(message)
+        told += [part for part in (thought, reply) if part.strip()]
+    return "\n\n".join(told)
+
+
+def _forms(document: Document) -> Iterator[tuple[list[Message], list[Any] | None]]:
+    """As it is; with arguments of calls as text, which some templates expect; without tools; the
+    system's words with the user's."""
+    messages = list(document.messages)
+    tools = list(document.tools) or None
+    yield messages, tools
+    yield [_with_text_arguments(one) for one in messages], tools
+    spoken = _as_text(messages)
+    yield spoken, None
+    yield _alternating(spoken), None
+
+
+def _with_text_arguments(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    functions = [
+        {**call["function"], "arguments": _json(call["function"]["arguments"])} for call in calls
+    ]
+    return {
+        **message,
+        "tool_calls": [{**call, "function": function} for call, function in zip(calls, functions)],
+    }
+
+
+def _as_text(messages: list[Message]) -> list[Message]:
+    """Without tools: a call is what the assistant says, its result what the user says."""
+    spoken = []
+    for message in messages:
+        calls = [_json(call["function"]) for call in message.get("tool_calls", [])]
+        role = "user" if message["role"] == "tool" else message["role"]
+        thought = {"reasoning_content": _parts(message)[0]} if _parts(message)[0] else {}
+        spoken.append(
+            {
+                "role": role,
+                **thought,
+                "content": "\n".join(part for part in (_parts(message)[1], *calls) if part),
+            }
+        )
+    return spoken
+
+
+def _alternating(messages: list[Message]) -> list[Message]:
+    """User and assistant in turn, as templates without a system role want it."""
+    turns: list[Message] = []
+    for message in messages:
+        role = "user" if message["role"] == "system" else message["role"]
+        if turns and turns[-1]["role"] == role:
+            turns[-1] = {
+                **turns[-1],
+                **message,
+                "role": role,
+                "content": f"{turns[-1]['content']}\n\n{message['content']}",
+            }
+        elif turns or role == "user":
+            turns.append({**message, "role": role})
+    return turns
+
+
+def _parts(message: Message) -> tuple[str, str]:
+    """Thought and reply of a message, whose thought stands in a field of its own, or in tags within
+    the content."""
+    content = message["content"]
+    for name in _REASONING:
+        if isinstance(message.get(name), str):
+            return message[name].strip(), content
+    if message["role"] == "assistant" and END_THINK in content:
+        thought, _, reply = content.partition(END_THINK)
+        return thought.replace(THINK, "", 1).strip(), reply.lstrip("\n")
+    return "", content
+
+
+def _json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
 
 OWN_TEXT = "quantkit's own text"
 SHIPPED_TEXT = "calibration.jsonl"

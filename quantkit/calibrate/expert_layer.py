@@ -8,21 +8,17 @@ from dataclasses import dataclass, replace
 from quantkit_kernels import ExpertBiases
 from torch import Tensor
 
-from quantkit.calibrate.batches import Batches
 from quantkit.calibrate.experts import ExpertSolver, ExpertWeights, add_weighted, quantized_outputs
-from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
+from quantkit.calibrate.hidden_states import Batches, HiddenStatePair, HiddenStates
+from quantkit.calibrate.input_statistics import token_counts
+from quantkit.calibrate.layer_weights import Routed
+from quantkit.calibrate.linear_solver import Solvers
 from quantkit.calibrate.progress_log import UnitLog
 from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.reference_run import OriginalPath
-from quantkit.calibrate.routing import Routed
-from quantkit.calibrate.rtn_run import PlainPath
-from quantkit.calibrate.scale import ScaledInput
-from quantkit.calibrate.scale_search import Consumer, sample_rows
-from quantkit.calibrate.solver_table import Solvers
-from quantkit.calibrate.source_model import SourceModel
-from quantkit.calibrate.statistics import token_counts
+from quantkit.calibrate.reference_runs import OriginalPath, PlainPath
+from quantkit.calibrate.scales import Consumer, ScaledInput, sample_rows
+from quantkit.calibrate.source_model import SourceModel, expert_unit
 from quantkit.calibrate.sublayer import Sublayer
-from quantkit.calibrate.units import expert_unit
 from quantkit.grids.weights import Weight, dequantize
 from quantkit.models.table import GatedMlp
 

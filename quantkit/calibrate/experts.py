@@ -15,13 +15,11 @@ from quantkit_kernels import SILU, ExpertBiases, Gating
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.calibrate.drift import expert_drift, taken
 from quantkit.calibrate.hidden_states import HiddenStates
+from quantkit.calibrate.input_statistics import InputStatistics, expert_drift, taken
+from quantkit.calibrate.layer_weights import Routed
 from quantkit.calibrate.linear_solver import Solved, Solver
-from quantkit.calibrate.routing import Routed
-from quantkit.calibrate.scale import ScaledInput
-from quantkit.calibrate.scale_search import Consumer, choose_scale, sample_rows
-from quantkit.calibrate.statistics import InputStatistics
+from quantkit.calibrate.scales import Consumer, ScaledInput, choose_scale, sample_rows
 from quantkit.grids.e2m1 import input_divisor
 from quantkit.grids.schemes import Fp4Grid, Mxfp4Grid
 from quantkit.grids.weights import dequantize, divide_rows, dividing_powers

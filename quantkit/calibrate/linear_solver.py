@@ -6,16 +6,17 @@ solved as one batch. Where it is known what an error in each output costs, rows 
 too, and plain rounding is judged by that cost.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.batches import PIECE_VALUES
+from quantkit.calibrate.hidden_states import PIECE_VALUES
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.recipe import Recipe
+from quantkit.checkpoint.formats.base import Format
 from quantkit.grids.e2m1 import global_scale, input_divisor
 from quantkit.grids.rounding import (
     Fp4Rounder,
@@ -29,11 +30,10 @@ from quantkit.grids.rounding import (
 from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid, Method, Mxfp4Grid
 from quantkit.grids.weights import Fp4Weight, RoundedWeight, Weight
 from quantkit.models.activation_quant import Reading
-from quantkit.quant.compensation import compensate
+from quantkit.quant.compensation import compensate, compensate_both, judged_outputs
 from quantkit.quant.descent import Descent
 from quantkit.quant.gptq import Curvature, scaled_losses
 from quantkit.quant.tensor_cores import tensor_core_products
-from quantkit.quant.two_sided import compensate_both, judged_outputs
 
 NO_COSTS: Mapping[str, Curvature] = {}
 NOTHING_SOLVED: Mapping[str, tuple[Tensor, RoundingStep]] = {}
@@ -408,3 +408,63 @@ def _cat_steps(steps: list[RoundingStep]) -> RoundingStep:
 
 def _rows(step: RoundingStep, rows: slice | int) -> RoundingStep:
     return RoundingStep(step.step[rows], None if step.zero is None else step.zero[rows])
+
+
+class Solvers:
+    """One recipe on each grid. grid_of: of a module that is rounded. format: tells what its scales
+    and inputs are stored and read in."""
+
+    def __init__(
+        self,
+        format: Format,
+        grid_of: Callable[[str], Grid],
+        recipe: Recipe,
+        methods: tuple[Method, ...],
+        piece_values: int = PIECE_VALUES,
+    ) -> None:
+        self.format, self.grid_of, self.recipe, self.methods, self.piece_values = (
+            format,
+            grid_of,
+            recipe,
+            methods,
+            piece_values,
+        )
+        self._by_grid: dict[Grid, Solver] = {}
+
+    @property
+    def compensates(self) -> bool:
+        return "gptq" in self.methods
+
+    def of(self, module: str) -> Solver:
+        """What rounds this linear."""
+        return self.on(self.grid_of(module))
+
+    def on(self, grid: Grid) -> Solver:
+        """What rounds to this grid; the same object for all linears on it."""
+        if grid not in self._by_grid:
+            scale_dtype, bits = (
+                self.format.scale_dtype_of(grid),
+                self.format.activation_bits_of(grid),
+            )
+            self._by_grid[grid] = Solver(
+                grid, scale_dtype, self.recipe, self.methods, bits, self.piece_values
+            )
+        return self._by_grid[grid]
+
+    def alike(self, modules: Collection[str]) -> dict[Solver, list[str]]:
+        """The modules by what rounds them, in their order."""
+        found: dict[Solver, list[str]] = {}
+        for module in modules:
+            found.setdefault(self.of(module), []).append(module)
+        return found
+
+    def readings(
+        self, modules: Collection[str], weights: Mapping[str, Weight] | None = None
+    ) -> dict[str, Reading]:
+        """Of these, those that round what they read, and how. weights: rounded ones, by module."""
+        bits = {module: self.of(module).activation_bits for module in modules}
+        return {
+            module: Reading.of((weights or {}).get(module), own)
+            for module, own in bits.items()
+            if own < 16
+        }

@@ -16,31 +16,57 @@ sublayer its weights; one expert. Nothing depends on the number of experts. The 
 after each layer, so a stopped pass goes on from there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.batches import BATCH_TOKENS
-from quantkit.calibrate.choices import Choice
 from quantkit.calibrate.embed_and_head import Ends, TableEnds
 from quantkit.calibrate.expert_layer import expert_weights
 from quantkit.calibrate.experts import ExpertWeights
-from quantkit.calibrate.hidden_states import HiddenStates
-from quantkit.calibrate.layer_weights import NO_READINGS, LayerWeights
-from quantkit.calibrate.next_token_kl import BLOCK_ROWS, compare_paths
-from quantkit.calibrate.output_cost import ResidualStream
-from quantkit.calibrate.routing import Recorder, Routed, no_experts
-from quantkit.calibrate.solver_table import Solvers
-from quantkit.calibrate.source_model import SourceModel
+from quantkit.calibrate.hidden_states import BATCH_TOKENS, HiddenStates
+from quantkit.calibrate.layer_weights import NO_READINGS, LayerWeights, Recorder, Routed, no_experts
+from quantkit.calibrate.linear_solver import Solvers
+from quantkit.calibrate.output_cost import BLOCK_ROWS, ResidualStream, compare_paths
+from quantkit.calibrate.source_model import SourceModel, attend_unit, feed_forward_unit
 from quantkit.calibrate.sublayer import Sublayer, run_attention, run_feed_forward, sublayer_of
-from quantkit.calibrate.units import attend_unit, feed_forward_unit
 from quantkit.grids.schemes import Grid, grid_label
 from quantkit.models.activation_quant import Reading
-from quantkit.models.table import GatedMlp
+from quantkit.models.table import GatedMlp, Parameter
 from quantkit.models.weights import ExpertsOp
+
+
+@dataclass(frozen=True)
+class Choice:
+    """name: of the fused module, of the only linear, or layers.N.experts."""
+
+    name: str
+    rows: tuple[Parameter, ...]
+
+    @property
+    def layer(self) -> int | None:
+        return self.rows[0].layer
+
+    @property
+    def of_experts(self) -> bool:
+        return self.rows[0].expert is not None
+
+    @cached_property
+    def modules(self) -> tuple[str, ...]:
+        return tuple(row.module for row in self.rows)
+
+
+def choices_of(rows: Iterable[Parameter]) -> list[Choice]:
+    """rows: linears that may be rounded, in the order of the table."""
+    found: dict[str, list[Parameter]] = {}
+    for row in rows:
+        name = f"layers.{row.layer}.experts" if row.expert is not None else row.fused or row.module
+        found.setdefault(name, []).append(row)
+    return [Choice(name, tuple(own)) for name, own in found.items()]
+
 
 MOST_TOKENS = 2**15
 """Of all paths together: a second path leaves each sublayer, and R1 has 122."""

@@ -1,13 +1,182 @@
 """The model that is calibrated, as its table tells it: units of work, layers, experts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol
 
-from quantkit.calibrate.parameter_reader import ParameterReader
-from quantkit.calibrate.units import units_of
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.reader import Checkpoint, check_finite
+from quantkit.grids.weights import Weight, dequantize
 from quantkit.models.architecture import Architecture, ModelConfig
 from quantkit.models.table import GatedMlp, Parameter, ScaleGroup, routed_experts
+
+
+def attend_unit(layer: int) -> str:
+    return f"layers.{layer}.attend"
+
+
+def feed_forward_unit(layer: int) -> str:
+    return f"layers.{layer}.feed_forward"
+
+
+def expert_unit(layer: int, expert: int) -> str:
+    return f"layers.{layer}.experts.{expert}"
+
+
+def units_of(rows: Sequence[Parameter], groups: Iterable[ScaleGroup]) -> dict[str, list[Parameter]]:
+    """Every parameter in exactly one unit, in the order of the table. `groups` are those of all
+    layers.
+
+    A norm goes with the sublayer that reads it, because folding changes both together.
+    """
+    attention = {row.module for row in rows if row.block == "attention"}
+    attention |= {group.producer for group in groups if attention.issuperset(group.consumers)}
+    units: dict[str, list[Parameter]] = {}
+    for row in rows:
+        units.setdefault(_unit_of(row, attention), []).append(row)
+    return units
+
+
+def _unit_of(row: Parameter, attention: set[str]) -> str:
+    if row.layer is None or row.role in ("embedding", "head"):
+        return row.module
+    if row.expert is not None:
+        return expert_unit(row.layer, row.expert)
+    if row.block == "attention" or row.module in attention:
+        return attend_unit(row.layer)
+    return feed_forward_unit(row.layer)
+
+
+class UnitStore(Protocol):
+    """Where finished units go, and what is already there."""
+
+    def done(self, unit: str) -> bool:
+        """Whether the unit was written before, by this run or the one it resumes."""
+
+    def write(
+        self,
+        unit: str,
+        quantized: dict[str, Weight],
+        plain: dict[str, Tensor],
+        facts: dict[str, Any],
+    ) -> None:
+        """Write a unit, now or behind the caller's back. quantized: by module. plain: by tensor
+        name; those of the unit that are absent are copied from the source."""
+
+    def settle(self) -> None:
+        """Returns when all units are written that were to be: other ranks may read them."""
+
+    def reread(self) -> None:
+        """Learn what other ranks have written since."""
+
+    def load(self, unit: str) -> tuple[dict[str, Weight], dict[str, Tensor], dict[str, Any]]:
+        """A finished unit as it was written, its weights on the device, and its facts."""
+
+    def facts(self, unit: str) -> dict[str, Any]:
+        """Those of a finished unit alone."""
+
+    def save_state(self, layer: int, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Keep the hidden states at the input of a layer, and what was found out so far, for a
+        restart, in place of those kept before."""
+
+    def load_state(self) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
+        """The layer whose input was saved last, with what was saved."""
+
+
+class ParameterReader:
+    """Reads parameters of one checkpoint onto one device."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        self.checkpoint, self.device = checkpoint, device
+        self.holds = device.type != "cpu"
+        """Whether stored tensors stay where they are computed with: an accelerator's memory has
+        room, and is far from the disk's cache."""
+        self._held: dict[str, Tensor] = {}
+        self._kept: dict[str, Weight | None] = {}
+        """Of what `keep` named, by tensor name, what was read already."""
+
+    def stored_bytes(self, row: Parameter) -> int:
+        return sum(self.checkpoint.tensors[name].nbytes for name in self.parts(row))
+
+    def dtype(self, row: Parameter) -> torch.dtype:
+        """What the parameter is stored as when it is left unquantized: its own 16 or 32 bit type,
+        BF16 for a packed source."""
+        parts = self.parts(row)
+        return self.checkpoint.tensors[parts[0]].dtype if parts == (row.name,) else torch.bfloat16
+
+    def plain(self, row: Parameter) -> Tensor:
+        """The parameter as it is stored unquantized, on the CPU."""
+        parts = self.parts(row)
+        value = (
+            self.checkpoint.read(row.name)
+            if parts == (row.name,)
+            else dequantize(self.checkpoint.weight(row.module), torch.bfloat16)
+        )
+        check_finite(row.name, value)
+        return value
+
+    def dequantized(self, row: Parameter) -> Tensor:
+        """float32 on the device."""
+        kept = self._kept.get(row.name)
+        if kept is not None:
+            return dequantize(kept)
+        stored = self._stored(row)
+        value = dequantize(stored)
+        check_finite(row.name, value)
+        if row.name in self._kept and value is not stored:  # else a caller may change it
+            self._kept[row.name] = stored
+        return value
+
+    def _stored(self, row: Parameter) -> Weight:
+        """On the device: packed bytes travel, not float32."""
+        packed = row.module in self.checkpoint.linears
+        return (
+            self.checkpoint.weight(row.module, self.device)
+            if packed
+            else self.checkpoint.read(row.name, self.device)
+        )
+
+    def keep(self, rows: Iterable[Parameter]) -> None:
+        """Hold these where that is done, from when they are read on, as they are stored, and let go
+        of others: those of a sublayer are asked for six times."""
+        self._kept = dict.fromkeys(row.name for row in rows) if self.holds else {}
+
+    def gain(self, row: Parameter) -> Tensor:
+        """What a norm multiplies by, float32 on the device."""
+        return self.dequantized(row) + row.gain_offset
+
+    def will_read(self, rows: Iterable[Parameter]) -> None:
+        """Parameters that are asked for next, to be brought from the disk meanwhile."""
+        for row in rows:
+            for name in self.parts(row):
+                self.checkpoint.will_read(name, self.device)
+
+    def blocks(self, row: Parameter, count: int) -> Iterator[Tensor]:
+        """A matrix, `count` rows at a time, float32 on the device. An accelerator keeps it as it is
+        stored, if not packed: it is asked for twice a layer."""
+        if self.holds and row.module not in self.checkpoint.linears:
+            if row.name not in self._held:
+                self._held[row.name] = self.checkpoint.read(row.name, self.device)
+            yield from (rows.float() for rows in self._held[row.name].split(count))
+            return
+        for start in range(0, row.shape[0], count):
+            stop = min(start + count, row.shape[0])
+            weight, first = self.checkpoint.share(row.module, "N", start, stop, self.device)
+            yield dequantize(weight)[start - first : stop - first]
+
+    def dequantized_all(self, rows: Iterable[Parameter]) -> dict[str, Tensor]:
+        return {row.name: self.dequantized(row) for row in rows}
+
+    def parts(self, row: Parameter) -> tuple[str, ...]:
+        """Names of the stored tensors that hold the parameter."""
+        return (
+            self.checkpoint.parts(row.module)
+            if row.module in self.checkpoint.linears
+            else (row.name,)
+        )
 
 
 @dataclass(frozen=True)

@@ -4,21 +4,19 @@ of, and running it.
 It is run by the model's own forward, over whatever tensors the caller gives it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from quantkit.calibrate.data_parallel import SharedRuns
 from quantkit.calibrate.hidden_states import HiddenStates, TokenBatch
-from quantkit.calibrate.layer_weights import LayerWeights
-from quantkit.calibrate.parameter_reader import ParameterReader
-from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.routing import no_experts
-from quantkit.calibrate.solver_table import Solvers
-from quantkit.calibrate.source_model import SourceModel
-from quantkit.calibrate.units import feed_forward_unit
+from quantkit.calibrate.layer_weights import LayerWeights, no_experts
+from quantkit.calibrate.linear_solver import Solvers
+from quantkit.calibrate.ranks import Ranks, SharedRuns
+from quantkit.calibrate.source_model import ParameterReader, SourceModel, feed_forward_unit
 from quantkit.grids.weights import Weight, dequantize
 from quantkit.models.activation_quant import Reading
 from quantkit.models.context import CausalContext
@@ -193,3 +191,48 @@ def written_tensors(
         else:
             tensors[row.name] = source.dequantized(row).to(sublayer.stored[row.name]).float()
     return tensors
+
+
+def run_to_sum(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:
+    """The expert half without what is behind its experts: hidden [T, W] -> [T, W]."""
+    after, summed = hidden.clone(), block.summed(hidden, CausalContext(lengths, hidden.device))
+    after[:, : summed.shape[1]] += summed
+    return after
+
+
+@contextmanager
+def feed_forward(model: SourceModel, layer: int, paths: Iterable[HiddenStates]) -> Iterator[Run]:
+    """How the layer's MLP or expert half is run.
+
+    All experts have added to the paths' hidden states when this ends; what is behind them is
+    computed then.
+    """
+    if not any(row.behind_experts for row in model.layer_rows(layer)):
+        yield run_feed_forward
+        return
+    width, beside = (
+        model.config.hidden_size,
+        sum(row.shape[0] for row in model.layer_rows(layer) if row.beside_experts),
+    )
+    kept = [
+        (path, path.hidden[:, :width].clone()) for path in paths
+    ]  # experts add to no other channels
+    for path, _ in kept:
+        path.hidden = F.pad(path.hidden, (0, beside)) if beside else path.hidden
+    yield run_to_sum
+    rows = [
+        row
+        for row in model.layer_rows(layer)
+        if row.expert is None and row.role not in ("linear", "embedding", "head", "mtp_proj")
+    ]
+    block = model.architecture.DecoderLayer(
+        model.config, layer, LayerWeights(model.weights.dequantized_all(rows), no_experts)
+    )
+    for path, before in kept:
+        for batch in path.batches():
+            states = path.hidden[batch.part]
+            summed = states[:, :width] - before[batch.part]
+            states[:, :width] = before[batch.part]
+            after = block.with_sum(states, summed, CausalContext(batch.lengths, states.device))
+            states[:, : after.shape[1]] = after
+        path.hidden = path.hidden[:, : path.hidden.shape[1] - beside].contiguous()

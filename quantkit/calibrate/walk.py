@@ -17,38 +17,41 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.allocator import keep_freed_blocks
-from quantkit.calibrate.batches import Batches
-from quantkit.calibrate.coded_cache import CodedCache
+from quantkit.calibrate.cache_scales import CodedCache
 from quantkit.calibrate.data import Sequences
-from quantkit.calibrate.embed_and_head import Ends, TableEnds
+from quantkit.calibrate.embed_and_head import Ends, TableEnds, mtp_states
 from quantkit.calibrate.expert_layer import ExpertLayer
-from quantkit.calibrate.findings import Findings
-from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, relative_distance
-from quantkit.calibrate.layer_weights import NO_READINGS
-from quantkit.calibrate.mtp import mtp_states
-from quantkit.calibrate.next_token_kl import BLOCK_ROWS, JUDGED_TOKENS, compare_next_tokens
-from quantkit.calibrate.observe import Observed, observe
-from quantkit.calibrate.output_cost import ResidualStream
-from quantkit.calibrate.post_moe import feed_forward
-from quantkit.calibrate.progress_log import UnitLog
+from quantkit.calibrate.hidden_states import (
+    Batches,
+    HiddenStatePair,
+    HiddenStates,
+    keep_freed_blocks,
+    relative_distance,
+)
+from quantkit.calibrate.input_statistics import Observed, observe
+from quantkit.calibrate.layer_weights import NO_READINGS, AskedAgain, Routed
+from quantkit.calibrate.linear_solver import Solvers
+from quantkit.calibrate.output_cost import (
+    BLOCK_ROWS,
+    JUDGED_TOKENS,
+    ResidualStream,
+    compare_next_tokens,
+)
+from quantkit.calibrate.progress_log import Findings, UnitLog
 from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.reference_run import OriginalPath
-from quantkit.calibrate.routing import AskedAgain, Routed
-from quantkit.calibrate.rtn_run import PlainPath
-from quantkit.calibrate.scale import ScaledInput, scale_in_effect, scale_sublayer, scaled_input
-from quantkit.calibrate.solve import solve_sublayer
-from quantkit.calibrate.solver_table import Solvers
-from quantkit.calibrate.source_model import SourceModel
+from quantkit.calibrate.reference_runs import OriginalPath, PlainPath
+from quantkit.calibrate.scales import ScaledInput, scale_in_effect, scale_sublayer, scaled_input
+from quantkit.calibrate.source_model import SourceModel, attend_unit, feed_forward_unit
 from quantkit.calibrate.sublayer import (
     Run,
     Sublayer,
     advance,
+    feed_forward,
     run_attention,
     sublayer_of,
     written_tensors,
 )
-from quantkit.calibrate.units import attend_unit, feed_forward_unit
+from quantkit.calibrate.sublayer_solver import solve_sublayer
 from quantkit.grids.weights import Weight
 from quantkit.quant.gptq import Curvature
 

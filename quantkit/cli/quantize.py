@@ -31,7 +31,7 @@ from quantkit.cli.options import (
 from quantkit.cli.stopping import stoppable
 
 if TYPE_CHECKING:
-    from quantkit.quantization.mixture import Mixture
+    from quantkit.quantization.mixed_precision import Mixture
 
 
 def quantize(
@@ -86,7 +86,7 @@ def quantize(
     """Quantize a checkpoint. A run that was stopped goes on when the same command is given
     again."""
     from quantkit import api
-    from quantkit.quantization.mixture import read_mixture
+    from quantkit.quantization.mixed_precision import read_mixture
 
     mixture = read_mixture(keep=keep, preset=preset, bits=bits, size=size, read_weight=read_weight)
     _check_named(scheme, recipe, mixture)
@@ -174,7 +174,7 @@ def plan(
     """Memory, disk, time and fit of a quantization, from config.json and headers alone; downloads
     no weight of a hub model."""
     from quantkit import api
-    from quantkit.quantization.mixture import read_mixture
+    from quantkit.quantization.mixed_precision import read_mixture
 
     mixture = read_mixture(keep=keep, preset=preset, bits=bits, size=size, read_weight=read_weight)
     _check_named(scheme, recipe, mixture)

@@ -21,7 +21,7 @@ from quantkit.calibrate.data import SHIPPED_TEXT
 from quantkit.calibrate.embed_and_head import TableEnds
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.layer_weights import LayerWeights
-from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.source_model import ParameterReader
 from quantkit.calibrate.sublayer import Run, run_attention, run_feed_forward
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.shards import CPU

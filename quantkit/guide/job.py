@@ -35,7 +35,7 @@ from quantkit.guide.proposal import QUANTKIT
 from quantkit.guide.record import Agreed, Record
 from quantkit.planning.boxes import DeviceBox
 from quantkit.quantization import run as quantization
-from quantkit.quantization.verdict import judge
+from quantkit.quantization.report import judge
 from quantkit.tokenizer.chat import ChatTokenizer
 
 STEPS = ("quantize", "measure", "score", "launch")

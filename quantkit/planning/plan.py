@@ -30,12 +30,18 @@ from quantkit.planning.clusters import PlannedLayout, plan_layout
 from quantkit.planning.cost_model import predict
 from quantkit.planning.devices import STANDARD_DEVICES, Devices, read_devices, read_number
 from quantkit.planning.workspace import reserved
+from quantkit.quantization.bit_allocation import (
+    Options,
+    PlannedChoice,
+    PlannedSize,
+    check_wanted,
+    plan_choosing,
+    read_sensitivities,
+)
 from quantkit.quantization.cost import RATES, RunWork, job_work, seconds_of
 from quantkit.quantization.job import NO_MIXTURE, Job, open_job, read_request
 from quantkit.quantization.memory import expected_peak
-from quantkit.quantization.mixed_precision import Options, check_wanted, read_sensitivities
-from quantkit.quantization.mixture import Mixture
-from quantkit.quantization.sizes import PlannedChoice, PlannedSize, plan_choosing
+from quantkit.quantization.mixed_precision import Mixture
 
 MEMORY_FRACTION = 0.9
 """Of a device's memory that an engine uses."""

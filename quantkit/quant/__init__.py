@@ -1,11 +1,8 @@
-"""Pure tensor mathematics of quantization: no paths, no printing, no choice of device.
+"""Quantization algorithms on tensors: no files, no printing, no choice of device.
 
-weights.py   what a quantized linear is, whatever the format on disk, and its value
-integer.py   int4 and int8 grids
-fp4.py       E2M1 with two-level scales (NVFP4)
-rounding.py  the grids as calibration sees them: fit, snap, store
-awq.py       scales that favour salient channels
-smooth.py    scales that even out activations for int8
-gptq.py      rounding column by column, compensating the error so far
-packing.py   nibbles into bytes and words, as the formats store them
+awq, smooth       candidate scales that favour salient channels, or even out activations for int8
+gptq              column-by-column rounding with error compensation; descent: coordinate descent after it
+compensation      both of them for a linear; with an output cost, rows compensate for rows too
+block_rounding    the inner loop of GPTQ on a CPU; block_kernel: in Triton
+packing           4- and 8-bit codes in bytes and words, as the formats store them
 """

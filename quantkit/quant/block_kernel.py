@@ -18,8 +18,7 @@ from torch import Tensor
 from quantkit.grids.e2m1 import E2M1_MAX
 from quantkit.grids.integer import int_range
 from quantkit.grids.rounding import IntRounder, Rounder
-from quantkit.quant.block import BlockParts
-from quantkit.quant.column_steps import ColumnSteps
+from quantkit.quant.block_rounding import BlockParts, ColumnSteps
 
 ROWS, FEW_ROWS = 16, 8
 """Of a program, which is one warp: columns wait for each other, so a program is as fast as the

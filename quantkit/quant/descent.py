@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.rounding import Rounder, RoundingStep
-from quantkit.quant.block import BlockParts
-from quantkit.quant.column_steps import Steps, take
+from quantkit.quant.block_rounding import BlockParts, Steps, take
 from quantkit.quant.gptq import BLOCK, Curvature, block_rounder
 from quantkit.quant.tensor_cores import add_product, carried, plus_product
 

@@ -18,24 +18,20 @@ Shapes: w [..., N, K], factors [..., K, K]; leading dimensions (experts, candida
 run as one batch.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from quantkit.grids.rounding import Rounder, RoundingStep, fit_steps
-from quantkit.quant import block_cpu
-from quantkit.quant.block import BlockParts, RoundBlock
-from quantkit.quant.column_steps import ColumnSteps, Steps, step_groups, take
+from quantkit.quant.block_rounding import BlockParts, Steps, block_rounder, step_groups, take
 from quantkit.quant.tensor_cores import carried, carried_and, plus_product
 
 OUTER = 512
 """Columns that are told at once what all earlier ones left to them: a product as wide as products
 need to be fast."""
 BLOCK = 128
-STRIP = 16
 _PANEL = 512
 """Rows of a large square that are put in order at a time."""
 
@@ -256,80 +252,6 @@ def gptq(
             if seen is None:
                 loss += seen_here.square_().sum(-2)
     return values, loss if seen is None else seen.square().sum(-2)
-
-
-def block_rounder(device: torch.device) -> RoundBlock:
-    """What rounds blocks there: on a GPU a kernel that does all of it in one launch."""
-    if device.type == "cuda":
-        from quantkit.quant.block_kernel import (
-            round_block,
-        )  # Triton comes with PyTorch's builds for GPUs
-
-        return round_block
-    return partial(
-        _round_and_tell,
-        block_cpu.round_block if device.type == "cpu" and block_cpu.is_there() else _round_block,
-    )
-
-
-def _round_and_tell(
-    round_block: Callable[[Tensor, Tensor, Rounder, RoundingStep, Tensor], Tensor],
-    target: Tensor,
-    reaction: Tensor,
-    rounder: Rounder,
-    steps: ColumnSteps,
-    parts: BlockParts,
-) -> None:
-    """A `RoundBlock` by `round_block`, which returns the rounding errors [..., C, N]."""
-    before = (
-        parts.before.clone() if parts.before.data_ptr() == parts.values.data_ptr() else parts.before
-    )
-    errors = round_block(target, reaction, rounder, steps.spread, parts.values)
-    if parts.seen is not None and parts.pivot is not None:
-        torch.mul(errors, parts.pivot, out=parts.seen)
-    torch.sub(before, parts.values, out=parts.apart)
-
-
-def _round_block(
-    target: Tensor, reaction: Tensor, rounder: Rounder, step: RoundingStep, values: Tensor
-) -> Tensor:
-    """Round the C columns of `target` [..., C, N] one after the other into `values`. Columns not
-    yet rounded are changed in place: they make up for the errors of those before. reaction [..., C,
-    C]: by how much column i changes for an error of 1 in column j. Returns the rounding error of
-    every column, [..., C, N]."""
-    errors = torch.empty_like(target)
-    width = target.shape[-2]
-    sizes, zeros = (
-        step.step.unbind(-2),
-        [None] * width if step.zero is None else step.zero.unbind(-2),
-    )
-    for strip in range(0, width, STRIP):
-        after = min(strip + STRIP, width)
-        _react(target, reaction, errors, strip, after, 0, strip)
-        for i in range(strip, after):
-            _react(target, reaction, errors, i, i + 1, strip, i)
-            column = target[..., i, :]
-            value = rounder.snap(column, RoundingStep(sizes[i], zeros[i]))
-            values[..., i, :] = value
-            torch.sub(column, value, out=errors[..., i, :])
-    return errors
-
-
-def _react(
-    target: Tensor, reaction: Tensor, errors: Tensor, start: int, stop: int, first: int, last: int
-) -> None:
-    """Columns start..stop change for the errors of columns first..last."""
-    if first == last:
-        return
-    rows, coefficients, known = (
-        target[..., start:stop, :],
-        reaction[..., start:stop, first:last],
-        errors[..., first:last, :],
-    )
-    if target.dim() == 2:
-        rows.addmm_(coefficients, known)
-    else:
-        rows.baddbmm_(coefficients, known)
 
 
 def _side_by_side(step: RoundingStep) -> RoundingStep:

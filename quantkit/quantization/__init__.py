@@ -1,13 +1,12 @@
-"""From a checkpoint to a quantized checkpoint.
+"""From a checkpoint to a quantized checkpoint, and from one format to another.
 
-run.py      quantize(): the straight line
-opening.py  what quantize() and plan() begin with: what is asked for, of which model, with nothing
-known to be wrong
-checks.py   everything that can be known to be wrong before the first weight is read
-output.py   what the output holds, unit by unit, and what became of every tensor of the source
-nearest.py  rounding without calibration
-report.py   report.json and report.html
-memory.py   what a run will hold in memory; cost.py: how long it should take
+run               quantize(); job: the validated request, also for plan(); checks: validation of the source
+rtn, output       round-to-nearest without calibration; writing work units
+mixed_precision   --keep and --preset; bit_allocation, allocation: --bits and --size
+pruning           removing routed experts
+memory, cost      expected peak memory and run time
+report            report.json, report.html and the verdict
+convert           convert(); conversion_plan: what every tensor becomes
 """
 
 from quantkit.quantization.run import QuantizationReport, quantize

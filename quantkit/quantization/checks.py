@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.calibrate.embed_and_head import Ends
-from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.source_model import ParameterReader
 from quantkit.checkpoint.aux_files import SETTINGS, read_companions
 from quantkit.checkpoint.check import CACHE_PARTS
 from quantkit.checkpoint.formats.base import Format

@@ -8,12 +8,15 @@ Only headers and small files are read.
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from quantkit.calibrate.recipe import Recipe
-from quantkit.calibrate.units import units_of
+from quantkit.calibrate.source_model import units_of
 from quantkit.checkpoint.formats import compressed_mixed, find_format, modelslim
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.header import TensorSpec
@@ -36,10 +39,49 @@ from quantkit.quantization.checks import (
     in_whole_groups,
     take_inventory,
 )
-from quantkit.quantization.coverage import Coverage, coverage
-from quantkit.quantization.engine_subset import narrowed
-from quantkit.quantization.mixture import Mixture, kept_grids
+from quantkit.quantization.mixed_precision import Mixture, kept_grids, narrowed
 from quantkit.quantization.pruning import open_pruned
+
+_NAMED = 6
+"""Kinds of tensors that are listed."""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """share: of the weights outside embeddings and heads, those that are quantized. left: how many
+    weights stay as they are, by name with N for numbers, the most first."""
+
+    share: float
+    left: dict[str, int]
+
+    def __str__(self) -> str:
+        names = [
+            f"{name} ({count / 1e6:.3g} M)" for name, count in list(self.left.items())[:_NAMED]
+        ]
+        more = f" and {len(self.left) - _NAMED} kinds more" if len(self.left) > _NAMED else ""
+        return (
+            f"{self.share:.1%} of the weights; left at 16 bits: {', '.join(names) or 'none'}{more}"
+        )
+
+
+def coverage(
+    rows: Iterable[Parameter], quantized: Collection[str], config: dict[str, Any]
+) -> Coverage:
+    """quantized: modules that the output holds so. config: config.json, whose vocab_size tells
+    embeddings and heads."""
+    vocab = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    total, taken, left = 0, 0, Counter[str]()
+    for row in rows:
+        count = math.prod(row.shape)
+        if len(row.shape) < 2:
+            continue
+        if row.module in quantized:
+            taken += count
+        else:
+            left[re.sub(r"\.\d+(?=\.|$)", ".N", row.name)] += count
+        total += count if row.shape[0] != vocab or row.module in quantized else 0
+    return Coverage(taken / total if total else 0.0, dict(left.most_common()))
+
 
 NO_MIXTURE = Mixture()
 MIXING: dict[str, Format] = {

@@ -16,9 +16,8 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from quantkit.calibrate.allocator import LARGEST_KEPT
-from quantkit.calibrate.batches import BATCH_TOKENS, Batches
-from quantkit.calibrate.next_token_kl import BLOCK_ROWS
+from quantkit.calibrate.hidden_states import BATCH_TOKENS, LARGEST_KEPT, Batches
+from quantkit.calibrate.output_cost import BLOCK_ROWS
 from quantkit.calibrate.sensitivity import MOST_TOKENS, PATH_TOKENS
 from quantkit.checkpoint.writer import WAITING
 from quantkit.common.errors import QuantkitError

@@ -1,334 +1,242 @@
-"""Grids for --bits and --size: what each choice of linears may be on, what that costs, and the job
-with the best of it.
+"""A format as one engine wants it: fewer modules quantized, and the engine's own keys in the config
+block."""
 
-options = Options(job)                   what may be, from headers alone; a budget below the smallest is refused here
-chosen = options.choose(sensitivities)   the best of the budget
-"""
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
-import json
-import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from pathlib import Path
-from typing import Any
+from quantkit.checkpoint.formats import fp8_block
+from quantkit.checkpoint.formats.base import Format
+from quantkit.checkpoint.header import TensorSpec
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.common.errors import QuantkitError, UsageError
+from quantkit.common.sizes import parse_bytes
+from quantkit.engines.choice import FormatChoice, MixtureChoice
+from quantkit.grids.schemes import Fp8BlockGrid, Grid, IntGrid
+from quantkit.models.table import BEFORE_LATENT_ATTENTION, Parameter
 
-from quantkit.calibrate.choices import Choice, choices_of
-from quantkit.calibrate.sensitivity import Sensitivities
-from quantkit.common.errors import QuantkitError
-from quantkit.common.sizes import format_bytes
-from quantkit.engines.choice import MixtureChoice
-from quantkit.grids.schemes import Fp4Grid, Fp8BlockGrid, Grid, IntGrid, grid_label
-from quantkit.models.table import Parameter
-from quantkit.quantization.allocation import Allocation, Budgeting, Option
-from quantkit.quantization.job import Job
-from quantkit.quantization.mixture import FP8, INT8, Mixture, is_fp8
+INT8 = IntGrid(bits=8, group_size=None, symmetric=True)
+FP8 = Fp8BlockGrid()
 
-FINE_GROUP = 32
-"""Of the finer int4."""
+KINDS: dict[str, Callable[[Parameter], bool]] = {
+    "attention": lambda row: row.block == "attention",
+    "mlp": lambda row: row.block == "mlp",
+    "shared": lambda row: row.block == "shared_expert",
+    "experts": lambda row: row.block == "expert",
+    "mtp": lambda row: row.mtp,
+}
+"""Kinds of sublayer that may be kept: of latent or grouped attention, of a dense layer, of shared
+and of routed experts, of MTP layers."""
+
+PRESETS = ("experts-only", "int8-attention")
+"""experts-only: routed experts are rounded; the rest is kept, in int8 where the source has FP8 that
+the engine does not take. int8-attention: what comes before latent attention is in int8, the rest on
+the scheme's grid: Ascend NPUs have one operator for all of it, which takes int8 and no 4-bit
+weights."""
 
 
 @dataclass(frozen=True)
-class ChosenGrids:
-    """A job whose grids were chosen. sensitivities: by which, None where only bytes are known."""
+class Mixture:
+    """What is asked for beside a scheme, whose grid is that of the linears of which nothing else is
+    said.
 
-    job: Job
-    allocation: Allocation
-    weights: int
-    other_bytes: int
+    keep: kinds of sublayer that stay as the source has them. preset: one of PRESETS. bits: a weight
+    on average, over the linears that may be rounded, scales included; size: bytes of the output;
+    either of them has grids chosen. read_weight: from 0, where a stored byte is what a grid costs,
+    to 1, where it is a byte read for a token.
+    """
+
+    keep: tuple[str, ...] = ()
+    preset: str | None = None
+    bits: float | None = None
+    size: int | None = None
+    read_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises QuantkitError where no model could be meant."""
+        unknown = [kind for kind in self.keep if kind not in KINDS]
+        if unknown:
+            raise QuantkitError(
+                f"--keep {unknown[0]!r} is no kind of sublayer", f"kinds are {', '.join(KINDS)}"
+            )
+        if self.preset is not None and self.preset not in PRESETS:
+            raise UsageError(
+                f"preset {self.preset!r} is not known", f"choose one of {', '.join(PRESETS)}"
+            )
+        if self.bits is not None and self.size is not None:
+            raise QuantkitError(
+                "--bits and --size both say how large the output may be", "give one of them"
+            )
+        if self.bits is not None and not 0 < self.bits <= 32:
+            raise QuantkitError(
+                f"--bits {self.bits:g} is no number of bits a weight", "give one such as 4.25"
+            )
+        if self.preset is not None and (self.keep or self.chooses):
+            raise QuantkitError(
+                f"--preset {self.preset} says what is kept", "leave out --keep, --bits and --size"
+            )
+        if not 0 <= self.read_weight <= 1:
+            raise QuantkitError(
+                f"--read-weight {self.read_weight:g} is not between 0 and 1",
+                "0 counts bytes stored, 1 bytes read",
+            )
+        if self.read_weight and not self.chooses:
+            raise QuantkitError(
+                "--read-weight is for grids that are chosen", "give --bits or --size with it"
+            )
 
     @property
-    def bits(self) -> float:
-        """A weight of the linears that were chosen for, scales included."""
-        return 8 * self.allocation.stored / self.weights
+    def chooses(self) -> bool:
+        """Whether grids are chosen by what they cost."""
+        return self.bits is not None or self.size is not None
 
-    def account(self) -> dict[str, Any]:
-        """For a report: the grid of every choice, the curve that it lies on, the prediction. Sizes
-        are of the whole output."""
-        chosen = {name: option.label for name, option in self.allocation.chosen.items()}
-        curve = [
-            {**asdict(point), "size": point.stored + self.other_bytes}
-            for point in self.allocation.curve
-        ]
-        return {
-            "bits": self.bits,
-            "size": self.allocation.stored + self.other_bytes,
-            "kl": self.allocation.kl,
-            "grids": chosen,
-            "curve": curve,
+    def words(self) -> tuple[str, ...]:
+        """What an output's name tells of it; empty where nothing is asked for."""
+        told = {
+            self.preset: self.preset,
+            f"without-{'-'.join(self.keep)}": self.keep,
+            f"{self.bits}-bits": self.bits,
+            "by-size": self.size,
         }
+        return tuple(word for word, asked in told.items() if word and asked)
 
-
-class Options:
-    """Of one job. grids: those of each choice; choices of MTP layers have the cheapest alone."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.grids: dict[Choice, tuple[Grid | None, ...]] = {}
-        kept = job.request.mixture.keeps
-        for choice in choices_of(
-            row for row in job.rows if row.module in job.grids and not kept(row)
-        ):
-            found = sorted(self._allowed(choice), key=lambda grid: self._stored(choice, grid))
-            self.grids[choice] = tuple(found[:1] if choice.rows[0].mtp else found)
-        if not any(row.layer is None and row.role == "norm" for row in job.rows):
-            raise QuantkitError(
-                "grids cannot be chosen: the model's last operation is no norm that quantkit knows",
-                "use --scheme alone",
-            )
-        if any(row.behind_experts for row in job.rows):
-            # What an expert's error costs is measured where it is added, not behind a norm or a
-            # mixing of streams.
-            told = (
-                f"grids of {job.checkpoint.path} cannot be chosen by their cost: it has a "
-                "norm, or several streams, behind its experts"
-            )
-            raise QuantkitError(told, "use --keep, or --preset experts-only")
-        if not any(len(grids) > 1 for grids in self.grids.values()):
-            raise QuantkitError(
-                "there is nothing to choose: every linear may be on one grid only",
-                "use --scheme alone",
-            )
-        self._check_budget()
-
-    @cached_property
-    def weights(self) -> int:
-        """Of all choices together."""
-        return sum(math.prod(row.shape) for choice in self.grids for row in choice.rows)
-
-    @cached_property
-    def other_bytes(self) -> int:
-        """Of the output, what is no choice."""
-        chosen = {row.module for choice in self.grids for row in choice.rows}
-        return sum(
-            self.job.stored_bytes(row, self.job.grids.get(row.module))
-            for row in self.job.rows
-            if row.module not in chosen
-        )
-
-    @property
-    def budget(self) -> int:
-        """Bytes that the choices may take."""
-        mixture = self.job.request.mixture
-        if mixture.size is not None:
-            return mixture.size - self.other_bytes
-        assert mixture.bits is not None
-        return int(mixture.bits * self.weights / 8)
-
-    def cheapest(self) -> Job:
-        """The job with every choice on its smallest grid."""
-        return self._with({choice: grids[0] for choice, grids in self.grids.items()})
-
-    def sensed(self) -> dict[Choice, tuple[Grid, ...]]:
-        """The grids whose cost has to be measured."""
-        rounded = {
-            choice: tuple(grid for grid in grids if grid is not None and not _exact(grid))
-            for choice, grids in self.grids.items()
-            if not choice.rows[0].mtp
+    def options(self) -> list[str]:
+        """As the command line has them."""
+        given = {
+            "--keep": ",".join(self.keep),
+            "--preset": self.preset,
+            "--bits": self.bits,
+            "--size": self.size and f"{self.size / 10**6}MB",
+            "--read-weight": self.read_weight,
         }
-        return {choice: grids for choice, grids in rounded.items() if grids}
+        return [text for option, value in given.items() if value for text in (option, str(value))]
 
-    def choose(self, sensitivities: Sensitivities) -> ChosenGrids:
-        """Raises QuantkitError where the sensitivities are of another model, or lack a grid."""
-        budgeting = self.budgeting(sensitivities)
-        allocation = budgeting.allocate(self.budget)
-        return ChosenGrids(
-            self.with_allocation(allocation), allocation, self.weights, self.other_bytes
-        )
-
-    def with_allocation(self, allocation: Allocation) -> Job:
-        """The job on the grids of an allocation."""
-        return self._with({choice: allocation.chosen[choice.name].grid for choice in self.grids})
-
-    def by_bytes(self) -> Sensitivities:
-        """Stands in for what was not measured: an error of four to the minus bits, for every weight
-        alike."""
-        kl: dict[str, dict[str, float]] = {}
-        for choice, grids in self.sensed().items():
-            count = sum(math.prod(row.shape) for row in choice.rows)
-            bits = {grid: 8 * self._stored(choice, grid) / count for grid in grids}
-            kl[choice.name] = {
-                grid_label(grid): count / self.weights * 4.0 ** -bits[grid] for grid in grids
-            }
-        config = self.job.inventory.config
-        routing = None if config is None else config.routing
-        experts = {
-            str(choice.layer): len({row.expert for row in choice.rows})
-            for choice in self.grids
-            if choice.of_experts
-        }
-        chosen = routing.num_experts_per_tok if routing else 0
-        return Sensitivities(
-            kl,
-            {layer: [chosen] * count for layer, count in experts.items()},
-            max(experts.values(), default=1),
-        )
-
-    def budgeting(self, sensitivities: Sensitivities) -> Budgeting:
-        options = {
-            choice.name: [self._option(choice, grid, sensitivities) for grid in grids]
-            for choice, grids in self.grids.items()
-        }
-        return Budgeting(options, self.weights, self.job.request.mixture.read_weight)
-
-    def _option(self, choice: Choice, grid: Grid | None, sensitivities: Sensitivities) -> Option:
-        stored, label = self._stored(choice, grid), grid_label(grid)
-        read = 0.0 if choice.rows[0].mtp else float(stored)
-        if choice.of_experts and read:
-            asked = sensitivities.asked.get(str(choice.layer))
-            if asked is None:
-                raise _lacks(f"how often the experts of layer {choice.layer} are asked")
-            read *= sum(asked) / len(asked) / sensitivities.tokens
-        if _exact(grid) or choice.rows[0].mtp:
-            return Option(grid, stored, read, 0.0)
-        kl = sensitivities.kl.get(choice.name, {}).get(label)
-        if kl is None:
-            raise _lacks(f"what {choice.name} costs in {label}")
-        return Option(grid, stored, read, kl)
-
-    def _with(self, chosen: Mapping[Choice, Grid | None]) -> Job:
-        grids = dict(self.job.grids)
-        for choice, grid in chosen.items():
-            for row in choice.rows:
-                grids.pop(row.module, None)
-                if grid is not None:
-                    grids[row.module] = grid
-        return replace(self.job, grids=grids)
-
-    def _allowed(self, choice: Choice) -> list[Grid | None]:
-        """What the source, the format, the engine and the shapes leave of the grids that there
-        are."""
-        several, checkpoint = self.job.request.several, self.job.checkpoint
-        base = self.job.request.scheme.grid(expert=choice.of_experts, mtp=choice.rows[0].mtp)
-        fine = (
-            replace(base, group_size=FINE_GROUP)
-            if isinstance(base, IntGrid) and base.group_size
-            else None
-        )
-        fp8 = all(is_fp8(checkpoint, row) for row in choice.rows)
-        asked = dict.fromkeys((base, fine, Fp4Grid(), INT8, *([FP8] if fp8 else [])))
-        held = (
-            grid
-            for grid in asked
-            if grid is not None and all(self._holds(row, grid, several) for row in choice.rows)
-        )
-        allowed: list[Grid | None] = list(held)
-        return allowed if FP8 in allowed else [*allowed, None]
-
-    def _holds(self, row: Parameter, grid: Grid, several: MixtureChoice | None) -> bool:
-        target, shape = self.job.request.target, (row.shape[0], row.shape[1])
-        if not target.takes(grid) or (several is not None and not several.allows(row, grid)):
-            return False
-        if grid.group_size is not None and shape[1] % grid.group_size:
-            return False
-        try:
-            target.specs(row.module, shape, grid)
-        except QuantkitError:
-            return False
-        return target.split_fault(row.module, grid, row_parallel=row.split == "row") is None
-
-    def _stored(self, choice: Choice, grid: Grid | None) -> int:
-        return sum(self.job.stored_bytes(row, grid) for row in choice.rows)
-
-    def _check_budget(self) -> None:
-        smallest = sum(self._stored(choice, grids[0]) for choice, grids in self.grids.items())
-        if self.budget >= smallest:
-            return
-        mixture, least = self.job.request.mixture, smallest + self.other_bytes
-        if mixture.size is not None:
-            told, remedy = (
-                f"--size {format_bytes(mixture.size)}",
-                f"give --size {math.ceil(least / 10**4) / 100:g}MB or more",
-            )
-            raise QuantkitError(
-                f"{told} cannot be reached: the smallest output is {format_bytes(least)}", remedy
-            )
-        bits = math.ceil(8 * smallest / self.weights * 1000) / 1000
-        told = f"--bits {mixture.bits:g} cannot be reached: the smallest is {bits:g} bits a weight"
-        raise QuantkitError(told, f"give --bits {bits:g} or more")
+    def keeps(self, row: Parameter) -> bool:
+        if self.preset == "experts-only":
+            return row.block != "expert" or row.mtp
+        return any(KINDS[kind](row) for kind in self.keep)
 
 
-def _exact(grid: Grid | None) -> bool:
-    """Whether a linear on it is the source's."""
-    return grid is None or isinstance(grid, Fp8BlockGrid)
-
-
-def _lacks(what: str) -> QuantkitError:
-    return QuantkitError(
-        f"the sensitivities do not say {what}",
-        "measure them on this model for this engine: leave out --sensitivities",
+def read_mixture(
+    *,
+    keep: str | None = None,
+    preset: str | None = None,
+    bits: float | None = None,
+    size: str | None = None,
+    read_weight: float = 0.0,
+) -> Mixture:
+    """From options of the command line. keep: kinds with a comma between."""
+    kinds = (
+        tuple(dict.fromkeys(kind.strip() for kind in keep.split(","))) if keep is not None else ()
     )
+    return Mixture(kinds, preset, bits, None if size is None else parse_bytes(size), read_weight)
 
 
-def check_wanted(sensitivities: Path | None, mixture: Mixture) -> None:
-    """Raises QuantkitError where sensitivities are given and no grid is chosen."""
-    if sensitivities is not None and not mixture.chooses:
-        raise QuantkitError(
-            "sensitivities are for grids that are chosen",
-            "give --bits or --size with --sensitivities",
-        )
+def kept_grids(
+    mixture: Mixture,
+    rows: Iterable[Parameter],
+    grids: Mapping[str, Grid],
+    checkpoint: Checkpoint,
+    choice: MixtureChoice | None,
+    *,
+    fp8: bool,
+) -> dict[str, Grid]:
+    """The grids of a scheme without those of what is kept; FP8 that stays is on a grid of its own.
 
-
-def read_sensitivities(path: Path, source: str | None = None) -> Sensitivities:
-    """A file that a run has written. source: the fingerprint of the checkpoint that it must be of.
-    Raises QuantkitError."""
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        found = Sensitivities(
-            {
-                str(name): {str(label): float(kl) for label, kl in own.items()}
-                for name, own in facts["kl"].items()
-            },
-            {
-                str(layer): [int(count) for count in counts]
-                for layer, counts in facts["asked"].items()
-            },
-            int(facts["tokens"]),
+    choice: what the engine takes, None where none was named, or where it takes no mixture. fp8:
+    whether the output can hold FP8 blocks. Raises QuantkitError where the model has nothing of a
+    kind that is to be kept, or nothing would be rounded.
+    """
+    linears = [row for row in rows if row.role == "linear"]
+    if mixture.preset == "int8-attention":
+        return _with_int8_attention(linears, grids, choice)
+    for kind in mixture.keep:
+        if not any(KINDS[kind](row) for row in linears):
+            there = [name for name, holds in KINDS.items() if any(map(holds, linears))]
+            raise QuantkitError(
+                f"--keep {kind}: the model has no such linear", f"it has {', '.join(there)}"
+            )
+    found = dict(grids)
+    for row in linears:
+        if mixture.keeps(row):
+            rest = _rest(mixture, row, checkpoint, choice, fp8)
+            found.pop(row.module, None)
+            if rest is not None:
+                found[row.module] = rest
+    if not any(row.module in found for row in linears if not mixture.keeps(row)):
+        what = (
+            f"--preset {mixture.preset}" if mixture.preset else f"--keep {','.join(mixture.keep)}"
         )
-        of = str(facts["source"])
-    except OSError as error:
-        raise QuantkitError(
-            f"cannot read sensitivities {path}: {error.strerror}",
-            "give a sensitivities.json of an earlier run",
-        ) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise QuantkitError(
-            f"{path} is no file of sensitivities", "give a sensitivities.json of an earlier run"
-        ) from error
-    values = [kl for own in found.kl.values() for kl in own.values()]
-    if found.tokens < 1 or not all(map(math.isfinite, values)) or min(values, default=0.0) < 0:
-        raise QuantkitError(
-            f"{path} holds figures that no run writes",
-            "give a sensitivities.json of an earlier run",
-        )
-    if source is not None and of != source:
-        raise QuantkitError(
-            f"{path} was measured on another source",
-            "leave out --sensitivities to measure this one",
-        )
+        raise QuantkitError(f"{what} leaves no linear of this model to be rounded", "keep less")
     return found
 
 
-def sensitivities_file(found: Sensitivities, key: Mapping[str, str]) -> bytes:
-    """What `read_sensitivities` reads. key: what they were measured on, the source's fingerprint
-    among it."""
-    return (json.dumps({**key, **asdict(found)}, indent=1) + "\n").encode()
+def _with_int8_attention(
+    linears: list[Parameter], grids: Mapping[str, Grid], choice: MixtureChoice | None
+) -> dict[str, Grid]:
+    taken = [row for row in linears if choice is None or choice.allows(row, INT8)]
+    before = [
+        row
+        for row in taken
+        if row.block == "attention" and row.projection in BEFORE_LATENT_ATTENTION
+    ]
+    if {row.projection for row in before} != set(BEFORE_LATENT_ATTENTION):
+        engine = f" that {choice.engine} takes in int8 beside this scheme's grid" if choice else ""
+        told = (
+            "--preset int8-attention: the model has no latent attention with "
+            f"{', '.join(BEFORE_LATENT_ATTENTION)}{engine}"
+        )
+        raise QuantkitError(told, "use --scheme alone, or --preset experts-only")
+    return {**grids, **{row.module: INT8 for row in before}}
 
 
-def rounded_labels(grids: Mapping[Choice, Sequence[Grid]]) -> str:
-    """A line that tells which grids were asked for: other grids, another file."""
-    return json.dumps(
-        {choice.name: [grid_label(grid) for grid in own] for choice, own in grids.items()},
-        sort_keys=True,
-    )
-
-
-def told_grids(account: Mapping[str, Any]) -> str:
-    """`ChosenGrids.account` in a line."""
-    counts = Counter(account["grids"].values())
-    grids = ", ".join(f"{label} {count}" for label, count in counts.most_common())
+def _rest(
+    mixture: Mixture,
+    row: Parameter,
+    checkpoint: Checkpoint,
+    choice: MixtureChoice | None,
+    fp8: bool,
+) -> Grid | None:
+    """What a linear that is not rounded with the others is on; None: 16 bits."""
+    if not is_fp8(checkpoint, row):
+        return None
+    if fp8 and (choice is None or choice.allows(row, FP8)):
+        return FP8
     return (
-        f"{account['bits']:.3f} bits a weight ({grids}), predicted KL {account['kl']:.2e} if "
-        "rounded to nearest"
+        INT8
+        if mixture.preset is not None and choice is not None and choice.allows(row, INT8)
+        else None
     )
+
+
+def is_fp8(checkpoint: Checkpoint, row: Parameter) -> bool:
+    """Whether the source has the linear in FP8 blocks of 128 x 128."""
+    linear = checkpoint.linears.get(row.module)
+    return linear is not None and linear.format is fp8_block.FORMAT
+
+
+def narrowed(
+    target: Format, choice: FormatChoice | MixtureChoice, rows: Iterable[Parameter]
+) -> Format:
+    """`target`, quantizing only the rows that `choice` allows."""
+    return cast(Format, _Narrowed(target, choice, rows))
+
+
+class _Narrowed:
+    def __init__(
+        self, target: Format, choice: FormatChoice | MixtureChoice, rows: Iterable[Parameter]
+    ) -> None:
+        self._target, self._keys = target, choice.quantization_config
+        self._allowed = {row.module for row in rows if choice.quantizes(row)}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def quantizes(self, module: str, role: str, *, mtp: bool = False) -> bool:
+        return module in self._allowed and self._target.quantizes(module, role, mtp=mtp)
+
+    def config_block(
+        self, grid: Grid | None, quantized: Mapping[str, Grid | None], plain: Sequence[TensorSpec]
+    ) -> dict[str, Any]:
+        block = self._target.config_block(grid, quantized, plain)
+        return {**block, **self._keys} if block else block

@@ -13,17 +13,41 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.source_model import ParameterReader
 from quantkit.checkpoint.aux_files import read_companions
 from quantkit.checkpoint.formats.base import Format, output_config
 from quantkit.checkpoint.header import TensorSpec
+from quantkit.checkpoint.host_memory import host_memory
 from quantkit.checkpoint.safetensors_writer import save_tensors
 from quantkit.checkpoint.source_guard import Watch
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.grids.schemes import Fp8BlockGrid, Grid
 from quantkit.grids.weights import Weight
 from quantkit.models.table import Parameter
-from quantkit.quantization.host_copies import HostCopies
+
+
+class HostCopies:
+    """Of tensors that come again under the same names, with other values. Beside a GPU the memory
+    is page-locked."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies, contiguous; those of the call before are written over, or let go of where shape
+        or dtype is another."""
+        self._kept = {
+            name: self._room(name, tensor).copy_(tensor.detach())
+            for name, tensor in tensors.items()
+        }
+        return dict(self._kept)
+
+    def _room(self, name: str, like: Tensor) -> Tensor:
+        kept = self._kept.get(name)
+        if kept is not None and kept.shape == like.shape and kept.dtype == like.dtype:
+            return kept
+        return host_memory(like.shape, like.dtype, like.device)
+
 
 NOTHING_BESIDE: Mapping[str, tuple[TensorSpec, ...]] = {}
 

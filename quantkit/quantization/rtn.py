@@ -5,11 +5,10 @@ import math
 import psutil
 import torch
 
-from quantkit.calibrate.findings import Findings
-from quantkit.calibrate.linear_solver import Solved
-from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.linear_solver import Solved, Solvers
+from quantkit.calibrate.progress_log import Findings
 from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.solver_table import Solvers
+from quantkit.calibrate.source_model import ParameterReader
 from quantkit.common.progress import OnEvent, Progress
 from quantkit.models.table import Parameter
 from quantkit.quantization.output import Output

@@ -13,16 +13,14 @@ from typing import Any
 import torch
 
 from quantkit import __version__
-from quantkit.calibrate.batches import Batches
-from quantkit.calibrate.coded_cache import CodedCache
+from quantkit.calibrate.cache_scales import CodedCache
 from quantkit.calibrate.data import OWN_TEXT, Sequences, load_sequences
-from quantkit.calibrate.findings import Findings
-from quantkit.calibrate.parameter_reader import ParameterReader
-from quantkit.calibrate.progress_log import UnitLog
+from quantkit.calibrate.hidden_states import Batches
+from quantkit.calibrate.linear_solver import Solvers
+from quantkit.calibrate.progress_log import Findings, UnitLog
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.recipe import Recipe
-from quantkit.calibrate.solver_table import Solvers
-from quantkit.calibrate.source_model import SourceModel
+from quantkit.calibrate.source_model import ParameterReader, SourceModel
 from quantkit.calibrate.walk import Walk
 from quantkit.checkpoint.aux_files import has_tokenizer
 from quantkit.checkpoint.manifest import made_for
@@ -36,25 +34,23 @@ from quantkit.common.result import Result
 from quantkit.common.sizes import format_bytes, format_duration
 from quantkit.grids.schemes import Scheme, grid_label
 from quantkit.models.expert_counts import FILE_NAME, ExpertCounts
-from quantkit.quantization.cost import RATES, job_work, seconds_of
-from quantkit.quantization.coverage import Coverage
-from quantkit.quantization.job import NO_MIXTURE, Job, JobRequest, open_job, read_request
-from quantkit.quantization.memory import Peak, check_memory, expected_peak
-from quantkit.quantization.mixed_precision import (
+from quantkit.quantization.bit_allocation import (
     ChosenGrids,
     Options,
     check_wanted,
     read_sensitivities,
     told_grids,
 )
-from quantkit.quantization.mixture import Mixture
+from quantkit.quantization.cost import RATES, job_work, seconds_of
+from quantkit.quantization.job import NO_MIXTURE, Coverage, Job, JobRequest, open_job, read_request
+from quantkit.quantization.memory import Peak, check_memory, expected_peak
+from quantkit.quantization.mixed_precision import Mixture
 from quantkit.quantization.output import Output
 from quantkit.quantization.pruning import FILE_NAME as PRUNING
 from quantkit.quantization.pruning import PrunedExperts, prune, prune_as, told_pruned
-from quantkit.quantization.report import Account, RunFacts, read_findings, report_files
+from quantkit.quantization.report import Account, RunFacts, judge, read_findings, report_files
 from quantkit.quantization.rtn import round_units
 from quantkit.quantization.sensitivity_run import NAME, beside, find_sensitivities
-from quantkit.quantization.verdict import judge
 from quantkit.tokenizer.chat import ChatTokenizer
 
 

@@ -16,12 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.calibrate.data import Sequences
-from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.linear_solver import Solvers
 from quantkit.calibrate.sensitivity import Sensitivities, SensitivityPass, pieces
-from quantkit.calibrate.solver_table import Solvers
-from quantkit.calibrate.source_model import SourceModel
+from quantkit.calibrate.source_model import ParameterReader, SourceModel
 from quantkit.common.progress import Note, OnEvent, Progress, peak_memory
-from quantkit.quantization.mixed_precision import (
+from quantkit.quantization.bit_allocation import (
     Options,
     read_sensitivities,
     rounded_labels,

@@ -62,7 +62,7 @@ def r1_attention(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     from quantkit.calibrate.recipe import Recipe
     from quantkit.grids.schemes import find_scheme
     from quantkit.quantization import quantize
-    from quantkit.quantization.mixture import Mixture
+    from quantkit.quantization.mixed_precision import Mixture
 
     folder, config = tmp_path_factory.mktemp("r1_attention"), make_model.tiny_config(**R1_ATTENTION)
     tensors = make_model.random_tensors(config)

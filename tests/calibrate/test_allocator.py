@@ -10,7 +10,7 @@ FAULTS = """
 import resource
 import psutil
 import torch
-from quantkit.calibrate.allocator import give_back, keep_freed_blocks
+from quantkit.calibrate.hidden_states import give_back, keep_freed_blocks
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

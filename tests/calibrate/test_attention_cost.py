@@ -12,14 +12,12 @@ from packed_model import GROUPED, write_random
 from torch import Tensor
 
 from quantkit.calibrate import walk
-from quantkit.calibrate.attention_cost import attention_costs
 from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates
-from quantkit.calibrate.layer_weights import LayerWeights
-from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.layer_weights import LayerWeights, no_experts
 from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.routing import no_experts
-from quantkit.calibrate.scale import FoldedTensors, Scaled
-from quantkit.calibrate.solve import SolvedSublayer, solve_sublayer
+from quantkit.calibrate.scales import FoldedTensors, Scaled
+from quantkit.calibrate.source_model import ParameterReader
+from quantkit.calibrate.sublayer_solver import SolvedSublayer, attention_costs, solve_sublayer
 from quantkit.quant.gptq import Curvature
 
 DIRECTIONS = 12

@@ -14,10 +14,10 @@ from letters import write_letters
 from output_files import files
 from torch import Tensor
 
-from quantkit.calibrate.drift import DriftSum, expert_drift, taken
+from quantkit.calibrate.input_statistics import DriftSum, expert_drift, taken
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.recipe import Recipe, load_recipe
-from quantkit.calibrate.scale import ScaledInput
+from quantkit.calibrate.scales import ScaledInput
 from quantkit.common.errors import QuantkitError
 from quantkit.common.progress import Event, Progress
 from quantkit.grids.schemes import find_scheme

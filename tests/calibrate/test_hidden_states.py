@@ -2,8 +2,7 @@
 
 import torch
 
-from quantkit.calibrate.batches import BATCH_TOKENS
-from quantkit.calibrate.hidden_states import HiddenStates
+from quantkit.calibrate.hidden_states import BATCH_TOKENS, HiddenStates
 
 
 def test_passes() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from quantkit.calibrate.next_token_kl import compare_next_tokens
+from quantkit.calibrate.output_cost import compare_next_tokens
 
 
 @pytest.mark.parametrize("rows", [7, 64, 1000])

@@ -3,10 +3,18 @@
 import pytest
 import torch
 
-from quantkit.calibrate.next_token_kl import BLOCK_ROWS
-from quantkit.calibrate.output_cost import ResidualStream, cost_to_next_token, cost_to_readers
-from quantkit.calibrate.parameter_reader import ParameterReader
-from quantkit.calibrate.units import attend_unit, feed_forward_unit, units_of
+from quantkit.calibrate.output_cost import (
+    BLOCK_ROWS,
+    ResidualStream,
+    cost_to_next_token,
+    cost_to_readers,
+)
+from quantkit.calibrate.source_model import (
+    ParameterReader,
+    attend_unit,
+    feed_forward_unit,
+    units_of,
+)
 from quantkit.checkpoint.hub import find_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models import deepseek_v3

@@ -7,7 +7,7 @@ import make_model
 import pytest
 import torch
 
-from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.source_model import ParameterReader
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models.table import Parameter
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.calibrate.input_statistics import InputStatistics, token_counts
 from quantkit.calibrate.linear_solver import Solver
 from quantkit.calibrate.recipe import Recipe
-from quantkit.calibrate.scale_search import Consumer, choose_scale
-from quantkit.calibrate.statistics import InputStatistics, token_counts
+from quantkit.calibrate.scales import Consumer, choose_scale
 from quantkit.grids.schemes import IntGrid, Method
 from quantkit.quant.gptq import Curvature
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from quantkit.calibrate.data import Templating, plain
 from quantkit.calibrate.documents import Document, read_document
-from quantkit.calibrate.templating import Templating, plain
 from quantkit.common.assets import calibration_text
 from quantkit.common.errors import QuantkitError
 from quantkit.tokenizer.chat import ChatTokenizer

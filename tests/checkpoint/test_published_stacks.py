@@ -27,7 +27,7 @@ from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.grids.schemes import SCHEMES
 from quantkit.grids.weights import dequantize
 from quantkit.models.stored_parameters import check_stored, read_model
-from quantkit.quantization.conversion import convert
+from quantkit.quantization.convert import convert
 from quantkit.quantization.run import quantize
 
 CONFIG = {

@@ -22,7 +22,7 @@ os.environ |= {
 
 import datasets  # noqa: E402  (it reads the environment when it is imported)
 
-from quantkit.calibrate.records import read_records  # noqa: E402
+from quantkit.calibrate.documents import read_records  # noqa: E402
 from quantkit.common.errors import QuantkitError  # noqa: E402
 
 ROWS = [

@@ -45,7 +45,7 @@ from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import IntGrid, find_scheme
 from quantkit.models.mlp import MoeMlp
 from quantkit.quantization import quantize
-from quantkit.quantization.conversion import convert
+from quantkit.quantization.convert import convert
 
 TINY_R1 = Path(quantkit.__file__).parent / "builtin" / "tiny-r1"
 MODELS = ("tiny-r1", *EXPERTS)

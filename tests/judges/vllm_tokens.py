@@ -36,8 +36,8 @@ from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import find_scheme
 from quantkit.models.context import CausalContext
 from quantkit.quantization import quantize
-from quantkit.quantization.conversion import convert
-from quantkit.quantization.mixture import Mixture
+from quantkit.quantization.convert import convert
+from quantkit.quantization.mixed_precision import Mixture
 
 # What quantize is asked for: scheme, format, engine. transformers is the engine that asks for
 # symmetric int4 of every linear.

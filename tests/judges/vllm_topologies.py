@@ -46,7 +46,7 @@ from quantkit.deploy.launch import Deployment, deploy
 from quantkit.engines.evidence import LayoutRun, layout_runs
 from quantkit.grids.schemes import find_scheme
 from quantkit.quantization import quantize
-from quantkit.quantization.conversion import convert
+from quantkit.quantization.convert import convert
 
 CONTEXT = 1024
 CACHE = 2**28

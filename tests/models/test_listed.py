@@ -19,7 +19,7 @@ from quantkit.diagnosis.inspect import describe
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import IntGrid
 from quantkit.models.stored_parameters import read_model
-from quantkit.quantization.conversion import convert
+from quantkit.quantization.convert import convert
 
 GRID = IntGrid(4, 128, True)
 COMMANDS: dict[str, Callable[[Path], object]] = {

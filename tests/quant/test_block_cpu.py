@@ -14,12 +14,12 @@ from block_rounding import (
 
 from quantkit.grids.rounding import IntRounder, Rounder
 from quantkit.grids.schemes import IntGrid
-from quantkit.quant import block_cpu, gptq
+from quantkit.quant import block_rounding
 
 MORE: dict[str, Rounder] = {"int4": IntRounder(IntGrid(4, 128, True), torch.bfloat16)}
 EVERY = GRIDS | MORE
 
-pytestmark = pytest.mark.skipif(not block_cpu.is_there(), reason="no C++ compiler here")
+pytestmark = pytest.mark.skipif(not block_rounding.has_cpp(), reason="no C++ compiler here")
 
 
 @pytest.mark.parametrize(
@@ -27,13 +27,15 @@ pytestmark = pytest.mark.skipif(not block_cpu.is_there(), reason="no C++ compile
 )
 @pytest.mark.parametrize("grid", EVERY)
 def test_block_is_rounded_as_column_by_column(grid: str, shape: tuple[int, ...]) -> None:
-    assert_as_column_by_column(gptq.block_rounder(torch.device("cpu")), EVERY[grid], shape, "cpu")
+    assert_as_column_by_column(
+        block_rounding.block_rounder(torch.device("cpu")), EVERY[grid], shape, "cpu"
+    )
 
 
 @pytest.mark.parametrize("grid", EVERY)
 def test_ties_fall_to_even_and_ends_are_kept(grid: str) -> None:
     assert_ties_fall_to_even_and_ends_are_kept(
-        gptq.block_rounder(torch.device("cpu")), EVERY[grid], "cpu"
+        block_rounding.block_rounder(torch.device("cpu")), EVERY[grid], "cpu"
     )
 
 
@@ -50,7 +52,9 @@ def test_bits_are_those_of_any_number_of_threads() -> None:
         for threads in (1, 3):
             torch.set_num_threads(threads)
             values = torch.empty(shape)
-            found.append((values, block_cpu.round_block(target, reaction, rounder, step, values)))
+            found.append(
+                (values, block_rounding.round_block_cpp(target, reaction, rounder, step, values))
+            )
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -61,15 +65,15 @@ def test_a_value_that_is_no_number_stays_one_and_no_other_row_has_it() -> None:
     target[0, 1] = torch.nan
     for rounder in EVERY.values():
         step, values = random_step(rounder, (2, 3), "cpu"), torch.empty(2, 3)
-        block_cpu.round_block(target, torch.zeros(2, 2), rounder, step, values)
+        block_rounding.round_block_cpp(target, torch.zeros(2, 2), rounder, step, values)
         assert values.isnan().tolist() == [[False, True, False]] * 2
 
 
 def test_gptq_takes_it_and_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen() -> object:
-        (own,) = gptq.block_rounder(torch.device("cpu")).args  # type: ignore[attr-defined]
+        (own,) = block_rounding.block_rounder(torch.device("cpu")).args  # type: ignore[attr-defined]
         return own
 
-    assert chosen() is block_cpu.round_block
-    monkeypatch.setattr(block_cpu, "is_there", lambda: False)
-    assert chosen() is gptq._round_block
+    assert chosen() is block_rounding.round_block_cpp
+    monkeypatch.setattr(block_rounding, "has_cpp", lambda: False)
+    assert chosen() is block_rounding.round_block_torch

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from quantkit.grids.rounding import RoundingStep
 from quantkit.grids.weights import dequantize
-from quantkit.quant.compensation import CompensatedRows, compensate
+from quantkit.quant.compensation import CompensatedRows, compensate, compensate_both
 from quantkit.quant.descent import Descent
 from quantkit.quant.gptq import Curvature, damp_
-from quantkit.quant.two_sided import compensate_both
 
 
 def loss(w: Tensor, values: Tensor, hessian: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from quantkit.grids.rounding import IntRounder, RoundingStep, fit_steps, round_to_nearest
 from quantkit.grids.schemes import IntGrid
 from quantkit.grids.weights import dequantize
-from quantkit.quant.column_steps import Steps
+from quantkit.quant.block_rounding import Steps
 from quantkit.quant.compensation import compensate
 from quantkit.quant.gptq import Curvature, damp_, gptq, reverse_, scaled_losses
 

@@ -8,11 +8,10 @@ import torch
 from quantkit.grids.rounding import IntRounder
 from quantkit.grids.schemes import IntGrid
 from quantkit.quant import tensor_cores
-from quantkit.quant.compensation import compensate
+from quantkit.quant.compensation import compensate, compensate_both
 from quantkit.quant.descent import Descent
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.tensor_cores import LARGE, add_product, carried, tensor_core_products
-from quantkit.quant.two_sided import compensate_both
 
 
 @tensor_core_products()

@@ -6,10 +6,9 @@ from rounding_problem import ROUNDERS, K, N, problem
 from torch import Tensor
 
 from quantkit.grids.rounding import RoundingStep
-from quantkit.quant import two_sided
-from quantkit.quant.compensation import compensate
+from quantkit.quant import compensation
+from quantkit.quant.compensation import compensate, compensate_both, judged_outputs
 from quantkit.quant.gptq import Curvature
-from quantkit.quant.two_sided import compensate_both, judged_outputs
 
 
 def cost_of_outputs(seed: int = 1) -> Tensor:
@@ -50,7 +49,7 @@ def spread(step: RoundingStep) -> RoundingStep:
 def test_rows_one_by_one_follow_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row i, in the order of the outputs, is W_i + inv(M_LL) M_LP E_P rounded, L the rows from i on
     and P those before."""
-    monkeypatch.setattr(two_sided, "ROW_BLOCKS", N)
+    monkeypatch.setattr(compensation, "ROW_BLOCKS", N)
     w, hessian = problem(2)
     rounder = ROUNDERS["int4"]
     inputs, outputs = Curvature.of(hessian, 0.01), Curvature.of(cost_of_outputs(2), 0.01)

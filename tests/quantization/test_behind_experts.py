@@ -18,7 +18,7 @@ from quantkit.grids.weights import dequantize
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
 from quantkit.quantization import quantize
-from quantkit.quantization.mixture import Mixture
+from quantkit.quantization.mixed_precision import Mixture
 from quantkit.tokenizer.chat import ChatTokenizer
 
 CONFIG = {

@@ -18,9 +18,9 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.common.progress import Event, OnEvent, Progress, ignore_event
 from quantkit.grids.schemes import find_scheme
+from quantkit.quantization import conversion_plan as convert_module
 from quantkit.quantization import quantize
-from quantkit.quantization.conversion import convert
-from quantkit.quantization.conversion import plan as convert_module
+from quantkit.quantization.convert import convert
 
 Run = Callable[..., bool]  # (source, out, on_event) -> done already
 

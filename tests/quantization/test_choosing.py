@@ -15,7 +15,7 @@ from commands import command
 from letters import write_letters
 from output_files import files
 
-from quantkit.calibrate.next_token_kl import compare_paths
+from quantkit.calibrate.output_cost import compare_paths
 from quantkit.calibrate.recipe import Recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
@@ -25,9 +25,9 @@ from quantkit.grids.schemes import Fp4Grid, Fp8BlockGrid, IntGrid, find_scheme
 from quantkit.models.stored_parameters import read_model
 from quantkit.planning.plan import plan
 from quantkit.quantization import QuantizationReport, quantize
+from quantkit.quantization.bit_allocation import Options
 from quantkit.quantization.job import open_job, read_request
-from quantkit.quantization.mixed_precision import Options
-from quantkit.quantization.mixture import Mixture
+from quantkit.quantization.mixed_precision import Mixture
 from quantkit.quantization.sensitivity_run import beside
 
 SMALL = small_recipe.SMALL | {"held_out": 1, "seq_len": 64, "scale_points": 2}
@@ -173,7 +173,7 @@ def test_measured_costs_foretell_what_rounding_one_choice_costs(
 
 def measure_alone(checkpoint: Checkpoint, options: Options) -> dict[str, float]:
     """KL of the whole model with one choice rounded to nearest, by choice."""
-    from quantkit.calibrate.solver_table import Solvers
+    from quantkit.calibrate.linear_solver import Solvers
     from quantkit.executor.weights.weights import ExecutorWeights
     from quantkit.grids.weights import dequantize
     from quantkit.models.context import CausalContext

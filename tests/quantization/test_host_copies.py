@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from quantkit.checkpoint.background_writer import BackgroundWriter
-from quantkit.quantization.host_copies import HostCopies
-from quantkit.quantization.output import Output
+from quantkit.quantization.output import HostCopies, Output
 
 
 def test_memory_is_used_again() -> None:

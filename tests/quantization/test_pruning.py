@@ -18,7 +18,6 @@ from small_recipe import SMALL
 from torch import Tensor
 
 from quantkit.calibrate.recipe import Recipe
-from quantkit.calibrate.saliency import choose_kept
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.progress import Event, Progress, ignore_event
 from quantkit.executor.weights.load import load_model
@@ -27,7 +26,8 @@ from quantkit.models.context import CausalContext
 from quantkit.models.mlp import MoeMlp
 from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
-from quantkit.quantization.conversion import convert
+from quantkit.quantization.convert import convert
+from quantkit.quantization.pruning import choose_kept
 from quantkit.tokenizer.chat import ChatTokenizer
 
 CONFIG = {

@@ -13,7 +13,7 @@ import pytest
 import torch
 from output_files import files
 
-from quantkit.calibrate import scale
+from quantkit.calibrate import scales
 from quantkit.calibrate.data import load_sequences
 from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.sublayer import Sublayer
@@ -319,12 +319,12 @@ def test_a_wrong_scale_group_stops_the_run(
     source: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault two peers have: the router reads the scaled norm and is not compensated."""
-    inside = scale._inside
+    inside = scales._inside
 
     def forget_router(sublayer: Sublayer, group: ScaleGroup) -> list[str]:
         return [module for module in inside(sublayer, group) if not module.endswith("mlp.gate")]
 
-    monkeypatch.setattr(scale, "_inside", forget_router)
+    monkeypatch.setattr(scales, "_inside", forget_router)
     with pytest.raises(QuantkitError, match=r"scaling changes the (output|routing) of layers.1"):
         run(source, tmp_path / "out", "awq-w4a16", text)
 

@@ -14,17 +14,14 @@ from forked_ranks import run_ranks
 from letters import write_letters
 from output_files import files
 
-from quantkit.calibrate import expert_layer, linear_solver, post_moe, statistics, walk
+from quantkit.calibrate import expert_layer, input_statistics, linear_solver, sublayer, walk
 from quantkit.calibrate import ranks as ranks_module
-from quantkit.calibrate.batches import Batches
-from quantkit.calibrate.data_parallel import SharedRuns
-from quantkit.calibrate.drift import DriftSum
 from quantkit.calibrate.expert_layer import ExpertLayer, expert_batches
 from quantkit.calibrate.experts import ExpertWeights
-from quantkit.calibrate.hidden_states import HiddenStates, TokenBatch
-from quantkit.calibrate.parameter_reader import ParameterReader
-from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.statistics import StatisticsSum
+from quantkit.calibrate.hidden_states import Batches, HiddenStates, TokenBatch
+from quantkit.calibrate.input_statistics import DriftSum, StatisticsSum
+from quantkit.calibrate.ranks import Ranks, SharedRuns
+from quantkit.calibrate.source_model import ParameterReader
 from quantkit.calibrate.sublayer import Run
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.models.decoder import DecoderLayer
@@ -268,7 +265,7 @@ def test_ranks_share_forwards_and_linears(
 
     monkeypatch.setattr(ranks_module.dist, "broadcast", as_nccl(ranks_module.dist.broadcast))
     monkeypatch.setattr(walk, "run_attention", partial(counted, walk.run_attention))
-    monkeypatch.setattr(post_moe, "run_feed_forward", partial(counted, post_moe.run_feed_forward))
+    monkeypatch.setattr(sublayer, "run_feed_forward", partial(counted, sublayer.run_feed_forward))
     monkeypatch.setattr(linear_solver, "compensate_both", weighed)
     monkeypatch.setattr(memory, "Batches", lambda: Batches(64))
 
@@ -365,7 +362,7 @@ def test_experts_are_in_as_many_batches_as_a_power_of_two() -> None:
 
 def test_ranks_sum_panels_of_one_square(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each its own, and all have the sums of one process."""
-    monkeypatch.setattr(statistics, "PANEL", 16)
+    monkeypatch.setattr(input_statistics, "PANEL", 16)
     x, o = torch.randn(2, 3, 20, 50, generator=torch.Generator().manual_seed(0))
 
     def summed(ranks: Ranks) -> torch.Tensor:

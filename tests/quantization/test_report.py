@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.calibrate.findings import Findings
+from quantkit.calibrate.progress_log import Findings
 from quantkit.calibrate.recipe import Recipe
 from quantkit.models.table import Block, Parameter
-from quantkit.quantization.report import Account, RunFacts, by_layer, kind_of, report_files
-from quantkit.quantization.verdict import judge
+from quantkit.quantization.report import Account, RunFacts, by_layer, judge, kind_of, report_files
 
 RUN = RunFacts("2026-11-22 14:00 UTC", 252.4, "two <cores>", "3 of 9 units are done")
 ACCOUNT = Account(

@@ -29,7 +29,7 @@ from quantkit.executor.sampling.params import SamplingParams
 from quantkit.grids.schemes import SCHEMES
 from quantkit.grids.weights import dequantize
 from quantkit.models.hf_traced.architecture import WatchedArchitecture
-from quantkit.quantization.conversion import convert
+from quantkit.quantization.convert import convert
 from quantkit.quantization.run import QuantizationReport, quantize
 from quantkit.tokenizer.chat import ChatTokenizer
 

@@ -8,8 +8,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from quantkit.calibrate.data import plain
 from quantkit.calibrate.documents import UnknownForm, read_document
-from quantkit.calibrate.templating import plain
 from quantkit.common.errors import QuantkitError
 from quantkit.tokenizer.chat import ChatTokenizer
 

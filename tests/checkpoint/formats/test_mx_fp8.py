@@ -26,7 +26,7 @@ from quantkit.grids.rounding import Mxfp4Rounder, round_to_nearest
 from quantkit.grids.schemes import SCHEMES, Mxfp4Grid
 from quantkit.grids.weights import Mxfp4Weight, dequantize
 from quantkit.models.context import CausalContext
-from quantkit.quantization.conversion import convert
+from quantkit.quantization.convert import convert
 from quantkit.quantization.run import quantize
 
 ROWS, COLUMNS = 160, 320  # blocks of 128 are partial at both edges

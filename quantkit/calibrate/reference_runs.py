@@ -6,21 +6,56 @@ of each group. Inputs that are rounded to NVFP4 have the divisor of their own la
 in 8 bits steps that cut nothing off.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from quantkit.calibrate.coded_cache import CodedCache
+from quantkit.calibrate.cache_scales import CodedCache
 from quantkit.calibrate.experts import ExpertWeights
 from quantkit.calibrate.hidden_states import HiddenStates
-from quantkit.calibrate.layer_weights import LayerWeights
-from quantkit.calibrate.linear_solver import Solver
-from quantkit.calibrate.parameter_reader import ParameterReader
+from quantkit.calibrate.layer_weights import NO_READINGS, LayerWeights, Recorder, Routed, no_experts
+from quantkit.calibrate.linear_solver import Solver, Solvers
 from quantkit.calibrate.ranks import Ranks
-from quantkit.calibrate.routing import Recorder, Routed, no_experts
-from quantkit.calibrate.solver_table import Solvers
+from quantkit.calibrate.source_model import ParameterReader
 from quantkit.calibrate.sublayer import Sublayer, advance
 from quantkit.models.table import GatedMlp, Parameter
+from quantkit.quant.tensor_cores import tensor_core_products
+
+
+@dataclass
+class OriginalPath:
+    """states: of the calibration tokens, at the input of the next sublayer, in the order of the
+    quantized path's. routed: what the routed experts of the last sublayer are asked; None without
+    experts."""
+
+    states: HiddenStates
+    routed: Routed | None = None
+
+    def advance(self, sublayer: Sublayer, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+        """Through this sublayer with the source's tensors. Routed experts add their outputs
+        afterwards."""
+        recorder = Recorder(len(self.states.hidden))
+        advance(
+            sublayer,
+            tensors,
+            self.states,
+            NO_READINGS,
+            ranks,
+            no_experts if sublayer.experts is None else recorder,
+        )
+        self.routed = recorder.routed(len(self.states.hidden), len(self.states.hidden))
+
+    def asked(self, number: int) -> tuple[Tensor, Tensor]:
+        """Tokens [n] that choose an expert, and its weights [n]."""
+        assert self.routed is not None, "a sublayer with routed experts"
+        return self.routed.of(number)
+
+    @tensor_core_products()
+    def expert_outputs(self, number: int, original: ExpertWeights) -> Tensor:
+        """One expert's outputs [n, H], unweighted, for the tokens that choose it."""
+        assert self.routed is not None, "a sublayer with routed experts"
+        return original(self.routed.x[self.routed.of(number)[0]])
 
 
 @dataclass

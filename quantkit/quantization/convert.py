@@ -1,8 +1,9 @@
 """convert(): open, check everything, decode format A and encode format B unit by unit, write."""
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -11,10 +12,69 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.source_guard import Watch
 from quantkit.checkpoint.writer import CheckpointWriter, prepare
 from quantkit.common.devices import parse_dtype
-from quantkit.common.progress import Note, OnEvent, Progress, ignore_event
-from quantkit.quantization.conversion.plan import ConversionPlan, Item
-from quantkit.quantization.conversion.report import Change, ConversionReport, joined
-from quantkit.quantization.conversion.target import target_name
+from quantkit.common.progress import Note, OnEvent, Progress, ignore_event, peak_memory
+from quantkit.common.result import Result
+from quantkit.common.sizes import format_bytes, format_duration
+from quantkit.quantization.conversion_plan import (
+    Change,
+    ConversionPlan,
+    Item,
+    activation_bits,
+    joined,
+    target_name,
+)
+
+
+@dataclass(frozen=True, repr=False)
+class ConversionReport(Result):
+    """What came of a conversion. Bytes are of tensors; peak_memory is this process's largest
+    resident set, in bytes.
+
+    changes: by what happened and where, such as "awq to compressed-tensors: experts" or "copied".
+    activation_bits: of what quantized linears read, in the source and in the output.
+    """
+
+    out: Path
+    source_format: str
+    format: str
+    source_bytes: int
+    output_bytes: int
+    seconds: float
+    peak_memory: int
+    changes: dict[str, Change]
+    activation_bits: tuple[int, int]
+    done_already: bool = False
+    """Nothing was done: `out` was there, complete, from the same source and settings."""
+
+    @property
+    def exact(self) -> bool:
+        return all(change.max_relative_error == 0 for change in self.changes.values())
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"out": str(self.out), "exact": self.exact}
+
+    @property
+    def heading(self) -> str:
+        return "converted"
+
+    def facts(self) -> list[tuple[str, str]]:
+        told = "{:,} weights, largest relative difference {:.1e}"
+        return [
+            ("written to", f"{self.out} ({self.format}, from {self.source_format})"),
+            ("size", f"{format_bytes(self.output_bytes)}, from {format_bytes(self.source_bytes)}"),
+            ("time", format_duration(self.seconds)),
+            ("peak memory", format_bytes(self.peak_memory)),
+            ("exact", "yes, every value" if self.exact else "no"),
+            *(
+                [("activations", "{1} bits, {0} in the source".format(*self.activation_bits))]
+                if len(set(self.activation_bits)) == 2
+                else []
+            ),
+            *(
+                (f"  {what}", told.format(one.weights, one.max_relative_error))
+                for what, one in self.changes.items()
+            ),
+        ]
 
 
 def convert(
@@ -50,7 +110,8 @@ def convert(
     )
     if not overwrite and (manifest := made_for(out, plan.fingerprint())):
         watch.compare_with(out, manifest)
-        return plan.report(
+        return _report(
+            plan,
             out,
             start,
             {key: Change(**change) for key, change in manifest["changes"].items()},
@@ -72,7 +133,7 @@ def convert(
             on_event(Note(f"resuming {out}: {resumed}"))
         changes = _write(plan, units, writer, on_event)
         writer.finish(plan.config(), plan.files(), plan.manifest(changes))
-    return plan.report(out, start, changes)
+    return _report(plan, out, start, changes)
 
 
 def _write(
@@ -106,3 +167,28 @@ def _write(
             )
         )
     return changes
+
+
+def _report(
+    plan: ConversionPlan,
+    out: Path,
+    start: float,
+    changes: dict[str, Change],
+    *,
+    done_already: bool = False,
+) -> ConversionReport:
+    return ConversionReport(
+        out=out,
+        source_format=plan.checkpoint.format.name,
+        format=plan.target.name,
+        source_bytes=plan.total_bytes,
+        output_bytes=sum(spec.nbytes for spec in plan.specs()),
+        seconds=time.perf_counter() - start,
+        peak_memory=peak_memory(),
+        changes=changes,
+        activation_bits=(
+            activation_bits(plan.checkpoint),
+            16 if plan.grid is None else plan.target.activation_bits_of(plan.grid),
+        ),
+        done_already=done_already,
+    )

@@ -1,10 +1,8 @@
 """What every tensor of a source becomes."""
 
-import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,32 +10,193 @@ from torch import Tensor
 
 from quantkit import __version__
 from quantkit.checkpoint.aux_files import read_companions
-from quantkit.checkpoint.formats import dense
-from quantkit.checkpoint.formats.base import output_config
+from quantkit.checkpoint.formats import FORMATS, compressed_int4, dense
+from quantkit.checkpoint.formats.base import Format, output_config
+from quantkit.checkpoint.formats.gptq import Gptq
 from quantkit.checkpoint.formats.nvfp4 import Nvfp4
 from quantkit.checkpoint.header import TensorSpec
-from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.reader import Checkpoint, check_finite
 from quantkit.checkpoint.stacked_experts import Stack, is_of_expert, table_stacks
 from quantkit.common.devices import dtype_name
-from quantkit.common.progress import peak_memory
+from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.engines.profiles import part_of
 from quantkit.grids.mxfp4_to_nvfp4 import largest_exponent, to_nvfp4
-from quantkit.grids.schemes import Fp4Grid, Grid, Mxfp4Grid
-from quantkit.grids.weights import Mxfp4Weight, Weight, dequantize
+from quantkit.grids.schemes import Fp4Grid, Grid, Mxfp4Grid, grid_label
+from quantkit.grids.weights import (
+    Fp4Weight,
+    Fp8BlockWeight,
+    IntWeight,
+    Mxfp4Weight,
+    Weight,
+    dequantize,
+)
 from quantkit.models import is_known, tensor_names
 from quantkit.models.module_tree import read_tree
 from quantkit.models.stored_parameters import check_listed, read_model
 from quantkit.models.table import Parameter
-from quantkit.quantization.conversion.differences import as_dtype, fit_scales, stored_error
-from quantkit.quantization.conversion.report import Change, ConversionReport, joined
-from quantkit.quantization.conversion.target import (
-    activation_bits,
-    common_grid,
-    find_target,
-    plain_dtype,
-)
+
+
+def fit_scales(module: str, weight: Weight, target: Format) -> Weight:
+    """The weight with scales rounded to what `target` stores; the same object where they already
+    are."""
+    if not isinstance(weight, IntWeight):
+        return weight
+    scale = weight.scale.to(target.scale_dtype).float()
+    if not bool(torch.isfinite(scale).all()) or bool(((scale == 0) & (weight.scale != 0)).any()):
+        raise QuantkitError(
+            f"{module} has scales that {dtype_name(target.scale_dtype)} cannot hold",
+            f"{target.name} is not for this model",
+        )
+    return replace(weight, scale=scale)
+
+
+def stored_error(module: str, weight: Weight, stored: Weight) -> float:
+    match weight, stored:
+        case IntWeight(), IntWeight():
+            assert torch.equal(weight.codes, stored.codes), module
+            zero = torch.zeros_like(weight.scale, dtype=torch.int8)
+            before, after = (
+                zero if w.zero_point is None else w.zero_point for w in (weight, stored)
+            )
+            assert torch.equal(before, after), module
+            return _relative(weight.scale, stored.scale)
+        case Fp4Weight(), Fp4Weight():
+            assert torch.equal(weight.codes, stored.codes), module
+            assert torch.equal(weight.scale.view(torch.uint8), stored.scale.view(torch.uint8)), (
+                module
+            )
+            if not bool(torch.isfinite(stored.global_scale)):
+                raise QuantkitError(
+                    f"the global scale of {module} has no reciprocal in FP32",
+                    "the checkpoint is damaged: download it again",
+                )
+            return _relative(weight.global_scale, stored.global_scale)
+        case Mxfp4Weight(), _:
+            return _relative(dequantize(weight), dequantize(stored))
+        case Fp8BlockWeight(), _:
+            raise AssertionError("FP8 blocks convert to plain weights only")
+    raise AssertionError(f"{type(weight)} became {type(stored)}")
+
+
+def as_dtype(name: str, values: Tensor, dtype: torch.dtype) -> tuple[dict[str, Tensor], float]:
+    """`values`, float32 of any shape, in another dtype under their name, and the largest relative
+    error of that. Raises QuantkitError where a value is not finite, or `dtype` cannot hold it."""
+    extremes = torch.stack(values.aminmax()) if values.numel() else values
+    if not bool(torch.isfinite(extremes).all()):
+        check_finite(name, values)
+    if not bool(torch.isfinite(extremes.to(dtype)).all()):
+        raise QuantkitError(
+            f"{name} holds values that {dtype_name(dtype)} cannot", "use --dtype bf16"
+        )
+    cast = values.to(dtype)
+    return {name: cast}, _relative(values, cast)
+
+
+def _relative(before: Tensor, after: Tensor) -> float:
+    """Largest |after / before - 1|, in few passes; where before is 0 after must be too, as casts keep it."""
+    if not before.numel():
+        return 0.0
+    smallest, largest = torch.div(after.to(before.dtype), before).nan_to_num_(nan=1.0).aminmax()
+    return max(float(largest) - 1, 1 - float(smallest))
+
+
+def target_name(format: str | None, dtype: str | None) -> str:
+    if (format is None) == (dtype is None):
+        raise QuantkitError(
+            "convert takes either a format or a dtype",
+            "give --format F, or --dtype bf16 for plain weights",
+        )
+    return format if format is not None else dense.FORMAT.name
+
+
+def find_target(checkpoint: Checkpoint, name: str, grid: Grid | None) -> Format:
+    named = [format for format in FORMATS if format.name == name]
+    if not named:
+        raise UsageError(
+            f"format {name!r} is not known",
+            f"choose one of {', '.join(dict.fromkeys(format.name for format in FORMATS))}",
+        )
+    if name == dense.FORMAT.name:
+        return named[0]
+    source = checkpoint.format
+    if grid is None:
+        fault = f"{checkpoint.path} is {source.name}, and {name} holds rounded weights"
+        raise QuantkitError(fault, "convert does not round: use quantkit quantize")
+    if isinstance(source, Gptq) and source.desc_act:
+        fault = (
+            f"{checkpoint.path} is GPTQ with desc_act: its scales belong to scattered inputs, "
+            f"and {name} has groups in order"
+        )
+        raise QuantkitError(fault, "--dtype bf16 makes it plain")
+    bits = activation_bits(checkpoint)
+    able = [format for format in FORMATS if _takes(format, grid)]
+    for format in sorted(
+        able,
+        key=lambda one: (not one.holds(grid), one.activation_bits_of(grid) != bits, one is source),
+    ):
+        if format.name != name:
+            continue
+        if format is source:
+            raise QuantkitError(
+                f"{checkpoint.path} is already {name} {format.variant}",
+                "there is nothing to convert",
+            )
+        exact = format is compressed_int4.FORMAT and source.scale_dtype == torch.float16
+        return compressed_int4.FP16_SCALES if exact else format
+    holders = ", ".join(dict.fromkeys(format.name for format in able))
+    fault = f"{name} cannot hold the weights of {checkpoint.path} ({grid_label(grid)})"
+    raise QuantkitError(
+        fault, f"formats that can: {holders}" if holders else "--dtype bf16 makes it plain"
+    )
+
+
+def _takes(format: Format, grid: Grid) -> bool:
+    """Whether it has a place for such weights: what holds them, and NVFP4 for the values of
+    MXFP4."""
+    return format.holds(grid) or (isinstance(grid, Mxfp4Grid) and isinstance(format, Nvfp4))
+
+
+def common_grid(checkpoint: Checkpoint) -> Grid | None:
+    grids = {
+        linear.grid for linear in checkpoint.linears.values() if linear.format is checkpoint.format
+    }
+    if len(grids) > 1:
+        fault = f"{checkpoint.path} has weights on {len(grids)} grids"
+        raise QuantkitError(
+            fault, "only checkpoints with one can be converted; --dtype bf16 makes it plain"
+        )
+    return next(iter(grids), None)
+
+
+def activation_bits(checkpoint: Checkpoint) -> int:
+    """Of what its quantized linears read: 8 or 4 where some round that, 16 elsewhere."""
+    return min((checkpoint.activation_bits(module) for module in checkpoint.linears), default=16)
+
+
+def plain_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """What a decoded weight is stored in where no dtype was asked for: the model's own 16 bits."""
+    said = checkpoint.config.get("torch_dtype", checkpoint.config.get("dtype"))
+    return torch.float16 if said == "float16" else torch.bfloat16
+
 
 UNIT_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of one part of the model: how many weights, and the largest relative difference
+    of any stored value."""
+
+    weights: int
+    max_relative_error: float
+
+
+def joined(one: Change | None, other: Change) -> Change:
+    if one is None:
+        return other
+    return Change(
+        one.weights + other.weights, max(one.max_relative_error, other.max_relative_error)
+    )
 
 
 @dataclass(frozen=True)
@@ -163,25 +322,6 @@ class ConversionPlan:
 
     def source_bytes(self, item: Item) -> int:
         return sum(self.checkpoint.tensors[name].nbytes for name in self.parts(item))
-
-    def report(
-        self, out: Path, start: float, changes: dict[str, Change], *, done_already: bool = False
-    ) -> ConversionReport:
-        return ConversionReport(
-            out=out,
-            source_format=self.checkpoint.format.name,
-            format=self.target.name,
-            source_bytes=self.total_bytes,
-            output_bytes=sum(spec.nbytes for spec in self.specs()),
-            seconds=time.perf_counter() - start,
-            peak_memory=peak_memory(),
-            changes=changes,
-            activation_bits=(
-                activation_bits(self.checkpoint),
-                16 if self.grid is None else self.target.activation_bits_of(self.grid),
-            ),
-            done_already=done_already,
-        )
 
     def convert(self, unit: list[Item]) -> tuple[dict[str, Tensor], dict[str, Change]]:
         """The tensors of a unit, and how they differ from the source."""

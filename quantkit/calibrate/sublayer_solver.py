@@ -1,29 +1,92 @@
-"""What an error in the outputs of a linear inside attention costs, in closed form, by what one
-costs in the residual stream behind it.
-
-With M [H, H] the cost in the stream and O_h [H, V] the columns of o that head h writes through, an
-error e in the head's values costs e^T O_h^T M O_h e: all tokens' weights are but factors. One in
-its scores moves the head's output between values, which costs as much as the spread of these
-values, s_h = tr(O_h^T M O_h cov(v_h)), times the squared score: so an error in what keys are made
-of is weighed by the second moment of the queries, and the other way round. Where a norm is between,
-its gain is in both. Moments are those of the
-calibration tokens: W H W^T for a linear W over an input of Hessian H.
-
-Left out: that keys and queries of grouped heads are rotated, and scores of the rotated part of
-latent attention are alike in all channels; that the mean of the keys costs nothing; what a norm's
-division does.
-"""
+"""A sublayer's third value: what the output holds of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.scale import FoldedTensors, Scaled, ScaledInput
+from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, TokenBatch
+from quantkit.calibrate.input_statistics import HELD_OUT_ROWS, DriftSum, Observer
+from quantkit.calibrate.layer_weights import LayerWeights, no_experts
+from quantkit.calibrate.layer_weights import Observer as Listener
+from quantkit.calibrate.linear_solver import Rounded, Solver
+from quantkit.calibrate.ranks import Ranks, SharedRuns
+from quantkit.calibrate.scales import FoldedTensors, Scaled, ScaledInput, scaled_input
+from quantkit.calibrate.source_model import ParameterReader
+from quantkit.grids.weights import Weight, dequantize
 from quantkit.models.table import Parameter, Projection
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.tensor_cores import tensor_core_products
+
+
+def observe_ends(
+    scaled: Scaled,
+    folded: Mapping[str, Tensor],
+    rounded: Mapping[str, Weight],
+    states: HiddenStatePair,
+    ranks: Ranks,
+    original: HiddenStates,
+) -> dict[str, ScaledInput]:
+    """By the module that each input is observed under. folded: the sublayer's tensors; rounded:
+    those linears that are solved, by module;
+    states, original: before this sublayer, the latter of the calibration tokens on the original
+    path."""
+    sublayer = scaled.sublayer
+    sites = {first for first, modules in scaled.sites.items() if sublayer.ends.issuperset(modules)}
+    observer, total = Observer(HELD_OUT_ROWS, ranks), DriftSum(HELD_OUT_ROWS, ranks)
+
+    runs = SharedRuns(ranks, states.quantized.hidden.device)
+
+    def hear(module: str, x: Tensor) -> None:
+        observer(module, x)
+        if not observer.held_out:
+            total.hear(module, x)
+
+    def compare(module: str, o: Tensor) -> None:
+        (total.keep if observer.held_out else total.compare)(module, o)
+
+    def at_ends(listen: Listener) -> Listener:
+        """Nothing else is sent to other ranks."""
+        see = runs.heard_by(listen)
+        return lambda module, x: see(module, x) if module in sites else None
+
+    tensors = {row.name: folded[row.name] for row in sublayer.needed}
+    written = {f"{module}.weight": dequantize(weight) for module, weight in rounded.items()}
+    readings = sublayer.solvers.readings(rounded, rounded)
+    block = sublayer.build(
+        LayerWeights(
+            {**tensors, **written},
+            no_experts,
+            at_ends(hear),
+            unread=sublayer.ends,
+            readings=readings,
+        )
+    )
+    source = sublayer.build(
+        LayerWeights(tensors, no_experts, at_ends(compare), unread=sublayer.ends)
+    )
+
+    def begin(batch: TokenBatch) -> None:
+        observer.held_out = batch.held_out
+
+    def run(batch: TokenBatch) -> None:
+        sublayer.run(block, states.quantized.hidden[batch.part], batch.lengths)
+        if not batch.held_out:
+            sublayer.run(source, original.hidden[batch.part], batch.lengths)
+
+    runs.over(states.quantized.batches(), run, begin)
+    observer.held_out = True
+    runs.over(
+        states.original.batches(),
+        lambda batch: sublayer.run(source, states.original.hidden[batch.part], batch.lengths),
+        begin,
+    )
+    drifts = total.means()
+    return {
+        site: scaled_input(own, sublayer.solvers, None, drift=drifts[site])
+        for site, own in observer.means().items()
+    }
 
 
 def attention_costs(scaled: Scaled, folded: FoldedTensors) -> dict[str, Curvature]:
@@ -197,3 +260,86 @@ def _gain_before(scaled: Scaled, folded: FoldedTensors, row: Parameter) -> Tenso
         if gain is None
         else folded[gain.name] + gain.gain_offset
     )
+
+
+@dataclass(frozen=True)
+class SolvedSublayer:
+    """linears: rounded, by module. plain: unquantized tensors that folding changed, in their stored
+    dtype."""
+
+    linears: dict[str, Rounded]
+    plain: dict[str, Tensor]
+
+    @property
+    def weights(self) -> dict[str, Weight]:
+        return {module: one.weight for module, one in self.linears.items()}
+
+
+def solve_sublayer(
+    scaled: Scaled,
+    source: ParameterReader,
+    states: HiddenStatePair,
+    ranks: Ranks,
+    original: HiddenStates | None = None,
+) -> SolvedSublayer:
+    """Every linear that the output holds quantized. The linears of one input at a time are held in
+    float32, the widest input's first.
+
+    states, original: before this sublayer; where `original` has the calibration tokens on the
+    original path, those who write to the residual stream come last, and make up for what was
+    rounded before them.
+    """
+    sublayer, folded = scaled.sublayer, FoldedTensors(scaled.sublayer, source, scaled.folding)
+    rows = {row.module: row for row in sublayer.rows}
+    linears: dict[str, Rounded] = {}
+    sites = sorted(scaled.sites.items(), key=lambda site: -rows[site[0]].shape[1])
+    if original is not None:
+        sites.sort(key=lambda site: sublayer.ends.issuperset(site[1]))
+    costs = attention_costs(scaled, folded) | (
+        {} if sublayer.outputs is None else dict.fromkeys(sublayer.ends, sublayer.outputs)
+    )
+    seen = original is None
+    for first, modules in sites:
+        if not seen and sublayer.ends.issuperset(modules):
+            assert original is not None
+            weights = {module: one.weight for module, one in linears.items()}
+            scaled, seen = (
+                replace(
+                    scaled,
+                    inputs=scaled.inputs
+                    | observe_ends(scaled, folded, weights, states, ranks, original),
+                ),
+                True,
+            )
+        own = [rows[module] for module in modules if module in sublayer.quantized]
+        for solver, alike in sublayer.solvers.alike([row.module for row in own]).items():
+            linears |= _solve_site(
+                scaled, first, [rows[module] for module in alike], folded, solver, costs, ranks
+            )
+    changed = [
+        row
+        for row in sublayer.rows
+        if row.module not in sublayer.quantized and scaled.folding.changes(row.name)
+    ]
+    return SolvedSublayer(
+        linears, {row.name: folded[row.name].to(sublayer.stored[row.name]) for row in changed}
+    )
+
+
+def _solve_site(
+    scaled: Scaled,
+    first: str,
+    rows: list[Parameter],
+    folded: FoldedTensors,
+    solver: Solver,
+    costs: Mapping[str, Curvature],
+    ranks: Ranks,
+) -> dict[str, Rounded]:
+    """The linears of one input that are on one grid."""
+    read = scaled.inputs[first]
+    weights = {row.module: read.aimed(folded[row.name]) for row in rows}
+    fused = {row.module: row.fused for row in rows if row.fused}
+    solved = solver.solve_stack(weights, fused, read.curvature, read.sample, costs, ranks)
+    return {
+        module: solver.reading_under(one, read.largest).rounded for module, one in solved.items()
+    }

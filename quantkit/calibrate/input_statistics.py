@@ -1,0 +1,381 @@
+"""A sublayer's first value: what its linears read on the calibration tokens, with its original
+weights, and what they read on the original path."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.calibrate.hidden_states import HiddenStatePair, HiddenStates, TokenBatch
+from quantkit.calibrate.layer_weights import LayerWeights, Recorder, Routed
+from quantkit.calibrate.ranks import Ranks, SharedRuns
+from quantkit.calibrate.sublayer import Sublayer
+from quantkit.quant.tensor_cores import tensor_core_products
+
+PANEL = 1024
+"""Rows of a square that are summed together. A Hessian is symmetric, and what lies right of a
+panel's last row is not computed. Ranks share the panels out, and each sums its own over all tokens,
+so the sums are those of one process."""
+
+
+@dataclass(frozen=True)
+class InputStatistics:
+    """Of one input of K channels.
+
+    mean_hessian: mean of x x^T per token, so that losses of inputs with different counts compare,
+    float32 [K, K]. absmax: the largest
+    magnitudes, float32 [K]. sample: held-out rows for judging, float32 [S, K]. rows: some of the
+    calibration tokens', on which scales of rounded activations are judged, float32 [R, K], each
+    times what an error of its token counts.
+    """
+
+    mean_hessian: Tensor
+    absmax: Tensor
+    sample: Tensor
+    rows: Tensor
+
+
+def token_counts(stream: Tensor) -> Tensor:
+    """What an error counts that is added to rows of the residual stream [T, H], float32 [T, 1],
+    mean square 1: the norm that reads a row divides by its size. A few tokens have a stream
+    hundreds of times as large as the others, and the largest steps of int8 with it."""
+    counts = stream.square().mean(-1, keepdim=True).clamp(min=1e-30).rsqrt()
+    return counts / counts.square().mean().sqrt()
+
+
+def panels(channels: int) -> Iterator[slice]:
+    """Of a square of so many rows."""
+    return (slice(start, start + PANEL) for start in range(0, channels, PANEL))
+
+
+def own_panels(channels: int, ranks: Ranks) -> Iterator[slice]:
+    """Those that this rank sums."""
+    return (rows for number, rows in enumerate(panels(channels)) if ranks.mine(number))
+
+
+def send_panels(square: Tensor, ranks: Ranks) -> None:
+    """Every rank gets, in the place of its own, the panels that others summed."""
+    for number, rows in enumerate(panels(len(square))):
+        ranks.send(square[rows], ranks.of(number))
+
+
+class HeldOutRows:
+    """Evenly spaced rows of what is shown, until there are `count`."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._kept = count, list[Tensor]()
+
+    def keep(self, x: Tensor) -> None:
+        """x float32 [T, K]."""
+        room = self._count - sum(len(part) for part in self._kept)
+        if room > 0:
+            self._kept.append(x[:: max(1, x.shape[0] // self._count)][:room].clone())
+
+    def rows(self, like: Tensor) -> Tensor:
+        """[S, K]; like: where there are none, its last dimension and device count."""
+        return torch.cat(self._kept) if self._kept else like.new_empty(0, like.shape[-1])
+
+
+class StatisticsSum:
+    """What `InputStatistics` are made from, batch by batch.
+
+    A Hessian of R1's widest input is 1.4 GB, so there is one: `mean` turns the sum into it.
+    """
+
+    def __init__(
+        self, channels: int, device: torch.device, sample_rows: int, ranks: Ranks, every: int = 0
+    ) -> None:
+        """every: how many calibration rows there are for one that is kept; 0 where none is."""
+        self._hessian = torch.zeros(
+            channels, channels, dtype=torch.float32, device=device
+        )  # its panels up to the diagonal
+        self._absmax = torch.zeros(channels, dtype=torch.float32, device=device)
+        self._tokens = 0
+        self._sample, self._ranks, self._every = HeldOutRows(sample_rows), ranks, every
+        self._rows = [self._hessian.new_empty(0, channels)]
+
+    @tensor_core_products()
+    def add(self, x: Tensor) -> None:
+        """x float32 [T, K] of calibration tokens."""
+        for rows in own_panels(x.shape[1], self._ranks):
+            self._hessian[rows, : rows.stop].addmm_(x[:, rows].t(), x[:, : rows.stop])
+        self._absmax = torch.maximum(self._absmax, x.abs().amax(0))
+        self._tokens += x.shape[0]
+        if self._every:
+            self._rows.append(x[:: self._every].clone())
+
+    def keep(self, x: Tensor) -> None:
+        """x float32 [T, K] of held-out tokens."""
+        self._sample.keep(x)
+
+    def mean(self) -> InputStatistics:
+        """The statistics; this sum ends here, for they take its memory."""
+        hessian = self._hessian.div_(max(self._tokens, 1))
+        send_panels(hessian, self._ranks)
+        for rows in panels(len(hessian)):
+            hessian[rows, rows.stop :] = hessian[rows.stop :, rows].t()
+        return InputStatistics(
+            hessian, self._absmax, self._sample.rows(hessian), torch.cat(self._rows)
+        )
+
+
+class Observer:
+    """Sums up every input that it is shown, by module. `held_out` switches what an observation is
+    for. Every rank is shown the same.
+    every: as of `StatisticsSum`."""
+
+    def __init__(self, sample_rows: int, ranks: Ranks, every: int = 0) -> None:
+        self._sample_rows, self._ranks, self._every = sample_rows, ranks, every
+        self._sums: dict[str, StatisticsSum] = {}
+        self.held_out = False
+
+    def __contains__(self, module: str) -> bool:
+        return module in self._sums
+
+    def __call__(self, module: str, x: Tensor) -> None:
+        """x float32 [..., K]: what `module` reads."""
+        x = x.reshape(-1, x.shape[-1])
+        if module not in self._sums:
+            self._sums[module] = StatisticsSum(
+                x.shape[-1], x.device, self._sample_rows, self._ranks, self._every
+            )
+        if self.held_out:
+            self._sums[module].keep(x)
+        else:
+            self._sums[module].add(x)
+
+    def means(self) -> dict[str, InputStatistics]:
+        """The statistics of every input; nothing more is to be shown."""
+        sums, self._sums = self._sums, {}
+        return {module: one.mean() for module, one in sums.items()}
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Of one input. inputs float32 [K, K]: the mean of (o - x) x^T over calibration tokens; sample
+    [S, K]: o of the held-out rows whose x are in `InputStatistics.sample`."""
+
+    inputs: Tensor
+    sample: Tensor
+
+    def scaled(self, scale: Tensor) -> "Drift":
+        """For inputs divided by scale [K]."""
+        return Drift(self.inputs / scale / scale[:, None], self.sample / scale)
+
+
+class DriftSum:
+    """What `Drift`s are made from, batch by batch: the quantized path is heard first, then the
+    original one; a linear that is asked several times for a batch, with the sequences one by one,
+    in the same order on both."""
+
+    def __init__(self, sample_rows: int, ranks: Ranks) -> None:
+        self._sample_rows, self._ranks = sample_rows, ranks
+        self._heard: dict[str, deque[Tensor]] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._tokens: dict[str, int] = {}
+        self._kept: dict[str, HeldOutRows] = {}
+
+    def __contains__(self, module: str) -> bool:
+        return module in self._sums
+
+    def hear(self, module: str, x: Tensor) -> None:
+        """x float32 [..., K]: what `module` reads on the quantized path, of calibration tokens."""
+        self._heard.setdefault(module, deque()).append(x.reshape(-1, x.shape[-1]))
+
+    @tensor_core_products()
+    def compare(self, module: str, o: Tensor) -> None:
+        """o: what it reads for the same tokens on the original one."""
+        x = self._heard[module].popleft()
+        if module not in self._sums:
+            self._sums[module], self._tokens[module] = x.new_zeros(x.shape[1], x.shape[1]), 0
+        lost = o.reshape(x.shape) - x
+        for rows in own_panels(x.shape[1], self._ranks):
+            self._sums[module][rows].addmm_(lost[:, rows].t(), x)
+        self._tokens[module] += len(x)
+
+    def keep(self, module: str, o: Tensor) -> None:
+        """o: what it reads on the original path, of held-out tokens."""
+        self._kept.setdefault(module, HeldOutRows(self._sample_rows)).keep(
+            o.reshape(-1, o.shape[-1])
+        )
+
+    def means(self) -> dict[str, Drift]:
+        """Nothing more is to be heard."""
+        sums, self._sums = self._sums, {}
+        for own in sums.values():
+            send_panels(own, self._ranks)
+        kept = {
+            module: self._kept.get(module, HeldOutRows(0)).rows(own) for module, own in sums.items()
+        }
+        return {
+            module: Drift(own.div_(self._tokens[module]), kept[module])
+            for module, own in sums.items()
+        }
+
+
+def taken(lost: Tensor, change: Tensor) -> Tensor:
+    """How much of a change [..., S, N] of outputs is best on held-out rows, where `lost` is what
+    the outputs lack: [] or the leading dimensions, from nothing to all of it. Nothing where there
+    are no rows: nobody can tell what holds for calibration tokens alone."""
+    if not lost.numel():
+        return torch.zeros((), device=lost.device)
+    return ((lost * change).sum((-1, -2)) / change.square().sum((-1, -2)).clamp(min=1e-30)).clamp(
+        0, 1
+    )
+
+
+def expert_drift(
+    original: Tensor, hidden: Tensor, w: Tensor, layer: tuple[Tensor, Tensor], blend: int
+) -> Tensor:
+    """As `Drift.inputs`, [I, I], of what an expert's down projection reads. original, hidden [n,
+    I]: on the original and on the quantized path, of the expert's tokens, whose routing weights are
+    w [n]; layer: both [R, I] of rows of the layer, which count as in its Hessian."""
+    total = ((original - hidden) * w.square()[:, None]).t() @ hidden
+    o, x = layer
+    share = blend / len(x) * (w.square().mean() if len(w) else torch.ones((), device=w.device))
+    return total.addmm_((o - x).t() * share, x).div_(max(len(hidden) + blend, 1))
+
+
+HELD_OUT_ROWS = 128
+"""Held-out rows kept at each linear's input."""
+SCALE_ROWS = 4096
+"""About so many calibration rows kept there."""
+PROBED_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a sublayer adds to the first tokens' hidden states, [t, H], and what it asks of the
+    routed experts, if there are any."""
+
+    output: Tensor
+    routed: Routed | None
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A sublayer as it was before anything of it changed.
+
+    sites: the linears that read one input, by the module it is observed under. inputs: the
+    statistics of these inputs, and of the routed experts' input. routed: what the experts are
+    asked, on both paths. probe: against which folding is checked. drifts: of the inputs, where
+    calibration tokens run through the original path too. stream: what the residual stream holds
+    before the sublayer of the tokens whose rows are kept, [R, H].
+    """
+
+    sublayer: Sublayer
+    sites: dict[str, tuple[str, ...]]
+    inputs: dict[str, InputStatistics]
+    routed: Routed | None
+    probe: Probe
+    drifts: dict[str, Drift]
+    stream: Tensor
+
+
+def observe(
+    sublayer: Sublayer,
+    tensors: Mapping[str, Tensor],
+    states: HiddenStatePair,
+    ranks: Ranks,
+    original: HiddenStates | None = None,
+) -> Observed:
+    """Run the original weights `tensors` over `states`, and over `original`, the calibration tokens
+    on the original path, if given. All are left as they are."""
+    every = max(1, states.quantized.fitted // SCALE_ROWS)
+    observer = Observer(HELD_OUT_ROWS, ranks, every)
+    recorder = Recorder(len(states.quantized.hidden) + len(states.original.hidden))
+    asked, total = Recorder(states.quantized.fitted), DriftSum(HELD_OUT_ROWS, ranks)
+    runs = SharedRuns(ranks, states.quantized.hidden.device)
+    ask = runs.asked_of(recorder)
+
+    def see(module: str, x: Tensor) -> None:
+        observer(module, x)
+        if original is not None and not observer.held_out:
+            total.hear(module, x)
+
+    weights = LayerWeights(tensors, ask, runs.heard_by(see), unread=sublayer.ends)
+    block = sublayer.build(weights)
+    beside = LayerWeights(
+        tensors, runs.asked_of(asked), runs.heard_by(total.compare), unread=sublayer.ends
+    )
+    source = None if original is None else sublayer.build(beside)
+
+    def begin(batch: TokenBatch) -> None:
+        observer.held_out = batch.held_out
+
+    def run(batch: TokenBatch) -> None:
+        sublayer.run(block, states.quantized.hidden[batch.part], batch.lengths)
+        if original is not None and source is not None and not batch.held_out:
+            sublayer.run(source, original.hidden[batch.part], batch.lengths)
+
+    runs.over(states.quantized.batches(), run, begin)
+    if (
+        recorder.asked or original is not None
+    ):  # which experts the original path chooses, and what its linears read
+        keep = None if original is None else runs.heard_by(total.keep)
+        last = sublayer.build(LayerWeights(tensors, ask, keep, unread=sublayer.ends))
+        runs.over(
+            states.original.batches(),
+            lambda batch: sublayer.run(last, states.original.hidden[batch.part], batch.lengths),
+            begin,
+        )
+    routed = recorder.routed(states.quantized.fitted, len(states.quantized.hidden))
+    if routed is not None:
+        _observe_experts_input(
+            sublayer, routed, states, observer, None if original is None else (total, asked)
+        )
+    own = {row.module for row in sublayer.rows}
+    sites = {first: modules for first, modules in weights.sites.items() if first in own}
+    fitted = (
+        states.quantized.hidden[batch.part]
+        for batch in states.quantized.batches()
+        if not batch.held_out
+    )
+    stream = torch.cat([hidden[::every, : sublayer.width] for hidden in fitted])
+    return Observed(
+        sublayer,
+        sites,
+        observer.means(),
+        routed,
+        probe(sublayer, tensors, states),
+        total.means(),
+        stream,
+    )
+
+
+def _observe_experts_input(
+    sublayer: Sublayer,
+    routed: Routed,
+    states: HiddenStatePair,
+    observer: Observer,
+    drift: tuple[DriftSum, Recorder] | None,
+) -> None:
+    """Where no linear but a router reads the experts' input, it was not observed: a router is no
+    linear. drift: what is summed up, and what the experts are asked by calibration tokens on the
+    original path."""
+    site = sublayer.experts_site
+    if site is None or site in observer:
+        return
+    for batch in states.quantized.batches():
+        observer.held_out = batch.held_out
+        observer(site, routed.x[batch.part])
+    if drift is None:
+        return
+    total, asked = drift
+    original = asked.routed(routed.fitted, routed.fitted)
+    assert original is not None, "a path that asks the experts"
+    total.hear(site, routed.x[: routed.fitted])
+    total.compare(site, original.x)
+    for batch in states.original.batches():
+        total.keep(site, routed.x[routed.quantized :][batch.part])
+
+
+def probe(sublayer: Sublayer, tensors: Mapping[str, Tensor], states: HiddenStatePair) -> Probe:
+    """Run the first tokens of the quantized path."""
+    count = min(PROBED_TOKENS, states.quantized.lengths[0])
+    recorder = Recorder(count)
+    hidden = states.quantized.hidden[:count]
+    output = sublayer.run(sublayer.build(LayerWeights(tensors, recorder)), hidden, [count]) - hidden
+    return Probe(output, recorder.routed(count, count))

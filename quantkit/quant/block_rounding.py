@@ -1,0 +1,227 @@
+"""A block of columns of `gptq` in one call on a CPU, where PyTorch takes some ten small ones for
+each column: by the project's C++ (round_block.cpp of the kernels)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+from quantkit_kernels.cpu.build import once
+from torch import Tensor
+
+from quantkit.grids.integer import int_range
+from quantkit.grids.rounding import IntRounder, Rounder, RoundingStep
+
+
+@dataclass(frozen=True)
+class ColumnSteps:
+    """Of C columns. step: [..., G, N] of all groups; groups int64 [..., C], or [C] for all: whose
+    step each column takes."""
+
+    step: RoundingStep
+    groups: Tensor
+
+    @property
+    def spread(self) -> RoundingStep:
+        """Of every column, [..., C, N]."""
+        step, zero = self.step.step, self.step.zero
+        return RoundingStep(
+            take(step, self.groups), None if zero is None else take(zero, self.groups)
+        )
+
+
+class Steps:
+    """Steps [..., N, G] as the columns meet them. groups int64 [..., K]: whose step each takes, in
+    the order of the columns; scale [..., K, C] divides the steps of C candidates, whose rows lie
+    one after the other in N."""
+
+    def __init__(self, step: RoundingStep, groups: Tensor, scale: Tensor | None = None) -> None:
+        self.step = RoundingStep(
+            step.step.mT.contiguous(), None if step.zero is None else step.zero.mT.contiguous()
+        )
+        self.groups, self.scale = groups, scale
+
+    def of(self, start: int, stop: int) -> ColumnSteps:
+        """Of columns start..stop."""
+        own = ColumnSteps(self.step, self.groups[..., start:stop])
+        if self.scale is None:
+            return own
+        scale, spread = self.scale[..., start:stop, :], own.spread
+        step = (
+            spread.step.unflatten(-1, (scale.shape[-1], -1)).div_(scale.unsqueeze(-1)).flatten(-2)
+        )
+        return ColumnSteps(
+            RoundingStep(step, spread.zero), torch.arange(stop - start, device=step.device)
+        )
+
+    @property
+    def of_rows(self) -> RoundingStep:
+        """As they were given, [..., N, G], with what has become of them."""
+        return RoundingStep(
+            self.step.step.mT.contiguous(),
+            None if self.step.zero is None else self.step.zero.mT.contiguous(),
+        )
+
+
+def step_groups(order: Tensor, w: Tensor, rounder: Rounder) -> Tensor:
+    return order.div(rounder.group_size or w.shape[-1], rounding_mode="floor")
+
+
+def take(t: Tensor, index: Tensor) -> Tensor:
+    """Rows `index` [..., C] of [..., K, N], contiguous."""
+    if index.dim() == 1:
+        return t.contiguous().index_select(
+            -2, index
+        )  # whole rows: several times as fast as from what lies transposed
+    return t.gather(-2, index.unsqueeze(-1).expand(*index.shape, t.shape[-1]))
+
+
+@dataclass(frozen=True)
+class BlockParts:
+    """Rows of a block's C columns in tensors [..., K, N] of all columns: each float32 [..., C, N],
+    a column being one run of memory.
+
+    values: written, the columns as they were rounded. before: read, what they are held against; may
+    be where `values` is. apart: written, before - values. seen: written if given, the rounding
+    errors times pivot [..., C, 1], which is given with it.
+    """
+
+    values: Tensor
+    before: Tensor
+    apart: Tensor
+    seen: Tensor | None = None
+    pivot: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.seen is None) == (self.pivot is None), "seen is errors times pivot"
+
+
+class RoundBlock(Protocol):
+    """Rounds the C columns of target float32 [..., C, N], which is used up, one after the other
+    into `parts`: those not yet rounded make up for the errors of those before. reaction float32
+    [..., C, C]: by how much column i changes for an error of 1 in column j."""
+
+    def __call__(
+        self,
+        target: Tensor,
+        reaction: Tensor,
+        rounder: Rounder,
+        steps: ColumnSteps,
+        parts: BlockParts,
+    ) -> None: ...
+
+
+_INTEGER, _INTEGER_WITH_ZERO, _E2M1 = range(3)
+STRIP = 16
+_MOST_COLUMNS = 128
+"""For which the C++ has room."""
+
+
+def has_cpp() -> bool:
+    """Whether this machine has the C++ or can compile it."""
+    return once("round_block") is not None
+
+
+def round_block_cpp(
+    target: Tensor, reaction: Tensor, rounder: Rounder, step: RoundingStep, values: Tensor
+) -> Tensor:
+    """As `gptq`'s own: rounds target [..., C, N], C at most 128, into `values`, a part of [..., K,
+    N], and returns the rounding errors [..., C, N]; target is not changed. reaction [..., C, C]: by
+    how much column i changes for an error of 1 in column j. At most one leading dimension."""
+    columns, rows = target.shape[-2:]
+    assert columns <= _MOST_COLUMNS, columns
+    zero = step.step if step.zero is None else step.zero
+    told = [one.contiguous() for one in (target, reaction, step.step, zero)]
+    missed = torch.empty_like(told[0])
+    assert step.step.shape == zero.shape == target.shape
+    assert values.stride()[-2:] == (rows, 1), f"not whole columns of one memory: {values.stride()}"
+    batch, apart = (len(target), values.stride(0)) if target.dim() == 3 else (1, 0)
+    if isinstance(rounder, IntRounder):
+        grid, (low, high) = (
+            _INTEGER if step.zero is None else _INTEGER_WITH_ZERO,
+            int_range(rounder.grid.bits),
+        )
+    else:
+        grid, low, high = _E2M1, 0, 0
+    loaded = once("round_block")
+    assert loaded is not None, "has_cpp() was called before"
+    pointers = (one.data_ptr() for one in (*told, values, missed))
+    loaded.qk_round_block(
+        *pointers, grid, batch, columns, rows, apart, low, high, torch.get_num_threads()
+    )
+    return missed
+
+
+def block_rounder(device: torch.device) -> RoundBlock:
+    """What rounds blocks there: on a GPU a kernel that does all of it in one launch."""
+    if device.type == "cuda":
+        from quantkit.quant.block_kernel import (
+            round_block,
+        )  # Triton comes with PyTorch's builds for GPUs
+
+        return round_block
+    return partial(
+        _with_errors,
+        round_block_cpp if device.type == "cpu" and has_cpp() else round_block_torch,
+    )
+
+
+def _with_errors(
+    round_block: Callable[[Tensor, Tensor, Rounder, RoundingStep, Tensor], Tensor],
+    target: Tensor,
+    reaction: Tensor,
+    rounder: Rounder,
+    steps: ColumnSteps,
+    parts: BlockParts,
+) -> None:
+    """A `RoundBlock` by `round_block`, which returns the rounding errors [..., C, N]."""
+    before = (
+        parts.before.clone() if parts.before.data_ptr() == parts.values.data_ptr() else parts.before
+    )
+    errors = round_block(target, reaction, rounder, steps.spread, parts.values)
+    if parts.seen is not None and parts.pivot is not None:
+        torch.mul(errors, parts.pivot, out=parts.seen)
+    torch.sub(before, parts.values, out=parts.apart)
+
+
+def round_block_torch(
+    target: Tensor, reaction: Tensor, rounder: Rounder, step: RoundingStep, values: Tensor
+) -> Tensor:
+    """Round the C columns of `target` [..., C, N] one after the other into `values`. Columns not
+    yet rounded are changed in place: they make up for the errors of those before. reaction [..., C,
+    C]: by how much column i changes for an error of 1 in column j. Returns the rounding error of
+    every column, [..., C, N]."""
+    errors = torch.empty_like(target)
+    width = target.shape[-2]
+    sizes, zeros = (
+        step.step.unbind(-2),
+        [None] * width if step.zero is None else step.zero.unbind(-2),
+    )
+    for strip in range(0, width, STRIP):
+        after = min(strip + STRIP, width)
+        _react(target, reaction, errors, strip, after, 0, strip)
+        for i in range(strip, after):
+            _react(target, reaction, errors, i, i + 1, strip, i)
+            column = target[..., i, :]
+            value = rounder.snap(column, RoundingStep(sizes[i], zeros[i]))
+            values[..., i, :] = value
+            torch.sub(column, value, out=errors[..., i, :])
+    return errors
+
+
+def _react(
+    target: Tensor, reaction: Tensor, errors: Tensor, start: int, stop: int, first: int, last: int
+) -> None:
+    """Columns start..stop change for the errors of columns first..last."""
+    if first == last:
+        return
+    rows, coefficients, known = (
+        target[..., start:stop, :],
+        reaction[..., start:stop, first:last],
+        errors[..., first:last, :],
+    )
+    if target.dim() == 2:
+        rows.addmm_(coefficients, known)
+    else:
+        rows.baddbmm_(coefficients, known)

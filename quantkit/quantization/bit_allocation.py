@@ -1,0 +1,404 @@
+"""What other budgets would make of a model: the size of the output, the KL to expect, and the
+fewest devices that hold it."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from quantkit.calibrate.sensitivity import Choice, Sensitivities, choices_of
+from quantkit.common.errors import QuantkitError
+from quantkit.common.sizes import format_bytes
+from quantkit.engines.choice import MixtureChoice
+from quantkit.grids.schemes import Fp4Grid, Fp8BlockGrid, Grid, IntGrid, grid_label
+from quantkit.models.table import Parameter
+from quantkit.quantization.allocation import Allocation, Budgeting, CurvePoint, Option
+from quantkit.quantization.job import Job
+from quantkit.quantization.mixed_precision import FP8, INT8, Mixture, is_fp8
+
+FINE_GROUP = 32
+"""Of the finer int4."""
+
+
+@dataclass(frozen=True)
+class ChosenGrids:
+    """A job whose grids were chosen. sensitivities: by which, None where only bytes are known."""
+
+    job: Job
+    allocation: Allocation
+    weights: int
+    other_bytes: int
+
+    @property
+    def bits(self) -> float:
+        """A weight of the linears that were chosen for, scales included."""
+        return 8 * self.allocation.stored / self.weights
+
+    def account(self) -> dict[str, Any]:
+        """For a report: the grid of every choice, the curve that it lies on, the prediction. Sizes
+        are of the whole output."""
+        chosen = {name: option.label for name, option in self.allocation.chosen.items()}
+        curve = [
+            {**asdict(point), "size": point.stored + self.other_bytes}
+            for point in self.allocation.curve
+        ]
+        return {
+            "bits": self.bits,
+            "size": self.allocation.stored + self.other_bytes,
+            "kl": self.allocation.kl,
+            "grids": chosen,
+            "curve": curve,
+        }
+
+
+class Options:
+    """Of one job. grids: those of each choice; choices of MTP layers have the cheapest alone."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.grids: dict[Choice, tuple[Grid | None, ...]] = {}
+        kept = job.request.mixture.keeps
+        for choice in choices_of(
+            row for row in job.rows if row.module in job.grids and not kept(row)
+        ):
+            found = sorted(self._allowed(choice), key=lambda grid: self._stored(choice, grid))
+            self.grids[choice] = tuple(found[:1] if choice.rows[0].mtp else found)
+        if not any(row.layer is None and row.role == "norm" for row in job.rows):
+            raise QuantkitError(
+                "grids cannot be chosen: the model's last operation is no norm that quantkit knows",
+                "use --scheme alone",
+            )
+        if any(row.behind_experts for row in job.rows):
+            # What an expert's error costs is measured where it is added, not behind a norm or a
+            # mixing of streams.
+            told = (
+                f"grids of {job.checkpoint.path} cannot be chosen by their cost: it has a "
+                "norm, or several streams, behind its experts"
+            )
+            raise QuantkitError(told, "use --keep, or --preset experts-only")
+        if not any(len(grids) > 1 for grids in self.grids.values()):
+            raise QuantkitError(
+                "there is nothing to choose: every linear may be on one grid only",
+                "use --scheme alone",
+            )
+        self._check_budget()
+
+    @cached_property
+    def weights(self) -> int:
+        """Of all choices together."""
+        return sum(math.prod(row.shape) for choice in self.grids for row in choice.rows)
+
+    @cached_property
+    def other_bytes(self) -> int:
+        """Of the output, what is no choice."""
+        chosen = {row.module for choice in self.grids for row in choice.rows}
+        return sum(
+            self.job.stored_bytes(row, self.job.grids.get(row.module))
+            for row in self.job.rows
+            if row.module not in chosen
+        )
+
+    @property
+    def budget(self) -> int:
+        """Bytes that the choices may take."""
+        mixture = self.job.request.mixture
+        if mixture.size is not None:
+            return mixture.size - self.other_bytes
+        assert mixture.bits is not None
+        return int(mixture.bits * self.weights / 8)
+
+    def cheapest(self) -> Job:
+        """The job with every choice on its smallest grid."""
+        return self._with({choice: grids[0] for choice, grids in self.grids.items()})
+
+    def sensed(self) -> dict[Choice, tuple[Grid, ...]]:
+        """The grids whose cost has to be measured."""
+        rounded = {
+            choice: tuple(grid for grid in grids if grid is not None and not _exact(grid))
+            for choice, grids in self.grids.items()
+            if not choice.rows[0].mtp
+        }
+        return {choice: grids for choice, grids in rounded.items() if grids}
+
+    def choose(self, sensitivities: Sensitivities) -> ChosenGrids:
+        """Raises QuantkitError where the sensitivities are of another model, or lack a grid."""
+        budgeting = self.budgeting(sensitivities)
+        allocation = budgeting.allocate(self.budget)
+        return ChosenGrids(
+            self.with_allocation(allocation), allocation, self.weights, self.other_bytes
+        )
+
+    def with_allocation(self, allocation: Allocation) -> Job:
+        """The job on the grids of an allocation."""
+        return self._with({choice: allocation.chosen[choice.name].grid for choice in self.grids})
+
+    def by_bytes(self) -> Sensitivities:
+        """Stands in for what was not measured: an error of four to the minus bits, for every weight
+        alike."""
+        kl: dict[str, dict[str, float]] = {}
+        for choice, grids in self.sensed().items():
+            count = sum(math.prod(row.shape) for row in choice.rows)
+            bits = {grid: 8 * self._stored(choice, grid) / count for grid in grids}
+            kl[choice.name] = {
+                grid_label(grid): count / self.weights * 4.0 ** -bits[grid] for grid in grids
+            }
+        config = self.job.inventory.config
+        routing = None if config is None else config.routing
+        experts = {
+            str(choice.layer): len({row.expert for row in choice.rows})
+            for choice in self.grids
+            if choice.of_experts
+        }
+        chosen = routing.num_experts_per_tok if routing else 0
+        return Sensitivities(
+            kl,
+            {layer: [chosen] * count for layer, count in experts.items()},
+            max(experts.values(), default=1),
+        )
+
+    def budgeting(self, sensitivities: Sensitivities) -> Budgeting:
+        options = {
+            choice.name: [self._option(choice, grid, sensitivities) for grid in grids]
+            for choice, grids in self.grids.items()
+        }
+        return Budgeting(options, self.weights, self.job.request.mixture.read_weight)
+
+    def _option(self, choice: Choice, grid: Grid | None, sensitivities: Sensitivities) -> Option:
+        stored, label = self._stored(choice, grid), grid_label(grid)
+        read = 0.0 if choice.rows[0].mtp else float(stored)
+        if choice.of_experts and read:
+            asked = sensitivities.asked.get(str(choice.layer))
+            if asked is None:
+                raise _lacks(f"how often the experts of layer {choice.layer} are asked")
+            read *= sum(asked) / len(asked) / sensitivities.tokens
+        if _exact(grid) or choice.rows[0].mtp:
+            return Option(grid, stored, read, 0.0)
+        kl = sensitivities.kl.get(choice.name, {}).get(label)
+        if kl is None:
+            raise _lacks(f"what {choice.name} costs in {label}")
+        return Option(grid, stored, read, kl)
+
+    def _with(self, chosen: Mapping[Choice, Grid | None]) -> Job:
+        grids = dict(self.job.grids)
+        for choice, grid in chosen.items():
+            for row in choice.rows:
+                grids.pop(row.module, None)
+                if grid is not None:
+                    grids[row.module] = grid
+        return replace(self.job, grids=grids)
+
+    def _allowed(self, choice: Choice) -> list[Grid | None]:
+        """What the source, the format, the engine and the shapes leave of the grids that there
+        are."""
+        several, checkpoint = self.job.request.several, self.job.checkpoint
+        base = self.job.request.scheme.grid(expert=choice.of_experts, mtp=choice.rows[0].mtp)
+        fine = (
+            replace(base, group_size=FINE_GROUP)
+            if isinstance(base, IntGrid) and base.group_size
+            else None
+        )
+        fp8 = all(is_fp8(checkpoint, row) for row in choice.rows)
+        asked = dict.fromkeys((base, fine, Fp4Grid(), INT8, *([FP8] if fp8 else [])))
+        held = (
+            grid
+            for grid in asked
+            if grid is not None and all(self._holds(row, grid, several) for row in choice.rows)
+        )
+        allowed: list[Grid | None] = list(held)
+        return allowed if FP8 in allowed else [*allowed, None]
+
+    def _holds(self, row: Parameter, grid: Grid, several: MixtureChoice | None) -> bool:
+        target, shape = self.job.request.target, (row.shape[0], row.shape[1])
+        if not target.takes(grid) or (several is not None and not several.allows(row, grid)):
+            return False
+        if grid.group_size is not None and shape[1] % grid.group_size:
+            return False
+        try:
+            target.specs(row.module, shape, grid)
+        except QuantkitError:
+            return False
+        return target.split_fault(row.module, grid, row_parallel=row.split == "row") is None
+
+    def _stored(self, choice: Choice, grid: Grid | None) -> int:
+        return sum(self.job.stored_bytes(row, grid) for row in choice.rows)
+
+    def _check_budget(self) -> None:
+        smallest = sum(self._stored(choice, grids[0]) for choice, grids in self.grids.items())
+        if self.budget >= smallest:
+            return
+        mixture, least = self.job.request.mixture, smallest + self.other_bytes
+        if mixture.size is not None:
+            told, remedy = (
+                f"--size {format_bytes(mixture.size)}",
+                f"give --size {math.ceil(least / 10**4) / 100:g}MB or more",
+            )
+            raise QuantkitError(
+                f"{told} cannot be reached: the smallest output is {format_bytes(least)}", remedy
+            )
+        bits = math.ceil(8 * smallest / self.weights * 1000) / 1000
+        told = f"--bits {mixture.bits:g} cannot be reached: the smallest is {bits:g} bits a weight"
+        raise QuantkitError(told, f"give --bits {bits:g} or more")
+
+
+def _exact(grid: Grid | None) -> bool:
+    """Whether a linear on it is the source's."""
+    return grid is None or isinstance(grid, Fp8BlockGrid)
+
+
+def _lacks(what: str) -> QuantkitError:
+    return QuantkitError(
+        f"the sensitivities do not say {what}",
+        "measure them on this model for this engine: leave out --sensitivities",
+    )
+
+
+def check_wanted(sensitivities: Path | None, mixture: Mixture) -> None:
+    """Raises QuantkitError where sensitivities are given and no grid is chosen."""
+    if sensitivities is not None and not mixture.chooses:
+        raise QuantkitError(
+            "sensitivities are for grids that are chosen",
+            "give --bits or --size with --sensitivities",
+        )
+
+
+def read_sensitivities(path: Path, source: str | None = None) -> Sensitivities:
+    """A file that a run has written. source: the fingerprint of the checkpoint that it must be of.
+    Raises QuantkitError."""
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        found = Sensitivities(
+            {
+                str(name): {str(label): float(kl) for label, kl in own.items()}
+                for name, own in facts["kl"].items()
+            },
+            {
+                str(layer): [int(count) for count in counts]
+                for layer, counts in facts["asked"].items()
+            },
+            int(facts["tokens"]),
+        )
+        of = str(facts["source"])
+    except OSError as error:
+        raise QuantkitError(
+            f"cannot read sensitivities {path}: {error.strerror}",
+            "give a sensitivities.json of an earlier run",
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise QuantkitError(
+            f"{path} is no file of sensitivities", "give a sensitivities.json of an earlier run"
+        ) from error
+    values = [kl for own in found.kl.values() for kl in own.values()]
+    if found.tokens < 1 or not all(map(math.isfinite, values)) or min(values, default=0.0) < 0:
+        raise QuantkitError(
+            f"{path} holds figures that no run writes",
+            "give a sensitivities.json of an earlier run",
+        )
+    if source is not None and of != source:
+        raise QuantkitError(
+            f"{path} was measured on another source",
+            "leave out --sensitivities to measure this one",
+        )
+    return found
+
+
+def sensitivities_file(found: Sensitivities, key: Mapping[str, str]) -> bytes:
+    """What `read_sensitivities` reads. key: what they were measured on, the source's fingerprint
+    among it."""
+    return (json.dumps({**key, **asdict(found)}, indent=1) + "\n").encode()
+
+
+def rounded_labels(grids: Mapping[Choice, Sequence[Grid]]) -> str:
+    """A line that tells which grids were asked for: other grids, another file."""
+    return json.dumps(
+        {choice.name: [grid_label(grid) for grid in own] for choice, own in grids.items()},
+        sort_keys=True,
+    )
+
+
+def told_grids(account: Mapping[str, Any]) -> str:
+    """`ChosenGrids.account` in a line."""
+    counts = Counter(account["grids"].values())
+    grids = ", ".join(f"{label} {count}" for label, count in counts.most_common())
+    return (
+        f"{account['bits']:.3f} bits a weight ({grids}), predicted KL {account['kl']:.2e} if "
+        "rounded to nearest"
+    )
+
+
+POINTS = 9
+"""Of a curve that is told."""
+MOST_DEVICES = 64
+
+Fits = Callable[[list[tuple[Parameter, int]], int], bool]
+"""(parameters with the bytes of each, devices) -> whether they hold it, and a request's cache."""
+
+
+@dataclass(frozen=True)
+class PlannedSize:
+    """bits: a weight, of the linears that are chosen for. bytes: of the output. read_bytes: of
+    those linears, for a token on average. kl: predicted, nats a token, None where no sensitivities
+    are known. devices: the fewest that hold it, a power of two or the number that was given; None
+    where none does."""
+
+    bits: float
+    bytes: int
+    read_bytes: float
+    kl: float | None
+    devices: int | None
+
+    def told(self) -> str:
+        kl = "" if self.kl is None else f", predicted KL {self.kl:.2e}"
+        held = (
+            "no number of them holds it"
+            if self.devices is None
+            else f"{self.devices} device{'s' if self.devices > 1 else ''} hold it"
+        )
+        return (
+            f"{format_bytes(self.bytes)}{kl}, {format_bytes(self.read_bytes)} read a token, {held}"
+        )
+
+
+@dataclass(frozen=True)
+class PlannedChoice:
+    """job: with the grids of the budget, or as near as bytes alone tell. points: of the curve, with
+    the bytes of each parameter."""
+
+    job: Job
+    points: Sequence[tuple[CurvePoint, float | None, list[tuple[Parameter, int]]]]
+    fits: Fits
+
+    def sizes(self, given: int) -> tuple[PlannedSize, ...]:
+        """given: the number of devices that was asked for."""
+        counts = sorted({2**power for power in range(MOST_DEVICES.bit_length())} | {given})
+        return tuple(
+            PlannedSize(
+                point.bits,
+                sum(stored for _, stored in rows),
+                point.read,
+                kl,
+                next((count for count in counts if self.fits(rows, count)), None),
+            )
+            for point, kl, rows in self.points
+        )
+
+
+def plan_choosing(
+    options: Options, sensitivities: Sensitivities | None, fits: Fits
+) -> PlannedChoice:
+    """Without sensitivities every choice is taken to cost alike for its weights, so sizes and bytes
+    are those of some allocation."""
+    known = sensitivities is not None
+    measured = sensitivities if sensitivities is not None else options.by_bytes()
+    budgeting = options.budgeting(measured)
+    curve = budgeting.curve()
+    every = max(1, -(-(len(curve) - 1) // (POINTS - 1)))
+    points = []
+    for point in [*curve[:-1:every], curve[-1]]:
+        job = options.with_allocation(budgeting.allocate(point.stored))
+        rows = [(row, job.stored_bytes(row, job.grids.get(row.module))) for row in job.rows]
+        points.append((point, point.kl if known else None, rows))
+    return PlannedChoice(options.choose(measured).job, points, fits)
