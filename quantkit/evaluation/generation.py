@@ -43,7 +43,7 @@ Notice = Callable[[str], None]
 
 
 def silent(_: object) -> None:
-    """A report or notice for nobody."""
+    """A report or notice that is dropped."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ def ask_and_grade(
     """One task against one model. Replies that the journal in `out` already has are not asked
     again.
 
-    trust_kept: believe that they are this model's, without asking one of them again. notice: told
-    what is reused, and of whom.
+    trust_kept: believe that they are this model's, without asking one of them again. notice:
+    receives what is reused, and of whom.
     """
     start = time.monotonic()
     setting = work.setting
@@ -156,7 +156,7 @@ def ask_and_grade(
         notice(f"{setting.task.name}: {reused} replies reused from {out}, {len(asked)} to ask")
     tokens = 0
 
-    def tell(stage: Stage, done: int) -> None:
+    def report(stage: Stage, done: int) -> None:
         if progress is not None:
             progress(
                 EvaluationProgress(
@@ -170,7 +170,7 @@ def ask_and_grade(
                 )
             )
 
-    tell("generate", reused)
+    report("generate", reused)
     if asked:
         requests = [work.prompt(problem, repeat) for problem, repeat in asked]
         for completion in generator.generate(requests, setting.generation):
@@ -179,8 +179,8 @@ def ask_and_grade(
             tokens += completion.completion_tokens
             if journal is not None:
                 journal.add((problem.id, repeat), completion)
-            tell("generate", len(replies))
-    samples = grade_all(work, keys, replies, lambda done: tell("grade", done))
+            report("generate", len(replies))
+    samples = grade_all(work, keys, replies, lambda done: report("grade", done))
     refuse_if_all_failed(setting.task.name, samples)
     changed = journal.changed if journal is not None else []
     notes = (
@@ -210,7 +210,7 @@ def grade_all(
     work: TaskRun,
     keys: list[tuple[Problem, int]],
     replies: dict[store.Key, ModelReply],
-    tell: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> list[Sample]:
     """Grades in the order of `keys`. Programs run beside each other; reading an answer takes no
     time worth a thread."""
@@ -231,7 +231,7 @@ def grade_all(
         with ThreadPoolExecutor(sandbox.workers()) as pool:
             for sample in pool.map(one, keys):
                 samples.append(sample)
-                tell(len(samples))
+                report(len(samples))
         return samples
     finally:
         judge.close()

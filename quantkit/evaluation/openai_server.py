@@ -44,7 +44,7 @@ GIVEN_UP = {"abort", "error", "cancelled"}
 
 
 class OpenAIServer:
-    """`url` is the address, with or without /v1 or a method behind it.
+    """`url` is the address, with or without /v1 or a method after it.
 
     timeout_s: longest wait for the next event of a reply, or for the whole answer of a server that
     does not stream. Raises QuantkitError for a time or a key that cannot be.
@@ -184,10 +184,10 @@ async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
     """The JSON objects of a server-sent event stream, up to [DONE].
 
     A plain JSON body (a server that ignores `stream`) is one event, and so is every line of a body
-    of JSON lines. The first line tells them from a stream where the content type, which proxies
-    change, is another. Servers put an event on one `data:` line; one that is spread over several,
-    as the standard allows, is put together at the empty line that ends it. A line that is no field
-    is a stream gone
+    of JSON lines. The first line distinguishes them from a stream where the content type, which
+    proxies change, is another. Servers put an event on one `data:` line; one that is spread over
+    several, as the standard allows, is put together at the empty line that ends it. A line that is
+    no field is a stream gone
     wrong: text may have been in it.
     """
     kind = response.headers.get("content-type", "")

@@ -16,7 +16,8 @@ from quantkit.evaluation.statistics.estimates import accuracy as mean_accuracy
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """What it takes to tell a loss of the margin from none in one task, each in four runs of five.
+    """What it takes to detect a loss of the margin from none in one task, each in four runs of
+    five.
 
     measured: the noise of sampling is the baseline's; else the most that this accuracy allows.
     enough: repeats of both models after which the task's own `problems` say held, if nothing is

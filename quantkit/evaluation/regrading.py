@@ -140,7 +140,7 @@ def _described(out: Path, facts: dict[str, Any], request: dict[str, Any]) -> tup
     """The model's name and the hardware, as the last results have them; of a run that never ended,
     what the replies say of the model."""
     try:
-        told = json.loads((out / "results.json").read_text(encoding="utf-8"))
-        return told["model"], told["hardware"]
+        results = json.loads((out / "results.json").read_text(encoding="utf-8"))
+        return results["model"], results["hardware"]
     except (OSError, ValueError, KeyError):
         return str(request.get("model") or facts["model"].get("model") or "a model"), "not known"

@@ -69,14 +69,14 @@ def run_evaluation(
     """Score `model` (a directory, a built-in name, a hub id, or the URL of an OpenAI-compatible
     server) on `tasks`.
 
-    protocol None: chosen by `_default_protocol`, which tells it.
+    protocol None: chosen by `_default_protocol`, which reports it.
     generation: sampling parameters to replace (temperature, top_p, max_tokens). limit: so many
     problems of each task, of all subjects.
     baseline: another model, or the `out` folder of an earlier run; adds a paired comparison at
     `margin` (0.01: one point).
     out: where samples.jsonl, results.json, report.html go and from where an interrupted run
     resumes; None keeps everything in memory.
-    allow_weak_sandbox: run programs where only limits hold them. notice: told the protocol, how
+    allow_weak_sandbox: run programs where only limits hold them. notice: receives the protocol, how
     programs are held, what is reused.
     cache: of `model` where it is loaded here, int8 or fp8 for 8 bits; a baseline that is loaded
     here has the model's 16.
@@ -149,8 +149,8 @@ def check_export(export: str | None, out: Path | None) -> None:
 def check_consent(
     works: list[TaskRun], allow_code_exec: bool, allow_weak_sandbox: bool, notice: Notice
 ) -> None:
-    """Refuse to run the model's programs without a yes, and without walls; tell `notice` how they
-    are held."""
+    """Refuse to run the model's programs without a yes, and without walls; report to `notice` how
+    they are held."""
     names = [work.setting.task.name for work in works if work.grader.runs_code]
     if not names:
         return

@@ -1,7 +1,7 @@
 """How far a quantized model is from its original, token by token: perplexity, KL divergence,
 agreement, error per layer.
 
-The baseline is run first and leaves behind on disk what the comparison needs: the hidden state
+The baseline is run first and leaves on disk what the comparison needs: the hidden state
 after every layer and the chosen experts. Then it is unloaded (its output head alone stays) and the
 candidate runs over the same documents. Short documents share a pass, each a sequence of its own. So
 memory holds one model and at most seq_len tokens, and disk holds tokens x (layers + 1) x hidden
@@ -70,8 +70,8 @@ def measure(
     two are compared as well. cache: int8 or fp8 lets `model` attend to what a cache of 8 bits would
     hold; the baseline, which may be the same model, attends to its 16. One of the two may be the
     URL of a server, `served_model` there with `api_key`, where a task is sampled: the server
-    samples then, and KL is by the log-probabilities it tells (served.py). Raises QuantkitError
-    where the text is unusable or the two models do not belong together.
+    samples then, and KL is by the log-probabilities that it returns (served.py). Raises
+    QuantkitError where the text is unusable or the two models do not belong together.
     """
     if (text is None) == (sampled is None):
         raise QuantkitError(
@@ -138,13 +138,13 @@ def _score(
     device: str,
     backend: str,
     cache: str | None,
-    tell: Report,
+    report: Report,
 ) -> Quality:
     """Both models over `windows`, the baseline first."""
     with tempfile.TemporaryDirectory(prefix="quantkit-ppl-") as folder:
         passes = _passes(windows, max(seq_len, *(len(window.ids) for window in windows)))
         head = (
-            _run_baseline(base, passes, Path(folder), device, backend, tell)
+            _run_baseline(base, passes, Path(folder), device, backend, report)
             if base is not None
             else None
         )
@@ -158,7 +158,7 @@ def _score(
             if theirs is not None:
                 add_layers(sums, trace, theirs)
             done += len(trace.final)
-            tell(TextProgress("model", done, total))
+            report(TextProgress("model", done, total))
     return replace(
         figures(sums, len(windows), base is not None),
         expert_counts=None if counter is None else counter.counts,
@@ -171,7 +171,7 @@ def _check_served(
     """The baseline and the task. Refuses what a server cannot be asked."""
     if baseline is None or sampled is None:
         raise QuantkitError(
-            "a server tells log-probabilities of its own replies only",
+            "a server returns log-probabilities of its own replies only",
             "give --sampled TASK, and a model that is loaded here as the other",
         )
     if is_url(model) and is_url(baseline):
@@ -214,7 +214,7 @@ def _passes(windows: list[Window], tokens: int) -> list[list[Window]]:
 
 
 def _check_same_tokens(path: Path, base: Path) -> None:
-    """A token id means the same to both. Whoever saves a tokenizer anew may write other bytes of
+    """A token id means the same to both. A tokenizer saved anew may have other bytes of
     the same tokenizer."""
     one, other = (ChatTokenizer(folder).tokenizer for folder in (path, base))
     if one.get_vocab() != other.get_vocab():
@@ -225,7 +225,7 @@ def _check_same_tokens(path: Path, base: Path) -> None:
 
 
 def _run_baseline(
-    base: Path, passes: list[list[Window]], folder: Path, device: str, backend: str, tell: Report
+    base: Path, passes: list[list[Window]], folder: Path, device: str, backend: str, report: Report
 ) -> Callable[[Tensor], Tensor]:
     """Leave a trace of every pass in `folder`; returns the output head, the only part of the
     baseline that is needed on."""
@@ -243,7 +243,7 @@ def _run_baseline(
             _file(folder, number),
         )
         done += len(trace.final)
-        tell(TextProgress("baseline", done, total))
+        report(TextProgress("baseline", done, total))
     return watched.head
 
 

@@ -1,4 +1,4 @@
-"""How far a model's next tokens are from another's: the figures, and how they are told."""
+"""How far a model's next tokens are from another's: the figures, and how they are printed."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -88,11 +88,11 @@ class Quality(Result):
                 )
             )
         if self.greedy is not None:
-            told = (
+            paths = (
                 f"{self.greedy.tokens_until_apart:g} tokens (median), {self.greedy.same:.1%} "
                 f"of {self.greedy.prompts} never"
             )
-            rows.append(("greedy paths part after", told))
+            rows.append(("greedy paths part after", paths))
         if self.expert_agree is not None:
             rows.append(("same experts", f"{self.expert_agree:.2%}"))
         return rows + [

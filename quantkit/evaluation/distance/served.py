@@ -1,11 +1,11 @@
 """How far a model that is served is from one that is loaded here, by the top log-probabilities that
-servers tell.
+servers return.
 
 The server answers the prompts of a task, sampled at temperature 1, where raw and scaled
 log-probabilities are the same, and says for every token of its replies which tokens were likeliest
 and how likely. The model here then scores the same tokens. KL is taken over the tokens that the
 server named and all others as one: putting outcomes together never makes it larger (data processing
-inequality), so what is told is a lower bound, close where the named tokens hold nearly all
+inequality), so the figure is a lower bound, close where the named tokens hold nearly all
 probability.
 """
 
@@ -48,7 +48,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class ToldReply:
+class ScoredReply:
     """A reply as `window`, and for each of its tokens the server's log-probabilities by token id;
     those of its own tokens in `own`."""
 
@@ -75,10 +75,10 @@ def measure_served(
 ) -> Quality:
     """KL(baseline || model) over the replies of the server to a task's prompts. is_baseline: the server's model is the baseline.
 
-    Raises QuantkitError where more than 2 % of the replies are lost, or the server tells nothing
+    Raises QuantkitError where more than 2 % of the replies are lost, or the server returns none
     that can be compared.
     """
-    path, tell = find_model(local), progress or (lambda _: None)
+    path, report = find_model(local), progress or (lambda _: None)
     replies = _replies(path, served, task, data_dir, limit, max_tokens, seed)
     watched = open_watched(path, device, backend, cache)
     total, done = sum(len(reply.window.ids) for reply in replies), 0
@@ -91,7 +91,7 @@ def measure_served(
         ).cpu()
         found.append(_compare(reply, logs, is_baseline))
         done += len(window.ids)
-        tell(TextProgress("model", done, total))
+        report(TextProgress("model", done, total))
     return _quality(found, is_baseline)
 
 
@@ -103,7 +103,7 @@ def _replies(
     limit: int | None,
     max_tokens: int | None,
     seed: int,
-) -> list[ToldReply]:
+) -> list[ScoredReply]:
     work, prompts = prompts_of(task, data_dir, limit, seed, max_tokens)
     tokenizer = ChatTokenizer(path)
     endpoint = Endpoint(
@@ -116,7 +116,7 @@ def _replies(
         top_logprobs=TOP,
     )
     plain = Generation(temperature=1.0, top_p=1.0, max_tokens=work.setting.generation.max_tokens)
-    texts, told, lost = _by_text(tokenizer), [], ""
+    texts, replies, lost = _by_text(tokenizer), [], ""
     for reply in sorted(endpoint.generate(prompts, plain), key=lambda reply: reply.index):
         try:
             prompt = prompts[reply.index]
@@ -125,17 +125,17 @@ def _replies(
                 if prompt.text is not None
                 else tokenizer.encode_chat(list(prompt.messages))
             )
-            told.append(_told(reply, ids, texts))
+            replies.append(_scored_reply(reply, ids, texts))
         except ValueError as error:
             lost = str(error)
-    if len(told) < (1 - _LOST) * len(prompts):
+    if len(replies) < (1 - _LOST) * len(prompts):
         raise QuantkitError(
-            f"{len(prompts) - len(told)} of {len(prompts)} replies of {served.url} cannot be "
+            f"{len(prompts) - len(replies)} of {len(prompts)} replies of {served.url} cannot be "
             f"compared: {lost}",
-            "compare with a server that tells log-probabilities (top_logprobs) and applies the "
+            "compare with a server that returns log-probabilities (top_logprobs) and applies the "
             "same tokenizer and chat template",
         )
-    return told
+    return replies
 
 
 def _by_text(tokenizer: ChatTokenizer) -> dict[str, int]:
@@ -146,7 +146,7 @@ def _by_text(tokenizer: ChatTokenizer) -> dict[str, int]:
     return {text: found[0] for text, found in ids.items() if len(found) == 1}
 
 
-def _told(reply: ModelReply, prompt: list[int], texts: dict[str, int]) -> ToldReply:
+def _scored_reply(reply: ModelReply, prompt: list[int], texts: dict[str, int]) -> ScoredReply:
     """What the server said of its reply, up to the first token that its text does not name. Raises
     ValueError where that is nothing."""
     if reply.error is not None or not reply.logprobs:
@@ -174,7 +174,7 @@ def _told(reply: ModelReply, prompt: list[int], texts: dict[str, int]) -> ToldRe
         raise ValueError(
             f"its first token {reply.logprobs[0]['token']!r} is none of the tokenizer here"
         )
-    return ToldReply(Window(torch.tensor(prompt + ids, dtype=torch.int64), len(prompt)), top, own)
+    return ScoredReply(Window(torch.tensor(prompt + ids, dtype=torch.int64), len(prompt)), top, own)
 
 
 @dataclass
@@ -189,7 +189,7 @@ class _Row:
     named: float
 
 
-def _compare(reply: ToldReply, logs: Tensor, is_baseline: bool) -> _Row:
+def _compare(reply: ScoredReply, logs: Tensor, is_baseline: bool) -> _Row:
     """logs: float32 [tokens of the reply, vocabulary], of the model here."""
     row = _Row([], -math.fsum(reply.own), 0.0, 0, 0.0)
     targets = reply.window.ids[reply.window.first :].tolist()

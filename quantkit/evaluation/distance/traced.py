@@ -36,7 +36,7 @@ class WatchedLayer:
 
     def __init__(self, layer: DecoderLayer, show: Callable[[Tensor], None]) -> None:
         self.layer, self.show, self.input_norm = layer, show, layer.input_norm
-        self.mlp = getattr(layer, "mlp", None)  # whoever counts experts asks for it
+        self.mlp = getattr(layer, "mlp", None)  # expert counting reads it
 
     def __call__(
         self,
@@ -52,7 +52,7 @@ class WatchedLayer:
 
 
 class Watched:
-    """A loaded model whose layers and experts tell what passes through them. The model is changed
+    """A loaded model whose layers and experts report their inputs and outputs. The model is changed
     in place and is for this use only."""
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -103,7 +103,7 @@ class Watched:
 
 
 class WatchedWhole:
-    """A model that transformers computes, which tells the same, but for its experts."""
+    """A model that transformers computes, which reports the same, but for its experts."""
 
     def __init__(self, model: WholeModel) -> None:
         self.model, self.device, self.head = model, model.device, model.logits

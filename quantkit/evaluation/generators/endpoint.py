@@ -63,13 +63,14 @@ class _Fatal(Exception):
 
 
 class Endpoint:
-    """`url` is the server, with or without /v1 or a method behind it. `model` defaults to the only
+    """`url` is the server, with or without /v1 or a method after it. `model` defaults to the only
     one that the server lists.
 
     `identity` says who answers, not where: the model's name, and `revision` where it is given, else
-    what the server tells of it.
+    what the server reports of it.
     retries: further tries of a request that failed in passing. timeout_s: longest wait for the next
-    event of a reply. top_logprobs: so many tokens are told at every place of a reply to messages.
+    event of a reply. top_logprobs: the number of alternatives returned at every position of a reply
+    to messages.
     """
 
     identity_is_certain = False
@@ -99,12 +100,12 @@ class Endpoint:
         )
         entry = self.server.find_model(model)
         self.name: str = entry["id"]
-        told = (
+        facts = (
             {"revision": revision}
             if revision
             else {name: value for name, value in entry.items() if name != "id"}
         )
-        self.identity: dict[str, Any] = {"model": self.name} | told
+        self.identity: dict[str, Any] = {"model": self.name} | facts
         self._answered, self._refused, self._failed = 0, 0, 0
 
     def generate(self, prompts: Sequence[Prompt], parameters: Generation) -> Iterator[ModelReply]:
@@ -168,7 +169,7 @@ class Endpoint:
                     task.cancel()
                 await asyncio.gather(
                     watcher, *workers, return_exceptions=True
-                )  # one fault is told, though several may have met it
+                )  # one fault is reported, though several may have met it
 
     async def _reply(
         self, client: httpx.AsyncClient, prompt: Prompt, parameters: Generation
@@ -206,7 +207,7 @@ class Endpoint:
                 self._count_refusal(error.response.status_code, problem)
                 if error.response.status_code not in _RETRIED:
                     break
-                await _wait_as_told(error.response)
+                await _wait_retry_after(error.response)
             except FAULTS as error:
                 problem = fault(error)
                 if isinstance(error, StreamError) and _says_too_long(400, problem):
@@ -225,9 +226,11 @@ class Endpoint:
         different."""
         self._failed += 1
         if not self._answered and self._failed > max(_HOPELESS, self._concurrency):
-            told = f"none of the first {self._failed} requests got a reply, the last for: {problem}"
+            message = (
+                f"none of the first {self._failed} requests got a reply, the last for: {problem}"
+            )
             raise _Fatal(
-                told,
+                message,
                 "mend the server and repeat the command; `quantkit regrade` grades what an earlier "
                 "run kept",
             )
@@ -287,13 +290,13 @@ def _says_too_long(status: int, problem: str) -> bool:
     return status in (400, 413, 422) and any(words in problem.lower() for words in _TOO_LONG)
 
 
-async def _wait_as_told(response: httpx.Response) -> None:
+async def _wait_retry_after(response: httpx.Response) -> None:
     """Retry-After in seconds or as a date, a minute at most."""
-    told = response.headers.get("retry-after", "")
+    after = response.headers.get("retry-after", "")
     seconds = 0.0
-    if told.isdecimal():
-        seconds = float(told)
-    elif told:
+    if after.isdecimal():
+        seconds = float(after)
+    elif after:
         with suppress(ValueError, TypeError):
-            seconds = parsedate_to_datetime(told).timestamp() - time.time()
+            seconds = parsedate_to_datetime(after).timestamp() - time.time()
     await asyncio.sleep(min(max(seconds, 0.0), 60.0))

@@ -43,7 +43,7 @@ class ModelReply:
     stop, length, content_filter (a server's filter ended it), context (the request did not fit the
     model's context; `refusal` says so in the server's words, and there is no text) or a server's
     own word. With `error` set, there is no reply. Times are seconds. `logprobs`: of every token, as
-    OpenAI's interface tells them, where they were asked for; they are not kept.
+    OpenAI's interface returns them, where they were asked for; they are not kept.
     """
 
     index: int

@@ -55,8 +55,8 @@ class Local:
         limit = self.engine.max_model_len
         fitting = [index for index, (ids, _) in enumerate(encoded) if len(ids) < limit]
         for index in set(range(len(prompts))).difference(fitting):
-            told = f"the prompt has {len(encoded[index][0])} tokens, the context is {limit}"
-            yield ModelReply(index, finish_reason="context", refusal=told)
+            refusal_text = f"the prompt has {len(encoded[index][0])} tokens, the context is {limit}"
+            yield ModelReply(index, finish_reason="context", refusal=refusal_text)
         sampling = [
             SamplingParams(
                 max_new_tokens=parameters.max_tokens or limit,

@@ -26,8 +26,8 @@ def check_same_model(
     """Raise QuantkitError where another model answers now than the one whose replies `journal`
     keeps. prompt: asked if none was yet.
 
-    A server that does not answer alike twice cannot be told from another one: that is said with
-    `notice`, and the run goes on.
+    A server that does not answer alike twice cannot be distinguished from another one: that is said
+    with `notice`, and the run goes on.
     """
     if generator.identity_is_certain:
         return
@@ -39,7 +39,8 @@ def check_same_model(
             journal.add_probe(prompt, reply)
         if journal.kept:
             notice(
-                "it cannot be told whether the kept replies are this model's: none was kept that "
+                "it cannot be verified whether the kept replies are this model's: none was kept "
+                "that "
                 "was asked greedily"
             )
         return
@@ -54,7 +55,8 @@ def check_same_model(
         notice(
             f"{generator.name} does not answer alike twice at temperature 0, so the server may set "
             "a temperature of its own: "
-            "whether the kept replies are this model's cannot be told; serve it without, or give "
+            "whether the kept replies are this model's cannot be verified; serve it without, or "
+            "give "
             "another --out"
         )
         return

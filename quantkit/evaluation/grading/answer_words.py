@@ -37,7 +37,7 @@ STILL = (
     r"但|所以|因此|しかし|よって|sin "
     r"embargo|pero|cependant|mais|donc|jedoch|aber|also\b|mas\b|portanto|но\b|ma\b|quindi"
 )
-"""What brings an answer behind a refusal."""
+"""What introduces an answer after a refusal."""
 REFUSED = (
     r"无法(?:确定|回答|解决|计算|提供|给出|判断|求)|不能(?:确定|回答|帮)|不知道|抱歉|对不起|信息不足|条件不足"
     r"|申し訳|できません|わかりません|分かりません|求められません|죄송|할 수 없|알 수 없|모르겠"
@@ -70,7 +70,7 @@ BOUND_JOINS = "ou|o|oder|или|que|als|à|a|di|чем"
 GERUND = r"[^\W\d_]{2,}(?:ando|iendo|endo|indo)"
 IS = "ist|sind|beträgt|betragen|war|est|sont|était|fait|es|son|era|é|são|è|sono|jest"
 SUMS = r"(?:somm|summ|kost|coût|pre[zc]|preis|prix|distan|равн|составля|стоит)\w*"
-"""What takes the answer behind a preposition: la somme est de 48, el precio es de 48."""
+"""What takes the answer after a preposition: la somme est de 48, el precio es de 48."""
 IF = "wenn|falls|si|se|если|如果|若"
 AND = "und|oder|et|ou|y|o|e|и|或"
 IN_YEAR = "im|bis|seit|ab|en|dès|depuis|desde|nel|dal|em|w|od|в|с|к|i|sedan"

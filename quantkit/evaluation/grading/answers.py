@@ -60,12 +60,12 @@ _FOREIGN_DENIAL = re.compile(
 _CUES, _SENTENCE = (
     50,
     600,
-)  # cues for an answer that are looked at, the last ones, and characters behind each
+)  # cues for an answer that are looked at, the last ones, and characters after each
 _ENDING = 4000  # characters at the end of a text that states no answer
 
 
 def _statements(text: str) -> list[tuple[int, str, bool]]:
-    """What is said behind each cue for an answer: where, the text up to the end of its line, and
+    """What follows each cue for an answer: where, the text up to the end of its line, and
     whether it is denied."""
     found = []
     for match in list(_CUE.finditer(text))[-_CUES:]:
@@ -90,7 +90,7 @@ _TABLE_ROW = re.compile(r"(?m)^[ \t]*\|[ \t][^\n]*\|[ \t]*$")
 
 def _lines(text: str) -> str:
     """Without headings, quotes, lists and emphasis, of a table's row its last cell; what is
-    displayed stands on a line of its own."""
+    displayed is on a line of its own."""
     return _DISPLAYED.sub("\n", _TABLE_ROW.sub(_last_cell, _MARKS.sub("", text)))
 
 
@@ -113,7 +113,7 @@ _MIL = re.compile(
 )  # Spanish and Portuguese: 45 mil habitantes
 _MILES = re.compile(
     r"(?<=[^\W\d_])(\s+\d+)\s+mil(?=\W*$|\s+[a-z])(?! (?:de|in)\b)"
-)  # of other languages; $3 mil stands behind its sign
+)  # of other languages; $3 mil comes after its sign
 _TURKISH = re.compile(
     r"(?<![\w.,])(\d{1,3}(?:\.\d{3})*)'(?:[dt][iıuü]r|[a-zçğıöşü]{1,3})(?![a-zçğıöşü])"
 )  # 45.000'dir
@@ -135,7 +135,7 @@ def _named_value(text: str) -> str:
 
 def _with_thousands(text: str) -> str:
     """Without the points at thousands, where the text's language writes so and no decimal point
-    stands in it: 1.250 Liter."""
+    is in it: 1.250 Liter."""
     text = _MIL.sub(r"\1 thousand", text) if decimal_comma(text[-_ENDING:]) else text
     text = _MILES.sub(r"\1 miles", text)
     text = _TURKISH.sub(lambda match: match[1].replace(".", ""), text)
@@ -189,8 +189,8 @@ _OF_HOW_MANY = re.compile(
 
 def _in_digits(match: re.Match[str]) -> str:
     """`7 of the 12` for `seven out of the twelve`: of numbers in words and in digits, the rules
-    behind see the digits alone. Words that end the sentence, `seven of 12`, are the first alone: 7
-    of 12 might be 7/12."""
+    after it see the digits alone. Words that end the sentence, `seven of 12`, are the first alone:
+    7 of 12 might be 7/12."""
     part, whole = (begin_quantity(match[name]) for name in ("part", "whole"))
     if part is None or whole is None:
         return match[0]
@@ -205,7 +205,7 @@ def find_number(text: str, letters: bool = True, question: str = "") -> Extracti
     """The answer of a text whose answer is a number: the last box, else the last stated answer,
     else the last number.
 
-    An answer that is stated behind the box, as a sentence, and is another one, replaces the box.
+    An answer that is stated after the box, as a sentence, and is another one, replaces the box.
     """
     text = _with_thousands(_named_value(_CALCULATION.sub("", prepared(text))))
     text, otherwise = in_one_unit(
@@ -226,9 +226,9 @@ def _find_number(text: str, letters: bool, question: str) -> Extraction:
         value = read_value(box.text or "", letters)
         if value is None and (before := equal_to(text)) is not None:
             value = read_value(before, letters)
-        behind = _stated(text[boxes(text)[0][-1].end :], letters)
-        if behind is not None and behind.value is not None and behind.value != value:
-            return behind
+        after_box = _stated(text[boxes(text)[0][-1].end :], letters)
+        if after_box is not None and after_box.value is not None and after_box.value != value:
+            return after_box
         return Extraction(box.text, "asked", value=value)
     stated = (
         _reconsidered(text, letters) or _stated(text, letters) or _answered_first(text, letters)
@@ -260,7 +260,7 @@ _NONE = re.compile(
 
 def _none_of_them(text: str, question: str) -> Extraction | None:
     """Zero, where the question asks how many and the text ends with `none are left`: where other
-    numbers stand at its end, too, only of what is asked to be left."""
+    numbers are at its end, too, only of what is asked to be left."""
     said = _NONE.search(text[-_SENTENCE:].strip()) if _HOW_MANY.search(question) else None
     return Extraction(said["said"], "last", value=Fraction(0)) if said is not None else None
 
@@ -272,7 +272,7 @@ _RECONSIDERS = re.compile(
 
 
 def _reconsidered(text: str, letters: bool) -> Extraction | None:
-    """What the text comes to behind the last point at which it thinks again, where that states no
+    """What the text comes to after the last point at which it thinks again, where that states no
     answer but ends in `So ... = 72`."""
     text = text[-_ENDING:]
     points = list(_RECONSIDERS.finditer(text))

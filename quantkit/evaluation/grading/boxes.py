@@ -29,7 +29,7 @@ class Extraction:
 
 @dataclass(frozen=True)
 class BoxedText:
-    r"""The content of one \boxed{}, and where it stands in the text, command and braces
+    r"""The content of one \boxed{}, and where it is in the text, command and braces
     included."""
 
     content: str
@@ -130,7 +130,7 @@ def last_box(text: str) -> Extraction:
 
 
 def _are_joined(text: str, one: BoxedText, other: BoxedText) -> bool:
-    """Whether two boxes are offered side by side: only `or` and its like stands between them, and
+    """Whether two boxes are offered side by side: only `or` and its like is between them, and
     the name where both have the same."""
     names = [_NAME.search(text[: box.start]) for box in (one, other)]
     is_same = names[0] is not None and names[1] is not None and names[0][1] == names[1][1]

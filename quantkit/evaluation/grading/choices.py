@@ -115,7 +115,7 @@ _JUDGED = re.compile(
 
 
 def _statements(text: str) -> list[tuple[int, Found, str]]:
-    """Where each statement stands, of which kind it is, and what it says is chosen. What holds a
+    """Where each statement is, of which kind it is, and what it says is chosen. What holds a
     box is left to the box."""
     found: list[tuple[int, Found, str]] = []
     for match in list(_ASKED.finditer(text))[-_CUES:]:

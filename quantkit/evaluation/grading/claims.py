@@ -73,7 +73,7 @@ class _Tally:
     """What speaks for a number of a sentence: all `points`, and how many of them are the question's
     `words`, or its `kind`.
 
-    `is_concluded`: it is computed there, or stands behind a word like `so`. `is_given`: by the
+    `is_concluded`: it is computed there, or follows a word like `so`. `is_given`: by the
     question.
     """
 
@@ -148,13 +148,13 @@ def _tally(
 ) -> _Tally:
     """What speaks for a number: `here`, the question's words around it; `nouns`, what it or the
     number before it counts."""
-    told_by_kind = {
+    implied_by_kind = {
         noun
         for noun in asked.counted
         if number.counted and (noun in nouns or noun == asked.counted[-1])
     }
     words = (
-        min(len(here - told_by_kind), 3)
+        min(len(here - implied_by_kind), 3)
         + len(here & {"total", "left"})
         + bool(here & asked.circumstances)
     )
@@ -180,11 +180,11 @@ def _tally(
 
 
 def _around(clause: str, asked: AskedFor) -> int:
-    """What the clause tells of its numbers, whatever the question's words: another time, what is
+    """What the clause says of its numbers, whatever the question's words: another time, what is
     not."""
     points = -(
         (asked.another_time and _NOW.search(clause) is not None)
-        or (_FIRST.search(clause) is not None and "first" not in asked.told)
+        or (_FIRST.search(clause) is not None and "first" not in asked.literal_words)
     )
     points -= 2 * ("left" in stems(clause) - asked.words)
     return points - 2 * ((NEGATED.search(clause) is not None) != asked.denied)
@@ -193,7 +193,7 @@ def _around(clause: str, asked: AskedFor) -> int:
 def _of_kind(number: Number, nouns: list[str], asked: AskedFor) -> int:
     """Whether the number counts what the question counts; without a noun it counts the same as the
     number before it."""
-    behind = number.sentence[number.end :]
+    after_number = number.sentence[number.end :]
     written = number.sentence[number.start : number.end]
     is_money = re.search(rf"[{SIGNS}]", written) is not None or not {"dollar", "cent"}.isdisjoint(
         nouns
@@ -204,7 +204,7 @@ def _of_kind(number: Number, nouns: list[str], asked: AskedFor) -> int:
         return 2 if of_kind else -2 if nouns or is_money or is_share else 0
     if is_money or is_share:
         return -2
-    points = int(asked.kind == "/" and _IS_RATE.match(behind) is not None)
+    points = int(asked.kind == "/" and _IS_RATE.match(after_number) is not None)
     if asked.counted and nouns:
         points += (2 if asked.counted[-1] in nouns else -1) + len(
             set(asked.counted[:-1]) & set(nouns)
@@ -290,7 +290,7 @@ def _weighed(sentence: str, asked: AskedFor) -> dict[Fraction, _Tally] | None:
         sentence,
     )
     if len(sentence) > LONGEST or any(
-        match[0].lower() not in asked.told for match in _UNSURE.finditer(sentence)
+        match[0].lower() not in asked.literal_words for match in _UNSURE.finditer(sentence)
     ):
         return None
     return _tallies(sentence, asked)

@@ -51,7 +51,7 @@ _ATTACHED = re.compile(
     r"[^\W\d_]+|[²³!^√]|\s+(?:squared|cubed|factorial)\b|(?P<factor>\s+times\s+(?:as|the|more)\b)"
 )
 _JOINS = re.compile(r"(?i)^[\s,;]*(?:and|but|or)\b|\b(?:all\s+but|other|more\s+than)\b")
-# What takes its object behind a preposition: is left with 6, adds up to 12, drops by 50 to 350,
+# What takes its object after a preposition: is left with 6, adds up to 12, drops by 50 to 350,
 # works out at 45.
 TAKES = re.compile(
     r"(?i)\b(?:(?:left|leav(?:es|ing)|end(?:s|ed|ing)?\s+up)(?:\s+[a-z]+)?\s+with|(?:add|sum|amount|come|total|lead|rise|rose|drop|fall|fell"
@@ -68,7 +68,7 @@ _NEXT_WORDS = re.compile(rf"(?:[\s-]+(?!{_NO_NOUN})[^\W\d_]+){{0,4}}")
 
 @dataclass(frozen=True)
 class Number:
-    """A number of a sentence, where it stands, and what counts for it beside the words around
+    """A number of a sentence, where it is, and what counts for it in addition to the words around
     it."""
 
     sentence: str
@@ -94,9 +94,9 @@ class Number:
 
     @property
     def counted(self) -> list[str]:
-        """The words behind it that say what it counts."""
-        behind = _NEXT_WORDS.match(self.sentence, self.end)
-        return re.findall(r"[^\W\d_]+", behind[0]) if behind is not None else []
+        """The words after it that say what it counts."""
+        next_words = _NEXT_WORDS.match(self.sentence, self.end)
+        return re.findall(r"[^\W\d_]+", next_words[0]) if next_words is not None else []
 
     def is_another(self, clause: int, compares: bool) -> bool:
         """Whether the words around it make it another number: half of 12, 12 squared, 12x, 4 times
@@ -128,7 +128,7 @@ def numbers_of(sentence: str) -> list[Number]:
 
 
 def clauses_of(sentence: str, numbers: list["Number"]) -> list[tuple[int, int]]:
-    """Where clauses begin and end. A pronoun begins one only where a number stands before it: after
+    """Where clauses begin and end. A pronoun begins one only where a number comes before it: after
     5 days | he spends."""
     starts = [0]
     for match in _BOUNDARY.finditer(sentence):

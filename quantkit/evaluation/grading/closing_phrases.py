@@ -68,7 +68,7 @@ _LAST = 3  # sentences at the end in which a refusal is looked for
 
 
 def refuses(text: str) -> bool:
-    """Whether the last sentences say that there is no answer, and none is given behind it all the
+    """Whether the last sentences say that there is no answer, and none is given after it all the
     same."""
     sentences = [part for part in re.split(r"(?<=[.!?。])\s*|\n+", text) if re.search(r"\w", part)][
         -_LAST:

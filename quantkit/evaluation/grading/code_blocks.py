@@ -26,7 +26,7 @@ _PYTHON = re.compile(r"(?:py|python|ipython|pypy)[\d.]*")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: the first word behind the opening fence, in lower case, and the text without
+    """A fenced block: the first word after the opening fence, in lower case, and the text without
     common indentation."""
 
     tag: str

@@ -10,7 +10,7 @@ from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, plain
 Dimension = dict[str, int]
 """How many of the least unit of a dimension a unit is; singular, in lower case."""
 
-# A letter that is a unit of two dimensions means that of the first where it stands alone: 5 m are
+# A letter that is a unit of two dimensions means that of the first where it is alone: 5 m are
 # metres, and in 1h 30m minutes.
 _DIMENSIONS: tuple[Dimension, ...] = (
     {

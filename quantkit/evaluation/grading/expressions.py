@@ -26,7 +26,7 @@ _AND = re.compile(r"(?i)(?:,\s*)?(?:\\text\s*\{\s*(?:,\s*)?and\s*\}|\band\b)")
 _LABEL = re.compile(
     r"^[A-Za-z](?:_\{?\w+\}?|\(\w\))?\s*(?:=|\\in(?![a-z]))|^[^=<>\d]{1,40}=|^(?:\\Pr|[PEV])\s*\([^()]{1,40}\)\s*="
 )
-# What is measured, behind a number with a constant: 12π cm², 3√2 units, 12π 平方厘米.
+# What is measured, after a number with a constant: 12π cm², 3√2 units, 12π 平方厘米.
 _UNIT_BEHIND = re.compile(
     r"(?<=[\w})π²])\s*(?:(?<![A-Za-z])(?:(?:square|cubic|sq\.?|cu\.?)\s+)?(?:[kcm]?m|in|ft|yd|mi|units?|inch(?:es)?|f(?:ee|oo)t|yards?|miles?"
     r"|(?:centi|milli|kilo)?met(?:er|re)s?|radians?|rad|degrees?|seconds?|hours?|minutes?)(?:\s*(?:\^\s*\{?[23]\}?|[²³]|squared|cubed))?"

@@ -3,7 +3,7 @@ instruction's parameters.
 
 After "Instruction-Following Evaluation for Large Language Models" (Zhou et al., 2023): the verdicts
 are those of the authors' checker, its patterns included where they are more lenient than the
-instruction (a postscript may stand anywhere). `make test-lm-eval` compares them. An empty reply
+instruction (a postscript may be anywhere). `make test-lm-eval` compares them. An empty reply
 follows no instruction. `loose` accepts a reply that follows without its first line, its last line
 or its asterisks.
 """

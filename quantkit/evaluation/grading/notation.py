@@ -90,9 +90,9 @@ def _exact(match: re.Match[str]) -> str:
 
 
 def _sine(degrees: int) -> str | None:
-    turned = degrees % 360
-    value = _SINES.get(min(turned % 180, 180 - turned % 180))
-    return f"-{value}" if value not in (None, "0") and turned > 180 else value
+    angle = degrees % 360
+    value = _SINES.get(min(angle % 180, 180 - angle % 180))
+    return f"-{value}" if value not in (None, "0") and angle > 180 else value
 
 
 def _tangent(degrees: int) -> str | None:

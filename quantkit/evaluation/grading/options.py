@@ -11,7 +11,7 @@ SENTENCE = 300
 NOTHING = "-"
 """What a statement chooses that names several options, or denies the one it names."""
 
-# What may stand between "ANSWER:" and the choice itself.
+# What may come between "ANSWER:" and the choice itself.
 _INTRODUCTION = re.compile(
     r"(?i)^(?:(?:the |my )?(?:final |correct |right |best )*(?:answer|option|choice|letter)(?: "
     r"is)?\s*:?\s*"
@@ -22,6 +22,9 @@ _INTRODUCTION = re.compile(
     r"|(?:opción|opção|opzione|optie|lettre|letra|lettera|alternativa|buchstabe|вариант|буква|choix|opsi|seçenek)\s+"
     r"|(?:probably|most "
     r"likely|likely|definitely|clearly|certainly|therefore|thus|then|hence|surely|simply|obviously|indeed|just),? "
+    r""
+    r""
+    r""
     r""
     r""
     r")"
@@ -114,7 +117,7 @@ def _names_another(letter: str, rest: str, letters: str) -> bool:
 
 
 def _by_text(said: str, options: list[str]) -> str | None:
-    """The option whose whole text is said, alone, before a comma, or with its letter behind it."""
+    """The option whose whole text is said, alone, before a comma, or with its letter after it."""
     pieces = [said, re.split(r",(?!\d)|[;(]|\.\s|\s-\s", said)[0]]
     for piece in pieces:
         found = [

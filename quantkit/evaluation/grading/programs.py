@@ -56,7 +56,7 @@ def _python_first(fenced: list[Block]) -> list[Block]:
 
 
 def _parts(block: Block, fenced: list[Block]) -> list[str]:
-    """The block behind those before it that only import or define, where it uses a name of theirs
+    """The block after those before it that only import or define, where it uses a name of theirs
     that it does not define itself."""
     own = bound(block.source)
     parts, missing = [block.source], used(block.source) - own
@@ -96,7 +96,7 @@ def completed_function(text: str, prompt: str, entry_point: str) -> tuple[str, .
 
 
 def _behind(prompt: str, *parts: str) -> tuple[str, ...]:
-    """A prompt that ends in a bare signature cannot stand by itself."""
+    """A prompt that ends in a bare signature is not complete by itself."""
     return (prompt, *parts) if parses(prompt) else parts
 
 

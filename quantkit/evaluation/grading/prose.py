@@ -25,7 +25,7 @@ _NUMBER_WORD = (
     r"|seven|eigh|nine)ty|half|a\s+(?:half|quarter|third|dozen|hundred|thousand|million)|dozen)"
 )
 _DETERMINER = r"(?:the|a|this|that|these|those|its|his|her|their)"
-# Where a sentence goes on behind its number, and the number is over.
+# Where a sentence goes on after its number, and the number is over.
 _GOES_ON = re.compile(
     "|".join(
         (
@@ -66,7 +66,7 @@ _ROUNDED = re.compile(
     r"be\s+)?(?:rounds?|rounded|rounding)\s+(?:up\s+|down\s+|off\s+)?to\s+(?:about\s+)?"
     r"(?=[$]?\d)(?!\d+\s+(?:decimal|significant|places|digits))"
 )
-# The circumstances, before what is claimed: `In 3 years, ...`, `Since it is 9, ...`; and behind it
+# The circumstances, before what is claimed: `In 3 years, ...`, `Since it is 9, ...`; and after it
 # the reason, what it is not, what fails.
 _IN_FRONT = re.compile(
     r"(?i)^\s*(?:in|after|before|for|over|at|with|on|during|within|of|out "
@@ -159,7 +159,7 @@ def has_number(text: str) -> bool:
 
 
 def _claim(sentence: str) -> str:
-    """Without remarks in brackets, the circumstances in front, the reasons behind."""
+    """Without remarks in brackets, the circumstances in front, the reasons after."""
     sentence = re.sub(r"\s+(?=[,;])", "", re.sub(r"\s+", " ", sentence))
     sentence = _MIDDLE.sub(" so ", _ROUND.sub("is ", sentence))
     sentence = _PARTICLE.sub(r"\g<said>", _MORE_THAN.sub(r"\g<said>", sentence))
@@ -173,7 +173,7 @@ def _claim(sentence: str) -> str:
 
 
 def _conclusion(sentence: str) -> str:
-    """What stands behind its last `so`, `which leaves`, `a total of`."""
+    """What follows its last `so`, `which leaves`, `a total of`."""
     last = _CONCLUDES.split(_SHARE.sub("", sentence))[-1]
     return last if re.search(r"\d", last) else sentence
 
@@ -289,7 +289,7 @@ _GIVES_UP = re.compile(
 
 
 def _predicate(sentence: str, letters: bool) -> Value | None:
-    """What the sentence says of its subject, where that is all that stands behind its last verb or
+    """What the sentence says of its subject, where that is all that follows its last verb or
     equals sign."""
     match = _PREDICATE.match(_FACTORIAL.sub(r"\1 factorial", sentence).rstrip(" .!*"))
     if (

@@ -13,7 +13,7 @@ from fractions import Fraction
 from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT
 from quantkit.evaluation.grading.units import CURRENCY, is_unit
 
-LONGEST = 60  # digits of a number; what is longer is no answer that anybody meant
+LONGEST = 60  # digits of a number; what is longer is no answer that was meant
 
 _SIGN = re.compile(
     rf"(?P<sign>(?:minus|negative)[\s{TEXT}{END_TEXT}]+|负|零下|[-+]?)\s*(?:{CURRENCY})?\s*(?P<inner>[-+]?)\s*",
@@ -185,7 +185,7 @@ def _digits(text: str, start: int) -> Quantity | None:
 
 
 def _scaled(text: str, found: Quantity) -> Quantity:
-    """With the multipliers behind it: 3 million, 2 dozen, 70k, 7万, 1 dozen and 6, 18 and a half."""
+    """With the multipliers after it: 3 million, 2 dozen, 70k, 7万, 1 dozen and 6, 18 and a half."""
     end, scale = found.end, Fraction(1)
     while (match := _SCALE.match(text, end)) is not None:
         scale *= _SCALES[(match["word"] or match["cjk"]).lower()]
@@ -304,7 +304,7 @@ def _bare(text: str) -> str:
     text = text.strip().rstrip("。.").strip()
     if text[:1] in ('"', "'") or not re.search(
         r"\d['\"]+$", text
-    ):  # behind a bare number a quote is a prime
+    ):  # after a bare number a quote is a prime
         text = text.strip("\"'").strip().rstrip("。.").strip()
     before = None
     while before != text:

@@ -14,11 +14,11 @@ from quantkit.evaluation.grading.typesetting import END_TEXT, TEXT, plain
 @dataclass(frozen=True)
 class AskedFor:
     """`counted`: what is counted (`how many dark chocolates`), its last word the noun; `words`: the
-    stems of what is asked; `given`: numbers that the question tells; `circumstances`: of the words
-    those behind a preposition (`in the afternoon`); `kind`: `$` for money, `%` for a share, `/` for
+    stems of what is asked; `given`: numbers that the question gives; `circumstances`: of the words
+    those after a preposition (`in the afternoon`); `kind`: `$` for money, `%` for a share, `/` for
     a rate; `denied`: how many are not; `another_time`: not now; `when`: after how many years;
-    `compares`: by how much; `told`:
-    the words of what is asked, as they stand.
+    `compares`: by how much; `literal_words`:
+    the words of what is asked, as written.
     """
 
     counted: tuple[str, ...]
@@ -30,7 +30,7 @@ class AskedFor:
     another_time: bool
     when: bool
     compares: bool
-    told: frozenset[str]
+    literal_words: frozenset[str]
 
 
 # Words that say the same; the first names the class.
@@ -107,7 +107,7 @@ def stem(word: str) -> str:
 
 
 def stems(text: str) -> frozenset[str]:
-    """The stems of the words that tell something, and `total` and `left` where another language
+    """The stems of the words that state something, and `total` and `left` where another language
     says so."""
     found = {
         stem(word)
@@ -192,7 +192,7 @@ def read_question(question: str) -> AskedFor | None:
     )
     if nouns and nouns[-1] in ("dollar", "cent"):
         kind = "$"
-    told = [
+    stated_numbers = [
         number
         for number in numbers_of(_OF_THESE.sub("", shown))
         if not _COEFFICIENT.match(number.sentence, number.end)
@@ -203,7 +203,7 @@ def read_question(question: str) -> AskedFor | None:
     return AskedFor(
         counted=nouns,
         words=words,
-        given=frozenset(number.value for number in told),
+        given=frozenset(number.value for number in stated_numbers),
         circumstances=frozenset(
             word for match in _CIRCUMSTANCE.finditer(asked) for word in stems(match[1]) & words
         )
@@ -213,5 +213,5 @@ def read_question(question: str) -> AskedFor | None:
         another_time=_ANOTHER_TIME.search(asked) is not None,
         compares=_COMPARES.search(target) is not None,
         when=_WHEN.search(sentences[-1]) is not None,
-        told=frozenset(re.findall(r"[a-z]+", target.lower())),
+        literal_words=frozenset(re.findall(r"[a-z]+", target.lower())),
     )

@@ -61,7 +61,7 @@ def split(completion: ModelReply, thinking_expected: bool) -> Reply:
 
 
 def _scan(text: str, inside: bool) -> tuple[str, str, bool]:
-    """The text inside and outside of tags, and whether it ends inside. What stands before a closing
+    """The text inside and outside of tags, and whether it ends inside. What comes before a closing
     tag that nothing opened is inside."""
     thinking, answer, position = "", "", 0
     for match in _TAG.finditer(text):

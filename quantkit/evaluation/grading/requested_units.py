@@ -20,7 +20,7 @@ _SMALL_MONEY = re.compile(r"(?i)\bcents?\b|¢|\bpenn(?:y|ies)\b|\b(?:dime|nickel
 
 def asked_unit(question: str) -> str | None:
     """The unit that a question asks for, in the plural: of `how many minutes` and `in inches` the
-    last one; dollars, where money is asked for, its sign is there, and no cents are told of. None
+    last one; dollars, where money is asked for, its sign is there, and no cents are mentioned. None
     where it asks for no unit."""
     units = [word.lower() for word in _UNIT_OF.findall(plain(question))]
     units = [
@@ -42,7 +42,7 @@ def asked_unit(question: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Compound:
-    """`1 hour and 30 minutes`: where it stands, its dimension, its units from the largest on, and
+    """`1 hour and 30 minutes`: where it is, its dimension, its units from the largest on, and
     the amount in the least unit."""
 
     start: int
@@ -57,7 +57,7 @@ class _Compound:
 
 def in_one_unit(text: str, question: str) -> tuple[str, dict[Fraction, tuple[Fraction, ...]]]:
     """`text` with every compound quantity (`5 feet 5 inches`) in one unit: that which the question
-    asks for, else its smallest. Of the second, by the value that stands in the text then, its
+    asks for, else its smallest. Of the second, by the value that is in the text then, its
     values in all of its own units.
 
     Dollars and cents stay as they are unless the question asks for one of them.
@@ -94,7 +94,7 @@ _RATE = re.compile(r"(?i)\s*(?:/|(?:at|of|per|each|every|apiece|an?)\b)")
 
 
 def _compounds(text: str) -> Iterator[_Compound]:
-    """Compounds go from larger units to smaller ones of one dimension. Behind a comma alone no part
+    """Compounds go from larger units to smaller ones of one dimension. After a comma alone no part
     makes up one of the unit before it,
     and no rate follows: `2 days, 5 hours each` are two things."""
     position = 0
@@ -152,7 +152,7 @@ _MEASURED = re.compile(
 
 def converted(value: Fraction, said: str, question: str) -> Fraction:
     """`value`, which the sentence or box `said` states, in the unit that the question asks for,
-    where it stands there before another unit
+    where it is there before another unit
     of the same dimension: 1.5 hours are 90 where minutes are asked for."""
     asked = asked_unit(question)
     shown = plain(said).replace(TEXT, " ").replace(END_TEXT, " ") if asked is not None else ""

@@ -15,7 +15,7 @@ _NUMBER = re.compile(rf"(?<![A-Za-z\d.,^_]){_DIGITS}")
 _CALCULATES = re.compile(r"[=<>≤≥≈≡^√|\\]|\d\s*[-+*/×·÷]\s*[$]?\d")
 
 _YEAR = r"(?:1[6-9]|20|21)\d\d(?!\d|[.,:]\d|\s*[%€])"
-# With the word for a year; behind a preposition alone only where no noun follows that it could
+# With the word for a year; after a preposition alone only where no noun follows that it could
 # count: in 2030 ways.
 _YEARS = re.compile(
     rf"(?:(?<!\w)(?i:in|by|since|until|till|from|as of|during|{answer_words.IN_YEAR})\s+)?"
@@ -45,7 +45,7 @@ _GOVERNED = re.compile(
     rf"(?P<rate>\s*(?:\b{_AGAIN}\b|/)\s*[^\W\d_]+|\s+(?:{_APIECE}))?",
     re.IGNORECASE,
 )
-# What takes its object behind a preposition: it comes out at 240, results in 240, ends up with 240,
+# What takes its object after a preposition: it comes out at 240, results in 240, ends up with 240,
 # sells for 240, a total of 240.
 _LEADS = re.compile(
     rf"(?i)\b(?:(?:arriv|result|finish|stand|settl|remain|total|cost)\w*|{answer_words.SUMS}|{answer_words.IS}"

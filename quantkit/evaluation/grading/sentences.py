@@ -73,7 +73,7 @@ _END = re.compile(r"(\S*?)([.?!]+)(?:[)\]}\"']*(?=\s+(\S+)|\s*$)|(?=[)\"';}\]*:@
 
 
 def count_sentences(text: str) -> int:
-    """Sentences of a text; what stands behind the last end counts as one."""
+    """Sentences of a text; what follows the last end counts as one."""
     text = text.strip()
     count, start = 0, 0
     for match in _END.finditer(text):

@@ -46,7 +46,7 @@ def defined(source: str) -> set[str]:
 
 
 def is_sketch(node: ast.stmt) -> bool:
-    """A function whose body is `...` or `pass`, perhaps behind a docstring."""
+    """A function whose body is `...` or `pass`, perhaps after a docstring."""
     body = node.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else []
     empty = [
         isinstance(one, ast.Pass)

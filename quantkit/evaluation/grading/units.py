@@ -1,5 +1,5 @@
-"""What may stand behind a number and leave it the number that it is: units, things that are
-counted; and currencies before or behind it."""
+"""What may follow a number and leave it the number that it is: units, things that are
+counted; and currencies before or after it."""
 
 import re
 
@@ -53,7 +53,7 @@ _PART_OF_A_NAME = re.compile(
 
 
 def is_unit(text: str, letters: bool) -> bool:
-    """Whether `text`, which stands behind a number, only says what is counted. `letters`: a letter
+    """Whether `text`, which follows a number, only says what is counted. `letters`: a letter
     can be a unit (18 m)."""
     part = _PART_OF_A_NAME.match(text.replace(TEXT, "").replace(END_TEXT, ""))
     if part is not None and not (letters and part["prime"]):  # 45" are inches

@@ -27,7 +27,7 @@ _ALL_WRONG = re.compile(
 
 
 def _left(text: str, letters: str) -> str | None:
-    """The option that is left where a sentence calls all others wrong, and nothing behind it names
+    """The option that is left where a sentence calls all others wrong, and nothing after it names
     one."""
     found = list(_ALL_WRONG.finditer(text[-_ENDING:]))
     if not found or re.search(
@@ -63,6 +63,9 @@ _DOUBT = re.compile(
     r"|\b(?:consider|evaluat|examin|analy[sz]|discuss|look at|check|test)\w*\b|:\s*$"
     r"|\bplausible\b|\b(?:could|might|may) be\b|\btoo\b|\bclose second\b|错误"
     r"|\b(?:not|cannot|n't|neither|nor|wrong|incorrect|except|eliminated?|excluded?|reject(?:ed)?|discard(?:ed)?|ruled? "
+    r""
+    r""
+    r""
     r""
     r""
     r"out"
@@ -113,8 +116,8 @@ _SET_ASIDE = re.compile(
 
 
 def _set_against(text: str, options: list[str]) -> str | None:
-    """The choice of a reply that ends in `Not B; C.`: what stands in front are options, by letter
-    or by text, and behind is another one."""
+    """The choice of a reply that ends in `Not B; C.`: what comes first are options, by letter
+    or by text, and after it is another one."""
     said = _SET_ASIDE.search(text)
     if said is None or _DOUBT.search(said["chosen"]):
         return None
@@ -188,7 +191,7 @@ def _alone(text: str, options: list[str]) -> str | None:
 
 
 def _is_item(sentence: str, text: str) -> bool:
-    """Whether the sentence is the next one in a list of options, behind that of the letter before:
+    """Whether the sentence is the next one in a list of options, after that of the letter before:
     the text ends without a choice."""
     item = re.match(r"[(\[]?(?P<letter>[B-Z])[)\].:]+\s", sentence)
     return (

@@ -2,7 +2,7 @@ r"""The one value that an answer states: a number, or a constant expression that
 compute, or nothing.
 
 An answer may be an equation (its numbers must agree), may begin with words ("Total: $18"), and may
-have a remark behind it. Several values, a bound, a range, a ratio, a free letter: then it states no
+have a remark after it. Several values, a bound, a range, a ratio, a free letter: then it states no
 value.
 """
 
@@ -35,6 +35,9 @@ UNSOLVED = re.compile(
     r"(?:[^\d=]*\s)?(?:\d+\s*[a-z]|\d*\s*[a-z]\s*\^\s*\{?\d+\}?|\|[a-z]\|)\s*=(?=\s*-?[\d.,]+(?:,\s+as\s[a-z "
     r""
     r""
+    r""
+    r""
+    r""
     r"]+)?\W*$)"
 )
 """An equation that leaves a multiple or a power of its one unknown: So 2n = 540."""
@@ -55,7 +58,7 @@ _TIMES = re.compile(r"(?<=[\d)])\s*(?:x|×|·|\*)\s*(?=[\d(])")
 
 
 def read_value(text: str, letters: bool = True) -> Value | None:
-    """What an answer that stands by itself states; `letters`: single letters of known units are
+    """What an answer that is by itself states; `letters`: single letters of known units are
     units (18 m)."""
     if len(text) > LONGEST:
         return None
@@ -133,7 +136,7 @@ _LEADING = re.compile(
 
 
 def _introduced(shown: str, letters: bool) -> Fraction | None:
-    """A number behind words: `Total: $18`, `The answer is 204`, `Janet makes $18 every day`."""
+    """A number after words: `Total: $18`, `The answer is 204`, `Janet makes $18 every day`."""
     begins = NUMBER_BEGINS.search(shown)
     if begins is None:
         words = _LEADING.match(shown)

@@ -4,7 +4,7 @@ from quantkit.common.devices import describe_hardware
 
 
 def describe_machine(device: str = "auto") -> dict[str, str]:
-    """What must stand beside a time: the hardware, torch, and on an NPU the versions of torch_npu,
+    """What must accompany a time: the hardware, torch, and on an NPU the versions of torch_npu,
     CANN and the driver too."""
     import torch
 

@@ -8,7 +8,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 def render(template: str, **values: object) -> str:
     """The page from a template beside this file. Text is escaped; plots are marked safe where they
-    stand."""
+    are."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,

@@ -45,7 +45,7 @@ class SpeedTable(Strict):
 
 
 class PublishedScore(Strict):
-    """One published score of one task, percent, ready to stand beside ours."""
+    """One published score of one task, percent, to compare with ours."""
 
     task: str
     score: float

@@ -6,7 +6,7 @@
   results.json, report.html            written last
 A fingerprint covers what makes a reply: model, task, prompt, data, sampling. It leaves out how many
 (limit, repeats, concurrency), so that growing a run reuses what is there, and a change of anything
-else starts a new file beside the old one and is told.
+else starts a new file next to the old one and is reported.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ class ReplyJournal:
     """Replies of one task under one fingerprint. Failed requests are not kept: they are asked
     again.
 
-    `probe`: whoever answers now can be held against it; None where none was kept.
+    `probe`: the current server can be compared with it; None where none was kept.
     `request` is written beside the facts of a new journal: what regrading needs to know (task file,
     data folder).
     """

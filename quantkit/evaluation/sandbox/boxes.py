@@ -1,4 +1,4 @@
-"""Starting a process behind the walls, watching what it holds, and ending it with everything it
+"""Starting a process inside the walls, watching what it holds, and ending it with everything it
 started."""
 
 import contextlib
@@ -28,7 +28,7 @@ MEMORY = 2048 * MIB  # of every process, and of all processes of a box together
 OUTPUT = 16 * MIB  # of every file, so of what is printed
 DISK_MIB, PROCESSES, FILES, STACK = 64, 48, 128, 64 * MIB
 CPUS = 8  # a pool of processes has one for each that it sees
-OURS = 4  # processes of a box that stand between us and the program, and one of grace
+OURS = 4  # processes of a box that are between us and the program, and one of grace
 START_S = 30.0  # for building the walls, on a machine that is busy
 WATCH_S = 0.05
 INSIDE = Path(__file__).with_name("inside")
@@ -57,7 +57,7 @@ class Command:
 
 
 class Box:
-    """One process tree behind walls of `level`. `cpu_s`: seconds of processor time for each
+    """One process tree inside walls of `level`. `cpu_s`: seconds of processor time for each
     process."""
 
     def __init__(self, level: Level, command: Command, cpu_s: float) -> None:
@@ -100,7 +100,7 @@ class Box:
         return process
 
     def wait_started(self) -> None:
-        """Returns once the walls stand. Raises BoxFault."""
+        """Returns once the walls are up. Raises BoxFault."""
         data, deadline = b"", time.monotonic() + START_S
         while select.select([self._started], [], [], max(0.0, deadline - time.monotonic()))[0]:
             chunk = os.read(self._started, 4096)
@@ -195,7 +195,7 @@ def _request(level: Level, command: Command, root: Path, cpu_s: float) -> dict[s
 
 
 def _interpreter() -> str:
-    """The real interpreter behind a virtual environment, which sees the standard library only."""
+    """The real interpreter of a virtual environment, which sees the standard library only."""
     return os.path.realpath(sys.executable)
 
 
@@ -227,7 +227,7 @@ def _counts_apart() -> bool:
 
 def _tasks_of_user() -> int:
     """Threads that count against the limit of processes beside those of the box: this user's, and
-    nobody's for the boxes of root."""
+    user user nobody's for the boxes of root."""
     users, count = {os.getuid(), 65534}, 0
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -257,7 +257,7 @@ def _held(pid: int) -> int:
 
 
 def _share(pid: int) -> int:
-    """Pages in proportion to how many processes have them, where the kernel tells; else as
+    """Pages in proportion to how many processes have them, where the kernel reports it; else as
     `_held`."""
     try:
         return _fields(f"/proc/{pid}/smaps_rollup", ("Pss_Anon", "Pss_Shmem", "SwapPss")) + _fields(

@@ -114,7 +114,7 @@ def _tried(attempt: Callable[[Level], ProgramRun], level: Level | None) -> Progr
 def _judged(
     program: Program, request: dict[str, Any], timeout_s: float, level: Level
 ) -> ProgramRun:
-    """The judge starts first and waits; the program begins when both are behind their walls and the
+    """The judge starts first and waits; the program begins when both are inside their walls and the
     judge asks for it."""
     with contextlib.ExitStack() as stack:
         calls, replies, report = (stack.enter_context(_Pipe()) for _ in range(3))
@@ -153,15 +153,15 @@ def _verdict(line: bytes | None, seconds: float) -> ProgramRun:
         return ProgramRun("timeout", f"no verdict after {seconds:.1f} s", seconds=seconds)
     if not line:
         return ProgramRun("no-verdict", "the judge ended before its tests did", seconds=seconds)
-    told = json.loads(line)
-    return ProgramRun(told["status"], _printable(told["detail"]), seconds=seconds)
+    verdict = json.loads(line)
+    return ProgramRun(verdict["status"], _printable(verdict["detail"]), seconds=seconds)
 
 
 def _script(source: str, stdin: str, timeout_s: float, level: Level) -> ProgramRun:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quantkit-script-")))
         (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace", newline="")
-        given, out, told = (
+        given, out, verdict = (
             stack.enter_context((folder / name).open(mode)) for name, mode in _STREAMS.items()
         )
         for name in _STREAMS:
@@ -169,7 +169,7 @@ def _script(source: str, stdin: str, timeout_s: float, level: Level) -> ProgramR
                 0o666
             )  # a program with an id of its own opens /dev/stdout by name
         views = tuple((str(folder / name), f"/dev/{name}", name != "stdin") for name in _STREAMS)
-        command = Command(["main.py"], given, out, told, files={"main.py": source}, views=views)
+        command = Command(["main.py"], given, out, verdict, files={"main.py": source}, views=views)
         box = stack.enter_context(contextlib.closing(Box(level, command, timeout_s)))
         box.wait_started()
         start = time.monotonic()
@@ -191,7 +191,7 @@ _STREAMS = {"stdin": "rb", "stdout": "wb", "stderr": "wb"}
 
 
 def _problem(code: int, errors: str) -> str:
-    """What an end was, if it was no good one: a signal, or an exception that nobody caught.
+    """What an end was, if it was no good one: a signal, or an uncaught exception.
     sys.exit may give any code."""
     if code > 128:
         return f"ended by signal {code - 128}"
@@ -320,7 +320,7 @@ class Found:
 
 @cache
 def find_level() -> Found:
-    """Runs a trivial program behind each kind of wall. One that fails is tried again: a busy
+    """Runs a trivial program inside each kind of wall. One that fails is tried again: a busy
     machine refuses at times."""
     reason = ""
     for number in range(_PROBES):

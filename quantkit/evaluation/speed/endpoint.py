@@ -78,7 +78,7 @@ class EndpointTarget:
         return [self.cut(text, work.input_len) if self.cut else text for text in texts]
 
     def close(self) -> None:
-        """The server is somebody else's."""
+        """The server is not ours."""
 
     async def _all(self, prompts: list[str], work: Workload) -> list[RequestTimes]:
         """At a rate a request is sent when it arrives; the time that it waits for one of

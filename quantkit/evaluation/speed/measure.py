@@ -79,7 +79,8 @@ class SpeedRow:
     them, else it is their maximum.
     `offered_rate`: requests/s that were sent, None where `concurrency` users each waited for their
     reply. `goodput`: None without limits.
-    `uncounted`: replies whose server told no number of tokens, so that every piece counts as one.
+    `uncounted`: replies whose server reported no number of tokens, so that every piece counts as
+    one.
     """
 
     input_len: int

@@ -26,7 +26,7 @@ _TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 def write_report(out: Path, result: dict[str, Any]) -> None:
     """`result` as `quantkit bench --json` prints it: `hardware` is the machine in one line,
-    `published` what others told of this model."""
+    `published` what others published of this model."""
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / "bench.json", json.dumps(result, indent=1) + "\n")
     environment = Environment(

@@ -1,5 +1,5 @@
-"""Bounds on the mean of a bounded quantity over the population that the problems of a task stand
-for.
+"""Bounds on the mean of a bounded quantity over the population that the problems of a task
+represent.
 
 Gaffke's bound (Gaffke 2005; Learned-Miller and Thomas 2019, arXiv:1905.06208): with n values in
 [least, most], the upper bound at level 1 - alpha is the (1 - alpha) quantile of sum_i W_i x_i +
@@ -7,7 +7,7 @@ W_(n+1) most, the weights uniform on the simplex (Dirichlet of ones). It is the 
 with one more problem, unseen, at the worst end; for the lower bound that problem is at `least`. So
 what was not seen
 counts problems: n equal values leave room for a share of 1 - alpha^(1/n) of others, whatever the
-number of repeats behind each value. For values of 0 and 1 it is Clopper and Pearson's exact bound;
+number of repeats of each value. For values of 0 and 1 it is Clopper and Pearson's exact bound;
 in general its coverage is conjectured, and in no simulation was it found short.
 
 Weights of equal values are drawn together, as Dirichlet(counts), so the cost does not grow with the

@@ -81,9 +81,9 @@ class Comparison:
         if self.alone is not None and self.alone != "cannot tell":
             seen += f"; by itself it would be {self.alone}, among {self.tasks} tasks it is not"
         if self.repeats_needed is not None:
-            return f"cannot tell: {seen}; about {self.repeats_needed} repeats of both would tell"
+            return f"cannot tell: {seen}; about {self.repeats_needed} repeats of both would decide"
         return (
-            f"cannot tell: {seen}; repeats will not tell, about {self.problems_needed} "
+            f"cannot tell: {seen}; repeats will not decide, about {self.problems_needed} "
             "problems would"
         )
 

@@ -1,6 +1,6 @@
 """How many problems and repeats a verdict takes, with a probability of 80 %.
 
-Advice after a look that could not tell is for the difference seen, known as badly as it is then,
+Advice after an inconclusive look is for the difference seen, known as badly as it is then,
 and for no loss at all as long as that may
 be so: the difference seen flatters itself, and a run without loss must end too.
 
@@ -53,7 +53,7 @@ def bound_distance(
 
 @dataclass(frozen=True)
 class UndecidedLook:
-    """A look that could not tell: the difference on `problems`, each asked `repeats` times of both
+    """An inconclusive look: the difference on `problems`, each asked `repeats` times of both
     models. May nothing be lost?"""
 
     difference: float
@@ -139,7 +139,7 @@ class PlannedRow:
 
 
 def plan(accuracy: float, margin: float, sampling: float | None = None) -> list[PlannedRow]:
-    """What it takes to tell a loss of `margin` from none at this accuracy, each with POWER. Both
+    """What it takes to detect a loss of `margin` from none at this accuracy, each with POWER. Both
     are shares.
 
     sampling: variance that one repeat of both models adds, as measured; None is the most there can

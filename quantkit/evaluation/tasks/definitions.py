@@ -22,7 +22,7 @@ class DataSource(Strict):
     """Where rows come from: a file that ships with quantkit, a file below --data-dir, or the
     `datasets` extra.
 
-    A name in `files` with a * stands for all files that match, one a subject: their rows get the
+    A name in `files` with a * means all files that match, one a subject: their rows get the
     field `file`, the file's name without its ending and without _test, _val or _dev.
     """
 

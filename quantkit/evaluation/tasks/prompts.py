@@ -50,7 +50,7 @@ def render(setting: Setting, problem: Problem, shots: list[Shot], seed: int) -> 
 
 
 def prompt_parts(prompt: Prompt) -> list[tuple[str, str]]:
-    """(role, text) of what is sent; a raw prompt is one part. A chat template is applied behind it,
+    """(role, text) of what is sent; a raw prompt is one part. A chat template is applied after it,
     by the server or the tokenizer."""
     if prompt.text is not None:
         return [("raw prompt", prompt.text)]

@@ -15,7 +15,7 @@ from quantkit.checkpoint.hub import find_model
 from quantkit.common.assets import asset
 from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.perplexity import measure
-from quantkit.evaluation.distance.served import TOP, Served, ToldReply, _compare, measure_served
+from quantkit.evaluation.distance.served import TOP, ScoredReply, Served, _compare, measure_served
 from quantkit.evaluation.distance.windows import Window
 
 
@@ -87,7 +87,7 @@ def test_the_divergence_is_a_lower_bound_that_named_tokens_close() -> None:
             for row, (one, target) in enumerate(zip(top, (1, 2, 3, 4)))
         ]
         own = [float(theirs[row, row + 1]) for row in range(4)]
-        found[named] = _compare(ToldReply(window, top, own), logs, is_baseline=True).divergences
+        found[named] = _compare(ScoredReply(window, top, own), logs, is_baseline=True).divergences
     for row in range(4):
         assert found[2][row] <= found[TOP][row] + 1e-6
         assert found[TOP][row] <= exact[row] + 1e-6

@@ -40,7 +40,7 @@ def main() -> None:
         except values.Unsupported as error:
             reply = b"u" + values.dumps(str(error))
         except BaseException as error:
-            reply = b"e" + values.dumps(told(error))
+            reply = b"e" + values.dumps(describe(error))
         messages.send(replies, reply)
 
 
@@ -60,7 +60,7 @@ def find(request: dict[str, Any]) -> Any:
     return space[name]
 
 
-def told(error: BaseException) -> list:
+def describe(error: BaseException) -> list:
     """Names of the exception's classes, nearest first, and its message."""
     try:
         message = str(error)

@@ -4,7 +4,7 @@ Run by path as `python -I -S -B gate.py`. The request is one JSON object on stdi
 Its descriptor `started`, a pipe, gets the word "ready" and is closed before anything untrusted
 runs, or gets what went wrong.
 
-With isolate, three processes stand between the caller and the program:
+With isolate, three processes are between the caller and the program:
   gate     waits for the child in the new namespaces, whose id maps it wrote
   init     process 1 of the pid namespace; mounts the new root, then waits
   program  drops every privilege, sets its limits and its filter of system calls, executes

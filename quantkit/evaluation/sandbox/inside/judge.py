@@ -1,4 +1,4 @@
-"""The trusted side: runs the tests. The function under test is a stand-in that sends its arguments
+"""The trusted side: runs the tests. The function under test is a proxy that sends its arguments
 to the other process.
 
     python judge.py CALLS REPLIES REPORT < request
@@ -7,7 +7,7 @@ REPORT gets "ready" once everything of ours is prepared, which is before the fir
 program runs, then one JSON object with status and detail. From "ready" on whatever goes wrong is
 the program's fault.
 
-What the stand-in returns is built by values.loads, so an equality, a length or a truth that the
+What the proxy returns is built by values.loads, so an equality, a length or a truth that the
 tests ask for is Python's own. Arguments
 are copies: the program cannot change what a test compares with.
 """
@@ -95,7 +95,7 @@ def _made(kind: type[Exception], text: str) -> Exception:
 
 
 def check(request: dict[str, Any], candidate: Candidate) -> Any:
-    """The tests' code, behind the prompt's own helpers and with `entry_point` standing for the
+    """The tests' code, after the prompt's own helpers and with `entry_point` as the
     candidate."""
     space: dict[str, Any] = {"__name__": "tests"}
     if request["helpers"]:
@@ -176,7 +176,7 @@ def main() -> None:
     os.write(report, b"ready\n")
     try:
         status, detail = verdict(run, candidate)
-    except BaseException as error:  # even to tell of the failure failed
+    except BaseException as error:  # even reporting the failure failed
         status, detail = "failed", type(error).__name__
     os.write(report, json.dumps({"status": status, "detail": detail}).encode() + b"\n")
     # until it is ended: the program ends with this process, and what it holds is looked at first

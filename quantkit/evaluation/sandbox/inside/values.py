@@ -8,7 +8,7 @@ or TypedDict a dict, a namedtuple a tuple, an IntEnum an int), a numpy scalar a 
 array nested lists. On the way in every object is built here, of exactly these types: nothing that
 arrives can carry a method of the sender's.
 
-The text is JSON. None, bool, int, float, str and list stand for themselves; every other type is an
+The text is JSON. None, bool, int, float, str and list are themselves; every other type is an
 object with one key, its tag.
 """
 

@@ -118,7 +118,7 @@ def write(path: str, text: str) -> None:
 
 def become_init(close: int) -> None:
     """Fork process 1 of the pid namespace and become it. When it ends, the kernel kills whatever
-    the program left behind."""
+    the program left over."""
     child = os.fork()
     if child:
         os.close(close)
