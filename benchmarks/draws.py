@@ -21,8 +21,8 @@ from command import measured, numbers, parser
 
 from quantkit.checkpoint.hub import find_model
 from quantkit.executor.engine import Engine
-from quantkit.executor.runner.graphs import DeviceCapture, Draws
-from quantkit.executor.runner.logits_processor import Adjuster
+from quantkit.executor.runner.graphs import DeviceCapture, SamplingGraph
+from quantkit.executor.runner.logits_processor import LogitsProcessor
 from quantkit.executor.sampling.params import Batch, SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
 from quantkit.executor.scheduler.sequence import Sequence
@@ -56,14 +56,14 @@ def measure(
         torch.arange(rows, device=device),
     )
     assert batch is not None
-    eager, captured = Draws(None), Draws(DeviceCapture(device))
+    eager, captured = SamplingGraph(None), SamplingGraph(DeviceCapture(device))
     assert torch.equal(eager(logits, batch, places), captured(logits, batch, places))
     said = torch.randint(2, vocab, (rows, 1000)).tolist()
     counts = [
         (Sequence(i, tokens, ASKED, tokenizer, 4096, streams=False), 1)
         for i, tokens in enumerate(said)
     ]
-    adjuster = Adjuster(vocab, device)
+    adjuster = LogitsProcessor(vocab, device)
 
     def penalized() -> None:
         adjuster.adjust(logits, counts, frozenset(), {}, None)

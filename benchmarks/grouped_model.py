@@ -26,10 +26,10 @@ from quantkit_kernels import CODES, prefer
 from quantkit_kernels.timing import read_bandwidth
 from r1_synthetic import CountedExperts, SyntheticWeights, fill_cache
 
-from quantkit.executor.cache.cache import BLOCK_SIZE, Coding, PagedCache, codes_of
+from quantkit.executor.cache.cache import BLOCK_SIZE, CacheCodes, PagedCache, cache_dtype
 from quantkit.executor.runner.decode_batch import DecodeRows
 from quantkit.executor.runner.graphs import DecodeSteps, DeviceCapture, compute
-from quantkit.executor.runner.prefill_graphs import PromptPasses, PromptRows
+from quantkit.executor.runner.prefill_graphs import PrefillChunk, PrefillRunner
 from quantkit.models import gqa, qwen3, qwen3_moe
 
 MODELS = {"qwen3-8b": (qwen3, QWEN3_8B), "qwen3-30b-a3b": (qwen3_moe, QWEN3_30B_A3B)}
@@ -73,7 +73,9 @@ class GroupedBench:
             dtype=torch.bfloat16,
             device=self.device,
             parts=(half, half),
-            coding=None if self.codes is None else Coding(self.codes, self.config.cache.kv_heads),
+            coding=None
+            if self.codes is None
+            else CacheCodes(self.codes, self.config.cache.kv_heads),
         )
         fill_cache(cache)
         return cache
@@ -142,14 +144,14 @@ class GroupedBench:
         """From a prompt's token ids on the host to its first answer token there: the median of
         three, after two to warm up."""
         cache = self.cache(length)
-        passes = PromptPasses(self.model, cache, DeviceCapture(self.device))
+        passes = PrefillRunner(self.model, cache, DeviceCapture(self.device))
         blocks, times = list(range(1, -(-length // BLOCK_SIZE) + 1)), []
         for _ in range(5):
             token_ids = torch.randint(0, self.config.vocab_size, (length,)).tolist()
             began = time.perf_counter()
             for start in range(0, length, CHUNK):
                 hidden = passes.run(
-                    None, [PromptRows(token_ids[start : start + CHUNK], start, blocks)]
+                    None, [PrefillChunk(token_ids[start : start + CHUNK], start, blocks)]
                 )
             self.model.logits(hidden[-1:]).argmax(dim=-1).tolist()
             times.append(time.perf_counter() - began)
@@ -177,7 +179,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     torch.cuda.empty_cache()
     prefer(options.backend, device)
     bench = GroupedBench(
-        options.model, options.layers, device, codes_of(options.cache), options.bits
+        options.model, options.layers, device, cache_dtype(options.cache), options.bits
     )
     report: dict[str, Any] = {
         "model": options.model,

@@ -27,8 +27,8 @@ from quantkit.evaluation.speed.engine import EngineTarget
 from quantkit.evaluation.speed.workload import Workload
 from quantkit.executor.cache.cache import BLOCK_SIZE, CachePlan
 from quantkit.executor.engine import Engine
-from quantkit.executor.memory_budget import usual_tokens
-from quantkit.executor.speculation.eagle_head import LoadedHead
+from quantkit.executor.memory_budget import default_step_tokens
+from quantkit.executor.speculation.eagle_head import LoadedEagleHead
 from quantkit.executor.weights.load import LoadedModel
 from quantkit.models.eagle3 import Eagle3Head, HeadConfig, parameters
 from quantkit.tokenizer.chat import ChatTokenizer
@@ -36,7 +36,7 @@ from quantkit.tokenizer.chat import ChatTokenizer
 GUESSES = 3
 
 
-def made_head(loaded: LoadedModel, fields: dict[str, Any], bits: int) -> LoadedHead:
+def made_head(loaded: LoadedModel, fields: dict[str, Any], bits: int) -> LoadedEagleHead:
     """Of the model's own sizes; the model hands out what it reads from now on."""
     config = HeadConfig.from_dict(
         fields
@@ -52,16 +52,21 @@ def made_head(loaded: LoadedModel, fields: dict[str, Any], bits: int) -> LoadedH
         config, weights, loaded.model.embedding, torch.arange(vocab, device=loaded.device), vocab
     )
     loaded.model.read_at = config.read_at(loaded.config.num_hidden_layers)
-    return LoadedHead(head, config, loaded.dtype, loaded.device, 0)
+    return LoadedEagleHead(head, config, loaded.dtype, loaded.device, 0)
 
 
 def made(
-    loaded: LoadedModel, head: LoadedHead | None, users: int, length: int, *, chosen: bool = True
+    loaded: LoadedModel,
+    head: LoadedEagleHead | None,
+    users: int,
+    length: int,
+    *,
+    chosen: bool = True,
 ) -> Engine:
     plan = CachePlan(users * (-(-(length + 2 * GUESSES) // BLOCK_SIZE) + 1) + 1, BLOCK_SIZE, length)
     tokenizer, given = (
         ChatTokenizer(find_model("tiny-r1")),
-        {"max_batch": users, "prefill_tokens": usual_tokens(loaded.device)},
+        {"max_batch": users, "prefill_tokens": default_step_tokens(loaded.device)},
     )
     return Engine(
         loaded,

@@ -75,7 +75,7 @@ class TextReader:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.seconds = engine, 0.0
-        engine.meanwhile = self
+        engine.while_computing = self
 
     def __call__(self, brought: list[Sequence]) -> None:
         began = time.process_time()
@@ -135,7 +135,7 @@ def loaded(users: int, num_drafts: int = 0) -> Engine:
         ],
     )
     engine.runner.steps = stub
-    engine.speculation.make(0, 0)
+    engine.speculation.set_lengths(0, 0)
     return engine
 
 

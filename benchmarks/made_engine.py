@@ -18,7 +18,7 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.memory_budget import prefill_tokens
 from quantkit.executor.rank0 import follow
 from quantkit.executor.ranks.parallel import Parallel
-from quantkit.executor.runner.graph_warmup import capture_ahead
+from quantkit.executor.runner.graph_warmup import warm_up_graphs
 from quantkit.executor.runner.prefill_tuner import measure
 from quantkit.executor.weights.load import LoadedModel
 from quantkit.tokenizer.chat import ChatTokenizer
@@ -84,7 +84,7 @@ def served_engine(loaded: LoadedModel, blocks: int, length: int, batch: int) -> 
     engine.scheduler.budget = measure(
         engine.runner, engine.parallel, engine.scheduler.budget, batch, asked=False
     )
-    capture_ahead(engine.runner, engine.parallel, batch, length)
+    warm_up_graphs(engine.runner, engine.parallel, batch, length)
     return engine
 
 

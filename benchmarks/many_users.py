@@ -25,7 +25,7 @@ from made_engine import made_engine, made_model
 from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.parallel import SINGLE
 from quantkit.executor.runner import prefill_tuner
-from quantkit.executor.runner.graph_warmup import capture_ahead
+from quantkit.executor.runner.graph_warmup import warm_up_graphs
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
 
@@ -74,15 +74,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     began = time.perf_counter()
     given, asked = engine.scheduler.budget, options.chunk_tokens is not None
     if asked:
-        given = StepBudget(given.alone, options.chunk_tokens)
+        given = StepBudget(given.prefill_only, options.chunk_tokens)
     chosen = (
         prefill_tuner.measure(engine.runner, SINGLE, given, max(options.users), asked=False)
         if not asked
         else given
     )
     engine.scheduler.budget = chosen
-    report["beside_answers"], report["mixed"], report["budget_s"] = (
-        chosen.beside_answers,
+    report["with_decodes"], report["mixed"], report["budget_s"] = (
+        chosen.with_decodes,
         chosen.mixed,
         time.perf_counter() - began,
     )
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.memory_reserved() if device.type == "cuda" else 0,
             time.perf_counter(),
         )
-        report["ahead"] = capture_ahead(
+        report["ahead"] = warm_up_graphs(
             engine.runner, SINGLE, max(options.users), engine.max_model_len
         )
         report["ahead_s"] = time.perf_counter() - began

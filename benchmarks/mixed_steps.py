@@ -26,7 +26,7 @@ from quantkit.executor.cache.cache import BLOCK_SIZE
 from quantkit.executor.ranks.parallel import SINGLE
 from quantkit.executor.runner import prefill_tuner
 from quantkit.executor.runner.decode_batch import DecodeRows
-from quantkit.executor.runner.prefill_graphs import PromptRows
+from quantkit.executor.runner.prefill_graphs import PrefillChunk
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.scheduler.scheduler import StepBudget
 
@@ -54,20 +54,20 @@ class MixedSteps:
         )
         return DecodeRows(np.arange(count), positions, slots, self.tables)
 
-    def prompt(self, start: int, length: int) -> list[PromptRows]:
+    def prompt(self, start: int, length: int) -> list[PrefillChunk]:
         return [
-            PromptRows(
+            PrefillChunk(
                 torch.randint(0, self.bench.config.vocab_size, (length,)).tolist(), start, self.own
             )
         ]
 
     def apart(self, start: int, length: int) -> None:
         self.runner.steps.run(self.rows()).greedy.tolist()
-        hidden = self.runner.prompts.run(None, self.prompt(start, length))
+        hidden = self.runner.prefill_runner.run(None, self.prompt(start, length))
         self.bench.model.logits(hidden[-1:]).argmax(dim=-1).tolist()
 
     def mixed(self, start: int, length: int) -> None:
-        hidden = self.runner.prompts.run(self.rows(), self.prompt(start, length))
+        hidden = self.runner.prefill_runner.run(self.rows(), self.prompt(start, length))
         self.bench.model.logits(hidden[: self.options.answers + 1]).argmax(dim=-1).tolist()
 
     def gaps(self, mixed: bool, chunk: int) -> list[float]:
@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         steps.runner, SINGLE, StepBudget(2048, 2048), options.answers, asked=False
     )
     report["measured"] = {
-        "beside_answers": found.beside_answers,
+        "with_decodes": found.with_decodes,
         "mixed": found.mixed,
         "seconds": time.perf_counter() - began,
     }

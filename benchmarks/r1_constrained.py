@@ -44,10 +44,10 @@ from quantkit.checkpoint.hub import find_model
 from quantkit.common.devices import to_device
 from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.parallel import SINGLE
-from quantkit.executor.runner.graphs import Draws
-from quantkit.executor.runner.logits_processor import Asked, Masks
+from quantkit.executor.runner.graphs import SamplingGraph
+from quantkit.executor.runner.logits_processor import Asked, GrammarMasks
 from quantkit.executor.runner.runner import ForwardPass
-from quantkit.executor.runner.sampler import Chooser, ChosenTokens
+from quantkit.executor.runner.sampler import SampledTokens, Sampler
 from quantkit.executor.sampling.grammar import json_schema
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Sequence
@@ -56,7 +56,7 @@ from quantkit.models import deepseek_v3
 from quantkit.tokenizer.chat import ChatTokenizer
 
 
-class KeptMasks(Masks):
+class KeptMasks(GrammarMasks):
     """The last step's are still there for who asks."""
 
     last: tuple[Asked, np.ndarray | None] = ([], None)
@@ -66,8 +66,8 @@ class KeptMasks(Masks):
         return self.last
 
 
-class HeldChooser(Chooser):
-    """As `r1_guesses.DrawnChooser`, but a guess that a grammar does not let come is wrong, and what
+class HeldSampler(Sampler):
+    """As `r1_guesses.DrawnSampler`, but a guess that a grammar does not let come is wrong, and what
     was drawn stays in its place."""
 
     def __init__(self, engine: DraftingEngine) -> None:
@@ -76,7 +76,7 @@ class HeldChooser(Chooser):
         )
         self._engine, self._masks = engine, KeptMasks()
 
-    def choose(self, done: ForwardPass, draw: Draws) -> ChosenTokens:
+    def choose(self, done: ForwardPass, draw: SamplingGraph) -> SampledTokens:
         """As `Chooser.choose`, but behind every token before a guess."""
         chosen, wanted = super().choose(done, draw), list[int]()
         if not any(sequence.drafts for sequence, _ in done.counts):
@@ -203,7 +203,7 @@ def row(
     if drafts:
         engine = made_engine(loaded, options.users, length, num_drafts=drafts, kind=DraftingEngine)
         assert isinstance(engine, DraftingEngine)
-        engine.acceptance, engine.chooser = PUBLISHED, HeldChooser(engine)
+        engine.acceptance, engine.sampler = PUBLISHED, HeldSampler(engine)
     else:
         engine = made_engine(replace(loaded, mtp_layers=()), options.users, length)
     engine.tokenizer = tokenizer

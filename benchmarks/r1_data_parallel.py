@@ -79,11 +79,11 @@ def make_engine(
     return engine
 
 
-def warm_schedule(scheduler: Scheduler, *, answers_alone: bool = False) -> ScheduledStep:
+def warm_schedule(scheduler: Scheduler, *, decode_only: bool = False) -> ScheduledStep:
     """Whoever waits enters with his prompt in the cache."""
     while (sequence := scheduler._admit()) is not None:
         sequence.num_cached = len(sequence.token_ids) - 1
-    return plain_schedule(scheduler, answers_alone=answers_alone)
+    return plain_schedule(scheduler, decode_only=decode_only)
 
 
 plain_schedule = Scheduler.schedule

@@ -54,7 +54,7 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.runner.graph_warmup import capture_decode
 from quantkit.executor.runner.graphs import MIN_TABLE_WIDTH, power_of_two
-from quantkit.executor.runner.prefill_graphs import MOST_TOKENS, PromptRows
+from quantkit.executor.runner.prefill_graphs import MOST_TOKENS, PrefillChunk
 from quantkit.executor.scheduler.scheduler import Scheduler
 from quantkit.executor.weights.load import LoadedModel
 from quantkit.models import deepseek_v3
@@ -264,8 +264,8 @@ def capture_prompts(engine: Engine, cell: Cell) -> None:
     """The one pass that computes the prompts of all users. All ranks at the same time."""
     each = -(-cell.input_len // BLOCK_SIZE)
     tables = [list(range(1 + user * each, 1 + (user + 1) * each)) for user in range(cell.users)]
-    engine.runner.prompts.capture(
-        None, [PromptRows([user] * cell.input_len, 0, table) for user, table in enumerate(tables)]
+    engine.runner.prefill_runner.capture(
+        None, [PrefillChunk([user] * cell.input_len, 0, table) for user, table in enumerate(tables)]
     )
 
 
@@ -275,7 +275,7 @@ def measure_cells(box: GridRun, cells: list[Cell], part: str) -> None:
 
     def measured() -> None:
         longest = min(
-            max(cell.input_len for cell in cells), _WARM * box.engine.scheduler.budget.alone
+            max(cell.input_len for cell in cells), _WARM * box.engine.scheduler.budget.prefill_only
         )
         if longest > MOST_TOKENS:
             list(EngineTarget(box.engine, "R1", 1).run(Workload(longest, 2, 1, 1, seed=-1)))
@@ -290,7 +290,7 @@ def measure_cell(box: GridRun, cell: Cell, part: str) -> None:
     """Rank 0: one request of every user."""
     target, passes, began = (
         EngineTarget(box.engine, "R1", cell.users),
-        box.engine.runner.prompts,
+        box.engine.runner.prefill_runner,
         time.perf_counter(),
     )
     work = Workload(

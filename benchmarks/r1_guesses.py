@@ -22,9 +22,9 @@ from quantkit.evaluation.speed.engine import EngineTarget
 from quantkit.evaluation.speed.measure import RequestTimes
 from quantkit.evaluation.speed.workload import Workload
 from quantkit.executor.engine import Engine
-from quantkit.executor.runner.graphs import Draws
+from quantkit.executor.runner.graphs import SamplingGraph
 from quantkit.executor.runner.runner import ForwardPass
-from quantkit.executor.runner.sampler import Chooser, ChosenTokens
+from quantkit.executor.runner.sampler import SampledTokens, Sampler
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Sequence
 from quantkit.executor.speculation.speculation import Speculation
@@ -42,7 +42,7 @@ class DraftingEngine(Engine):
 
     def __init__(self, loaded: LoadedModel, *given: Any, **options: Any) -> None:
         super().__init__(loaded, *given, **options)
-        self.chooser = DrawnChooser(self)
+        self.sampler = DrawnSampler(self)
 
     def sequence(
         self, prompt: list[int], params: SamplingParams, index: int = 0, *, streams: bool = True
@@ -54,7 +54,7 @@ class DraftingEngine(Engine):
         )
 
 
-class DrawnChooser(Chooser):
+class DrawnSampler(Sampler):
     """Which guesses are right is drawn from their sequence's seed and their places."""
 
     def __init__(self, engine: DraftingEngine) -> None:
@@ -63,7 +63,7 @@ class DrawnChooser(Chooser):
         )
         self._engine = engine
 
-    def choose(self, done: ForwardPass, draw: Draws) -> ChosenTokens:
+    def choose(self, done: ForwardPass, draw: SamplingGraph) -> SampledTokens:
         """As `Chooser.choose`, but behind every token before a guess."""
         chosen, wanted = super().choose(done, draw), []
         if not any(sequence.drafts for sequence, _ in done.counts):
@@ -94,12 +94,12 @@ def guesses_row(
     drafter.count = most
     engine.speculation = Speculation(drafter, 0, measured=fixed is None)
     if fixed is not None:
-        engine.speculation.make(fixed, 0)
+        engine.speculation.set_lengths(fixed, 0)
     steps = watched(engine.speculation)
     times = led(engine, lambda: list(EngineTarget(engine, "R1", work.concurrency).run(work)))
     if not times:
         return {}
-    found, guessing = engine.speculation.acceptance, engine.speculation.guessing
+    found, controller = engine.speculation.acceptance, engine.speculation.controller
     tokens = sum(one.output_tokens - 1 for one in times)
     return {
         "users": work.concurrency,
@@ -108,8 +108,10 @@ def guesses_row(
         **_times(times),
         "kept": found.rate,
         "tokens_a_step": tokens / (tokens - found.accepted),
-        "guessed_last": guessing.drafts,
-        "step_ms": {drafts: costs.by_rows(1e3) for drafts, costs in sorted(guessing.costs.items())},
+        "guessed_last": controller.drafts,
+        "step_ms": {
+            drafts: costs.by_rows(1e3) for drafts, costs in sorted(controller.costs.items())
+        },
         "slowest": sorted(steps, reverse=True)[:8],
         "tried": sum(rows > answers or drafts > 0 for _, drafts, rows, answers, _ in steps),
     }
@@ -119,14 +121,14 @@ def watched(speculation: Speculation) -> list[tuple[float, int, int, int, int]]:
     """Of every step of answers alone: its milliseconds, the guesses that it makes, its rows and
     answers, and which step it is."""
     steps: list[tuple[float, int, int, int, int]] = []
-    guessing = speculation.guessing
-    stepped = guessing.stepped
+    controller = speculation.controller
+    stepped = controller.record_step
 
     def noted(answers: int, rows: int, kept: int, seconds: float, longest: int) -> None:
-        steps.append((seconds * 1e3, guessing.drafts, rows, answers, len(steps)))
+        steps.append((seconds * 1e3, controller.drafts, rows, answers, len(steps)))
         stepped(answers, rows, kept, seconds, longest)
 
-    setattr(guessing, "stepped", noted)  # noqa: B010
+    setattr(controller, "record_step", noted)  # noqa: B010
     return steps
 
 

@@ -16,7 +16,7 @@ from quantkit_kernels import CODES
 from quantkit.executor.cache.cache import BLOCK_SIZE
 from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.quantized_all_reduce import CodedSums
-from quantkit.executor.runner.prefill_graphs import PromptRows
+from quantkit.executor.runner.prefill_graphs import PrefillChunk
 from quantkit.executor.sampling.params import SamplingParams
 
 ROUNDS = 3
@@ -31,7 +31,7 @@ def sum_rows(engine: Engine, lengths: list[int]) -> list[dict[str, Any]]:
     it without messages between them."""
     rows = []
     for length in lengths:
-        row: dict[str, Any] = {"tokens": length, "chunk": engine.scheduler.budget.alone}
+        row: dict[str, Any] = {"tokens": length, "chunk": engine.scheduler.budget.prefill_only}
         for name, codes in ({"bf16": None} | CODES).items():
             engine.parallel.coded_sums = (
                 None
@@ -39,7 +39,7 @@ def sum_rows(engine: Engine, lengths: list[int]) -> list[dict[str, Any]]:
                 else CodedSums(codes, engine.parallel.size, engine.scheduler.max_batch)
             )
             times = [
-                _first_token(engine, length, engine.scheduler.budget.alone)
+                _first_token(engine, length, engine.scheduler.budget.prefill_only)
                 for _ in range(ROUNDS + 1)
             ]
             row[f"{name}_s"] = statistics.median(times[1:])
@@ -56,8 +56,8 @@ def _first_token(engine: Engine, length: int, chunk: int) -> float:
     engine.parallel.minimum(0)  # nobody begins before all do
     began = time.perf_counter()
     for start in range(0, length, chunk):
-        hidden = engine.runner.prompts.run(
-            None, [PromptRows(token_ids[start : start + chunk], start, blocks)]
+        hidden = engine.runner.prefill_runner.run(
+            None, [PrefillChunk(token_ids[start : start + chunk], start, blocks)]
         )
     engine.runner.model.logits(hidden[-1:]).argmax(dim=-1).tolist()
     return time.perf_counter() - began
@@ -74,10 +74,10 @@ def beside_row(
     """
     own = engine.scheduler.budget
     if chunk is not None:
-        engine.scheduler.budget = replace(own, beside_answers=chunk)
+        engine.scheduler.budget = replace(own, with_decodes=chunk)
     found = led(engine, lambda: _beside(engine, answers, context, prompt))
     row = {
-        "beside_answers": engine.scheduler.budget.beside_answers,
+        "with_decodes": engine.scheduler.budget.with_decodes,
         "mixed": engine.scheduler.budget.mixed,
         "own": chunk is None,
     }

@@ -36,10 +36,10 @@ from quantkit_kernels.timing import read_bandwidth, seconds_per_call
 from r1_synthetic import R1, TINY, CountedExperts, SyntheticWeights, fill_cache
 from torch import Tensor
 
-from quantkit.executor.cache.cache import BLOCK_SIZE, Coding, PagedCache, codes_of
+from quantkit.executor.cache.cache import BLOCK_SIZE, CacheCodes, PagedCache, cache_dtype
 from quantkit.executor.runner.decode_batch import DecodeRows
 from quantkit.executor.runner.graphs import DecodeSteps, DeviceCapture, compute
-from quantkit.executor.runner.prefill_graphs import PromptPasses, PromptRows
+from quantkit.executor.runner.prefill_graphs import PrefillChunk, PrefillRunner
 from quantkit.models import deepseek_v3
 from quantkit.models.mlp import MoeMlp
 
@@ -76,14 +76,14 @@ class Rank:
             parts=()
             if codes is None
             else (config.kv_lora_rank, config.cache_width - config.kv_lora_rank),
-            coding=None if codes is None else Coding(codes, 0),
+            coding=None if codes is None else CacheCodes(codes, 0),
         )
         fill_cache(self.cache)
         self._capture = (
             DeviceCapture(device) if device.type == "cuda" else lambda step, lengths: step
         )
         self.steps = DecodeSteps(self.model, self.cache, self._capture)
-        self.prompts = PromptPasses(self.model, self.cache, self._capture)
+        self.prompts = PrefillRunner(self.model, self.cache, self._capture)
 
     def draft_steps(self) -> DecodeSteps:
         """Of an MTP layer, made now."""
@@ -278,7 +278,7 @@ def first_token(rank: Rank, token_ids: list[int], chunk: int) -> None:
     blocks = list(range(1, -(-len(token_ids) // BLOCK_SIZE) + 1))
     for start in range(0, len(token_ids), chunk):
         hidden = rank.prompts.run(
-            None, [PromptRows(token_ids[start : start + chunk], start, blocks)]
+            None, [PrefillChunk(token_ids[start : start + chunk], start, blocks)]
         )
     rank.model.logits(hidden[-1:]).argmax(dim=-1).tolist()
 
@@ -320,7 +320,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         options.long + STEPS + BLOCK_SIZE + 1,
         *options.prefill,
     )
-    rank = Rank(config, options.tp, tokens, device, codes_of(options.cache))
+    rank = Rank(config, options.tp, tokens, device, cache_dtype(options.cache))
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,

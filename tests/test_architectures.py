@@ -20,7 +20,7 @@ from quantkit.evaluation.run import run_evaluation
 from quantkit.executor.engine import Engine
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.speculation.mtp_drafter import MtpDrafter, MtpHeads, by_mtp_layers
+from quantkit.executor.speculation.mtp_drafter import MtpDrafter, MultiMtpDrafter, make_mtp_drafter
 from quantkit.executor.speculation.speculation import Speculation
 from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import SCHEMES
@@ -415,13 +415,17 @@ def test_captured_decode_steps_give_the_eager_tokens(
         engine.runner = Runner(engine.loaded.model, engine.cache, lambda step, _: step)
         drafter = engine.speculation.drafter
         if drafter is not None:
-            assert isinstance(drafter, MtpDrafter | MtpHeads)
+            assert isinstance(drafter, MtpDrafter | MultiMtpDrafter)
             assert {
                 one.failure
-                for one in (drafter.steps if isinstance(drafter, MtpHeads) else [drafter.steps])
+                for one in (
+                    drafter.steps if isinstance(drafter, MultiMtpDrafter) else [drafter.steps]
+                )
             } == {""}
             engine.speculation = Speculation(
-                by_mtp_layers(engine.loaded.mtp_layers, engine.runner, num_drafts, engine.parallel),
+                make_mtp_drafter(
+                    engine.loaded.mtp_layers, engine.runner, num_drafts, engine.parallel
+                ),
                 0,
             )
         eager = engine.generate(PROMPTS, params)

@@ -8,28 +8,28 @@ from torch import Tensor
 
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.runner.runner import ForwardPass, Runner
-from quantkit.executor.runner.sampler import Chooser, check_numbers
-from quantkit.executor.scheduler.data_parallel import Room
+from quantkit.executor.runner.sampler import Sampler, check_not_nan
+from quantkit.executor.scheduler.data_parallel import DpPadding
 from quantkit.executor.scheduler.scheduler import ScheduledStep
 from quantkit.executor.scheduler.sequence import Sequence, TokenLogprob
 
 
-class JointPass:
+class DpStep:
     """Made before the pass is computed. own: this rank's part. room: what all ranks' passes are
     padded to."""
 
     def __init__(self, step: ScheduledStep, parallel: Parallel) -> None:
         self._parallel, self._parts = parallel, [step.of(rank) for rank in range(parallel.size)]
-        self.own, self.room = self._parts[parallel.rank], Room.of(self._parts)
-        self._successors = [part.successors for part in self._parts]
+        self.own, self.room = self._parts[parallel.rank], DpPadding.of(self._parts)
+        self._successors = [part.rows_to_sample for part in self._parts]
         self._scored = [[one for one in part.sequences if _is_scored(one)] for part in self._parts]
         self._known = [
             (len(one.logprobs), len(one.prompt_logprobs)) for one in self._scored[parallel.rank]
         ]
 
-    def compute(self, chooser: Chooser, runner: Runner) -> ForwardPass:
+    def compute(self, sampler: Sampler, runner: Runner) -> ForwardPass:
         """This rank's part."""
-        chooser.prepare(self.own)
+        sampler.prepare(self.own)
         return runner.joint(self.own, self.room)
 
     def share(self, chosen: Tensor) -> tuple[list[int], list[tuple[Sequence, list[int]]]]:
@@ -65,7 +65,7 @@ class JointPass:
             for sequence, (chosen, prompt) in zip(sequences, reported):
                 sequence.logprobs += map(_read, chosen)
                 sequence.prompt_logprobs += map(_read, prompt)
-                check_numbers(sequence, [*map(_read, chosen), *map(_read, prompt)])
+                check_not_nan(sequence, [*map(_read, chosen), *map(_read, prompt)])
 
 
 def _is_scored(sequence: Sequence) -> bool:

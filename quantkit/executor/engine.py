@@ -26,25 +26,25 @@ from torch import Tensor
 from quantkit.common.devices import HostCopy, set_current_device
 from quantkit.executor.cache.cache import CachePlan
 from quantkit.executor.checks import check_amounts, check_request, check_usable
-from quantkit.executor.dp_step import JointPass
-from quantkit.executor.memory_budget import check_computes, plan_beside, prefill_tokens
+from quantkit.executor.dp_step import DpStep
+from quantkit.executor.memory_budget import check_finite_logits, plan_kv_cache, prefill_tokens
 from quantkit.executor.options import EngineOptions, lookahead_of
 from quantkit.executor.rank0 import Leader
 from quantkit.executor.ranks.parallel import SINGLE, join
 from quantkit.executor.ranks.rank_processes import environment_rank
-from quantkit.executor.runner.graph_warmup import capture_ahead
+from quantkit.executor.runner.graph_warmup import warm_up_graphs
 from quantkit.executor.runner.prefill_tuner import measure
 from quantkit.executor.runner.runner import ForwardPass, Runner
-from quantkit.executor.runner.sampler import Chooser, check_numbers, row_logprobs, score_prompts
+from quantkit.executor.runner.sampler import Sampler, check_not_nan, row_logprobs, score_prompts
 from quantkit.executor.sampling.grammar import Grammars
 from quantkit.executor.sampling.params import SamplingParams, check_defaults
-from quantkit.executor.scheduler.data_parallel import Homes
+from quantkit.executor.scheduler.data_parallel import DataParallelScheduler
 from quantkit.executor.scheduler.scheduler import ScheduledStep, Scheduler
 from quantkit.executor.scheduler.sequence import Completion, Delta, FinishReason, Sequence
 from quantkit.executor.speculation.draft_model import check_draft, load_draft, make_drafter
-from quantkit.executor.speculation.eagle_head import LoadedHead
-from quantkit.executor.speculation.mtp_drafter import by_mtp_layers
-from quantkit.executor.speculation.speculation import Source, Speculation
+from quantkit.executor.speculation.eagle_head import LoadedEagleHead
+from quantkit.executor.speculation.mtp_drafter import make_mtp_drafter
+from quantkit.executor.speculation.speculation import Proposer, Speculation
 from quantkit.executor.weights.expert_counter import ExpertCounter
 from quantkit.executor.weights.load import LoadedModel, open_asked, prepare
 from quantkit.tokenizer.chat import ChatTokenizer
@@ -64,7 +64,7 @@ class Engine:
         measure_steps: bool = False,
         prefix_cache: bool = False,
         count_experts: bool = False,
-        draft: LoadedModel | LoadedHead | None = None,
+        draft: LoadedModel | LoadedEagleHead | None = None,
     ) -> None:
         self.loaded, self.tokenizer, self.plan, self.max_model_len = (
             loaded,
@@ -81,22 +81,24 @@ class Engine:
         self.runner = Runner(
             loaded.model, self.cache, eager=eager, experts=loaded.weights.expert_ranks
         )
-        reach = max(lookahead, int(self.runner.launches_next))
+        reach = max(lookahead, int(self.runner.can_launch_async))
         amounts = {
             "max_batch": own_batch,
             "prefill_tokens": -(-prefill_tokens // homes),
             "lookahead": reach,
         }
         make = partial(Scheduler, plan, **amounts, prefix_cache=prefix_cache)
-        self.scheduler: Scheduler | Homes = make() if homes == 1 else Homes(homes, make)
-        drafter: Source | None = None
+        self.scheduler: Scheduler | DataParallelScheduler = (
+            make() if homes == 1 else DataParallelScheduler(homes, make)
+        )
+        drafter: Proposer | None = None
         if draft is not None:
             drafter = make_drafter(
                 draft, loaded, plan, self.runner, num_drafts, self.parallel, shared=prefix_cache
             )
         elif num_drafts:
-            drafter = by_mtp_layers(loaded.mtp_layers, self.runner, num_drafts, self.parallel)
-        self.runner.prompts.reads_all = drafter is not None or count_experts
+            drafter = make_mtp_drafter(loaded.mtp_layers, self.runner, num_drafts, self.parallel)
+        self.runner.prefill_runner.keep_all_hidden = drafter is not None or count_experts
         # On a CPU without ranks to wait for a step takes what its thread computes: other work makes
         # now this one long, now that one.
         clock = (
@@ -107,10 +109,10 @@ class Engine:
         self.speculation = Speculation(drafter, num_looked_up, measured=measure_steps, clock=clock)
         self.leader = Leader(self.parallel)
         self.grammars = Grammars(tokenizer.tokenizer, loaded.config.vocab_size, tokenizer.eos_ids)
-        self.chooser = Chooser(
+        self.sampler = Sampler(
             loaded.config.vocab_size, loaded.device, lambda: self.tokenizer.eos_ids
         )
-        self.meanwhile: Callable[[list[Sequence]], None] = lambda brought: None
+        self.while_computing: Callable[[list[Sequence]], None] = lambda brought: None
         """Done while the device computes a step, once or twice: handing out what the step before it
         brought, and earlier passes of this step, whose sequences it is given: answers do not wait
         for the prompts that are computed after them."""
@@ -214,9 +216,9 @@ class Engine:
                 opened, *((parallel, SINGLE) if options.dp == 1 else (SINGLE, parallel))
             )
             tell(f"weights are there after {time.perf_counter() - began:.1f} s")
-            check_computes(loaded)
+            check_finite_logits(loaded)
             draft = None if options.draft is None else load_draft(options.draft, loaded, options)
-            plan = plan_beside(loaded, options, draft)
+            plan = plan_kv_cache(loaded, options, draft)
             engine = cls(
                 loaded,
                 tokenizer,
@@ -237,12 +239,12 @@ class Engine:
                 engine.scheduler.budget = measure(
                     engine.runner, parallel, given, options.max_batch, asked=asked
                 )
-                beside = engine.scheduler.budget.beside_answers
+                beside = engine.scheduler.budget.with_decodes
                 tell(
                     f"steps are measured after {time.perf_counter() - began:.1f} s: {beside} "
                     "tokens of prompts beside answers"
                 )
-                capture_ahead(
+                warm_up_graphs(
                     engine.runner,
                     parallel,
                     options.max_batch * (1 + options.lookahead),
@@ -355,20 +357,20 @@ class Engine:
         began, mixed = self.speculation.clock(), self.scheduler.budget.mixed
         # A chunk that ends no prompt is not waited for: behind the launched pass, it and a mixed
         # one would lie between two tokens.
-        step = self.scheduler.schedule(answers_alone=mixed and self.runner.has_launched)
+        step = self.scheduler.schedule(decode_only=mixed and self.runner.has_async)
         rows = len(step.decode) + (
             sum([len(one.drafts) for one in step.decode]) if self._guesses else 0
         )
         accepted = self.speculation.acceptance.accepted
         advanced: list[Sequence] = []
         if not step.decode:
-            self.runner.drop_next()
+            self.runner.drop_async()
         for one in step.passes(mixed):
             advanced += self._pass(
                 one, [sequence for sequence in advanced if sequence.fault is None]
             )
         if step.decode and not step.prefill:
-            self.speculation.stepped(
+            self.speculation.record_step(
                 step.decode, rows, self.speculation.acceptance.accepted - accepted, began
             )
         for sequence in [one for one in advanced if one.finish_reason]:
@@ -388,17 +390,21 @@ class Engine:
         )
         try:
             if step.prefill:
-                self.meanwhile([])  # a prompt may take the host as long as the device
-            joint = JointPass(step, self.parallel) if isinstance(self.scheduler, Homes) else None
+                self.while_computing([])  # a prompt may take the host as long as the device
+            joint = (
+                DpStep(step, self.parallel)
+                if isinstance(self.scheduler, DataParallelScheduler)
+                else None
+            )
             computed = (
-                self._compute(step) if joint is None else joint.compute(self.chooser, self.runner)
+                self._compute(step) if joint is None else joint.compute(self.sampler, self.runner)
             )
             return self._finish_pass(computed, joint, brought)
         except Exception as fault:
-            self.runner.drop_next()
+            self.runner.drop_async()
             check_usable(self.loaded.device, fault, alone=self.leader.alone)
             done: list[Sequence] = []
-            alone = step.alone()
+            alone = step.per_sequence()
             for sequence, own in alone:
                 if sequence.last_token >= began:  # it had its token when the pass failed
                     done.append(sequence)
@@ -412,7 +418,7 @@ class Engine:
             return done
 
     def _compute(self, step: ScheduledStep) -> ForwardPass:
-        self.chooser.prepare(step)
+        self.sampler.prepare(step)
         if not step.prefill:
             return self.runner.decode(step.decode)
         return (
@@ -422,12 +428,12 @@ class Engine:
         )
 
     def _finish_pass(
-        self, done: ForwardPass, joint: JointPass | None, brought: list[Sequence]
+        self, done: ForwardPass, joint: DpStep | None, brought: list[Sequence]
     ) -> list[Sequence]:
         """Choose the successors, guess behind them, append what the ranks agree on, and guess on.
         Returns the sequences that got tokens."""
         score_prompts(done, self.runner.model)
-        chosen = self.chooser.choose(done, self.runner.draw) if done.counts else None
+        chosen = self.sampler.choose(done, self.runner.draw) if done.counts else None
         guessed = self.speculation.begin(done, chosen)
         coming = None
         if chosen is not None and joint is None:
@@ -435,12 +441,12 @@ class Engine:
             coming = HostCopy(chosen.token_ids if both is None else both)
             # Before others are listened to, who may add requests on this rank alone.
             if (
-                self.runner.launches_next
+                self.runner.can_launch_async
                 and done.is_read_once
-                and self.scheduler.goes_on(done.counts)
+                and self.scheduler.decodes_again(done.counts)
             ):
-                self.speculation.launch_next(self.runner, self.parallel, done, chosen, both)
-        self.meanwhile(brought)
+                self.speculation.launch_async_decode(self.runner, self.parallel, done, chosen, both)
+        self.while_computing(brought)
         advanced, guesses = [sequence for sequence, _ in done.counts], list[int]()
         if joint is not None:
             advanced += self._append_all(
@@ -453,7 +459,7 @@ class Engine:
         self.speculation.finish(done, advanced, guesses)
         return advanced
 
-    def _append_all(self, done: ForwardPass, joint: JointPass, chosen: Tensor) -> list[Sequence]:
+    def _append_all(self, done: ForwardPass, joint: DpStep, chosen: Tensor) -> list[Sequence]:
         """Every rank's tokens go to its sequences, here too. Returns those of other ranks."""
         token_ids, elsewhere = joint.share(chosen)
         if token_ids:
@@ -477,14 +483,14 @@ class Engine:
             kept = self._keep(sequence, token_ids[row : row + count], now)
             if logprobs and sequence.params.logprobs is not None:
                 sequence.logprobs += logprobs[row : row + kept]
-                check_numbers(sequence, logprobs[row : row + kept])
+                check_not_nan(sequence, logprobs[row : row + kept])
             row += count
 
     def _keep(self, sequence: Sequence, token_ids: list[int], now: float) -> int:
         """Tokens of one sequence, as long as its drafts were right. Returns how many."""
         kept = sequence.extend(token_ids, now)
         if len(token_ids) > 1:
-            self.speculation.checked(sequence, len(token_ids) - 1, kept - 1)
+            self.speculation.record_acceptance(sequence, len(token_ids) - 1, kept - 1)
         return kept
 
     def sequence(

@@ -19,7 +19,7 @@ from quantkit.common.sizes import format_bytes
 from quantkit.executor.cache.cache import CachePlan, plan_cache
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.runner.attention_context import Chunk, PrefillContext
-from quantkit.executor.speculation.eagle_head import LoadedHead
+from quantkit.executor.speculation.eagle_head import LoadedEagleHead
 from quantkit.executor.weights.load import LoadedModel
 from quantkit.models.architecture import KeyValueCache, LatentCache
 
@@ -42,17 +42,17 @@ _MOST_FOR_STEPS = 0.25
 """The largest share of free memory that a cache leaves to long steps."""
 
 
-def usual_tokens(device: torch.device) -> int:
+def default_step_tokens(device: torch.device) -> int:
     """Of a step on such a device, where nobody chose."""
     return PREFILL_TOKENS.get(device.type, PREFILL_TOKENS["cpu"])
 
 
 def prefill_tokens(
-    loaded: LoadedModel, plan: CachePlan, draft: LoadedModel | LoadedHead | None = None
+    loaded: LoadedModel, plan: CachePlan, draft: LoadedModel | LoadedEagleHead | None = None
 ) -> int:
     """Of a step, where nobody chose: on every rank what the one with the least memory has room for
     beside the planned cache, and that of what guesses."""
-    usual, needed = usual_tokens(loaded.device), long_step_bytes(loaded)
+    usual, needed = default_step_tokens(loaded.device), long_step_bytes(loaded)
     if needed is None:
         return usual
     token_bytes = loaded.cache_token_bytes + (0 if draft is None else draft.cache_token_bytes)
@@ -89,17 +89,17 @@ def long_step_bytes(loaded: LoadedModel) -> int | None:
     )
 
 
-def plan_beside(
-    loaded: LoadedModel, options: EngineOptions, draft: LoadedModel | LoadedHead | None = None
+def plan_kv_cache(
+    loaded: LoadedModel, options: EngineOptions, draft: LoadedModel | LoadedEagleHead | None = None
 ) -> CachePlan:
     """The same on every rank: what fits on the one with the least memory. draft: what guesses,
     whose cache has as many blocks. Where nobody chose, the cache leaves room for long steps, unless
     what was asked for would not fit then."""
     device = loaded.device
-    tokens = options.prefill_tokens or usual_tokens(device)
+    tokens = options.prefill_tokens or default_step_tokens(device)
     if isinstance(draft, LoadedModel):
-        free_beside(draft, tokens)
-    free = free_beside(loaded, tokens)
+        free_cache_bytes(draft, tokens)
+    free = free_cache_bytes(loaded, tokens)
     states = loaded.sequence_bytes(options.own_batch, options.lookahead)
     if states and free <= states:
         told = (
@@ -135,7 +135,7 @@ def plan_beside(
     return plan()
 
 
-def free_beside(loaded: LoadedModel, tokens: int) -> int:
+def free_cache_bytes(loaded: LoadedModel, tokens: int) -> int:
     """Bytes that the cache may have of this rank's device. All ranks ask at the same time."""
     if loaded.device.type == "npu":
         warm_up(loaded, min(tokens, loaded.config.max_position_embeddings))
@@ -143,7 +143,7 @@ def free_beside(loaded: LoadedModel, tokens: int) -> int:
 
 
 @torch.inference_mode()
-def check_computes(loaded: LoadedModel) -> None:
+def check_finite_logits(loaded: LoadedModel) -> None:
     """Raises QuantkitError where a model computes no numbers behind its first token: answers would
     be empty, and nobody told."""
     if not bool(torch.isfinite(_logits_behind(loaded, 1)).all()):

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.scheduler.data_parallel import Homes
+from quantkit.executor.scheduler.data_parallel import DataParallelScheduler
 from quantkit.executor.scheduler.scheduler import Scheduler
 from quantkit.executor.scheduler.sequence import FinishReason, Sequence
 from quantkit.executor.speculation.speculation import Speculation
@@ -67,7 +67,7 @@ class Follower(Protocol):
     """What `follow` asks of an engine."""
 
     parallel: Parallel
-    scheduler: Scheduler | Homes
+    scheduler: Scheduler | DataParallelScheduler
     speculation: Speculation
 
     def sequence(
@@ -89,7 +89,7 @@ def follow(engine: Follower) -> None:
                 known[order["add"]] = engine.sequence(order["prompt"], params, streams=False)
                 engine.scheduler.add(known[order["add"]])
             elif "guess" in order:
-                engine.speculation.make(*order["guess"])
+                engine.speculation.set_lengths(*order["guess"])
             elif order["cancel"] in known:
                 engine.withdraw(known[order["cancel"]], "cancelled")
         engine.compute_step()

@@ -21,7 +21,7 @@ from quantkit.common.result import Result
 from quantkit.common.sizes import format_bytes, format_duration
 from quantkit.engines.memory import NO_DRAFT, DraftSizes, ParallelSizes, draft_sizes, fit_rows
 from quantkit.evaluation.results.published import published_speeds
-from quantkit.executor.cache.cache import codes_of
+from quantkit.executor.cache.cache import cache_dtype
 from quantkit.executor.ranks.expert_parallel import check_experts
 from quantkit.grids.schemes import Scheme
 from quantkit.models.architecture import CacheBits
@@ -332,7 +332,7 @@ def _laid_out(
 def _read_place(
     devices: int, context: int, redundant: int, cache: str | None, dp: int, draft: str | Path | None
 ) -> PlacedRequest:
-    bits: CacheBits = 16 if codes_of(cache) is None else 8
+    bits: CacheBits = 16 if cache_dtype(cache) is None else 8
     if dp not in (1, devices):
         raise QuantkitError(
             f"--dp {dp} is for as many devices, and there are {devices}",

@@ -137,7 +137,7 @@ def test_graphs_are_captured_on_one_stream_but_for_a_layers_behind(
         monkeypatch.setattr("quantkit.executor.runner.runner.why_eager", lambda device: "")
         engine.runner = Runner(engine.loaded.model, engine.cache)
         tokens(engine)
-        behind, model = engine.runner.steps_behind(engine.loaded.model), engine.runner.steps
+        behind, model = engine.runner.drafter_steps(engine.loaded.model), engine.runner.steps
     assert len(streams) > 1
     assert len(set(map(id, streams))) == 1, "sizes share a stream"
     assert isinstance(behind, DecodeSteps)

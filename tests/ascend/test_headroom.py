@@ -25,7 +25,7 @@ def test_a_prompt_is_computed_before_memory_is_asked_for(monkeypatch: pytest.Mon
         loaded = SimpleNamespace(
             device=SimpleNamespace(type=kind), config=SimpleNamespace(max_position_embeddings=512)
         )
-        assert memory_budget.free_beside(loaded, 2048) == 1000  # type: ignore[arg-type]
+        assert memory_budget.free_cache_bytes(loaded, 2048) == 1000  # type: ignore[arg-type]
     assert order == [512, "npu", "cpu", "cuda"]
 
 
@@ -39,18 +39,18 @@ def test_the_engine_asks_so(
         asked.append(tokens)
         return 1 << 20
 
-    monkeypatch.setattr(memory_budget, "free_beside", free)
+    monkeypatch.setattr(memory_budget, "free_cache_bytes", free)
     loaded = load_model(quantized("rtn-w4a16"), device="cpu", dtype="bfloat16", backend="reference")
-    planned = memory_budget.plan_beside(
+    planned = memory_budget.plan_kv_cache(
         loaded, EngineOptions("model", prefill_tokens=96, max_batch=64)
     )
     per_token = loaded.num_cached_layers * loaded.cache_width * loaded.cache_dtype.itemsize
     assert planned.tokens <= (1 << 18) // per_token + planned.block_size  # a quarter of it on a CPU
-    memory_budget.plan_beside(loaded, EngineOptions("model", max_batch=64))
+    memory_budget.plan_kv_cache(loaded, EngineOptions("model", max_batch=64))
     with monkeypatch.context() as patched:
         patched.setattr(type(loaded), "sequence_bytes", lambda self, *sizes: 1 << 19)
         assert (
-            memory_budget.plan_beside(loaded, EngineOptions("model", max_batch=64)).tokens
+            memory_budget.plan_kv_cache(loaded, EngineOptions("model", max_batch=64)).tokens
             <= planned.tokens // 2 + planned.block_size
         )
     asked.pop()

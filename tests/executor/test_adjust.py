@@ -10,7 +10,7 @@ import torch
 
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
-from quantkit.executor.runner.logits_processor import Adjuster
+from quantkit.executor.runner.logits_processor import LogitsProcessor
 from quantkit.executor.sampling.params import Batch, SamplingParams, distribution
 from quantkit.executor.scheduler.sequence import Sequence
 from quantkit.tokenizer.chat import ChatTokenizer
@@ -65,7 +65,7 @@ def test_a_row_is_adjusted_for_the_tokens_before_it(engine: Engine) -> None:
     plain = Sequence(1, [3], SamplingParams(), engine.tokenizer, 256, streams=False)
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1)) * 3
     before = logits.clone()
-    adjuster = Adjuster(50, torch.device("cpu"))
+    adjuster = LogitsProcessor(50, torch.device("cpu"))
     adjusted = adjuster.adjust(logits, [(sequence, 3), (plain, 1)], frozenset({1}), {}, None)
     assert torch.equal(logits, before), "what was computed is still needed for log-probabilities"
     assert torch.equal(adjusted[3], before[3])

@@ -13,7 +13,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.evaluation.distance.perplexity import measure
 from quantkit.evaluation.generators.local import Local
 from quantkit.evaluation.speed.targets import open_target
-from quantkit.executor.cache.cache import codes_of
+from quantkit.executor.cache.cache import cache_dtype
 from quantkit.executor.engine import Engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.runner.attention_context import Chunk, DecodeContext, PrefillContext
@@ -193,7 +193,7 @@ def test_channels_are_of_one_size_in_the_cache(
         )
         assert torch.equal(even.model(prompts, CausalContext(lengths)), plain)
     found = measure(str(source), text, baseline=str(source), device="cpu", cache="int8").kl
-    monkeypatch.setattr(load, "even_channels", lambda *_: None)
+    monkeypatch.setattr(load, "equalize_kv_channels", lambda *_: None)
     before = measure(str(source), text, baseline=str(source), device="cpu", cache="int8").kl
     assert found is not None
     assert before is not None
@@ -232,4 +232,4 @@ def test_what_there_is_not_is_refused(grouped: Path) -> None:
             backend="auto",
             cache="int8",
         )
-    assert codes_of(None) is None
+    assert cache_dtype(None) is None

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quantkit.executor.engine import Engine
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.speculation.mtp_drafter import by_mtp_layers
+from quantkit.executor.speculation.mtp_drafter import make_mtp_drafter
 from quantkit.executor.speculation.speculation import Speculation
 
 FAMILIES = ["gpt_oss", "minimax_m2", "qwen3_next", "glm_moe_dsa", "deepseek_v4", "openpangu_v2"]
@@ -65,10 +65,10 @@ def test_a_step_has_no_traffic_with_the_host(name: str, tmp_path: Path) -> None:
         path, device="cpu", dtype="float32", max_batch=3, max_model_len=128, num_drafts=drafts
     )
     engine.runner = Runner(engine.loaded.model, engine.cache, watched)
-    engine.runner.prompts._capture = None
+    engine.runner.prefill_runner._capture = None
     if drafts:
         engine.speculation = Speculation(
-            by_mtp_layers(engine.loaded.mtp_layers, engine.runner, drafts, engine.parallel), 0
+            make_mtp_drafter(engine.loaded.mtp_layers, engine.runner, drafts, engine.parallel), 0
         )
     list(engine.generate(PROMPTS, SamplingParams(max_new_tokens=3, ignore_eos=True)))
     assert steps[0] > 0

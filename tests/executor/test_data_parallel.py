@@ -17,14 +17,14 @@ from quantkit.checkpoint.hub import find_model
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.cache.cache import CachePlan
 from quantkit.executor.engine import Engine
-from quantkit.executor.memory_budget import plan_beside
+from quantkit.executor.memory_budget import plan_kv_cache
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.rank0 import follow
 from quantkit.executor.ranks.parallel import SINGLE, Parallel, join
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.grammar import regex
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.scheduler.data_parallel import Homes, Room
+from quantkit.executor.scheduler.data_parallel import DataParallelScheduler, DpPadding
 from quantkit.executor.scheduler.scheduler import Scheduler, StepBudget
 from quantkit.executor.scheduler.sequence import Completion, Sequence
 from quantkit.executor.weights.load import load_model
@@ -97,7 +97,7 @@ def test_ranks_of_their_own_are_one(tmp_path: Path) -> None:
         "what was computed before is found at its home"
     )
     assert engine.speculation.acceptance.accepted > 0
-    assert isinstance(engine.scheduler, Homes)
+    assert isinstance(engine.scheduler, DataParallelScheduler)
     assert [one.allocator.num_free for one in engine.scheduler.each] == [
         engine.plan.num_blocks - 1
     ] * 2
@@ -156,7 +156,7 @@ def test_memory_is_counted_as_it_is_held(tiny_checkpoint: Path) -> None:
     assert two.cache_tokens == pytest.approx(2 * (one.cache_tokens or 0), rel=0.01)
     assert two.weight_bytes > one.weight_bytes
     options = EngineOptions(tiny_checkpoint, max_batch=8, cache_tokens=1024, dp=2)
-    assert plan_beside(whole, options).tokens == 512
+    assert plan_kv_cache(whole, options).tokens == 512
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,9 @@ def test_models_whose_experts_cannot_be_shared(tiny_checkpoint: Path, tmp_path: 
 def test_a_request_goes_where_it_is_expected_soonest() -> None:
     """To the rank with the fewest requests; of those, to the one that knows its beginning."""
     plan = CachePlan(9, 4, 32)
-    homes = Homes(3, lambda: Scheduler(plan, max_batch=2, prefill_tokens=8, prefix_cache=True))
+    homes = DataParallelScheduler(
+        3, lambda: Scheduler(plan, max_batch=2, prefill_tokens=8, prefix_cache=True)
+    )
 
     def request(first: int) -> Sequence:
         params, tokenizer = SamplingParams(max_new_tokens=4), ChatTokenizer(find_model("tiny-r1"))
@@ -204,13 +206,13 @@ def test_a_request_goes_where_it_is_expected_soonest() -> None:
     first, second, third = (request(number) for number in (10, 40, 70))
     for sequence in (first, second, third):
         homes.add(sequence)
-    assert [one.home for one in (first, second, third)] == [0, 1, 2]
+    assert [one.dp_rank for one in (first, second, third)] == [0, 1, 2]
     assert (homes.waiting, homes.running) == ([first, second, third], [])
     step = homes.schedule()
     assert [step.of(rank).prefill for rank in range(3)] == [
         [(one, 8)] for one in (first, second, third)
     ]
-    assert Room.of([step.of(rank) for rank in range(3)]) == Room(0, 0, 8)
+    assert DpPadding.of([step.of(rank) for rank in range(3)]) == DpPadding(0, 0, 8)
     assert (homes.cache_usage, homes.max_batch, len(homes.running), homes.waiting) == (
         3 / 8,
         6,
@@ -223,4 +225,4 @@ def test_a_request_goes_where_it_is_expected_soonest() -> None:
     again, other = request(70), request(10)
     homes.add(again)
     homes.add(other)
-    assert (again.home, other.home) == (2, 0)
+    assert (again.dp_rank, other.dp_rank) == (2, 0)

@@ -14,7 +14,7 @@ from tied_model import tied_tensors
 
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
-from quantkit.executor.memory_budget import plan_beside
+from quantkit.executor.memory_budget import plan_kv_cache
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.rank0 import follow
 from quantkit.executor.ranks.parallel import SINGLE, Parallel
@@ -22,7 +22,7 @@ from quantkit.executor.runner.graphs import DecodeSteps
 from quantkit.executor.runner.prefill_tuner import StepBudget
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Sequence
-from quantkit.executor.speculation.draft_model import SameTokens, load_draft, make_drafter
+from quantkit.executor.speculation.draft_model import VocabAdapter, load_draft, make_drafter
 from quantkit.executor.speculation.speculation import Speculation
 from quantkit.executor.weights.load import load_model
 from quantkit.tokenizer.chat import ChatTokenizer
@@ -139,12 +139,12 @@ def test_after_a_pause_guesses_are_as_good(
     for most_read in (8, 1024):
         monkeypatch.setattr("quantkit.executor.speculation.draft_model._MOST_READ", most_read)
         often = iter([(0, 0), *[(0, 0), (0, 0), (0, 0), (2, 0)] * 200])
-        monkeypatch.setattr(engine.speculation.guessing, "choose", often.__next__)
+        monkeypatch.setattr(engine.speculation.controller, "choose", often.__next__)
         assert tokens(engine, GREEDY) == expected
         assert measured(engine) == 1
-    monkeypatch.setattr(engine.speculation.guessing, "choose", lambda: (0, 0))
+    monkeypatch.setattr(engine.speculation.controller, "choose", lambda: (0, 0))
     answers = tokens(engine, SamplingParams(max_new_tokens=40, ignore_eos=True))
-    monkeypatch.setattr(engine.speculation.guessing, "choose", lambda: (2, 0))
+    monkeypatch.setattr(engine.speculation.controller, "choose", lambda: (2, 0))
     tokens(engine, GREEDY, [prompt + answer + [7] for prompt, answer in zip(PROMPTS, answers)])
     assert measured(engine) == 1
 
@@ -160,14 +160,14 @@ def test_what_fell_far_behind_is_not_read_and_not_guessed_for(
         SamplingParams(max_new_tokens=60, ignore_eos=True),
     )
     drafter: Any = engine.speculation.drafter
-    read, run = list[int](), drafter._own.prompts.run
+    read, run = list[int](), drafter._own.prefill_runner.run
 
     def noted(answers: Any, parts: Any) -> Any:
         read.append(sum(len(one.token_ids) for one in parts))
         return run(answers, parts)
 
-    monkeypatch.setattr(drafter._own.prompts, "run", noted)
-    engine.speculation.make(0, 0)
+    monkeypatch.setattr(drafter._own.prefill_runner, "run", noted)
+    engine.speculation.set_lengths(0, 0)
     old = engine.submit(PROMPTS[0], asked)
     while len(old.generated) < 12:
         engine.step()
@@ -175,7 +175,7 @@ def test_what_fell_far_behind_is_not_read_and_not_guessed_for(
     while len(recent.generated) < 4:
         engine.step()
     assert read == [len(PROMPTS[0]), len(PROMPTS[1])]
-    engine.speculation.make(2, 0)
+    engine.speculation.set_lengths(2, 0)
     drafted = Counter[int]()
     for _ in range(6):
         engine.step()
@@ -240,7 +240,7 @@ def test_two_ranks_guess_as_one(
             draft=models["qwen3"],
         )
         draft = load_draft(models["qwen3"], loaded, options)
-        cache = plan_beside(loaded, options, draft)
+        cache = plan_kv_cache(loaded, options, draft)
         engine = Engine(
             loaded,
             ChatTokenizer(models["qwen3"]),
@@ -294,7 +294,7 @@ def test_the_cache_of_both_is_bounded_by_the_memory(
         lambda device: 4 * 3000 * loaded.cache_token_bytes,
     )
     options = EngineOptions(models["qwen3"], device="cpu", max_batch=64)
-    alone, beside = plan_beside(loaded, options), plan_beside(loaded, options, draft)
+    alone, beside = plan_kv_cache(loaded, options), plan_kv_cache(loaded, options, draft)
     assert 2900 < alone.tokens < 3100
     assert 1900 < beside.tokens < 2100
 
@@ -313,7 +313,7 @@ def test_ids_that_one_model_lacks(models: dict[str, Path], vocab: int, known: in
         loaded.model.logits,
         64,
     )  # type: ignore[attr-defined]
-    model = SameTokens(forward, vocab)  # type: ignore[arg-type]
+    model = VocabAdapter(forward, vocab)  # type: ignore[arg-type]
     model(torch.tensor([5, vocab - 1]), None)  # type: ignore[arg-type]
     assert seen[0].tolist() == [5, min(vocab, known) - 1]
     assert model.logits(torch.zeros(2, 64)).shape == (2, min(vocab, known))

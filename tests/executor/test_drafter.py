@@ -12,12 +12,12 @@ import torch
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.parallel import Parallel
-from quantkit.executor.runner.decode_batch import DevicePlaces, next_rows
+from quantkit.executor.runner.decode_batch import DevicePositions, next_rows
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.sequence import Sequence
-from quantkit.executor.speculation.drafter import Accepted, Drafter
-from quantkit.executor.speculation.mtp_drafter import by_mtp_layers
+from quantkit.executor.speculation.drafter import DeviceAcceptance, Drafter
+from quantkit.executor.speculation.mtp_drafter import make_mtp_drafter
 from quantkit.executor.speculation.speculation import Speculation
 
 PROMPTS = [list(range(6 + i, 30 + 3 * i)) for i in range(6)]
@@ -77,7 +77,7 @@ def test_guesses_are_the_same_however_they_are_computed(
         if kind == "captured":
             engine.runner = Runner(engine.loaded.model, engine.cache, lambda step, _: step)
             engine.speculation = Speculation(
-                by_mtp_layers(engine.loaded.mtp_layers, engine.runner, 3, engine.parallel), 0
+                make_mtp_drafter(engine.loaded.mtp_layers, engine.runner, 3, engine.parallel), 0
             )
         drafter = engine.speculation.drafter
         assert isinstance(drafter, Drafter)
@@ -104,7 +104,7 @@ def test_the_device_finds_what_the_host_will_keep(easy_checkpoint: Path) -> None
             one.drafts = [draw.randrange(2) for _ in range(draw.randrange(4))]
             counts.append((one, 1 + len(one.drafts)))
             chosen += [draw.randrange(2) for _ in range(counts[-1][1])]
-        found, row = Accepted.of(counts, torch.tensor(chosen)), 0
+        found, row = DeviceAcceptance.of(counts, torch.tensor(chosen)), 0
         for place, (one, count) in enumerate(counts):
             before = len(one.token_ids)
             kept = one.extend(chosen[row : row + count], 1.0)
@@ -149,7 +149,7 @@ def test_behind_a_step_the_layer_goes_on_with_the_newest_rows_alone(
     if captured:
         engine.runner = Runner(engine.loaded.model, engine.cache, lambda step, _: step)
         engine.speculation = Speculation(
-            by_mtp_layers(engine.loaded.mtp_layers, engine.runner, 2, engine.parallel), 0
+            make_mtp_drafter(engine.loaded.mtp_layers, engine.runner, 2, engine.parallel), 0
         )
     layer, seen = engine.loaded.mtp_layers[0], list[tuple[int, int]]()
     attention, mlp = type(layer.block).attention_part, type(layer.block).mlp_part
@@ -184,11 +184,11 @@ def test_places_that_are_nobodys_lie_in_block_0() -> None:
     """Behind the last block, behind the blocks of a sequence, and from the reach on; and nothing is
     read beyond the tables."""
     tables = torch.tensor([[5, 7], [3, 0]], dtype=torch.int32)
-    found = DevicePlaces.of(torch.tensor([9, 3]), tables, 8, 1000)
+    found = DevicePositions.of(torch.tensor([9, 3]), tables, 8, 1000)
     assert (found.positions.tolist(), found.slots.tolist()) == ([9, 3], [7 * 8 + 1, 3 * 8 + 3])
-    found = DevicePlaces.of(torch.tensor([17, 12]), tables, 8, 1000)
+    found = DevicePositions.of(torch.tensor([17, 12]), tables, 8, 1000)
     assert (found.positions.tolist(), found.slots.tolist()) == ([15, 12], [1, 4])
-    found = DevicePlaces.of(torch.tensor([9, 6]), tables, 8, 6)
+    found = DevicePositions.of(torch.tensor([9, 6]), tables, 8, 6)
     assert (found.positions.tolist(), found.slots.tolist()) == ([5, 5], [1, 6])
 
 

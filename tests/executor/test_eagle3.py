@@ -20,7 +20,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.engines.memory import draft_sizes
 from quantkit.executor.engine import Engine
-from quantkit.executor.memory_budget import plan_beside
+from quantkit.executor.memory_budget import plan_kv_cache
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.rank0 import follow
 from quantkit.executor.ranks.parallel import Parallel
@@ -28,7 +28,7 @@ from quantkit.executor.runner import prefill_graphs
 from quantkit.executor.runner.graphs import DecodeSteps
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.speculation.eagle_head import load_head
+from quantkit.executor.speculation.eagle_head import load_eagle_head
 from quantkit.executor.speculation.speculation import Speculation
 from quantkit.executor.weights.load import load_model
 from quantkit.models.context import CausalContext
@@ -254,8 +254,8 @@ def test_two_ranks_guess_as_one(
         parallel._open_channel(torch.device("cpu"))
         loaded = load_model(models["target"], device="cpu", dtype="float32", parallel=parallel)
         options = EngineOptions(models["target"], device="cpu", max_model_len=128, max_batch=4)
-        head = load_head(models["knowing"], loaded, options)
-        tokenizer, cache = ChatTokenizer(models["target"]), plan_beside(loaded, options, head)
+        head = load_eagle_head(models["knowing"], loaded, options)
+        tokenizer, cache = ChatTokenizer(models["target"]), plan_kv_cache(loaded, options, head)
         engine = Engine(
             loaded, tokenizer, cache, max_batch=4, prefill_tokens=31, num_drafts=2, draft=head
         )
@@ -276,18 +276,18 @@ def test_further_guesses_read_its_own_output(
 ) -> None:
     """In static buffers, as graphs have them, its own and the model's, guesses are as good as
     without, and as many right in a row."""
-    monkeypatch.setattr(prefill_graphs, "LAUNCHED_FIRST", 1)
+    monkeypatch.setattr(prefill_graphs, "RUNS_BEFORE_CAPTURE", 1)
     eager, static = (load(models["target"], models["knowing"], num_drafts=3) for _ in range(2))
-    head = load_head(models["knowing"], static.loaded, EngineOptions(models["target"]))
+    head = load_eagle_head(models["knowing"], static.loaded, EngineOptions(models["target"]))
     static.runner = Runner(static.loaded.model, static.cache, in_place)
     drafter = head.drafter(static.plan, static.runner, 3, static.parallel, in_place)
     static.speculation = Speculation(drafter, 0)
     assert tokens(eager, MIXED) == tokens(static, MIXED) == plain
-    assert static.runner.prompts._graphs
+    assert static.runner.prefill_runner._graphs
     assert isinstance(drafter.steps, DecodeSteps)
-    right = eager.speculation.guessing.rates["computed"].right
+    right = eager.speculation.controller.rates["computed"].right
     assert right[2] > 3
-    assert static.speculation.guessing.rates["computed"].right == right
+    assert static.speculation.controller.rates["computed"].right == right
 
 
 def test_its_memory_is_planned(models: dict[str, Path]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from quantkit.executor.engine import Engine
 from quantkit.executor.runner.decode_batch import DecodeRows, StepResult
-from quantkit.executor.runner.graphs import Capture, DecodeSteps, DeviceCapture, StaticBuffers, Step
+from quantkit.executor.runner.graphs import Capture, DecodeBuffers, DecodeSteps, DeviceCapture, Step
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.speculation.mtp_drafter import MtpDrafter
@@ -122,7 +122,7 @@ def test_a_failed_capture_is_computed_eagerly_and_says_why(
 
 
 def test_rows_left_over_from_a_larger_batch_point_to_nobodys_block() -> None:
-    buffers = StaticBuffers(4, 2, torch.device("cpu"))
+    buffers = DecodeBuffers(4, 2, torch.device("cpu"))
     full = np.arange(1, 5)
     buffers.fill(DecodeRows(full, full * 2, full * 3, np.full((4, 2), 7)))
     assert buffers.tables.tolist() == [[7, 7]] * 4
@@ -140,7 +140,7 @@ def test_rows_left_over_from_a_larger_batch_point_to_nobodys_block() -> None:
 def test_what_is_given_lies_first_and_the_rest_is_padding() -> None:
     """Of every buffer: three rows of four, then one; lengths in the list that a graph was captured
     with."""
-    buffers = StaticBuffers(4, 16, torch.device("cpu"), torch.ones(1, 8))
+    buffers = DecodeBuffers(4, 16, torch.device("cpu"), torch.ones(1, 8))
     lengths, hidden = buffers.lengths, torch.arange(24.0).view(3, 8)
     for count in (3, 1):
         columns = np.arange(1, 4 * count + 1).reshape(4, count)
@@ -180,7 +180,7 @@ def test_rows_that_are_wanted_are_those_of_all(tiny_checkpoint: Path) -> None:
         for found, expected in zip(part, whole):
             torch.testing.assert_close(found, expected[wanted])
     assert (steps.kept(3, 1), steps.kept(4, 1), steps.kept(2, 1)) == (1, 1, None)
-    buffers = StaticBuffers(4, 16, torch.device("cpu"), kept=2)
+    buffers = DecodeBuffers(4, 16, torch.device("cpu"), kept=2)
     for kept in ([3, 2], [1]):
         buffers.fill(rows, kept=torch.tensor(kept))
         assert buffers.kept is not None

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from quantkit.executor.scheduler.sequence import COMPUTED
-from quantkit.executor.speculation.adaptive_draft_length import Guessing
+from quantkit.executor.scheduler.sequence import DRAFTER
+from quantkit.executor.speculation.adaptive_draft_length import DraftLengthController
 
 
 class Simulated:
@@ -32,15 +32,15 @@ class Simulated:
             reading,
             [0] * answers,
         )
-        self.guessing = Guessing(most, 0, measured=True)
+        self.controller = DraftLengthController(most, 0, measured=True)
         self._draw, self._slow = random.Random(seed), slow
-        self._checked, self._lengths = self.guessing.drafts, [0] * answers
+        self._checked, self._lengths = self.controller.drafts, [0] * answers
         self.seconds, self.tokens = 0.0, 0
 
     def step(self) -> None:
-        guessing, rows = self.guessing, self.answers * (1 + self._checked)
-        seconds, kept = self.cost(guessing.drafts, rows) * self._draw.uniform(0.97, 1.03), 0
-        if guessing.drafts and max(self._unread) > 1 + guessing.most_drafts:  # read as a prompt
+        controller, rows = self.controller, self.answers * (1 + self._checked)
+        seconds, kept = self.cost(controller.drafts, rows) * self._draw.uniform(0.97, 1.03), 0
+        if controller.drafts and max(self._unread) > 1 + controller.most_drafts:  # read as a prompt
             seconds += self._reading
         if self._slow > 0:
             self._slow, seconds = self._slow - 1, 1.5 * seconds
@@ -50,15 +50,15 @@ class Simulated:
                 self._checked,
             )
             if self._checked:
-                guessing.checked(COMPUTED, self._checked, right)
-            self._unread[answer] = 0 if guessing.drafts else self._unread[answer] + 1 + right
+                controller.record_acceptance(DRAFTER, self._checked, right)
+            self._unread[answer] = 0 if controller.drafts else self._unread[answer] + 1 + right
             self._lengths[answer] += 1 + right
             kept += right
-        guessing.stepped(self.answers, rows, kept, seconds, max(self._lengths))
-        self._checked = guessing.drafts
+        controller.record_step(self.answers, rows, kept, seconds, max(self._lengths))
+        self._checked = controller.drafts
         self.seconds += seconds
         self.tokens += self.answers + kept
-        guessing.drafts, guessing.looked_up = guessing.choose()
+        controller.drafts, controller.looked_up = controller.choose()
 
     def until(self, tokens: int) -> float:
         """Time of an answer's token, of so many, in steps without guesses."""
@@ -86,8 +86,8 @@ def test_never_slower_than_without(rate: float, answers: int, each: float) -> No
     2 % of none, 6 % of the best number."""
     run = Simulated(rate, answers, 3, lambda drafts, rows: 1 + each * rows + 0.05 * drafts)
     taken, fixed = run.until(4000), [run.fixed(drafts) for drafts in range(4)]
-    assert taken <= 1.02 * fixed[0], (run.guessing.drafts, taken, fixed)
-    assert taken <= 1.06 * min(fixed), (run.guessing.drafts, taken, fixed)
+    assert taken <= 1.02 * fixed[0], (run.controller.drafts, taken, fixed)
+    assert taken <= 1.06 * min(fixed), (run.controller.drafts, taken, fixed)
 
 
 def box_of_four(drafts: int, rows: int) -> float:

@@ -23,9 +23,13 @@ from quantkit.executor.options import MAX_GUESSES
 from quantkit.executor.rank0 import Leader, follow
 from quantkit.executor.runner.graphs import DecodeSteps
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.scheduler.sequence import LOOKUP, Sequence
-from quantkit.executor.speculation.adaptive_draft_length import Costs, Guessing, Rates
-from quantkit.executor.speculation.prompt_lookup import Lookup
+from quantkit.executor.scheduler.sequence import PROMPT_LOOKUP, Sequence
+from quantkit.executor.speculation.adaptive_draft_length import (
+    AcceptanceRates,
+    DraftLengthController,
+    StepTimes,
+)
+from quantkit.executor.speculation.prompt_lookup import NgramIndex
 
 PROMPTS = [[40 + i, 5, 6, 7, 8, 9] * 6 for i in range(5)]
 
@@ -51,18 +55,18 @@ def tokens(engine: Engine, asked: list[SamplingParams]) -> list[list[int]]:
 
 
 def test_lookup_finds_what_followed_last() -> None:
-    looked = Lookup()
+    looked = NgramIndex()
     said = [1, 2, 3, 4, 5, 1, 2, 3]
     assert looked.guesses(said, 4) == [4, 5, 1, 2]
     assert looked.guesses([*said, 9], 4) == []
     assert looked.guesses([*said, 9, 1, 2, 3], 2) == [9, 1], "the last time counts"
     assert looked.guesses([*said, 9, 1, 2, 3], 0) == []
-    assert Lookup().guesses([1, 2], 3) == []
+    assert NgramIndex().guesses([1, 2], 3) == []
 
 
 def test_lookup_is_that_of_a_plain_search() -> None:
     draw = random.Random(3)
-    looked, said = Lookup(), [draw.randrange(4) for _ in range(5)]
+    looked, said = NgramIndex(), [draw.randrange(4) for _ in range(5)]
     for _ in range(300):
         said += [draw.randrange(4) for _ in range(draw.randrange(1, 4))]
         places = [at for at in range(3, len(said)) if said[at - 3 : at] == said[-3:]]
@@ -98,7 +102,7 @@ def test_tokens_are_those_without_guesses(options: dict[str, int], temperature: 
         for engine in (plain, guessing)
     ]
     assert found[0] == found[1]
-    assert guessing.speculation.guessing.rates[LOOKUP].seen
+    assert guessing.speculation.controller.rates[PROMPT_LOOKUP].seen
     assert 0 < guessing.speculation.acceptance.accepted < guessing.speculation.acceptance.drafted
 
 
@@ -131,13 +135,13 @@ def test_the_layer_catches_up(
     monkeypatch.setattr(Sequence, "extend", kept("paused"))
     steps = Counter[str]()
 
-    def choose(self: Guessing) -> tuple[int, int]:
+    def choose(self: DraftLengthController) -> tuple[int, int]:
         steps["all"] += 1
         return (
             0 if steps["all"] % (6 if captured else 14) > 3 else 1
         ), 0  # what is behind after two steps fits in a step of guesses
 
-    monkeypatch.setattr(Guessing, "choose", choose)
+    monkeypatch.setattr(DraftLengthController, "choose", choose)
     assert tokens(paused, params(0.0)) == expected
     if captured:
         assert read["rows"] > 4 * read["passes"] > 0, "most of what was behind came by rows"
@@ -160,7 +164,7 @@ def test_rows_of_what_is_behind_leave_those_of_the_pass(
     asked = SamplingParams(max_new_tokens=80, ignore_eos=True)
     first, second = (engine.submit(PROMPTS[index], asked, index) for index in range(2))
     for drafts, steps in ((3, 4), (0, 2)):
-        engine.speculation.make(drafts, 0)
+        engine.speculation.set_lengths(drafts, 0)
         for _ in range(steps):
             engine.step()
     drafter._unread.take()
@@ -168,7 +172,7 @@ def test_rows_of_what_is_behind_leave_those_of_the_pass(
     for _ in range(3):  # six rows are behind
         engine.step()
     first.drafts = [1, 2, 3, 4]
-    engine.speculation.make(1, 0)
+    engine.speculation.set_lengths(1, 0)
     seen, run = list[tuple[list[int], list[list[int]]]](), drafter.steps.run
 
     def noted(where: Any, *given: Any, **places: Any) -> Any:
@@ -220,12 +224,12 @@ def test_a_layer_without_guesses_reads_in_large_passes(
         return made
 
     monkeypatch.setattr(drafter, "_states", seen)
-    engine.speculation.make(0, 0)
+    engine.speculation.set_lengths(0, 0)
     sequence = engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=64, ignore_eos=True))
     while len(sequence.generated) < 41:
         engine.step()
     assert read == [len(PROMPTS[0])]
-    engine.speculation.make(1, 0)
+    engine.speculation.set_lengths(1, 0)
     engine.step()
     assert read == [len(PROMPTS[0]), 40, 1], "what was behind at once, then the step's own"
 
@@ -243,7 +247,7 @@ def test_what_fell_far_behind_is_not_read_and_not_guessed_for(
     monkeypatch.setattr(
         drafter, "_states", lambda hidden: read.append(len(hidden)) or states(hidden)
     )
-    engine.speculation.make(0, 0)
+    engine.speculation.set_lengths(0, 0)
     asked = SamplingParams(max_new_tokens=96, ignore_eos=True)
     old = engine.submit(PROMPTS[0], asked)
     while len(old.generated) < 12:
@@ -254,7 +258,7 @@ def test_what_fell_far_behind_is_not_read_and_not_guessed_for(
     assert read == [len(PROMPTS[0]), len(PROMPTS[1])], (
         "nothing of the answer, though more than eight tokens of it came"
     )
-    engine.speculation.make(1, 0)
+    engine.speculation.set_lengths(1, 0)
     drafted = Counter[int]()
     for _ in range(6):
         engine.step()
@@ -272,7 +276,7 @@ def test_what_fell_far_behind_is_not_read_and_not_guessed_for(
 
 
 def test_costs_lie_between_known_ones() -> None:
-    costs = Costs()
+    costs = StepTimes()
     assert costs.seconds(4) is None
     for rows, seconds in ((4, 1.0), (8, 3.0)):
         for _ in range(3):
@@ -283,7 +287,7 @@ def test_costs_lie_between_known_ones() -> None:
 
 
 def test_rates_are_of_guesses_whose_predecessors_were_right() -> None:
-    rates = Rates()
+    rates = AcceptanceRates()
     for number in range(4000):
         rates.add(2, (0, 1, 2, 2)[number % 4])
     assert abs(rates.expected(1) - 0.75) < 0.03
@@ -299,7 +303,7 @@ def test_a_measured_engine_answers_the_same(tiny_checkpoint: Path) -> None:
     plain = tokens(load(tiny_checkpoint, max_model_len=128), asked)
     for _ in range(2):
         assert tokens(engine, asked) == plain
-    assert engine.speculation.guessing.costs[1].by_rows()
+    assert engine.speculation.controller.costs[1].by_rows()
 
 
 def test_steps_on_a_processor_take_what_their_thread_computes(
@@ -309,9 +313,11 @@ def test_steps_on_a_processor_take_what_their_thread_computes(
     engine = load(tiny_checkpoint, max_model_len=128, num_drafts=1, measure_steps=True)
     decode, seconds = engine.runner.decode, list[float]()
     monkeypatch.setattr(engine.runner, "decode", lambda *given: time.sleep(0.5) or decode(*given))
-    stepped = Guessing.stepped
+    stepped = DraftLengthController.stepped
     monkeypatch.setattr(
-        Guessing, "stepped", lambda self, *told: seconds.append(told[3]) or stepped(self, *told)
+        DraftLengthController,
+        "stepped",
+        lambda self, *told: seconds.append(told[3]) or stepped(self, *told),
     )
     list(engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=4, ignore_eos=True)))
     assert len(seconds) > 1
@@ -347,11 +353,11 @@ def test_guesses_that_no_step_can_check_are_refused(asked: dict[str, int]) -> No
 
 def test_rates_are_summed_once_for_all_numbers_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A choice looks at each number that may be looked up."""
-    summed, places = Rates._summed, []
+    summed, places = AcceptanceRates._summed, []
     monkeypatch.setattr(
-        Rates, "_summed", lambda self, most: places.append(most) or summed(self, most)
+        AcceptanceRates, "_summed", lambda self, most: places.append(most) or summed(self, most)
     )
-    rates = Rates()
+    rates = AcceptanceRates()
     rates.add(4, 2)
     found = [rates.expected(count) for count in range(MAX_GUESSES + 1)]
     assert sum(places) <= 4 * MAX_GUESSES

@@ -16,7 +16,7 @@ from quantkit.executor.memory_budget import (
     LONG_PREFILL_TOKENS,
     PREFILL_TOKENS,
     long_step_bytes,
-    plan_beside,
+    plan_kv_cache,
     prefill_tokens,
 )
 from quantkit.executor.options import EngineOptions
@@ -115,21 +115,21 @@ def test_the_cache_leaves_room_and_nothing_is_refused_for_it(
     options = EngineOptions(Path("model"), max_batch=1 << 20)  # as much as there is
     whole = 5 * needed
     free(monkeypatch, whole)
-    plan = plan_beside(loaded, options)
+    plan = plan_kv_cache(loaded, options)
     assert abs(whole - needed - (plan.num_blocks - 1) * per_block) < 2 * per_block
-    chosen = plan_beside(loaded, replace(options, prefill_tokens=4096))
+    chosen = plan_kv_cache(loaded, replace(options, prefill_tokens=4096))
     assert abs(0.9 * whole - (chosen.num_blocks - 1) * per_block) < 2 * per_block
     few = 3 * needed  # a third of it for steps would be too much
     free(monkeypatch, few)
     assert (
-        abs(0.9 * few - (plan_beside(loaded, options).num_blocks - 1) * per_block) < 2 * per_block
+        abs(0.9 * few - (plan_kv_cache(loaded, options).num_blocks - 1) * per_block) < 2 * per_block
     )
     # A context that fits beside short steps only.
     long = replace(loaded, config=replace(loaded.config, max_position_embeddings=1 << 40))  # type: ignore[type-var]
     free(monkeypatch, whole)
     most = int(0.88 * whole) // per_block * 64
-    assert plan_beside(long, replace(options, max_model_len=most)).max_model_len == most
+    assert plan_kv_cache(long, replace(options, max_model_len=most)).max_model_len == most
     with pytest.raises(QuantkitError, match="fewer than the context"):
-        plan_beside(long, replace(options, max_model_len=int(0.92 * whole) // per_block * 64))
-    asked = plan_beside(long, replace(options, cache_tokens=most))
+        plan_kv_cache(long, replace(options, max_model_len=int(0.92 * whole) // per_block * 64))
+    asked = plan_kv_cache(long, replace(options, cache_tokens=most))
     assert asked.tokens >= most

@@ -16,7 +16,7 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.ranks.parallel import SINGLE
 from quantkit.executor.runner import prefill_tuner
-from quantkit.executor.runner.prefill_graphs import PromptRows
+from quantkit.executor.runner.prefill_graphs import PrefillChunk
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import ScheduledStep, StepBudget
@@ -106,7 +106,7 @@ def test_a_pass_that_fails_for_one_fails_for_nobody_else(
     compute = Engine._compute
 
     def broken(self: Engine, step: ScheduledStep) -> Any:
-        if any(sequence.index == 4 for sequence, _ in step.alone()):
+        if any(sequence.index == 4 for sequence, _ in step.per_sequence()):
             raise ValueError("no such row")
         return compute(self, step)
 
@@ -338,12 +338,12 @@ def test_passes_are_captured_where_they_wait_for_launches(
 def test_what_is_measured_is_a_budget(tiny_checkpoint: Path) -> None:
     engine = load(tiny_checkpoint, measure_steps=True, max_model_len=256)
     found = engine.scheduler.budget
-    assert found.alone == 1024
-    assert 32 <= found.beside_answers <= 1024
+    assert found.prefill_only == 1024
+    assert 32 <= found.with_decodes <= 1024
     asked = load(
         tiny_checkpoint, measure_steps=True, prefill_tokens=48, max_model_len=256
     ).scheduler.budget
-    assert (asked.alone, asked.beside_answers) == (48, 48)
+    assert (asked.prefill_only, asked.with_decodes) == (48, 48)
     alone = prefill_tuner.measure(engine.runner, SINGLE, StepBudget(512, 512), 1, asked=False)
     assert alone == StepBudget(512, 512), "one request waits for nobody"
 
@@ -356,7 +356,7 @@ def test_the_longest_step_is_computed_before_the_first_request(
     and computes for seconds."""
     launched: list[list[int]] = []
 
-    def launch(answers: None, prompts: list[PromptRows]) -> torch.Tensor:
+    def launch(answers: None, prompts: list[PrefillChunk]) -> torch.Tensor:
         launched.append([len(one.token_ids) for one in prompts])
         return torch.zeros(sum(launched[-1]), 4)
 
@@ -381,9 +381,9 @@ def test_slow_passes_are_not_measured_for_long(
     """On a clock of its own, which each pass moves on by its tokens: as of a large model on a CPU,
     and of one that is fast enough."""
     engine, now = load(tiny_checkpoint, max_model_len=512, max_batch=4), [0.0]
-    launch, run = engine.runner.prompts.launch, engine.runner.steps.run
+    launch, run = engine.runner.prefill_runner.launch, engine.runner.steps.run
 
-    def launched(answers: Any, prompts: list[PromptRows]) -> torch.Tensor:
+    def launched(answers: Any, prompts: list[PrefillChunk]) -> torch.Tensor:
         now[0] += each * sum(len(one.token_ids) for one in prompts)
         return launch(answers, prompts)
 
@@ -391,11 +391,11 @@ def test_slow_passes_are_not_measured_for_long(
         now[0] += each
         return run(rows)
 
-    monkeypatch.setattr(engine.runner.prompts, "launch", launched)
+    monkeypatch.setattr(engine.runner.prefill_runner, "launch", launched)
     monkeypatch.setattr(engine.runner.steps, "run", stepped)
     monkeypatch.setattr(prefill_tuner, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     found = prefill_tuner.measure(engine.runner, SINGLE, StepBudget(4096, 4096), 4, asked=False)
-    assert found.beside_answers >= least
+    assert found.with_decodes >= least
     assert now[0] <= 20 + 4 * each * 32 + 2 * each, (
         "the shortest pass and the answers' step always are measured"
     )
@@ -435,5 +435,5 @@ def test_loading_tells_what_is_behind_it(tiny_checkpoint: Path) -> None:
         "steps are measured",
     ]
     assert told[1].endswith(
-        f" s: {engine.scheduler.budget.beside_answers} tokens of prompts beside answers"
+        f" s: {engine.scheduler.budget.with_decodes} tokens of prompts beside answers"
     )

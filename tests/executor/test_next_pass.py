@@ -99,7 +99,7 @@ def answers(engine: Engine, count: int = 8, seed: int = 0) -> list[tuple[list[in
 def launched_with_guesses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Answers and rows of passes that were launched ahead together with guesses."""
     made: list[tuple[int, int]] = []
-    launch = Runner.launch_guessed
+    launch = Runner.launch_async_verification
 
     def noted(
         self: Runner,
@@ -108,10 +108,10 @@ def launched_with_guesses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, in
         guessed: torch.Tensor,
     ) -> None:
         launch(self, counts, token_ids, guessed)
-        if self.has_launched:
+        if self.has_async:
             made.append((len(counts), len(guessed)))
 
-    monkeypatch.setattr(Runner, "launch_guessed", noted)
+    monkeypatch.setattr(Runner, "launch_async_verification", noted)
     return made
 
 
@@ -119,14 +119,14 @@ def launched_with_guesses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, in
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of passes that were launched ahead."""
     made: list[int] = []
-    launch = Runner.launch_next
+    launch = Runner.launch_async_decode
 
     def noted(self: Runner, token_ids: torch.Tensor) -> None:
         launch(self, token_ids)
-        if self.has_launched:
+        if self.has_async:
             made.append(len(token_ids))
 
-    monkeypatch.setattr(Runner, "launch_next", noted)
+    monkeypatch.setattr(Runner, "launch_async_decode", noted)
     return made
 
 
@@ -155,7 +155,7 @@ def test_a_prompt_begins_behind_the_launched_pass(
     engine, told = load(tiny_checkpoint, ahead=True), list[tuple[str, int]]()
     engine.scheduler.budget = StepBudget(32, 32, mixed=True)
     answer = engine.submit([5, 6, 7], SamplingParams(max_new_tokens=30, ignore_eos=True))
-    while not engine.runner.has_launched:
+    while not engine.runner.has_async:
         engine.step()
     before = len(answer.generated)
     for name in ("decode", "mixed", "prefill"):
@@ -215,7 +215,7 @@ def test_no_token_changes_with_a_shared_beginning(
             told += [one.generated, other.generated]
             prompt += one.generated
         found.append(told)
-        assert one.num_found > 60
+        assert one.num_prefix_hits > 60
     assert found[0] == found[1]
     assert len(launched) > 50
 
@@ -264,8 +264,8 @@ def test_the_next_pass_is_launched_before_tokens_are_waited_for(
 ) -> None:
     """And before others are listened to; the last one's tokens need no further pass."""
     engine, told = load(tiny_checkpoint, ahead=True), list[str]()
-    launch, wait = Runner.launch_next, HostCopy.tolist
-    engine.meanwhile = lambda brought: told.append("others")
+    launch, wait = Runner.launch_async_decode, HostCopy.tolist
+    engine.while_computing = lambda brought: told.append("others")
 
     def launching(self: Runner, token_ids: torch.Tensor) -> None:
         told.append("launch")
@@ -275,14 +275,14 @@ def test_the_next_pass_is_launched_before_tokens_are_waited_for(
         told.append("wait")
         return wait(self)
 
-    monkeypatch.setattr(Runner, "launch_next", launching)
+    monkeypatch.setattr(Runner, "launch_async_decode", launching)
     monkeypatch.setattr(HostCopy, "tolist", waiting)
     engine.submit([5, 6, 7], SamplingParams(max_new_tokens=4, ignore_eos=True))
     while engine.has_work:
         engine.step()
     # The first size of a step is captured when it is first computed.
     assert told == ["others", "others", "wait", *["launch", "others", "wait"] * 2, "others", "wait"]
-    assert not engine.runner.has_launched
+    assert not engine.runner.has_async
 
 
 def test_a_failing_row_takes_nothing_from_the_others(

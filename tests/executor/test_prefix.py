@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.executor.engine import Engine
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.scheduler.prefix_cache import PrefixBlocks
+from quantkit.executor.scheduler.prefix_cache import PrefixCachingAllocator
 from quantkit.executor.scheduler.sequence import Completion, Sequence
 
 SYSTEM = [7 + i * 13 % 300 for i in range(200)]
@@ -107,7 +107,7 @@ def test_a_full_cache_evicts_and_preempts_and_loses_nothing(
 def test_the_longest_unused_goes_first_and_nothing_in_use_goes(without: Engine) -> None:
     """Random takes, finds and ends against a plain account of who uses what."""
     generator = random.Random(0)
-    blocks = PrefixBlocks(num_blocks=13, block_size=4)
+    blocks = PrefixCachingAllocator(num_blocks=13, block_size=4)
     live: list[Sequence] = []
     for _ in range(2000):
         if live and (generator.random() < 0.5 or blocks.num_free < 6):
@@ -127,7 +127,7 @@ def test_the_longest_unused_goes_first_and_nothing_in_use_goes(without: Engine) 
             holds = {
                 tuple(one.token_ids[: 4 * (i + 1)]): block
                 for one in live
-                for i, block in enumerate(one.blocks[: one.num_published])
+                for i, block in enumerate(one.blocks[: one.num_published_blocks])
             }
             for i in range((len(prompt) - 1) // 4):
                 prefix = tuple(prompt[: 4 * (i + 1)])
@@ -149,7 +149,7 @@ def test_the_longest_unused_goes_first_and_nothing_in_use_goes(without: Engine) 
 
 def test_eviction_keeps_beginnings(without: Engine) -> None:
     """Of a prefix that nobody uses the end is forgotten before the beginning."""
-    blocks = PrefixBlocks(num_blocks=5, block_size=4)
+    blocks = PrefixCachingAllocator(num_blocks=5, block_size=4)
     sequence = without.sequence(list(range(1, 17)), SamplingParams(), streams=False)
     sequence.blocks, sequence.num_cached = blocks.take(4), 16
     blocks.publish(sequence)

@@ -13,9 +13,9 @@ from torch import Tensor
 from quantkit.executor.engine import Engine
 from quantkit.executor.ranks.parallel import SINGLE
 from quantkit.executor.runner import graph_warmup, prefill_graphs
-from quantkit.executor.runner.graph_warmup import capture_ahead
+from quantkit.executor.runner.graph_warmup import warm_up_graphs
 from quantkit.executor.runner.graphs import Capture
-from quantkit.executor.runner.prefill_graphs import PassSize, PromptBuffers, PromptRows
+from quantkit.executor.runner.prefill_graphs import PrefillBuffers, PrefillChunk, PrefillGraphSize
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.scheduler.scheduler import StepBudget
@@ -36,7 +36,7 @@ PARAMS = [
 @pytest.fixture(autouse=True)
 def captured_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A size that comes a second time is captured."""
-    monkeypatch.setattr(prefill_graphs, "LAUNCHED_FIRST", 1)
+    monkeypatch.setattr(prefill_graphs, "RUNS_BEFORE_CAPTURE", 1)
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +74,9 @@ def load(
         prefix_cache=True,
     )
     if capture is not None:
-        reads_all = engine.runner.prompts.reads_all
+        keep_all_hidden = engine.runner.prefill_runner.keep_all_hidden
         engine.runner = Runner(engine.loaded.model, engine.cache, capture)
-        engine.runner.prompts.reads_all = reads_all
+        engine.runner.prefill_runner.keep_all_hidden = keep_all_hidden
         if engine.speculation.drafter is not None:
             engine.speculation = Speculation(
                 MtpDrafter(engine.loaded.mtp_layers[0], engine.runner, num_drafts, engine.parallel),
@@ -105,7 +105,7 @@ def test_padded_passes_give_the_tokens_of_eager_ones(
     expected = tokens(load(path, None, drafts, budget))
     engine = load(path, in_place, drafts, budget)
     assert [tokens(engine) for _ in range(2)] == [expected] * 2
-    sizes = list(engine.runner.prompts._graphs)
+    sizes = list(engine.runner.prefill_runner._graphs)
     assert len(sizes) > 1
     assert any(size.answers[0] for size in sizes) == mixed
     assert {bool(size.seen) for size in sizes} == {kind != "keys"}
@@ -117,20 +117,26 @@ def test_hidden_states_are_those_of_an_eager_pass(tiny_checkpoint: Path) -> None
     """Two chunks of two prompts, the second behind cached tokens, as a replay of buffers that held
     other prompts before."""
     blocks, found = [[3, 1], [2]], []
-    first = [PromptRows(PROMPTS[2][:40], 0, blocks[0]), PromptRows(PROMPTS[1][:30], 0, blocks[1])]
-    second = [
-        PromptRows(PROMPTS[2][40:75], 40, blocks[0]),
-        PromptRows(PROMPTS[1][30:34], 30, blocks[1]),
+    first = [
+        PrefillChunk(PROMPTS[2][:40], 0, blocks[0]),
+        PrefillChunk(PROMPTS[1][:30], 0, blocks[1]),
     ]
-    other = [PromptRows(PROMPTS[0] * 5, 0, blocks[1]), PromptRows(PROMPTS[0][:4], 35, blocks[0])]
+    second = [
+        PrefillChunk(PROMPTS[2][40:75], 40, blocks[0]),
+        PrefillChunk(PROMPTS[1][30:34], 30, blocks[1]),
+    ]
+    other = [
+        PrefillChunk(PROMPTS[0] * 5, 0, blocks[1]),
+        PrefillChunk(PROMPTS[0][:4], 35, blocks[0]),
+    ]
     for capture in (None, in_place):
         runner = load(tiny_checkpoint, capture).runner
         if capture:
             for _ in range(2):
-                runner.prompts.run(None, other)
-        found.append([runner.prompts.run(None, part).clone() for part in (first, second)])
+                runner.prefill_runner.run(None, other)
+        found.append([runner.prefill_runner.run(None, part).clone() for part in (first, second)])
         if capture:
-            assert len(runner.prompts._graphs) == 1
+            assert len(runner.prefill_runner._graphs) == 1
     for ours, theirs in zip(*found):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
@@ -155,9 +161,9 @@ def test_last_tokens_alone_go_through_the_last_mlp(
 ) -> None:
     """Of passes that are launched and replayed; who asks for all tokens gets all."""
     engine = load(tiny_checkpoint if kind == "latents" else grouped, in_place)
-    prompts, computed = engine.runner.prompts, widths(engine, monkeypatch)
-    assert not prompts.reads_all
-    rows = [PromptRows(PROMPTS[2][:40], 0, [3, 1]), PromptRows(PROMPTS[1][:30], 0, [2])]
+    prompts, computed = engine.runner.prefill_runner, widths(engine, monkeypatch)
+    assert not prompts.keep_all_hidden
+    rows = [PrefillChunk(PROMPTS[2][:40], 0, [3, 1]), PrefillChunk(PROMPTS[1][:30], 0, [2])]
     every = prompts.launch(None, rows, whole=True)
     assert len(every) == computed.pop() == 70
     for last in (prompts.launch(None, rows), prompts.run(None, rows), prompts.run(None, rows)):
@@ -174,7 +180,7 @@ def test_guesses_and_counted_experts_read_all_tokens(
     engine = Engine.load(
         tiny_checkpoint, device="cpu", dtype="float32", max_batch=2, max_model_len=320, **asked
     )
-    assert engine.runner.prompts.reads_all
+    assert engine.runner.prefill_runner.keep_all_hidden
 
 
 def test_log_probabilities_of_a_prompt_are_of_all_its_tokens(
@@ -200,10 +206,10 @@ def test_log_probabilities_of_a_prompt_are_of_all_its_tokens(
 
 
 def test_what_is_not_filled_is_a_sequence_in_nobodys_block() -> None:
-    size = PassSize((0, 0), 8, 4, 16)
-    buffers = PromptBuffers(size, 2, 4, torch.device("cpu"))
-    buffers.fill([PromptRows([9] * 6, 0, [7, 8]), PromptRows([5, 6], 3, [2, 3])])
-    buffers.fill([PromptRows([4, 5, 6], 2, [5, 6])])
+    size = PrefillGraphSize((0, 0), 8, 4, 16)
+    buffers = PrefillBuffers(size, 2, 4, torch.device("cpu"))
+    buffers.fill([PrefillChunk([9] * 6, 0, [7, 8]), PrefillChunk([5, 6], 3, [2, 3])])
+    buffers.fill([PrefillChunk([4, 5, 6], 2, [5, 6])])
     prompts, part = buffers.prompts, buffers.prompts.parts(4, 16)[0]
     assert buffers.token_ids.tolist() == [4, 5, 6, 0, 0, 0, 0, 0]
     assert buffers.positions.tolist() == [2, 3, 4, 0, 1, 2, 3, 4]
@@ -223,8 +229,8 @@ def test_what_is_not_filled_is_a_sequence_in_nobodys_block() -> None:
 
 @pytest.mark.parametrize("count", [1, 16, 17, 129, 300, 513, 700, 1000, 1024])
 def test_little_of_a_pass_is_padding(tiny_checkpoint: Path, count: int) -> None:
-    size = prefill_graphs.size_of(
-        None, [PromptRows([0] * count, 0, [1] * 20)], load(tiny_checkpoint, None).cache
+    size = prefill_graphs.graph_size(
+        None, [PrefillChunk([0] * count, 0, [1] * 20)], load(tiny_checkpoint, None).cache
     )
     assert size is not None
     assert count <= size.tokens < max(count + 16, 1.25 * count)
@@ -237,8 +243,8 @@ def test_little_of_a_pass_is_padding(tiny_checkpoint: Path, count: int) -> None:
 def test_few_graphs_serve_any_number_of_prompts(
     tiny_checkpoint: Path, prompts: int, sequences: int
 ) -> None:
-    size = prefill_graphs.size_of(
-        None, [PromptRows([0] * 4, 0, [1])] * prompts, load(tiny_checkpoint, None).cache
+    size = prefill_graphs.graph_size(
+        None, [PrefillChunk([0] * 4, 0, [1])] * prompts, load(tiny_checkpoint, None).cache
     )
     assert size is not None
     assert size.sequences == sequences, "one is padding"
@@ -248,18 +254,18 @@ def test_few_graphs_serve_any_number_of_prompts(
 def test_long_passes_and_states_are_not_captured(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passes = load(tiny_checkpoint, in_place).runner.prompts
-    passes.reads_all = True
+    passes = load(tiny_checkpoint, in_place).runner.prefill_runner
+    passes.keep_all_hidden = True
     passes.limit(20)
     monkeypatch.setattr(prefill_graphs, "_MOST_GRAPHS", 1)
     monkeypatch.setattr(prefill_graphs, "_MOST_BLOCKS", 2)
     assert (
-        len(passes.run(None, [PromptRows([3], 0, [1, 2, 3])]))
-        == len(passes.run(None, [PromptRows([3], 0, [1, 2, 3])]))
+        len(passes.run(None, [PrefillChunk([3], 0, [1, 2, 3])]))
+        == len(passes.run(None, [PrefillChunk([3], 0, [1, 2, 3])]))
         == 1
     )
     for length in (21, 21, 5, 5, 5, 17, 17, 17):
-        assert passes.run(None, [PromptRows([3] * length, 0, [1])]).shape[0] == length
+        assert passes.run(None, [PrefillChunk([3] * length, 0, [1])]).shape[0] == length
     assert [size.tokens for size in passes._graphs] == [16], (
         "none of 21 tokens or three blocks, and no second graph"
     )
@@ -269,8 +275,11 @@ def test_long_passes_and_states_are_not_captured(
 def test_a_size_is_launched_some_times_first(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passes, prompt = load(tiny_checkpoint, in_place).runner.prompts, [PromptRows([3, 4, 5], 0, [1])]
-    monkeypatch.setattr(prefill_graphs, "LAUNCHED_FIRST", 3)
+    passes, prompt = (
+        load(tiny_checkpoint, in_place).runner.prefill_runner,
+        [PrefillChunk([3, 4, 5], 0, [1])],
+    )
+    monkeypatch.setattr(prefill_graphs, "RUNS_BEFORE_CAPTURE", 3)
     captured = []
     for _ in range(5):
         passes.run(None, prompt)
@@ -280,10 +289,10 @@ def test_a_size_is_launched_some_times_first(
 
 @torch.inference_mode()
 def test_a_limit_lets_go_of_larger_graphs(tiny_checkpoint: Path) -> None:
-    passes = load(tiny_checkpoint, in_place).runner.prompts
-    passes.reads_all = True  # a product of another size may differ in its last bit
+    passes = load(tiny_checkpoint, in_place).runner.prefill_runner
+    passes.keep_all_hidden = True  # a product of another size may differ in its last bit
     prompts = {
-        length: [PromptRows([3 + one for one in range(length)], 0, [1, 2])] for length in (16, 48)
+        length: [PrefillChunk([3 + one for one in range(length)], 0, [1, 2])] for length in (16, 48)
     }
     expected = {length: passes.launch(None, prompt).clone() for length, prompt in prompts.items()}
     for prompt in prompts.values():
@@ -301,7 +310,10 @@ def test_a_failed_capture_is_computed_eagerly_and_says_why(tiny_checkpoint: Path
     def refuse(step: Callable[[], object], lengths: list[int]) -> Callable[[], object]:
         raise RuntimeError("operation not permitted\nsecond line")
 
-    passes, prompt = load(tiny_checkpoint, refuse).runner.prompts, [PromptRows([3, 4, 5], 0, [1])]
+    passes, prompt = (
+        load(tiny_checkpoint, refuse).runner.prefill_runner,
+        [PrefillChunk([3, 4, 5], 0, [1])],
+    )
     eager = passes.run(None, prompt).clone()
     with pytest.warns(
         UserWarning,
@@ -346,7 +358,7 @@ def test_nobody_waits_for_what_was_captured_ahead(
     monkeypatch.setattr(graph_warmup, "LEAST_FREE", 0)
     expected, capture = answers(engine_of(grouped, None)), Counted()
     engine = engine_of(grouped, capture)
-    done = capture_ahead(engine.runner, SINGLE, 3, engine.max_model_len)
+    done = warm_up_graphs(engine.runner, SINGLE, 3, engine.max_model_len)
     # 1, 2 and 4 rows; 16 to 128 tokens by sixteens, 160 to 256 by 32s, 320: of one prompt, of up to
     # three and of up to fifteen.
     assert done == capture.count == 3 + 3 * 13
@@ -361,7 +373,7 @@ def test_time_and_memory_are_bounded(
     monkeypatch.setattr(graph_warmup, "LEAST_FREE", 0)
     monkeypatch.setattr(graph_warmup, field, 0.0 if field == "MOST_S" else 1 << 60)
     engine = engine_of(grouped, capture := Counted())
-    assert capture_ahead(engine.runner, SINGLE, 3, 320) == capture.count == 0
+    assert warm_up_graphs(engine.runner, SINGLE, 3, 320) == capture.count == 0
 
 
 def test_nothing_is_computed_ahead_without_captures(grouped: Path) -> None:
@@ -369,5 +381,5 @@ def test_nothing_is_computed_ahead_without_captures(grouped: Path) -> None:
     parts = [part for layer in engine.cache.layers for part in layer]
     for part in parts:
         part.fill_(1)
-    assert capture_ahead(engine.runner, SINGLE, 3, 320) == 0
+    assert warm_up_graphs(engine.runner, SINGLE, 3, 320) == 0
     assert all((part == 1).all() for part in parts)

@@ -213,7 +213,7 @@ def test_what_an_npu_does_not_capture(
         device=SimpleNamespace(type=kind),
         block_size=16,
         read_in_place=False,
-        goes_by_sequence=False,
+        prefills_per_sequence=False,
     )
     found = Runner(loaded.model, cast(Any, cache))
     assert len(captures) == len(made)
@@ -252,7 +252,7 @@ def test_texts_are_read_while_the_device_computes(
     monkeypatch.setattr(
         type(engine.parallel), "agree", lambda self, chosen: (told.append("wait"), agree(chosen))[1]
     )
-    engine.meanwhile = hand_out
+    engine.while_computing = hand_out
     sequence = engine.submit(
         [5, 6, 7], SamplingParams(max_new_tokens=4, ignore_eos=True, stop=stop)
     )
@@ -287,7 +287,7 @@ def test_answers_do_not_wait_for_the_prompts_of_their_step(
         "agree",
         lambda self, chosen: (told.append(("wait", 0)), agree(chosen))[1],
     )
-    engine.meanwhile = lambda brought: told.extend(
+    engine.while_computing = lambda brought: told.extend(
         ("handed out", len(one.generated)) for one in brought
     )
     prompt = engine.submit([9] * 80, SamplingParams(max_new_tokens=1, ignore_eos=True))

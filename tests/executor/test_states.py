@@ -14,7 +14,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.engines.memory import ParallelSizes, fit
 from quantkit.executor import memory_budget
-from quantkit.executor.cache.sequence_state import RecurrentStates, state_bytes
+from quantkit.executor.cache.sequence_state import RecurrentStates, recurrent_state_bytes
 from quantkit.executor.engine import Engine
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.runner.runner import Runner
@@ -204,7 +204,7 @@ def test_the_rule_token_by_token_is_the_rule_in_chunks() -> None:
         )
         torch.testing.assert_close(out[0].double(), exact[token], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(step.recent[0], after.recent)
-    assert RecurrentStates(net, 5, "cpu").nbytes == state_bytes(net, 5, 1)
+    assert RecurrentStates(net, 5, "cpu").nbytes == recurrent_state_bytes(net, 5, 1)
 
 
 def _exact(inputs: DeltaInputs, weights: DeltaWeights, state: DeltaState) -> tuple[Tensor, Tensor]:
@@ -235,7 +235,7 @@ def test_plans_count_the_states_of_each_request(model: Path) -> None:
     request = (
         50 * 2 * 2 * 2 * 16 + net.held_bytes()
     )  # keys and values of two heads of 16, in one layer of four
-    assert net.held_bytes() == state_bytes(net, 0, 1) > 0
+    assert net.held_bytes() == recurrent_state_bytes(net, 0, 1) > 0
     enough = fit(checkpoint, whole, 50, (weights + 3 * request) / 2**30, 1.0, 0.0)
     assert (enough.tokens, enough.state_bytes_per_request) == (150, net.held_bytes())
     assert fit(checkpoint, whole, 50, (weights + 3 * request - 1) / 2**30, 1.0, 0.0).tokens == 149

@@ -20,7 +20,7 @@ from quantkit.executor.engine import Engine
 from quantkit.executor.runner.graphs import DecodeSteps
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.sampling.params import SamplingParams
-from quantkit.executor.speculation.mtp_drafter import MtpHeads
+from quantkit.executor.speculation.mtp_drafter import MultiMtpDrafter
 from quantkit.executor.speculation.speculation import Speculation
 from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.models import find_architecture
@@ -370,7 +370,9 @@ def test_guesses_are_those_of_the_description(
     if captured:
         engine.runner = Runner(engine.loaded.model, engine.cache, in_place)
         engine.speculation = Speculation(
-            heads := MtpHeads(engine.loaded.mtp_layers, engine.runner, num_drafts, engine.parallel),
+            heads := MultiMtpDrafter(
+                engine.loaded.mtp_layers, engine.runner, num_drafts, engine.parallel
+            ),
             0,
         )
     statement, compared = Statement(config, tensors), 0
@@ -380,7 +382,7 @@ def test_guesses_are_those_of_the_description(
     while engine.has_work:
         steps += 1
         if paused:
-            engine.speculation.make(0 if steps % 7 in (0, 3, 4, 5) else num_drafts, 0)
+            engine.speculation.set_lengths(0 if steps % 7 in (0, 3, 4, 5) else num_drafts, 0)
         engine.step()
         unread += bool(heads._unread) if captured else 0
         for one in sequences:

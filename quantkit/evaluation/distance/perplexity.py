@@ -31,7 +31,7 @@ from quantkit.evaluation.distance.traced import Trace, expert_counter_of, open_w
 from quantkit.evaluation.distance.windows import Window, slide
 from quantkit.evaluation.generators.generator import check_own_cache
 from quantkit.evaluation.openai_server import is_url
-from quantkit.executor.cache.cache import find_codes
+from quantkit.executor.cache.cache import check_cache_dtype
 from quantkit.tokenizer.chat import ChatTokenizer
 
 SEQ_LEN = 2048
@@ -104,7 +104,7 @@ def measure(
     path, base = find_model(model), find_model(baseline) if baseline is not None else None
     if base is not None:
         _check_same_tokens(path, base)
-    find_codes(cache, find_device(device))
+    check_cache_dtype(cache, find_device(device))
     paths = None
     if sampled is not None and base is not None:
         work, prompts = prompts_of(sampled, data_dir, limit, seed, max_tokens)

@@ -26,8 +26,8 @@ from quantkit_kernels import (
 from torch import Tensor
 
 from quantkit.common.errors import QuantkitError, UsageError
-from quantkit.executor.cache.compressed_kv import CompressedEntries
-from quantkit.executor.cache.sequence_state import RecentTokens, RecurrentStates
+from quantkit.executor.cache.compressed_kv import CompressedKVCache
+from quantkit.executor.cache.sequence_state import RecurrentStates, RotatingCache
 from quantkit.models.context import NO_STEPS
 
 BLOCK_SIZE = 64
@@ -39,7 +39,7 @@ _CACHE_SHARE = {"cuda": 0.9, "npu": 0.9, "cpu": 0.25}
 on a CPU for everybody else)."""
 
 
-class Coding(NamedTuple):
+class CacheCodes(NamedTuple):
     """How a cache is kept in 8 bits. dtype: of codes. kv_heads: heads whose keys and values have
     scales of their own; 0 for latents, which have one for a token."""
 
@@ -47,7 +47,7 @@ class Coding(NamedTuple):
     kv_heads: int
 
 
-def codes_of(cache: str | None) -> torch.dtype | None:
+def cache_dtype(cache: str | None) -> torch.dtype | None:
     """The dtype of a cache in 8 bits by its name; None for the model's 16 bits. Raises
     QuantkitError for other names."""
     if cache not in (None, *CODES):
@@ -58,10 +58,10 @@ def codes_of(cache: str | None) -> torch.dtype | None:
     return CODES.get(cache or "")
 
 
-def find_codes(cache: str | None, device: torch.device) -> torch.dtype | None:
-    """As `codes_of`; raises QuantkitError too where attention on `device` does not read such a
+def check_cache_dtype(cache: str | None, device: torch.device) -> torch.dtype | None:
+    """As `cache_dtype`; raises QuantkitError too where attention on `device` does not read such a
     cache."""
-    codes = codes_of(cache)
+    codes = cache_dtype(cache)
     reason = None if codes is None else why_no_codes(device)
     if reason is not None:
         raise QuantkitError(
@@ -94,13 +94,13 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device | str,
         parts: tuple[int, ...] = (),
-        coding: Coding | None = None,
+        coding: CacheCodes | None = None,
         steps: Mapping[int, CodeSteps] = NO_STEPS,
         index_dim: int = 0,
         places: Mapping[int, int] | None = None,
         states: RecurrentStates | None = None,
-        entries: CompressedEntries | None = None,
-        recent: RecentTokens | None = None,
+        entries: CompressedKVCache | None = None,
+        recent: RotatingCache | None = None,
     ) -> None:
         assert sum(parts) in (0, width), (width, parts)
         assert coding is None or parts, "what is coded lies apart from what is not"
@@ -155,7 +155,7 @@ class PagedCache:
         return bool(self.parts) and self.coding is None
 
     @property
-    def goes_by_sequence(self) -> bool:
+    def prefills_per_sequence(self) -> bool:
         """Whether layers read prompts sequence after sequence, and not by tables alone: states,
         index keys, entries."""
         return any(one is not None for one in (self._states, self._entries, self._recent)) or bool(
@@ -206,12 +206,12 @@ class PagedCache:
         assert self._states is not None, "made without"
         return self._states
 
-    def need_recent(self) -> RecentTokens:
+    def need_recent(self) -> RotatingCache:
         """Of a model with short convolutions."""
         assert self._recent is not None, "made without"
         return self._recent
 
-    def need_entries(self) -> CompressedEntries:
+    def need_entries(self) -> CompressedKVCache:
         """Of a model of compressed attention."""
         assert self._entries is not None, "made without"
         return self._entries

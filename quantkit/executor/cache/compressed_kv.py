@@ -9,7 +9,7 @@ before a token sees it. Block 0 belongs to nobody: padding rows of a captured ba
 import torch
 from torch import Tensor
 
-from quantkit.executor.cache.sequence_state import RecentTokens
+from quantkit.executor.cache.sequence_state import RotatingCache
 from quantkit.models.architecture import CompressedCache
 from quantkit.models.compressed_attention import (
     CompressedAttention,
@@ -20,8 +20,8 @@ from quantkit.models.compressed_attention import (
 )
 
 
-class CompressedEntries:
-    """Of one model, for `places` sequences; dtype: the compute dtype; ahead: as `RecentTokens` has
+class CompressedKVCache:
+    """Of one model, for `places` sequences; dtype: the compute dtype; ahead: as `RotatingCache` has
     it."""
 
     def __init__(
@@ -43,7 +43,7 @@ class CompressedEntries:
             self._index.append(
                 torch.zeros(rows, sizes.index_dim if selects else 0, dtype=dtype, device=device)
             )
-        self._recent = RecentTokens(sizes.kept(), ahead, places, dtype, device)
+        self._recent = RotatingCache(sizes.kept(), ahead, places, dtype, device)
 
     @property
     def nbytes(self) -> int:

@@ -26,7 +26,7 @@ from quantkit.models.rope import Rope
 from quantkit.models.table import Parameter
 
 
-def even_channels(
+def equalize_kv_channels(
     layers: Iterable[DecoderLayer], rows: list[Parameter], checkpoint: Checkpoint
 ) -> None:
     """Change the attention of these layers in place. Every rank finds the same divisors."""
@@ -45,13 +45,13 @@ def even_channels(
             attention.norms = attention.norms._replace(k=divided(attention.norms.k, divisors))
         elif isinstance(attention, gqa.Attention) and attention.norms is not None:
             divisors = powers(
-                alike_in_pairs(attention.norms.k.float().abs(), attention.config.rope)
+                max_over_rotary_pairs(attention.norms.k.float().abs(), attention.config.rope)
             )
             q = (attention.norms.q.float() * divisors).to(attention.norms.q.dtype)
             attention.norms = attention.norms._replace(q=q, k=divided(attention.norms.k, divisors))
 
 
-def alike_in_pairs(sizes: Tensor, rope: Rope) -> Tensor:
+def max_over_rotary_pairs(sizes: Tensor, rope: Rope) -> Tensor:
     """sizes [D] with the larger of the two for both channels of each pair that turns."""
     turned, rest = sizes[: rope.dim], sizes[rope.dim :]
     pairs = turned.unflatten(0, (-1, 2) if rope.interleaved else (2, -1))

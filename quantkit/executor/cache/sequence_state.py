@@ -20,7 +20,7 @@ from quantkit.executor.options import EngineOptions
 from quantkit.models.delta_rule import DeltaNet
 
 
-class RecentTokens:
+class RotatingCache:
     """Of `places` sequences. sizes: tokens that a new one reads, itself included, and values of
     each, by number. ahead: tokens that may be computed and taken back."""
 
@@ -76,10 +76,10 @@ class RecentTokens:
         return torch.arange(first, last, device=self._device)
 
 
-def recent_bytes(
+def rotating_cache_bytes(
     sizes: Mapping[int, tuple[int, int]], ahead: int, places: int, itemsize: int
 ) -> int:
-    """What `RecentTokens` will hold."""
+    """What `RotatingCache` will hold."""
     return (
         (places + 1)
         * 2
@@ -130,7 +130,7 @@ class RecurrentStates:
         self._tokens[number][other, places] = tokens
 
 
-def check_states(keeps: bool, takes_back: bool, options: EngineOptions) -> None:
+def check_recurrent_options(keeps: bool, takes_back: bool, options: EngineOptions) -> None:
     """Raises QuantkitError where options ask of layers with a state of each sequence what they
     cannot do. keeps: whether there are some;
     takes_back: whether tokens can be taken back from these."""
@@ -150,6 +150,6 @@ def check_states(keeps: bool, takes_back: bool, options: EngineOptions) -> None:
         )
 
 
-def state_bytes(net: DeltaNet, places: int, ranks: int) -> int:
+def recurrent_state_bytes(net: DeltaNet, places: int, ranks: int) -> int:
     """What `RecurrentStates` will hold on one rank."""
     return (places + 1) * net.held_bytes(ranks)

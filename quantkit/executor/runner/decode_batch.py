@@ -62,7 +62,7 @@ class DecodeRows(NamedTuple):
         )
         return DecodeRows(token_ids, positions, slots, wider(self.tables, rows, width), states)
 
-    def context(self, cache: PagedCache, places: "DevicePlaces | None" = None) -> DecodeContext:
+    def context(self, cache: PagedCache, places: "DevicePositions | None" = None) -> DecodeContext:
         arrays = (self.positions, self.tables, self.slots, self.states)
         positions, tables, slots, states = (
             torch.from_numpy(array).to(cache.device) for array in arrays
@@ -78,7 +78,7 @@ class DecodeRows(NamedTuple):
         return known
 
 
-class DevicePlaces(NamedTuple):
+class DevicePositions(NamedTuple):
     """positions and slots int64 [B] of rows, where the device knows them before the host does:
     instead of those of `DecodeRows`. Not for an NPU, whose operators want lengths on the host."""
 
@@ -86,7 +86,7 @@ class DevicePlaces(NamedTuple):
     slots: Tensor
 
     @classmethod
-    def of(cls, places: Tensor, tables: Tensor, block_size: int, reach: int) -> "DevicePlaces":
+    def of(cls, places: Tensor, tables: Tensor, block_size: int, reach: int) -> "DevicePositions":
         """As `device_rows.cache_places`."""
         return cls(*cache_places(places, tables, block_size, reach))
 
@@ -105,7 +105,7 @@ class StepResult(NamedTuple):
         return StepResult(*(part[on_device] for part in self))
 
 
-class KeptRows:
+class DecodeBatch:
     """One row a sequence. Where the same sequences come again in the same blocks, each a token
     further, only what has changed is written anew."""
 
@@ -150,7 +150,7 @@ class KeptRows:
         return self._rows
 
 
-class NextPass(NamedTuple):
+class AsyncDecode(NamedTuple):
     """answers: whose newest tokens it computes, a row each; the tokens of `rows` are the device's
     alone."""
 
@@ -170,7 +170,7 @@ class NextPass(NamedTuple):
         ), result
 
 
-class GuessedPass(NamedTuple):
+class AsyncVerification(NamedTuple):
     """answers: whose newest tokens it computes, and the guesses behind them, `each` rows of
     everyone; tokens and places are the device's alone."""
 

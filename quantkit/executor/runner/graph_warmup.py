@@ -20,7 +20,7 @@ from quantkit.common.devices import free_bytes
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.runner.decode_batch import DecodeRows
 from quantkit.executor.runner.graphs import MIN_TABLE_WIDTH, power_of_two
-from quantkit.executor.runner.prefill_graphs import PromptRows, rounded_sizes
+from quantkit.executor.runner.prefill_graphs import PrefillChunk, captured_sizes
 from quantkit.executor.runner.runner import Runner
 
 MOST_S = 6.0
@@ -34,7 +34,7 @@ the largest size determines: of Qwen3-8B with 64 users 0.8 GB."""
 
 
 @torch.inference_mode()
-def capture_ahead(runner: Runner, parallel: Parallel, rows: int, tokens: int) -> int:
+def warm_up_graphs(runner: Runner, parallel: Parallel, rows: int, tokens: int) -> int:
     """Capture steps of up to `rows` rows and `tokens` tokens of context; how many passes that was.
 
     All ranks at the same time, before any request: what is in the cache is overwritten. Nothing is
@@ -63,18 +63,18 @@ def _passes(runner: Runner, rows: int, tokens: int) -> Iterator[Callable[[], obj
     powers = [1 << power for power in range(power_of_two(rows).bit_length())]
     for count in powers:
         yield partial(capture_decode, runner, count, MIN_TABLE_WIDTH)
-    longest = min(runner.prompts.most_tokens, tokens, room)
-    if runner.prompts.captures:
-        for length in rounded_sizes(longest):
+    longest = min(runner.prefill_runner.most_tokens, tokens, room)
+    if runner.prefill_runner.captures:
+        for length in captured_sizes(longest):
             yield partial(_prompts, runner, length, 1)
     width = 2 * MIN_TABLE_WIDTH
     while width <= widest:
         for count in powers:
             yield partial(capture_decode, runner, count, width)
         width *= 2
-    if runner.prompts.captures:
+    if runner.prefill_runner.captures:
         for count in _TOGETHER if rows > 1 else ():
-            for length in rounded_sizes(longest):
+            for length in captured_sizes(longest):
                 yield partial(_prompts, runner, length, count)
 
 
@@ -92,6 +92,6 @@ def _prompts(runner: Runner, length: int, count: int) -> None:
     written."""
     blocks = list(range(1, -(-length // runner.cache.block_size) + 1))
     ends = [length * number // count for number in range(count + 1)]
-    runner.prompts.capture(
-        None, [PromptRows([0] * (end - start), 0, blocks) for start, end in pairwise(ends)]
+    runner.prefill_runner.capture(
+        None, [PrefillChunk([0] * (end - start), 0, blocks) for start, end in pairwise(ends)]
     )

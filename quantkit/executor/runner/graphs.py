@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quantkit.executor.cache.cache import PagedCache
 from quantkit.executor.runner.attention_context import DecodeContext
-from quantkit.executor.runner.decode_batch import DecodeRows, DevicePlaces, StepResult
+from quantkit.executor.runner.decode_batch import DecodeRows, DevicePositions, StepResult
 from quantkit.executor.sampling.params import Batch, sample
 from quantkit.executor.weights.prefetch import stop_prefetching
 
@@ -31,7 +31,7 @@ class Forward(Protocol):
     """What a decode step computes: a model, or an MTP layer, which reads hidden states too."""
 
     def __call__(self, *inputs: Any) -> Tensor:
-        """Inputs as `StaticBuffers.inputs` has them, the context, and where not all rows are
+        """Inputs as `DecodeBuffers.inputs` has them, the context, and where not all rows are
         wanted, which -> hidden [B, H]."""
 
     def logits(self, hidden: Tensor) -> Tensor: ...
@@ -71,7 +71,7 @@ def compute(
     return StepResult(hidden, logits, likeliest(logits))
 
 
-class StaticBuffers:
+class DecodeBuffers:
     """Inputs of `rows` rows with tables of `width` blocks, side by side in one tensor. Rows that
     are not filled belong to block 0.
 
@@ -109,7 +109,7 @@ class StaticBuffers:
         self,
         rows: DecodeRows,
         *inputs: Tensor,
-        places: DevicePlaces | None = None,
+        places: DevicePositions | None = None,
         kept: Tensor | None = None,
     ) -> None:
         """inputs: those of `self.inputs` that the device holds already, in place of what `rows`
@@ -162,7 +162,7 @@ class EagerSteps:
         self,
         rows: DecodeRows,
         *inputs: Tensor,
-        places: DevicePlaces | None = None,
+        places: DevicePositions | None = None,
         kept: Tensor | None = None,
     ) -> StepResult:
         """As `DecodeSteps.run`."""
@@ -176,7 +176,7 @@ class DecodeSteps:
 
     def __init__(self, model: Forward, cache: PagedCache, capture: Capture) -> None:
         self.model, self.cache, self._capture = model, cache, capture
-        self._steps: dict[tuple[int, int, int], tuple[StaticBuffers, Step]] = {}
+        self._steps: dict[tuple[int, int, int], tuple[DecodeBuffers, Step]] = {}
         """By rows, blocks of their tables, and rows whose results are wanted, 0 for all."""
         self.failure = ""
         """Why steps are computed eagerly from now on, where a capture failed."""
@@ -185,10 +185,10 @@ class DecodeSteps:
         self,
         rows: DecodeRows,
         *inputs: Tensor,
-        places: DevicePlaces | None = None,
+        places: DevicePositions | None = None,
         kept: Tensor | None = None,
     ) -> StepResult:
-        """The pass. inputs, places, kept: what the device holds already, as `StaticBuffers.fill`
+        """The pass. inputs, places, kept: what the device holds already, as `DecodeBuffers.fill`
         takes it. The result is of the rows kept."""
         _, step = self.filled(rows, *inputs, places=places, kept=kept)
         result, count = step(), len(rows.token_ids if kept is None else kept)
@@ -210,13 +210,13 @@ class DecodeSteps:
         self,
         rows: DecodeRows,
         *inputs: Tensor,
-        places: DevicePlaces | None = None,
+        places: DevicePositions | None = None,
         kept: Tensor | None = None,
-    ) -> tuple[StaticBuffers, Step]:
+    ) -> tuple[DecodeBuffers, Step]:
         """The step for so many rows with tables so wide, ready to be computed."""
         size = (*_size(*rows.tables.shape), 0 if kept is None else power_of_two(len(kept)))
         if size not in self._steps:
-            buffers = StaticBuffers(*size[:2], self.cache.device, *inputs[1:], kept=size[2])
+            buffers = DecodeBuffers(*size[:2], self.cache.device, *inputs[1:], kept=size[2])
             # What the warm-up of a capture computes is written to the cache: it must be this pass,
             # not a made-up one.
             buffers.fill(rows, *inputs, places=places, kept=kept)
@@ -225,7 +225,7 @@ class DecodeSteps:
         buffers.fill(rows, *inputs, places=places, kept=kept)
         return buffers, step
 
-    def _captured(self, buffers: StaticBuffers) -> Step:
+    def _captured(self, buffers: DecodeBuffers) -> Step:
         def step() -> StepResult:
             return compute(self.model, buffers.inputs, buffers.context(self.cache), buffers.kept)
 
@@ -356,7 +356,7 @@ class _Buffers:
             self.filled = batch
 
 
-class Draws:
+class SamplingGraph:
     """As `sampling.sample`. capture: None where draws are launched one by one."""
 
     def __init__(self, capture: Capture | None) -> None:

@@ -20,7 +20,7 @@ from quantkit.common.devices import to_device
 from quantkit.executor.scheduler.sequence import Sequence
 
 
-class Adjuster:
+class LogitsProcessor:
     """Of one engine's requests, over `vocab` tokens. Memory: 9 bytes by token for each request with
     biases or penalties."""
 
@@ -52,7 +52,7 @@ class Adjuster:
         masked: list[tuple[int, int]] = []
         row = 0
         for sequence, count in counts:
-            if sequence.adjusts:
+            if sequence.alters_logits:
                 asking.append((sequence, row, count))
             if sequence.params.min_new_tokens:
                 early += _early(sequence, row, count, eos_ids)
@@ -166,7 +166,7 @@ Asked = list[tuple[Sequence, int]]
 """Sequences with a grammar, and the first of their rows among the masks."""
 
 
-class Masks:
+class GrammarMasks:
     """Of the steps of one engine. Nothing is started before the first request with a grammar
     comes."""
 

@@ -31,7 +31,7 @@ from quantkit.executor.runner.decode_batch import DecodeRows
 from quantkit.executor.runner.graphs import (
     MIN_TABLE_WIDTH,
     Capture,
-    StaticBuffers,
+    DecodeBuffers,
     TokenModel,
     power_of_two,
 )
@@ -39,7 +39,7 @@ from quantkit.executor.runner.graphs import (
 MOST_TOKENS = 2048
 """Tokens of prompts in a pass that is captured, at most. With more of them the device is busy all
 the time."""
-LAUNCHED_FIRST = 8
+RUNS_BEFORE_CAPTURE = 8
 """Times that a size is launched before it is captured. A capture takes as long as its launches cost
 ten to thirty passes, and everybody
 waits for it: where prompts of 8192 tokens meet, one of four ranks of R1 met 16 sizes of 1024
@@ -53,7 +53,7 @@ _MOST_GRAPHS = 128
 """Each holds some megabytes, and captures take a few tenths of a second."""
 
 
-class PromptRows(NamedTuple):
+class PrefillChunk(NamedTuple):
     """New tokens of one sequence on the host, the first at position `start`. blocks: its cache;
     state: its place in the cache's states."""
 
@@ -67,7 +67,7 @@ class PromptRows(NamedTuple):
         return self.start, len(self.token_ids)
 
 
-class PassSize(NamedTuple):
+class PrefillGraphSize(NamedTuple):
     """What a graph is captured for. answers: rows, and blocks of their tables; tokens, sequences:
     of prompts, with padding, which is a sequence too; seen: their cached tokens, where these are
     listed; whole: whether hidden states of all tokens are returned."""
@@ -79,13 +79,13 @@ class PassSize(NamedTuple):
     whole: bool = True
 
 
-def size_of(
+def graph_size(
     answers: DecodeRows | None,
-    prompts: list[PromptRows],
+    prompts: list[PrefillChunk],
     cache: PagedCache,
     most: int = MOST_TOKENS,
     whole: bool = True,
-) -> PassSize | None:
+) -> PrefillGraphSize | None:
     """The size that holds such a pass; None where it is too large for a graph. most: tokens of
     prompts of a pass that is captured."""
     new = sum(len(one.token_ids) for one in prompts)
@@ -102,10 +102,10 @@ def size_of(
             power_of_two(len(answers.token_ids)),
             max(power_of_two(answers.tables.shape[1]), MIN_TABLE_WIDTH),
         )
-    return PassSize(rows, tokens, _sequences(len(prompts) + 1), seen, whole)
+    return PrefillGraphSize(rows, tokens, _sequences(len(prompts) + 1), seen, whole)
 
 
-def rounded_sizes(most: int) -> list[int]:
+def captured_sizes(most: int) -> list[int]:
     """The numbers of tokens of prompts that graphs are captured for, up to `most`."""
     sizes = {_rounded(count, _LEAST_TOKENS) for count in range(1, most + 1)}
     return sorted(size for size in sizes if size <= most)
@@ -124,10 +124,12 @@ def _rounded(count: int, least: int) -> int:
     return -(-count // step) * step
 
 
-class PromptBuffers:
+class PrefillBuffers:
     """Inputs of prompts of one size, side by side in one tensor that a single copy fills."""
 
-    def __init__(self, size: PassSize, width: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, size: PrefillGraphSize, width: int, block_size: int, device: torch.device
+    ) -> None:
         """width: blocks of a table, at most."""
         self._size, self._width, self._block_size = size, width, block_size
         count, wide = size.sequences, (size.tokens,) * 3 + (size.seen,)
@@ -156,13 +158,17 @@ class PromptBuffers:
             self._spans, tables, starts, lengths, size=size.tokens, part=part
         )
 
-    def fill(self, prompts: list[PromptRows]) -> None:
+    def fill(self, prompts: list[PrefillChunk]) -> None:
         """Sequences that are not there are empty, the last one is padding."""
         size = self._size
-        padding = PromptRows(
+        padding = PrefillChunk(
             [0] * (size.tokens - sum(len(one.token_ids) for one in prompts)), 0, []
         )
-        every = [*prompts, *[PromptRows([], 0, [])] * (size.sequences - len(prompts) - 1), padding]
+        every = [
+            *prompts,
+            *[PrefillChunk([], 0, [])] * (size.sequences - len(prompts) - 1),
+            padding,
+        ]
         token_ids, positions, slots, seen, starts, lengths, rows, _, tables = self._columns
         tables.fill(0)
         seen.fill(0)
@@ -198,10 +204,10 @@ def _cut(array: np.ndarray, sizes: tuple[int, ...]) -> list[np.ndarray]:
 class _Pass:
     """One size: buffers, and what computes over them."""
 
-    def __init__(self, model: TokenModel, cache: PagedCache, size: PassSize) -> None:
+    def __init__(self, model: TokenModel, cache: PagedCache, size: PrefillGraphSize) -> None:
         self._model, self._cache = model, cache
-        self._answers = StaticBuffers(*size.answers, cache.device) if size.answers[0] else None
-        self._prompts = PromptBuffers(
+        self._answers = DecodeBuffers(*size.answers, cache.device) if size.answers[0] else None
+        self._prompts = PrefillBuffers(
             size,
             max(min(cache.num_blocks, _MOST_BLOCKS), MIN_TABLE_WIDTH),
             cache.block_size,
@@ -212,7 +218,7 @@ class _Pass:
         """Of hidden states."""
         self._first, self._whole = size.answers[0], size.whole
 
-    def fill(self, answers: DecodeRows | None, prompts: list[PromptRows]) -> None:
+    def fill(self, answers: DecodeRows | None, prompts: list[PrefillChunk]) -> None:
         if self._answers is not None and answers is not None:
             self._answers.fill(answers)
         self._prompts.fill(prompts)
@@ -233,19 +239,19 @@ class _Pass:
         return self._model(token_ids, context, rows)
 
 
-class PromptPasses:
+class PrefillRunner:
     """Passes with prompts over a cache. capture: None where none are captured."""
 
     def __init__(self, model: TokenModel, cache: PagedCache, capture: Capture | None) -> None:
         self.model, self.cache = model, cache
-        self._capture = None if cache.goes_by_sequence else capture
+        self._capture = None if cache.prefills_per_sequence else capture
         self.most_tokens = MOST_TOKENS
         """Of prompts in a pass that is captured."""
-        self.reads_all = True
+        self.keep_all_hidden = True
         """Whether hidden states of all tokens of prompts are read, not those of the last one of
         each alone."""
-        self._met: Counter[PassSize] = Counter()
-        self._graphs: dict[PassSize, tuple[_Pass, Callable[[], Tensor]]] = {}
+        self._met: Counter[PrefillGraphSize] = Counter()
+        self._graphs: dict[PrefillGraphSize, tuple[_Pass, Callable[[], Tensor]]] = {}
         self._hidden: Tensor | None = None
         """Where graphs leave their results: what others keep in the pool that they share may be
         written over by any of them."""
@@ -268,21 +274,21 @@ class PromptPasses:
             size: graph for size, graph in self._graphs.items() if size.tokens <= self.most_tokens
         }
 
-    def capture(self, answers: DecodeRows | None, prompts: list[PromptRows]) -> Tensor:
+    def capture(self, answers: DecodeRows | None, prompts: list[PrefillChunk]) -> Tensor:
         """As `run`, captured now where the size is captured at all."""
-        size = size_of(answers, prompts, self.cache, self.most_tokens, self.reads_all)
+        size = graph_size(answers, prompts, self.cache, self.most_tokens, self.keep_all_hidden)
         if size is not None:
-            self._met[size] = LAUNCHED_FIRST
+            self._met[size] = RUNS_BEFORE_CAPTURE
         return self.run(answers, prompts)
 
     def run(
-        self, answers: DecodeRows | None, prompts: list[PromptRows], *, whole: bool = False
+        self, answers: DecodeRows | None, prompts: list[PrefillChunk], *, whole: bool = False
     ) -> Tensor:
         """Hidden states [R, H] of the answers' rows, then of the prompts' tokens where `whole` or
-        `reads_all`, else of the last token of each; valid until the next pass."""
-        whole = whole or self.reads_all
+        `keep_all_hidden`, else of the last token of each; valid until the next pass."""
+        whole = whole or self.keep_all_hidden
         size = (
-            size_of(answers, prompts, self.cache, self.most_tokens, whole)
+            graph_size(answers, prompts, self.cache, self.most_tokens, whole)
             if self._capture is not None
             else None
         )
@@ -300,7 +306,7 @@ class PromptPasses:
         return torch.cat((hidden[: len(answers.token_ids)], hidden[first : first + count]))
 
     def context(
-        self, answers: DecodeRows | None, prompts: list[PromptRows]
+        self, answers: DecodeRows | None, prompts: list[PrefillChunk]
     ) -> PrefillContext | MixedContext:
         """Where such tokens attend."""
         chunks = [
@@ -311,11 +317,11 @@ class PromptPasses:
         return context if answers is None else MixedContext(answers.context(self.cache), context)
 
     def launch(
-        self, answers: DecodeRows | None, prompts: list[PromptRows], *, whole: bool = False
+        self, answers: DecodeRows | None, prompts: list[PrefillChunk], *, whole: bool = False
     ) -> Tensor:
         """As `run`, operator by operator."""
         token_ids, rows = [] if answers is None else answers.token_ids.tolist(), None
-        if not (whole or self.reads_all):
+        if not (whole or self.keep_all_hidden):
             ends = accumulate((len(one.token_ids) for one in prompts), initial=len(token_ids) - 1)
             rows = torch.tensor(
                 [*range(len(token_ids)), *islice(ends, 1, None)], device=self.cache.device
@@ -325,12 +331,14 @@ class PromptPasses:
             torch.tensor(token_ids, device=self.cache.device), self.context(answers, prompts), rows
         )
 
-    def _ready(self, size: PassSize, answers: DecodeRows | None, prompts: list[PromptRows]) -> bool:
+    def _ready(
+        self, size: PrefillGraphSize, answers: DecodeRows | None, prompts: list[PrefillChunk]
+    ) -> bool:
         """Whether there is a graph of the size, captured now where the size has come often
         enough."""
         if size in self._graphs:
             return True
-        if self._met[size] < LAUNCHED_FIRST or len(self._graphs) == _MOST_GRAPHS:
+        if self._met[size] < RUNS_BEFORE_CAPTURE or len(self._graphs) == _MOST_GRAPHS:
             self._met[size] += 1
             return False
         assert self._capture is not None, "asked before"

@@ -32,7 +32,7 @@ import torch
 
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.runner.decode_batch import DecodeRows
-from quantkit.executor.runner.prefill_graphs import MOST_TOKENS, PromptRows
+from quantkit.executor.runner.prefill_graphs import MOST_TOKENS, PrefillChunk
 from quantkit.executor.runner.runner import Runner
 from quantkit.executor.scheduler.scheduler import StepBudget
 
@@ -86,7 +86,7 @@ def measure(
     to be measured.
     """
     room = (runner.cache.num_blocks - 1) * runner.cache.block_size
-    most = min(budget.alone, room)
+    most = min(budget.prefill_only, room)
     trial = _Trial(runner, parallel)
     if runner.device.type != "cpu" and trial.affords(trial.at_most(most)):
         trial.together(most)[
@@ -97,8 +97,8 @@ def measure(
         return budget
     rows = min(_ROWS, max_batch - 1)
     step = trial.seconds(trial.answers, rows)
-    if runner.prompts.captures:
-        runner.prompts.limit(_captured(trial, most))
+    if runner.prefill_runner.captures:
+        runner.prefill_runner.limit(_captured(trial, most))
     chunk, doubles_at = most, 0
     if not asked:
         passes = _Passes(trial.bounded, step)
@@ -111,10 +111,10 @@ def measure(
                 chunk, behind * chunk, trial.seconds(trial.continued, chunk // 2, behind * chunk)
             )
     if not trial.affords(2 * trial.at_most(chunk)):
-        return StepBudget(budget.alone, chunk, doubles_at=doubles_at)
+        return StepBudget(budget.prefill_only, chunk, doubles_at=doubles_at)
     apart = step + trial.seconds(trial.launched, chunk)
     return StepBudget(
-        budget.alone,
+        budget.prefill_only,
         chunk,
         mixed=trial.seconds(trial.mixed, rows, chunk) < apart,
         doubles_at=doubles_at,
@@ -273,34 +273,38 @@ class _Trial:
 
     def prompt(self, tokens: int) -> torch.Tensor:
         """As a graph."""
-        return self._logits(self._runner.prompts.capture(None, self._prompt(tokens)))
+        return self._logits(self._runner.prefill_runner.capture(None, self._prompt(tokens)))
 
     def launched(self, tokens: int) -> torch.Tensor:
         """Operator by operator, as prompts of up to _PIECE tokens."""
-        return self._logits(self._runner.prompts.launch(None, self._pieces(tokens)))
+        return self._logits(self._runner.prefill_runner.launch(None, self._pieces(tokens)))
 
     def continued(self, tokens: int, start: int) -> torch.Tensor:
         """Operator by operator, the next tokens of a prompt behind `start` cached ones."""
-        return self._logits(self._runner.prompts.launch(None, self._prompt(tokens, start)))
+        return self._logits(self._runner.prefill_runner.launch(None, self._prompt(tokens, start)))
 
     def together(self, tokens: int) -> torch.Tensor:
         """Operator by operator, half of the tokens each of two prompts."""
-        return self._logits(self._runner.prompts.launch(None, 2 * self._prompt(-(-tokens // 2))))
+        return self._logits(
+            self._runner.prefill_runner.launch(None, 2 * self._prompt(-(-tokens // 2)))
+        )
 
     def answers(self, rows: int) -> torch.Tensor:
         return self._runner.steps.run(self._rows(rows)).greedy
 
     def mixed(self, rows: int, tokens: int) -> torch.Tensor:
         """Both in one pass, operator by operator."""
-        return self._logits(self._runner.prompts.launch(self._rows(rows), self._pieces(tokens)))
+        return self._logits(
+            self._runner.prefill_runner.launch(self._rows(rows), self._pieces(tokens))
+        )
 
-    def _pieces(self, tokens: int) -> list[PromptRows]:
+    def _pieces(self, tokens: int) -> list[PrefillChunk]:
         whole, rest = divmod(tokens, _PIECE)
         return whole * self._prompt(_PIECE) + (self._prompt(rest) if rest else [])
 
-    def _prompt(self, tokens: int, start: int = 0) -> list[PromptRows]:
+    def _prompt(self, tokens: int, start: int = 0) -> list[PrefillChunk]:
         blocks = range(1, -(-(start + tokens) // self._runner.cache.block_size) + 1)
-        return [PromptRows(self._ids(start, tokens).tolist(), start, list(blocks))]
+        return [PrefillChunk(self._ids(start, tokens).tolist(), start, list(blocks))]
 
     def _ids(self, start: int, count: int) -> np.ndarray:
         """Of made-up tokens, every one of the vocabulary as often as another."""

@@ -16,12 +16,12 @@ from quantkit.executor.cache.cache import PagedCache
 from quantkit.executor.ranks.expert_parallel import NO_RANKS, ExpertRanks
 from quantkit.executor.runner.attention_context import MixedContext, PrefillContext
 from quantkit.executor.runner.decode_batch import (
+    AsyncDecode,
+    AsyncVerification,
     BlockTables,
+    DecodeBatch,
     DecodeRows,
-    DevicePlaces,
-    GuessedPass,
-    KeptRows,
-    NextPass,
+    DevicePositions,
     StepResult,
     next_rows,
 )
@@ -29,15 +29,15 @@ from quantkit.executor.runner.graphs import (
     Capture,
     DecodeSteps,
     DeviceCapture,
-    Draws,
     EagerSteps,
     Forward,
+    SamplingGraph,
     TokenModel,
     power_of_two,
     why_eager,
 )
-from quantkit.executor.runner.prefill_graphs import PromptPasses, PromptRows
-from quantkit.executor.scheduler.data_parallel import Room
+from quantkit.executor.runner.prefill_graphs import PrefillChunk, PrefillRunner
+from quantkit.executor.scheduler.data_parallel import DpPadding
 from quantkit.executor.scheduler.scheduler import ScheduledStep
 from quantkit.executor.scheduler.sequence import Sequence
 
@@ -53,7 +53,7 @@ class Span(NamedTuple):
 @dataclass(frozen=True)
 class ForwardPass:
     """What a pass computed: `hidden` [T, H] of the spans' tokens, one span after the other; a span
-    as `Span` has it. Where nobody reads them all (`PromptPasses.reads_all`, and no span's sequence
+    as `Span` has it. Where nobody reads them all (`PrefillRunner.keep_all_hidden`, and no span's sequence
     asks for log-probabilities of its prompt), of a prompt's its last one alone.
 
     where: the tokens' places in the cache, `DecodeRows` where each attended by itself; else what
@@ -80,7 +80,7 @@ class ForwardPass:
         )
 
     @property
-    def has_guesses(self) -> bool:
+    def has_drafts(self) -> bool:
         """Whether a sequence has several rows."""
         return len(self.rows) > len(self.counts)
 
@@ -105,29 +105,29 @@ class Runner:
         self._capture = None if self._why_eager else capture or DeviceCapture(self.device)
         self.steps = self._steps(model, self._capture)
         self._given = capture
-        self._next: NextPass | GuessedPass | None = None
+        self._next: AsyncDecode | AsyncVerification | None = None
         # Eager steps keep the host busy. An NPU's graphs are told lengths; ranks with requests of
         # their own agree on every pass first.
         self._may_launch_next = (
             self._capture is not None and self.device.type != "npu" and experts.size == 1
         )
-        self._tables, self._kept = BlockTables(), KeptRows(cache.block_size)
+        self._tables, self._kept = BlockTables(), DecodeBatch(cache.block_size)
         # Attention of prompts on an NPU wants lengths on the host. Ranks with requests of their own
         # would capture at different times.
-        self.prompts = PromptPasses(
+        self.prefill_runner = PrefillRunner(
             model, cache, None if self.device.type == "npu" or experts.size > 1 else self._capture
         )
         # An NPU's graphs want to know lengths, and draws have none. Graphs of one pool write over
         # each other's results, and draws come before all of a pass's have been read: theirs is
         # another.
-        self.draw = Draws(
+        self.draw = SamplingGraph(
             capture
             or (
                 DeviceCapture(self.device) if self._capture and self.device.type == "cuda" else None
             )
         )
 
-    def steps_behind(self, layer: Forward) -> DecodeSteps | EagerSteps:
+    def drafter_steps(self, layer: Forward) -> DecodeSteps | EagerSteps:
         """Decode steps over this cache of a layer that guesses. Its graphs have a pool of their
         own: they are replayed while the model's last results are still to be read."""
         return self._steps(
@@ -152,54 +152,54 @@ class Runner:
 
     def decode(self, sequences: list[Sequence]) -> ForwardPass:
         """The newest token of each sequence, and the drafted ones after it: successors of all are
-        chosen. Where `launch_next` or
-        `launch_guessed` launched them, all are of that pass."""
+        chosen. Where `launch_async_decode` or
+        `launch_async_verification` launched them, all are of that pass."""
         launched, self._next = self._next, None
         if launched is None:
             return self._without_prompts(sequences)
-        if isinstance(launched, NextPass):
+        if isinstance(launched, AsyncDecode):
             return self._decoded(sequences, *launched.of(sequences))
         return self._checked(
             sequences, self._answer_rows(sequences, _num_rows(sequences)), launched.of(sequences)
         )
 
     @property
-    def launches_next(self) -> bool:
+    def can_launch_async(self) -> bool:
         """Whether a pass may be launched before the tokens of the one before it are known."""
         return self._may_launch_next and not self.steps.failure
 
     @property
-    def has_launched(self) -> bool:
+    def has_async(self) -> bool:
         """Whether a pass is under way that `decode` has not returned."""
         return self._next is not None
 
-    def launch_next(self, token_ids: Tensor) -> None:
+    def launch_async_decode(self, token_ids: Tensor) -> None:
         """Launch the pass behind the one that `decode` just returned, without drafts: token_ids
         int64 [B] were chosen in it. Nothing is launched where a row has no block yet, or the step
         is not captured. Tensors of that pass are not valid any more."""
         answers = self._kept.answers
         rows = self._kept.next(answers, unread=1)
         if rows is not None and self.steps.has(*rows.tables.shape):
-            self._next = NextPass(answers, rows, self.steps.run(rows, token_ids))
+            self._next = AsyncDecode(answers, rows, self.steps.run(rows, token_ids))
 
-    def launch_guessed(
+    def launch_async_verification(
         self, counts: list[tuple[Sequence, int]], token_ids: Tensor, guessed: Tensor
     ) -> None:
-        """As `launch_next`, with guesses. counts: of the pass that `decode` just returned;
+        """As `launch_async_decode`, with guesses. counts: of the pass that `decode` just returned;
         token_ids int64 [R] were chosen in it.
 
         guessed: of each sequence how many of its guesses were right, and then those that are new,
         one row of sequences after the other. Nothing is launched, either, where fewer guesses may
         be of use, or layers keep states or index keys.
         """
-        if self.cache.goes_by_sequence:
+        if self.cache.prefills_per_sequence:
             return
         number, size = len(counts), self.cache.block_size
         each = len(guessed) // number
         beyond = each - 1  # places that a step may reach behind those of its rows
         if any(
             [
-                one.num_wanted < count + beyond
+                one.num_useful_drafts < count + beyond
                 or len(one.blocks) * size < len(one.token_ids) + count + beyond
                 for one, count in counts
             ]
@@ -223,11 +223,11 @@ class Runner:
             tables,
             np.array([one.state for one in answers], dtype=np.int64).repeat(each),
         )
-        self._next = GuessedPass(
-            answers, each, self.steps.run(rows, tokens, places=DevicePlaces(positions, slots))
+        self._next = AsyncVerification(
+            answers, each, self.steps.run(rows, tokens, places=DevicePositions(positions, slots))
         )
 
-    def drop_next(self) -> None:
+    def drop_async(self) -> None:
         """Nobody wants what was launched."""
         self._next = None
 
@@ -235,13 +235,15 @@ class Runner:
         """Both in one pass: as `decode` of `sequences` and `prefill` of `parts`."""
         return self._with_prompts(sequences, _prompt_spans(parts))
 
-    def joint(self, step: ScheduledStep, room: Room) -> ForwardPass:
+    def joint(self, step: ScheduledStep, room: DpPadding) -> ForwardPass:
         """This rank's part, which may be nothing, of a pass that several ranks compute together."""
         if room.tokens:
             return self._with_prompts(step.decode, _prompt_spans(step.prefill), room)
         return self._without_prompts(step.decode, room)
 
-    def _without_prompts(self, answers: list[Sequence], room: Room | None = None) -> ForwardPass:
+    def _without_prompts(
+        self, answers: list[Sequence], room: DpPadding | None = None
+    ) -> ForwardPass:
         count = _num_rows(answers)
         rows = self._answer_rows(answers, count, room)
         self._expect(count, 0, room)
@@ -286,10 +288,10 @@ class Runner:
         )
 
     def _with_prompts(
-        self, answers: list[Sequence], prompts: list[Span], room: Room | None = None
+        self, answers: list[Sequence], prompts: list[Span], room: DpPadding | None = None
     ) -> ForwardPass:
         own = [
-            PromptRows(one.token_ids[start : start + length], start, one.blocks, one.state)
+            PrefillChunk(one.token_ids[start : start + length], start, one.blocks, one.state)
             for one, start, length in prompts
         ]
         rows, new = list(range(_num_rows(answers))), sum(length for _, _, length in prompts)
@@ -301,10 +303,10 @@ class Runner:
         self._expect(len(rows), new, room)
         whole = (
             room is not None
-            or self.prompts.reads_all
+            or self.prefill_runner.keep_all_hidden
             or any(one.params.prompt_logprobs is not None for one, _, _ in prompts)
         )
-        hidden = self.prompts.run(
+        hidden = self.prefill_runner.run(
             given, own if room is None else [*own, *self._nobodys(room.tokens - new)], whole=whole
         )
         if room is not None:
@@ -318,7 +320,7 @@ class Runner:
                 counts.append((sequence, 1))
         spans, where = (
             [*_answer_spans(answers), *prompts],
-            partial(self.prompts.context, given, own),
+            partial(self.prefill_runner.context, given, own),
         )
         if not rows:
             return ForwardPass(spans, hidden, where, None, None, rows, counts)
@@ -332,16 +334,16 @@ class Runner:
         self, spans: Items[tuple[Sequence, int, int]]
     ) -> PrefillContext | MixedContext:
         """Where so many tokens of sequences attend, as prompts do."""
-        return self.prompts.context(
+        return self.prefill_runner.context(
             None,
             [
-                PromptRows([0] * length, start, one.blocks, one.state)
+                PrefillChunk([0] * length, start, one.blocks, one.state)
                 for one, start, length in spans
             ],
         )
 
     def _answer_rows(
-        self, answers: list[Sequence], count: int, room: Room | None = None
+        self, answers: list[Sequence], count: int, room: DpPadding | None = None
     ) -> DecodeRows:
         """count: of them all, drafts included."""
         if count == len(answers):
@@ -360,15 +362,15 @@ class Runner:
             )
         return rows if room is None else rows.padded(room.rows, room.width)
 
-    def _nobodys(self, tokens: int) -> list[PromptRows]:
+    def _nobodys(self, tokens: int) -> list[PrefillChunk]:
         """What fills a pass with prompts up: tokens that all lie in block 0."""
         return (
-            [PromptRows([0] * tokens, 0, [0] * -(-tokens // self.cache.block_size))]
+            [PrefillChunk([0] * tokens, 0, [0] * -(-tokens // self.cache.block_size))]
             if tokens
             else []
         )
 
-    def _expect(self, answers: int, tokens: int, room: Room | None) -> None:
+    def _expect(self, answers: int, tokens: int, room: DpPadding | None) -> None:
         """Tell the experts which rows of the next pass are somebody's."""
         if room is not None:
             most = (

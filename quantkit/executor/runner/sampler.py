@@ -14,15 +14,15 @@ from torch import Tensor
 from quantkit.common.devices import to_device
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.runner.decode_batch import DecodeRows
-from quantkit.executor.runner.graphs import Draws, Forward
-from quantkit.executor.runner.logits_processor import Adjuster, Masks
+from quantkit.executor.runner.graphs import Forward, SamplingGraph
+from quantkit.executor.runner.logits_processor import GrammarMasks, LogitsProcessor
 from quantkit.executor.runner.runner import ForwardPass
 from quantkit.executor.sampling.params import Batch, log_probabilities
 from quantkit.executor.scheduler.scheduler import ScheduledStep
 from quantkit.executor.scheduler.sequence import Sequence, TokenLogprob
 
 
-class ChosenTokens(NamedTuple):
+class SampledTokens(NamedTuple):
     """token_ids int64 [R] on the device; what they were drawn with, None where all are the
     likeliest: sampling parameters, and places in the sequences int64 [R]."""
 
@@ -32,7 +32,7 @@ class ChosenTokens(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows that are drawn for. batch: as for `ChosenTokens`. asks: whether any of them wants logits
+    """Rows that are drawn for. batch: as for `SampledTokens`. asks: whether any of them wants logits
     changed, grammars aside."""
 
     counts: list[tuple[Sequence, int]]
@@ -40,21 +40,21 @@ class _Rows(NamedTuple):
     asks: bool
 
 
-class Chooser:
+class Sampler:
     """eos_ids: tells the tokens that may end an answer."""
 
     def __init__(
         self, vocab: int, device: torch.device, eos_ids: Callable[[], frozenset[int]]
     ) -> None:
         self._vocab, self._device, self._eos_ids = vocab, device, eos_ids
-        self._adjuster, self._masks = Adjuster(vocab, device), Masks()
+        self._adjuster, self._masks = LogitsProcessor(vocab, device), GrammarMasks()
         self._known = _Rows([], None, False)
 
     def prepare(self, step: ScheduledStep) -> None:
         """Begin what can be done before the step's logits are there."""
-        self._masks.begin(step.successors if step.guided else ())
+        self._masks.begin(step.rows_to_sample if step.guided else ())
 
-    def choose(self, done: ForwardPass, draw: Draws) -> ChosenTokens:
+    def choose(self, done: ForwardPass, draw: SamplingGraph) -> SampledTokens:
         """Of a pass that was prepared."""
         assert done.logits is not None, done.counts
         assert done.greedy is not None, done.counts
@@ -68,15 +68,17 @@ class Chooser:
                 adjusted, counts, self._eos_ids(), first_masks, allowed
             )
         if batch is None:
-            return ChosenTokens(done.greedy if adjusted is done.logits else adjusted.argmax(dim=-1))
+            return SampledTokens(
+                done.greedy if adjusted is done.logits else adjusted.argmax(dim=-1)
+            )
         places = [len(sequence.token_ids) + i for sequence, count in counts for i in range(count)]
         on_device = to_device(places, self._device)
-        return ChosenTokens(draw(adjusted, batch, on_device), batch, on_device)
+        return SampledTokens(draw(adjusted, batch, on_device), batch, on_device)
 
     def _look_at(self, counts: list[tuple[Sequence, int]]) -> "_Rows":
         each = [sequence for sequence, count in counts for _ in range(count)]
         batch = Batch.of([one.params for one in each], [one.seed for one in each], self._device)
-        asks = any(one.adjusts or one.params.min_new_tokens for one in each)
+        asks = any(one.alters_logits or one.params.min_new_tokens for one in each)
         self._known = _Rows(list(counts), batch, asks)
         return self._known
 
@@ -145,10 +147,10 @@ def _score(sequence: Sequence, start: int, hidden: Tensor, model: Forward) -> No
         known += token_logprobs(
             [sequence.params.prompt_logprobs] * len(following), logits, following
         )
-        check_numbers(sequence, known[begin:])
+        check_not_nan(sequence, known[begin:])
 
 
-def check_numbers(sequence: Sequence, found: list[TokenLogprob]) -> None:
+def check_not_nan(sequence: Sequence, found: list[TokenLogprob]) -> None:
     """A model that computes no numbers is a fault that ends the request."""
     if any(math.isnan(one.logprob) for one in found):
         sequence.fault = QuantkitError(

@@ -13,7 +13,7 @@ from quantkit.executor.scheduler.scheduler import ScheduledStep, Scheduler, Step
 from quantkit.executor.scheduler.sequence import Sequence
 
 
-class Homes:
+class DataParallelScheduler:
     """A scheduler for each rank, used as one. make: makes a rank's."""
 
     def __init__(self, size: int, make: Callable[[], Scheduler]) -> None:
@@ -56,28 +56,28 @@ class Homes:
         beginning in the prefix cache."""
         fewest = min(map(_requests, self.each))
         least = [rank for rank, one in enumerate(self.each) if _requests(one) == fewest]
-        sequence.home = max(least, key=lambda rank: self.each[rank].num_shared(sequence))
-        self.each[sequence.home].add(sequence)
+        sequence.dp_rank = max(least, key=lambda rank: self.each[rank].num_shared(sequence))
+        self.each[sequence.dp_rank].add(sequence)
 
-    def goes_on(self, answers: list[tuple[Sequence, int]]) -> bool:
-        """As `Scheduler.goes_on`; ranks say before every pass what theirs is."""
+    def decodes_again(self, answers: list[tuple[Sequence, int]]) -> bool:
+        """As `Scheduler.decodes_again`; ranks say before every pass what theirs is."""
         return False
 
     def remove(self, sequence: Sequence) -> None:
         """As `Scheduler.remove`."""
-        self.each[sequence.home].remove(sequence)
+        self.each[sequence.dp_rank].remove(sequence)
 
-    def schedule(self, *, answers_alone: bool = False) -> ScheduledStep:
+    def schedule(self, *, decode_only: bool = False) -> ScheduledStep:
         """The step of all ranks, one rank's sequences after the other's; `ScheduledStep.of` is one
         rank's."""
-        steps = [one.schedule(answers_alone=answers_alone) for one in self.each]
+        steps = [one.schedule(decode_only=decode_only) for one in self.each]
         return ScheduledStep(
             [part for step in steps for part in step.prefill],
             [one for step in steps for one in step.decode],
         )
 
 
-class Room(NamedTuple):
+class DpPadding(NamedTuple):
     """What every rank's pass is padded to, so that their collectives have one size: `rows` of
     answers with tables of `width` blocks, and
     `tokens` of prompts."""
@@ -87,7 +87,7 @@ class Room(NamedTuple):
     tokens: int
 
     @classmethod
-    def of(cls, steps: list[ScheduledStep]) -> "Room":
+    def of(cls, steps: list[ScheduledStep]) -> "DpPadding":
         """steps: what each rank computes in the pass."""
         rows = max(sum(1 + len(sequence.drafts) for sequence in step.decode) for step in steps)
         width = max((len(sequence.blocks) for step in steps for sequence in step.decode), default=0)

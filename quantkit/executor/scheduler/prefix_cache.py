@@ -21,7 +21,7 @@ from quantkit.executor.cache.cache import BlockAllocator
 from quantkit.executor.scheduler.sequence import Sequence
 
 
-class PrefixBlocks(BlockAllocator):
+class PrefixCachingAllocator(BlockAllocator):
     """An allocator whose blocks may be shared. Free are those that nobody uses, findable or not."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -79,13 +79,13 @@ class PrefixBlocks(BlockAllocator):
         first stays."""
         full = sequence.num_cached // self.block_size
         for digest, block in zip(
-            self._digests(sequence, full)[sequence.num_published :],
-            sequence.blocks[sequence.num_published :],
+            self._digests(sequence, full)[sequence.num_published_blocks :],
+            sequence.blocks[sequence.num_published_blocks :],
         ):
             if digest not in self._block_of:
                 self._block_of[digest] = block
                 self._digest_of[block] = digest
-        sequence.num_published = full
+        sequence.num_published_blocks = full
 
     def _digests(self, sequence: Sequence, count: int) -> list[bytes]:
         """Of the sequence's first `count` blocks; computed once."""

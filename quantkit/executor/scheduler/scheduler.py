@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from quantkit.executor.cache.cache import BlockAllocator, CachePlan
-from quantkit.executor.scheduler.prefix_cache import PrefixBlocks
+from quantkit.executor.scheduler.prefix_cache import PrefixCachingAllocator
 from quantkit.executor.scheduler.sequence import Sequence
 
 _UNIT = 128
@@ -47,7 +47,7 @@ class ScheduledStep:
         return any([one.guide for one in self.decode]) or any(one.guide for one, _ in self.prefill)
 
     @property
-    def successors(self) -> list[tuple[Sequence, int]]:
+    def rows_to_sample(self) -> list[tuple[Sequence, int]]:
         """Sequences whose successors are chosen, with how many: one behind every guess too. Asked
         before the step is computed."""
         answers = [(sequence, 1 + len(sequence.drafts)) for sequence in self.decode]
@@ -58,8 +58,8 @@ class ScheduledStep:
     def of(self, rank: int) -> "ScheduledStep":
         """What one data-parallel rank computes of it."""
         return ScheduledStep(
-            [part for part in self.prefill if part[0].home == rank],
-            [one for one in self.decode if one.home == rank],
+            [part for part in self.prefill if part[0].dp_rank == rank],
+            [one for one in self.decode if one.dp_rank == rank],
         )
 
     def passes(self, mixed: bool) -> list["ScheduledStep"]:
@@ -72,7 +72,7 @@ class ScheduledStep:
         )
         return [one for one in parts if one.prefill or one.decode]
 
-    def alone(self) -> list[tuple[Sequence, "ScheduledStep"]]:
+    def per_sequence(self) -> list[tuple[Sequence, "ScheduledStep"]]:
         """Every sequence with a step of its own."""
         decode = [(one, ScheduledStep([], [one])) for one in self.decode]
         return decode + [(part[0], ScheduledStep([part], [])) for part in self.prefill]
@@ -80,16 +80,16 @@ class ScheduledStep:
 
 @dataclass(frozen=True)
 class StepBudget:
-    """Tokens of prompts that a step computes: `alone` where nobody decodes, `beside_answers` where
+    """Tokens of prompts that a step computes: `alone` where nobody decodes, `with_decodes` where
     somebody does. mixed: whether both are computed in one pass.
 
     doubles_at: behind so many cached tokens a new one costs twice what it costs at the beginning of
-    a prompt, so that a step computes fewer than `beside_answers`, which are those of a first chunk;
+    a prompt, so that a step computes fewer than `with_decodes`, which are those of a first chunk;
     0 where all cost the same.
     """
 
-    alone: int
-    beside_answers: int
+    prefill_only: int
+    with_decodes: int
     mixed: bool = False
     doubles_at: int = 0
 
@@ -127,7 +127,9 @@ class Scheduler:
         lookahead: int = 0,
         prefix_cache: bool = False,
     ) -> None:
-        self.prefix = PrefixBlocks(plan.num_blocks, plan.block_size) if prefix_cache else None
+        self.prefix = (
+            PrefixCachingAllocator(plan.num_blocks, plan.block_size) if prefix_cache else None
+        )
         self.allocator = self.prefix or BlockAllocator(plan.num_blocks)
         self.block_size = plan.block_size
         self.max_batch, self.lookahead = max_batch, lookahead
@@ -158,8 +160,8 @@ class Scheduler:
         self.prefix.give_back(found)
         return len(found)
 
-    def schedule(self, *, answers_alone: bool = False) -> ScheduledStep:
-        """answers_alone: a pass over them is under way, so prompts wait for the next step, unless
+    def schedule(self, *, decode_only: bool = False) -> ScheduledStep:
+        """decode_only: a pass over them is under way, so prompts wait for the next step, unless
         nobody answers any more."""
         if self.prefix is not None:
             for sequence in self.running:
@@ -171,19 +173,21 @@ class Scheduler:
                 if len(sequence.token_ids) - sequence.num_cached == 1
             ]
         )
-        if (answers_alone and decode) or (not self.waiting and len(decode) == len(self.running)):
+        if (decode_only and decode) or (not self.waiting and len(decode) == len(self.running)):
             return ScheduledStep([], decode)
         return ScheduledStep(
             self._prefill(
-                self.budget if decode else StepBudget(self.budget.alone, self.budget.alone)
+                self.budget
+                if decode
+                else StepBudget(self.budget.prefill_only, self.budget.prefill_only)
             ),
             decode,
         )
 
-    def goes_on(self, answers: list[tuple[Sequence, int]]) -> bool:
+    def decodes_again(self, answers: list[tuple[Sequence, int]]) -> bool:
         """Whether the next step decodes these answers again, a token further, and nothing else of
         what is here: but for those that end."""
-        left = sum([one.num_wanted > 0 for one, _ in answers])
+        left = sum([one.num_useful_drafts > 0 for one, _ in answers])
         full = len(self.running) >= self.max_batch and left == len(answers)
         return len(answers) == len(self.running) and left > 0 and (full or not self.waiting)
 
@@ -197,14 +201,14 @@ class Scheduler:
 
     def _prefill(self, budget: StepBudget) -> list[tuple[Sequence, int]]:
         """Prompts to compute next, in the order they came, with how many of their tokens, which
-        cost as much as `budget.beside_answers` in all; then those that take more than this step.
+        cost as much as `budget.with_decodes` in all; then those that take more than this step.
 
         The latter get half of the step, and whatever the others leave.
         """
         parts: list[tuple[Sequence, int]] = []
         long: list[Sequence] = []
-        whole = left = budget.cost(0, budget.beside_answers)
-        least = budget.beside_answers // _FEWEST_OF
+        whole = left = budget.cost(0, budget.with_decodes)
+        least = budget.with_decodes // _FEWEST_OF
 
         def take(sequence: Sequence, room: float) -> bool:
             """Tokens of a sequence, where nothing else is computed no less than `least`. Whether
@@ -278,10 +282,13 @@ class Scheduler:
             assert needed <= self.allocator.num_free, (needed, self.allocator.num_free)
         self.waiting.popleft()
         sequence.blocks = found + self.allocator.take(needed)
-        sequence.num_cached, sequence.num_published = len(found) * self.block_size, len(found)
-        sequence.num_read = sequence.num_cached
+        sequence.num_cached, sequence.num_published_blocks = (
+            len(found) * self.block_size,
+            len(found),
+        )
+        sequence.num_drafter_tokens = sequence.num_cached
         if not sequence.started:
-            sequence.started, sequence.num_found = time.perf_counter(), sequence.num_cached
+            sequence.started, sequence.num_prefix_hits = time.perf_counter(), sequence.num_cached
         sequence.state = self._places.pop()
         self.running.append(sequence)
         return sequence
@@ -292,7 +299,12 @@ class Scheduler:
         self.allocator.give_back(sequence.blocks)
         self._places.append(sequence.state)
         sequence.drop_drafts()
-        sequence.blocks, sequence.num_cached, sequence.num_read, sequence.state = [], 0, 0, 0
+        sequence.blocks, sequence.num_cached, sequence.num_drafter_tokens, sequence.state = (
+            [],
+            0,
+            0,
+            0,
+        )
 
     def _blocks_for(self, sequence: Sequence) -> int:
         tokens = min(len(sequence.token_ids) + self.lookahead, sequence.max_len)

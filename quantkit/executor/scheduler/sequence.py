@@ -11,7 +11,7 @@ from quantkit.executor.sampling.params import SamplingParams
 from quantkit.tokenizer.chat import ChatTokenizer, TextStream
 from quantkit.tokenizer.stops import stop_tokens
 
-COMPUTED, LOOKUP = "computed", "lookup"
+DRAFTER, PROMPT_LOOKUP = "computed", "lookup"
 """Who guessed."""
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -88,27 +88,27 @@ class Sequence:
         self.prompt_len = len(prompt)
         self.max_len = min(len(prompt) + params.max_new_tokens, max_len)
         self.seed = random.getrandbits(63) if params.seed is None else params.seed
-        self.home = 0
+        self.dp_rank = 0
         """The data-parallel rank that computes it."""
         self.blocks: list[int] = []
         self.state = 0
         """Its place in the cache's states, where the model has some; 0 while it does not run."""
         self.num_cached = 0
         """Tokens whose cache entries exist: the first `num_cached` of `token_ids`."""
-        self.num_read = 0
-        """Tokens that a draft model has in its cache: the first `num_read`, which may be the
+        self.num_drafter_tokens = 0
+        """Tokens that a draft model has in its cache: the first `num_drafter_tokens`, which may be the
         newest, too."""
-        self.num_found = 0
+        self.num_prefix_hits = 0
         """Prompt tokens that needed no computing when the sequence first ran, because the prefix
         cache held them."""
-        self.num_published = 0
+        self.num_published_blocks = 0
         """Blocks that others may find, where there is a prefix cache; `block_digests` are its names
         for them."""
         self.block_digests: list[bytes] = []
         self.drafts: list[int] = []
-        """Guesses for the tokens after the last one, to be computed with it; `guessed_by` says who
+        """Guesses for the tokens after the last one, to be computed with it; `draft_source` says who
         made them."""
-        self.guessed_by = COMPUTED
+        self.draft_source = DRAFTER
         self.finish_reason: FinishReason | None = None
         self.fault: BaseException | None = None
         """What went wrong with this request alone; whoever steps the engine finishes it for
@@ -118,7 +118,7 @@ class Sequence:
         self.arrival = time.perf_counter()
         self.started = self.first_token = self.last_token = 0.0
         self._tokenizer = tokenizer
-        self.adjusts = bool(params.logit_bias or params.penalizes)
+        self.alters_logits = bool(params.logit_bias or params.penalizes)
         """Whether logits are changed by what the request asks for, whatever comes before."""
         self._end_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else tokenizer.eos_ids
@@ -148,7 +148,7 @@ class Sequence:
         return len(self.token_ids) - self.num_cached
 
     @property
-    def num_wanted(self) -> int:
+    def num_useful_drafts(self) -> int:
         """Guesses behind the last token that can be of use: the step that computes them chooses one
         token more."""
         return 0 if self.finish_reason is not None else self.max_len - len(self.token_ids) - 1
@@ -194,7 +194,7 @@ class Sequence:
 
     def drop_drafts(self) -> None:
         """Guesses that nobody will check."""
-        self.drafts, self.guessed_by = [], COMPUTED
+        self.drafts, self.draft_source = [], DRAFTER
 
     def _append(self, token_id: int, now: float) -> None:
         """A chosen token: kept, and the end of the answer noticed."""
@@ -293,7 +293,7 @@ class Sequence:
             self.prompt_len,
             timings,
             logprobs,
-            self.num_found,
+            self.num_prefix_hits,
             self.fault,
             None if self.params.prompt_logprobs is None else self.prompt_logprobs,
         )

@@ -95,7 +95,7 @@ class Service:
         self.open = 0
         self.fault: BaseException | None = None
         self._on_fault = on_fault
-        engine.meanwhile = self._hand_over
+        engine.while_computing = self._hand_over
         self._inbox: queue.SimpleQueue[_Add | _Cancel | None] = queue.SimpleQueue()
         self._streams: dict[Sequence, AnswerStream] = {}
         self._advanced: list[Sequence] = []

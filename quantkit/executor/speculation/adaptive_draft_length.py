@@ -19,7 +19,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from quantkit.executor.runner.graphs import power_of_two
-from quantkit.executor.scheduler.sequence import COMPUTED, LOOKUP
+from quantkit.executor.scheduler.sequence import DRAFTER, PROMPT_LOOKUP
 
 _PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 4.0
 """What is taken for the share of right guesses before any was seen, and as how many guesses that
@@ -61,7 +61,7 @@ _SLOWEST = 4.0
 
 
 @dataclass
-class Rates:
+class AcceptanceRates:
     """Of one source of guesses: the share that was right at each place, of those whose predecessors
     were right."""
 
@@ -106,7 +106,7 @@ class Rates:
         return sums
 
 
-class Costs:
+class StepTimes:
     """Seconds of steps by their rows, for one number of guesses that the step makes."""
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class Costs:
         return self._seconds[fewer] + share * (self._seconds[more] - self._seconds[fewer])
 
 
-class Guessing:
+class DraftLengthController:
     """most_drafts, most_looked_up: guesses of each source after a token, at most. measured: whether
     fewer are made where that pays; then none at first, for what they are held against."""
 
@@ -168,8 +168,10 @@ class Guessing:
         self.most_drafts, self.most_looked_up = most_drafts, most_looked_up
         self.measured = measured and most_drafts + most_looked_up > 0
         self.drafts, self.looked_up = (0, 0) if self.measured else (most_drafts, most_looked_up)
-        self.rates = {COMPUTED: Rates(), LOOKUP: Rates()}
-        self.costs: dict[int, Costs] = {drafts: Costs() for drafts in range(most_drafts + 1)}
+        self.rates = {DRAFTER: AcceptanceRates(), PROMPT_LOOKUP: AcceptanceRates()}
+        self.costs: dict[int, StepTimes] = {
+            drafts: StepTimes() for drafts in range(most_drafts + 1)
+        }
         """Of steps, by how many guesses they compute."""
         self._met: Counter[tuple[int, int]] = Counter()
         """How often sizes of steps came, by guesses and rows: the first time they are captured, and
@@ -182,15 +184,15 @@ class Guessing:
         came behind many of them, in steps."""
         self._steps = self._answers = self._next = self._choices = self._tried_until = 0
 
-    def checked(self, source: str, count: int, kept: int) -> None:
+    def record_acceptance(self, source: str, count: int, kept: int) -> None:
         """Of an answer's `count` guesses the first `kept` were right."""
         self.rates[source].add(count, kept)
 
-    def found(self, share: float) -> None:
+    def record_lookup_hits(self, share: float) -> None:
         """For so many of the step's answers something was looked up."""
         self._found = _KEPT * self._found + (1 - _KEPT) * share
 
-    def stepped(self, answers: int, rows: int, kept: int, seconds: float, longest: int) -> None:
+    def record_step(self, answers: int, rows: int, kept: int, seconds: float, longest: int) -> None:
         """A step that computed answers alone: so many, with so many rows, their guesses included,
         of which `kept` were right. longest: tokens of the longest answer; prompts have been read,
         so a layer has no more to read of any."""
@@ -257,7 +259,7 @@ class Guessing:
         if began_anew:
             self._reading = min(max(seconds / plain - 1, 0.0), _MOST_READ)
             self._credit -= self._reading
-            self.rates[COMPUTED].fade(_REMEMBERED)
+            self.rates[DRAFTER].fade(_REMEMBERED)
         elif self.drafts > 0 or rows > answers:
             slower, times = (
                 1 - min(seconds / plain, _SLOWEST),
@@ -295,8 +297,8 @@ class Guessing:
         were."""
         drafts, looked_up = pair
         found = self._found if looked_up else 0.0
-        right = (1 - found) * self.rates[COMPUTED].expected(drafts) + found * self.rates[
-            LOOKUP
+        right = (1 - found) * self.rates[DRAFTER].expected(drafts) + found * self.rates[
+            PROMPT_LOOKUP
         ].expected(looked_up)
         known = next((fewer for fewer in range(drafts, 0, -1) if self._tried(fewer)), 0)
         seconds = self.costs[known].seconds(self._rows(known, looked_up))

@@ -2,7 +2,7 @@
 2211.17192, without its sampling rule).
 
 Its cache has the blocks of the main model's, by the same numbers: what the scheduler gives, takes
-and shares holds for both. `num_read` of a sequence says how far the draft model has read it. It
+and shares holds for both. `num_drafter_tokens` of a sequence says how far the draft model has read it. It
 reads prompts with the main model, chunk by chunk, and each chosen token when it guesses what comes
 next. While no guesses are wanted answers are not read; what is missing is read at once when they
 are again. Answers of which more is missing than is read at once are not guessed for any more: to
@@ -21,13 +21,13 @@ from quantkit.common.model_files import read_json
 from quantkit.executor.cache.cache import CachePlan
 from quantkit.executor.options import EngineOptions
 from quantkit.executor.ranks.parallel import Parallel
-from quantkit.executor.runner.decode_batch import DecodeRows, DevicePlaces, StepResult
+from quantkit.executor.runner.decode_batch import DecodeRows, DevicePositions, StepResult
 from quantkit.executor.runner.graphs import Capture
-from quantkit.executor.runner.prefill_graphs import PromptRows
+from quantkit.executor.runner.prefill_graphs import PrefillChunk
 from quantkit.executor.runner.runner import ForwardPass, Runner
 from quantkit.executor.scheduler.sequence import Sequence
 from quantkit.executor.speculation.drafter import Drafter
-from quantkit.executor.speculation.eagle_head import LoadedHead, load_head
+from quantkit.executor.speculation.eagle_head import LoadedEagleHead, load_eagle_head
 from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.models.context import Context
 from quantkit.models.decoder import Model
@@ -40,7 +40,7 @@ _MOST_READ = 1024
 many (prompt_graphs.py)."""
 
 
-class SameTokens:
+class VocabAdapter:
     """A draft model over another's token ids. vocab: how many those are: tables of one family are
     padded to various sizes."""
 
@@ -113,7 +113,11 @@ class ModelDrafter(Drafter):
         return logits[spread], greedy[spread]
 
     def _further(
-        self, guessed: Tensor, rows: Tensor | None, where: DecodeRows, places: DevicePlaces | None
+        self,
+        guessed: Tensor,
+        rows: Tensor | None,
+        where: DecodeRows,
+        places: DevicePositions | None,
     ) -> StepResult:
         return self._own.steps.run(where, guessed, places=places)
 
@@ -122,10 +126,10 @@ class ModelDrafter(Drafter):
         if self._guessed:
             for sequence in advanced:
                 if sequence not in self._left:
-                    sequence.num_read = min(len(sequence.token_ids), self._reach)
+                    sequence.num_drafter_tokens = min(len(sequence.token_ids), self._reach)
         if self._shared and (ended := [one for one in advanced if one.finish_reason is not None]):
             each = max(_MOST_READ // len(ended), 1)
-            while self._read([(one, one.num_read + each) for one in ended]):
+            while self._read([(one, one.num_drafter_tokens + each) for one in ended]):
                 pass
 
     def _wanted(self, sequence: Sequence) -> int:
@@ -135,8 +139,10 @@ class ModelDrafter(Drafter):
         """Read the tokens of a pass, and where guesses are wanted what is missing before them, as
         far as that is not too much."""
         room, ends = _MOST_READ if self._guessed else 0, list[tuple[Sequence, int]]()
-        for sequence, start, length in sorted(spans, key=lambda one: one[1] - one[0].num_read):
-            missing = max(start - sequence.num_read, 0)
+        for sequence, start, length in sorted(
+            spans, key=lambda one: one[1] - one[0].num_drafter_tokens
+        ):
+            missing = max(start - sequence.num_drafter_tokens, 0)
             if missing > room:
                 self._left.add(sequence)
             else:
@@ -150,18 +156,22 @@ class ModelDrafter(Drafter):
         parts: list[tuple[Sequence, int]] = []
         for sequence, end in ends:
             known = min(end, len(sequence.token_ids), self._reach)
-            if known > sequence.num_read:
+            if known > sequence.num_drafter_tokens:
                 parts.append((sequence, known))
         if parts:
-            self._own.prompts.run(
+            self._own.prefill_runner.run(
                 None,
                 [
-                    PromptRows(one.token_ids[one.num_read : end], one.num_read, one.blocks)
+                    PrefillChunk(
+                        one.token_ids[one.num_drafter_tokens : end],
+                        one.num_drafter_tokens,
+                        one.blocks,
+                    )
                     for one, end in parts
                 ],
             )
         for sequence, end in parts:
-            sequence.num_read = end
+            sequence.num_drafter_tokens = end
         return bool(parts)
 
 
@@ -172,11 +182,13 @@ def check_draft(path: Path, tokenizer: ChatTokenizer) -> None:
         check_same_ids(tokenizer.tokenizer, ChatTokenizer(path).tokenizer, tokenizer.path, path)
 
 
-def load_draft(path: Path, loaded: LoadedModel, options: EngineOptions) -> LoadedModel | LoadedHead:
+def load_draft(
+    path: Path, loaded: LoadedModel, options: EngineOptions
+) -> LoadedModel | LoadedEagleHead:
     """What guesses, at `path`, whole on this rank, for the model that is `loaded`. Raises
     QuantkitError where it cannot guess for that."""
     if is_head(read_json(path / "config.json")):
-        return load_head(path, loaded, options)
+        return load_eagle_head(path, loaded, options)
     draft = load_model(
         path,
         device=options.device,
@@ -202,7 +214,7 @@ def load_draft(path: Path, loaded: LoadedModel, options: EngineOptions) -> Loade
 
 
 def make_drafter(
-    draft: LoadedModel | LoadedHead,
+    draft: LoadedModel | LoadedEagleHead,
     loaded: LoadedModel,
     plan: CachePlan,
     runner: Runner,
@@ -215,10 +227,12 @@ def make_drafter(
     """What guesses `count` tokens a step with what was brought, over a cache of as many blocks as
     that of the model that `runner` computes.
     shared, capture: as `ModelDrafter` and `Runner` have them."""
-    if isinstance(draft, LoadedHead):
+    if isinstance(draft, LoadedEagleHead):
         return draft.drafter(plan, runner, count, parallel, capture)
     own = Runner(
-        SameTokens(draft.model, loaded.config.vocab_size), draft.new_cache(plan.num_blocks), capture
+        VocabAdapter(draft.model, loaded.config.vocab_size),
+        draft.new_cache(plan.num_blocks),
+        capture,
     )
     return ModelDrafter(
         own, runner, count, parallel, reach=draft.config.max_position_embeddings, shared=shared

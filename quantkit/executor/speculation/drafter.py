@@ -23,15 +23,15 @@ from torch import Tensor
 
 from quantkit.common.devices import to_device
 from quantkit.executor.ranks.parallel import Parallel
-from quantkit.executor.runner.decode_batch import DecodeRows, DevicePlaces, StepResult, accepted
+from quantkit.executor.runner.decode_batch import DecodeRows, DevicePositions, StepResult, accepted
 from quantkit.executor.runner.graphs import DecodeSteps, EagerSteps
 from quantkit.executor.runner.runner import ForwardPass, Runner
-from quantkit.executor.runner.sampler import ChosenTokens
+from quantkit.executor.runner.sampler import SampledTokens
 from quantkit.executor.sampling.params import Batch
 from quantkit.executor.scheduler.sequence import Sequence
 
 
-class Accepted(NamedTuple):
+class DeviceAcceptance(NamedTuple):
     """Of B sequences, int64 [B] each. right: guesses up to the first wrong one; rows: the row
     behind which a sequence's newest token was chosen; newest: that token's place in the
     sequence."""
@@ -41,7 +41,7 @@ class Accepted(NamedTuple):
     newest: Tensor
 
     @classmethod
-    def of(cls, counts: list[tuple[Sequence, int]], chosen: Tensor) -> "Accepted":
+    def of(cls, counts: list[tuple[Sequence, int]], chosen: Tensor) -> "DeviceAcceptance":
         """counts: rows of each sequence, its newest token's and its drafts'; chosen int64 [R]: the
         tokens chosen behind the rows, not appended yet."""
         most = max(count for _, count in counts) - 1
@@ -92,7 +92,11 @@ class Drafter(ABC):
 
     @abstractmethod
     def _further(
-        self, guessed: Tensor, rows: Tensor | None, where: DecodeRows, places: DevicePlaces | None
+        self,
+        guessed: Tensor,
+        rows: Tensor | None,
+        where: DecodeRows,
+        places: DevicePositions | None,
     ) -> StepResult:
         """What may follow the guesses [n] made last. rows [n]: which row of the last result each
         came from; None: all, in their order.
@@ -102,7 +106,7 @@ class Drafter(ABC):
     def _settle(self, done: ForwardPass) -> None:
         """The pass's tokens were appended, and guesses made."""
 
-    def begin(self, done: ForwardPass, chosen: ChosenTokens | None) -> Tensor | None:
+    def begin(self, done: ForwardPass, chosen: SampledTokens | None) -> Tensor | None:
         """As `speculation.Source.begin`: how many guesses of each sequence were right, and then
         those that are new, one row of sequences after the other; where the host waits, the first
         guess behind each row."""
@@ -114,9 +118,9 @@ class Drafter(ABC):
             self._note(done)
             self._first = self._drawn(found, chosen, None)
             return self._first
-        accepted = Accepted.of(done.counts, token_ids)
+        accepted = DeviceAcceptance.of(done.counts, token_ids)
         kept = (
-            accepted.rows if done.has_guesses else None
+            accepted.rows if done.has_drafts else None
         )  # behind the others of its rows nobody goes on
         if (found := self._behind(done, token_ids, kept)) is None:
             return None
@@ -127,7 +131,7 @@ class Drafter(ABC):
         self._lengths = [len(sequence.token_ids) for sequence, _ in done.counts]
 
     def _drawn(
-        self, found: tuple[Tensor, Tensor], chosen: ChosenTokens, kept: Tensor | None
+        self, found: tuple[Tensor, Tensor], chosen: SampledTokens, kept: Tensor | None
     ) -> Tensor:
         """The guesses behind the counted rows, or those kept of them, of what `_behind`
         returned."""
@@ -149,7 +153,7 @@ class Drafter(ABC):
         self._settle(done)
 
     def _chained(
-        self, done: ForwardPass, chosen: ChosenTokens, accepted: Accepted, first: Tensor
+        self, done: ForwardPass, chosen: SampledTokens, accepted: DeviceAcceptance, first: Tensor
     ) -> Tensor:
         """All guesses, each behind the one before it; the host waits for nothing. first: of each
         sequence."""
@@ -164,7 +168,7 @@ class Drafter(ABC):
         )
         tables = torch.from_numpy(where.tables).to(first.device, non_blocking=first.is_cuda)
         for _ in range(1, self.count):
-            at = DevicePlaces.of(places, tables, self._own.cache.block_size, self._reach)
+            at = DevicePositions.of(places, tables, self._own.cache.block_size, self._reach)
             result = self._further(guesses[-1], None, where, at)
             places = places + 1
             # With the number that its token's place will draw with.
@@ -227,7 +231,7 @@ class Drafter(ABC):
 
     def _wanted(self, sequence: Sequence) -> int:
         """Guesses that can be of use: the step after them chooses one token more."""
-        return min(self.count, sequence.num_wanted, self._reach - len(sequence.token_ids))
+        return min(self.count, sequence.num_useful_drafts, self._reach - len(sequence.token_ids))
 
     def _tensor(self, values: list[int]) -> Tensor:
         return to_device(values, self._runner.device, torch.int64)

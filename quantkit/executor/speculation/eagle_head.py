@@ -29,7 +29,7 @@ _REMEDY = "bring a head that was trained for this model"
 
 
 @dataclass(frozen=True)
-class LoadedHead:
+class LoadedEagleHead:
     """A head whole on this rank, in the model's dtype."""
 
     head: Eagle3Head
@@ -50,7 +50,7 @@ class LoadedHead:
         count: int,
         parallel: Parallel,
         capture: Capture | None = None,
-    ) -> "HeadDrafter":
+    ) -> "EagleDrafter":
         """What guesses `count` tokens a step, over a cache of as many blocks as that of the model
         that `runner` computes."""
         width = self.config.decoder.cache.width // 2
@@ -63,7 +63,7 @@ class LoadedHead:
             device=self.device,
             parts=(width, width),
         )
-        return HeadDrafter(
+        return EagleDrafter(
             self.head,
             cache,
             runner,
@@ -74,7 +74,7 @@ class LoadedHead:
         )
 
 
-class HeadDrafter(MtpDrafter):
+class EagleDrafter(MtpDrafter):
     """cache: of the head's layer, with the model's blocks by the same numbers. reach: the head's
     positions."""
 
@@ -100,7 +100,7 @@ class HeadDrafter(MtpDrafter):
         return self._own.prompt_context(done.spans)
 
 
-def load_head(path: Path, loaded: LoadedModel, options: EngineOptions) -> LoadedHead:
+def load_eagle_head(path: Path, loaded: LoadedModel, options: EngineOptions) -> LoadedEagleHead:
     """The head at `path` for the model that is `loaded`, which hands out what it reads from now on.
     Raises QuantkitError where the head is for another model, or has what is not computed."""
     checkpoint = Checkpoint.open(path)
@@ -144,7 +144,7 @@ def load_head(path: Path, loaded: LoadedModel, options: EngineOptions) -> Loaded
         head = Eagle3Head(config, weights, embedding, ids.to(loaded.device), vocab)
         head.backend = options.backend
     loaded.model.read_at = read_at
-    return LoadedHead(head, config, loaded.dtype, loaded.device, weights.nbytes)
+    return LoadedEagleHead(head, config, loaded.dtype, loaded.device, weights.nbytes)
 
 
 def _check_model(path: Path, config: HeadConfig, loaded: LoadedModel) -> tuple[int, ...]:

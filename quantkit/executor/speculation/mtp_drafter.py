@@ -20,14 +20,14 @@ from torch import Tensor
 from quantkit.common.devices import to_device
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.runner.attention_context import MixedContext, PrefillContext
-from quantkit.executor.runner.decode_batch import DecodeRows, DevicePlaces, StepResult
+from quantkit.executor.runner.decode_batch import DecodeRows, DevicePositions, StepResult
 from quantkit.executor.runner.graphs import Forward
 from quantkit.executor.runner.runner import ForwardPass, Runner, Span
-from quantkit.executor.runner.sampler import ChosenTokens
+from quantkit.executor.runner.sampler import SampledTokens
 from quantkit.executor.sampling.params import Batch
 from quantkit.executor.scheduler.sequence import Sequence
 from quantkit.executor.speculation.drafter import Drafter
-from quantkit.executor.speculation.speculation import Source
+from quantkit.executor.speculation.speculation import Proposer
 from quantkit.models.architecture import MtpModel
 
 
@@ -48,14 +48,14 @@ class MtpDrafter(Drafter):
         # A place holds a token and the one after it: the layer's last is that before the guess.
         super().__init__(runner, count, parallel, reach, own=own or runner, behind=1)
         self.mtp = mtp
-        self.steps = self._own.steps_behind(mtp)
+        self.steps = self._own.drafter_steps(mtp)
         self._most_rows = 1 + count
         """Of a sequence in a step: a token and its guesses. Windows and compressed entries have
         room for no more."""
         self._hidden: Tensor | None = None
         """The layer's own output behind the rows that count; None where it did not read the last
         pass."""
-        self._unread = UnreadStates()
+        self._unread = DraftBacklog()
 
     def _states(self, hidden: Tensor) -> Tensor:
         """What the layer reads of tokens, [T, H], from what the model made of them."""
@@ -102,7 +102,11 @@ class MtpDrafter(Drafter):
         return logits, logits.argmax(dim=-1)
 
     def _further(
-        self, guessed: Tensor, rows: Tensor | None, where: DecodeRows, places: DevicePlaces | None
+        self,
+        guessed: Tensor,
+        rows: Tensor | None,
+        where: DecodeRows,
+        places: DevicePositions | None,
     ) -> StepResult:
         assert self._hidden is not None, "guesses were made"
         hidden = self._hidden if rows is None else self._hidden[rows]
@@ -162,7 +166,7 @@ _MOST = 4096
 """Tokens whose hidden states are held, those of one pass at least: of 32 answers for 128 steps."""
 
 
-class UnreadStates:
+class DraftBacklog:
     def __init__(self) -> None:
         self.given_up: WeakSet[Sequence] = WeakSet()
         """Sequences of which some tokens are never read unless they are computed again."""
@@ -242,14 +246,14 @@ def _joined(parts: list[tuple[Span, int]]) -> tuple[list[Span], list[int]]:
     return [span for span, _ in found], [row for _, rows in found for row in rows]
 
 
-def by_mtp_layers(
+def make_mtp_drafter(
     layers: tuple[MtpModel, ...], runner: Runner, count: int, parallel: Parallel
-) -> Source:
+) -> Proposer:
     """What guesses `count` tokens a step, at most: of several layers each the token behind the one
     before, a single one all of them."""
     assert layers, "loaded with its MTP layers"
     if len(layers) > 1:
-        return MtpHeads(layers, runner, count, parallel)
+        return MultiMtpDrafter(layers, runner, count, parallel)
     return MtpDrafter(layers[0], runner, count, parallel)
 
 
@@ -262,7 +266,7 @@ class _Read:
     waiting: list[Tensor] = field(default_factory=list)
 
 
-class MtpHeads:
+class MultiMtpDrafter:
     """As `speculation.Source`. layers: the checkpoint's, in order. count: tokens guessed a step, at
     most; may be changed between steps."""
 
@@ -270,16 +274,16 @@ class MtpHeads:
         self, layers: tuple[MtpModel, ...], runner: Runner, count: int, parallel: Parallel
     ) -> None:
         self.layers, self.count, self.parallel = layers, count, parallel
-        self.steps = tuple(runner.steps_behind(layer) for layer in layers)
+        self.steps = tuple(runner.drafter_steps(layer) for layer in layers)
         """Of each layer."""
         self._runner = runner
         # A step keeps `count` guesses and the token behind them; layer k reads k tokens again.
         # Short convolutions have room for as many.
         self._most_rows = 2 * count
         self._read: WeakKeyDictionary[Sequence, _Read] = WeakKeyDictionary()
-        self._unread = UnreadStates()
+        self._unread = DraftBacklog()
 
-    def begin(self, done: ForwardPass, chosen: ChosenTokens | None) -> Tensor | None:
+    def begin(self, done: ForwardPass, chosen: SampledTokens | None) -> Tensor | None:
         """As `speculation.Source.begin`: nothing is guessed before the chosen tokens are known. A
         pass without any is read here."""
         if chosen is None:
@@ -334,7 +338,7 @@ class MtpHeads:
             ):
                 self._take(sequence, start, done.hidden[row : row + kept])
                 wanted = (
-                    max(min(self.count, sequence.num_wanted, len(self.layers)), 0)
+                    max(min(self.count, sequence.num_useful_drafts, len(self.layers)), 0)
                     if sequence in guessing
                     else 0
                 )

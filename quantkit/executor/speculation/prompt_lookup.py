@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from quantkit.executor.runner.runner import ForwardPass
-from quantkit.executor.runner.sampler import ChosenTokens
-from quantkit.executor.scheduler.sequence import LOOKUP, Sequence
+from quantkit.executor.runner.sampler import SampledTokens
+from quantkit.executor.scheduler.sequence import PROMPT_LOOKUP, Sequence
 
 _LENGTH = 3
 """Tokens that must stand earlier."""
@@ -21,7 +21,7 @@ _BITS = 21
 """Of a token id: three of them make a number of 63 bits."""
 
 
-class Lookup:
+class NgramIndex:
     """Where each run of three tokens of one sequence stood last. The sequence only grows."""
 
     def __init__(self) -> None:
@@ -41,16 +41,16 @@ class Lookup:
         return [] if found is None else list(tokens[found : found + most])
 
 
-class Lookups:
+class PromptLookup:
     """The lookups of an engine's sequences, as a source (speculation.py). count: tokens guessed a
     step, at most. found: is told for which share of the sequences there was something, where it was
     looked for."""
 
     def __init__(self, count: int, found: Callable[[float], None]) -> None:
         self.count, self._found = count, found
-        self._of: WeakKeyDictionary[Sequence, Lookup] = WeakKeyDictionary()
+        self._of: WeakKeyDictionary[Sequence, NgramIndex] = WeakKeyDictionary()
 
-    def begin(self, done: ForwardPass, chosen: ChosenTokens | None) -> Tensor | None:
+    def begin(self, done: ForwardPass, chosen: SampledTokens | None) -> Tensor | None:
         """As `speculation.Source.begin`: nothing is computed."""
         return None
 
@@ -61,15 +61,15 @@ class Lookups:
             return
         taken = 0
         for sequence in advanced:
-            looked = self._of.setdefault(sequence, Lookup()).guesses(
-                sequence.token_ids, min(self.count, sequence.num_wanted)
+            looked = self._of.setdefault(sequence, NgramIndex()).guesses(
+                sequence.token_ids, min(self.count, sequence.num_useful_drafts)
             )
             if (
                 looked
                 and sequence.drafts[:1] in ([], looked[:1])
                 and len(looked) >= len(sequence.drafts)
             ):
-                sequence.drafts, sequence.guessed_by = looked, LOOKUP
+                sequence.drafts, sequence.draft_source = looked, PROMPT_LOOKUP
                 taken += 1
         self._found(taken / len(advanced))
 

@@ -15,18 +15,18 @@ from torch import Tensor
 
 from quantkit.executor.ranks.parallel import Parallel
 from quantkit.executor.runner.runner import ForwardPass, Runner
-from quantkit.executor.runner.sampler import ChosenTokens
-from quantkit.executor.scheduler.sequence import COMPUTED, Sequence
-from quantkit.executor.speculation.adaptive_draft_length import Guessing
-from quantkit.executor.speculation.prompt_lookup import Lookups
+from quantkit.executor.runner.sampler import SampledTokens
+from quantkit.executor.scheduler.sequence import DRAFTER, Sequence
+from quantkit.executor.speculation.adaptive_draft_length import DraftLengthController
+from quantkit.executor.speculation.prompt_lookup import PromptLookup
 
 
-class Source(Protocol):
+class Proposer(Protocol):
     """count: guesses behind a token, at most; may be changed between steps."""
 
     count: int
 
-    def begin(self, done: ForwardPass, chosen: ChosenTokens | None) -> Tensor | None:
+    def begin(self, done: ForwardPass, chosen: SampledTokens | None) -> Tensor | None:
         """What may follow the tokens chosen behind the counted rows of a pass, [R] on the device;
         None where nothing is computed."""
 
@@ -55,43 +55,43 @@ class Speculation:
 
     def __init__(
         self,
-        drafter: Source | None,
+        drafter: Proposer | None,
         num_looked_up: int,
         *,
         measured: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.drafter, self.acceptance, self.clock = drafter, Acceptance(), clock
-        self.guessing = Guessing(
+        self.controller = DraftLengthController(
             drafter.count if drafter is not None else 0, num_looked_up, measured=measured
         )
-        self._lookups = Lookups(num_looked_up, self.guessing.found)
-        self._sources: list[Source] = (
+        self._lookups = PromptLookup(num_looked_up, self.controller.record_lookup_hits)
+        self._sources: list[Proposer] = (
             [self._lookups] if drafter is None else [drafter, self._lookups]
         )
-        self.make(self.guessing.drafts, self.guessing.looked_up)
+        self.set_lengths(self.controller.drafts, self.controller.looked_up)
 
     def choose(self) -> tuple[int, int] | None:
         """How many are computed and looked up from now on; None where that stays as it is."""
-        wanted = self.guessing.choose()
-        if wanted == (self.guessing.drafts, self.guessing.looked_up):
+        wanted = self.controller.choose()
+        if wanted == (self.controller.drafts, self.controller.looked_up):
             return None
-        self.make(*wanted)
+        self.set_lengths(*wanted)
         return wanted
 
-    def make(self, drafts: int, looked_up: int) -> None:
+    def set_lengths(self, drafts: int, looked_up: int) -> None:
         """Guess so many a step from now on: computed, and looked up."""
-        self.guessing.drafts, self.guessing.looked_up = drafts, looked_up
+        self.controller.drafts, self.controller.looked_up = drafts, looked_up
         self._lookups.count = looked_up
         if self.drafter is not None:
             self.drafter.count = drafts
 
     @property
-    def guesses(self) -> bool:
+    def is_active(self) -> bool:
         """Whether anything is guessed now."""
-        return self.guessing.drafts + self.guessing.looked_up > 0
+        return self.controller.drafts + self.controller.looked_up > 0
 
-    def begin(self, done: ForwardPass, chosen: ChosenTokens | None) -> Tensor | None:
+    def begin(self, done: ForwardPass, chosen: SampledTokens | None) -> Tensor | None:
         """As `Source.begin`, of all."""
         found = [
             guesses
@@ -101,22 +101,22 @@ class Speculation:
         assert len(found) < 2, "one source computes"
         return found[0] if found else None
 
-    def launch_next(
+    def launch_async_decode(
         self,
         runner: Runner,
         parallel: Parallel,
         done: ForwardPass,
-        chosen: ChosenTokens,
+        chosen: SampledTokens,
         guessed: Tensor | None,
     ) -> None:
         """Launch the pass behind one whose answers all go on. guessed: the chosen tokens and what
         `begin` returned. Not where others may come in its place."""
-        if guessed is not None and self.guessing.looked_up == 0:
+        if guessed is not None and self.controller.looked_up == 0:
             told, number = parallel.first(guessed), len(done.rows)
-            runner.launch_guessed(done.counts, told[:number], told[number:])
-        elif not (guessed is not None or self.guesses or done.has_guesses):
+            runner.launch_async_verification(done.counts, told[:number], told[number:])
+        elif not (guessed is not None or self.is_active or done.has_drafts):
             # The likeliest are the same on every rank: gathered logits are the same bits.
-            runner.launch_next(
+            runner.launch_async_decode(
                 chosen.token_ids if chosen.batch is None else parallel.first(chosen.token_ids)
             )
 
@@ -126,19 +126,19 @@ class Speculation:
             for source in self._sources:
                 source.finish(done, advanced, guesses)
 
-    def stepped(self, answers: list[Sequence], rows: int, kept: int, began: float) -> None:
+    def record_step(self, answers: list[Sequence], rows: int, kept: int, began: float) -> None:
         """A step since `began` that computed answers alone, with so many rows, their guesses
         included, of which `kept` were right."""
         seconds, longest = (
             self.clock() - began,
             max([len(one.token_ids) - one.prompt_len for one in answers]),
         )
-        self.guessing.stepped(len(answers), rows, kept, seconds, longest)
+        self.controller.record_step(len(answers), rows, kept, seconds, longest)
 
-    def checked(self, sequence: Sequence, count: int, kept: int) -> None:
+    def record_acceptance(self, sequence: Sequence, count: int, kept: int) -> None:
         """Of `count` guesses for a sequence the first `kept` were right."""
         if count:
             self.acceptance.drafted += count
             self.acceptance.accepted += kept
-            self.guessing.checked(sequence.guessed_by, count, kept)
-        sequence.guessed_by = COMPUTED
+            self.controller.record_acceptance(sequence.draft_source, count, kept)
+        sequence.draft_source = DRAFTER

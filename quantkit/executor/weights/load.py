@@ -18,15 +18,15 @@ from quantkit_kernels import (
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.devices import find_device, find_dtype, set_current_device
 from quantkit.common.errors import QuantkitError
-from quantkit.executor.cache.cache import BLOCK_SIZE, Coding, PagedCache, find_codes
-from quantkit.executor.cache.compressed_kv import CompressedEntries
-from quantkit.executor.cache.kv_channel_scales import even_channels
+from quantkit.executor.cache.cache import BLOCK_SIZE, CacheCodes, PagedCache, check_cache_dtype
+from quantkit.executor.cache.compressed_kv import CompressedKVCache
+from quantkit.executor.cache.kv_channel_scales import equalize_kv_channels
 from quantkit.executor.cache.sequence_state import (
-    RecentTokens,
     RecurrentStates,
-    check_states,
-    recent_bytes,
-    state_bytes,
+    RotatingCache,
+    check_recurrent_options,
+    recurrent_state_bytes,
+    rotating_cache_bytes,
 )
 from quantkit.executor.checks import check_context, check_eos
 from quantkit.executor.options import EngineOptions
@@ -85,7 +85,7 @@ class LoadedModel:
         return self.config.num_cached_layers + len(self.mtp_layers)
 
     def _recent_sizes(self) -> dict[int, tuple[int, int]]:
-        """Of the last tokens of a running sequence, as `RecentTokens` has it; the MTP layer's,
+        """Of the last tokens of a running sequence, as `RotatingCache` has it; the MTP layer's,
         too."""
         held, net, drafts = self.config.cache, self.config.recurrent, len(self.mtp_layers)
         if isinstance(held, CompressedCache):
@@ -98,15 +98,17 @@ class LoadedModel:
 
     def sequence_bytes(self, places: int, ahead: int) -> int:
         """What a cache for so many sequences holds beside their tokens' blocks. ahead: as
-        `RecentTokens` has it."""
+        `RotatingCache` has it."""
         net, itemsize = (
             self.config.recurrent,
             (torch.float32 if self.config.recurrent is not None else self.dtype).itemsize,
         )
         states = (
-            state_bytes(net, places, self.weights.parallel.size) if isinstance(net, DeltaNet) else 0
+            recurrent_state_bytes(net, places, self.weights.parallel.size)
+            if isinstance(net, DeltaNet)
+            else 0
         )
-        return states + recent_bytes(self._recent_sizes(), ahead, places, itemsize)
+        return states + rotating_cache_bytes(self._recent_sizes(), ahead, places, itemsize)
 
     @property
     def cache_width(self) -> int:
@@ -134,14 +136,14 @@ class LoadedModel:
         entries = recent = None
         if isinstance(held, CompressedCache):
             sizes = held.beside(len(self.mtp_layers))
-            entries = CompressedEntries(
+            entries = CompressedKVCache(
                 sizes, num_blocks, layout.block_size, places, self.dtype, self.device, ahead
             )
         elif isinstance(net, ShortConvolutions):
-            recent = RecentTokens(self._recent_sizes(), ahead, places, torch.float32, self.device)
+            recent = RotatingCache(self._recent_sizes(), ahead, places, torch.float32, self.device)
         if self.codes is not None:
             heads = self.cache_width // 2 // held.head_dim if isinstance(held, KeyValueCache) else 0
-            coding = Coding(self.codes, heads)
+            coding = CacheCodes(self.codes, heads)
         return PagedCache(
             self.num_cached_layers if entries is None else 0,
             num_blocks,
@@ -220,7 +222,7 @@ def open_model(
             str(fault), "choose another --backend (`quantkit kernels` lists them)"
         ) from fault
     with asked(backend):
-        codes = find_codes(cache, target)
+        codes = check_cache_dtype(cache, target)
     compute = find_dtype(
         dtype, target, isinstance(checkpoint.grid, IntGrid) and checkpoint.grid.bits == 4
     )
@@ -251,7 +253,7 @@ def open_asked(options: EngineOptions, eos_ids: Iterable[object]) -> OpenedModel
     config = opened.read.config
     check_eos(eos_ids, config.vocab_size, options.model_path)
     check_context(options.max_model_len, config.max_position_embeddings)
-    check_states(config.keeps_states, config.takes_back, options)
+    check_recurrent_options(config.keeps_states, config.takes_back, options)
     return opened
 
 
@@ -313,7 +315,7 @@ def prepare(
     steps = _steps(checkpoint, config, rows, target, parallel) if codes == torch.int8 else {}
     if codes is not None:
         uneven = [*model.layers, *(layer.block for layer in layers)]
-        even_channels(
+        equalize_kv_channels(
             [layer for number, layer in enumerate(uneven) if number not in steps], rows, checkpoint
         )
     return LoadedModel(

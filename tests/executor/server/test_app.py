@@ -210,7 +210,7 @@ def test_an_answer_goes_on_beside_a_prompt(
     """Its token of a step is sent before the prompt of that step is done: else two chunks lie
     between two tokens of an answer."""
     engine = load(tiny_checkpoint, max_batch=2, prefill_tokens=32)
-    slow, waits, goes_on = (threading.Event() for _ in range(3))
+    slow, waits, decodes_again = (threading.Event() for _ in range(3))
     prefill, agree = Runner.prefill, engine.parallel.agree
     tokens: list[str] = []
 
@@ -220,9 +220,9 @@ def test_an_answer_goes_on_beside_a_prompt(
         return prefill(self, parts)
 
     def waiting(self: Any, chosen: Any) -> list[int]:
-        if slow.is_set() and not goes_on.is_set():
+        if slow.is_set() and not decodes_again.is_set():
             waits.set()
-            goes_on.wait(20)
+            decodes_again.wait(20)
         return agree(chosen)
 
     def answer() -> None:
@@ -251,7 +251,7 @@ def test_an_answer_goes_on_beside_a_prompt(
             so_far = max(len(one.generated) for one in engine.scheduler.running)
             wait_for(lambda: len(tokens) == so_far)
         finally:
-            goes_on.set()
+            decodes_again.set()
         asked.result(20)
         running.result(60)
     server.stop()
