@@ -313,11 +313,11 @@ def test_steps_on_a_processor_take_what_their_thread_computes(
     engine = load(tiny_checkpoint, max_model_len=128, num_drafts=1, measure_steps=True)
     decode, seconds = engine.runner.decode, list[float]()
     monkeypatch.setattr(engine.runner, "decode", lambda *given: time.sleep(0.5) or decode(*given))
-    stepped = DraftLengthController.stepped
+    record = DraftLengthController.record_step
     monkeypatch.setattr(
         DraftLengthController,
-        "stepped",
-        lambda self, *told: seconds.append(told[3]) or stepped(self, *told),
+        "record_step",
+        lambda self, *told: seconds.append(told[3]) or record(self, *told),
     )
     list(engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=4, ignore_eos=True)))
     assert len(seconds) > 1
@@ -333,7 +333,7 @@ def test_the_other_ranks_guess_as_many() -> None:
     called: list[Any] = []
     follower = SimpleNamespace(
         parallel=SimpleNamespace(listen=lambda: next(heard)),
-        speculation=SimpleNamespace(make=lambda *given: called.append(given)),
+        speculation=SimpleNamespace(set_lengths=lambda *given: called.append(given)),
         compute_step=lambda: called.append("step"),
     )
     follow(follower)  # type: ignore[arg-type]
