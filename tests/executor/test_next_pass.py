@@ -233,7 +233,7 @@ def test_guesses_come_and_go(
     def choose(self: Speculation) -> tuple[int, int]:
         steps[0] += 1
         wanted = (2 if steps[0] % 12 > 7 else 0, 0)
-        self.make(*wanted)
+        self.set_lengths(*wanted)
         return wanted
 
     def noted(self: Sequence, chosen: list[int], now: float) -> int:

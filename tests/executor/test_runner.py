@@ -217,7 +217,7 @@ def test_what_an_npu_does_not_capture(
     )
     found = Runner(loaded.model, cast(Any, cache))
     assert len(captures) == len(made)
-    assert (found.prompts._capture is None) == (kind == "npu")
+    assert (found.prefill_runner._capture is None) == (kind == "npu")
 
 
 @pytest.mark.parametrize("stop", [(), ("zzz",)])
