@@ -211,7 +211,7 @@ def write(path: Path, config: dict[str, Any]) -> None:
     values, start = Values(), time.perf_counter()
     with CheckpointWriter(path, list(specs(rows)), fingerprint={}, overwrite=True) as writer:
         for row in rows:
-            if not writer.done(row.name):
+            if not writer.is_done(row.name):
                 writer.write(row.name, values.tensors(row))
         writer.finish(config, {"tokenizer.json": _tokenizer(config["vocab_size"])})
         written = writer.layout.total_size

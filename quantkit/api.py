@@ -14,7 +14,7 @@ from typing import Any
 
 from quantkit.calibrate.data import SHIPPED_TEXT
 from quantkit.calibrate.recipe import Recipe, load_recipe
-from quantkit.checkpoint.hub import find_model, plain_name
+from quantkit.checkpoint.hub import find_model, model_basename
 from quantkit.checkpoint.remote import open_headers
 from quantkit.common.errors import QuantkitError
 from quantkit.common.progress import (
@@ -87,7 +87,7 @@ def quantize(
     target = Path(
         out
         if out is not None
-        else "-".join((plain_name(str(model)), chosen.name, *mixture.words()))
+        else "-".join((model_basename(str(model)), chosen.name, *mixture.words()))
     )
     options: dict[str, Any] = {
         "engine": engine,

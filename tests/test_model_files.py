@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.checkpoint.aux_files import read_companions
+from quantkit.checkpoint.aux_files import read_aux_files
 from quantkit.checkpoint.header import read_header
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import LARGEST_SETTINGS, is_there, open_file, read_json, read_text
@@ -89,7 +89,7 @@ def test_a_licence_that_leads_out_is_not_copied(target: str, folder: Path) -> No
         QuantkitError,
         match=r"LICENSE is a link to .*, outside of the model's folder; put the file itself there",
     ):
-        read_companions(folder)
+        read_aux_files(folder)
 
 
 @pytest.mark.parametrize(

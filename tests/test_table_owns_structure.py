@@ -56,12 +56,9 @@ SPELLED: dict[str, dict[str, str]] = {
     },
     "checkpoint/stacked_experts.py": {
         r"(.*experts)\.(0|[1-9]\d{0,5})\.\w+_proj\.(weight|bias)": "an expert's tensor, as "
-        "`unstacked` names it",
+        "`split_stacked_experts` names it",
         "_proj.": "the same",
         "_proj": "how publishers name experts that they stack in one tensor",
-    },
-    "checkpoint/stacked_layouts.py": {
-        "_proj": "how publishers name experts that they stack in one tensor"
     },
     "checkpoint/formats/modelslim_kinds.py": dict.fromkeys(
         ("o_proj", "down_proj"), "the format slices scale_bias of these two, for vllm-ascend"

@@ -19,7 +19,7 @@ from replay_server import ReplayServer, Reply
 
 from quantkit import __version__
 from quantkit.checkpoint.lock import Lock
-from quantkit.checkpoint.output_dir import partial_of
+from quantkit.checkpoint.output_dir import partial_path
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.evaluation.results import store
@@ -398,7 +398,7 @@ def test_the_second_process_stops_at_once(source: Path, here: Path, name: str) -
                 rf"process {os.getpid()} on \S+ is writing .*an out; wait for it, or stop it",
                 said.error,
             )
-    shutil.rmtree(partial_of(out))
+    shutil.rmtree(partial_path(out))
     assert command(*JOBS[name]).code == 0
 
 

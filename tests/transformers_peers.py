@@ -8,7 +8,7 @@ import transformers
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from quantkit.checkpoint.tensor_aliases import known_names
+from quantkit.checkpoint.tensor_aliases import aliases
 
 SHARED = {
     "vocab_size": 211,
@@ -284,7 +284,7 @@ def checkpoint_tensors(model: Any) -> dict[str, Tensor]:
     holds experts stacked. Those that are published stacked too are taken apart here, by hand."""
     tensors: dict[str, Tensor] = {}
     stored = revert_weight_conversion(model, model.state_dict())
-    names = known_names({"model_type": model.config.model_type}, stored)
+    names = aliases({"model_type": model.config.model_type}, stored)
     for name, tensor in stored.items():
         name = names.get(name, name)
         module, _, last = name.rpartition(".")

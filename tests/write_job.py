@@ -76,7 +76,7 @@ def write(
     random.shuffle(mine)
     for number in mine:
         name = f"unit {number}"
-        if not writer.done(name):
+        if not writer.is_done(name):
             time.sleep(pause)
             writer.write(name, unit(number), {"number": number})
     return writer
@@ -122,7 +122,7 @@ def fill_the_disk(out: Path, left: int) -> dict[str, object]:
     """Finish with `left` bytes free on the file system of `out`, fail, make room, start again."""
     filler = out.with_name("filler")
     writer = write(out)
-    writer.settle()
+    writer.wait()
     with filler.open("wb") as file:
         file.write(b"x" * (shutil.disk_usage(out.parent).free - left))
     try:

@@ -152,7 +152,7 @@ class ParameterReader:
         """Parameters that are asked for next, to be brought from the disk meanwhile."""
         for row in rows:
             for name in self.parts(row):
-                self.checkpoint.will_read(name, self.device)
+                self.checkpoint.prefetch(name, self.device)
 
     def blocks(self, row: Parameter, count: int) -> Iterator[Tensor]:
         """A matrix, `count` rows at a time, float32 on the device. An accelerator keeps it as it is
@@ -164,7 +164,7 @@ class ParameterReader:
             return
         for start in range(0, row.shape[0], count):
             stop = min(start + count, row.shape[0])
-            weight, first = self.checkpoint.share(row.module, "N", start, stop, self.device)
+            weight, first = self.checkpoint.weight_slice(row.module, "N", start, stop, self.device)
             yield dequantize(weight)[start - first : stop - first]
 
     def dequantized_all(self, rows: Iterable[Parameter]) -> dict[str, Tensor]:

@@ -1,14 +1,14 @@
-"""The files beside the weights that go with a model: tokenizer, chat template, generation settings,
+"""Files next to the weights that belong to a model: tokenizer, chat template, generation settings,
 licence.
 
-Everything else in a checkpoint's directory stays behind: it may be anything.
+Any other file of a checkpoint directory is not copied.
 """
 
 from pathlib import Path
 
 from quantkit.common.model_files import is_there, read_file
 
-COMPANIONS = (
+AUX_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -22,27 +22,29 @@ COMPANIONS = (
     "generation_config.json",
     "LICENSE",
 )
-SETTINGS = tuple(name for name in COMPANIONS if name.endswith(".json") and name != "tokenizer.json")
-"""Those of them that are JSON objects."""
+JSON_AUX_FILES = tuple(
+    name for name in AUX_FILES if name.endswith(".json") and name != "tokenizer.json"
+)
+"""The auxiliary files that are JSON objects."""
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
-"""Those of them of which an engine needs one."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
+"""An engine needs one of these."""
 
 
 def has_tokenizer(path: Path) -> bool:
-    return any(is_there(path / name) for name in TOKENIZERS)
+    return any(is_there(path / name) for name in TOKENIZER_FILES)
 
 
-def read_companions(path: Path) -> dict[str, bytes]:
-    """Contents of those COMPANIONS that the directory has, by name. Raises QuantkitError for one
-    that is a link out of it.
+def read_aux_files(path: Path) -> dict[str, bytes]:
+    """Contents of the AUX_FILES that exist in the directory, by name. Raises QuantkitError for a
+    link that leads out of it.
 
-    The code of a tokenizer in tiktoken's form goes with it: its split pattern is read there. It is
-    never run.
+    A tiktoken tokenizer's Python code is included, because its split pattern is read from there.
+    The code is never run.
     """
     code = (
-        sorted(one.name for one in path.glob("tokenization_*.py"))
+        sorted(file.name for file in path.glob("tokenization_*.py"))
         if is_there(path / "tiktoken.model")
         else []
     )
-    return {name: read_file(path / name) for name in (*COMPANIONS, *code) if is_there(path / name)}
+    return {name: read_file(path / name) for name in (*AUX_FILES, *code) if is_there(path / name)}

@@ -1,29 +1,29 @@
-"""Work for a thread in the background: in order, with a bounded number of bytes waiting."""
+"""A background thread that runs jobs in order, with a bounded number of queued bytes."""
 
 from collections.abc import Callable
 from threading import Condition, Thread
 
 
 class BackgroundWriter:
-    """Runs jobs on a thread of its own. `capacity`: bytes that may wait; a job of more waits until
-    it is alone.
+    """Runs jobs on its own thread.
 
-    What a job raises is raised by the next call, and no job is run after it.
+    capacity: bytes that may be queued; a larger job waits until the queue is empty. An exception
+    raised by a job is raised by the next call, and no further job runs.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._jobs: list[tuple[Callable[[], None], int]] = []  # the first is being run
+        self._jobs: list[tuple[Callable[[], None], int]] = []  # the first one is running
         self._changed = Condition()
         self._failure: BaseException | None = None
-        self._told = False
+        self._failure_raised = False
         self._closed = False
         self._thread = Thread(target=self._run, name="background-writer", daemon=True)
         self._thread.start()
 
-    def hand_over(self, job: Callable[[], None], nbytes: int) -> None:
-        """Returns when there is room for the job; of more bytes than `capacity`, when it has been
-        run."""
+    def submit(self, job: Callable[[], None], nbytes: int) -> None:
+        """Queue a job; blocks while the queue is full, and until the job has run where `nbytes`
+        exceeds the capacity."""
         with self._changed:
             self._wait(
                 lambda: (
@@ -33,18 +33,18 @@ class BackgroundWriter:
             self._jobs.append((job, nbytes))
             self._changed.notify_all()
         if nbytes > self._capacity:
-            self.settle()
+            self.wait()
 
-    def settle(self) -> None:
-        """Returns when all jobs have been run."""
+    def wait(self) -> None:
+        """Block until every queued job has run."""
         with self._changed:
             self._wait(lambda: not self._jobs)
 
     def close(self) -> None:
-        """Settle, and end the thread. A failure that was raised before is not raised again."""
+        """Wait for all jobs and end the thread. A failure is raised only once."""
         try:
-            if not self._told:
-                self.settle()
+            if not self._failure_raised:
+                self.wait()
         finally:
             with self._changed:
                 self._closed = True
@@ -54,7 +54,7 @@ class BackgroundWriter:
     def _wait(self, ready: Callable[[], bool]) -> None:
         self._changed.wait_for(lambda: self._failure is not None or ready())
         if self._failure is not None:
-            self._told = True
+            self._failure_raised = True
             raise self._failure
 
     def _run(self) -> None:

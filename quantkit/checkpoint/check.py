@@ -1,19 +1,19 @@
-"""The tensors of a checkpoint against what its format says a quantized linear consists of, from
-headers alone.
+"""Validates a checkpoint's quantization config and tensors from headers alone.
 
-Every tensor must be a part of a quantized linear or a plain float tensor: a scale without its
-weight, a weight without its scale, a wrong shape or dtype, a second format mixed in, each is one
-QuantkitError naming the tensor. One mixture is published and
-read: linears that the checkpoint declares unquantized may be left as DeepSeek's FP8 blocks, which
-say of themselves what they are (NVIDIA's script for DeepSeek leaves the MTP layer as it was in the
-source).
+Every tensor must be part of a quantized linear or an unquantized float tensor. A scale without its
+weight, a weight without its scale, a wrong shape or dtype, or a tensor of a second format raises a
+QuantkitError that names the tensor. One published exception is accepted: linears declared
+unquantized may be stored as DeepSeek's FP8 blocks (NVIDIA's script for DeepSeek leaves the MTP
+layer as it was in the source).
 """
 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import regex
 import torch
 
 from quantkit.checkpoint.formats.base import FLOAT_DTYPES, Format
@@ -22,15 +22,15 @@ from quantkit.common.devices import dtype_name
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.schemes import Grid
 
-CACHE_PARTS = re.compile(
+CACHE_SCALES = re.compile(
     r".*\.(?:[qkv]_(?:scale|zero_point)|kv_cache_(?:scale|offset)|fa_[qkv]\.(?:scale|offset))"
 )
-"""Names of tensors with which engines quantize a cache: no part of a weight, and not used here.
-fa_*: of latents, ModelSlim's FAKQuant."""
-_IDS = (torch.int64, torch.int32)
-"""Of tables of ids, as models that route by token have them."""
-MASK = "t2d"
-"""The model's tokens among which a head of EAGLE-3 guesses: bool [vocab]."""
+"""Scales of a quantized KV cache: not part of a weight, and not used here. fa_*: of the latent KV
+(ModelSlim's FAKQuant)."""
+_ID_DTYPES = (torch.int64, torch.int32)
+"""Of id tables, as hash-routed models have them."""
+DRAFT_VOCAB_MASK = "t2d"
+"""The target model's tokens that an EAGLE-3 head can draft: bool [vocab]."""
 _CODES = (
     ".weight",
     ".qweight",
@@ -41,7 +41,7 @@ _CODES = (
     ".g_idx",
     ".weight_g_idx",
 )
-"""Tensors of whole numbers that are parts of a packed weight."""
+"""Integer tensors that are parts of a packed weight."""
 _AGAIN = "download the checkpoint again, or ask its publisher"
 
 
@@ -59,13 +59,13 @@ class QuantizedLinear:
 def quantized_linears(
     path: Path,
     format: Format,
-    left: Format,
+    unquantized_format: Format,
     grid: Grid | None,
     ignored: Callable[[str], bool] | None,
     tensors: Mapping[str, TensorInfo],
 ) -> dict[str, QuantizedLinear]:
-    """Every quantized linear by module name; modules that are `ignored`, declared unquantized, may
-    be in the format `left`.
+    """Every quantized linear by module name; `ignored` modules, declared unquantized, may be stored
+    in `unquantized_format`.
 
     Raises QuantkitError where tensors are missing, superfluous or malformed.
     """
@@ -73,7 +73,7 @@ def quantized_linears(
     for tensor in tensors.values():
         module, own = format.quantized_module(tensor), format
         if module is None and ignored is not None:
-            module, own = left.quantized_module(tensor), left
+            module, own = unquantized_format.quantized_module(tensor), unquantized_format
             if module is not None and not ignored(module):
                 continue
         if module is None:
@@ -88,15 +88,15 @@ def quantized_linears(
     accounted = {name for linear in linears.values() for name in linear.tensors}
     for tensor in tensors.values():
         if tensor.name not in accounted:
-            _check_plain(path, format, tensor)
+            _check_unquantized(path, format, tensor)
     return linears
 
 
 def quantized_linear(
     path: Path, format: Format, grid: Grid | None, tensors: Mapping[str, TensorInfo], module: str
 ) -> QuantizedLinear:
-    """The linear `module` that `format` finds quantized. Raises QuantkitError naming the first part
-    that is missing or malformed."""
+    """The quantized linear `module` of `format`. Raises QuantkitError naming the first part that is
+    missing or malformed."""
     shape, own_grid = format.stored(module, tensors, grid)
     names = []
     for part in format.parts(module, shape, own_grid):
@@ -104,18 +104,16 @@ def quantized_linear(
         tensor = tensors.get(name)
         if tensor is None:
             if part.required:
-                told = (
-                    f"{name} is missing from {path}, and {module} cannot be decoded without it "
-                    "as config.json describes it"
-                )
                 raise QuantkitError(
-                    f"{told} (its codes are in "
+                    f"{name} is missing from {path}, and {module} cannot be decoded without it "
+                    "as config.json describes it (its codes are in "
                     f"{tensors[format.main_tensor(module, tensors)].shard})",
                     _AGAIN,
                 )
             continue
-        one = part.shape in ((), (1,)) and tensor.shape in ((), (1,))  # as producers please
-        if tensor.shape != part.shape and not one:
+        # Producers write scalars as [] or [1].
+        scalar = part.shape in ((), (1,)) and tensor.shape in ((), (1,))
+        if tensor.shape != part.shape and not scalar:
             raise QuantkitError(
                 f"{name} in {path / tensor.shard} has shape {_shape(tensor.shape)}, expected "
                 f"{_shape(part.shape)}",
@@ -131,12 +129,12 @@ def quantized_linear(
     return QuantizedLinear(format, shape, own_grid, tuple(names))
 
 
-def _check_plain(path: Path, format: Format, tensor: TensorInfo) -> None:
+def _check_unquantized(path: Path, format: Format, tensor: TensorInfo) -> None:
     if tensor.name.endswith(format.own_suffixes):
         raise QuantkitError(
             f"{tensor.name} in {path / tensor.shard} belongs to no quantized weight", _AGAIN
         )
-    if not is_plain(tensor):
+    if not is_unquantized(tensor):
         raise QuantkitError(
             f"{tensor.name} in {path / tensor.shard} is {dtype_name(tensor.dtype)}, which "
             f"{format.name} ({format.variant}) does not have",
@@ -144,38 +142,97 @@ def _check_plain(path: Path, format: Format, tensor: TensorInfo) -> None:
         )
 
 
-def is_plain(tensor: TensorSpec) -> bool:
-    """Whether a tensor may be part of no quantized linear, by its dtype: a float, a table of ids, a
-    mask of them, what a cache is quantized with."""
-    is_table = tensor.dtype in _IDS and not tensor.name.endswith(_CODES)
-    is_mask = tensor.dtype == torch.bool and tensor.name == MASK
+def is_unquantized(tensor: TensorSpec) -> bool:
+    """Whether a tensor of this dtype and name may lie outside quantized linears: floats, id tables,
+    the draft vocabulary mask, KV cache scales."""
+    is_id_table = tensor.dtype in _ID_DTYPES and not tensor.name.endswith(_CODES)
+    is_mask = tensor.dtype == torch.bool and tensor.name == DRAFT_VOCAB_MASK
     return (
         tensor.dtype in FLOAT_DTYPES
-        or is_table
+        or is_id_table
         or is_mask
-        or CACHE_PARTS.fullmatch(tensor.name) is not None
+        or CACHE_SCALES.fullmatch(tensor.name) is not None
     )
 
 
 def check_ignored(
-    described: Path,
+    description_file: Path,
     format: Format,
     ignored: Callable[[str], bool] | None,
     linears: Mapping[str, QuantizedLinear],
 ) -> None:
-    """Refuse a list of unquantized modules that names a quantized one: engines trust the list and
-    would load rubbish.
+    """Raise QuantkitError where the list of unquantized modules names a quantized one: engines
+    trust the list and would load garbage.
 
-    described: the file that holds the list. What the list leaves out, the model's table tells:
-    `models.stored.check_listed`.
+    description_file: holds the list. Modules missing from it are found by
+    `models.stored_parameters.check_listed`, which knows the model's table.
     """
     for module, linear in linears.items():
         if ignored is not None and linear.format is format and ignored(module):
             raise QuantkitError(
-                f"{described} lists {module} as unquantized, but its tensors are quantized",
+                f"{description_file} lists {module} as unquantized, but its tensors are quantized",
                 "correct the list",
             )
 
 
 def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape)) if shape else "scalar"
+
+
+_MODULE_LISTS = ("ignore", "modules_to_not_convert", "exclude_modules")
+_OBJECTS = ("config_groups", "quantization")
+_TEXTS = ("quant_method", "quant_algo", "format", "model_quant_type")
+
+
+def check_description(
+    path: Path, config: Mapping[str, Any], side: Mapping[str, Mapping[str, Any]]
+) -> Path:
+    """The file that describes the quantization. Raises QuantkitError naming the file and the key
+    where a value has a type that no format reads."""
+    block = config.get("quantization_config")
+    if block is not None and not isinstance(block, dict):
+        raise _wrong_type(path / "config.json", "quantization_config", block, "an object")
+    described = [
+        ("config.json", "quantization_config.", block or {}),
+        *((name, "", value) for name, value in side.items()),
+    ]
+    for name, prefix, values in described:
+        _check_types(path / name, prefix, values)
+        if isinstance(values.get("quantization"), dict):
+            _check_types(path / name, f"{prefix}quantization.", values["quantization"])
+    return path / ("config.json" if block or not side else next(iter(side)))
+
+
+def _check_types(file: Path, prefix: str, values: Mapping[str, Any]) -> None:
+    for key in _OBJECTS:
+        if not isinstance(values.get(key) or {}, dict):
+            raise _wrong_type(file, prefix + key, values[key], "an object")
+    for key in _TEXTS:
+        if not isinstance(values.get(key) or "", str):
+            raise _wrong_type(file, prefix + key, values[key], "a text")
+    for key in _MODULE_LISTS:
+        entries = values.get(key) or []
+        if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+            raise _wrong_type(file, prefix + key, entries, "a list of module names")
+        for entry in entries:
+            if entry.startswith("re:"):
+                _check_pattern(file, prefix + key, entry, entry[3:])
+    gptq_rules = values.get("dynamic")
+    for entry in gptq_rules if isinstance(gptq_rules, dict) else ():
+        _check_pattern(file, prefix + "dynamic", entry, entry.removeprefix("+:").removeprefix("-:"))
+
+
+def _check_pattern(file: Path, key: str, entry: str, pattern: str) -> None:
+    try:
+        regex.compile(pattern)
+    except (regex.error, RecursionError) as error:
+        raise QuantkitError(
+            f"{file} has {entry!r} in {key}, which is not a regular expression ({error})",
+            "correct that file",
+        ) from error
+
+
+def _wrong_type(file: Path, key: str, value: Any, wanted: str) -> QuantkitError:
+    return QuantkitError(
+        f"{file} has {key} = {value!r:.60}, expected {wanted}", "download or copy that file again"
+    )

@@ -1,20 +1,23 @@
-"""The safetensors header: 8 bytes of little-endian length, a JSON object, then the tensors' bytes
-with no gap.
+"""safetensors files: an 8-byte little-endian length, a JSON header, then the tensors' bytes without
+gaps.
 
-Parsed here rather than by the safetensors package for two reasons: a damaged file must be named in
-one line before any long work, and tensors are read with pread into fresh memory, because mapped
-pages count as resident and would make the stated memory bound meaningless.
+Parsed here rather than by the safetensors package for two reasons: a damaged file must be reported
+in one line before any long work, and tensors are read with pread into fresh memory, because mapped
+pages count as resident and would break the stated memory bound.
 """
 
+import hashlib
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import LARGEST, open_file, parse_json
@@ -37,14 +40,14 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-NOTHING_ELSE: Mapping[str, str] = {}
+NO_METADATA: Mapping[str, str] = {}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MOST_VALUES = 2**62  # of a tensor, were its empty dimensions not empty: torch counts in 64 bits
+_MAX_VALUES = 2**62  # of a tensor, ignoring dimensions of size 0: torch counts in 64 bits
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor to be: its name, dtype and shape."""
+    """Name, dtype and shape of a tensor."""
 
     name: str
     dtype: torch.dtype
@@ -64,52 +67,51 @@ class TensorInfo(TensorSpec):
 
     @property
     def extent(self) -> int:
-        """Bytes of the file, from `offset` on, that it lies in."""
+        """Bytes of the file to read for it, from `offset` on."""
         return self.nbytes
 
 
 @dataclass(frozen=True)
-class TensorPart(TensorInfo):
-    """Part of a stored tensor, or of its transpose: `shape[0]` rows, every `step`th from `first`
-    on."""
+class TensorSlice(TensorInfo):
+    """Strided rows of a stored tensor or of its transpose: `shape[0]` rows, every `step`th, from
+    row `first` on."""
 
-    whole: TensorInfo
+    base: TensorInfo
     first: int
     step: int
-    turned: bool
+    transposed: bool
 
     @classmethod
     def of(
         cls,
         name: str,
-        whole: TensorInfo,
+        base: TensorInfo,
         first: int,
         step: int,
-        turned: bool,
+        transposed: bool,
         count: int | None = None,
     ) -> TensorInfo:
-        """count: of rows; None: as many as there are. Rows that lie together are a tensor like any
-        other."""
-        rows, *others = whole.shape[::-1] if turned else whole.shape
+        """count: number of rows, None for all. Contiguous rows are a plain TensorInfo."""
+        rows, *others = base.shape[::-1] if transposed else base.shape
         shape = (len(range(first, rows, step)) if count is None else count, *others)
-        if step == 1 and not turned:
-            skip = first * (whole.nbytes // rows)
-            return TensorInfo(name, whole.dtype, shape, whole.shard, whole.offset + skip)
-        return cls(name, whole.dtype, shape, whole.shard, whole.offset, whole, first, step, turned)
+        if step == 1 and not transposed:
+            skip = first * (base.nbytes // rows)
+            return TensorInfo(name, base.dtype, shape, base.shard, base.offset + skip)
+        return cls(name, base.dtype, shape, base.shard, base.offset, base, first, step, transposed)
 
     @property
     def extent(self) -> int:
-        return self.whole.nbytes
+        return self.base.nbytes
 
-    def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """The part of the whole tensor."""
-        side = whole.t() if self.turned else whole
-        return side[self.first :: self.step][: self.shape[0]]
+    def select(self, base: torch.Tensor) -> torch.Tensor:
+        """This slice of the base tensor's values."""
+        matrix = base.t() if self.transposed else base
+        return matrix[self.first :: self.step][: self.shape[0]]
 
 
 def read_header(folder: Path, shard: str) -> list[TensorInfo]:
-    """Tensors of one safetensors file of a model's folder, in the order of their bytes. Raises
-    QuantkitError for a damaged file."""
+    """Tensors of one safetensors file of a model's folder, ordered by offset. Raises QuantkitError
+    for a damaged file."""
     path = folder / shard
     with os.fdopen(open_file(path, folder), "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -135,19 +137,19 @@ def read_header(folder: Path, shard: str) -> list[TensorInfo]:
 
 def _tensor(path: Path, shard: str, name: str, entry: Any, data_start: int) -> TensorInfo:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise _senseless(path, name)
+        raise _invalid_entry(path, name)
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise _senseless(path, name)
-    if math.prod(size for size in shape if size) > _MOST_VALUES:
-        raise _senseless(path, name)
+        raise _invalid_entry(path, name)
+    if math.prod(size for size in shape if size) > _MAX_VALUES:
+        raise _invalid_entry(path, name)
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
         raise QuantkitError(
             f"{name} in {path} has dtype {entry['dtype']}", f"quantkit reads {', '.join(DTYPES)}"
         )
     tensor = TensorInfo(name, DTYPES[entry["dtype"]], tuple(shape), shard, data_start + offsets[0])
     if offsets[1] - offsets[0] != tensor.nbytes:
-        raise _senseless(path, name)
+        raise _invalid_entry(path, name)
     return tensor
 
 
@@ -169,7 +171,7 @@ def _check_extent(path: Path, tensors: Sequence[TensorInfo], data_start: int, si
         raise _damaged(path, f"has {size - end} bytes that its header does not describe")
 
 
-def _senseless(path: Path, name: str) -> QuantkitError:
+def _invalid_entry(path: Path, name: str) -> QuantkitError:
     return _damaged(path, f"has a header that makes no sense for {name}")
 
 
@@ -178,12 +180,12 @@ def _damaged(path: Path, what: str) -> QuantkitError:
 
 
 def encode_header(
-    specs: Sequence[TensorSpec], metadata: Mapping[str, str] = NOTHING_ELSE
+    specs: Sequence[TensorSpec], metadata: Mapping[str, str] = NO_METADATA
 ) -> tuple[bytes, list[TensorInfo]]:
-    """Header bytes for tensors stored in the given order, and where each will lie (`shard` left
-    empty). metadata: more of it.
+    """Header bytes for tensors stored in the given order, and each tensor's offset (`shard` is
+    empty). metadata: additional entries of __metadata__.
 
-    The header is padded to a multiple of 8, so that tensors sorted by falling item size are all
+    The header is padded to a multiple of 8, so that tensors sorted by descending item size are
     aligned.
     """
     entries: dict[str, Any] = {
@@ -209,8 +211,8 @@ def encode_header(
 
 
 def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Fill `buffer` from `offset` of an open file; fewer bytes than asked for only at the end of
-    the file."""
+    """Fill `buffer` from `offset` of an open file; returns fewer bytes only at the end of the
+    file."""
     done = 0
     while done < len(buffer):
         count = os.preadv(descriptor, [buffer[done:]], offset + done)
@@ -221,12 +223,88 @@ def read_at(descriptor: int, buffer: memoryview, offset: int) -> int:
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """All of `data` from `offset` of an open file on. Other threads go on meanwhile."""
+    """Write all of `data` at `offset` of an open file; releases the GIL."""
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], offset + done)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Those of a contiguous tensor on the host, as they lie in memory."""
+    """Raw bytes of a contiguous CPU tensor."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write contiguous CPU tensors to a safetensors file, replacing an existing one. Raises
+    OSError.
+
+    The safetensors package before 0.8 holds the GIL for the whole write: for the seconds that
+    hidden states of several GB take, no thread could launch GPU work.
+    """
+    specs = [
+        TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
+    ]
+    header, placed = encode_header(sorted(specs, key=lambda spec: -spec.dtype.itemsize), metadata)
+    with path.open("wb") as file:
+        write_at(file.fileno(), memoryview(header), 0)
+        for one in placed:
+            write_at(file.fileno(), bytes_of(tensors[one.name]), one.offset)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file: its name, header bytes and size."""
+
+    name: str
+    header: bytes
+    size: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shards in order, tensors by name with shard and offset, and a digest of all of it."""
+
+    shards: tuple[Shard, ...]
+    tensors: dict[str, TensorInfo]
+    digest: str
+
+    @property
+    def total_size(self) -> int:
+        """Bytes of all tensors, as the index states them."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def plan_layout(specs: Sequence[TensorSpec], shard_bytes: int) -> Layout:
+    """Shards of at most `shard_bytes`, filled in the order of `specs`; tensors of one module stay
+    together."""
+    names = [spec.name for spec in specs]
+    assert len(set(names)) == len(names), (
+        f"planned twice: {sorted({name for name in names if names.count(name) > 1})}"
+    )
+    groups = _group_by_shard(specs, shard_bytes)
+    shards: list[Shard] = []
+    tensors: dict[str, TensorInfo] = {}
+    for number, group in enumerate(groups, start=1):
+        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        # Descending item size keeps every tensor aligned without gaps, which safetensors forbids.
+        header, placed = encode_header(sorted(group, key=lambda spec: -spec.dtype.itemsize))
+        shards.append(Shard(name, header, placed[-1].offset + placed[-1].nbytes))
+        tensors.update((tensor.name, replace(tensor, shard=name)) for tensor in placed)
+    digest = hashlib.sha256()
+    for shard in shards:
+        digest.update(shard.name.encode() + shard.header)
+    return Layout(tuple(shards), tensors, digest.hexdigest())
+
+
+def _group_by_shard(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
+    shards: list[list[TensorSpec]] = []
+    used = 0
+    for _, group in groupby(specs, key=lambda spec: spec.name.rpartition(".")[0]):
+        module = list(group)
+        size = sum(spec.nbytes for spec in module)
+        if not shards or used + size > shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1] += module
+        used += size
+    return shards

@@ -1,10 +1,9 @@
-"""Models by name: a directory, the built-in one, or a repository of the Hugging Face hub.
+"""Models by name: a directory, the built-in model, or a repository of the Hugging Face Hub.
 
-`find_model` gives a directory, and downloads a hub model whole. `read_headers` gives what `plan`
-and `inspect` need of a hub
-model: config files, and the headers of its shards by HTTP range requests. It downloads no weight:
-16 MB for DeepSeek-R1's 163 shards of 688 GB. The index is not read, 9 MB that say what the headers
-say, but where shards lie in folders below, which it names.
+`find_model` returns a directory and downloads a Hub model whole. `read_headers` reads what `plan`
+and `inspect` need of a Hub model: config files, and the headers of its shards by HTTP range
+requests. No weight is downloaded: 16 MB for DeepSeek-R1's 163 shards of 688 GB. The index (9 MB
+that repeat the headers) is only read where shards lie in subfolders, whose names it holds.
 """
 
 import os
@@ -23,9 +22,9 @@ from quantkit.common.model_files import LARGEST, is_there, read_json
 _DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "tokenization_*.py")
 _INDEX = "model.safetensors.index.json"
 _CONNECTIONS = 8
-"""Headers that are asked for at a time."""
+"""Headers requested concurrently."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*", re.ASCII)
-"""What else has a slash is a path."""
+"""Anything else that has a slash is a path."""
 _OTHER_KINDS = {
     "adapter_config.json": (
         "a LoRA adapter",
@@ -33,13 +32,13 @@ _OTHER_KINDS = {
     ),
     "model_index.json": ("a pipeline of diffusers", "quantkit takes language models"),
 }
-"""What a directory is that has such a file and no config.json, and what to do."""
+"""File -> what a directory with it and without config.json is, and the remedy."""
 
 
 @dataclass(frozen=True)
 class RemoteTensor:
-    """One entry of a safetensors header: dtype as the header spells it, [begin, end) in bytes
-    behind the header."""
+    """One entry of a safetensors header: dtype as the header spells it, byte range [begin, end)
+    relative to the end of the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,8 +47,8 @@ class RemoteTensor:
 
 @dataclass(frozen=True)
 class RemoteHeaders:
-    """What was read of a hub model. names: of all its files. files: parsed JSON files by name.
-    shards: shard -> tensor name -> entry."""
+    """Headers of a Hub model. names: all its files. files: parsed JSON files by name. shards:
+    shard -> tensor name -> entry."""
 
     name: str
     names: frozenset[str]
@@ -58,10 +57,10 @@ class RemoteHeaders:
 
 
 def find_model(name: str) -> Path:
-    """Directory of a model: itself a directory, a built-in name, or a hub id, of which what is not
-    in the hub's cache is downloaded.
+    """Directory of a model: a directory itself, a built-in name, or a Hub id, whose files are
+    downloaded where they are not in the Hub's cache.
 
-    Raises QuantkitError for a name that can be none of these, and where the hub does not give the
+    Raises QuantkitError for a name that is none of these, and where the Hub does not provide the
     model.
     """
     local = _find_directory(name)
@@ -69,32 +68,32 @@ def find_model(name: str) -> Path:
         return local
     from huggingface_hub import snapshot_download
 
-    with _told(name, "download it elsewhere and give its directory"):
+    with _hub_errors(name, "download it elsewhere and give its directory"):
         return Path(snapshot_download(name, allow_patterns=list(_DOWNLOADED)))
 
 
-def plain_name(model: str) -> str:
-    """The last part of a path, a link's own name, or of a hub id."""
+def model_basename(model: str) -> str:
+    """Last component of a path (the link's own name) or of a Hub id."""
     path = Path(model).expanduser()
     return Path(os.path.abspath(path)).name if path.is_dir() else path.name
 
 
 def find_local(name: str) -> Path | None:
-    """Directory of a model as `find_model` gives it, where its weights are on this machine; None
-    for a hub model whose weights are not.
+    """Directory of a model as `find_model` returns it if its weights are on this machine; None for
+    a Hub model that is not downloaded.
 
-    Raises QuantkitError for a name that can be no model.
+    Raises QuantkitError for a name that cannot be a model.
     """
     return _find_directory(name) or _cached(name)
 
 
 def read_headers(name: str, wanted: tuple[str, ...]) -> RemoteHeaders:
-    """Headers of all shards of the hub model `name`, and those of the JSON files `wanted` that it
+    """Headers of all shards of the Hub model `name`, and those of the JSON files `wanted` that it
     has. Raises QuantkitError."""
     from huggingface_hub import HfApi, hf_hub_download
 
     api = HfApi()
-    with _told(name, "check the name and the network, or give a directory"):
+    with _hub_errors(name, "check the name and the network, or give a directory"):
         listed = [file.rfilename for file in api.model_info(name).siblings or []]
         shards = _shards(name, listed)
         files = {
@@ -122,15 +121,15 @@ def read_headers(name: str, wanted: tuple[str, ...]) -> RemoteHeaders:
 
 
 def fetch_small(name: str, wanted: tuple[str, ...]) -> tuple[Path, dict[str, int]]:
-    """Those of the files `wanted` that the hub model has, in a folder of the hub's cache; and sizes
-    of all its files, by name.
+    """Download those of the files `wanted` that the Hub model has; returns their folder in the
+    Hub's cache, and the sizes of all files of the model by name.
 
-    What the files hold is not looked at. Raises QuantkitError where the hub does not give them.
+    The contents are not validated. Raises QuantkitError where the Hub does not provide them.
     """
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.hf_api import RepoFile
 
-    with _told(name, "check the name and the network, or give a directory"):
+    with _hub_errors(name, "check the name and the network, or give a directory"):
         sizes = {
             entry.path: entry.size
             for entry in HfApi().list_repo_tree(name, recursive=True)
@@ -145,13 +144,13 @@ def fetch_small(name: str, wanted: tuple[str, ...]) -> tuple[Path, dict[str, int
     return folders[0], sizes
 
 
-def read_header_of(name: str, shard: str, size: int) -> dict[str, RemoteTensor]:
+def read_shard_header(name: str, shard: str, size: int) -> dict[str, RemoteTensor]:
     """The header of one shard of `size` bytes, by range requests. Raises QuantkitError for one that
-    cannot be read, or that promises more bytes than there are."""
+    cannot be read, or that describes more bytes than the file has."""
     from huggingface_hub import HfApi, get_session, hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 
-    with _told(name, "give another revision"):
+    with _hub_errors(name, "give another revision"):
         header = HfApi().parse_safetensors_file_metadata(name, shard)
         begin = get_session().get(
             hf_hub_url(name, shard),
@@ -166,7 +165,7 @@ def read_header_of(name: str, shard: str, size: int) -> dict[str, RemoteTensor]:
     )
     if end > size:
         raise QuantkitError(
-            f"{shard} of hub model {name} is truncated: its header tells of {end} bytes, it has "
+            f"{shard} of hub model {name} is truncated: its header describes {end} bytes, it has "
             f"{size}",
             "upload it again",
         )
@@ -177,8 +176,8 @@ def read_header_of(name: str, shard: str, size: int) -> dict[str, RemoteTensor]:
 
 
 def _shards(name: str, listed: list[str]) -> list[str]:
-    """`model-*.safetensors` where there is an index, else `model.safetensors` where that is there.
-    Others are another copy, unless they lie in folders below and the index names them."""
+    """`model-*.safetensors` if there is an index, else `model.safetensors` if it exists. Other
+    files are another copy, unless they lie in subfolders and the index names them."""
     from huggingface_hub import hf_hub_download
 
     files = [file for file in listed if file.endswith(".safetensors")]
@@ -195,7 +194,7 @@ def _shards(name: str, listed: list[str]) -> list[str]:
 
 
 def _find_directory(name: str) -> Path | None:
-    """None for what may be a hub id."""
+    """None for a name that may be a Hub id."""
     try:
         path = Path(name).expanduser()
         is_directory = path.is_dir()
@@ -220,7 +219,7 @@ def _find_directory(name: str) -> Path | None:
         )
     if path.with_name(f"{path.name}.partial").is_dir():
         raise QuantkitError(
-            f"{name} is not finished", "give the command that makes it again: it goes on"
+            f"{name} is not finished", "give the command that makes it again: it resumes"
         )
     if re.fullmatch(r"[\w.\-]+:\d+(/.*)?", name):
         raise QuantkitError(
@@ -228,11 +227,11 @@ def _find_directory(name: str) -> Path | None:
             f"give a server's address as http://{name}, where a command takes one",
         )
     if not _HUB_ID.fullmatch(name):
-        told = f"there is no folder {name}" if "/" in name else f"model {name} does not exist"
         raise QuantkitError(
-            told, f"give a directory, {', '.join(BUILTIN_MODELS)}, or a hub id such as org/name"
+            f"there is no folder {name}" if "/" in name else f"model {name} does not exist",
+            f"give a directory, {', '.join(BUILTIN_MODELS)}, or a hub id such as org/name",
         )
-    if path.parent.is_dir() and not _is_known(name):
+    if path.parent.is_dir() and not _is_downloaded(name):
         raise QuantkitError(
             f"there is no folder {name}",
             f"correct the path; if it is a model of the hub, `hf download {name}` first",
@@ -241,15 +240,15 @@ def _find_directory(name: str) -> Path | None:
 
 
 def _refuse_other_kinds(path: Path) -> None:
-    """Raise QuantkitError where a directory has no config.json, and what it holds instead can be
-    told."""
+    """Raise QuantkitError where a directory has no config.json and is recognized as something
+    else."""
     if is_there(path / "config.json"):
         return
-    for file, (told, remedy) in _OTHER_KINDS.items():
+    for file, (kind, remedy) in _OTHER_KINDS.items():
         if is_there(path / file):
-            raise QuantkitError(f"{path} holds {told} ({file}), not a model", remedy)
+            raise QuantkitError(f"{path} holds {kind} ({file}), not a model", remedy)
     if any(path.glob("*.safetensors")):
-        return  # what lost its config.json
+        return  # a model without its config.json
     if ggufs := sorted(file.name for file in path.glob("*.gguf")):
         raise QuantkitError(
             f"{path} holds weights in GGUF ({ggufs[0]})",
@@ -265,16 +264,16 @@ def _refuse_other_kinds(path: Path) -> None:
         )
 
 
-def _is_known(name: str) -> bool:
-    """Whether something of a hub model was downloaded."""
+def _is_downloaded(name: str) -> bool:
+    """Whether any part of a Hub model was downloaded."""
     from huggingface_hub import try_to_load_from_cache
 
     return isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
 def _cached(name: str) -> Path | None:
-    """The snapshot of a hub model, where every shard that its index names is there, or its only
-    file."""
+    """The cached snapshot of a Hub model if every shard of its index, or its only file, is
+    there."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(name, "config.json")
@@ -294,8 +293,8 @@ def _cached(name: str) -> Path | None:
 
 
 @contextmanager
-def _told(name: str, remedy: str) -> Iterator[None]:
-    """One line for whatever the hub's client raises: it names the model."""
+def _hub_errors(name: str, remedy: str) -> Iterator[None]:
+    """Turn any exception of the Hub client into a one-line QuantkitError that names the model."""
     try:
         yield
     except QuantkitError:

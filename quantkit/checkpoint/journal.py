@@ -1,12 +1,11 @@
-"""The journal of an unfinished output: which units are written, and with which bytes.
+"""The journal of an unfinished output: which work units are written, and the hash of their bytes.
 
 One file of JSON lines per process, so that ranks never wait for each other. The first line is the
-fingerprint of the run;
-every other line is one unit: {"unit", "tensors": its names, "sha256": over their bytes in order of
-name, "facts", "source": what it was made from}. A line is appended after its unit's bytes, and a
-unit counts only if its bytes still hash to what its line says; so nothing need reach the disk in
-any order, and what a power failure tears is simply written again. From a torn line on, a journal is
-dropped.
+run's fingerprint; every other line is one unit: {"unit", "tensors": its names, "sha256": over
+their bytes in order of name, "facts", "source": hashes of its inputs}. A line is appended after the
+unit's bytes, and a unit counts only if its bytes still match the line's hash. So nothing has to
+reach the disk in any order, and what a power failure tears is written again. A journal is truncated
+at its first torn line.
 """
 
 import json
@@ -29,30 +28,29 @@ class JournalEntry:
     sha256: str
     facts: dict[str, Any]
     source: dict[str, str] = field(default_factory=dict)
-    """sha256 of what it was made from, by shard"""
+    """sha256 of the bytes it was computed from, by shard"""
 
 
 class Journal:
-    """This process's journal file in `directory`, open for appending. It is this rank's alone until
-    `close` or death."""
+    """This process's journal file in `directory`, open for appending, locked for this rank until
+    `close` or the end of the process."""
 
     def __init__(self, directory: Path, rank: int, fingerprint: Mapping[str, str]) -> None:
         self.path = directory / f"journal-{rank:05d}.jsonl"
         self._lock = Lock(lock_path(directory, rank), directory.parent)
         if not self.path.exists():
-            # Appears whole or not at all, so that a journal always has its first line.
+            # Atomic, so that a journal always has its first line.
             fresh = self.path.with_suffix(".new")
             fresh.write_text(_line({"fingerprint": dict(fingerprint)}))
             fresh.rename(self.path)
-        self._file = self.path.open(
-            "r+b", buffering=0
-        )  # a line that could not be written is not tried again by `close`
-        whole = sum(len(line) for line in _whole_lines(self.path))
-        self._file.truncate(whole)
-        self._file.seek(whole)
+        # Unbuffered: `close` must not retry a line that could not be written.
+        self._file = self.path.open("r+b", buffering=0)
+        end = sum(len(line) for line in _complete_lines(self.path))
+        self._file.truncate(end)
+        self._file.seek(end)
 
     def append(self, entry: JournalEntry) -> None:
-        """Hand the line to the system, where a kill of this process does not reach it."""
+        """Write the line to the page cache, where killing this process does not lose it."""
         line = memoryview(_line(asdict(entry)).encode())
         while line:
             line = line[self._file.write(line) :]
@@ -69,32 +67,30 @@ def lock_path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank:05d}.lock"
 
 
-def journals(directory: Path) -> list[Path]:
+def journal_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("journal-*.jsonl"))
 
 
 def read_fingerprint(path: Path) -> dict[str, str]:
-    lines = _whole_lines(path)
+    lines = _complete_lines(path)
     first = json.loads(lines[0]) if lines else {}
     return dict(first.get("fingerprint", {}))
 
 
-class Journals:
-    """What is in the journals of all processes in `directory`, read as they grow: after fifty
-    layers they are long."""
+class JournalReader:
+    """Reads the journals of all processes in `directory` incrementally."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._read: dict[Path, int] = {}
-        """Bytes of whole lines that were read, by journal."""
+        self._offsets: dict[Path, int] = {}
+        """Bytes of complete lines read so far, by journal."""
 
-    def more(self) -> dict[str, JournalEntry]:
-        """Units that were entered since the last call; of one written twice, the last line of its
-        journal."""
+    def read_new(self) -> dict[str, JournalEntry]:
+        """Units entered since the last call; for a unit written twice, its last line."""
         entries: dict[str, JournalEntry] = {}
-        for path in journals(self._directory):
-            start = self._read.get(path, 0)
-            lines = _whole_lines(path, start)
+        for path in journal_files(self._directory):
+            start = self._offsets.get(path, 0)
+            lines = _complete_lines(path, start)
             for line in lines if start else lines[1:]:
                 fields = json.loads(line)
                 entries[fields["unit"]] = JournalEntry(
@@ -104,18 +100,18 @@ class Journals:
                     fields["facts"],
                     fields["source"],
                 )
-            self._read[path] = start + sum(map(len, lines))
+            self._offsets[path] = start + sum(map(len, lines))
         return entries
 
 
-def _whole_lines(path: Path, start: int = 0) -> list[bytes]:
-    """From a byte on."""
+def _complete_lines(path: Path, start: int = 0) -> list[bytes]:
+    """Lines from byte `start` up to the first torn one."""
     with path.open("rb") as file:
         file.seek(start)
-        return list(takewhile(_is_whole, file))
+        return list(takewhile(_is_complete, file))
 
 
-def _is_whole(line: bytes) -> bool:
+def _is_complete(line: bytes) -> bool:
     try:
         return line.endswith(b"\n") and isinstance(json.loads(line), dict)
     except ValueError:

@@ -1,8 +1,7 @@
-"""One process at a time: a lock on a file, which goes with the process however that ends.
+"""A file lock for one process at a time; the system releases it when the process ends.
 
-The file says which process holds the lock, so that whoever is refused can be told. On NFS the
-server must keep locks (NFSv4, or lockd): without one the system refuses the lock, and that is told
-too.
+The file names the process that holds the lock, for the error message of the others. On NFS the
+server must support locks (NFSv4, or lockd); otherwise locking fails with an error that says so.
 """
 
 import fcntl
@@ -16,24 +15,24 @@ from quantkit.common.errors import QuantkitError
 
 
 class Lock:
-    """Holds `path` until `close`, which removes it. Raises QuantkitError that names the process at
-    work on `what`, where there is one."""
+    """Holds `path` until `close`, which removes it. Raises QuantkitError that names the process
+    writing `what`, if there is one."""
 
     def __init__(self, path: Path, what: Path) -> None:
         self._path = path
         self._file = _open(path)
-        _take(self._file, what, fcntl.LOCK_EX)
-        while not _is(self._file, path):  # its last holder removed it after we had opened it
+        _lock(self._file, what, fcntl.LOCK_EX)
+        while not _is_same_file(self._file, path):  # its last holder removed it after we opened it
             self._file.close()
             self._file = _open(path)
-            _take(self._file, what, fcntl.LOCK_EX)
+            _lock(self._file, what, fcntl.LOCK_EX)
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
     def close(self) -> None:
         if self._file.closed:
             return
-        if _is(self._file, self._path):  # else its directory was moved, or removed
+        if _is_same_file(self._file, self._path):  # else its directory was moved or removed
             self._path.unlink()
         self._file.close()
 
@@ -49,13 +48,13 @@ class Lock:
         self.close()
 
 
-def check_free(path: Path, what: Path) -> None:
-    """Raise QuantkitError as `Lock` does, and make nothing."""
+def check_unlocked(path: Path, what: Path) -> None:
+    """Raise QuantkitError as `Lock` does, without creating the file."""
     try:
         file = path.open("rb")
     except OSError:
         return
-    _take(file, what, fcntl.LOCK_SH)
+    _lock(file, what, fcntl.LOCK_SH)
     file.close()
 
 
@@ -67,7 +66,7 @@ def _open(path: Path) -> IO[bytes]:
     )
 
 
-def _take(file: IO[bytes], what: Path, kind: int) -> None:
+def _lock(file: IO[bytes], what: Path, kind: int) -> None:
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -82,7 +81,7 @@ def _take(file: IO[bytes], what: Path, kind: int) -> None:
         ) from error
 
 
-def _is(file: IO[bytes], path: Path) -> bool:
+def _is_same_file(file: IO[bytes], path: Path) -> bool:
     """Whether `path` still names the open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.lstat())

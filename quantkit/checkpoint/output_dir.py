@@ -1,21 +1,42 @@
-"""Where an output may go: apart from everything that is read for it.
+"""The output directory: where it may be written, whether a run may start or resume, and how the
+finished directory replaces an old one.
 
-Paths are compared by what they lead to (device and inode of every folder on the way), so that
-links, mounts and other spellings of a path do not count.
+Paths are compared by device and inode of every folder on the way, so that links, mounts and other
+spellings of a path are recognized. Every file that quantkit is about to create in OUT.partial is
+registered there first, so that starting over removes those files and nothing else.
+
+Killing the process at any moment leaves the old or the new directory complete. On Linux the two are
+exchanged atomically; a file system that cannot do that (NFS) gets two renames, between which a kill
+leaves the old one under OUT.replaced. The state directory (journals, locks) is renamed with the new
+directory and removed last: if it exists inside OUT, only cleanup is left to do. Of a replaced
+directory, only the files listed in its manifest are removed.
 """
 
+import ctypes
+import errno
+import json
 import os
-from collections.abc import Iterable
+import shutil
+import stat
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from quantkit.checkpoint.journal import journal_files, lock_path, read_fingerprint
+from quantkit.checkpoint.lock import check_unlocked
+from quantkit.checkpoint.manifest import (
+    check_owned,
+    differing_keys,
+    read_manifest,
+    remove_owned,
+)
 from quantkit.common.errors import QuantkitError
 
 _Id = tuple[int, int]
 
 
 def absolute(out: Path) -> Path:
-    """The path with the links of its parents resolved, its own not. Raises QuantkitError for the
-    root, which nothing can replace."""
+    """The path with the links of its parents resolved, but not its own. Raises QuantkitError for
+    the root directory."""
     path = (
         Path(os.path.realpath(out))
         if out.name in ("", "..")
@@ -25,51 +46,57 @@ def absolute(out: Path) -> Path:
     return path
 
 
-def partial_of(out: Path) -> Path:
-    """Where `out` is made."""
+def partial_path(out: Path) -> Path:
+    """Directory in which `out` is built."""
     return out.with_name(f"{out.name}.partial")
 
 
-def replaced_of(out: Path) -> Path:
-    """Where what stood under `out` is for a moment, on file systems that cannot exchange two
-    names."""
+def replaced_path(out: Path) -> Path:
+    """Temporary name of the previous `out` on file systems that cannot exchange two names."""
     return out.with_name(f"{out.name}.replaced")
 
 
-def check_apart(out: Path, inputs: Iterable[Path]) -> None:
+def check_disjoint(out: Path, inputs: Iterable[Path]) -> None:
     """Raise QuantkitError where writing `out` would touch one of `inputs`, files or directories:
-    one is, holds or shares files with the other."""
+    they are the same, one contains the other, or they share files."""
     out = absolute(out)
-    for given in inputs:
-        for target in (out, partial_of(out), replaced_of(out)):
-            _check_pair(target, given)
+    for path in inputs:
+        for target in (out, partial_path(out), replaced_path(out)):
+            _check_pair(target, path)
 
 
-def check_folder(out: Path, inputs: Iterable[Path]) -> None:
-    """Raise QuantkitError where a folder of results would be written into one of `inputs`, or among
-    the weights of any model."""
-    for given in inputs:
+def check_results_folder(out: Path, inputs: Iterable[Path]) -> None:
+    """Raise QuantkitError where a results folder would lie inside one of `inputs`, or next to the
+    weights of a model."""
+    for path in inputs:
         _refuse(
-            bool(_way_to(out) & _folders(given)), f"{out} is or lies in {given}, which is only read"
+            bool(_ancestors(out) & _folders(path)),
+            f"{out} is or lies in {path}, which is only read",
         )
     holds_model = (out / "config.json").exists() and any(out.glob("*.safetensors"))
     _refuse(holds_model, f"{out} holds a model, and results would be written among its files")
 
 
-def _check_pair(target: Path, given: Path) -> None:
-    place = _ids([target])
-    _refuse(bool(place & _ids([given])), f"{target} is the same as {given}, which is only read")
+def _check_pair(target: Path, source: Path) -> None:
+    target_id = _ids([target])
     _refuse(
-        bool(_way_to(target) & _folders(given)), f"{target} lies in {given}, which is only read"
+        bool(target_id & _ids([source])), f"{target} is the same as {source}, which is only read"
     )
-    _refuse(bool(_way_to(given) & place), f"{given} lies in {target}, which is to be written")
-    ours = {one: path for path in _entries(target) for one in _ids([path])}
-    for file in _entries(given):
+    _refuse(
+        bool(_ancestors(target) & _folders(source)),
+        f"{target} lies in {source}, which is only read",
+    )
+    _refuse(
+        bool(_ancestors(source) & target_id), f"{source} lies in {target}, which is to be written"
+    )
+    outputs = {file_id: path for path in _entries(target) for file_id in _ids([path])}
+    for file in _entries(source):
         _refuse(
-            bool(_way_to(file) & place), f"{file} is a link into {target}, which is to be written"
+            bool(_ancestors(file) & target_id),
+            f"{file} is a link into {target}, which is to be written",
         )
-        for one in _ids([file]) & ours.keys():
-            _refuse(True, f"{file} and {ours[one]} are one file")
+        for file_id in _ids([file]) & outputs.keys():
+            _refuse(True, f"{file} and {outputs[file_id]} are one file")
 
 
 def _refuse(fault: bool, problem: str) -> None:
@@ -77,15 +104,15 @@ def _refuse(fault: bool, problem: str) -> None:
         raise QuantkitError(problem, "choose another --out")
 
 
-def _way_to(path: Path) -> set[_Id]:
-    """What `path` leads to and every folder above that, as far as they exist."""
+def _ancestors(path: Path) -> set[_Id]:
+    """Ids of what `path` leads to and of every folder above it, as far as they exist."""
     real = Path(os.path.realpath(path))
     return _ids([real, *real.parents])
 
 
-def _folders(given: Path) -> set[_Id]:
-    """The folder and those in it, one of which may be mounted elsewhere."""
-    return _ids([given, *(path for path in _entries(given) if path.is_dir())])
+def _folders(folder: Path) -> set[_Id]:
+    """Ids of a folder and its subfolders, one of which may be a mount point."""
+    return _ids([folder, *(path for path in _entries(folder) if path.is_dir())])
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -93,7 +120,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _ids(paths: Iterable[Path]) -> set[_Id]:
-    """Of those that exist."""
+    """(device, inode) of those that exist."""
     found = set()
     for path in paths:
         try:
@@ -102,3 +129,168 @@ def _ids(paths: Iterable[Path]) -> set[_Id]:
             continue
         found.add((stat.st_dev, stat.st_ino))
     return found
+
+
+STATE = ".quantkit"
+"""The directory of journals and locks, in OUT.partial."""
+_FILE_LIST = "files.json"
+
+
+def check_target(out: Path, run: Mapping[str, str], overwrite: bool) -> None:
+    """Raise QuantkitError where `out` exists and may not be replaced."""
+    old = replaced_path(out)
+    if os.path.lexists(old):
+        raise QuantkitError(f"{old} exists: what {out} was before, or yours", "move it away")
+    if not os.path.lexists(out):
+        return
+    if overwrite:
+        return check_owned(out)
+    previous = read_manifest(out).get("run")
+    if previous is None:
+        if out.is_dir() and not out.is_symlink() and not any(out.iterdir()):
+            raise QuantkitError(f"{out} exists", "choose another --out, or give --overwrite")
+        raise QuantkitError(
+            f"{out} exists, and quantkit did not make it",
+            "choose another --out, or remove it by hand",
+        )
+    different = differing_keys(
+        previous,
+        {key: value for key, value in run.items() if key != "layout"},  # follows from the others
+    )
+    how = f"made with a different {different}" if different else "and is not as it was written"
+    raise QuantkitError(f"{out} exists, {how}", "choose another --out, or give --overwrite")
+
+
+def check_partial(partial: Path) -> None:
+    """Raise QuantkitError where `partial` exists and is not an unfinished output."""
+    if not os.path.lexists(partial):
+        return
+    # List once: another rank may be creating the directory, and creates the state directory first.
+    directory = partial.is_dir() and not partial.is_symlink() and not (partial / STATE).is_symlink()
+    names = {path.name for path in partial.iterdir()} if directory else set()
+    if not directory or (names and STATE not in names):
+        raise QuantkitError(
+            f"{partial} exists and is not an unfinished output of quantkit", "move it away"
+        )
+
+
+def check_files(partial: Path) -> None:
+    """Raise QuantkitError naming a file in an unfinished output that quantkit did not create, or
+    that is a link."""
+    registered = registered_files(partial)
+    for path in sorted(partial.iterdir()):
+        if path.name != STATE and path.name.removesuffix(".new") not in registered:
+            raise QuantkitError(
+                f"{partial} holds {path.name}, which quantkit did not write", "move it away"
+            )
+    for path in (*partial.iterdir(), *(partial / STATE).iterdir()):
+        try:
+            found = path.lstat()
+        except FileNotFoundError:  # another rank's, renamed meanwhile
+            continue
+        if path.name != STATE and (not stat.S_ISREG(found.st_mode) or found.st_nlink > 1):
+            raise QuantkitError(
+                f"{path} is a link, or not a file, and writing it would change another",
+                "move it away",
+            )
+
+
+def check_run(partial: Path, run: Mapping[str, str], rank: int, *, discard: bool) -> None:
+    """Refuse, or with `discard` empty, an unfinished output of another source, recipe or
+    version."""
+    state = partial / STATE
+    for path in journal_files(state):
+        previous = read_fingerprint(path)
+        if previous == run:
+            continue
+        for number in range(len(journal_files(state)) + rank + 1):
+            check_unlocked(lock_path(state, number), partial)
+        different = ", ".join(
+            key for key in sorted({*previous, *run}) if previous.get(key) != run.get(key)
+        )
+        if not discard:
+            raise QuantkitError(
+                f"{partial} was begun with a different {different}",
+                "run the command that began it, or give --overwrite to start anew",
+            )
+        return _empty(partial)
+
+
+def register_files(partial: Path, names: Iterable[str]) -> None:
+    """Record that quantkit will create these files in `partial`."""
+    fresh = partial / STATE / f"{_FILE_LIST}.new"
+    fresh.write_text(json.dumps(sorted({*registered_files(partial), *names})))
+    fresh.rename(partial / STATE / _FILE_LIST)
+
+
+def registered_files(partial: Path) -> set[str]:
+    path = partial / STATE / _FILE_LIST
+    return set(json.loads(path.read_text())) if path.exists() else set()
+
+
+def _empty(partial: Path) -> None:
+    """Remove everything but the locks. `check_files` found only quantkit's files before."""
+    for path in (*partial.iterdir(), *(partial / STATE).iterdir()):
+        if path.name != STATE and path.suffix != ".lock":
+            path.unlink()
+
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+# Marker in the state directory: the old directory is, or will be, under the name of the partial one.
+_EXCHANGING = "exchanging"
+
+
+def replace_directory(partial: Path, out: Path, state: str) -> None:
+    """Rename `partial` to `out` and delete the previous `out`; `state` is the name of the
+    subdirectory that is removed. Raises QuantkitError, and changes nothing, where `out` holds
+    anything that quantkit did not write."""
+    _sync(partial)
+    if not os.path.lexists(out):
+        partial.rename(out)
+    else:
+        check_owned(out)
+        (partial / state / _EXCHANGING).touch()
+        if not _exchange(partial, out):
+            old = replaced_path(out)
+            out.rename(old)
+            partial.rename(out)
+            old.rename(partial)
+    _sync(out.parent)
+    remove_leftovers(partial, out, state)
+
+
+def remove_leftovers(partial: Path, out: Path, state: str) -> None:
+    """Remove what a killed `replace_directory` left: the replaced directory, then the state
+    directory."""
+    if not read_manifest(out) or not (out / state).is_dir() or (out / state).is_symlink():
+        return
+    if (out / state / _EXCHANGING).exists() and partial.is_dir() and not partial.is_symlink():
+        remove_owned(partial)
+    shutil.rmtree(out / state)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names atomically; False where the system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    if (
+        libc.renameat2(
+            _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE
+        )
+        == 0
+    ):
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(second))
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

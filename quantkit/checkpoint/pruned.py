@@ -1,5 +1,5 @@
-"""A checkpoint seen as one with fewer routed experts: fewer tensors, under the smaller model's
-names, and routers with fewer rows."""
+"""A view of a checkpoint with fewer routed experts: fewer tensors, under the smaller model's names,
+and routers with fewer rows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,62 +14,65 @@ from quantkit.checkpoint.shards import CPU
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What is seen of a checkpoint. names: name seen -> name stored, of every tensor that is kept.
-    rows: of tensors that are cut along their first dimension, by name, the rows that are kept."""
+class TensorSelection:
+    """The part of a checkpoint that a pruned view shows. names: name in the view -> stored name, of
+    every tensor. rows: of tensors sliced along their first dimension, the rows to keep by name."""
 
     names: Mapping[str, str]
     rows: Mapping[str, Sequence[int]]
 
 
 class PrunedCheckpoint(Checkpoint):
-    """`base` with `config`, as `kept` says; `keep` exchanges that for another of the same names and
-    shapes.
+    """`base` with `config` and the tensors of `selection`.
 
-    Its fingerprint is that of `base`: what is kept follows from what a run is given.
+    Its fingerprint is that of `base`, because the selection follows from the other inputs of a run.
     """
 
-    def __init__(self, base: Checkpoint, config: dict[str, Any], kept: Kept) -> None:
-        self.base, self._kept = base, kept
-        super().__init__(base.path, config, base.side, _seen(base, kept))
+    def __init__(
+        self, base: Checkpoint, config: dict[str, Any], selection: TensorSelection
+    ) -> None:
+        self.base, self._selection = base, selection
+        super().__init__(base.path, config, base.side, _select(base, selection))
         self.has_weights = base.has_weights
 
-    def keep(self, kept: Kept) -> None:
-        found = _seen(self.base, kept)
+    def select(self, selection: TensorSelection) -> None:
+        """Replace the selection by another one with the same names and shapes."""
+        selected = _select(self.base, selection)
         for name, info in self.tensors.items():
-            assert (found[name].dtype, found[name].shape) == (info.dtype, info.shape), (
+            assert (selected[name].dtype, selected[name].shape) == (info.dtype, info.shape), (
                 f"{name} is not as planned"
             )
-        self._kept = kept
-        self.tensors.update(found)
+        self._selection = selection
+        self.tensors.update(selected)
 
     @property
     def fingerprint(self) -> str:  # type: ignore[override]
         return self.base.fingerprint
 
     @property
-    def whole(self) -> Checkpoint:
+    def unpruned(self) -> Checkpoint:
         return self.base
 
-    def stored(self, name: str) -> TensorInfo:
-        return self.base.tensors[self._kept.names[name]]
+    def stored_info(self, name: str) -> TensorInfo:
+        return self.base.tensors[self._selection.names[name]]
 
     @property
     def pruned(self) -> set[str]:
-        return set(self.base.tensors) - set(self._kept.names.values())
+        return set(self.base.tensors) - set(self._selection.names.values())
 
     def read(self, name: str, device: torch.device = CPU) -> Tensor:
-        rows = self._kept.rows.get(name)
+        rows = self._selection.rows.get(name)
         if rows is None:
             return super().read(name, device)
-        return self.base.read(self._kept.names[name], device)[list(rows)]
+        return self.base.read(self._selection.names[name], device)[list(rows)]
 
 
-def _seen(base: Checkpoint, kept: Kept) -> dict[str, TensorInfo]:
-    """The stored tensors by the names that they are seen under."""
-    found: dict[str, TensorInfo] = {}
-    for name, stored in kept.names.items():
+def _select(base: Checkpoint, selection: TensorSelection) -> dict[str, TensorInfo]:
+    """The selected tensors by their names in the view."""
+    selected: dict[str, TensorInfo] = {}
+    for name, stored in selection.names.items():
         info = base.tensors[stored]
-        shape = (len(kept.rows[name]), *info.shape[1:]) if name in kept.rows else info.shape
-        found[name] = replace(info, name=name, shape=shape)
-    return found
+        rows = selection.rows.get(name)
+        shape = info.shape if rows is None else (len(rows), *info.shape[1:])
+        selected[name] = replace(info, name=name, shape=shape)
+    return selected

@@ -1,9 +1,10 @@
-"""Checkpoint: a directory of safetensors shards, checked whole from its headers, then read tensor
-by tensor.
+"""Checkpoint: a directory of safetensors shards, validated from its headers, then read tensor by
+tensor.
 
-One Checkpoint may be read from several threads, and from processes forked after it was opened.
+A Checkpoint may be read from several threads, and from processes forked after it was opened.
 """
 
+import copy
 import hashlib
 import json
 import math
@@ -15,43 +16,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.check import CACHE_PARTS, QuantizedLinear, check_ignored, quantized_linears
-from quantkit.checkpoint.description import check_description
+from quantkit.checkpoint.check import (
+    CACHE_SCALES,
+    QuantizedLinear,
+    check_description,
+    check_ignored,
+    quantized_linears,
+)
 from quantkit.checkpoint.formats import detect_format, fp8_block
 from quantkit.checkpoint.formats.base import CODES, SIDE_FILES, Axis, Format, StoredPart, lifted
 from quantkit.checkpoint.header import TensorInfo, read_at, read_header
 from quantkit.checkpoint.shards import CPU, Shards
-from quantkit.checkpoint.stacked_layouts import unstacked
-from quantkit.checkpoint.tensor_aliases import renamed
+from quantkit.checkpoint.stacked_experts import Stack, split_stacked_experts
+from quantkit.checkpoint.tensor_aliases import apply_aliases
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import LARGEST, is_inside, is_there, read_json
 from quantkit.grids.schemes import SCHEMES, Grid, Scheme
 from quantkit.grids.weights import Weight
 
 _INDEX = "model.safetensors.index.json"
-_WHOLE = "model.safetensors"
+_SINGLE_FILE = "model.safetensors"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-_CHECKED = 2**26
+_FINITE_CHUNK = 2**26
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-WITHOUT_PICKLES = "convert them to safetensors first, as save_pretrained of transformers does"
+PICKLE_REMEDY = "convert them to safetensors first, as save_pretrained of transformers does"
 
 
-def pickles_of(files: Iterable[str]) -> list[str]:
-    """Those files of a folder that are pickles by their names."""
+def find_pickles(files: Iterable[str]) -> list[str]:
+    """The file names that have a pickle's extension, sorted."""
     return sorted(name for name in files if name.endswith(_PICKLES))
 
 
-def told_pickles(pickles: list[str]) -> str:
+def describe_pickles(pickles: list[str]) -> str:
     return f"pickle weights ({pickles[0]}), which can run code when opened"
 
 
 class Checkpoint:
     """An opened checkpoint.
 
-    path, config (config.json), side (parsed SIDE_FILES that exist), described (the file that says
-    how it is quantized), format, grid (weight grid the config declares, if any), tensors (every
-    stored tensor by name, experts that are stacked one by one), linears (the quantized ones by
-    module name), has_weights (whether tensors can be read).
+    path; config (config.json); side (parsed SIDE_FILES that exist); description_file (the file that
+    describes the quantization); format; grid (weight grid that the config declares, if any);
+    tensors (every stored tensor by name, stacked experts split into one tensor per expert); linears
+    (quantized linears by module name); has_weights (whether tensors can be read).
     """
 
     has_weights = True
@@ -66,26 +72,28 @@ class Checkpoint:
         self.path = path
         self.config = config = lifted(config)
         self.side = side
-        self.tensors = tensors = unstacked(config, renamed(config, tensors))
-        self.described = check_description(path, config, side)
+        self.tensors = tensors = split_stacked_experts(config, apply_aliases(config, tensors))
+        self.description_file = check_description(path, config, side)
         try:
-            self.format: Format = detect_format(self.described, config, side)
+            self.format: Format = detect_format(self.description_file, config, side)
             self.grid: Grid | None = self.format.grid(config, side)
             ignored = self.format.ignored(config, side)
             self.linears: dict[str, QuantizedLinear] = quantized_linears(
                 path, self.format, fp8_block.FORMAT, self.grid, ignored, tensors
             )
-            check_ignored(self.described, self.format, ignored, self.linears)
+            check_ignored(self.description_file, self.format, ignored, self.linears)
         except QuantkitError as fault:
             if str(path) in fault.problem:
                 raise
-            raise QuantkitError(f"{self.described}: {fault.problem}", fault.remedy) from fault
+            raise QuantkitError(
+                f"{self.description_file}: {fault.problem}", fault.remedy
+            ) from fault
         self._shards = Shards(path)
 
     @classmethod
     def open(cls, path: Path) -> "Checkpoint":
-        """Check everything that headers and JSON files tell; reads no weight. Raises QuantkitError
-        naming the first fault."""
+        """Validate headers and JSON files without reading a weight. Raises QuantkitError naming the
+        first fault."""
         if not path.is_dir():
             raise QuantkitError(
                 f"{path} is not a directory",
@@ -99,80 +107,75 @@ class Checkpoint:
 
     @property
     def scheme(self) -> Scheme | None:
-        """The first known scheme with this grid in this format; methods such as AWQ leave no trace
-        in the tensors."""
+        """The first known scheme with this grid and format; methods such as AWQ leave no trace in
+        the tensors."""
         if self.grid is None:
             return None
         cache = self.format.cache_codes(self.side)
-        alike = [
+        candidates = [
             s for s in SCHEMES.values() if s.weight == self.grid and self.format.name in s.formats
         ]
-        return next((s for s in alike if s.cache == cache), next(iter(alike), None))
+        return next((s for s in candidates if s.cache == cache), next(iter(candidates), None))
 
     @property
-    def step_names(self) -> set[str]:
-        """Tensors with the steps of a cache in 8 bits, where what describes the checkpoint tells of
-        one."""
+    def cache_scale_names(self) -> set[str]:
+        """Tensors with the scales of an 8-bit KV cache, if the checkpoint declares one."""
         if self.format.cache_codes(self.side) is None:
             return set()
-        return {name for name in self.tensors if CACHE_PARTS.fullmatch(name)}
+        return {name for name in self.tensors if CACHE_SCALES.fullmatch(name)}
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over config, headers, sizes, and samples of the contents of the shards: another
-        value means another source.
+        """sha256 over config, headers, sizes, and samples of the shards' contents; identifies the
+        source.
 
-        Contents are sampled, _SAMPLES blocks of _SAMPLE_BYTES a shard: hashing them all would read
-        the whole checkpoint before the first weight is quantized. Times do not count, so that a
-        shard that was lost may be downloaded again.
+        _SAMPLES blocks of _SAMPLE_BYTES are sampled per shard, because hashing everything would
+        read the whole checkpoint before the first weight is quantized. Times are not included, so
+        that a lost shard may be downloaded again.
         """
         shards = sorted({tensor.shard for tensor in self.tensors.values()})
-        facts = [(name, (self.path / name).stat().st_size, self._sampled(name)) for name in shards]
+        facts = [(name, (self.path / name).stat().st_size, self._sample(name)) for name in shards]
         layout = sorted(
             (t.name, str(t.dtype), t.shape, t.shard, t.offset) for t in self.tensors.values()
         )
         text = json.dumps([self.config, self.side, facts, layout], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def _sampled(self, shard: str) -> str:
+    def _sample(self, shard: str) -> str:
         last, digest = max((self.path / shard).stat().st_size - _SAMPLE_BYTES, 0), hashlib.sha256()
         buffer = memoryview(bytearray(_SAMPLE_BYTES))
+        descriptor = self._shards.descriptor(shard)
         for number in range(_SAMPLES):
-            digest.update(
-                buffer[
-                    : read_at(
-                        self._shards.descriptor(shard), buffer, last * number // (_SAMPLES - 1)
-                    )
-                ]
-            )
+            count = read_at(descriptor, buffer, last * number // (_SAMPLES - 1))
+            digest.update(buffer[:count])
         return digest.hexdigest()
 
-    def stored(self, name: str) -> TensorInfo:
-        """The tensor `name` as the file has it: a view of a checkpoint gives another name to it, or
-        shows a part."""
+    def stored_info(self, name: str) -> TensorInfo:
+        """The tensor `name` as the file has it; a pruned view shows it under another name or in
+        part."""
         return self._info(name)
 
     @property
-    def whole(self) -> "Checkpoint":
-        """Of a view, what it is a view of."""
+    def unpruned(self) -> "Checkpoint":
+        """The underlying checkpoint of a pruned view."""
         return self
 
     @property
     def pruned(self) -> set[str]:
-        """Stored tensors that a view of a checkpoint leaves out."""
+        """Stored tensors that a pruned view leaves out."""
         return set()
 
     def has(self, name: str) -> bool:
         return name in self.tensors
 
     def shape(self, module: str) -> tuple[int, ...]:
-        """Logical shape of a module's weight, (N, K) for a linear, whatever it is stored as."""
+        """Logical shape of a module's weight, (N, K) for a linear, however it is stored."""
         if module in self.linears:
             return self.linears[module].shape
         return self._info(f"{module}.weight").shape
 
     def activation_bits(self, module: str) -> int:
-        """Of what the linear `module` reads: 8 or 4 where it rounds that, else 16."""
+        """Bits of a linear's input activations: 8 or 4 where they are quantized, else 16."""
         linear = self.linears.get(module)
         if linear is None:
             return 16
@@ -180,19 +183,19 @@ class Checkpoint:
         return own.activation_bits if linear.grid is None else own.activation_bits_of(linear.grid)
 
     def parts(self, module: str) -> tuple[str, ...]:
-        """Names of the stored tensors that make up a module's weight."""
+        """Names of the stored tensors of a module's weight."""
         if module in self.linears:
             return self.linears[module].tensors
         return (self._info(f"{module}.weight").name,)
 
     @property
     def bytes_read(self) -> int:
-        """Of tensors, since this was opened."""
+        """Bytes of tensors read since this was opened."""
         return self._shards.bytes_read
 
     def weight(self, module: str, device: torch.device = CPU) -> Weight:
-        """Weight of the linear `module`: decoded by the format on a device, or a plain tensor where
-        it is unquantized."""
+        """Weight of the linear `module`: unpacked by the format on a device, or a tensor where it
+        is unquantized."""
         if module not in self.linears:
             return self.read(f"{module}.weight", device)
         linear = self.linears[module]
@@ -200,12 +203,12 @@ class Checkpoint:
             module, {name: self.read(name, device) for name in linear.tensors}
         )
 
-    def share(
+    def weight_slice(
         self, module: str, axis: Axis, start: int, stop: int, device: torch.device = CPU
     ) -> tuple[Weight, int]:
-        """Outputs (axis N) or inputs (K) start..stop of a linear, with their neighbours in the same
-        stored word or group, and the first's number. Reads no more than their bytes where those lie
-        in pieces of a size worth it (`shards`)."""
+        """Outputs (axis N) or inputs (K) start..stop of a linear, extended to whole stored words
+        and groups, and the number of the first one. Reads only their bytes where the contiguous
+        pieces are large enough (`shards.SMALLEST_PIECE`)."""
         linear = self.linears.get(module)
         if linear is None:
             parts = {f"{module}.weight": StoredPart(".weight", (), self.shape(module), axes=CODES)}
@@ -239,10 +242,21 @@ class Checkpoint:
         """The stored tensor, in its stored dtype."""
         return self._shards.read(self._info(name), device=device)
 
-    def will_read(self, name: str, device: torch.device = CPU) -> None:
-        """Have a stored tensor brought from the disk while something else is done, for a device to
-        be given it."""
-        self._shards.will_read(self._info(name), device)
+    def prefetch(self, name: str, device: torch.device = CPU) -> None:
+        """Start reading a stored tensor in the background, for a later `read` to the device."""
+        self._shards.prefetch(self._info(name), device)
+
+    def split_stacks(self, stacks: Iterable[Stack]) -> "Checkpoint":
+        """A view in which these stacked tensors are split into their parts, where stored so."""
+        view = copy.copy(self)
+        view.tensors = dict(self.tensors)
+        for stack in stacks:
+            info = view.tensors.get(stack.name)
+            parts = [] if info is None else stack.split(info)
+            if parts:
+                del view.tensors[stack.name]
+                view.tensors |= {part.name: part for part in parts}
+        return view
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
@@ -256,9 +270,8 @@ class Checkpoint:
 def check_finite(name: str, tensor: Tensor) -> None:
     """Raise QuantkitError naming the tensor if it holds NaN or infinity."""
     count = 0
-    for part in tensor.reshape(-1).split(
-        _CHECKED
-    ):  # in parts: torch needs several copies of what it looks at
+    # In chunks: isfinite needs several copies of its input.
+    for part in tensor.reshape(-1).split(_FINITE_CHUNK):
         values = part.float() if part.dtype.itemsize == 1 else part
         count += values.numel() - int(torch.isfinite(values).sum())
     if count:
@@ -269,8 +282,7 @@ def check_finite(name: str, tensor: Tensor) -> None:
 
 
 def _read_tensors(path: Path) -> dict[str, TensorInfo]:
-    """All tensors of the shards: those of the index where there is one, else those of the only
-    shard."""
+    """All tensors of the shards that the index names; without an index, of the only shard."""
     index_path = _find_index(path)
     if index_path is None:
         return {tensor.name: tensor for tensor in read_header(path, _only_shard(path))}
@@ -299,8 +311,8 @@ def _read_tensors(path: Path) -> dict[str, TensorInfo]:
 def _add_unlisted(
     index_path: Path, held: Mapping[str, Mapping[str, TensorInfo]], tensors: dict[str, TensorInfo]
 ) -> None:
-    """Tensors the index leaves out: ModelOpt's DeepSeek script lists no scales. Two of one name are
-    refused."""
+    """Add tensors that the index leaves out: ModelOpt's DeepSeek script lists no scales. Raises
+    QuantkitError for two of one name."""
     listed = frozenset(tensors)
     for shard in held.values():
         for tensor in shard.values():
@@ -332,18 +344,16 @@ def _only_shard(path: Path) -> str:
     shards = sorted(path.glob("*.safetensors"))
     if len(shards) == 1:
         return shards[0].name
-    if is_there(
-        path / _WHOLE
-        # as transformers reads it; others are another copy, such as Mistral's
-        # consolidated.safetensors
-    ):
-        return _WHOLE
+    # As transformers reads it; other files are another copy, such as Mistral's
+    # consolidated.safetensors.
+    if is_there(path / _SINGLE_FILE):
+        return _SINGLE_FILE
     if shards:
         raise QuantkitError(
             f"{path} has {len(shards)} safetensors files and no {_INDEX}", "download the index too"
         )
-    if pickles := pickles_of(file.name for file in path.iterdir()):
-        raise QuantkitError(f"{path} holds {told_pickles(pickles)}", WITHOUT_PICKLES)
+    if pickles := find_pickles(file.name for file in path.iterdir()):
+        raise QuantkitError(f"{path} holds {describe_pickles(pickles)}", PICKLE_REMEDY)
     raise QuantkitError(
         f"{path} holds no safetensors file", "give the directory of a complete checkpoint"
     )
@@ -352,7 +362,7 @@ def _only_shard(path: Path) -> str:
 def _read_shard(path: Path, shard: str, index_path: Path) -> dict[str, TensorInfo]:
     if not is_inside(shard) or not shard.endswith(".safetensors"):
         raise QuantkitError(
-            f"{index_path} names the shard {shard!r}, which is no safetensors file beside it",
+            f"{index_path} names the shard {shard!r}, which is not a safetensors file next to it",
             "download the index again",
         )
     if not is_there(path / shard):

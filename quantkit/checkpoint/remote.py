@@ -1,5 +1,5 @@
-"""A checkpoint's headers without its weights: of a directory, or of a hub model that is not on this
-machine."""
+"""Opens a checkpoint's headers without its weights: of a directory, or of a Hub model that is not
+downloaded."""
 
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from quantkit.common.errors import QuantkitError
 
 
 def open_headers(model: str) -> Checkpoint:
-    """The checkpoint of a directory, a built-in name or a hub id. Of a hub model that is not here
-    only headers are read.
+    """The checkpoint of a directory, a built-in name or a Hub id. Of a Hub model that is not
+    downloaded only the headers are read.
 
-    Raises QuantkitError as `Checkpoint.open` does, and where the hub cannot be reached.
+    Raises QuantkitError as `Checkpoint.open` does, and where the Hub cannot be reached.
     """
     local = find_local(model)
     if local is not None:
@@ -39,11 +39,11 @@ def open_headers(model: str) -> Checkpoint:
                 )
             tensors[name] = remote_tensor(model, shard, name, entry)
     side = {name: remote.files[name] for name in SIDE_FILES if name in remote.files}
-    return HeadersOnly(Path(model), remote.files["config.json"], side, tensors)
+    return HeaderCheckpoint(Path(model), remote.files["config.json"], side, tensors)
 
 
-class HeadersOnly(Checkpoint):
-    """A checkpoint whose weights are elsewhere: reading one is refused by name."""
+class HeaderCheckpoint(Checkpoint):
+    """A checkpoint whose weights are not on this machine; reading one raises QuantkitError."""
 
     has_weights = False
 
@@ -69,8 +69,8 @@ class _NoShards(Shards):
 
 
 def remote_tensor(model: str, shard: str, name: str, entry: RemoteTensor) -> TensorInfo:
-    """The tensor `name` of a hub model as a header describes it. Raises QuantkitError for a header
-    that makes no sense."""
+    """The tensor `name` of a Hub model as a header describes it. Raises QuantkitError for an
+    invalid header."""
     if entry.dtype not in DTYPES:
         raise QuantkitError(
             f"{name} of hub model {model} has dtype {entry.dtype}",

@@ -1,41 +1,41 @@
-"""Bytes of stored tensors: a whole one, or the block of it that a rank needs.
+"""Reads the bytes of stored tensors: a whole one, or the block of it that a rank needs.
 
-Reading is pread into fresh memory and never mmap: what a caller drops is returned to the system, so
-resident memory is what the caller holds. What goes to a device passes through the host in parts, so
-that no tensor, however large, is whole in both.
+Reading is pread into fresh memory and never mmap, so that freed tensors are returned to the system
+and resident memory is what the caller holds. Tensors for a device pass through the host in parts,
+so that no tensor, however large, is whole in both memories.
 """
 
 import os
 import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.header import TensorInfo, TensorPart, read_at
-from quantkit.checkpoint.host_memory import host_memory
-from quantkit.checkpoint.read_ahead import ReadAhead
+from quantkit.checkpoint.header import TensorInfo, TensorSlice, read_at
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import open_file
 
 CPU = torch.device("cpu")
 
 SMALLEST_PIECE = 2048
-"""Bytes of a row that are worth a read of their own. A disk brings the whole page of a smaller
-piece anyway, and many small reads take longer than whole rows in one (4.2 us for 1 KiB, in which a
-long read brings 4.7 KB: files in the page cache of a virtual machine)."""
+"""Bytes of a row from which a separate read pays off. The disk reads whole pages anyway, and many
+small reads take longer than reading whole rows at once (4.2 us for 1 KiB, in which a long read
+returns 4.7 KB: files in the page cache of a virtual machine)."""
 
 BUFFER = 64 << 20
-"""Bytes on their way to a device, or of rows that are read whole and cut, at a time."""
+"""Bytes in flight to a device, or of whole rows read to be cut, at a time."""
 
 Block = tuple[tuple[int, int], ...]
-"""Of each dimension, from where to where."""
+"""(start, stop) of each dimension."""
 
 
 class Shards:
-    """The safetensors files of a directory, opened when first needed. bytes_read: of tensors, so
-    far."""
+    """The safetensors files of a directory, opened on first use. bytes_read: total bytes of tensors
+    read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,24 +47,24 @@ class Shards:
     def read(
         self, info: TensorInfo, block: Block | None = None, device: torch.device = CPU
     ) -> Tensor:
-        """The tensor, or a block of it, in its stored dtype on a device. Only a matrix is cut in
-        more than its first dimension."""
+        """The tensor, or a block of it, in its stored dtype on a device. Only a matrix can be cut
+        along more than its first dimension."""
         block = block or tuple((0, size) for size in info.shape)
         assert len(block) == len(info.shape), f"{info.name}: {block} of {info.shape}"
         assert all(0 <= start <= stop <= size for (start, stop), size in zip(block, info.shape)), (
             f"{info.name}: {block} of {info.shape}"
         )
         shape = tuple(stop - start for start, stop in block)
-        if isinstance(info, TensorPart):
-            return info.cut(self.read(info.whole, device=device))[
-                tuple(slice(*ends) for ends in block)
+        if isinstance(info, TensorSlice):
+            return info.select(self.read(info.base, device=device))[
+                tuple(slice(*bounds) for bounds in block)
             ].contiguous()
         if 0 in shape:
             return torch.empty(shape, dtype=info.dtype, device=device)
         if shape == info.shape and device != CPU:
-            held = self._ahead.take(info)
-            if held is not None:
-                return held.to(device).view(info.dtype).view(shape)
+            read = self._ahead.take(info)
+            if read is not None:
+                return read.to(device).view(info.dtype).view(shape)
         if shape[1:] == info.shape[1:]:
             skip = block[0][0] * (info.nbytes // info.shape[0]) if shape else 0
             return self._contiguous(info, shape, skip, device)
@@ -87,7 +87,7 @@ class Shards:
         return tensor
 
     def _columns(self, info: TensorInfo, block: Block) -> Tensor:
-        """Bytes uint8 [rows, piece] of a matrix's block."""
+        """Bytes uint8 [rows, width] of a block of a matrix."""
         (first, last), (left, right) = (
             block[0],
             tuple(column * info.dtype.itemsize for column in block[1]),
@@ -107,7 +107,7 @@ class Shards:
         return found
 
     def _fill(self, info: TensorInfo, content: Tensor, skip: int) -> None:
-        """content uint8 [n] from byte `skip` of the tensor on."""
+        """Fill content uint8 [n] from byte `skip` of the tensor on."""
         buffer = content.numpy().data
         if read_at(self.descriptor(info.shard), buffer, info.offset + skip) < len(buffer):
             raise QuantkitError(
@@ -117,17 +117,17 @@ class Shards:
         with self._lock:
             self.bytes_read += len(buffer)
 
-    def will_read(self, info: TensorInfo, device: torch.device = CPU) -> None:
-        """Have a tensor brought from the disk while something else is done; what a device will be
-        given, into memory."""
+    def prefetch(self, info: TensorInfo, device: torch.device = CPU) -> None:
+        """Start reading a tensor in the background: into the page cache, and into host memory if it
+        goes to a device."""
         os.posix_fadvise(
             self.descriptor(info.shard), info.offset, info.extent, os.POSIX_FADV_WILLNEED
         )
-        if device != CPU and not isinstance(info, TensorPart):
-            self._ahead.begin(info, partial(self._whole, info, device))
+        if device != CPU and not isinstance(info, TensorSlice):
+            self._ahead.start(info, partial(self._read_to_host, info, device))
 
-    def _whole(self, info: TensorInfo, device: torch.device) -> Tensor:
-        """Bytes of a tensor, uint8 [n], on their way to a device."""
+    def _read_to_host(self, info: TensorInfo, device: torch.device) -> Tensor:
+        """Bytes uint8 [n] of a tensor, in host memory for copying to a device."""
         content = host_memory((info.nbytes,), torch.uint8, device)
         self._fill(info, content, 0)
         return content
@@ -141,3 +141,36 @@ class Shards:
     def __del__(self) -> None:
         for descriptor in getattr(self, "_descriptors", {}).values():
             os.close(descriptor)
+
+
+READ_AHEAD_BYTES = 2**30
+"""Bytes that may be read ahead: a batch of experts."""
+
+
+class ReadAhead:
+    """Reads tensors on a thread and holds them until they are taken."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._held: dict[TensorInfo, Future[Tensor]] = {}
+
+    def start(self, info: TensorInfo, read: Callable[[], Tensor]) -> None:
+        """Run `read` on the thread if there is room. Its exceptions are raised by `take`."""
+        if (
+            info in self._held
+            or info.nbytes + sum(other.nbytes for other in self._held) > READ_AHEAD_BYTES
+        ):
+            return
+        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+        self._held[info] = self._pool.submit(read)
+
+    def take(self, info: TensorInfo) -> Tensor | None:
+        """The bytes of a tensor that was started, once; None for any other."""
+        held = self._held.pop(info, None)
+        return None if held is None else held.result()
+
+
+def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialized host memory for copies from or to `device`. For a GPU it is page-locked:
+    copies from or to pageable memory are ten times slower. PyTorch caches released blocks."""
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type == "cuda")

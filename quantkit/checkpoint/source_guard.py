@@ -1,10 +1,9 @@
-"""Whether a source is still what it was while it is read, and when a run goes on.
+"""Detects changes of the source checkpoint during a run and before a resumed run continues.
 
-Samples of the contents tell one source from another (`Checkpoint.fingerprint`), and miss a small
-change. So every unit of an output is entered in the journal with the hash of the bytes that it was
-made from. Where the time, the size or the inode of a shard is another one, the units that were made
-from it are held against it: a shard that was downloaded again is the same, one that was edited is
-named.
+`Checkpoint.fingerprint` samples the contents and misses small changes. So the journal records, for
+every work unit, the hash of the bytes it was computed from. If a shard's time, size or inode
+changed, the units computed from it are verified: a shard that was downloaded again matches, one
+that was edited is reported.
 """
 
 import hashlib
@@ -19,43 +18,43 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 
 Stamp = list[int]
-"""Size, inode, time of the last change of the content, and of anything about the file, in ns."""
+"""Size, inode, and the times of the last content and metadata change in ns."""
 Digests = dict[str, str]
 """sha256 by shard."""
 _CHUNK = 2**20
 
 
-class Watch:
-    """Watches the shards of a checkpoint from now on.
+class SourceGuard:
+    """Guards the shards of a checkpoint from its construction on.
 
-    units: the tensors that each unit of an output is made from, by the unit's name. ahead: units on
-    which others depend before they are written, such as the embedding.
+    units: the source tensors of each work unit, by unit name. early_units: units that others depend
+    on before they are written, such as the embedding.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, units: Mapping[str, Iterable[str]], ahead: Iterable[str] = ()
+        self,
+        checkpoint: Checkpoint,
+        units: Mapping[str, Iterable[str]],
+        early_units: Iterable[str] = (),
     ) -> None:
         self.path = checkpoint.path
-        self._ahead = tuple(ahead)
-        self._parts = {
-            unit: _by_shard(checkpoint.stored(name) for name in names)
-            for unit, names in units.items()
-        }
-        self._stamps = self._stamped({info.shard for info in checkpoint.tensors.values()})
+        self._early_units = tuple(early_units)
+        self.set_units(checkpoint, units)
+        self._stamps = self._stat({info.shard for info in checkpoint.tensors.values()})
 
-    def follow(self, checkpoint: Checkpoint, units: Mapping[str, Iterable[str]]) -> None:
-        """The units are made from other tensors of the same shards."""
+    def set_units(self, checkpoint: Checkpoint, units: Mapping[str, Iterable[str]]) -> None:
+        """Replace the source tensors of the units, within the same shards."""
         self._parts = {
-            unit: _by_shard(checkpoint.stored(name) for name in names)
+            unit: _by_shard(checkpoint.stored_info(name) for name in names)
             for unit, names in units.items()
         }
 
     def digests(self, unit: str) -> Digests:
-        """sha256 of the bytes that the unit is made from. Raises QuantkitError where their shard
-        changed since the watch began."""
+        """sha256 of the bytes that the unit is computed from. Raises QuantkitError where a shard
+        changed since the guard was created."""
         parts = self._parts[unit]
         digests = {shard: self._hash(shard, infos) for shard, infos in parts.items()}
-        for shard, now in self._stamped(parts).items():
+        for shard, now in self._stat(parts).items():
             before = self._stamps[shard]
             if before[:3] != now[:3]:
                 how = "became shorter" if now[0] < before[0] else "changed"
@@ -66,26 +65,26 @@ class Watch:
         return digests
 
     def check(self, record: Path, made: Mapping[str, Digests]) -> None:
-        """`compare` the shards that changed since the last check, which `record` tells of, and tell
-        of this one there."""
+        """`verify` the shards that changed since the last check recorded in `record`, then update
+        `record`."""
         before = json.loads(record.read_text()) if record.exists() else {"stamps": {}, "ahead": {}}
-        stamps = self._stamped(self._stamps)
-        self.compare(
+        stamps = self._stat(self._stamps)
+        self.verify(
             {shard for shard, stamp in stamps.items() if before["stamps"].get(shard) != stamp},
             {**before["ahead"], **made},
         )
         now = {
             "stamps": stamps,
-            "ahead": before["ahead"] or {unit: self.digests(unit) for unit in self._ahead},
+            "ahead": before["ahead"] or {unit: self.digests(unit) for unit in self._early_units},
         }
         if before != now:
             fresh = record.with_suffix(".new")
             fresh.write_text(json.dumps(now))
             fresh.rename(record)
 
-    def compare(self, shards: Collection[str], made: Mapping[str, Digests]) -> None:
-        """Raise QuantkitError naming one of `shards` that is not what the units in `made` were made
-        from. Reads those shards."""
+    def verify(self, shards: Collection[str], made: Mapping[str, Digests]) -> None:
+        """Hash `shards` again. Raises QuantkitError naming one that differs from what the units in
+        `made` were computed from."""
         for unit, digests in made.items():
             for shard in sorted(digests.keys() & shards):
                 if self._hash(shard, self._parts[unit][shard]) != digests[shard]:
@@ -94,19 +93,16 @@ class Watch:
                         "restore that file, or give --overwrite to start anew",
                     )
 
-    def compare_with(self, out: Path, manifest: Mapping[str, Any]) -> None:
-        """`compare` the shards about which anything changed since the complete output `out` was
-        written."""
+    def verify_output(self, out: Path, manifest: Mapping[str, Any]) -> None:
+        """`verify` the shards that were touched since the complete output `out` was written."""
         written = (out / MANIFEST).stat().st_mtime_ns
         changed = {
-            shard
-            for shard, stamp in self._stamped(self._stamps).items()
-            if max(stamp[2:]) >= written
+            shard for shard, stamp in self._stat(self._stamps).items() if max(stamp[2:]) >= written
         }
-        self.compare(changed, manifest["sources"])
+        self.verify(changed, manifest["sources"])
 
-    def _stamped(self, shards: Iterable[str]) -> dict[str, Stamp]:
-        return stamped(self.path, shards)
+    def _stat(self, shards: Iterable[str]) -> dict[str, Stamp]:
+        return file_stamps(self.path, shards)
 
     def _hash(self, shard: str, infos: Iterable[TensorInfo]) -> str:
         digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
@@ -118,9 +114,9 @@ class Watch:
         return digest.hexdigest()
 
 
-def stamped(path: Path, shards: Iterable[str]) -> dict[str, Stamp]:
-    """What tells that a shard of the folder `path` was written to. Raises QuantkitError where one
-    is missing."""
+def file_stamps(path: Path, shards: Iterable[str]) -> dict[str, Stamp]:
+    """Stamps that change when a shard of the folder `path` is written to. Raises QuantkitError
+    where one is missing."""
     stamps = {}
     for shard in sorted(shards):
         try:

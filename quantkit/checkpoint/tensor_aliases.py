@@ -1,8 +1,8 @@
-"""Tensors that a release, or transformers, writes by other names than the model's table and the
-formats know: seen by these.
+"""Alternative tensor names of a release or of transformers, mapped to those of the model's table
+and the formats.
 
-DeepSeek-V4's table has the release's names. Of these transformers writes some otherwise, and the
-release calls scales as no other does.
+DeepSeek-V4's table has the release's names; transformers writes some of them differently, and the
+release names its scales like no other one.
 """
 
 import re
@@ -22,28 +22,30 @@ _NAMES: dict[str, tuple[tuple[re.Pattern[str], str], ...]] = {
         (re.compile(r"\.scale$"), ".weight_scale_inv"),
     ),
 }
-"""By model_type of config.json: patterns and what replaces them, one after the other."""
+"""By model_type of config.json: (pattern, replacement), applied in order."""
 
 
-def renamed(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The tensors by names that are known."""
-    names = known_names(config, tensors)
+def apply_aliases(
+    config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
+) -> dict[str, TensorInfo]:
+    """The tensors under the names of the model's table."""
+    names = aliases(config, tensors)
     return {
-        names.get(name, name): replace(one, name=names[name]) if name in names else one
-        for name, one in tensors.items()
+        names.get(name, name): replace(info, name=names[name]) if name in names else info
+        for name, info in tensors.items()
     }
 
 
-def known_names(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
-    """Names of tensors that are seen by others, and these. None becomes one that is there, or that
-    another becomes."""
+def aliases(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
+    """Stored name -> name of the model's table, where they differ. A name never maps to one that
+    exists, or that another maps to."""
     found: dict[str, str] = {}
-    taken = set(names)
+    used = set(names)
     for name in names:
-        own = name
+        alias = name
         for pattern, replacement in _NAMES.get(str(config.get("model_type")), ()):
-            own = pattern.sub(replacement, own)
-        if own not in taken:
-            found[name] = own
-            taken.add(own)
+            alias = pattern.sub(replacement, alias)
+        if alias not in used:
+            found[name] = alias
+            used.add(alias)
     return found

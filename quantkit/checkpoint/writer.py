@@ -1,16 +1,15 @@
-"""CheckpointWriter: an output that may be killed at any moment and goes on where it was, to the
-same bytes.
+"""CheckpointWriter: an output that can be killed at any moment and resumes to the same bytes.
 
-OUT.partial/ holds the shards at their final size from the start; every tensor has its place
-(layout.py). A unit, a handful of tensors such as one expert, is written in place, then entered in
-the journal; a unit that is not there, or whose bytes are not those of its entry, is simply written
-again. Index, config and other files come last, and OUT.partial is renamed to OUT: OUT exists only
-complete. Units are hashed and written behind the back of who makes them, in their order: memory is
-one unit, and up to 512 MiB of units that wait. Several processes may write disjoint units of one
-output, each with its own `rank`; one of
-them finishes. Two runs cannot: each rank holds a lock from beginning to end.
+OUT.partial/ holds the shards at their final size from the start, and every tensor has a fixed place
+(header.py). A work unit, a few tensors such as one expert, is written in place and then entered in
+the journal. A unit without an entry, or whose bytes do not match its entry, is written again.
+Index, config and other files come last, and OUT.partial is renamed to OUT, so OUT only exists when
+complete. Units are hashed and written by background threads, in order: memory is one unit plus at
+most 512 MiB of queued units. Several processes may write disjoint units of one output, each with
+its own `rank`, and one of them finishes. Two runs cannot write the same output: each rank holds a
+lock throughout.
 
-Files are made with mode 0666 less the umask, as any program's are.
+Files are created with mode 0666 minus the umask.
 """
 
 import errno
@@ -32,47 +31,57 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from quantkit.checkpoint.background_writer import BackgroundWriter
-from quantkit.checkpoint.header import TensorInfo, TensorSpec, bytes_of, read_at, write_at
-from quantkit.checkpoint.host_memory import host_memory
-from quantkit.checkpoint.journal import Journal, JournalEntry, Journals, lock_path
-from quantkit.checkpoint.layout import Layout, Shard, plan_layout
-from quantkit.checkpoint.lock import check_free
-from quantkit.checkpoint.manifest import MANIFEST, list_files
-from quantkit.checkpoint.output_dir import absolute, check_apart, partial_of
-from quantkit.checkpoint.output_swap import remove_leftovers, replace_directory
-from quantkit.checkpoint.source_guard import Digests, Watch
-from quantkit.checkpoint.unfinished import (
+from quantkit.checkpoint.header import (
+    Layout,
+    Shard,
+    TensorInfo,
+    TensorSpec,
+    bytes_of,
+    plan_layout,
+    read_at,
+    write_at,
+)
+from quantkit.checkpoint.journal import Journal, JournalEntry, JournalReader, lock_path
+from quantkit.checkpoint.lock import check_unlocked
+from quantkit.checkpoint.manifest import MANIFEST, file_entries
+from quantkit.checkpoint.output_dir import (
     STATE,
+    absolute,
+    check_disjoint,
     check_files,
     check_partial,
     check_run,
     check_target,
-    note_files,
+    partial_path,
+    register_files,
+    remove_leftovers,
+    replace_directory,
 )
+from quantkit.checkpoint.shards import host_memory
+from quantkit.checkpoint.source_guard import Digests, SourceGuard
 from quantkit.common.errors import Interrupted, QuantkitError
 from quantkit.common.sizes import format_bytes
 
 _INDEX = "model.safetensors.index.json"
 _CHUNK = 16 * 2**20
 _READ_WRITE = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-WAITING = 512 * 2**20
-"""Bytes of units that may wait to be written."""
+MAX_QUEUED = 512 * 2**20
+"""Bytes of units that may be queued."""
 _PINNED = 128 * 2**20
-"""Bytes of the largest tensor of a device for which page-locked memory is kept."""
+"""Bytes of the largest device tensor that is copied to page-locked memory."""
 _HASHERS = max(1, min(4, (os.cpu_count() or 1) // 16))
-"""Threads that hash units and what they are made from. One is behind a GPU."""
-_SYNC_SECONDS = 5.0  # how much work a power failure may cost
+"""Threads that hash units and their sources. One cannot keep up with a GPU."""
+_SYNC_SECONDS = 5.0  # work that a power failure may cost
 
 
 class CheckpointWriter:
     """Writes the tensors of `specs` to `out`, unit by unit.
 
     fingerprint: what determines the output (source, recipe, version); an unfinished output with
-    another one is refused.
-    overwrite: `out` may exist, if quantkit made it, and is replaced when this output is complete;
-    an unfinished output with another fingerprint is discarded. inputs: files and directories that
-    must not be written to. watch: tells when the source changes. Raises QuantkitError before
-    anything is written if `out` may not be made or the disk is too small.
+    another one is refused. overwrite: `out` may exist if quantkit wrote it, and is replaced when
+    this output is complete; an unfinished output with another fingerprint is discarded. inputs:
+    files and directories that must not be written to. guard: detects changes of the source. Raises
+    QuantkitError before anything is written where `out` is not allowed or the disk is too small.
     """
 
     def __init__(
@@ -85,70 +94,69 @@ class CheckpointWriter:
         shard_bytes: int = 5_000_000_000,
         rank: int = 0,
         inputs: Iterable[Path] = (),
-        watch: Watch | None = None,
+        guard: SourceGuard | None = None,
     ) -> None:
         self.out = absolute(out)
-        self.partial = partial_of(self.out)
+        self.partial = partial_path(self.out)
         self.layout: Layout = plan_layout(specs, shard_bytes)
-        self._inputs, self._watch = tuple(inputs), watch
+        self._inputs, self._guard = tuple(inputs), guard
         self._state = self.partial / STATE
-        self._checked: set[str] = set()
+        self._verified: set[str] = set()
         self._unsynced: set[str] = set()
         self._synced_at = time.monotonic()
         self._run = {**fingerprint, "layout": self.layout.digest}
         prepare(self.out, self._inputs, rank)
-        with _told(self.out):
+        with _os_errors(self.out):
             check_target(self.out, self._run, overwrite)
             check_partial(self.partial)
-            if not self.partial.exists():  # nothing is left of a run that has no room
+            if not self.partial.exists():  # before a run without enough room creates anything
                 _check_disk(self.partial.parent, sum(shard.size for shard in self.layout.shards))
             self._state.mkdir(parents=True, exist_ok=True)
             with _locked(self._state / "setup.lock"):
-                check_target(
-                    self.out, self._run, overwrite
-                )  # again: another run may have finished meanwhile
+                # Again: another run may have finished meanwhile.
+                check_target(self.out, self._run, overwrite)
                 check_files(self.partial)
                 check_run(self.partial, self._run, rank, discard=overwrite)
                 self._create_shards()
                 self._journal = Journal(self._state, rank, self._run)
-            # All at once: units are read here and written elsewhere at the same time.
+            # Opened here: units are read by this thread while the background thread writes others.
             self._descriptors = {
                 shard.name: os.open(self.partial / shard.name, _READ_WRITE)
                 for shard in self.layout.shards
             }
-            self._journals = Journals(self._state)
-            self._entries = self._journals.more()
-        self._background = BackgroundWriter(WAITING)
+            self._journals = JournalReader(self._state)
+            self._entries = self._journals.read_new()
+        self._background = BackgroundWriter(MAX_QUEUED)
         self._hashing = ThreadPoolExecutor(_HASHERS, "source hash")
-        self._waiting: set[str] = set()
+        self._queued: set[str] = set()
 
-    def done(self, unit: str) -> bool:
-        """Whether the unit was written, by this or an earlier run, and its bytes are still what was
-        written."""
-        self._written(unit)
+    def is_done(self, unit: str) -> bool:
+        """Whether the unit was written, by this or an earlier run, and its stored bytes are still
+        intact."""
+        self._wait_for(unit)
         entry = self._entries.get(unit)
         if entry is None:
             return False
-        if unit not in self._checked:
+        if unit not in self._verified:
             if self._hash_stored(entry) != entry.sha256:
                 del self._entries[unit]
                 return False
-            self._checked.add(unit)
+            self._verified.add(unit)
         return True
 
-    def note(self, unit: str) -> dict[str, Any]:
-        """The facts that were given with a finished unit."""
-        self._written(unit)
+    def facts(self, unit: str) -> dict[str, Any]:
+        """The facts that were passed with a finished unit."""
+        self._wait_for(unit)
         return self._entries[unit].facts
 
-    def reread(self) -> None:
-        """Learn what other ranks have written since."""
-        self.settle()
-        self._entries |= self._journals.more()
+    def refresh(self) -> None:
+        """Read which units other ranks have written meanwhile."""
+        self.wait()
+        self._entries |= self._journals.read_new()
 
     def read(self, unit: str) -> dict[str, Tensor]:
-        """The tensors of a finished unit, as they were written."""
-        self._written(unit)
+        """The tensors of a finished unit, as stored."""
+        self._wait_for(unit)
         tensors = {}
         for name in self._entries[unit].tensors:
             info = self.layout.tensors[name]
@@ -158,16 +166,15 @@ class CheckpointWriter:
 
     @property
     def state_dir(self) -> Path:
-        """Where a run may keep what it needs to go on after a kill; gone when the output is
-        complete."""
+        """Directory for a run's own resume state; removed when the output is complete."""
         return self._state
 
     def write(
         self, unit: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any] | None = None
     ) -> None:
-        """Have a unit's tensors, as they are now, written in their places and the unit entered in
-        the journal; from then on no kill of this process undoes it. Raises QuantkitError where this
-        or an earlier unit could not be written, at the latest from `settle`."""
+        """Queue a unit's tensors, with their current values, to be written and entered in the
+        journal; from then on killing this process does not lose it. Raises QuantkitError where this
+        or an earlier unit could not be written, at the latest from `wait`."""
         for name, tensor in tensors.items():
             info = self.layout.tensors[name]
             assert tensor.dtype == info.dtype, f"{name} is {tensor.dtype}, planned {info.dtype}"
@@ -175,47 +182,49 @@ class CheckpointWriter:
                 f"{name} is {tuple(tensor.shape)}, planned {info.shape}"
             )
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        # What waits must not change when its maker goes on; what is too large to wait is not held
-        # twice.
+        # Queued tensors are copied, because the caller may change its own; a unit too large to be
+        # queued is written before this returns and needs no copy.
         held = {
-            name: _on_host(tensor.detach(), nbytes <= WAITING) for name, tensor in tensors.items()
+            name: _on_host(tensor.detach(), nbytes <= MAX_QUEUED)
+            for name, tensor in tensors.items()
         }
-        self._waiting.add(unit)
-        own = self._hashing.submit(_digest, held)
+        self._queued.add(unit)
+        digest = self._hashing.submit(_digest, held)
         source = (
-            self._hashing.submit(self._watch.digests, unit) if self._watch is not None else None
+            self._hashing.submit(self._guard.digests, unit) if self._guard is not None else None
         )
-        self._background.hand_over(
-            lambda: self._write(unit, held, dict(facts or {}), own, source), nbytes
+        self._background.submit(
+            lambda: self._write(unit, held, dict(facts or {}), digest, source), nbytes
         )
 
-    def afterwards(self, job: Callable[[], None]) -> None:
-        """Have `job` done when all units so far are written. Raises as `write` does."""
+    def run_after(self, job: Callable[[], None]) -> None:
+        """Run `job` on the background thread when all units so far are written. Raises as `write`
+        does."""
 
-        def told() -> None:
-            with _told(self.out):
+        def guarded() -> None:
+            with _os_errors(self.out):
                 job()
 
-        self._background.hand_over(told, 0)
+        self._background.submit(guarded, 0)
 
-    def settle(self) -> None:
-        """Returns when all units are written."""
-        self._background.settle()
-        self._waiting.clear()
+    def wait(self) -> None:
+        """Block until all units are written."""
+        self._background.wait()
+        self._queued.clear()
 
-    def _written(self, unit: str) -> None:
-        if unit in self._waiting:
-            self.settle()
+    def _wait_for(self, unit: str) -> None:
+        if unit in self._queued:
+            self.wait()
 
     def _write(
         self,
         unit: str,
         held: dict[str, Tensor],
         facts: dict[str, Any],
-        own: Future[str],
+        digest: Future[str],
         source: Future[Digests] | None,
     ) -> None:
-        with _told(self.out):
+        with _os_errors(self.out):
             for name, tensor in held.items():
                 write_at(
                     self._descriptors[self.layout.tensors[name].shard],
@@ -223,14 +232,14 @@ class CheckpointWriter:
                     self.layout.tensors[name].offset,
                 )
             entry = JournalEntry(
-                unit, tuple(sorted(held)), own.result(), facts, source.result() if source else {}
+                unit, tuple(sorted(held)), digest.result(), facts, source.result() if source else {}
             )
             self._journal.append(entry)
             self._unsynced |= {self.layout.tensors[name].shard for name in held}
             if time.monotonic() - self._synced_at > _SYNC_SECONDS:
                 self._sync()
         self._entries[unit] = entry
-        self._checked.add(unit)
+        self._verified.add(unit)
 
     def finish(
         self,
@@ -238,12 +247,12 @@ class CheckpointWriter:
         extra: Mapping[str, bytes],
         manifest: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write index, config.json, `extra` files and the manifest, and turn OUT.partial into OUT.
+        """Write index, config.json, `extra` files and the manifest, and rename OUT.partial to OUT.
         Every planned tensor must be written.
 
-        With several processes: one calls this, when all have written their units and closed.
+        With several processes, one calls this after all have written their units and closed.
         """
-        self.reread()
+        self.refresh()
         self.check_source()
         written = {name for entry in self._entries.values() for name in entry.tensors}
         assert written == self.layout.tensors.keys(), (
@@ -257,48 +266,48 @@ class CheckpointWriter:
         }
         files = {_INDEX: _json(index), "config.json": _json(config), **extra}
         files[MANIFEST] = self._manifest(files, manifest or {})
-        with _told(self.out):
-            note_files(self.partial, files)
+        with _os_errors(self.out):
+            register_files(self.partial, files)
             for name, content in files.items():
                 assert Path(name).name == name, name
                 _write_file(self.partial / name, content)
-            check_apart(self.out, self._inputs)
+            check_disjoint(self.out, self._inputs)
             self._flush()
             replace_directory(self.partial, self.out, STATE)
         self.close()
 
     def check_source(self) -> None:
-        """Raise QuantkitError naming a shard of the source that is no longer what finished units
-        were made from."""
-        if self._watch is not None:
-            self._watch.check(
+        """Raise QuantkitError naming a source shard that differs from what finished units were
+        computed from."""
+        if self._guard is not None:
+            self._guard.check(
                 self._state / "source.json",
                 {unit: entry.source for unit, entry in self._entries.items()},
             )
 
-    def finished(self, units: Collection[str]) -> str:
-        """How many of `units` are written, by this and other processes, in words; empty if none
+    def progress(self, units: Collection[str]) -> str:
+        """How many of `units` are written, by this and other processes, as a text; empty if none
         is."""
-        number = len(Journals(self._state).more().keys() & set(units))
+        number = len(JournalReader(self._state).read_new().keys() & set(units))
         return f"{number} of {len(units)} units are done" if number else ""
 
     @contextmanager
-    def keeping(self, units: Collection[str]) -> Iterator[None]:
-        """Where the block is interrupted, close and raise Interrupted: of these units, what is kept
-        and where."""
+    def report_interrupt(self, units: Collection[str]) -> Iterator[None]:
+        """On KeyboardInterrupt in the block: close, and raise Interrupted with how many of `units`
+        are done and where they are kept."""
         try:
             yield
         except KeyboardInterrupt as stop:
             self.close()
-            kept = (
-                f"{self.finished(units) or 'no unit is done'}, kept in {self.partial}"
+            state = (
+                f"{self.progress(units) or 'no unit is done'}, kept in {self.partial}"
                 if self._state.exists()
                 else f"{self.out} is complete"
             )
-            raise Interrupted(kept) from stop
+            raise Interrupted(state) from stop
 
     def _manifest(self, files: Mapping[str, bytes], more: Mapping[str, Any]) -> bytes:
-        listed = list_files({shard.name: shard.size for shard in self.layout.shards}, files)
+        listed = file_entries({shard.name: shard.size for shard in self.layout.shards}, files)
         sources = {
             unit: entry.source for unit, entry in sorted(self._entries.items()) if entry.source
         }
@@ -315,8 +324,8 @@ class CheckpointWriter:
             self._sync()
 
     def close(self) -> None:
-        """Flush to disk and release files and lock; what was written stays, for another run to go
-        on with."""
+        """Flush to disk and release files and lock; what was written stays for another run to
+        resume."""
         try:
             self._flush()
         finally:
@@ -346,13 +355,15 @@ class CheckpointWriter:
 
     def _create_shards(self) -> None:
         missing = [
-            shard for shard in self.layout.shards if not _intact(self.partial / shard.name, shard)
+            shard
+            for shard in self.layout.shards
+            if not _is_intact(self.partial / shard.name, shard)
         ]
         _check_disk(self.partial.parent, sum(shard.size for shard in missing))
-        note_files(self.partial, (shard.name for shard in self.layout.shards))
+        register_files(self.partial, (shard.name for shard in self.layout.shards))
         for shard in missing:
             fresh = self.partial / f"{shard.name}.new"
-            with _created(fresh) as file:
+            with _create(fresh) as file:
                 _allocate(file.fileno(), shard.size)
                 file.write(shard.header)
                 file.flush()
@@ -370,27 +381,27 @@ class CheckpointWriter:
 
 
 def prepare(out: Path, inputs: Iterable[Path] = (), rank: int = 0) -> None:
-    """Raise QuantkitError where `out` is not apart from the inputs, or another process writes it;
-    clear up what a kill left to do."""
+    """Raise QuantkitError where `out` overlaps an input, or another process writes it; finish the
+    cleanup of a run that was killed at its end."""
     out = absolute(out)
-    with _told(out):
-        check_apart(out, inputs)
-        for directory in (partial_of(out), out):
-            check_free(lock_path(directory / STATE, rank), out)
+    with _os_errors(out):
+        check_disjoint(out, inputs)
+        for directory in (partial_path(out), out):
+            check_unlocked(lock_path(directory / STATE, rank), out)
         if rank == 0:
-            remove_leftovers(partial_of(out), out, STATE)
+            remove_leftovers(partial_path(out), out, STATE)
 
 
 def _on_host(tensor: Tensor, copy: bool) -> Tensor:
-    """Contiguous; of a device's, in memory that such tensors take turns in. copy: also of what is
-    on the host."""
+    """A contiguous tensor on the host, page-locked for small device tensors. copy: also copy a
+    tensor that is on the host already."""
     if tensor.device.type == "cpu" or tensor.nbytes > _PINNED:
         return tensor.to("cpu", copy=copy).contiguous()
     return host_memory(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """sha256 over the tensors' bytes in order of their names."""
+    """sha256 over the tensors' bytes, in order of their names."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(bytes_of(tensors[name]))
@@ -405,42 +416,42 @@ def _stored_chunks(descriptor: int, info: TensorInfo) -> Iterator[memoryview]:
 
 
 def _check_disk(folder: Path, needed: int) -> None:
-    """folder: may not be there yet."""
-    free = shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.exists())).free
+    """folder: need not exist yet."""
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     if needed > free:
         fault = f"{folder} has {format_bytes(free)} free and the output needs {format_bytes(needed)} more"
         raise QuantkitError(fault, f"free {format_bytes(needed - free)}, or choose another --out")
 
 
-def _intact(path: Path, shard: Shard) -> bool:
+def _is_intact(path: Path, shard: Shard) -> bool:
     if not path.exists() or path.stat().st_size != shard.size:
         return False
     with path.open("rb") as file:
         return file.read(len(shard.header)) == shard.header
 
 
-def _allocate(descriptor: int, format_bytes: int) -> None:
-    """Reserve the space now, so that the disk does not fill in the middle; a file system that
-    cannot gets a sparse file."""
+def _allocate(descriptor: int, nbytes: int) -> None:
+    """Reserve the space now, so that the disk does not fill up midway; a file system that cannot
+    reserve gets a sparse file."""
     try:
-        os.posix_fallocate(descriptor, 0, format_bytes)
+        os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
-        os.ftruncate(descriptor, format_bytes)
+        os.ftruncate(descriptor, nbytes)
 
 
 def _write_file(path: Path, content: bytes) -> None:
     fresh = path.with_name(f"{path.name}.new")
-    with _created(fresh) as file:
+    with _create(fresh) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     fresh.rename(path)
 
 
-def _created(path: Path) -> IO[bytes]:
-    """A new file, in place of what had the name: never written through a link."""
+def _create(path: Path) -> IO[bytes]:
+    """A new file that replaces an old one of that name; never written through a link."""
     path.unlink(missing_ok=True)
     return path.open("xb")
 
@@ -451,28 +462,28 @@ def _json(value: Mapping[str, Any]) -> bytes:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Setting up is one process at a time. The lock goes with the process, however it ends."""
+    """Serializes setup between processes. The lock is released when the process ends."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 @contextmanager
-def _told(out: Path) -> Iterator[None]:
-    """Faults of the file system as one line."""
+def _os_errors(out: Path) -> Iterator[None]:
+    """Turn file system errors into a one-line QuantkitError."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise QuantkitError(
                 f"the disk is full while writing {out}",
-                "free some space and run the same command: it goes on",
+                "free some space and run the same command: it resumes",
             ) from error
         raise QuantkitError(
             f"cannot write {out}: {error.strerror}",
-            "mend that and run the same command: it goes on",
+            "fix that and run the same command: it resumes",
         ) from error
-    except SafetensorError as error:  # what its writer makes of an OSError
+    except SafetensorError as error:  # safetensors wraps OSError
         raise QuantkitError(
-            f"cannot write {out}: {error}", "mend that and run the same command: it goes on"
+            f"cannot write {out}: {error}", "fix that and run the same command: it resumes"
         ) from error

@@ -86,7 +86,7 @@ def bench(
 ) -> None:
     """Speed over a grid of input lengths and concurrencies: TTFT, TPOT, ITL, tokens/s, goodput, as
     vllm bench serve defines them."""
-    from quantkit.checkpoint.output_dir import check_folder
+    from quantkit.checkpoint.output_dir import check_results_folder
     from quantkit.common.atomic_write import check_writable, make_folder
     from quantkit.evaluation.results.folder import local_models
     from quantkit.evaluation.speed.measure import measure_grid
@@ -97,7 +97,7 @@ def bench(
     rates, limits = _rates(request_rate), _limits(goodput)
     texts = read_prompts(prompts) if prompts is not None else []
     if out_dir is not None:
-        check_folder(out_dir, local_models([model]))
+        check_results_folder(out_dir, local_models([model]))
         make_folder(out_dir)
         check_writable(out_dir / "bench.json", "--out")
     place: dict[str, Any] = {
@@ -163,13 +163,13 @@ def _result(
 ) -> dict[str, Any]:
     """bench.json: where it ran, what was asked, every cell, and what others published of this
     model."""
-    from quantkit.checkpoint.hub import plain_name
+    from quantkit.checkpoint.hub import model_basename
     from quantkit.evaluation.openai_server import is_url
     from quantkit.evaluation.results.hardware import describe_machine
     from quantkit.evaluation.results.published import published_speeds_of
     from quantkit.evaluation.speed.endpoint import EndpointTarget
 
-    name = target.model if isinstance(target, EndpointTarget) else plain_name(model)
+    name = target.model if isinstance(target, EndpointTarget) else model_basename(model)
     machine = {"hardware": target.name} if is_url(model) else describe_machine(device)
     about: dict[str, Any] = {
         "target": target.name,

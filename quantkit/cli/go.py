@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.checkpoint.hub import plain_name
+from quantkit.checkpoint.hub import model_basename
 from quantkit.cli import bars, console
 from quantkit.cli.options import AsJson, EngineName, Model, scheme_names
 from quantkit.cli.stopping import stoppable
@@ -68,7 +68,7 @@ def go(
 ) -> None:
     """From a model to its launch: choose scheme and engine for your devices, quantize, measure.
     Stopped, it goes on when given again."""
-    out = out_dir or Path(f"{plain_name(model)}-go")
+    out = out_dir or Path(f"{model_basename(model)}-go")
     if not yes and not sys.stdin.isatty() and not (out / "go.json").exists():
         raise QuantkitError(
             "quantkit go asks before it begins, and there is no terminal to ask on", "give --yes"

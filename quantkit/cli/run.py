@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit.checkpoint.hub import find_model, plain_name
+from quantkit.checkpoint.hub import find_model, model_basename
 from quantkit.cli import console
 from quantkit.cli.console import err, out, print_json
 from quantkit.cli.options import (
@@ -282,7 +282,7 @@ def serve(
             host, port, api_key, max_queue, limits=limits, tool_parser=tool_parser, log=log
         )
         with closing(engine), _written(engine, count_experts):
-            run_server(engine, served_name or plain_name(model), options, sockets)
+            run_server(engine, served_name or model_basename(model), options, sockets)
 
 
 def _sockets(host: str, port: int) -> AbstractContextManager[list[socket]]:
@@ -381,7 +381,7 @@ def deploy(
         layout=layout,
         context=context,
         guesses=mtp,
-        name=plain_name(model),
+        name=model_basename(model),
         **machine_of,
     )
     told = planned.as_dict() | {

@@ -11,7 +11,7 @@ from string import Template
 from typing import Any
 
 from quantkit.checkpoint.aux_files import has_tokenizer
-from quantkit.checkpoint.hub import plain_name
+from quantkit.checkpoint.hub import model_basename
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.bind import host_in_url
 from quantkit.common.errors import QuantkitError
@@ -202,7 +202,7 @@ def deploy(
     load = find_load(engine, checkpoint, recipe.device)
     common = {
         "model": str(path),
-        "name": name or plain_name(str(path)),
+        "name": name or model_basename(str(path)),
         "context": str(context),
         "nic": nic,
         "first_host_in_url": host_in_url(hosts[0]),

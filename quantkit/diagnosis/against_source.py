@@ -295,7 +295,7 @@ class SourceComparison:
             return None
         cuts = []
         for start, stop in ranges:
-            weight, first = self.checkpoint.share(
+            weight, first = self.checkpoint.weight_slice(
                 module, "N", start, min(stop, self.checkpoint.shape(module)[0])
             )
             cuts.append(dequantize(weight)[start - first : stop - first])

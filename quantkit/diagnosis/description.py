@@ -6,8 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quantkit.checkpoint.check import QuantizedLinear, is_plain, quantized_linear
-from quantkit.checkpoint.description import check_description
+from quantkit.checkpoint.check import (
+    QuantizedLinear,
+    check_description,
+    is_unquantized,
+    quantized_linear,
+)
 from quantkit.checkpoint.formats import FORMATS, detect_format, fp8_block
 from quantkit.checkpoint.formats.base import FLOAT_DTYPES, HEAD, SLIM_FILES, Format, is_cache_alone
 from quantkit.checkpoint.header import TensorInfo
@@ -465,7 +469,7 @@ def _find_orphans(
     orphans = [
         tensor.name for tensor in rest if tensor.name.endswith((*_PARTS, *format.own_suffixes))
     ]
-    odd = [tensor for tensor in rest if not is_plain(tensor)]
+    odd = [tensor for tensor in rest if not is_unquantized(tensor)]
     strange = [tensor for tensor in odd if tensor.name not in orphans]
     if orphans:
         findings.add(

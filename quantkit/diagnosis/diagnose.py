@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.hub import find_local
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.remote import HeadersOnly, open_headers
+from quantkit.checkpoint.remote import HeaderCheckpoint, open_headers
 from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.against_source import SourceComparison, is_matrix
 from quantkit.diagnosis.behaviour import SublayerError, compare_behaviour, read_compared
@@ -284,7 +284,10 @@ def _open(patient: Patient, engine: str | None, findings: DiagnosisFindings) -> 
     if engine is None and findings.verdict == "bad":
         return
     try:
-        kind, seen = (Checkpoint if patient.survey.has_weights else HeadersOnly), patient.survey
+        kind, seen = (
+            (Checkpoint if patient.survey.has_weights else HeaderCheckpoint),
+            patient.survey,
+        )
         checkpoint = kind(seen.path, seen.config, seen.side, seen.tensors)
         if is_known(checkpoint.config) and not findings.has("mtp-missing", "mtp-incomplete"):
             check_stored(checkpoint, read_model(checkpoint).rows)

@@ -143,7 +143,7 @@ def _against_table(checkpoint: Checkpoint) -> dict[str, Any]:
         "mtp_layers": model.config.num_nextn_predict_layers,
         "missing": missing,
         "misshapen": misshapen,
-        "unknown": sorted(set(checkpoint.tensors) - owned - checkpoint.step_names),
+        "unknown": sorted(set(checkpoint.tensors) - owned - checkpoint.cache_scale_names),
     }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantkit.calibrate.linear_solver import Solver
 from quantkit.calibrate.recipe import load_recipe
-from quantkit.checkpoint.aux_files import COMPANIONS
+from quantkit.checkpoint.aux_files import AUX_FILES
 from quantkit.checkpoint.formats.base import SLIM_FILES
 from quantkit.checkpoint.formats.gptq import Gptq
 from quantkit.checkpoint.header import TensorSpec
@@ -89,7 +89,7 @@ def repair(
 def _files(seen: Survey) -> tuple[dict[str, bytes], dict[str, QuantkitError]]:
     """What lies beside the weights, and why some of it cannot be read."""
     found, unreadable = dict[str, bytes](), dict[str, QuantkitError]()
-    for name in (*COMPANIONS, *seen.side):
+    for name in (*AUX_FILES, *seen.side):
         if name in seen.names:
             try:
                 found[name] = read_file(seen.path / name)
@@ -310,9 +310,7 @@ def _take_settings(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint) -> No
     if has("tokenizer-broken", "tokenizer-missing", "tokenizer-differs", "tokenizer-too-large", "template-missing", "template-broken",
            "template-differs", "template-foreign", "eos-outside", "eos-lost", "eos-differs", "token-outside", "sampling-wrong",
            "sampling-differs", "special-token-unknown", "text-cut"):  # fmt: skip
-        taken = [
-            name for name in COMPANIONS if (origin.path / name).is_file() and name != "LICENSE"
-        ]
+        taken = [name for name in AUX_FILES if (origin.path / name).is_file() and name != "LICENSE"]
         if has(
             "template-broken", "template-differs", "template-foreign"
         ):  # a file of its own hides tokenizer_config.json's

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from quantkit.checkpoint.aux_files import TOKENIZERS
+from quantkit.checkpoint.aux_files import TOKENIZER_FILES
 from quantkit.diagnosis.fields import check_fields
 from quantkit.diagnosis.findings import DiagnosisFindings
 from quantkit.diagnosis.generation import (
@@ -64,7 +64,7 @@ def check_settings(survey: Survey, structure: Structure, findings: DiagnosisFind
     """What the files say of themselves and of each other."""
     rows = _embedding_rows(survey, structure)
     vocabulary, added = _vocabulary(survey, findings)
-    if not any(name in survey.names for name in TOKENIZERS):
+    if not any(name in survey.names for name in TOKENIZER_FILES):
         findings.add(
             "tokenizer-missing",
             str(survey.path),

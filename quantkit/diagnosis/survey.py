@@ -13,22 +13,22 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.checkpoint.aux_files import SETTINGS
+from quantkit.checkpoint.aux_files import JSON_AUX_FILES
 from quantkit.checkpoint.formats.base import SIDE_FILES
 from quantkit.checkpoint.header import TensorInfo, read_header
-from quantkit.checkpoint.hub import fetch_small, find_local, read_header_of
-from quantkit.checkpoint.reader import WITHOUT_PICKLES, pickles_of, told_pickles
+from quantkit.checkpoint.hub import fetch_small, find_local, read_shard_header
+from quantkit.checkpoint.reader import PICKLE_REMEDY, describe_pickles, find_pickles
 from quantkit.checkpoint.remote import remote_tensor
 from quantkit.checkpoint.shards import Shards
-from quantkit.checkpoint.stacked_layouts import unstacked
-from quantkit.checkpoint.tensor_aliases import known_names
+from quantkit.checkpoint.stacked_experts import split_stacked_experts
+from quantkit.checkpoint.tensor_aliases import aliases
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import LARGEST, is_inside, is_there, read_json, read_text
 from quantkit.diagnosis.findings import DiagnosisFindings
 
 INDEX = "model.safetensors.index.json"
 TEMPLATE = "chat_template.jinja"
-_READ = (*SETTINGS, "tokenizer.json")
+_READ = (*JSON_AUX_FILES, "tokenizer.json")
 """JSON files beside the weights that are looked at."""
 _OLDER_KEY = "compression_config"
 BLOCK = 16 << 20
@@ -65,8 +65,8 @@ class Survey:
     def __post_init__(self) -> None:
         self.shards = Shards(self.path)
         self.renamed: dict[str, str] = {}
-        self.rename(known_names(self.config, self.tensors))
-        self.tensors = unstacked(self.config, self.tensors)
+        self.rename(aliases(self.config, self.tensors))
+        self.tensors = split_stacked_experts(self.config, self.tensors)
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +117,7 @@ def _of_hub(model: str, findings: DiagnosisFindings) -> Survey:
     folder, sizes = fetch_small(model, ("config.json", *SIDE_FILES, *_READ, INDEX, TEMPLATE))
 
     def header(shard: str) -> dict[str, TensorInfo]:
-        entries = read_header_of(model, shard, sizes[shard])
+        entries = read_shard_header(model, shard, sizes[shard])
         return {name: remote_tensor(model, shard, name, entry) for name, entry in entries.items()}
 
     names = frozenset(name for name in sizes if "/" not in name)
@@ -220,13 +220,15 @@ def _tensors(
     if not weight_map and len(there) > 1:
         findings.add("index-missing", INDEX, f"{len(there)} shards and no index")
     if not wanted:
-        pickles = pickles_of(names)
-        told = f"no safetensors file is there{f', but {told_pickles(pickles)}' if pickles else ''}"
+        pickles = find_pickles(names)
+        told = (
+            f"no safetensors file is there{f', but {describe_pickles(pickles)}' if pickles else ''}"
+        )
         findings.add(
             "shard-missing",
             str(path),
             told,
-            WITHOUT_PICKLES if pickles else "give the directory of a complete checkpoint",
+            PICKLE_REMEDY if pickles else "give the directory of a complete checkpoint",
         )
     shards = sorted(wanted & there)
     with ThreadPoolExecutor(_AT_ONCE) as pool:

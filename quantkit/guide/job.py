@@ -17,7 +17,7 @@ from typing import Any
 from quantkit import api
 from quantkit.calibrate.data import load_sequences
 from quantkit.calibrate.recipe import Recipe, load_recipe
-from quantkit.checkpoint.hub import find_model, plain_name
+from quantkit.checkpoint.hub import find_model, model_basename
 from quantkit.checkpoint.manifest import MANIFEST
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.atomic_write import write_atomic
@@ -143,7 +143,7 @@ class GuidedJob:
 
     def __init__(self, request: GoRequest, choice: Agreed, record: Record, tell: Listeners) -> None:
         self.request, self.choice, self.record, self.tell = request, choice, record, tell
-        self.name = f"{plain_name(request.model)}-{choice.scheme}"
+        self.name = f"{model_basename(request.model)}-{choice.scheme}"
         self.target = request.out.absolute() / self.name
 
     def run(self) -> Outcome:

@@ -2,7 +2,7 @@
 with a clamped gate.
 
 Published with the experts of a layer stacked, in MXFP4 or in 16 bits; they are read as experts of
-their own (checkpoint/stacked_layouts.py).
+their own (checkpoint/stacked_experts.py).
 """
 
 from typing import Any

@@ -162,7 +162,7 @@ def check_listed(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None:
         )
         if is_linear and module not in checkpoint.linears and not ignored(module):
             raise QuantkitError(
-                f"{module} is unquantized, but {checkpoint.described} does not list it so",
+                f"{module} is unquantized, but {checkpoint.description_file} does not list it so",
                 "add it to the list",
             )
 

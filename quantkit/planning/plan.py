@@ -264,7 +264,7 @@ def plan(
     fits, placed = _placed(rows, job, target, place)
     laid_out = None if layout is None else _laid_out(rows, job, engine, layout, place, devices)
     peak, least = (expected_peak(job, memory)[0] for memory in (None, 0))
-    stored = sum(tensor.nbytes for tensor in job.checkpoint.whole.tensors.values())
+    stored = sum(tensor.nbytes for tensor in job.checkpoint.unpruned.tensors.values())
     work = job_work(job, job.linears, stored + output, tokens)
     state = (
         2 * peak.hidden

@@ -8,11 +8,10 @@ from typing import Any
 
 from quantkit.calibrate.embed_and_head import Ends
 from quantkit.calibrate.source_model import ParameterReader
-from quantkit.checkpoint.aux_files import SETTINGS, read_companions
-from quantkit.checkpoint.check import CACHE_PARTS
+from quantkit.checkpoint.aux_files import JSON_AUX_FILES, read_aux_files
+from quantkit.checkpoint.check import CACHE_SCALES
 from quantkit.checkpoint.formats.base import Format
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.stacked_experts import cut_up
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import LARGEST, is_there, read_json
 from quantkit.grids.schemes import Grid, IntGrid, Scheme
@@ -27,7 +26,7 @@ from quantkit.tokenizer.chat import ChatTokenizer
 DROPPED = {
     r".*\.rotary_emb\.inv_freq": "computed from config.json",
     r"lm_head\.weight": "the embedding once more, to which config.json ties it",
-    CACHE_PARTS.pattern: "a scale of a quantized cache; this scheme's cache is 16-bit",
+    CACHE_SCALES.pattern: "a scale of a quantized cache; this scheme's cache is 16-bit",
     r".*\.(input_scale|activation_scale)": "a static activation scale of the source's own "
     "quantization",
 }
@@ -108,8 +107,8 @@ def check_companions(path: Path, *, calibrated: bool) -> None:
 
     calibrated: a tokenizer must be there.
     """
-    read_companions(path)
-    for name in SETTINGS:
+    read_aux_files(path)
+    for name in JSON_AUX_FILES:
         if is_there(path / name):
             read_json(path / name, LARGEST)
     if calibrated or is_there(path / "tokenizer.json"):
@@ -136,7 +135,7 @@ def check_length(inventory: Inventory, seq_len: int) -> None:
 def _watched_inventory(checkpoint: Checkpoint) -> Inventory:
     try:
         architecture = WatchedArchitecture(checkpoint.config)
-        cut = cut_up(checkpoint, architecture.stacks)
+        cut = checkpoint.split_stacks(architecture.stacks)
         rows = architecture.parameters(_logical_shapes(cut))
     except QuantkitError as fault:
         raise QuantkitError(
@@ -158,7 +157,7 @@ def _logical_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 def _inventory_by_name(checkpoint: Checkpoint) -> Inventory:
     tree = read_tree(checkpoint.config)
-    cut = cut_up(checkpoint, tree.stacks)
+    cut = checkpoint.split_stacks(tree.stacks)
     told = (
         f"linears are told by their names alone, and are those whose inputs 128 divides: {tree.why}"
         if tree.linears is None

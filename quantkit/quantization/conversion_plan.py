@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from quantkit import __version__
-from quantkit.checkpoint.aux_files import read_companions
+from quantkit.checkpoint.aux_files import read_aux_files
 from quantkit.checkpoint.formats import FORMATS, compressed_int4, dense
 from quantkit.checkpoint.formats.base import Format, output_config
 from quantkit.checkpoint.formats.gptq import Gptq
 from quantkit.checkpoint.formats.nvfp4 import Nvfp4
 from quantkit.checkpoint.header import TensorSpec
 from quantkit.checkpoint.reader import Checkpoint, check_finite
-from quantkit.checkpoint.stacked_experts import Stack, is_of_expert, table_stacks
+from quantkit.checkpoint.stacked_experts import Stack, expected_stacks, is_expert_tensor
 from quantkit.common.devices import dtype_name
 from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.engines.profiles import part_of
@@ -235,7 +235,7 @@ class ConversionPlan:
         self.plain_dtype = dtype or plain_dtype(checkpoint)
         parts = {name for linear in checkpoint.linears.values() for name in linear.tensors}
         self.items = [self._linear(module) for module in checkpoint.linears]
-        parts |= checkpoint.step_names  # which no other format describes
+        parts |= checkpoint.cache_scale_names  # which no other format describes
         self.items += [self._tensor(name) for name in checkpoint.tensors if name not in parts]
         if self.target is dense.FORMAT:
             self._stack_items()
@@ -291,7 +291,7 @@ class ConversionPlan:
                     False,
                     False,
                     key,
-                    (TensorSpec(stack.name, dtype, stack.whole_shape),),
+                    (TensorSpec(stack.name, dtype, stack.stacked_shape),),
                     stack,
                     pieces,
                 )
@@ -354,7 +354,7 @@ class ConversionPlan:
         """All experts of a layer in one tensor, decoded one after the other."""
         spec, worst = item.specs[0], 0.0
         whole = torch.empty(spec.shape, dtype=spec.dtype)
-        for name, room in stack.rooms(whole).items():
+        for name, room in stack.views(whole).items():
             made, error = self._convert(item.pieces[name])
             room.copy_(made[name])
             worst = max(worst, error)
@@ -402,7 +402,7 @@ class ConversionPlan:
         return config
 
     def files(self) -> dict[str, bytes]:
-        return read_companions(self.checkpoint.path) | self.target.extra_files(
+        return read_aux_files(self.checkpoint.path) | self.target.extra_files(
             self.grid, self._quantized(), self._plain()
         )
 
@@ -437,8 +437,8 @@ def published_stacks_of(
     """Tensors of all routed experts of a layer that checkpoints of this architecture hold, and
     transformers looks for. shapes: of the output's tensors by name, experts one by one."""
     if is_known(checkpoint.config):
-        return tuple(table_stacks(checkpoint.config, shapes))
-    return read_tree(checkpoint.config).stacks if any(map(is_of_expert, shapes)) else ()
+        return tuple(expected_stacks(checkpoint.config, shapes))
+    return read_tree(checkpoint.config).stacks if any(map(is_expert_tensor, shapes)) else ()
 
 
 def _read(checkpoint: Checkpoint) -> tuple[dict[str, Parameter], dict[str, Any], str]:

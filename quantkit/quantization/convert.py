@@ -7,9 +7,9 @@ from typing import Any
 
 import psutil
 
-from quantkit.checkpoint.manifest import made_for
+from quantkit.checkpoint.manifest import complete_manifest
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.source_guard import Watch
+from quantkit.checkpoint.source_guard import SourceGuard
 from quantkit.checkpoint.writer import CheckpointWriter, prepare
 from quantkit.common.devices import parse_dtype
 from quantkit.common.progress import Note, OnEvent, Progress, ignore_event, peak_memory
@@ -101,15 +101,15 @@ def convert(
         None if dtype is None else parse_dtype(dtype),
     )
     units = {f"{number:05d} {unit[0].name}": unit for number, unit in enumerate(plan.units())}
-    watch = Watch(
+    guard = SourceGuard(
         plan.checkpoint,
         {
             name: [part for item in unit for part in plan.parts(item)]
             for name, unit in units.items()
         },
     )
-    if not overwrite and (manifest := made_for(out, plan.fingerprint())):
-        watch.compare_with(out, manifest)
+    if not overwrite and (manifest := complete_manifest(out, plan.fingerprint())):
+        guard.verify_output(out, manifest)
         return _report(
             plan,
             out,
@@ -125,11 +125,11 @@ def convert(
         fingerprint=plan.fingerprint(),
         overwrite=overwrite,
         inputs=[source],
-        watch=watch,
+        guard=guard,
     )
-    with writer, writer.keeping(units):
+    with writer, writer.report_interrupt(units):
         writer.check_source()
-        if resumed := writer.finished(units):
+        if resumed := writer.progress(units):
             on_event(Note(f"resuming {out}: {resumed}"))
         changes = _write(plan, units, writer, on_event)
         writer.finish(plan.config(), plan.files(), plan.manifest(changes))
@@ -143,9 +143,9 @@ def _write(
     changes: dict[str, Change] = {}
     done = 0
     for name, unit in units.items():
-        found = writer.done(name)
+        found = writer.is_done(name)
         if found:
-            noted = writer.note(name)["changes"]
+            noted = writer.facts(name)["changes"]
         else:
             tensors, facts = plan.convert(unit)
             noted = {key: asdict(change) for key, change in facts.items()}

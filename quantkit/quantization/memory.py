@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from quantkit.calibrate.hidden_states import BATCH_TOKENS, LARGEST_KEPT, Batches
 from quantkit.calibrate.output_cost import BLOCK_ROWS
 from quantkit.calibrate.sensitivity import MOST_TOKENS, PATH_TOKENS
-from quantkit.checkpoint.writer import WAITING
+from quantkit.checkpoint.writer import MAX_QUEUED
 from quantkit.common.errors import QuantkitError
 from quantkit.models.architecture import ModelConfig
 from quantkit.models.hf_traced.skeleton import KEPT_BYTES
@@ -219,7 +219,7 @@ def nearest_peak(units: dict[str, list[Parameter]], quantized: set[str]) -> Peak
             copied
         )  # what is rounded takes a byte a value, or less
     work, where = max(moments)
-    return Peak(PROCESS_BYTES, 0, work + min(WAITING, waiting), where)
+    return Peak(PROCESS_BYTES, 0, work + min(MAX_QUEUED, waiting), where)
 
 
 def check_memory(job: Job, peak: Peak, ceiling: int | None) -> None:

@@ -14,12 +14,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quantkit.calibrate.source_model import ParameterReader
-from quantkit.checkpoint.aux_files import read_companions
+from quantkit.checkpoint.aux_files import read_aux_files
 from quantkit.checkpoint.formats.base import Format, output_config
-from quantkit.checkpoint.header import TensorSpec
-from quantkit.checkpoint.host_memory import host_memory
-from quantkit.checkpoint.safetensors_writer import save_tensors
-from quantkit.checkpoint.source_guard import Watch
+from quantkit.checkpoint.header import TensorSpec, save_tensors
+from quantkit.checkpoint.shards import host_memory
+from quantkit.checkpoint.source_guard import SourceGuard
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.grids.schemes import Fp8BlockGrid, Grid
 from quantkit.grids.weights import Weight
@@ -96,13 +95,13 @@ class Output:
     def all_specs(self) -> list[TensorSpec]:
         return [spec for row in self.rows.values() for spec in self.specs(row)]
 
-    def watch(self) -> Watch:
-        """Of what each unit is made from, from now on. Calibration reads what is of no layer,
-        embedding and head, before it is written."""
-        return Watch(
+    def source_guard(self) -> SourceGuard:
+        """A guard of the source tensors of each unit. Calibration reads the embedding and the head
+        before their units are written."""
+        return SourceGuard(
             self.source.checkpoint,
             self._made_from(),
-            ahead=[unit for unit, rows in self.units.items() if rows[0].layer is None],
+            early_units=[unit for unit, rows in self.units.items() if rows[0].layer is None],
         )
 
     def _made_from(self) -> dict[str, list[str]]:
@@ -113,7 +112,7 @@ class Output:
 
     def source_chosen(self) -> None:
         """Which of the source's experts the units are made from is known now."""
-        self._watch.follow(self.source.checkpoint, self._made_from())
+        self._guard.set_units(self.source.checkpoint, self._made_from())
 
     def open(
         self,
@@ -125,7 +124,7 @@ class Output:
         inputs: Iterable[Path] = (),
     ) -> CheckpointWriter:
         """Make or resume OUT.partial. Raises QuantkitError where that may not be."""
-        self._watch = self.watch()
+        self._guard = self.source_guard()
         self._writer = CheckpointWriter(
             out,
             self.all_specs(),
@@ -133,7 +132,7 @@ class Output:
             overwrite=overwrite,
             rank=rank,
             inputs=inputs,
-            watch=self._watch,
+            guard=self._guard,
         )
         self._run = json.dumps(fingerprint, sort_keys=True)
         return self._writer
@@ -151,7 +150,7 @@ class Output:
         return row.module in self.grids and not isinstance(self.grids[row.module], Fp8BlockGrid)
 
     def done(self, unit: str) -> bool:
-        return self.writer.done(unit)
+        return self.writer.is_done(unit)
 
     def write(
         self,
@@ -172,17 +171,17 @@ class Output:
         self.writer.write(unit, tensors, {**facts, "changed": sorted(plain)})
 
     def settle(self) -> None:
-        self.writer.settle()
+        self.writer.wait()
 
     def reread(self) -> None:
-        self.writer.reread()
+        self.writer.refresh()
 
     def facts(self, unit: str) -> dict[str, Any]:
         """What was noted with a finished unit."""
-        return self.writer.note(unit)
+        return self.writer.facts(unit)
 
     def load(self, unit: str) -> tuple[dict[str, Weight], dict[str, Tensor], dict[str, Any]]:
-        tensors, facts = self.writer.read(unit), self.writer.note(unit)
+        tensors, facts = self.writer.read(unit), self.writer.facts(unit)
         weights, plain = {}, {}
         for row in self.units[unit]:
             if self.rounds(row):
@@ -203,7 +202,7 @@ class Output:
         if (
             self._saving
         ):  # the copies of a layer before are being written: as a rule they were long ago
-            self.writer.settle()
+            self.writer.wait()
         hidden = (
             {name: tensor.contiguous() for name, tensor in tensors.items()}
             if on_host
@@ -217,9 +216,9 @@ class Output:
             fresh.replace(self.writer.state_dir / "hidden.safetensors")
             self._saving = False
 
-        self.writer.afterwards(save)  # a layer that is begun has all before it
+        self.writer.run_after(save)  # a layer that is begun has all before it
         if on_host:  # the states themselves, which go on changing
-            self.writer.settle()
+            self.writer.wait()
 
     def load_state(self) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
         path = self.writer.state_dir / "hidden.safetensors"
@@ -250,7 +249,7 @@ class Output:
             for spec in self._own_specs(row)
         ]
         plain += [spec for row in self.rows.values() for spec in self.beside.get(row.name, ())]
-        files = read_companions(self.source.checkpoint.path)
+        files = read_aux_files(self.source.checkpoint.path)
         files |= self.format.extra_files(grid, quantized, plain)
         files |= more
         block = self.format.config_block(grid, quantized, plain)
@@ -270,12 +269,12 @@ class Output:
     def manifest(self) -> dict[str, dict[str, Any]]:
         """Every tensor of the source: quantized, copied, transformed or dropped, what it became,
         and why."""
-        changed = {name for unit in self.units for name in self.writer.note(unit)["changed"]}
+        changed = {name for unit in self.units for name in self.writer.facts(unit)["changed"]}
         entries: dict[str, dict[str, Any]] = {}
         for row in self.rows.values():
             became = [spec.name for spec in self.specs(row)]
             for name in self.source.parts(row):
-                entries[self.source.checkpoint.stored(name).name] = {
+                entries[self.source.checkpoint.stored_info(name).name] = {
                     "became": became,
                     **self._fate(row, changed),
                 }

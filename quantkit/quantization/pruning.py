@@ -38,9 +38,9 @@ from quantkit.calibrate.source_model import (
     feed_forward_unit,
 )
 from quantkit.calibrate.sublayer import Run, feed_forward, run_attention
-from quantkit.checkpoint.pruned import Kept, PrunedCheckpoint
+from quantkit.checkpoint.pruned import PrunedCheckpoint, TensorSelection
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.source_guard import Stamp, stamped
+from quantkit.checkpoint.source_guard import Stamp, file_stamps
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import read_json
 from quantkit.models import find_architecture, is_known
@@ -273,7 +273,7 @@ def prune(
     and see the others from now on."""
     model = read_model(pruned.base)
     store = _Store(
-        state, stamped(pruned.base.path, {info.shard for info in pruned.base.tensors.values()})
+        state, file_stamps(pruned.base.path, {info.shard for info in pruned.base.tensors.values()})
     )
     found = store.finished()
     if found is None:
@@ -290,14 +290,14 @@ def prune(
     routing = find_architecture(pruned.config).Config.from_dict(pruned.config).routing
     assert routing is not None
     kept = choose_kept(found.layers, routing.n_group, routing.n_routed_experts // routing.n_group)
-    pruned.keep(_kept(pruned.base, model.rows, kept))
+    pruned.select(_kept(pruned.base, model.rows, kept))
     return PrunedExperts(found.layers, kept, found.held_out)
 
 
 def prune_as(pruned: PrunedCheckpoint, out: Path) -> None:
     """See of the source what the finished output `out` was made from."""
     layers = read_json(out / FILE_NAME)["layers"]
-    pruned.keep(
+    pruned.select(
         _kept(
             pruned.base,
             read_model(pruned.base).rows,
@@ -377,7 +377,9 @@ def _with_count(config: Mapping[str, Any], before: int, after: int) -> dict[str,
     }
 
 
-def _kept(checkpoint: Checkpoint, rows: list[Parameter], kept: Mapping[int, list[int]]) -> Kept:
+def _kept(
+    checkpoint: Checkpoint, rows: list[Parameter], kept: Mapping[int, list[int]]
+) -> TensorSelection:
     """What is seen of a checkpoint whose layers keep these experts, numbered anew in their order.
     rows: its whole table."""
     experts = 1 + max(row.expert for row in rows if row.expert is not None)
@@ -404,7 +406,7 @@ def _kept(checkpoint: Checkpoint, rows: list[Parameter], kept: Mapping[int, list
             and row.shape[0] == experts
         ):
             cut[row.name] = kept[row.layer]
-    return Kept(names, cut)
+    return TensorSelection(names, cut)
 
 
 def _check_alike(checkpoint: Checkpoint, rows: list[Parameter]) -> None:

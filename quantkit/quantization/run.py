@@ -23,7 +23,7 @@ from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.source_model import ParameterReader, SourceModel
 from quantkit.calibrate.walk import Walk
 from quantkit.checkpoint.aux_files import has_tokenizer
-from quantkit.checkpoint.manifest import made_for
+from quantkit.checkpoint.manifest import complete_manifest
 from quantkit.checkpoint.pruned import PrunedCheckpoint
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import prepare
@@ -192,10 +192,10 @@ def quantize(
     output = Output(
         source_reader, job.target, job.grids, job.units, about.dropped, about.described, job.beside
     )
-    if not overwrite and (manifest := made_for(out, run.fingerprint)):
+    if not overwrite and (manifest := complete_manifest(out, run.fingerprint)):
         if isinstance(job.checkpoint, PrunedCheckpoint):
             prune_as(job.checkpoint, out)
-        output.watch().compare_with(out, manifest)
+        output.source_guard().verify_output(out, manifest)
         return _report(run, output, out, start, read_findings(out), done_already=True)
     if ranks.leads and run.sequences.taken:
         for line in run.sequences.taken.lines():
@@ -210,8 +210,8 @@ def quantize(
             )
         )
     writer = output.open(out, run.fingerprint, overwrite=overwrite, rank=ranks.rank, inputs=inputs)
-    with writer, writer.keeping(output.units):
-        resumed = writer.finished(output.units) if ranks.leads else ""
+    with writer, writer.report_interrupt(output.units):
+        resumed = writer.progress(output.units) if ranks.leads else ""
         if ranks.leads and resumed:
             on_event(Note(f"resuming {out}: {resumed}"))
         pruned = _pruned(run, output, ranks, on_event if ranks.leads else ignore_event)
@@ -322,7 +322,7 @@ def _report(
         out=out,
         scheme=run.job.request.scheme.name,
         format=run.job.request.format,
-        source_bytes=sum(tensor.nbytes for tensor in run.job.checkpoint.whole.tensors.values()),
+        source_bytes=sum(tensor.nbytes for tensor in run.job.checkpoint.unpruned.tensors.values()),
         output_bytes=sum(output.bytes_by_part()[1].values()),
         seconds=time.perf_counter() - start,
         peak_memory=peak_memory(),

@@ -9,23 +9,23 @@ from quantkit.checkpoint.background_writer import BackgroundWriter
 
 def test_jobs_run_in_order_while_their_maker_goes_on() -> None:
     writer, go, ran = BackgroundWriter(100), Event(), []
-    writer.hand_over(lambda: go.wait() and ran.append(0), 40)
+    writer.submit(lambda: go.wait() and ran.append(0), 40)
     for number in (1, 2):
-        writer.hand_over(lambda number=number: ran.append(number), 30)
+        writer.submit(lambda number=number: ran.append(number), 30)
     assert ran == []
     go.set()
-    writer.settle()
+    writer.wait()
     assert ran == [0, 1, 2]
     writer.close()
 
 
 def test_what_does_not_fit_waits_for_those_before() -> None:
     writer, go, ran = BackgroundWriter(100), Event(), []
-    writer.hand_over(lambda: go.wait() and ran.append("first"), 60)
+    writer.submit(lambda: go.wait() and ran.append("first"), 60)
     go.set()
-    writer.hand_over(lambda: ran.append("second"), 60)
+    writer.submit(lambda: ran.append("second"), 60)
     assert ran[0] == "first"
-    writer.hand_over(lambda: ran.append("larger than all that may wait"), 1000)
+    writer.submit(lambda: ran.append("larger than all that may wait"), 1000)
     assert ran == ["first", "second", "larger than all that may wait"]
     writer.close()
 
@@ -37,10 +37,10 @@ def test_a_failure_reaches_the_maker_and_ends_it() -> None:
         go.wait()
         raise OSError("no more room")
 
-    writer.hand_over(fail, 1)
-    writer.hand_over(lambda: ran.append("after"), 1)
+    writer.submit(fail, 1)
+    writer.submit(lambda: ran.append("after"), 1)
     go.set()
-    for call in (writer.settle, lambda: writer.hand_over(lambda: ran.append("later"), 1)):
+    for call in (writer.wait, lambda: writer.submit(lambda: ran.append("later"), 1)):
         with pytest.raises(OSError, match="no more room"):
             call()
     writer.close()
@@ -54,6 +54,6 @@ def test_a_failure_that_nobody_saw_is_raised_at_the_end() -> None:
     def fail() -> None:
         raise OSError("no more room")
 
-    writer.hand_over(fail, 1)
+    writer.submit(fail, 1)
     with pytest.raises(OSError, match="no more room"):
         writer.close()

@@ -8,12 +8,12 @@ import pytest
 from quantkit.checkpoint.journal import (
     Journal,
     JournalEntry,
-    Journals,
-    journals,
+    JournalReader,
+    journal_files,
     lock_path,
     read_fingerprint,
 )
-from quantkit.checkpoint.lock import check_free
+from quantkit.checkpoint.lock import check_unlocked
 from quantkit.common.errors import QuantkitError
 
 _FIRST = JournalEntry("layer 0", ("a", "b"), "00ff", {"error": 0.25})
@@ -29,7 +29,7 @@ def test_entries_and_fingerprint_read_back(tmp_path: Path) -> None:
     journal.append(_FIRST)
     journal.append(_SECOND)
     journal.close()
-    assert Journals(tmp_path).more() == {"layer 0": _FIRST, "layer 1": _SECOND}
+    assert JournalReader(tmp_path).read_new() == {"layer 0": _FIRST, "layer 1": _SECOND}
     assert read_fingerprint(journal.path) == {"source": "s", "recipe": "r"}
 
 
@@ -39,7 +39,7 @@ def test_what_a_power_failure_leaves_is_dropped(tmp_path: Path) -> None:
     journal.close()
     with journal.path.open("ab") as file:
         file.write(b"\0" * 30 + b"\n" + b'{"unit": "x"')
-    assert Journals(tmp_path).more() == {"layer 0": _FIRST}
+    assert JournalReader(tmp_path).read_new() == {"layer 0": _FIRST}
     _journal(tmp_path).close()
     assert b"\0" not in journal.path.read_bytes()
 
@@ -52,23 +52,23 @@ def test_a_line_cut_short_is_dropped_and_written_over(tmp_path: Path, lost: int)
     journal.close()
     with journal.path.open("r+b") as file:
         file.truncate(journal.path.stat().st_size - lost)
-    assert Journals(tmp_path).more() == {"layer 0": _FIRST}
+    assert JournalReader(tmp_path).read_new() == {"layer 0": _FIRST}
     again = _journal(tmp_path)
     again.append(_SECOND)
     again.close()
-    assert Journals(tmp_path).more() == {"layer 0": _FIRST, "layer 1": _SECOND}
+    assert JournalReader(tmp_path).read_new() == {"layer 0": _FIRST, "layer 1": _SECOND}
 
 
 def test_lines_are_read_as_they_come(tmp_path: Path) -> None:
     """Also of a journal that begins later, and of a line that is half there the first time."""
-    read, journal = Journals(tmp_path), _journal(tmp_path)
-    assert read.more() == {}
+    read, journal = JournalReader(tmp_path), _journal(tmp_path)
+    assert read.read_new() == {}
     journal.append(_FIRST)
-    assert read.more() == {"layer 0": _FIRST}
+    assert read.read_new() == {"layer 0": _FIRST}
     other = _journal(tmp_path, 1)
     other.append(_SECOND)
-    assert read.more() == {"layer 1": _SECOND}
-    assert read.more() == {}
+    assert read.read_new() == {"layer 1": _SECOND}
+    assert read.read_new() == {}
     journal.append(_SECOND)
     other.append(_FIRST)
     for one in (journal, other):
@@ -76,11 +76,11 @@ def test_lines_are_read_as_they_come(tmp_path: Path) -> None:
     line = journal.path.read_bytes().splitlines(keepends=True)[-1]
     with journal.path.open("r+b") as file:
         file.truncate(journal.path.stat().st_size - 7)
-    assert read.more() == {"layer 0": _FIRST}
+    assert read.read_new() == {"layer 0": _FIRST}
     with journal.path.open("ab") as file:
         file.write(line[-7:])
-    assert read.more() == {"layer 1": _SECOND}
-    assert Journals(tmp_path).more() == {"layer 0": _FIRST, "layer 1": _SECOND}
+    assert read.read_new() == {"layer 1": _SECOND}
+    assert JournalReader(tmp_path).read_new() == {"layer 0": _FIRST, "layer 1": _SECOND}
 
 
 def test_of_a_unit_written_twice_the_last_counts(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_of_a_unit_written_twice_the_last_counts(tmp_path: Path) -> None:
     journal.append(_FIRST)
     journal.append(JournalEntry("layer 0", ("a",), "22", {}))
     journal.close()
-    assert Journals(tmp_path).more()["layer 0"].sha256 == "22"
+    assert JournalReader(tmp_path).read_new()["layer 0"].sha256 == "22"
 
 
 def test_ranks_have_a_journal_each(tmp_path: Path) -> None:
@@ -96,19 +96,19 @@ def test_ranks_have_a_journal_each(tmp_path: Path) -> None:
         journal = _journal(tmp_path, rank)
         journal.append(entry)
         journal.close()
-    assert len(journals(tmp_path)) == 2
-    assert Journals(tmp_path).more().keys() == {"layer 0", "layer 1"}
+    assert len(journal_files(tmp_path)) == 2
+    assert JournalReader(tmp_path).read_new().keys() == {"layer 0", "layer 1"}
 
 
 def test_a_journal_in_use_is_refused(tmp_path: Path) -> None:
     journal = _journal(tmp_path)
     for refused in (
-        lambda: check_free(lock_path(tmp_path, 0), tmp_path),
+        lambda: check_unlocked(lock_path(tmp_path, 0), tmp_path),
         lambda: _journal(tmp_path),
     ):
         with pytest.raises(QuantkitError, match=f"process {os.getpid()} on .* is writing"):
             refused()
-    check_free(lock_path(tmp_path, 1), tmp_path)
+    check_unlocked(lock_path(tmp_path, 1), tmp_path)
     journal.close()
     assert not lock_path(tmp_path, 0).exists()
     _journal(tmp_path).close()

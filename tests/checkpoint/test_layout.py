@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from quantkit.checkpoint.header import TensorSpec
-from quantkit.checkpoint.layout import plan_layout
+from quantkit.checkpoint.header import TensorSpec, plan_layout
 
 _SPECS = [
     TensorSpec(f"model.layers.{layer}.p.{part}", dtype, shape)

@@ -15,9 +15,9 @@ from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 from transformers_peers import CASES, QWEN_3_5, checkpoint_tensors, random_peer, whole
 
 from quantkit.calibrate.recipe import Recipe
-from quantkit.checkpoint.header import TensorPart
+from quantkit.checkpoint.header import TensorSlice
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.stacked_experts import table_stacks
+from quantkit.checkpoint.stacked_experts import expected_stacks
 from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.diagnose import diagnose
 from quantkit.engines.check import check_checkpoint
@@ -59,7 +59,7 @@ def test_experts_of_16_bits_are_those_of_transformers(tmp_path: Path) -> None:
     assert checkpoint.tensors.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(checkpoint.read(name), tensor), name
-    share, first = checkpoint.share("model.layers.1.mlp.experts.3.up_proj", "N", 32, 64)
+    share, first = checkpoint.weight_slice("model.layers.1.mlp.experts.3.up_proj", "N", 32, 64)
     assert (first, share.tolist()) == (
         32,
         expected["model.layers.1.mlp.experts.3.up_proj.weight"][32:64].tolist(),
@@ -236,18 +236,18 @@ def test_a_stack_of_which_an_expert_lacks_a_tensor_stays_apart() -> None:
     shapes = {
         f"mlp.experts.{e}.{side}_proj.weight": (8, 4) for e in range(2) for side in ("gate", "up")
     }
-    (stack,) = table_stacks(CONFIG, shapes)
-    assert (stack.name, stack.whole_shape) == ("mlp.experts.gate_up_proj", (2, 4, 16))
+    (stack,) = expected_stacks(CONFIG, shapes)
+    assert (stack.name, stack.stacked_shape) == ("mlp.experts.gate_up_proj", (2, 4, 16))
     assert (
         list(
-            table_stacks(
+            expected_stacks(
                 CONFIG, {name: shape for name, shape in shapes.items() if "1.up" not in name}
             )
         )
         == []
     )
-    assert list(table_stacks(CONFIG, shapes | {"mlp.experts.3.gate_proj.weight": (8, 4)})) == []
-    assert list(table_stacks({"model_type": "qwen3_moe"}, shapes)) == []
+    assert list(expected_stacks(CONFIG, shapes | {"mlp.experts.3.gate_proj.weight": (8, 4)})) == []
+    assert list(expected_stacks({"model_type": "qwen3_moe"}, shapes)) == []
 
 
 def test_engines_and_the_checkup_know_it_as_it_is_published(published: Path) -> None:
@@ -288,6 +288,6 @@ def test_the_published_model_is_quantized(
     made, source = Checkpoint.open(tmp_path / "out"), Checkpoint.open(published)
     assert set(source.linears) < set(made.linears)
     bias = "model.layers.0.mlp.experts.2.up_proj.bias"
-    assert isinstance(source.tensors[bias], TensorPart)
+    assert isinstance(source.tensors[bias], TensorSlice)
     assert torch.equal(made.read(bias), source.read(bias))
     assert greedy(tmp_path / "out", tp=2) == greedy(tmp_path / "out")

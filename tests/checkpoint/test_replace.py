@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.checkpoint import output_swap
+from quantkit.checkpoint import output_dir
 from quantkit.common.errors import QuantkitError
 
 _STATE = ".quantkit"
@@ -36,8 +36,8 @@ def test_the_new_takes_the_place_of_the_old(
     if old:
         _directory(tmp_path / "out", "old", state=False)
     if not exchange:  # a file system that cannot
-        monkeypatch.setattr(output_swap, "_exchange", lambda first, second: False)
-    output_swap.replace_directory(partial, tmp_path / "out", _STATE)
+        monkeypatch.setattr(output_dir, "_exchange", lambda first, second: False)
+    output_dir.replace_directory(partial, tmp_path / "out", _STATE)
     assert _names(tmp_path) == ["out"]
     assert _names(tmp_path / "out") == ["config.json", "manifest.json"]
     assert (tmp_path / "out" / "config.json").read_text() == "new"
@@ -47,7 +47,7 @@ def test_exchange_is_one_step_here(tmp_path: Path) -> None:
     """Names are swapped, both directories whole: what the kernel does, not two renames."""
     first = _directory(tmp_path / "a", "first", state=False)
     second = _directory(tmp_path / "b", "second", state=False)
-    if not output_swap._exchange(first, second):
+    if not output_dir._exchange(first, second):
         pytest.skip("this file system cannot exchange two names")
     assert ((first / "config.json").read_text(), (second / "config.json").read_text()) == (
         "second",
@@ -59,7 +59,7 @@ def test_killed_after_the_exchange_the_old_one_is_cleared_up(tmp_path: Path) -> 
     out = _directory(tmp_path / "out", "new", state=True)
     (out / _STATE / "exchanging").touch()
     partial = _directory(tmp_path / "out.partial", "old", state=False)
-    output_swap.remove_leftovers(partial, out, _STATE)
+    output_dir.remove_leftovers(partial, out, _STATE)
     assert _names(tmp_path) == ["out"]
     assert _names(out) == ["config.json", "manifest.json"]
 
@@ -68,7 +68,7 @@ def test_killed_before_the_exchange_nothing_is_touched(tmp_path: Path) -> None:
     out = _directory(tmp_path / "out", "old", state=False)
     partial = _directory(tmp_path / "out.partial", "new", state=True)
     (partial / _STATE / "exchanging").touch()
-    output_swap.remove_leftovers(partial, out, _STATE)
+    output_dir.remove_leftovers(partial, out, _STATE)
     assert _names(tmp_path) == ["out", "out.partial"]
     assert _names(partial) == [_STATE, "config.json", "manifest.json"]
 
@@ -80,12 +80,12 @@ def test_what_quantkit_did_not_write_stays(tmp_path: Path) -> None:
     out = _directory(tmp_path / "out", "old", state=False)
     (out / "letters").write_text("dear")
     with pytest.raises(QuantkitError, match="out holds letters, which quantkit did not write"):
-        output_swap.replace_directory(partial, out, _STATE)
+        output_dir.replace_directory(partial, out, _STATE)
     assert (out / "config.json").read_text() == "old"
-    output_swap._exchange(partial, out)
+    output_dir._exchange(partial, out)
     (out / _STATE / "exchanging").touch()
     for _ in range(2):  # the next start tells the same
         with pytest.raises(QuantkitError, match=r"out\.partial, which was replaced, holds letters"):
-            output_swap.remove_leftovers(partial, out, _STATE)
+            output_dir.remove_leftovers(partial, out, _STATE)
     assert _names(partial) == ["letters", "manifest.json"]
     assert (out / "config.json").read_text() == "new"

@@ -7,9 +7,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from quantkit.checkpoint import safetensors_writer
-from quantkit.checkpoint.header import write_at
-from quantkit.checkpoint.safetensors_writer import save_tensors
+from quantkit.checkpoint import header
+from quantkit.checkpoint.header import save_tensors, write_at
 
 
 def test_the_library_reads_what_is_saved(tmp_path: Path) -> None:
@@ -40,6 +39,6 @@ def test_bytes_are_written_from_where_they_lie(
         places.append(np.frombuffer(data, dtype=np.uint8).ctypes.data)
         write_at(descriptor, data, offset)
 
-    monkeypatch.setattr(safetensors_writer, "write_at", write)
+    monkeypatch.setattr(header, "write_at", write)
     save_tensors(tmp_path / "a.safetensors", {"a": tensor}, {})
     assert places[1:] == [tensor.data_ptr()], "behind the header"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quantkit.checkpoint import read_ahead, shards
+from quantkit.checkpoint import shards
 from quantkit.checkpoint.header import TensorInfo, read_header
 from quantkit.checkpoint.shards import CPU, Shards
 from quantkit.common.errors import QuantkitError
@@ -95,8 +95,8 @@ def test_what_a_device_will_be_given_is_read_once_and_before(
 
     monkeypatch.setattr(Shards, "_fill", told)
     for name in ("wide", "fp8", "scalar"):
-        read.will_read(found[name], DEVICE)
-        read.will_read(found[name], DEVICE)
+        read.prefetch(found[name], DEVICE)
+        read.prefetch(found[name], DEVICE)
     for name, tensor in TENSORS.items():
         for _ in range(2):
             assert torch.equal(read.read(found[name], device=DEVICE).float(), tensor.float())
@@ -109,21 +109,21 @@ def test_no_more_is_read_ahead_than_there_is_room_for(
     stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = {info.name: info for info in read_header(stored, "model.safetensors")}
-    monkeypatch.setattr(read_ahead, "CAPACITY", found["narrow"].nbytes + found["fp8"].nbytes)
-    ahead, empty = read_ahead.ReadAhead(), torch.empty(0, dtype=torch.uint8)
+    monkeypatch.setattr(shards, "READ_AHEAD_BYTES", found["narrow"].nbytes + found["fp8"].nbytes)
+    ahead, empty = shards.ReadAhead(), torch.empty(0, dtype=torch.uint8)
     for name in ("narrow", "wide", "fp8", "scalar"):
-        ahead.begin(found[name], lambda: empty)
+        ahead.start(found[name], lambda: empty)
     assert [name for name, info in found.items() if ahead.take(info) is not None] == [
         name for name in found if name in ("narrow", "fp8")
     ]
-    ahead.begin(found["scalar"], lambda: empty)
+    ahead.start(found["scalar"], lambda: empty)
     assert ahead.take(found["scalar"]) is empty
 
 
-def test_a_fault_of_what_was_read_ahead_is_told_to_who_takes_it(stored: Path) -> None:
+def test_a_fault_of_what_was_read_ahead_is_raised_by_take(stored: Path) -> None:
     (info,) = (one for one in read_header(stored, "model.safetensors") if one.name == "wide")
     read = Shards(stored)
     os.truncate(stored / "model.safetensors", info.offset + 10)
-    read.will_read(info, DEVICE)
+    read.prefetch(info, DEVICE)
     with pytest.raises(QuantkitError, match="became shorter"):
         read.read(info, device=DEVICE)

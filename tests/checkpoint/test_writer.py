@@ -108,31 +108,33 @@ def test_a_run_stopped_and_started_again_ends_with_the_same_bytes(
 ) -> None:
     with _writer(tmp_path / "out") as writer:
         for number in (7, 3, 11):
-            assert not writer.done(f"unit {number}")
+            assert not writer.is_done(f"unit {number}")
             writer.write(f"unit {number}", write_job.unit(number), {"error": number / 8})
     assert not (tmp_path / "out").exists()
     with _writer(tmp_path / "out") as writer:
-        assert [number for number in range(write_job.UNITS) if writer.done(f"unit {number}")] == [
+        assert [
+            number for number in range(write_job.UNITS) if writer.is_done(f"unit {number}")
+        ] == [
             3,
             7,
             11,
         ]
-        assert writer.note("unit 11") == {"error": 11 / 8}
+        assert writer.facts("unit 11") == {"error": 11 / 8}
     write_job.write(tmp_path / "out").finish(write_job.CONFIG, write_job.EXTRA)
     assert _bytes(tmp_path / "out") == _bytes(undisturbed)
 
 
 def test_state_that_cannot_be_saved_is_told_in_one_line(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path / "out", write_job.specs(), fingerprint={}, overwrite=False)
-    writer.afterwards(
+    writer.run_after(
         lambda: save_file({"hidden": torch.zeros(8)}, tmp_path / "no directory" / "hidden")
     )
     with pytest.raises(
         QuantkitError,
-        match=r"cannot write .*/out: .*No such file.*; mend that and run the same command: it goes "
-        r"on",
+        match=r"cannot write .*/out: .*No such file.*; fix that and run the same command: it "
+        r"resumes",
     ):
-        writer.settle()
+        writer.wait()
     writer.close()
 
 
@@ -159,7 +161,7 @@ def test_bytes_changed_behind_the_journal_are_written_again(
         file.write(b"\xaa" * 50)
     (tmp_path / "out.partial" / "model-00001-of-00004.safetensors").unlink()
     with _writer(tmp_path / "out") as writer:
-        done = sum(writer.done(f"unit {number}") for number in range(write_job.UNITS))
+        done = sum(writer.is_done(f"unit {number}") for number in range(write_job.UNITS))
         assert 0 < done < write_job.UNITS - 5
     write_job.write(tmp_path / "out").finish(write_job.CONFIG, write_job.EXTRA)
     assert _bytes(tmp_path / "out") == _bytes(undisturbed)
@@ -217,7 +219,7 @@ def test_a_full_disk_is_told_and_making_room_is_enough(undisturbed: Path, tmp_pa
     assert result["told"].endswith(
         "the disk is full while writing "
         + str(tmp_path / "out")
-        + "; free some space and run the same command: it goes on"
+        + "; free some space and run the same command: it resumes"
     )
     assert result["left"] == ["filler", "out.partial"]
     assert result["files"] == {
@@ -247,9 +249,9 @@ def test_overwrite_discards_another_recipe_and_keeps_the_same(tmp_path: Path) ->
     with _writer(tmp_path / "out") as writer:
         writer.write("unit 0", write_job.unit(0))
     with _writer(tmp_path / "out", overwrite=True) as writer:
-        assert writer.done("unit 0")
+        assert writer.is_done("unit 0")
     with _writer(tmp_path / "out", overwrite=True, recipe="other") as writer:
-        assert not writer.done("unit 0")
+        assert not writer.is_done("unit 0")
 
 
 def test_an_output_that_exists_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -294,16 +296,16 @@ def test_overwrite_deletes_nothing_but_what_quantkit_wrote(
     ):
         _writer(tmp_path / "home", overwrite=True)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(QuantkitError, match="is no directory"):
+    with pytest.raises(QuantkitError, match="is not a directory"):
         _writer(tmp_path / "file", overwrite=True)
     (tmp_path / "link").symlink_to(undisturbed)
-    with pytest.raises(QuantkitError, match="is no directory"):
+    with pytest.raises(QuantkitError, match="is not a directory"):
         _writer(tmp_path / "link", overwrite=True)
     (tmp_path / "mine.partial").mkdir()
     (tmp_path / "mine.partial" / "notes").write_text("x")
     with pytest.raises(
         QuantkitError,
-        match=r"mine\.partial exists and is no unfinished output of quantkit; move it away",
+        match=r"mine\.partial exists and is not an unfinished output of quantkit; move it away",
     ):
         _writer(tmp_path / "mine", overwrite=True)
     (tmp_path / "theirs.replaced").mkdir()

@@ -131,7 +131,7 @@ def test_act_order_is_read_as_it_was_meant(good: list[tuple[Path, Path]], tmp_pa
     for module in list(contents.linears)[:4]:
         w = source.read(f"{module}.weight").float()
         assert float((dequantize(read.weight(module)) - w).norm() / w.norm()) < 0.15
-        weight, first = read.share(module, "K", 64, 128)
+        weight, first = read.weight_slice(module, "K", 64, 128)
         assert torch.equal(
             dequantize(weight), dequantize(read.weight(module))[:, first : first + 64]
         )

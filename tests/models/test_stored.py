@@ -192,7 +192,7 @@ def test_shapes_are_compared_by_every_command(tmp_path: Path) -> None:
         (
             "quantization_config",
             {"quant_method": "compressed-tensors", "ignore": ["re:("]},
-            "which is no regular expression",
+            "which is not a regular expression",
         ),
     ],
 )

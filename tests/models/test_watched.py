@@ -324,7 +324,7 @@ def published(architecture: WatchedArchitecture, model: Any) -> dict[str, Tensor
     }
     for stack in architecture.stacks:
         whole = tensors.pop(stack.name)
-        for names, one in zip(stack.parts, whole.mT if stack.turned else whole):
+        for names, one in zip(stack.parts, whole.mT if stack.transposed else whole):
             tensors |= dict(zip(names, one.chunk(len(names))))
     return tensors
 

@@ -30,17 +30,15 @@ def test_a_layer_is_saved_before_its_copies_are_written_over(tmp_path: Path) -> 
     output = Output(SimpleNamespace(device=torch.device("meta")), None, {}, {}, {}, {})  # type: ignore[arg-type]
     background, begin, saved = BackgroundWriter(1), threading.Event(), list[float]()
 
-    def afterwards(job: object) -> None:
+    def run_after(job: object) -> None:
         def run() -> None:
             begin.wait()
             job()  # type: ignore[operator]
             saved.append(float(load_file(tmp_path / "hidden.safetensors")["quantized"][0]))
 
-        background.hand_over(run, 0)
+        background.submit(run, 0)
 
-    output._writer = SimpleNamespace(
-        state_dir=tmp_path, afterwards=afterwards, settle=background.settle
-    )  # type: ignore[assignment]
+    output._writer = SimpleNamespace(state_dir=tmp_path, run_after=run_after, wait=background.wait)  # type: ignore[assignment]
     output.save_state(1, {"quantized": torch.full((4,), 1.0)}, {})
     threading.Timer(0.2, begin.set).start()
     output.save_state(2, {"quantized": torch.full((4,), 2.0)}, {})

@@ -11,7 +11,7 @@ import sentencepiece
 import tiktoken as peer
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from quantkit.checkpoint.aux_files import read_companions
+from quantkit.checkpoint.aux_files import read_aux_files
 from quantkit.common.assets import calibration_text
 from quantkit.common.errors import QuantkitError
 from quantkit.tokenizer import tiktoken
@@ -222,7 +222,7 @@ def test_the_pattern_is_read_and_no_code_is_run(ranks: Path, tmp_path: Path, cod
     (tmp_path / "tokenization_own.py").write_text(code)
     chat, encoding = ChatTokenizer(tmp_path), library(ranks, r"\p{L}+|\P{L}")
     assert all(chat.encode(text) == encoding.encode(text) for text in SAMPLES)
-    assert "tokenization_own.py" in read_companions(tmp_path)
+    assert "tokenization_own.py" in read_aux_files(tmp_path)
     (tmp_path / "tokenization_own.py").write_text("pat_str = make()\n")
     with pytest.raises(
         QuantkitError, match=r"can be read in tokenization_own\.py, which is not run"

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from quantkit.checkpoint.lock import Lock
-from quantkit.checkpoint.output_dir import check_folder
+from quantkit.checkpoint.output_dir import check_results_folder
 from quantkit.common.assets import BUILTIN_MODELS, builtin_model
 from quantkit.common.errors import QuantkitError
 
@@ -18,7 +18,7 @@ def results_folder(out: Path | None, *models: str | None) -> Iterator[None]:
     if out is None:
         yield
         return
-    check_folder(out, local_models(models))
+    check_results_folder(out, local_models(models))
     made = not out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.check import MASK
+from quantkit.checkpoint.check import DRAFT_VOCAB_MASK
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.cache.cache import CachePlan, PagedCache
@@ -113,7 +113,11 @@ def load_eagle_head(path: Path, loaded: LoadedModel, options: EngineOptions) -> 
     read_at = _check_model(path, config, loaded)
     rows = resolve(parameters(config), checkpoint.tensors)
     check_stored(checkpoint, rows)
-    if unknown := set(checkpoint.tensors) - {row.name for row in rows} - {OFFSETS, MASK}:
+    if (
+        unknown := set(checkpoint.tensors)
+        - {row.name for row in rows}
+        - {OFFSETS, DRAFT_VOCAB_MASK}
+    ):
         raise QuantkitError(
             f"{path} has {min(unknown)}, which heads of EAGLE-3 do not have here", _REMEDY
         )

@@ -53,7 +53,7 @@ def _kind(checkpoint: Checkpoint, module: str) -> str:
     """Of the operator that takes the linear, by its first rows."""
     if module not in checkpoint.linears:
         return "dense"
-    stored, (weight, _) = checkpoint.linears[module], checkpoint.share(module, "N", 0, 1)
+    stored, (weight, _) = checkpoint.linears[module], checkpoint.weight_slice(module, "N", 0, 1)
     in_groups = stored.grid is not None and stored.grid.group_size is not None
     return kind(
         operand(weight, torch.bfloat16, checkpoint.activation_bits(module), in_groups=in_groups)

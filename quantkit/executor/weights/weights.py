@@ -282,7 +282,7 @@ class ExecutorWeights:
         shares, end = [], 0
         for size in segments:
             first, last = self._rows(self._parameters[f"{module}.weight"], size)
-            weight, begin = self.checkpoint.share(
+            weight, begin = self.checkpoint.weight_slice(
                 module, "N", end + first, end + last, self._unpacked_on
             )
             shares.append(cut_rows(weight, end + first - begin, end + last - begin))
@@ -296,13 +296,17 @@ class ExecutorWeights:
             start, stop = share_range(
                 self.checkpoint.shape(module)[1], "input features", module, rank, size
             )
-            weight, first = self.checkpoint.share(module, "K", start, stop, self._unpacked_on)
+            weight, first = self.checkpoint.weight_slice(
+                module, "K", start, stop, self._unpacked_on
+            )
             return cut_columns(weight, module, start - first, stop - first)
         if self._is_cut(module, "column", "gathered"):
             start, stop = self._rows(
                 self._parameters[f"{module}.weight"], self.checkpoint.shape(module)[0]
             )
-            weight, first = self.checkpoint.share(module, "N", start, stop, self._unpacked_on)
+            weight, first = self.checkpoint.weight_slice(
+                module, "N", start, stop, self._unpacked_on
+            )
             return cut_rows(weight, start - first, stop - first)
         return self.checkpoint.weight(module, self._unpacked_on)
 

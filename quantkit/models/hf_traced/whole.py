@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.stacked_experts import cut_up
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.weights import dequantize
 from quantkit.models.activation_quant import AS_IT_IS, Reading
@@ -272,11 +271,11 @@ class WholeModel:
             )
             stored = {stack: self.checkpoint.tensors.get(stack.name) for stack in found.stacks}
             if as_they_are and all(
-                info is None or stack.is_turned(info) == stack.turned
+                info is None or stack.is_transposed(info) == stack.transposed
                 for stack, info in stored.items()
             ):
                 return False
-            self.checkpoint = cut_up(self.checkpoint, found.stacks)
+            self.checkpoint = self.checkpoint.split_stacks(found.stacks)
         each = [[self._stored(disk) for disk in triple] for triple in found.names]
         readings = [
             [self._reading(disk.removesuffix(".weight")) for disk in (gate, down)]

@@ -144,7 +144,7 @@ def test_a_checkpoint_is_read_by_what_its_tensors_are(tmp_path: Path) -> None:
     assert {module: linear.grid for module, linear in checkpoint.linears.items()} == LAYOUT
     for module, grid in LAYOUT.items():
         assert torch.equal(dequantize(checkpoint.weight(module)), dequantize(weight(grid)))
-        part, first = checkpoint.share(module, "N", 8, 16)
+        part, first = checkpoint.weight_slice(module, "N", 8, 16)
         assert torch.equal(dequantize(part)[8 - first : 16 - first], dequantize(weight(grid))[8:16])
 
 

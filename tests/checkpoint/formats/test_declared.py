@@ -65,7 +65,7 @@ def check(checkpoint: Checkpoint, expected: dict[str, tuple[Weight, Grid | None]
     }
     for module, (meant, _) in expected.items():
         assert torch.equal(dequantize(checkpoint.weight(module)), dequantize(meant)), module
-        part, first = checkpoint.share(module, "N", 8, 16)
+        part, first = checkpoint.weight_slice(module, "N", 8, 16)
         assert torch.equal(dequantize(part)[8 - first : 16 - first], dequantize(meant)[8:16]), (
             module
         )

@@ -124,7 +124,7 @@ def test_shares_of_a_stored_weight_are_its_slices(
                 (size // 2, size),
                 (size // 4, size // 4 + 3),
             ):
-                share, first = checkpoint.share(name, axis, start, stop)
+                share, first = checkpoint.weight_slice(name, axis, start, stop)
                 assert start - 128 < first <= start
                 values = dequantize(share)
                 found = (

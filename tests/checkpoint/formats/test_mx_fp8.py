@@ -98,9 +98,9 @@ def test_what_compressed_tensors_writes_is_read_as_it_reads_it(tmp_path: Path, c
     checkpoint = stored(tmp_path / "c", packed, block)
     assert checkpoint.shape(MODULE) == (ROWS, COLUMNS)
     assert torch.equal(dequantize(checkpoint.weight(MODULE)), expected)
-    part, first = checkpoint.share(MODULE, "N", 40, 120)
+    part, first = checkpoint.weight_slice(MODULE, "N", 40, 120)
     assert torch.equal(dequantize(part)[40 - first : 120 - first], expected[40:120])
-    part, first = checkpoint.share(MODULE, "K", 160, 320)
+    part, first = checkpoint.weight_slice(MODULE, "K", 160, 320)
     assert torch.equal(dequantize(part)[:, 160 - first :], expected[:, 160:])
 
 
