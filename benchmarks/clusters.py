@@ -22,7 +22,7 @@ from quantkit.engines.memory import fit_rows
 from quantkit.grids.schemes import find_scheme
 from quantkit.models import find_architecture
 from quantkit.models.table import Parameter
-from quantkit.planning.clusters import ASSUMPTIONS, beside_rate
+from quantkit.planning.clusters import ASSUMPTIONS, compare_rate
 from quantkit.planning.hardware import load_hardware
 
 LAYOUTS = ("four-boxes", "disaggregated-a2", "disaggregated-384")
@@ -77,7 +77,7 @@ def table() -> list[list[Any]]:
                 FRACTION,
                 RESERVE_GIB,
             )
-            told = beside_rate(
+            told = compare_rate(
                 rate, topology, rows, parsed, scheme, load_hardware(topology.hardware), held
             )
             for one in told["predicted"]:

@@ -20,7 +20,13 @@ from quantkit.grids.schemes import IntGrid, Scheme, find_scheme
 from quantkit.models import find_architecture
 from quantkit.models.architecture import ModelConfig
 from quantkit.models.table import BEFORE_LATENT_ATTENTION, Parameter
-from quantkit.planning.cost_model import Prediction, WeightTraffic, WholeStep, device_loads, kind_of
+from quantkit.planning.cost_model import (
+    Prediction,
+    WeightTraffic,
+    WholeStep,
+    device_loads,
+    weight_kind,
+)
 from quantkit.planning.hardware import Hardware, Level, Way, load_hardware
 
 SCHEMES = ("awq-w4a16", "fp4-w4a16", "int8-a8w8c16")
@@ -54,7 +60,7 @@ def ways(
     step = WholeStep(config, scheme, hardware, devices, batch, context)
     found = []
     for way in hardware.ways:
-        if kind_of(scheme.weight) in way.kinds and way.min_batch <= batch <= (
+        if weight_kind(scheme.weight) in way.kinds and way.min_batch <= batch <= (
             way.max_batch or batch
         ):
             level = levels[way.level].model_copy(update={"launches": way.launches})

@@ -13,7 +13,12 @@ from quantkit.common.errors import QuantkitError
 from quantkit.engines.layouts import find_topology
 from quantkit.engines.memory import ParallelSizes, fit_rows
 from quantkit.grids.schemes import find_scheme
-from quantkit.planning.clusters import DecodeStep, beside_published, decode_step, largest_step
+from quantkit.planning.clusters import (
+    DecodeStep,
+    compare_published_rates,
+    decode_step,
+    largest_step,
+)
 from quantkit.planning.hardware import Hardware, load_hardware
 
 INT8 = find_scheme("int8-a8w8c16")
@@ -118,14 +123,16 @@ def test_a_published_rate_is_of_models_with_experts() -> None:
         held = fit_rows([(row, 1) for row in rows], R1, role.parallel, 4096, 64, 0.9, 4)
         assert [
             rate["tokens_per_second"]
-            for rate in beside_published(topology, rows, R1, INT8, {role.name: held})
+            for rate in compare_published_rates(topology, rows, R1, INT8, {role.name: held})
         ] == rates
 
 
 def test_what_cannot_be_predicted_is_refused(hardware: Hardware) -> None:
-    with pytest.raises(QuantkitError, match="nothing of what joins its boxes"):
+    with pytest.raises(QuantkitError, match="has no interconnect between machines"):
         step(hardware.model_copy(update={"fabric": None}))
-    with pytest.raises(QuantkitError, match="only experts spread over all devices"):
+    with pytest.raises(
+        QuantkitError, match="decoding is predicted only for experts spread over all devices"
+    ):
         step(hardware, ParallelSizes(8, data=4))
 
 

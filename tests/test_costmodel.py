@@ -21,11 +21,11 @@ from quantkit.models.rope import Rope
 from quantkit.planning.cost_model import (
     PARTS,
     Prediction,
-    beside,
     bytes_per_weight,
+    compare_published,
     device_loads,
-    ladder,
     predict,
+    predict_levels,
     steps,
 )
 from quantkit.planning.hardware import Hardware, load_hardware
@@ -71,7 +71,7 @@ def hardware() -> Hardware:
 def levels(
     hardware: Hardware, scheme: str, batch: int, context: int = 384, devices: int = 8
 ) -> dict[str, Prediction]:
-    predictions = ladder(
+    predictions = predict_levels(
         R1_TABLE, R1, find_scheme(scheme), hardware, devices=devices, batch=batch, context=context
     )
     return {prediction.level: prediction for prediction in predictions}
@@ -79,7 +79,7 @@ def levels(
 
 @pytest.fixture(scope="module")
 def rows(hardware: Hardware) -> list[dict[str, Any]]:
-    return beside(W4A16, r1_config(), find_scheme("awq-w4a16"), hardware, devices=8)
+    return compare_published(W4A16, r1_config(), find_scheme("awq-w4a16"), hardware, devices=8)
 
 
 def test_every_published_row_stands_beside_a_prediction(rows: list[dict[str, Any]]) -> None:
@@ -112,7 +112,7 @@ def test_the_page_has_every_row(rows: list[dict[str, Any]]) -> None:
 def test_a_row_of_throughput_has_a_time_per_token(hardware: Hardware) -> None:
     """FP4's: batch over output tokens a second. Published times lie above captured, and up to two
     thirds above eager."""
-    found = beside(FP4, r1_config(), find_scheme("fp4-w4a16"), hardware, devices=8)
+    found = compare_published(FP4, r1_config(), find_scheme("fp4-w4a16"), hardware, devices=8)
     assert [round(row["published_ms"], 1) for row in found] == [56.3, 74.2, 71.5, 92.0]
     for row in found:
         assert (

@@ -288,7 +288,7 @@ def test_a_layout_of_many_boxes_is_planned_before_there_is_a_checkpoint(
     assert copies is not None
     assert copies.experts == {"server": 9}
     assert copies.memory["server"].weight_bytes > found.memory["server"].weight_bytes
-    with pytest.raises(QuantkitError, match="layout 'four-boxes' is of no engine; give --engine"):
+    with pytest.raises(QuantkitError, match="layout 'four-boxes' needs an engine; give --engine"):
         plan(cut_source, scheme, layout="four-boxes")
     with pytest.raises(QuantkitError, match="--cache does not go with --layout"):
         plan(cut_source, scheme, engine="vllm-ascend", layout="four-boxes", cache="int8")
@@ -330,7 +330,7 @@ def test_a_layout_that_cannot_be_split_so_does_not_fit() -> None:
     planned = plan("tiny-r1", find_scheme("awq-w4a16"), engine="vllm", layout="two-boxes")
     assert planned.layout is not None
     assert not planned.fits
-    told = dict(planned.layout.facts())["  server cannot be split so"]
+    told = dict(planned.layout.facts())["  server cannot be split this way"]
     assert "which 8 ranks cannot share in steps of" in told
     on_two = plan(
         "tiny-r1", find_scheme("int8-a8w8c16"), engine="vllm", layout="two-boxes", devices="2xH100"

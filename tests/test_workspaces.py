@@ -10,7 +10,7 @@ from quantkit.common.assets import asset
 from quantkit.grids.schemes import find_scheme
 from quantkit.models import deepseek_v3, llama
 from quantkit.planning.plan import RESERVE_GIB
-from quantkit.planning.workspace import COLLECTIVE_BYTES, reserved
+from quantkit.planning.workspace import COLLECTIVE_BYTES, workspace_bytes
 
 R1 = deepseek_v3.Config.from_dict(r1_config())
 TABLE = deepseek_v3.parameters(R1)
@@ -18,7 +18,7 @@ CARD = 64 * 2**30
 
 
 def of(scheme: str, **changes: int) -> dict[str, int]:
-    return reserved(
+    return workspace_bytes(
         TABLE, R1, find_scheme(scheme).weight, **{"devices": 8, "context": 32768} | changes
     )
 
@@ -61,7 +61,7 @@ def test_what_changes_it() -> None:
         "rope_theta": 10000.0,
     }
     config = llama.Config.from_dict(dense)
-    found = reserved(
+    found = workspace_bytes(
         llama.parameters(config), config, find_scheme("awq-w4a16").weight, devices=1, context=512
     )
     assert found == {

@@ -45,7 +45,7 @@ def place(
     """Put routed experts, and copies of the busiest, on devices so that all have the same to do;
     writes the file an engine reads."""
     from quantkit.planning.devices import read_number
-    from quantkit.planning.placement.place import place as run_place
+    from quantkit.planning.expert_placement import place as run_place
 
     placed = run_place(
         model,

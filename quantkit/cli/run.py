@@ -361,7 +361,7 @@ def deploy(
     from quantkit.checkpoint.remote import open_headers
     from quantkit.deploy.launch import deploy as plan
     from quantkit.engines.layouts import find_topology
-    from quantkit.planning.clusters import decoding
+    from quantkit.planning.clusters import compare_checkpoint
     from quantkit.planning.devices import Devices, read_number
 
     given = None if devices is None else read_number(devices)
@@ -385,7 +385,7 @@ def deploy(
         **machine_of,
     )
     told = planned.as_dict() | {
-        "decoding": decoding(
+        "decoding": compare_checkpoint(
             checkpoint, find_topology(engine, name=layout, **machine), planned.memory
         )
     }

@@ -1,18 +1,18 @@
-"""Decoding on many boxes, on paper: attention by data parallelism, experts spread over all devices,
-tokens sent to them and back.
+"""Predicted decoding on many machines: attention by data parallelism, experts spread over all
+devices, and all-to-all dispatch and combine of tokens.
 
     step = decode_step(rows, config, scheme, hardware, level, parallel, batch=1024, context=640)
     step.tokens_per_second, step.dispatch_bytes, step.parts
 
-The products are those of `costmodel`, with its levels and nothing fitted. What is added: a device
+Matrix products are those of `cost_model`, with its levels and nothing fitted. In addition a device
 holds `ParallelSizes.local_experts` whole experts of each layer and multiplies the tokens of all
-devices by them. Before that a token goes to each of its experts' devices, in 8 bits and a scale, or
-in 16 where activations are (dispatch), and comes back in 16 (combine). An exchange takes the
-fabric's `exchange_us`, and the slower of what goes to the own box at `link_gb_s` and to others at
-`fabric.gb_s`. Every rank of a tensor-parallel group sends its share of the group's tokens.
-ASSUMPTIONS says what else is assumed.
+devices with them. A token is sent to the device of each of its experts (dispatch), as 8 bits and a
+scale or, with 16-bit activations, 16 bits, and comes back in 16 bits (combine). An exchange takes
+the fabric's `exchange_us` plus the slower of the transfers within a machine at `link_gb_s` and
+between machines at `fabric.gb_s`. Every rank of a tensor-parallel group sends its share of the
+group's tokens. ASSUMPTIONS lists the rest.
 
-`plan_layout` has beside it what a device of each role of an engine's layout holds.
+`plan_layout` adds what a device of each role of an engine's layout holds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,9 +41,9 @@ from quantkit.planning.cost_model import (
     WeightTraffic,
     bytes_per_weight,
     count_launches,
-    kind_of,
     product_ms,
     touched_share,
+    weight_kind,
 )
 from quantkit.planning.hardware import Hardware, Level, load_hardware
 
@@ -52,11 +52,11 @@ _SCALE_BYTES, _HALF = 4, 2
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One decode step of all devices together. batch: sequences of all; bytes, of one device, are
-    of all layers and of one step.
+    """One decode step of all devices together.
 
-    parts: milliseconds by what takes them; dispatch and combine are two of them. tokens_per_second:
-    of one device.
+    batch: sequences on all devices. dispatch_bytes and combine_bytes: sent by one device in one
+    step, all layers. parts: milliseconds by part, including dispatch and combine.
+    tokens_per_second: of one device.
     """
 
     level: str
@@ -96,43 +96,45 @@ def decode_step(
     devices_per_box: int | None = None,
     cache_bits: CacheBits = 16,
 ) -> DecodeStep:
-    """batch: sequences of all devices together, shared out over the data-parallel groups; context:
-    tokens each attends to. Raises QuantkitError where the hardware says nothing of its fabric, or
-    experts are not spread over the devices."""
+    """batch: sequences of all devices together, divided over the data-parallel groups; context:
+    tokens each attends to. Raises QuantkitError if the hardware has no fabric or the experts are
+    not spread over the devices."""
     if hardware.fabric is None:
         raise QuantkitError(
-            f"hardware {hardware.name} says nothing of what joins its boxes",
-            "give it a fabric, as recipes/hardware/910b1.yaml has",
+            f"hardware {hardware.name} has no interconnect between machines",
+            "add a fabric, as in recipes/hardware/910b1.yaml",
         )
     if not parallel.expert or config.routing is None or parallel.pipeline > 1:
         raise QuantkitError(
-            "only experts spread over all devices are predicted",
+            "decoding is predicted only for experts spread over all devices",
             "choose a layout with expert parallelism and no pipeline",
         )
-    own = batch / parallel.data  # sequences of a data-parallel group
+    group_batch = batch / parallel.data  # sequences of a data-parallel group
     bandwidth = hardware.hbm_gb_s * level.hbm_efficiency * 1e6  # bytes per ms
     parts: dict[str, float] = {}
     for load, tokens in _loads(rows, config, scheme, parallel, batch):
         for part, spent in product_ms(load, level, bandwidth, hardware, round(tokens)).items():
             parts[part] = parts.get(part, 0.0) + spent
-    parts |= _attention_ms(config, hardware, level, parallel, own * context, cache_bits)
+    parts |= _attention_ms(config, hardware, level, parallel, group_batch * context, cache_bits)
     parts["launches"] = (
         count_launches(config, hardware, level.launches, scheme) * level.launch_us / 1e3
     )
     if parallel.tensor > 1:
-        payload = own * config.hidden_size * _HALF * 2 * (parallel.tensor - 1) / parallel.tensor
+        payload = (
+            group_batch * config.hidden_size * _HALF * 2 * (parallel.tensor - 1) / parallel.tensor
+        )
         parts["collectives"] = config.num_hidden_layers * (
             level.collective_us / 1e3 + payload / (hardware.link_gb_s * 1e6)
         )
     box = devices_per_box or hardware.devices_per_box
     layers = sum(config.is_moe(layer) for layer in range(config.num_hidden_layers))
-    sent = layers * (own / parallel.tensor) * config.routing.num_experts_per_tok
-    there = (
+    sent = layers * (group_batch / parallel.tensor) * config.routing.num_experts_per_tok
+    token_bytes = (
         config.hidden_size + _SCALE_BYTES
         if scheme.activation_bits == 8
         else config.hidden_size * _HALF
     )
-    volumes = {"dispatch": sent * there, "combine": sent * config.hidden_size * _HALF}
+    volumes = {"dispatch": sent * token_bytes, "combine": sent * config.hidden_size * _HALF}
     for name, volume in volumes.items():
         parts[name] = _exchange_ms(volume, layers, hardware, level, parallel.world, box)
     return DecodeStep(
@@ -149,10 +151,10 @@ def decode_step(
 def largest_step(
     limit_ms: float, most: int, parallel: ParallelSizes, step: Callable[[int], DecodeStep]
 ) -> DecodeStep | None:
-    """The step of the most sequences that takes `limit_ms` at most; None where one of each group
-    takes longer, or none fits.
+    """The step with the most sequences that takes at most `limit_ms`; None if one sequence per
+    group takes longer, or none fits.
 
-    most: sequences that fit in the cache of a data-parallel group; step: of a batch.
+    most: sequences that fit in the cache of a data-parallel group; step: prediction for a batch.
     """
     least = 0
     while least < most:
@@ -165,44 +167,46 @@ def largest_step(
     return step(least * parallel.data) if least else None
 
 
-def decoding(
+def compare_checkpoint(
     checkpoint: Checkpoint, topology: Topology, memory: Mapping[str, Fit]
 ) -> list[dict[str, Any]]:
-    """beside_published() of a checkpoint. Empty where it is on no scheme's grid, too."""
+    """`compare_published_rates` for a checkpoint. Also empty if the checkpoint matches no
+    scheme."""
     if checkpoint.scheme is None:
         return []
     model = read_model(checkpoint)
-    return beside_published(topology, model.rows, model.config, checkpoint.scheme, memory)
+    return compare_published_rates(topology, model.rows, model.config, checkpoint.scheme, memory)
 
 
-def beside_published(
+def compare_published_rates(
     topology: Topology,
     rows: Sequence[Parameter],
     config: ModelConfig,
     scheme: Scheme,
     memory: Mapping[str, Fit],
 ) -> list[dict[str, Any]]:
-    """What every level of a layout's hardware predicts beside each rate that was published of the
-    layout, and the error; JSON-ready.
+    """Every level's prediction and error for each published rate of the layout; JSON-ready.
 
-    memory: of each role, as `deploy` and `plan` find it. Empty where no rate or hardware is known,
-    or the model has no experts to spread.
+    memory: of each role, as `deploy` and `plan` compute it. Empty if no rate or hardware is known,
+    or the model has no routed experts.
     """
     if topology.hardware is None or not _experts(rows):
         return []
     hardware = load_hardware(topology.hardware)
     return [
-        beside_rate(rate, topology, rows, config, scheme, hardware, memory[rate.role])
+        compare_rate(rate, topology, rows, config, scheme, hardware, memory[rate.role])
         for rate in topology.published
     ]
 
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """What a device of each role of an engine's layout holds. devices: of all machines of a role;
-    experts: of each layer on one device, None for a model without; memory_gib: of one device.
-    problems: why a role cannot be split so, where it cannot. decoding: predicted, beside each rate
-    that was published of the layout."""
+    """What a device of each role of an engine's layout holds.
+
+    devices: number per role, on all machines; experts: per layer on one device, None for a model
+    without; memory_gib: of one device. problems: by role, why it cannot be split this way.
+    decoding: predictions for each published rate of the layout.
+    """
 
     engine: str
     name: str
@@ -219,7 +223,7 @@ class PlannedLayout:
         return not self.problems and all(held.fits for held in self.memory.values())
 
     def facts(self) -> list[tuple[str, str]]:
-        told = [(f"  {self.engine}, {self.name}", self.summary)]
+        lines = [(f"  {self.engine}, {self.name}", self.summary)]
         for role, held in self.memory.items():
             experts = (
                 "" if self.experts[role] is None else f", {self.experts[role]} experts a layer"
@@ -228,12 +232,12 @@ class PlannedLayout:
                 f"{format_bytes(held.weight_bytes)} of weights each{experts}; room for {held.tokens:,} "
                 f"tokens, {held.context:,} a request"
             )
-            told.append(
+            lines.append(
                 (f"  {role}, {self.devices[role]} devices of {self.memory_gib:g} GiB", room)
             )
             if role in self.problems:
-                told.append((f"  {role} cannot be split so", self.problems[role]))
-        return told
+                lines.append((f"  {role} cannot be split this way", self.problems[role]))
+        return lines
 
 
 def plan_layout(
@@ -250,14 +254,13 @@ def plan_layout(
     device: Device | None = None,
     grid: Callable[[str], Grid | None] = lambda module: None,
 ) -> PlannedLayout:
-    """A layout of parameters with the bytes that each will be stored in, as `deploy` tells of a
-    checkpoint that is there.
+    """Fit of an engine's layout for parameters that are not written yet, each given with its stored
+    bytes; `deploy` does the same for an existing checkpoint.
 
-    context: tokens of the longest request. redundant: copies of busy experts in each layer, beside
-    the layout's own. devices, memory_gib,
-    device: of a machine, of one of its devices, and their kind, where they are not the layout's.
-    grid: of a module's weight. Raises QuantkitError for an engine or layout that there is not, or
-    that does not come out even on such machines.
+    context: tokens of the longest request. redundant: copies of busy experts per layer, in addition
+    to the layout's group_batch. devices, memory_gib, device: number per machine, memory and kind,
+    overriding the layout's. grid: of a module's weight. Raises QuantkitError for an unknown engine
+    or layout, or one that does not divide evenly over such machines.
     """
     recipe, topology = (
         find_recipe(engine, device),
@@ -271,14 +274,14 @@ def plan_layout(
     topology = topology.model_copy(update={"roles": roles})
     rows = [row for row, _ in stored]
     experts = _experts(rows)
-    of_card = memory_gib, recipe.memory_fraction, recipe.reserve_gib
+    memory_args = memory_gib, recipe.memory_fraction, recipe.reserve_gib
     memory = {
         role.name: fit_rows(
             stored,
             config,
             role.parallel,
             context,
-            *of_card,
+            *memory_args,
             topology.cache_bits(role, config.cache, scheme.cache),
         )
         for role in roles
@@ -306,11 +309,11 @@ def plan_layout(
             for role, problem in found.items()
             if problem is not None
         },
-        tuple(beside_published(topology, rows, config, scheme, memory)),
+        tuple(compare_published_rates(topology, rows, config, scheme, memory)),
     )
 
 
-def beside_rate(
+def compare_rate(
     rate: PublishedRate,
     topology: Topology,
     rows: Sequence[Parameter],
@@ -319,8 +322,8 @@ def beside_rate(
     hardware: Hardware,
     held: Fit,
 ) -> dict[str, Any]:
-    """One published rate, and every level's prediction: of its batch, or of the largest batch
-    within its limit that fits in `held`."""
+    """One published rate and every level's prediction for its batch or, if it has a time limit, for
+    the largest batch within it that fits in `held`."""
     role = next(role for role in topology.roles if role.name == rate.role)
     parallel, bits = role.parallel, topology.cache_bits(role, config.cache, scheme.cache)
     fits = held.tokens // rate.context
@@ -354,10 +357,10 @@ def beside_rate(
 
 
 ASSUMPTIONS = (
-    "tokens fall evenly on experts; copies of hot experts take memory and save nothing",
-    "dispatch and combine overlap nothing, and take the slower of what goes to the own box and to "
-    "others",
-    "prompts are computed elsewhere, or seldom; no guesses of an MTP layer",
+    "tokens are routed evenly; copies of hot experts take memory and save no time",
+    "dispatch and combine do not overlap with anything, and take the slower of the transfers within "
+    "a machine and between machines",
+    "prefill runs on other devices, or rarely; no speculative decoding with MTP",
 )
 
 
@@ -372,13 +375,13 @@ def _loads(
     parallel: ParallelSizes,
     batch: int,
 ) -> list[tuple[WeightTraffic, float]]:
-    """What one device reads and multiplies, with the tokens that go through it: experts, the other
-    quantized linears, 16 and 32 bits."""
+    """Weight reads and products of one device, with the number of tokens: experts, other quantized
+    linears, 16-bit and 32-bit weights."""
     assert config.routing is not None
     experts, chosen = _experts(rows), config.routing.num_experts_per_tok
     share = parallel.local_experts(experts) / experts * touched_share(experts, chosen, batch)
-    own = batch / parallel.data
-    expert = linear = plain = router = 0.0
+    group_batch = batch / parallel.data
+    expert = linear = dense = router = 0.0
     for row in rows:
         if row.mtp or row.role == "embedding":
             continue
@@ -391,24 +394,27 @@ def _loads(
         elif row.role.startswith("router"):
             router += held
         else:
-            plain += held
-    kind, format_bytes = kind_of(scheme.weight), bytes_per_weight(scheme.weight)
+            dense += held
+    kind, size = weight_kind(scheme.weight), bytes_per_weight(scheme.weight)
     kind_outside, size_outside = (
-        (kind_of(scheme.outside), bytes_per_weight(scheme.outside))
+        (weight_kind(scheme.outside), bytes_per_weight(scheme.outside))
         if scheme.outside
-        else (kind, format_bytes)
+        else (kind, size)
     )
     routed = WeightTraffic(
         kind,
         expert * share,
-        expert * share * format_bytes,
+        expert * share * size,
         expert * batch * chosen / experts / parallel.world,
     )
     return [
         (routed, batch * chosen / parallel.world),
-        (WeightTraffic(kind_outside, linear, linear * size_outside, linear * own), own),
-        (WeightTraffic("dense", plain, plain * DENSE_BYTES, plain * own), own),
-        (WeightTraffic("dense", router, router * ROUTER_BYTES, router * own), own),
+        (
+            WeightTraffic(kind_outside, linear, linear * size_outside, linear * group_batch),
+            group_batch,
+        ),
+        (WeightTraffic("dense", dense, dense * DENSE_BYTES, dense * group_batch), group_batch),
+        (WeightTraffic("dense", router, router * ROUTER_BYTES, router * group_batch), group_batch),
     ]
 
 
@@ -420,8 +426,8 @@ def _attention_ms(
     attended: float,
     cache_bits: CacheBits,
 ) -> dict[str, float]:
-    """Reading `attended` cached tokens, and multiplying the rank's heads by them; overlapped where
-    products are: the slower counts."""
+    """Reading `attended` cached tokens and multiplying the rank's heads with them; if products
+    overlap, the slower counts."""
     cached = (
         config.cache.token_bytes(cache_bits, parallel.tensor) * config.num_hidden_layers * attended
     )
@@ -445,8 +451,8 @@ def _attention_ms(
 def _exchange_ms(
     volume: float, times: int, hardware: Hardware, level: Level, devices: int, box: int
 ) -> float:
-    """Of `times` exchanges of all with all, in which a device sends `volume` bytes in all, evenly
-    to each device, itself among them."""
+    """Milliseconds of `times` all-to-all exchanges in which a device sends `volume` bytes in total,
+    evenly to each device including itself."""
     assert hardware.fabric is not None
     near = min(box, devices)
     inside, outside = volume * (near - 1) / devices, volume * (devices - near) / devices

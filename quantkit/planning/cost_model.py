@@ -1,19 +1,19 @@
-"""Predicted time of a decode step, from bytes, operations, launches and collectives, before anyone
-has the machine.
+"""Predicted time of a decode step from bytes, operations, launches and collectives, without the
+hardware.
 
     hardware = load_hardware("910b1")
-    for prediction in ladder(parameters(config), config, scheme, hardware, devices=8, batch=8,
-    context=640):
+    for prediction in predict_levels(parameters(config), config, scheme, hardware, devices=8,
+                                     batch=8, context=640):
         print(prediction.level, prediction.tpot_ms)
 
-The levels of a hardware file go from a floor that no program can beat up to naive execution; a
-measured time that falls between two levels says what the program leaves on the table. No constant
-is solved for from a measurement, but the form (overlapped parts: the slowest counts) was chosen
-with the published 910B1 figures in view: it attributes time, it is not validated. `beside` says for
-every published row how far off each level is. Assumptions, all of them in the hardware's YAML:
-tensor parallelism over all devices; routing uniform, so E(1 - (1 - k/E)^B) experts are read;
-activations stay on the chip; the parts of an operator either overlap (the slowest counts) or follow
-one another; operators follow one another.
+The levels of a hardware file range from a lower bound that no program can beat to naive execution;
+a measured time between two levels shows how much a program can still gain. No constant was fitted
+to a measurement, but the form (of overlapped parts only the slowest counts) was chosen knowing the
+published 910B1 figures: the model attributes time, it is not validated. `compare_published` gives
+every level's error for each published row. Assumptions (all listed in the hardware's YAML): tensor
+parallelism over all devices; uniform routing, so E(1 - (1 - k/E)^B) experts are read; activations
+stay on the chip; the parts of an operator either overlap (the slowest counts) or run one after
+another; operators run one after another.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,8 +34,8 @@ _SCALE_BYTES, ROUTER_BYTES, DENSE_BYTES, _SUM_BYTES = 2, 4, 2, 4
 
 @dataclass(frozen=True)
 class Prediction:
-    """Milliseconds of one decode step at a level. `parts` (PARTS) say where they go; launches and
-    collectives are counted."""
+    """Milliseconds of one decode step at a level, split into `parts` (PARTS), with the number of
+    launches and collectives."""
 
     level: str
     summary: str
@@ -51,10 +51,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class WeightTraffic:
-    """What one device touches for the weights of one kind in a step: `weights` values of `bytes`,
-    `products` multiplications by x.
+    """Work of one device for the weights of one kind in a step: `weights` values in `bytes`, and
+    `products` multiply-adds with x.
 
-    undecoded: they are multiplied as the codes they are, in groups of `group`.
+    undecoded: the codes are multiplied directly, in groups of `group`.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class WeightTraffic:
 
 @dataclass(frozen=True)
 class WholeStep:
-    """What is decoded, by how many devices, for how many sequences of how many tokens."""
+    """A decode step: model, devices, number of sequences, and tokens per sequence."""
 
     config: ModelConfig
     scheme: Scheme
@@ -79,8 +79,8 @@ class WholeStep:
     def predict(
         self, level: Level, loads: Iterable[tuple[WeightTraffic, Level]], name: str | None = None
     ) -> Prediction:
-        """Cache, launches and collectives are the level's; each product is read and decoded as the
-        level beside it says."""
+        """Cache, launches and collectives follow `level`; each load is read and decoded as its own
+        level says."""
         parts = dict.fromkeys(PARTS, 0.0)
         bandwidth = self.hardware.hbm_gb_s * 1e6  # bytes per ms
         for load, decoding in loads:
@@ -104,12 +104,13 @@ class WholeStep:
         )
 
     def _cache_bytes(self) -> float:
-        """Of one device, all layers. Latent attention keeps the whole latent on every rank."""
+        """Bytes read from the cache by one device, all layers. With latent attention every rank
+        keeps the whole latent."""
         per_token = self.config.cache.token_bytes(16, self.devices) * self.config.num_cached_layers
         return float(per_token * self.batch * self.context)
 
 
-def ladder(
+def predict_levels(
     parameters: list[Parameter],
     config: ModelConfig,
     scheme: Scheme,
@@ -119,10 +120,10 @@ def ladder(
     batch: int,
     context: int,
 ) -> list[Prediction]:
-    """One prediction per level of the hardware, from the floor up.
+    """One prediction for each level of the hardware, from the lower bound up.
 
     parameters: the model's table, config: its architecture's Config. batch: sequences decoded
-    together; context: tokens each attends to, the mean over the steps that are meant.
+    together; context: tokens each attends to, averaged over the steps.
     """
     loads = device_loads(
         parameters, config, scheme.weight, devices, batch, hardware.split_activations
@@ -140,7 +141,7 @@ def predict(
     batches: Sequence[int],
     context: int,
 ) -> dict[str, Any]:
-    """The ladders of a model, from its config.json alone, for several batch sizes; JSON-ready."""
+    """Predictions for a model from its config.json alone, for several batch sizes; JSON-ready."""
     if (
         scheme.outside
         or scheme.activation_bits == 4
@@ -154,7 +155,9 @@ def predict(
     parsed = architecture.Config.from_dict(config)
     rows = architecture.parameters(parsed)
     found = [
-        ladder(rows, parsed, scheme, hardware, devices=devices, batch=batch, context=context)
+        predict_levels(
+            rows, parsed, scheme, hardware, devices=devices, batch=batch, context=context
+        )
         for batch in batches
     ]
     predictions = [[{**asdict(one), "tpot_ms": one.tpot_ms} for one in levels] for levels in found]
@@ -175,7 +178,7 @@ def predict(
     }
 
 
-def beside(
+def compare_published(
     published: dict[str, Any],
     config: dict[str, Any],
     scheme: Scheme,
@@ -183,12 +186,10 @@ def beside(
     *,
     devices: int,
 ) -> list[dict[str, Any]]:
-    """Every row of a published grid with what each level predicts for it and how far off that is;
-    JSON-ready.
+    """Every row of a published grid with each level's prediction and its error; JSON-ready.
 
     published: output_len, and rows of input_len, concurrency and tpot_ms or system_tps. A step
-    attends to the input and, on average, half
-    the output. error: predicted over published, less one.
+    attends to the input and, on average, half the output. error: predicted / published - 1.
     """
     architecture = find_architecture(config)
     parsed = architecture.Config.from_dict(config)
@@ -200,7 +201,7 @@ def beside(
             int(row["input_len"]) + published["output_len"] // 2,
         )
         measured = row.get("tpot_ms") or 1000 * batch / row["system_tps"]
-        levels = ladder(
+        levels = predict_levels(
             parameters, parsed, scheme, hardware, devices=devices, batch=batch, context=context
         )
         predicted = {
@@ -219,8 +220,8 @@ def beside(
 
 
 def steps(predictions: list[Prediction]) -> list[tuple[str, str, dict[str, float]]]:
-    """What each level adds to the one below it: (lower, upper, milliseconds by part), parts that
-    change by less than 0.05 ms left out."""
+    """What each level adds to the one below it: (lower, upper, milliseconds by part), without parts
+    that change by less than 0.05 ms."""
     found = []
     for lower, upper in pairwise(predictions):
         added = {part: upper.parts[part] - lower.parts[part] for part in PARTS}
@@ -238,13 +239,13 @@ def device_loads(
     batch: int,
     split: SplitActivations | None = None,
 ) -> list[WeightTraffic]:
-    """What one of `devices` ranks reads in a decode step: quantized weights that are decoded,
-    quantized linears that are not, 16-bit and 32-bit weights."""
+    """Weight reads of one of `devices` ranks in a decode step: decoded quantized weights, quantized
+    linears that need no decoding, 16-bit and 32-bit weights."""
     experts = len({row.expert for row in parameters if row.expert is not None})
     chosen = config.routing.num_experts_per_tok if config.routing else 0
     share = touched_share(experts, chosen, batch) if experts else 0.0
     group = getattr(grid, "group_size", 0) or 0
-    decoded = undecoded = plain = router = products = 0.0
+    decoded = undecoded = dense = router = products = 0.0
     for row in parameters:
         if row.mtp or row.role == "embedding":
             continue
@@ -255,11 +256,11 @@ def device_loads(
             decoded += count * share
             products += count * batch * chosen / experts
         elif row.role == "linear":
-            # The executor runs a shared expert as one more of the routed, by the grouped product.
-            alone = kind_of(grid) == "int4" and row.block != "shared_expert"
+            # The executor computes a shared expert as one more routed expert of the grouped product.
+            separate = weight_kind(grid) == "int4" and row.block != "shared_expert"
             if (
                 split is not None
-                and alone
+                and separate
                 and split.takes(*_local_shape(row, devices), group, batch)
             ):
                 undecoded += count
@@ -269,12 +270,12 @@ def device_loads(
         elif row.role.startswith("router"):
             router += count
         else:
-            plain += count
-    kind, size = kind_of(grid), bytes_per_weight(grid)
+            dense += count
+    kind, size = weight_kind(grid), bytes_per_weight(grid)
     return [
         WeightTraffic(kind, decoded, decoded * size, products),
         WeightTraffic(kind, undecoded, undecoded * size, undecoded * batch, group, True),
-        WeightTraffic("dense", plain, plain * DENSE_BYTES, plain * batch),
+        WeightTraffic("dense", dense, dense * DENSE_BYTES, dense * batch),
         WeightTraffic("dense", router, router * ROUTER_BYTES, router * batch),
     ]
 
@@ -288,31 +289,32 @@ def _local_shape(row: Parameter, devices: int) -> tuple[float, float]:
 
 
 def touched_share(experts: int, top_k: int, batch: int) -> float:
-    """Expected share of a layer's experts that `batch` tokens choose, choices uniform."""
+    """Expected share of a layer's experts that `batch` tokens are routed to, for uniform
+    routing."""
     return float(1 - (1 - top_k / experts) ** batch)
 
 
 def bytes_per_weight(grid: Grid) -> float:
-    """As the Ascend layouts hold it: int4 with a 16-bit scale and offset per group, FP4 with a byte
-    per group, int8 with one per row."""
+    """In the Ascend layouts: int4 with a 16-bit scale and offset per group, FP4 with one byte per
+    group, int8 with a scale and offset per row."""
     if isinstance(grid, Fp4Grid | Mxfp4Grid):
         return 0.5 + 1 / grid.group_size
     return grid.storage_bits / 8 + (2 * _SCALE_BYTES / grid.group_size if grid.group_size else 0.0)
 
 
-def kind_of(grid: Grid) -> str:
+def weight_kind(grid: Grid) -> str:
     return "fp4" if isinstance(grid, Fp4Grid | Mxfp4Grid) else f"int{grid.storage_bits}"
 
 
 def product_ms(
     load: WeightTraffic, level: Level, bandwidth: float, hardware: Hardware, batch: int
 ) -> dict[str, float]:
-    """Reading, decoding and multiplying the weights of one kind. Overlapped: the slowest counts;
-    serial: all do.
+    """Milliseconds by part to read, decode and multiply the weights of one kind. Overlapped: the
+    slowest part counts; serial: all do.
 
-    The cube multiplies at least `cube_rows` rows by every weight it is given, and a decoded weight
-    reaches it through the L2. Few rows may be multiplied on the vector cores instead; an overlapped
-    level takes the faster way.
+    The cube multiplies every weight with at least `cube_rows` rows, and a decoded weight reaches it
+    through the L2. Few rows may be multiplied on the vector cores instead; an overlapped level
+    takes the faster way.
     """
     spent = {"hbm": load.bytes / bandwidth}
     if level.decode == "free":
@@ -330,13 +332,13 @@ def product_ms(
         return spent
     slowest = max(spent, key=lambda part: spent[part])
     if cost is not None and cost.vector_ops_per_row and not load.undecoded:
-        alone = {
+        without_cube = {
             "hbm": spent["hbm"],
             "vector": load.products * cost.vector_ops_per_row / (hardware.vector_gops * 1e6),
         }
-        slowest_alone = max(alone, key=lambda part: alone[part])
-        if alone[slowest_alone] < spent[slowest]:
-            return {slowest_alone: alone[slowest_alone]}
+        slowest_without = max(without_cube, key=lambda part: without_cube[part])
+        if without_cube[slowest_without] < spent[slowest]:
+            return {slowest_without: without_cube[slowest_without]}
     return {slowest: spent[slowest]}
 
 
@@ -351,10 +353,10 @@ def _decoded_ms(load: WeightTraffic, hardware: Hardware) -> dict[str, float]:
 
 
 def _undecoded_ms(load: WeightTraffic, hardware: Hardware) -> dict[str, float]:
-    """Codes times pieces of x on the cube, at its rate for int8; the vector cores scale and add the
+    """Codes times pieces of x on the cube, at its int8 rate; the vector cores scale and add the
     sums of each group."""
     split = hardware.split_activations
-    assert split is not None, "undecoded loads come of it"
+    assert split is not None, "only split_activations creates undecoded loads"
     if not load.weights:
         return {}
     sums = split.pieces * load.products / load.group
@@ -368,13 +370,13 @@ def _undecoded_ms(load: WeightTraffic, hardware: Hardware) -> dict[str, float]:
 
 
 def _through_l2_ms(size: float, hardware: Hardware) -> float:
-    """Bytes that are written to the L2 and read again."""
+    """Milliseconds to write bytes to the L2 and read them back."""
     return size / (hardware.l2_write_gb_s * 1e6) + size / (hardware.l2_read_gb_s * 1e6)
 
 
 def count_launches(config: ModelConfig, hardware: Hardware, name: str, scheme: Scheme) -> int:
-    """Of a step. A list of INT8's own, where the hardware has one, stands beside the one that a
-    level names."""
+    """Launches of a step. With 8-bit activations the "_int8" variant of the level's list is used if
+    the hardware has one."""
     layers = config.num_hidden_layers
     moe = sum(config.is_moe(layer) for layer in range(layers))
     counted = (

@@ -1,7 +1,7 @@
-"""What a file of recipes/hardware says of a device and its box: rates, levels of execution,
-launches, and what decoding a weight costs.
+"""The files of recipes/hardware: rates of a device and its machine, execution levels, kernel
+launches, and the cost of decoding a weight.
 
-The time of a step on it is `costmodel`'s.
+`cost_model` predicts step times from them.
 """
 
 from typing import Literal
@@ -13,7 +13,7 @@ from quantkit.common.settings import Strict, find_yaml, read_yaml
 
 
 class Launches(Strict):
-    """Kernel launches per layer and, for embedding, head and sampling, per step."""
+    """Kernel launches per layer, and per step for embedding, head and sampling."""
 
     dense_layer: int
     moe_layer: int
@@ -21,8 +21,8 @@ class Launches(Strict):
 
 
 class Decode(Strict):
-    """What decoding one weight costs: for the cube 16-bit vector operations, and bytes that go to
-    the L2 and come back; operations per row without the cube."""
+    """Cost of decoding one weight. With the matrix (cube) unit: 16-bit vector operations, and bytes
+    that go through the L2 and back; without it: vector operations per row."""
 
     cube_ops: float
     cube_l2_bytes: float
@@ -30,13 +30,13 @@ class Decode(Strict):
 
 
 class SplitActivations(Strict):
-    """Linears that need no decoding: of few rows, x is split into whole numbers that the cube
-    multiplies by the 4-bit codes themselves.
+    """Linears whose weights need no decoding: for few rows, x is split into integers that the cube
+    multiplies with the 4-bit codes directly.
 
-    For groups of these sizes, with rows up to group / rows_divisor, max_inputs inputs at most and
-    outputs a multiple of outputs_multiple on
-    a device. pieces: what x is split into; sum_ops: 16-bit vector operations on each int32 sum of a
-    group, which goes to the L2 and back.
+    Applies to these group sizes, with at most group / rows_divisor rows, at most max_inputs inputs,
+    and outputs that are a multiple of outputs_multiple on a device. pieces: number of integers that
+    x is split into; sum_ops: 16-bit vector operations for each int32 sum of a group, which goes
+    through the L2.
     """
 
     groups: tuple[int, ...]
@@ -57,9 +57,9 @@ class SplitActivations(Strict):
 
 
 class Level(Strict):
-    """A way to run a step. hbm_efficiency: share of the bandwidth that products reach;
-    cache_passes: times the cache is moved. decode
-    vector: serial, quantized weights multiplied row by row on the vector cores."""
+    """A way to execute a step. hbm_efficiency: share of the bandwidth that matrix products reach;
+    cache_passes: how many times the cache is moved. decode "vector": serial, with quantized weights
+    multiplied row by row on the vector cores."""
 
     name: str
     summary: str
@@ -72,11 +72,13 @@ class Level(Strict):
 
 
 class Way(Strict):
-    """A captured step with other operators: which launches, on the named level, of weights of these
-    kinds (`kind_of`), for min_batch to max_batch sequences. vector_experts: experts are multiplied
-    on the vector cores; streamed_experts: as another level has it, by kernels of our own;
-    own_linears: 4-bit linears by our kernels; int8_attention: what comes before latent attention is
-    int8."""
+    """A captured step with other operators, for weights of these kinds (`weight_kind`) and
+    min_batch to max_batch sequences, based on the named level and launches.
+
+    vector_experts: experts are multiplied on the vector cores; streamed_experts: another level, by
+    our own kernels; own_linears: 4-bit linears use our kernels; int8_attention: the projections
+    before latent attention are int8.
+    """
 
     name: str
     level: str
@@ -91,17 +93,17 @@ class Way(Strict):
 
 
 class Fabric(Strict):
-    """Between boxes: what a device sends a second, one way, and what an exchange of all with all
-    takes before its first byte."""
+    """Between machines: bandwidth of a device in one direction, and latency of an all-to-all
+    exchange."""
 
     gb_s: float
     exchange_us: float
 
 
 class Hardware(Strict):
-    """One device and its box; fabric is None where what joins boxes is not known.
+    """One device and its machine; fabric is None if the interconnect between machines is unknown.
 
-    gb_s are 10^9 bytes a second, tflops and gops 10^12 and 10^9 operations.
+    gb_s are 10^9 bytes per second, tflops and gops 10^12 and 10^9 operations per second.
     """
 
     name: str
@@ -135,7 +137,7 @@ class Hardware(Strict):
 
 
 def load_hardware(name_or_path: str) -> Hardware:
-    """A machine that ships with quantkit (recipes/hardware), by name in any case, or a YAML
+    """Hardware that ships with quantkit (recipes/hardware) by case-insensitive name, or a YAML
     file."""
     path = find_yaml(name_or_path, "recipes", "hardware") or find_yaml(
         name_or_path.lower(), "recipes", "hardware"

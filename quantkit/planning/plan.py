@@ -1,9 +1,9 @@
-"""plan(): what a quantization will need and make, and where the result runs, from config.json and
-safetensors headers alone.
+"""plan(): what a quantization needs and writes, and whether the result fits the devices, from
+config.json and safetensors headers alone.
 
-It opens a model as quantize() does, and refuses what that refuses. Of a hub model it downloads no
-weight. Sizes are those of the tensors that quantize() would write, to the byte. Memory and time are
-estimates whose assumptions are told.
+A model is opened as quantize() opens it, with the same errors; no weights of a Hub model are
+downloaded. Sizes are exact: those of the tensors that quantize() would write. Memory and time are
+estimates with stated assumptions.
 """
 
 import os
@@ -29,7 +29,7 @@ from quantkit.models.table import Parameter
 from quantkit.planning.clusters import PlannedLayout, plan_layout
 from quantkit.planning.cost_model import predict
 from quantkit.planning.devices import STANDARD_DEVICES, Devices, read_devices, read_number
-from quantkit.planning.workspace import reserved
+from quantkit.planning.workspace import workspace_bytes
 from quantkit.quantization.bit_allocation import (
     Options,
     PlannedChoice,
@@ -44,19 +44,19 @@ from quantkit.quantization.memory import expected_peak
 from quantkit.quantization.mixed_precision import Mixture
 
 MEMORY_FRACTION = 0.9
-"""Of a device's memory that an engine uses."""
+"""Share of a device's memory that an engine uses."""
 RESERVE_GIB = 4.0
-"""Of that, for activations, graphs and communication."""
+"""Part of that for activations, graphs and communication."""
 _CACHE_NAMES: dict[CacheBits, str] = {8: "8-bit", 16: "BF16"}
 PREDICTED_BATCHES = (1, 2, 4, 8, 16, 32)
 PREDICTED_CONTEXT = 384
-"""Tokens that each sequence of a predicted decode step attends to, at most: 128 of a prompt and, on
-average, half of 512 written."""
+"""Tokens that each sequence of a predicted decode step attends to at most: 128 of the prompt and,
+on average, half of 512 generated ones."""
 
 
 @dataclass(frozen=True)
 class HostPeak:
-    """Bytes of host memory at the worst moment of the run, which is at the unit `where`."""
+    """Bytes of host memory at the peak of the run, reached at work unit `where`."""
 
     process: int
     hidden_states: int
@@ -65,11 +65,10 @@ class HostPeak:
 
 
 @dataclass(frozen=True)
-class PlacedRequest:
-    """What must fit beside the weights: one request of `context` tokens in a cache of `bits`.
-    redundant: copies of routed experts a layer;
-    data: whether devices have requests of their own, and share nothing but the routed experts.
-    draft: of the model that guesses."""
+class RequestSizes:
+    """The request that must fit next to the weights: `context` tokens in a cache of `bits`.
+    redundant: copies of routed experts per layer; data: data parallelism, in which only the routed
+    experts are shared between devices. draft: sizes of the draft model."""
 
     context: int
     redundant: int
@@ -85,13 +84,14 @@ class PlacedRequest:
 
 @dataclass(frozen=True)
 class DeviceShare:
-    """What one of `count` devices holds, in bytes. cache_tokens: tokens that fit beside the
-    weights, of all requests together; None, as cache_bytes_per_token and state_bytes_per_request,
-    for an architecture that quantkit does not know. context: tokens of the request that must fit,
-    and of all that are counted. state_bytes_per_request: what linear attention keeps of each,
-    whatever its length.
-    workspace_bytes: of the reserve, what is known to be taken, by what takes it; empty for hardware
-    that is not known."""
+    """What one of `count` devices holds, in bytes.
+
+    context: tokens of the request that must fit; cache_tokens: tokens of all requests that fit next
+    to the weights; state_bytes_per_request: linear attention state, independent of the length.
+    cache_tokens, cache_bytes_per_token and state_bytes_per_request are None for an unknown
+    architecture. workspace_bytes: known parts of the reserve by purpose, empty for unknown
+    hardware.
+    """
 
     count: int
     memory_bytes: int
@@ -120,7 +120,7 @@ class DeviceShare:
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """Seconds that quantizing should take on a device, and what is assumed of it."""
+    """Estimated seconds of quantizing on a device, with the assumptions."""
 
     device: str
     seconds: int
@@ -129,12 +129,14 @@ class TimeEstimate:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Result):
-    """What a quantization needs and makes. Bytes are of tensors; disk_bytes is what must be free
-    for the output and what a run keeps
-    to go on from. cost_model: predicted decoding times, where the devices are hardware that is
-    known and all linears are on one grid.
-    sizes: what other --bits would make, where grids are chosen. layout: what each device holds in a
-    layout of the engine, where one was asked for; `fits` is then of it. told: as in `Inventory`."""
+    """What a quantization needs and writes. Bytes are of tensors; disk_bytes is the free space
+    needed for the output and the state that a run resumes from.
+
+    cost_model: predicted decode times, if the devices are known hardware and all linears are on one
+    grid. sizes: alternatives for other --bits, if grids are chosen. layout: what each device holds
+    in an engine's layout, if one was requested; `fits` then refers to it. description: as in
+    `Inventory`.
+    """
 
     model: str
     scheme: str
@@ -155,10 +157,11 @@ class Plan(Result):
     cost_model: dict[str, Any] | None = None
     sizes: tuple[PlannedSize, ...] = ()
     layout: PlannedLayout | None = None
-    told: str = ""
+    description: str = ""
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self)
+        found["told"] = found.pop("description")  # key of the stored JSON
         for name in ("sizes", "cost_model", "layout", "told"):
             if not found[name]:
                 del found[name]
@@ -180,7 +183,7 @@ class Plan(Result):
                 (f"  {part}", format_bytes(count))
                 for part, count in self.output_bytes_by_part.items()
             ),
-            *([("of the source", self.told)] if self.told else []),
+            *([("of the source", self.description)] if self.description else []),
             ("fits", "yes" if self.fits else "NO"),
             *(self.devices.facts() if self.layout is None else self.layout.facts()),
             *((f"  at {one.bits:.2f} bits", one.told()) for one in self.sizes),
@@ -219,30 +222,26 @@ def plan(
     draft: str | Path | None = None,
     layout: str | None = None,
 ) -> Plan:
-    """What quantize() with the same arguments will write and need, and whether its output serves
+    """What quantize() with the same arguments writes and needs, and whether its output serves
     `context` tokens on `devices`.
 
-    model: a directory, a built-in name, a hub id, or one that is open. recipe: the scheme's own by
-    default; samples and seq_len are set
-    over it. devices: "8x64GiB", as without, tensor parallel over all of them, or "8x910B1" for
-    predicted decoding times as well. Raises QuantkitError where quantize() would refuse the source.
-    redundant: copies of routed experts in each layer, all of which then
-    lie whole on devices. tokens: of the calibration text, for the time; as many as the recipe takes
-    at most otherwise.
-    cache: int8 or fp8 counts one of 8 bits, as quantkit has it; the scheme's otherwise, and in a
-    layout. dp: the number of devices, where each is to have requests of its own, a part of the
-    routed experts, and everything else whole. draft: a draft model, which every device holds whole,
-    and keeps a cache for. layout: of the engine, by name, as `deploy` has it; `devices` are those
-    of one of its machines.
+    model: a directory, a built-in name, a Hub id, or an open checkpoint. recipe: the scheme's own
+    by default, overridden by samples and seq_len. devices: "8x64GiB" (the default), with tensor
+    parallelism over all of them, or "8x910B1" to predict decode times as well. redundant: copies of
+    routed experts per layer; experts then are whole on a device. tokens: of the calibration text,
+    for the time estimate; by default the recipe's maximum. cache: int8 or fp8 for an 8-bit cache;
+    by default, and in a layout, the scheme's. dp: the number of devices for data parallelism, with
+    routed experts shared out and everything else whole on each device. draft: a draft model, held
+    whole with its own cache by every device. layout: name of an engine's layout, as in `deploy`;
+    `devices` then are those of one of its machines.
+
+    Raises QuantkitError where quantize() would refuse the source.
     """
     check_wanted(sensitivities, mixture)
     if layout is not None and cache is not None:
-        remedy = (
-            "leave out --cache; --scheme int8-a8w8c8 has steps of a cache in 8 bits, which "
-            "roles that keep one read"
-        )
+        remedy = "leave out --cache; --scheme int8-a8w8c8 has the scales of an 8-bit cache, which roles with such a cache read"
         raise QuantkitError(
-            "--cache does not go with --layout: a layout's engine decides how its roles keep tokens",
+            "--cache does not go with --layout: a layout's engine decides the cache dtype of its roles",
             remedy,
         )
     settings = (recipe or load_recipe(scheme.name)).with_given(samples=samples, seq_len=seq_len)
@@ -252,23 +251,23 @@ def plan(
         if isinstance(devices, Devices)
         else read_devices(STANDARD_DEVICES if devices is None else devices)
     )
-    place = _read_place(target.count, context, redundant, cache or scheme.cache, dp, draft)
+    serving = _read_request(target.count, context, redundant, cache or scheme.cache, dp, draft)
     job = open_job(request, model if isinstance(model, Checkpoint) else open_headers(str(model)))
     check_experts(job.rows, dp)
     if redundant and all(row.expert is None for row in job.rows):
         raise QuantkitError("the model has no routed experts to copy", "leave out --redundant")
-    choosing = _choose(job, sensitivities, target, place) if mixture.chooses else None
-    job = choosing.job if choosing else job
+    choice = _choose(job, sensitivities, target, serving) if mixture.chooses else None
+    job = choice.job if choice else job
     rows = [(row, job.stored_bytes(row, job.grids.get(row.module))) for row in job.rows]
     output = sum(nbytes for _, nbytes in rows)
-    fits, placed = _placed(rows, job, target, place)
-    laid_out = None if layout is None else _laid_out(rows, job, engine, layout, place, devices)
+    fits, device_share = _fit_devices(rows, job, target, serving)
+    planned_layout = (
+        None if layout is None else _plan_layout(rows, job, engine, layout, serving, devices)
+    )
     peak, least = (expected_peak(job, memory)[0] for memory in (None, 0))
     stored = sum(tensor.nbytes for tensor in job.checkpoint.unpruned.tensors.values())
     work = job_work(job, job.linears, stored + output, tokens)
-    state = (
-        2 * peak.hidden
-    )  # of the last finished layer, and of its successor while they are written
+    state = 2 * peak.hidden  # of the last finished layer, and of the next one while it is written
     return Plan(
         model=str(job.checkpoint.path),
         scheme=request.scheme.name,
@@ -277,33 +276,33 @@ def plan(
         output_bytes=output,
         output_bytes_without_mtp=sum(nbytes for row, nbytes in rows if not row.mtp),
         output_bytes_by_part=_by_part(rows),
-        fits=fits if laid_out is None else laid_out.fits,
-        devices=placed,
+        fits=fits if planned_layout is None else planned_layout.fits,
+        devices=device_share,
         host_peak_bytes=peak.total,
         host_least_bytes=least.total,
         host_peak=HostPeak(peak.process, peak.hidden, peak.work, peak.where),
         disk_bytes=output + state,
         disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
         work=work,
-        time=_times(work),
-        cost_model=None if choosing or place.data else _predicted(job, target, context),
-        sizes=choosing.sizes(target.count) if choosing else (),
-        layout=laid_out,
-        told=job.inventory.told,
+        time=_time_estimates(work),
+        cost_model=None if choice or serving.data else _predicted(job, target, context),
+        sizes=choice.sizes(target.count) if choice else (),
+        layout=planned_layout,
+        description=job.inventory.told,
     )
 
 
-def _laid_out(
+def _plan_layout(
     rows: list[tuple[Parameter, int]],
     job: Job,
     engine: str | None,
     layout: str,
-    place: PlacedRequest,
+    serving: RequestSizes,
     devices: str | Devices | None,
 ) -> PlannedLayout:
-    """devices: of one machine, as `deploy` takes them; those of the layout without."""
+    """devices: of one machine, as `deploy` takes them; by default the layout's."""
     if engine is None:
-        raise QuantkitError(f"layout {layout!r} is of no engine", "give --engine")
+        raise QuantkitError(f"layout {layout!r} needs an engine", "give --engine")
     if job.inventory.by_name:
         raise QuantkitError(
             "layouts are planned for architectures that quantkit knows", "leave out --layout"
@@ -323,15 +322,15 @@ def _laid_out(
         rows,
         job.inventory.config,
         job.request.scheme,
-        place.context,
-        place.redundant,
+        serving.context,
+        serving.redundant,
         **options,
     )
 
 
-def _read_place(
+def _read_request(
     devices: int, context: int, redundant: int, cache: str | None, dp: int, draft: str | Path | None
-) -> PlacedRequest:
+) -> RequestSizes:
     bits: CacheBits = 16 if cache_dtype(cache) is None else 8
     if dp not in (1, devices):
         raise QuantkitError(
@@ -340,19 +339,19 @@ def _read_place(
         )
     if draft is not None and dp > 1:
         raise QuantkitError("--dp does not go with --draft", "give one or the other")
-    beside = NO_DRAFT if draft is None else draft_sizes(open_headers(str(draft)), bits)
-    return PlacedRequest(context, redundant, bits, data=dp > 1, draft=beside)
+    draft_model = NO_DRAFT if draft is None else draft_sizes(open_headers(str(draft)), bits)
+    return RequestSizes(context, redundant, bits, data=dp > 1, draft=draft_model)
 
 
 def _choose(
-    job: Job, sensitivities: Path | None, devices: Devices, place: PlacedRequest
+    job: Job, sensitivities: Path | None, devices: Devices, serving: RequestSizes
 ) -> PlannedChoice:
-    """Grids for the linears, and what other sizes would make."""
+    """Grids for the linears, and the sizes of alternatives."""
     options = Options(job)
     measured = None if sensitivities is None else read_sensitivities(sensitivities)
 
     def holds(rows: list[tuple[Parameter, int]], count: int) -> bool:
-        return _placed(rows, options.job, replace(devices, count=count), place)[0]
+        return _fit_devices(rows, options.job, replace(devices, count=count), serving)[0]
 
     return plan_choosing(options, measured, holds)
 
@@ -365,21 +364,21 @@ def _by_part(rows: list[tuple[Parameter, int]]) -> dict[str, int]:
 
 
 def _workspaces(job: Job, devices: Devices, context: int) -> dict[str, int]:
-    """What a step takes beside weights and cache on hardware that is known; nothing elsewhere."""
+    """Workspaces on known hardware; empty for other devices."""
     if devices.hardware is None or job.inventory.by_name:
         return {}
     grid, config = job.request.scheme.weight, job.inventory.config
-    return reserved(job.rows, config, grid, devices=devices.count, context=context)
+    return workspace_bytes(job.rows, config, grid, devices=devices.count, context=context)
 
 
-def _placed(
-    rows: list[tuple[Parameter, int]], job: Job, devices: Devices, request: PlacedRequest
+def _fit_devices(
+    rows: list[tuple[Parameter, int]], job: Job, devices: Devices, request: RequestSizes
 ) -> tuple[bool, DeviceShare]:
     """Whether weights and one request fit, and what a device then holds."""
     context, usable = request.context, int(devices.memory_bytes * MEMORY_FRACTION)
     workspaces = _workspaces(job, replace(devices, count=1) if request.data else devices, context)
     reserve = max(int(RESERVE_GIB * 2**30), sum(workspaces.values()))
-    told = (
+    memory = (
         f"{MEMORY_FRACTION:.0%} of each device usable, {reserve / 2**30:.3g} GiB of that for "
         "activations"
     )
@@ -391,7 +390,7 @@ def _placed(
         weights += request.draft.weight_bytes
         fits, per_token, state, tokens = usable - reserve >= weights, None, None, None
         assumption = (
-            f"quantized linears split over {devices.count}, {told}; the cache of an "
+            f"quantized linears split over {devices.count}, {memory}; the cache of an "
             "unknown architecture is not counted"
         )
     else:
@@ -415,7 +414,7 @@ def _placed(
         state = found.state_bytes_per_request
         assumption = (
             f"{'data and expert' if request.data else 'tensor'} parallel over {devices.count}, MTP "
-            f"layer not loaded, {told}, "
+            f"layer not loaded, {memory}, "
             f"{_CACHE_NAMES[request.bits]} cache; "
         )
         if request.data:
@@ -451,8 +450,8 @@ def _placed(
     )
 
 
-def _times(work: RunWork) -> tuple[TimeEstimate, ...]:
-    """On this machine's processor and on one H200."""
+def _time_estimates(work: RunWork) -> tuple[TimeEstimate, ...]:
+    """For this machine's CPU and one H200."""
     cores = os.cpu_count() or 1
     return tuple(
         TimeEstimate(rate.name, round(seconds_of(work, rate, cores)), rate.assumption(cores))
@@ -461,7 +460,7 @@ def _times(work: RunWork) -> tuple[TimeEstimate, ...]:
 
 
 def _predicted(job: Job, devices: Devices, context: int) -> dict[str, Any] | None:
-    """Decoding times on known hardware, beside what others published of it."""
+    """Decode times on known hardware, with the speeds that others published for it."""
     if devices.hardware is None:
         return None
     attended = min(context, PREDICTED_CONTEXT)

@@ -1,10 +1,9 @@
-"""Bytes of one Ascend card that a step takes beside weights and cache, from a model's table: CANN's
-workspaces, and activations.
+"""Estimated bytes on one Ascend card that a step needs in addition to weights and cache: CANN's
+workspaces and activations, from a model's parameter table.
 
-    reserved(parameters, config, scheme.weight, devices=8, context=32768)
+    workspace_bytes(parameters, config, scheme.weight, devices=8, context=32768)
 
-An estimate for plans; where a card is there, the executor measures instead
-(executor/memory_budget.py).
+Used by plans; on a real card the executor measures instead (executor/memory_budget.py).
 """
 
 from quantkit.grids.schemes import Grid, IntGrid
@@ -12,21 +11,21 @@ from quantkit.models.architecture import ModelConfig
 from quantkit.models.table import Parameter
 
 PREFILL_TOKENS = 2048
-"""Prompt tokens of a step, as the executor takes them by default."""
+"""Prompt tokens per step, the executor's default."""
 HALF = 2
 COLLECTIVE_BYTES = 2 * 200 * 10**6
-"""HCCL's buffers, in and out, at the default HCCL_BUFFSIZE."""
+"""HCCL's send and receive buffers at the default HCCL_BUFFSIZE."""
 _CORES, _HEADS_AT_ONCE, _KEYS_AT_ONCE, _LATENT, _LIBRARY_BYTES = 24, 256, 512, 512, 16 << 20
 LATENT_ATTENTION_BYTES = _LIBRARY_BYTES + 2 * _CORES * _HEADS_AT_ONCE * (
     _KEYS_AT_ONCE * (4 + 2) + _LATENT * (4 + 4) + 8 + (_LATENT + 16) * 4
 )
-"""What npu_fused_infer_attention_score asks for at most in a decode step of 16-bit latent attention
-(ops-transformer, fia_tiling_nonquant_mla.cpp): of two pieces a core, scores as float32 and 16 bits,
-two sums as float32; and the parts of keys that were dealt out to several cores. The library's own
-part is assumed."""
+"""Largest workspace of npu_fused_infer_attention_score in a decode step of 16-bit latent attention
+(ops-transformer, fia_tiling_nonquant_mla.cpp): for two pieces per core, scores as float32 and 16
+bits and two float32 sums; plus partial results of keys that were split over several cores. The
+library's own share is assumed."""
 
 
-def reserved(
+def workspace_bytes(
     parameters: list[Parameter],
     config: ModelConfig,
     grid: Grid,
@@ -35,14 +34,14 @@ def reserved(
     context: int,
     tokens: int = PREFILL_TOKENS,
 ) -> dict[str, int]:
-    """Bytes by what takes them. tokens: of a prompt computed in one step; context: the longest
-    sequence, whose latents a prompt expands.
+    """Bytes by purpose. tokens: of a prompt computed in one step; context: of the longest sequence,
+    whose latents a prompt expands.
 
-    decoded experts: the grouped product of 16-bit activations by 4-bit weights keeps a 16-bit copy
-    of the weights of all experts it is given (ops-transformer, grouped_matmul_tiling.cpp), the
-    shared one among them; gate and up are the larger. int4 per channel goes with 8-bit activations,
-    whose product decodes nothing. attention: of a decode step over latents; of other kinds it was
-    not worked out.
+    decoded experts: the grouped product of 16-bit activations with 4-bit weights keeps a 16-bit
+    copy of the weights of all experts it is given, including the shared one (ops-transformer,
+    grouped_matmul_tiling.cpp); gate and up are the larger. int4 per channel uses 8-bit activations,
+    whose product decodes nothing. attention: of a decode step over latents; other kinds are not
+    estimated.
     """
     layer = min(
         (row.layer for row in parameters if row.expert is not None and row.layer is not None),
@@ -71,6 +70,6 @@ def reserved(
 
 
 def _expanded(parameters: list[Parameter], devices: int) -> int:
-    """Values per cached token that a prompt's attention makes of a latent: keys and values of the
+    """Values per cached token that prompt attention expands a latent to: keys and values of the
     rank's heads."""
     return max((row.shape[0] for row in parameters if row.role == "kv_b"), default=0) // devices

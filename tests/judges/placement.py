@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from quantkit.models.expert_counts import ExpertCounts
-from quantkit.planning.placement.balance import balance
-from quantkit.planning.placement.place import ENOUGH, place_layers
+from quantkit.planning.expert_balance import balance
+from quantkit.planning.expert_placement import ENOUGH, place_layers
 
 EXPERTS, LAYERS, TOPK = 256, 58, 8
 COUNTED, HELD_OUT = 200_000, 1_000_000

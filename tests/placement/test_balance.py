@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.planning.placement.balance import balance, copy_experts, device_loads, place_layer
+from quantkit.planning.expert_balance import balance, copy_experts, device_loads, place_layer
 
 
 @st.composite

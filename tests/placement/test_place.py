@@ -14,7 +14,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.executor.weights.load import load_model
 from quantkit.models.context import CausalContext
 from quantkit.models.expert_counts import ExpertCounts
-from quantkit.planning.placement.place import place, place_layers
+from quantkit.planning.expert_placement import place, place_layers
 from quantkit.tokenizer.chat import ChatTokenizer
 
 ENGINES = ("vllm", "sglang", "vllm-ascend", "omni-infer")

@@ -1,12 +1,29 @@
-"""place(): the routed experts of every layer on devices, so that none waits for another.
+"""Placement of routed experts on devices for balanced load, written as the file that an engine
+reads.
 
-Counts and headers are read, and one file is written. The balance that is told is the mean load over
-the largest of a layer's devices,
-averaged over layers: of a step's time in the experts, the share in which a device works.
+Reads expert counts and headers, and writes one file. Balance is the mean over the maximum load of a
+layer's devices, averaged over layers: the share of the expert time in which a device is busy. The
+formats:
+
+- vllm: no release read a placement when this was written. The JSON of pull request 49572 ("Support
+  custom initial expert maps", `eplb_config.initial_expert_map_path`): for every MoE layer the
+  logical expert of each physical slot
+- sglang: `--init-expert-location FILE.json`, {"physical_to_logical_map": [layers, slots]} with a
+  row for every decoder layer, also dense ones: python/sglang/srt/eplb/expert_location.py,
+  `compute_initial_expert_location_metadata` and `init_trivial`
+- vllm-ascend: `expert_map_path` of `eplb_config`: vllm_ascend/eplb/core/eplb_utils.py,
+  `expert_file_to_tensor`; layers are counted from the first with experts
+- omni-infer: `pattern_path` of omni_placement's YAML, an .npy of 0 and 1 [devices, MoE layers,
+  experts]: omni_placement/expert_mapping.py, `_load_placement_pattern_with_validation`
+
+Slots are numbered device by device in all of them. MTP layers stay as the engine places them.
 """
 
+import io
+import json
 import math
-from collections.abc import Mapping
+import shlex
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,26 +40,27 @@ from quantkit.engines.memory import ParallelSizes, fit
 from quantkit.models.expert_counts import ExpertCounts
 from quantkit.models.stored_parameters import Model, read_model
 from quantkit.planning.devices import Devices
-from quantkit.planning.placement.balance import Loads, Slots, balance, copy_experts, place_layer
-from quantkit.planning.placement.layouts import PlacedLayers, find_layout
+from quantkit.planning.expert_balance import Loads, Slots, balance, copy_experts, place_layer
 from quantkit.planning.plan import MEMORY_FRACTION, RESERVE_GIB
 
 ENOUGH = 0.95
-"""A balance that nobody gains much over; the redundancy that is advised reaches it."""
-_MOST_DEVICES = 4096
+"""A balance that leaves little to gain; the recommended redundancy reaches it."""
+_MAX_DEVICES = 4096
 _CONTEXT = 4096
-"""Tokens of the request that must fit beside the weights."""
+"""Tokens of the request that must fit next to the weights."""
 
 
 @dataclass(frozen=True, repr=False)
 class ExpertPlacement(Result):
-    """What was placed. redundant: copies of a layer, on average. balance, worst_balance: on the
-    counts, mean and smallest over layers;
-    held_out_balance: on other counts, where they were given. in_order_balance: of experts in their
-    order and without copies, where they
-    divide. expert_bytes: of one expert as MODEL stores it. device_bytes: of the experts that a
-    device holds; copies_bytes: of those, what
-    copies take. fits: whether that fits beside the rest; None where no memory was given."""
+    """The result of a placement.
+
+    redundant: average copies per layer. balance, worst_balance: on the counts, mean and minimum
+    over layers; held_out_balance: on other counts, if given; in_order_balance: of experts in order
+    without copies, if they divide evenly. expert_bytes: of one expert as stored; device_bytes: of
+    the experts on a device; copies_bytes: the part of those for copies. fits: whether that fits
+    next to the rest, None if no memory was given. advised: the smallest redundancy whose balance on
+    the counts is ENOUGH, if any.
+    """
 
     model: str
     engine: str
@@ -62,7 +80,6 @@ class ExpertPlacement(Result):
     copies_bytes: int
     fits: bool | None
     advised: int | None
-    """The smallest redundancy whose balance is ENOUGH on the counts; None where none is."""
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "file": str(self.file), "slots": list(self.slots)}
@@ -113,20 +130,20 @@ def place(
     held_out: Path | None = None,
     out: Path | None = None,
 ) -> ExpertPlacement:
-    """Write to `out` (by default expert-placement-ENGINE beside where you are) where each expert of
-    `model` lies and which have copies.
+    """Write the placement of `model`'s experts to `out`, by default expert-placement-ENGINE in the
+    current directory.
 
-    counts: a file of what the experts were asked. devices: their number, or with their memory, in
-    which the copies must fit. redundant: copies a layer; with omni-infer, whose layers may have
-    different numbers, on average. held_out: counts of another text, to judge by. Raises
-    QuantkitError where these do not belong together, before anything is written.
+    counts: file of tokens routed to each expert. devices: their number, or with their memory, in
+    which the copies must fit. redundant: copies per layer; for omni-infer, whose layers may differ,
+    on average. held_out: counts of another text, for evaluation. Raises QuantkitError if these do
+    not match, before anything is written.
     """
     layout = find_layout(engine)
     checkpoint = open_headers(str(model))
     read = read_model(checkpoint)
     number = devices if isinstance(devices, int) else devices.count
     loads = _loads(ExpertCounts.read(counts), counts, checkpoint, read)
-    others = (
+    held_out_loads = (
         None
         if held_out is None
         else _loads(ExpertCounts.read(held_out), held_out, checkpoint, read)
@@ -158,31 +175,33 @@ def place(
         slots=tuple(slots.shape[1] for slots in placed.layers.values()),
         balance=mean,
         worst_balance=min(found.values()),
-        in_order_balance=_in_order(loads, number),
+        in_order_balance=_default_balance(loads, number),
         held_out_balance=None
-        if others is None
-        else float(np.mean([balance(s, others[layer]) for layer, s in placed.layers.items()])),
+        if held_out_loads is None
+        else float(
+            np.mean([balance(s, held_out_loads[layer]) for layer, s in placed.layers.items()])
+        ),
         expert_bytes=expert_bytes,
         device_bytes=held,
         copies_bytes=max(held - total // number, 0),
         fits=fits,
-        advised=redundant if mean >= ENOUGH else _advised(loads, number, redundant),
+        advised=redundant if mean >= ENOUGH else _advise_redundancy(loads, number, redundant),
     )
 
 
 def place_layers(
     loads: Mapping[int, Loads], devices: int, redundant: int, *, uneven: bool = False
 ) -> dict[int, Slots]:
-    """Every layer by itself. uneven: layers may have different numbers of slots, `redundant` copies
-    on average."""
+    """Slots of each layer. uneven: layers may have different numbers of slots, with `redundant`
+    copies on average."""
     slots = (len(next(iter(loads.values()))) + redundant) // devices
-    tried = _Tried(loads, devices)
-    chosen = _share_out(tried, slots) if uneven else dict.fromkeys(loads, slots)
-    return {layer: tried.placed(layer, count) for layer, count in chosen.items()}
+    cache = _PlacementCache(loads, devices)
+    chosen = _distribute_slots(cache, slots) if uneven else dict.fromkeys(loads, slots)
+    return {layer: cache.placed(layer, count) for layer, count in chosen.items()}
 
 
-class _Tried:
-    """Placements of layers with different numbers of slots, each made once."""
+class _PlacementCache:
+    """Placements by layer and number of slots, each computed once."""
 
     def __init__(self, loads: Mapping[int, Loads], devices: int) -> None:
         self.loads, self.devices = loads, devices
@@ -195,11 +214,11 @@ class _Tried:
         return self._placed[layer, slots]
 
     def wait(self, layer: int, slots: int) -> float:
-        """What the busiest device has to do, in what an even share would be."""
+        """Load of the busiest device relative to an even share."""
         return 1 / balance(self.placed(layer, slots), self.loads[layer])
 
     def gain(self, layer: int, slots: int) -> float:
-        """What one slot more on every device saves of it; nothing where a device has all
+        """Decrease of `wait` from one more slot per device; -inf if a device already has all
         experts."""
         return (
             self.wait(layer, slots) - self.wait(layer, slots + 1)
@@ -208,58 +227,59 @@ class _Tried:
         )
 
 
-def _share_out(tried: _Tried, average: int) -> dict[int, int]:
-    """Slots of each layer: the next goes where it saves most. All alike where that is better."""
-    layers = list(tried.loads)
-    counts = dict.fromkeys(layers, -(-tried.experts // tried.devices))
+def _distribute_slots(cache: _PlacementCache, average: int) -> dict[int, int]:
+    """Slots of each layer: the next goes where it gains most. The same number for all layers if
+    that is better."""
+    layers = list(cache.loads)
+    counts = dict.fromkeys(layers, -(-cache.experts // cache.devices))
     for _ in range(average * len(layers) - sum(counts.values())):
-        layer = max(layers, key=lambda one: (tried.gain(one, counts[one]), -counts[one]))
+        layer = max(layers, key=lambda one: (cache.gain(one, counts[one]), -counts[one]))
         counts[layer] += 1
-    alike = dict.fromkeys(layers, average)
+    uniform = dict.fromkeys(layers, average)
     return min(
-        alike,
+        uniform,
         counts,
-        key=lambda chosen: sum(tried.wait(layer, count) for layer, count in chosen.items()),
+        key=lambda chosen: sum(cache.wait(layer, count) for layer, count in chosen.items()),
     )
 
 
 def _loads(
     counts: ExpertCounts, file: Path, checkpoint: Checkpoint, model: Model
 ) -> dict[int, Loads]:
-    """Of the decoder layers with experts. Raises QuantkitError where the counts are of another
-    model, or of no text."""
-    config, told = model.config, str(checkpoint.config.get("model_type"))
+    """Loads of the decoder layers with experts. Raises QuantkitError if the counts are of another
+    model or all zero."""
+    config, model_type = model.config, str(checkpoint.config.get("model_type"))
     remedy = "count with this model, or with the one that it was quantized from"
     if config.routing is None:
         raise QuantkitError(
             f"{checkpoint.path} has no routed experts to place", "give a mixture of experts"
         )
     layers = [layer for layer in range(config.num_hidden_layers) if config.is_moe(layer)]
-    theirs = {
+    counted = {
         "model_type": counts.model_type,
         "hidden_size": counts.hidden_size,
         "experts": counts.experts,
     }
-    ours = {
-        "model_type": told,
+    expected = {
+        "model_type": model_type,
         "hidden_size": config.hidden_size,
         "experts": config.routing.n_routed_experts,
     }
-    for name, value in ours.items():
-        if theirs[name] != value:
+    for name, value in expected.items():
+        if counted[name] != value:
             raise QuantkitError(
-                f"{file} is of a model with {name} {theirs[name]}, and {checkpoint.path} has "
+                f"{file} is of a model with {name} {counted[name]}, and {checkpoint.path} has "
                 f"{value}",
                 remedy,
             )
-    lacking = [layer for layer in layers if layer not in counts.layers]
-    beyond = [
+    missing = [layer for layer in layers if layer not in counts.layers]
+    unknown = [
         layer
         for layer in counts.layers
         if layer >= config.num_hidden_layers + config.num_nextn_predict_layers
     ]
-    if lacking or beyond:
-        what = f"counts no layer {lacking[0]}" if lacking else f"counts layer {beyond[0]}"
+    if missing or unknown:
+        what = f"counts no layer {missing[0]}" if missing else f"counts layer {unknown[0]}"
         raise QuantkitError(
             f"{file} {what}, and {checkpoint.path} has experts in {len(layers)} layers from "
             f"{layers[0]} on",
@@ -275,11 +295,12 @@ def _loads(
 
 
 def _check_slots(experts: int, devices: int, redundant: int) -> None:
-    """Every device has as many slots, at least one and no more than there are experts."""
-    if not 1 <= devices <= _MOST_DEVICES or redundant < 0:
-        told = f"{redundant} copies on {devices} devices make no sense"
+    """Check that every device has the same number of slots, at least one and at most the number of
+    experts."""
+    if not 1 <= devices <= _MAX_DEVICES or redundant < 0:
+        problem = f"{redundant} copies on {devices} devices make no sense"
         raise QuantkitError(
-            told, f"give --devices from 1 to {_MOST_DEVICES} and --redundant from 0 on"
+            problem, f"give --devices from 1 to {_MAX_DEVICES} and --redundant from 0 on"
         )
     least, most = -experts % devices, experts * (devices - 1)
     if redundant > most:
@@ -299,8 +320,8 @@ def _check_slots(experts: int, devices: int, redundant: int) -> None:
 
 
 def _check_fits(checkpoint: Checkpoint, devices: Devices, redundant: int) -> bool:
-    """True; raises QuantkitError where weights, copies and one request do not fit on a device,
-    whose attention is whole."""
+    """True; raises QuantkitError if weights, copies and one request do not fit on a device with
+    whole attention."""
     world = ParallelSizes(tensor=1, data=devices.count, expert=True, redundant=redundant)
     found = fit(
         checkpoint, world, _CONTEXT, devices.memory_bytes / 2**30, MEMORY_FRACTION, RESERVE_GIB
@@ -316,7 +337,8 @@ def _check_fits(checkpoint: Checkpoint, devices: Devices, redundant: int) -> boo
 
 
 def _expert_bytes(checkpoint: Checkpoint, model: Model) -> tuple[int, int]:
-    """Of the largest routed expert as it is stored, and of all in the decoder layers."""
+    """Stored bytes of the largest routed expert, and of all routed experts in the decoder
+    layers."""
     stored: dict[tuple[int | None, int], int] = {}
     for row in model.rows:
         if row.expert is not None and not row.mtp:
@@ -330,8 +352,8 @@ def _expert_bytes(checkpoint: Checkpoint, model: Model) -> tuple[int, int]:
     return max(stored.values()), sum(stored.values())
 
 
-def _in_order(loads: Mapping[int, Loads], devices: int) -> float | None:
-    """The balance that engines begin with."""
+def _default_balance(loads: Mapping[int, Loads], devices: int) -> float | None:
+    """Balance of the engines' default placement."""
     experts = len(next(iter(loads.values())))
     if experts % devices:
         return None
@@ -340,8 +362,8 @@ def _in_order(loads: Mapping[int, Loads], devices: int) -> float | None:
     )
 
 
-def _advised(loads: Mapping[int, Loads], devices: int, redundant: int) -> int | None:
-    """The next redundancy that is enough, looked for up to four times the experts."""
+def _advise_redundancy(loads: Mapping[int, Loads], devices: int, redundant: int) -> int | None:
+    """The next redundancy that reaches ENOUGH, searched up to four times the number of experts."""
     experts = len(next(iter(loads.values())))
     for more in range(redundant + devices, min(4 * experts, experts * (devices - 1)) + 1, devices):
         bound = np.mean([_bound(load, devices, experts + more) for load in loads.values()])
@@ -354,6 +376,125 @@ def _advised(loads: Mapping[int, Loads], devices: int, redundant: int) -> int | 
 
 
 def _bound(load: Loads, devices: int, slots: int) -> float:
-    """No placement of so many slots is more even: its busiest copy lies somewhere."""
+    """Upper bound of the balance with that many slots, given by the load of the busiest copy."""
     busiest = float((load / copy_experts(load, slots, devices)).max())
     return min(1.0, float(load.sum()) / devices / busiest)
+
+
+@dataclass(frozen=True)
+class PlacedLayers:
+    """layers: slots by layer number, of the decoder layers with routed experts. num_layers: decoder
+    layers of the model."""
+
+    layers: Mapping[int, Slots]
+    num_layers: int
+    experts: int
+
+    @property
+    def redundant(self) -> int:
+        """Copies in the layer that has the most."""
+        return max(slots.size for slots in self.layers.values()) - self.experts
+
+
+@dataclass(frozen=True)
+class PlacementFormat:
+    """An engine's placement file. write: its bytes; options: the engine options that load it.
+    uneven: layers may have different numbers of slots. note: shown to the user."""
+
+    suffix: str
+    write: Callable[[PlacedLayers], bytes]
+    options: Callable[[PlacedLayers, Path], str]
+    uneven: bool = False
+    note: str = ""
+
+
+def find_layout(engine: str) -> PlacementFormat:
+    if engine not in LAYOUTS:
+        raise QuantkitError(
+            f"no placement is written for engine {engine!r}", f"choose one of {', '.join(LAYOUTS)}"
+        )
+    return LAYOUTS[engine]
+
+
+def _vllm(placed: PlacedLayers) -> bytes:
+    return _json([slots.ravel().tolist() for slots in placed.layers.values()])
+
+
+def _sglang(placed: PlacedLayers) -> bytes:
+    count = next(iter(placed.layers.values())).size
+    default = [slot % placed.experts for slot in range(count)]
+    rows = [
+        placed.layers[layer].ravel().tolist() if layer in placed.layers else default
+        for layer in range(placed.num_layers)
+    ]
+    return _json({"physical_to_logical_map": rows})
+
+
+def _vllm_ascend(placed: PlacedLayers) -> bytes:
+    layers = [
+        {
+            "layer_id": number,
+            "device_count": len(slots),
+            "device_list": [
+                {"device_id": device, "device_expert": row.tolist()}
+                for device, row in enumerate(slots)
+            ],
+        }
+        for number, slots in enumerate(placed.layers.values())
+    ]
+    return _json({"moe_layer_count": len(layers), "layer_list": layers})
+
+
+def _omni(placed: PlacedLayers) -> bytes:
+    devices = len(next(iter(placed.layers.values())))
+    pattern = np.zeros((devices, len(placed.layers), placed.experts), dtype=np.int32)
+    for number, slots in enumerate(placed.layers.values()):
+        pattern[np.arange(devices)[:, None], number, slots] = 1
+    file = io.BytesIO()
+    np.save(file, pattern, allow_pickle=False)
+    return file.getvalue()
+
+
+def _json(value: object) -> bytes:
+    return (json.dumps(value) + "\n").encode()
+
+
+def _vllm_options(placed: PlacedLayers, file: Path) -> str:
+    config = {"num_redundant_experts": placed.redundant, "initial_expert_map_path": str(file)}
+    return f"--enable-expert-parallel --enable-eplb --eplb-config {shlex.quote(json.dumps(config))}"
+
+
+def _sglang_options(placed: PlacedLayers, file: Path) -> str:
+    redundant = f"--ep-num-redundant-experts {placed.redundant} " if placed.redundant else ""
+    devices = len(next(iter(placed.layers.values())))
+    return (
+        f"--ep-size {devices} {redundant}--ep-dispatch-algorithm static --init-expert-location "
+        f"{shlex.quote(str(file))}"
+    )
+
+
+def _vllm_ascend_options(placed: PlacedLayers, file: Path) -> str:
+    config = {
+        "eplb_config": {"expert_map_path": str(file), "num_redundant_experts": placed.redundant}
+    }
+    return f"--enable-expert-parallel --additional-config {shlex.quote(json.dumps(config))}"
+
+
+def _omni_options(placed: PlacedLayers, file: Path) -> str:
+    return (
+        f"pattern_path: {json.dumps(str(file))}, max_moe_layer_num: {len(placed.layers)} "
+        "(omni_placement's YAML)"
+    )
+
+
+LAYOUTS = {
+    "vllm": PlacementFormat(
+        ".json",
+        _vllm,
+        _vllm_options,
+        note="no release of vLLM reads a placement yet; this is the file of its pull request 49572",
+    ),
+    "sglang": PlacementFormat(".json", _sglang, _sglang_options),
+    "vllm-ascend": PlacementFormat(".json", _vllm_ascend, _vllm_ascend_options),
+    "omni-infer": PlacementFormat(".npy", _omni, _omni_options, uneven=True),
+}
