@@ -1,9 +1,7 @@
 """A block of columns of `gptq` in one call on a CPU, where PyTorch takes some ten small ones for
 each column: by the project's C++ (round_block.cpp of the kernels)."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -151,38 +149,6 @@ def round_block_cpp(
         *pointers, grid, batch, columns, rows, apart, low, high, torch.get_num_threads()
     )
     return missed
-
-
-def block_rounder(device: torch.device) -> RoundBlock:
-    """What rounds blocks there: on a GPU a kernel that does all of it in one launch."""
-    if device.type == "cuda":
-        from quantkit.quant.block_kernel import (
-            round_block,
-        )  # Triton comes with PyTorch's builds for GPUs
-
-        return round_block
-    return partial(
-        _with_errors,
-        round_block_cpp if device.type == "cpu" and has_cpp() else round_block_torch,
-    )
-
-
-def _with_errors(
-    round_block: Callable[[Tensor, Tensor, Rounder, RoundingStep, Tensor], Tensor],
-    target: Tensor,
-    reaction: Tensor,
-    rounder: Rounder,
-    steps: ColumnSteps,
-    parts: BlockParts,
-) -> None:
-    """A `RoundBlock` by `round_block`, which returns the rounding errors [..., C, N]."""
-    before = (
-        parts.before.clone() if parts.before.data_ptr() == parts.values.data_ptr() else parts.before
-    )
-    errors = round_block(target, reaction, rounder, steps.spread, parts.values)
-    if parts.seen is not None and parts.pivot is not None:
-        torch.mul(errors, parts.pivot, out=parts.seen)
-    torch.sub(before, parts.values, out=parts.apart)
 
 
 def round_block_torch(

@@ -18,14 +18,25 @@ Shapes: w [..., N, K], factors [..., K, K]; leading dimensions (experts, candida
 run as one batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from quantkit.grids.rounding import Rounder, RoundingStep, fit_steps
-from quantkit.quant.block_rounding import BlockParts, Steps, block_rounder, step_groups, take
+from quantkit.quant.block_rounding import (
+    BlockParts,
+    ColumnSteps,
+    RoundBlock,
+    Steps,
+    has_cpp,
+    round_block_cpp,
+    round_block_torch,
+    step_groups,
+    take,
+)
 from quantkit.quant.tensor_cores import carried, carried_and, plus_product
 
 OUTER = 512
@@ -252,6 +263,38 @@ def gptq(
             if seen is None:
                 loss += seen_here.square_().sum(-2)
     return values, loss if seen is None else seen.square().sum(-2)
+
+
+def block_rounder(device: torch.device) -> RoundBlock:
+    """What rounds blocks there: on a GPU a kernel that does all of it in one launch."""
+    if device.type == "cuda":
+        from quantkit.quant.block_kernel import (
+            round_block,
+        )  # Triton comes with PyTorch's builds for GPUs
+
+        return round_block
+    return partial(
+        _with_errors,
+        round_block_cpp if device.type == "cpu" and has_cpp() else round_block_torch,
+    )
+
+
+def _with_errors(
+    round_block: Callable[[Tensor, Tensor, Rounder, RoundingStep, Tensor], Tensor],
+    target: Tensor,
+    reaction: Tensor,
+    rounder: Rounder,
+    steps: ColumnSteps,
+    parts: BlockParts,
+) -> None:
+    """A `RoundBlock` by `round_block`, which returns the rounding errors [..., C, N]."""
+    before = (
+        parts.before.clone() if parts.before.data_ptr() == parts.values.data_ptr() else parts.before
+    )
+    errors = round_block(target, reaction, rounder, steps.spread, parts.values)
+    if parts.seen is not None and parts.pivot is not None:
+        torch.mul(errors, parts.pivot, out=parts.seen)
+    torch.sub(before, parts.values, out=parts.apart)
 
 
 def _side_by_side(step: RoundingStep) -> RoundingStep:

@@ -14,7 +14,7 @@ from block_rounding import (
 
 from quantkit.grids.rounding import IntRounder, Rounder
 from quantkit.grids.schemes import IntGrid
-from quantkit.quant import block_rounding
+from quantkit.quant import block_rounding, gptq
 
 MORE: dict[str, Rounder] = {"int4": IntRounder(IntGrid(4, 128, True), torch.bfloat16)}
 EVERY = GRIDS | MORE
@@ -27,15 +27,13 @@ pytestmark = pytest.mark.skipif(not block_rounding.has_cpp(), reason="no C++ com
 )
 @pytest.mark.parametrize("grid", EVERY)
 def test_block_is_rounded_as_column_by_column(grid: str, shape: tuple[int, ...]) -> None:
-    assert_as_column_by_column(
-        block_rounding.block_rounder(torch.device("cpu")), EVERY[grid], shape, "cpu"
-    )
+    assert_as_column_by_column(gptq.block_rounder(torch.device("cpu")), EVERY[grid], shape, "cpu")
 
 
 @pytest.mark.parametrize("grid", EVERY)
 def test_ties_fall_to_even_and_ends_are_kept(grid: str) -> None:
     assert_ties_fall_to_even_and_ends_are_kept(
-        block_rounding.block_rounder(torch.device("cpu")), EVERY[grid], "cpu"
+        gptq.block_rounder(torch.device("cpu")), EVERY[grid], "cpu"
     )
 
 
@@ -71,9 +69,9 @@ def test_a_value_that_is_no_number_stays_one_and_no_other_row_has_it() -> None:
 
 def test_gptq_takes_it_and_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen() -> object:
-        (own,) = block_rounding.block_rounder(torch.device("cpu")).args  # type: ignore[attr-defined]
+        (own,) = gptq.block_rounder(torch.device("cpu")).args  # type: ignore[attr-defined]
         return own
 
     assert chosen() is block_rounding.round_block_cpp
-    monkeypatch.setattr(block_rounding, "has_cpp", lambda: False)
+    monkeypatch.setattr(gptq, "has_cpp", lambda: False)
     assert chosen() is block_rounding.round_block_torch
