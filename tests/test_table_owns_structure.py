@@ -66,7 +66,7 @@ SPELLED: dict[str, dict[str, str]] = {
     "checkpoint/formats/gptq.py": {"lm_head": "a key of GPTQ's description"},
     "diagnosis/behaviour.py": {"model.layers.": "what a report calls a sublayer"},
     "diagnosis/description.py": {"lm_head": "a key of GPTQ's description"},
-    "diagnosis/side_scales.py": {r".*?\blayers\.\d+\.": OTHERS},
+    "diagnosis/unquantized.py": {r".*?\blayers\.\d+\.": OTHERS},
     "diagnosis/repair.py": {"model.layers.": OTHERS},
     "diagnosis/settings.py": {"model.embed_tokens.weight": OTHERS},
     "diagnosis/structure.py": dict.fromkeys(

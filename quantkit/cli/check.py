@@ -51,9 +51,9 @@ def check(
     if good, 1 if doubtful, 2 if bad."""
     from quantkit.common.atomic_write import check_writable, make_folder
     from quantkit.diagnosis.diagnose import DEPTHS, diagnose
+    from quantkit.diagnosis.findings import write_report
     from quantkit.diagnosis.repair import check_new
     from quantkit.diagnosis.repair import repair as write_repaired
-    from quantkit.diagnosis.report import write_report
 
     if depth not in ("auto", *DEPTHS):
         raise typer.BadParameter(f"{depth!r} is none of {', '.join(DEPTHS)}", param_hint="--depth")
@@ -80,7 +80,7 @@ def check(
             engine=engine,
             depth=chosen,
             text=text,
-            tell=console.tell,
+            notify=console.tell,
             on_bytes=show,
         )
     about = diagnosis.to_json()

@@ -1,10 +1,9 @@
-"""The third depth: both models compute the same text, sublayer by sublayer, and the first that
-differs is named, with its linear.
+"""The behaviour depth of a check: both models compute the same text, sublayer by sublayer, to find
+the first one that differs, and its linear.
 
-Each sublayer of the checkpoint runs twice: on the source's hidden states, which tells its own
-error, and on its own, which tells what has
-come together. Memory: one decoder layer of each model without routed experts, one expert, and the
-hidden states of TOKENS tokens, thrice.
+Each sublayer of the checkpoint runs twice: on the source's hidden states, for its own error, and on
+its own, for the accumulated error. Memory: one decoder layer of each model without routed experts,
+one expert, and the hidden states of TOKENS tokens, three times.
 """
 
 import math
@@ -27,7 +26,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.shards import CPU
 from quantkit.common.assets import calibration_text
 from quantkit.common.errors import QuantkitError
-from quantkit.diagnosis.findings import DiagnosisFindings
+from quantkit.diagnosis.findings import Findings
 from quantkit.evaluation.distance.documents import read_documents
 from quantkit.grids.weights import dequantize
 from quantkit.models.decoder import DecoderLayer
@@ -37,17 +36,16 @@ from quantkit.models.table import GatedMlp, Parameter, routed_experts
 from quantkit.tokenizer.chat import ChatTokenizer
 
 SEQ_LEN, TOKENS = 128, 1024
-_SUBLAYER = 0.5
-"""Of what a sublayer adds to the residual stream, the error that no rounding of today leaves: 4
-bits leave 0.1 to 0.25."""
-_CHOICES = 0.9
+_MAX_ERROR = 0.5
+"""Relative error of a sublayer's contribution to the residual stream that no rounding causes: 4
+bits cause 0.1 to 0.25."""
+_MIN_AGREEMENT = 0.9
 """Share of the source's experts that the router must still choose on the source's own hidden
-states: nothing before it is rounded."""
-_KL = 2.0
-"""nats a token. Text that a model was not made for, or a model that was not trained, brings 4 bits
-to 1."""
+states, where nothing is rounded yet."""
+_MAX_KL = 2.0
+"""nats per token. With unfamiliar text or an untrained model 4 bits reach 1."""
 
-_HALVES: tuple[tuple[str, Run], ...] = (
+_SUBLAYERS: tuple[tuple[str, Run], ...] = (
     ("attention", run_attention),
     ("feed-forward", run_feed_forward),
 )
@@ -55,19 +53,20 @@ _HALVES: tuple[tuple[str, Run], ...] = (
 
 @dataclass(frozen=True)
 class SublayerError:
-    """own: |f'(h) - f(h)| / |f(h)| of what it adds, on the source's hidden states h; together: the same of the residual stream on its own
-    hidden states. chosen: share of the source's experts that it chooses too, on h; None without
-    experts. worst: linears and their error."""
+    """own: |f'(h) - f(h)| / |f(h)| of the contribution on the source's hidden states h;
+    accumulated: the same of the residual stream on its own hidden states. chosen: share of the
+    source's experts that it also chooses on h; None without experts. worst: linears and their
+    error."""
 
     name: str
     own: float
-    together: float
+    accumulated: float
     chosen: float | None
     worst: list[tuple[str, float]]
 
 
-class _Side:
-    """One of the two models, a decoder layer at a time."""
+class _ModelSide:
+    """One of the two models, one decoder layer at a time."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint, self.model = checkpoint, read_model(checkpoint)
@@ -92,7 +91,7 @@ class _Side:
         return model.architecture.DecoderLayer(model.config, number, weights), weights
 
     def value(self, row: Parameter) -> Tensor:
-        """float32."""
+        """The float32 weight."""
         packed = row.module in self.checkpoint.linears
         return (
             dequantize(self.checkpoint.weight(row.module))
@@ -129,9 +128,8 @@ class _Side:
 
 
 def read_compared(source: Path, text: Path | None) -> list[Tensor]:
-    """Token ids of what both models are to compute: a text, .txt or .jsonl; without, what the
-    source ships for calibration, or quantkit's own. Raises QuantkitError where it cannot be
-    read."""
+    """Token ids of the text for both models: a .txt or .jsonl file; by default the calibration text
+    shipped with the source, or quantkit's own. Raises QuantkitError if it cannot be read."""
     shipped = source / SHIPPED_TEXT
     chosen = text or (shipped if shipped.is_file() else calibration_text())
     return read_documents(chosen, ChatTokenizer(source), seq_len=SEQ_LEN, limit=TOKENS // SEQ_LEN)[
@@ -141,77 +139,80 @@ def read_compared(source: Path, text: Path | None) -> list[Tensor]:
 
 @torch.inference_mode()
 def compare_behaviour(
-    checkpoint: Checkpoint, source: Checkpoint, documents: list[Tensor], findings: DiagnosisFindings
+    checkpoint: Checkpoint, source: Checkpoint, documents: list[Tensor], findings: Findings
 ) -> tuple[list[SublayerError], float]:
-    """The errors of all sublayers, and the mean KL of the next token in nats. documents: of
+    """The errors of all sublayers, and the mean KL of the next token in nats. documents: from
     `read_compared`.
 
-    Raises QuantkitError where one of the two is not computed here, and where they are of different
-    sizes.
+    Raises QuantkitError if quantkit does not compute one of the models, or if their sizes differ.
     """
-    ours, theirs = _Side(checkpoint), _Side(source)
+    ours, theirs = _ModelSide(checkpoint), _ModelSide(source)
     _check_sizes(ours, theirs)
     lengths = [len(one) for one in documents]
-    mine, right = (side.ends.embedded(documents) for side in (ours, theirs))
+    hidden, source_hidden = (side.ends.embedded(documents) for side in (ours, theirs))
     errors: list[SublayerError] = []
     layers = theirs.model.config.num_hidden_layers
     for number in range(layers):
         layer, weights = ours.layer(number)
         original, original_weights = theirs.layer(number)
-        for half, run in _HALVES:
-            name = f"model.layers.{number} {half}"
-            mine, right, error = _half(
+        for kind, run in _SUBLAYERS:
+            name = f"model.layers.{number} {kind}"
+            hidden, source_hidden, error = _compare_sublayer(
                 name,
                 run,
                 (ours, layer, weights),
                 (theirs, original, original_weights),
-                mine,
-                right,
+                hidden,
+                source_hidden,
                 lengths,
             )
             errors.append(error)
-    kl = _next_token_kl(ours, theirs, mine, right)
-    _judge(errors, kl, findings)
+    kl = _next_token_kl(ours, theirs, hidden, source_hidden)
+    _report(errors, kl, findings)
     return errors, kl
 
 
-def _check_sizes(ours: _Side, theirs: _Side) -> None:
+def _check_sizes(ours: _ModelSide, theirs: _ModelSide) -> None:
     wanted = {row.name: row.shape for row in theirs.model.rows if not row.mtp}
     own = {row.name: row.shape for row in ours.model.rows if not row.mtp}
     name = next((name for name in [*own, *wanted] if own.get(name) != wanted.get(name)), None)
     if name is not None:
         sizes = [list(rows[name]) if name in rows else "not there" for rows in (own, wanted)]
-        told = (
+        evidence = (
             f"{name} is {sizes[0]} in {ours.checkpoint.path} and {sizes[1]} in "
             f"{theirs.checkpoint.path}: their behaviour is not compared"
         )
-        raise QuantkitError(told, "give the source that it was made from")
+        raise QuantkitError(evidence, "give the source that it was made from")
 
 
-_Loaded = tuple[_Side, DecoderLayer, LayerWeights]
+_LoadedLayer = tuple[_ModelSide, DecoderLayer, LayerWeights]
 
 
-def _half(
+def _compare_sublayer(
     name: str,
     run: Run,
-    ours: _Loaded,
-    theirs: _Loaded,
-    mine: Tensor,
-    right: Tensor,
+    ours: _LoadedLayer,
+    theirs: _LoadedLayer,
+    hidden: Tensor,
+    source_hidden: Tensor,
     lengths: list[int],
 ) -> tuple[Tensor, Tensor, SublayerError]:
     for side, _, _ in (ours, theirs):
         side.inputs.clear()
         side.chosen = None
-    after = run(theirs[1], right, lengths)
-    own = run(ours[1], right, lengths)
+    after = run(theirs[1], source_hidden, lengths)
+    own = run(ours[1], source_hidden, lengths)
     chosen = _agreement(ours[0], theirs[0]) if isinstance(ours[1].mlp, MoeMlp) else None
-    worst = _linears(ours, theirs)
-    mine = run(ours[1], mine, lengths)
+    worst = _linear_errors(ours, theirs)
+    hidden = run(ours[1], hidden, lengths)
     error = SublayerError(
-        name, _distance(own - right, after - right), _distance(mine, after), chosen, worst
+        name,
+        _distance(own - source_hidden, after - source_hidden),
+        _distance(hidden, after),
+        chosen,
+        worst,
     )
-    return mine, after, error
+    return hidden, after, error
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
@@ -219,15 +220,15 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def _agreement(ours: _Side, theirs: _Side) -> float | None:
+def _agreement(ours: _ModelSide, theirs: _ModelSide) -> float | None:
     if ours.chosen is None or theirs.chosen is None:
         return None
     return float((theirs.chosen[:, :, None] == ours.chosen[:, None, :]).any(-1).float().mean())
 
 
-def _linears(ours: _Loaded, theirs: _Loaded) -> list[tuple[str, float]]:
-    """Linears of a half in the order they are computed, and how far their outputs are; rows may
-    have been scaled, as folding does."""
+def _linear_errors(ours: _LoadedLayer, theirs: _LoadedLayer) -> list[tuple[str, float]]:
+    """Linears of a sublayer in the order of computation, and the error of their outputs after
+    fitting row scales, which folding may have changed."""
     found = []
     for site, modules in theirs[2].sites.items():
         x, y = ours[0].inputs.get(site), theirs[0].inputs.get(site)
@@ -241,43 +242,47 @@ def _linears(ours: _Loaded, theirs: _Loaded) -> list[tuple[str, float]]:
     return found
 
 
-def _next_token_kl(ours: _Side, theirs: _Side, mine: Tensor, right: Tensor) -> float:
+def _next_token_kl(
+    ours: _ModelSide, theirs: _ModelSide, hidden: Tensor, source_hidden: Tensor
+) -> float:
     logs = []
-    for side, hidden in ((ours, mine), (theirs, right)):
+    for side, states in ((ours, hidden), (theirs, source_hidden)):
         head = side.by_role("head") or side.by_role("embedding")
         assert head is not None, f"{side.checkpoint.path} has no head"
-        logs.append(F.linear(side.ends.normed(hidden), side.value(head)).log_softmax(-1))
+        logs.append(F.linear(side.ends.normed(states), side.value(head)).log_softmax(-1))
     one, other = logs
     kl = float((other.exp() * (other - one)).sum(-1).mean())
     return kl if math.isfinite(kl) else math.inf
 
 
-def _judge(errors: list[SublayerError], kl: float, findings: DiagnosisFindings) -> None:
-    """The first sublayer that is off by itself, and its first linear that is; a router that chooses
-    others."""
-    off = [error for error in errors if not error.own <= _SUBLAYER]
-    strayed = [error for error in errors if error.chosen is not None and error.chosen < _CHOICES]
-    if strayed:
-        first = strayed[0]
-        told = (
+def _report(errors: list[SublayerError], kl: float, findings: Findings) -> None:
+    """Report the first sublayer with a large own error and its first such linear, and routers that
+    choose other experts."""
+    off = [error for error in errors if not error.own <= _MAX_ERROR]
+    routers = [
+        error for error in errors if error.chosen is not None and error.chosen < _MIN_AGREEMENT
+    ]
+    if routers:
+        first = routers[0]
+        evidence = (
             f"on the source's hidden states it chooses {first.chosen:.0%} of the source's "
-            "experts: its norm was scaled without it"
+            "experts: its norm was scaled, and it was not"
         )
-        findings.add("router-strays", [error.name for error in strayed], told)
+        findings.add("router-strays", [error.name for error in routers], evidence)
     if off:
         linears = [
-            f"{module} ({error:.2f})" for module, error in off[0].worst if not error <= _SUBLAYER
+            f"{module} ({error:.2f})" for module, error in off[0].worst if not error <= _MAX_ERROR
         ]
-        told = (
-            f"error {off[0].own:.2f} of what it adds, on the source's hidden states; "
-            f"{len(off)} of {len(errors)} sublayers are so"
+        evidence = (
+            f"its contribution has error {off[0].own:.2f} on the source's hidden states, as "
+            f"have {len(off)} of {len(errors)} sublayers"
         )
-        told += f"; it begins at {linears[0]}" if linears else ""
-        findings.add("sublayer-off", [error.name for error in off], told)
-    if not kl <= _KL:
-        last = errors[-1].together
+        evidence += f"; it begins at {linears[0]}" if linears else ""
+        findings.add("sublayer-off", [error.name for error in off], evidence)
+    if not kl <= _MAX_KL:
+        last = errors[-1].accumulated
         findings.add(
             "tokens-differ",
             "the next token",
-            f"KL {kl:.2f} nats a token from the source; the residual stream is {last:.2f} off",
+            f"KL {kl:.2f} nats per token from the source; the residual stream is {last:.2f} off",
         )

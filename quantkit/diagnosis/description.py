@@ -1,4 +1,5 @@
-"""What is quantized against what the checkpoint says is: both ways, from headers alone."""
+"""The description of the quantization in config.json compared with the stored tensors, from headers
+alone."""
 
 import re
 from collections import Counter
@@ -17,7 +18,7 @@ from quantkit.checkpoint.formats.base import FLOAT_DTYPES, HEAD, SLIM_FILES, For
 from quantkit.checkpoint.header import TensorInfo
 from quantkit.common.devices import dtype_name
 from quantkit.common.errors import QuantkitError
-from quantkit.diagnosis.findings import DiagnosisFindings
+from quantkit.diagnosis.findings import Findings
 from quantkit.diagnosis.survey import Survey
 from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid, Mxfp4Grid, grid_label
 from quantkit.models.tensor_names import ends_as_linear
@@ -32,23 +33,22 @@ _PACKED = (
     "_packed",
     "_blocks",
 )
-"""Endings of tensors that only quantized weights have, in any format of the field."""
+"""Tensor name suffixes that only quantized weights have, in any published format."""
 _PARTS = tuple(sorted({suffix for format in FORMATS for suffix in format.own_suffixes}))
-"""Endings of parts of a quantized weight, whatever the format."""
+"""Suffixes of the parts of a quantized weight in any of our formats."""
 OPT_FILE = "hf_quant_config.json"
-_TRIED = 16
-"""Linears that are tried as another format."""
+_NUM_TRIED = 16
+"""Number of linears for which another format is tried."""
 
 
 @dataclass
-class Described:
-    """format, grid: as said, or as seen where nothing or something wrong is said; None where
-    quantkit has no reader.
+class Description:
+    """The quantization of a checkpoint.
 
-    ignored: whether a module is said to be unquantized; None where nothing is said. linears: those
-    that are whole.
-    broken: quantized modules of which a part is missing or malformed. cures: keys of
-    quantization_config and their right values.
+    format, grid: as description, or as stored if the description is missing or wrong; None if
+    quantkit has no reader. ignored: whether a module is described as unquantized; None without a
+    description. linears: the complete quantized linears; broken: quantized modules with a missing
+    or malformed part. corrections: keys of quantization_config and their right values.
     """
 
     format: Format | None = None
@@ -56,7 +56,7 @@ class Described:
     ignored: Callable[[str], bool] | None = None
     linears: dict[str, QuantizedLinear] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
-    cures: dict[str, Any] = field(default_factory=dict)
+    corrections: dict[str, Any] = field(default_factory=dict)
 
     @property
     def readable(self) -> bool:
@@ -67,48 +67,50 @@ class Described:
 
 
 def describe(
-    survey: Survey, shapes: Mapping[str, tuple[int, ...]], findings: DiagnosisFindings
-) -> Described:
-    """The quantization as described and as stored, with a finding wherever they differ. shapes: of
+    survey: Survey, shapes: Mapping[str, tuple[int, ...]], findings: Findings
+) -> Description:
+    """The quantization as description and as stored, with a finding for every difference. shapes: of
     weights by module, if known."""
-    seen = _seen(survey.tensors)
-    described = Described()
+    detected = _detect_formats(survey.tensors)
+    description = Description()
     try:
         check_description(survey.path, survey.config, survey.side)
     except QuantkitError as fault:
-        findings.add("description-unreadable", _described_in(survey), fault.problem, fault.remedy)
-        return described
-    said = bool(survey.config.get("quantization_config") or survey.side) and not is_cache_alone(
-        survey.config, survey.side
-    )
+        findings.add(
+            "description-unreadable", _description_file(survey), fault.problem, fault.remedy
+        )
+        return description
+    is_described = bool(
+        survey.config.get("quantization_config") or survey.side
+    ) and not is_cache_alone(survey.config, survey.side)
     packed = [name for name in survey.tensors if name.endswith(_PACKED)]
-    if not said and packed:
-        kinds = ", ".join(format.variant for format in seen) or "no format that quantkit knows"
+    if not is_described and packed:
+        kinds = ", ".join(format.variant for format in detected) or "no format that quantkit knows"
         findings.add(
             "description-missing",
             "config.json",
             f"{len(packed)} tensors such as {packed[0]} ({kinds}), and no quantization_config",
         )
-        return described
+        return description
     if (
-        said
+        is_described
         and survey.tensors
         and not packed
         and not any(tensor.dtype.itemsize == 1 for tensor in survey.tensors.values())
     ):
-        told = _told(survey)
+        evidence = _format_label(survey)
         findings.add(
-            "nothing-quantized", "config.json", f"it says {told}, and every tensor is plain"
+            "nothing-quantized", "config.json", f"it says {evidence}, and no tensor is quantized"
         )
-        return described
-    if not _read_format(survey, seen, shapes, described, findings):
-        return described
-    _collect(survey, described, findings)
-    _compare_files(survey, described, findings)
-    return described
+        return description
+    if not _read_format(survey, detected, shapes, description, findings):
+        return description
+    _collect(survey, description, findings)
+    _compare_files(survey, description, findings)
+    return description
 
 
-def _described_in(survey: Survey) -> str:
+def _description_file(survey: Survey) -> str:
     return (
         "config.json"
         if survey.config.get("quantization_config") or not survey.side
@@ -116,15 +118,15 @@ def _described_in(survey: Survey) -> str:
     )
 
 
-def _told(survey: Survey) -> str:
+def _format_label(survey: Survey) -> str:
     block = survey.config.get("quantization_config") or next(iter(survey.side.values()), {})
     keys = ("quant_method", "quant_algo", "format", "checkpoint_format", "model_quant_type")
     return " ".join(str(block[key]) for key in keys if block.get(key)) or "nothing of a format"
 
 
-def _seen(tensors: Mapping[str, TensorInfo]) -> list[Format]:
-    """Formats of which the tensors bear the marks: the main tensor of a linear, and the scale that
-    goes with it."""
+def _detect_formats(tensors: Mapping[str, TensorInfo]) -> list[Format]:
+    """Formats whose tensors are present: the main tensor of a linear, and the scale that belongs to
+    it."""
     found = []
     for format in FORMATS:
         if not format.own_suffixes:
@@ -133,7 +135,7 @@ def _seen(tensors: Mapping[str, TensorInfo]) -> list[Format]:
             module = format.quantized_module(tensor)
             if (
                 module is not None
-                and all(module + suffix in tensors for suffix in _needed(format))
+                and all(module + suffix in tensors for suffix in _required_suffixes(format))
                 and _is_laid_out(format, tensors, module)
             ):
                 found.append(format)
@@ -141,7 +143,7 @@ def _seen(tensors: Mapping[str, TensorInfo]) -> list[Format]:
     return found
 
 
-def _needed(format: Format) -> tuple[str, ...]:
+def _required_suffixes(format: Format) -> tuple[str, ...]:
     return tuple(
         suffix
         for suffix in format.own_suffixes
@@ -150,7 +152,7 @@ def _needed(format: Format) -> tuple[str, ...]:
 
 
 def _is_laid_out(format: Format, tensors: Mapping[str, TensorInfo], module: str) -> bool:
-    """AWQ and GPTQ have the same names: the first packs along the outputs, the other along the
+    """AWQ and GPTQ have the same tensor names; AWQ packs along the outputs, GPTQ along the
     inputs."""
     if format.marker != ".qweight":
         return True
@@ -162,63 +164,65 @@ def _is_laid_out(format: Format, tensors: Mapping[str, TensorInfo], module: str)
 
 def _read_format(
     survey: Survey,
-    seen: list[Format],
+    detected: list[Format],
     shapes: Mapping[str, tuple[int, ...]],
-    described: Described,
-    findings: DiagnosisFindings,
+    description: Description,
+    findings: Findings,
 ) -> bool:
-    """Set the format, its grid and its list; False where it is one that quantkit does not read."""
+    """Set format, grid and ignore list; False if quantkit does not read the format."""
     try:
-        format = detect_format(survey.path / _described_in(survey), survey.config, survey.side)
+        format = detect_format(survey.path / _description_file(survey), survey.config, survey.side)
     except QuantkitError as fault:
         if "two things" in fault.problem:
             findings.add("descriptions-disagree", list(survey.side), fault.problem)
         else:
             unknown = "does not read" in fault.problem
-            _tell_unread(
+            _report_unread(
                 survey,
-                seen,
+                detected,
                 shapes,
-                f"it says {_told(survey)}" if unknown else fault.problem,
+                f"it says {_format_label(survey)}" if unknown else fault.problem,
                 findings,
             )
         return False
     try:
-        described.grid = format.grid(survey.config, survey.side)
-        described.ignored = format.ignored(survey.config, survey.side)
+        description.grid = format.grid(survey.config, survey.side)
+        description.ignored = format.ignored(survey.config, survey.side)
     except QuantkitError as fault:
-        described.ignored = None
-        _tell_unread(survey, seen, shapes, fault.problem, findings)
+        description.ignored = None
+        _report_unread(survey, detected, shapes, fault.problem, findings)
         return False
     one_grid = format.declared_grids(survey.config) is None
-    if seen and format not in seen and format.own_suffixes and one_grid:
-        kinds = " or ".join(f"{one.name} {one.variant}" for one in seen)
+    if detected and format not in detected and format.own_suffixes and one_grid:
+        kinds = " or ".join(f"{one.name} {one.variant}" for one in detected)
         findings.add(
             "description-wrong",
-            _described_in(survey),
-            f"it says {_told(survey)}, and the tensors are {kinds}",
+            _description_file(survey),
+            f"it says {_format_label(survey)}, and the tensors are {kinds}",
         )
         return False
-    described.format = format
+    description.format = format
     return True
 
 
-def _tell_unread(
+def _report_unread(
     survey: Survey,
-    seen: list[Format],
+    detected: list[Format],
     shapes: Mapping[str, tuple[int, ...]],
-    told: str,
-    findings: DiagnosisFindings,
+    reason: str,
+    findings: Findings,
 ) -> None:
-    """A description that is not read: wrong where the tensors are, whole and in the model's shapes,
-    those of a format that is."""
-    for format in seen:
+    """Add a finding for a description that is not read: it is wrong if the tensors are, complete
+    and in the model's shapes, those of a supported format."""
+    for format in detected:
         named = (format.quantized_module(tensor) for tensor in survey.tensors.values())
-        modules = [module for module in named if module is not None and module in shapes][:_TRIED]
+        modules = [module for module in named if module is not None and module in shapes][
+            :_NUM_TRIED
+        ]
         fit = [
             one
             for one in _grids(survey, format, modules)
-            if _are_whole(survey, format, one, modules, shapes)
+            if _are_complete(survey, format, one, modules, shapes)
         ]
         if modules and fit:
             kind = f"{format.name} {format.variant}" + (
@@ -226,16 +230,16 @@ def _tell_unread(
             )
             findings.add(
                 "description-wrong",
-                _described_in(survey),
-                f"{told}; the tensors are those of {kind}",
+                _description_file(survey),
+                f"{reason}; the tensors are those of {kind}",
             )
             return
-    findings.add("not-read", _described_in(survey), told)
+    findings.add("not-read", _description_file(survey), reason)
 
 
 def _grids(survey: Survey, format: Format, modules: list[str]) -> list[Grid | None]:
-    """What tensors of a format may be on, by the shapes of the first linear's scales; None: a
-    source's own, which has no name."""
+    """Grids that the tensors of a format may be on, judged by the first linear's scale shapes; None
+    is a source format's own grid."""
     if not modules:
         return []
     grids: list[Grid] = [Fp4Grid(), Mxfp4Grid()]
@@ -247,7 +251,7 @@ def _grids(survey: Survey, format: Format, modules: list[str]) -> list[Grid | No
     return [None] if format.is_source else [grid for grid in grids if format.holds(grid)]
 
 
-def _are_whole(
+def _are_complete(
     survey: Survey,
     format: Format,
     grid: Grid | None,
@@ -262,22 +266,22 @@ def _are_whole(
         return False
 
 
-def _compare_files(survey: Survey, described: Described, findings: DiagnosisFindings) -> None:
-    """What is said twice, or of every tensor."""
+def _compare_files(survey: Survey, description: Description, findings: Findings) -> None:
+    """Differences between files that describe the same, and lists that cover every tensor."""
     block = survey.config.get("quantization_config") or {}
-    _compare_opt_files(survey, block, described, findings)
-    of_gptq = described.format is not None and described.format.name == "gptq"
-    if of_gptq and block.get("lm_head") is True and not described.is_quantized(HEAD):
+    _compare_opt_files(survey, block, description, findings)
+    of_gptq = description.format is not None and description.format.name == "gptq"
+    if of_gptq and block.get("lm_head") is True and not description.is_quantized(HEAD):
         findings.add(
             "plain-not-listed",
             HEAD,
-            "config.json says that it is quantized, and it is stored plain",
+            "config.json says that it is quantized, and it is stored unquantized",
         )
-    plain_by_name = block.get("modules_to_not_convert") if described.ignored is None else None
+    unquantized_names = block.get("modules_to_not_convert") if description.ignored is None else None
     covered = [
         module
-        for module in described.linears
-        for one in plain_by_name or ()
+        for module in description.linears
+        for one in unquantized_names or ()
         if f"{module}.".startswith(f"{one}.")
     ]
     if covered:
@@ -287,16 +291,16 @@ def _compare_files(survey: Survey, described: Described, findings: DiagnosisFind
             "modules_to_not_convert lists them as unquantized, and their tensors are quantized",
         )
     slim = next((survey.side[name] for name in SLIM_FILES if name in survey.side), {})
-    plain = [
+    unquantized = [
         tensor.name
         for tensor in survey.tensors.values()
         if tensor.dtype in FLOAT_DTYPES and tensor.name.endswith(".weight")
     ]
     wrong = [
         name
-        for name in plain
+        for name in unquantized
         if slim.get(name, "FLOAT") != "FLOAT"
-        and not described.is_quantized(name.removesuffix(".weight"))
+        and not description.is_quantized(name.removesuffix(".weight"))
     ]
     if wrong:
         findings.add(
@@ -306,81 +310,83 @@ def _compare_files(survey: Survey, described: Described, findings: DiagnosisFind
         )
     other = [
         module
-        for module, linear in described.linears.items()
-        if _is_of_other_bits(slim.get(f"{module}.weight"), linear.grid)
+        for module, linear in description.linears.items()
+        if _has_other_bits(slim.get(f"{module}.weight"), linear.grid)
     ]
     if other:
-        told = (
+        evidence = (
             f"it says {slim[f'{other[0]}.weight']}, and the tensors are "
-            f"{grid_label(described.linears[other[0]].grid)}"
+            f"{grid_label(description.linears[other[0]].grid)}"
         )
-        findings.add("description-wrong", other, told)
+        findings.add("description-wrong", other, evidence)
 
 
-def _is_of_other_bits(said: object, grid: Grid | None) -> bool:
-    """Whether ModelSlim's type of a linear, such as W4A8_DYNAMIC, is not what is stored."""
-    found = re.match(r"W(\d+)A", str(said))
+def _has_other_bits(is_described: object, grid: Grid | None) -> bool:
+    """Whether ModelSlim's type of a linear, such as W4A8_DYNAMIC, has another number of bits than
+    stored."""
+    found = re.match(r"W(\d+)A", str(is_described))
     return found is not None and isinstance(grid, IntGrid) and grid.bits != int(found[1])
 
 
 def _compare_opt_files(
-    survey: Survey, block: Mapping[str, Any], described: Described, findings: DiagnosisFindings
+    survey: Survey, block: Mapping[str, Any], description: Description, findings: Findings
 ) -> None:
-    """ModelOpt says everything twice, and engines differ in where they look."""
-    side = survey.side.get(OPT_FILE, {}).get("quantization")
-    if not block or not isinstance(side, dict) or described.format is None:
+    """ModelOpt describes the quantization in two files, and engines differ in which one they
+    read."""
+    opt = survey.side.get(OPT_FILE, {}).get("quantization")
+    if not block or not isinstance(opt, dict) or description.format is None:
         return
-    ours, other = described.ignored, described.format.ignored({}, survey.side)
+    ours, other = description.ignored, description.format.ignored({}, survey.side)
     differ = [
         key
         for key in ("quant_algo", "group_size")
-        if key in side and key in block and side[key] != block[key]
+        if key in opt and key in block and opt[key] != block[key]
     ]
     linears = [
         name.removesuffix(".weight")
         for name in survey.tensors
         if ends_as_linear(name) or name == f"{HEAD}.weight"
     ]
-    apart = [
+    different = [
         module
         for module in linears
         if ours is not None and other is not None and other(module) != ours(module)
     ]
-    if differ or apart:
-        told = (
-            f"{OPT_FILE} has another {', '.join(differ) or 'list of unquantized modules'} than "
-            "config.json"
+    if differ or different:
+        evidence = (
+            f"{OPT_FILE} and config.json differ in "
+            f"{', '.join(differ) or 'the list of unquantized modules'}"
         )
-        findings.add("descriptions-disagree", apart or OPT_FILE, told)
+        findings.add("descriptions-disagree", different or OPT_FILE, evidence)
 
 
-def _collect(survey: Survey, described: Described, findings: DiagnosisFindings) -> None:
-    """All quantized linears; of those that are not whole, what is wrong."""
-    format, modules = described.format, dict[str, Format]()
+def _collect(survey: Survey, description: Description, findings: Findings) -> None:
+    """Collect all quantized linears, with findings for the incomplete ones."""
+    format, modules = description.format, dict[str, Format]()
     assert format is not None
     for tensor in survey.tensors.values():
         module = format.quantized_module(tensor)
         if module is not None:
             modules[module] = format
         elif (
-            described.ignored is not None
+            description.ignored is not None
             and (left := fp8_block.FORMAT.quantized_module(tensor))
-            and described.ignored(left)
+            and description.ignored(left)
         ):
             modules[left] = fp8_block.FORMAT
-    described.grid = _grid_that_fits(survey, described, modules, findings)
+    description.grid = _corrected_grid(survey, description, modules, findings)
     faults: dict[str, list[tuple[str, str]]] = {}
     for module, own in modules.items():
         try:
-            described.linears[module] = _linear(survey, own, described.grid, module)
+            description.linears[module] = _linear(survey, own, description.grid, module)
         except QuantkitError as fault:
             kind = "part-missing" if "missing" in fault.problem else "part-malformed"
             kind = "description-wrong" if "is described as" in fault.problem else kind
             faults.setdefault(kind, []).append((module, fault.problem))
-            described.broken.add(module)
-    for kind, told in faults.items():
-        findings.add(kind, [module for module, _ in told], told[0][1])
-    _find_orphans(survey, described, format, findings)
+            description.broken.add(module)
+    for kind, entries in faults.items():
+        findings.add(kind, [module for module, _ in entries], entries[0][1])
+    _find_orphans(survey, description, format, findings)
 
 
 def _linear(survey: Survey, format: Format, grid: Grid | None, module: str) -> QuantizedLinear:
@@ -392,12 +398,12 @@ def _linear(survey: Survey, format: Format, grid: Grid | None, module: str) -> Q
     return quantized_linear(survey.path, format, grid, survey.tensors, module)
 
 
-def _grid_that_fits(
-    survey: Survey, described: Described, modules: Mapping[str, Format], findings: DiagnosisFindings
+def _corrected_grid(
+    survey: Survey, description: Description, modules: Mapping[str, Format], findings: Findings
 ) -> Grid | None:
-    """The grid as described, or with the group size that the scales of most linears have, where not
-    one has the described one."""
-    grid, format = described.grid, described.format
+    """The description grid; if no linear has its group size, the grid with the group size of most
+    linears' scales."""
+    grid, format = description.grid, description.format
     if not isinstance(grid, IntGrid) or format is None:
         return grid
     sizes = Counter(
@@ -408,21 +414,23 @@ def _grid_that_fits(
     if not sizes:
         return grid
     size, count = sizes.most_common(1)[0]
-    fits = _fits(survey, format, modules, grid)
+    fits = _is_complete_on(survey, format, modules, grid)
     corrected = replace(grid, group_size=size)
-    if fits or not _fits(survey, format, modules, corrected):
+    if fits or not _is_complete_on(survey, format, modules, corrected):
         return grid
-    described.cures["group_size"] = size
+    description.corrections["group_size"] = size
     findings.add(
         "group-size-wrong",
-        _described_in(survey),
-        f"it says {grid.group_size}, and the scales of {count} linears are for {size}",
+        _description_file(survey),
+        f"it says {grid.group_size}, and the scales of {count} linears have {size}",
     )
     return corrected
 
 
-def _fits(survey: Survey, format: Format, modules: Mapping[str, Format], grid: Grid) -> bool:
-    """Whether any linear is whole on that grid."""
+def _is_complete_on(
+    survey: Survey, format: Format, modules: Mapping[str, Format], grid: Grid
+) -> bool:
+    """Whether any linear is complete on that grid."""
     for module, own in modules.items():
         if own is format:
             try:
@@ -434,7 +442,7 @@ def _fits(survey: Survey, format: Format, modules: Mapping[str, Format], grid: G
 
 
 def _group_size(survey: Survey, format: Format, grid: Grid, module: str) -> int | None:
-    """Input channels of a scale, from the shapes of the scales."""
+    """Input channels per scale, from the shapes of the scales."""
     scale = next(
         (
             survey.tensors[module + suffix]
@@ -457,45 +465,43 @@ def _group_size(survey: Survey, format: Format, grid: Grid, module: str) -> int 
 
 
 def _find_orphans(
-    survey: Survey, described: Described, format: Format, findings: DiagnosisFindings
+    survey: Survey, description: Description, format: Format, findings: Findings
 ) -> None:
-    """Scales without codes, and tensors of a dtype that only another format has."""
-    owned = {name for linear in described.linears.values() for name in linear.tensors}
+    """Scales without codes, and tensors with a dtype that the format does not use."""
+    owned = {name for linear in description.linears.values() for name in linear.tensors}
     rest = [
         tensor
         for tensor in survey.tensors.values()
-        if tensor.name not in owned and tensor.name.rpartition(".")[0] not in described.broken
+        if tensor.name not in owned and tensor.name.rpartition(".")[0] not in description.broken
     ]
     orphans = [
         tensor.name for tensor in rest if tensor.name.endswith((*_PARTS, *format.own_suffixes))
     ]
-    odd = [tensor for tensor in rest if not is_unquantized(tensor)]
-    strange = [tensor for tensor in odd if tensor.name not in orphans]
+    other_dtypes = [tensor for tensor in rest if not is_unquantized(tensor)]
+    unexpected = [tensor for tensor in other_dtypes if tensor.name not in orphans]
     if orphans:
-        findings.add(
-            "part-orphan", orphans, "a part of a quantized weight whose codes are not there"
-        )
-    if strange:
-        kind = dtype_name(strange[0].dtype)
+        findings.add("part-orphan", orphans, "part of a quantized weight whose codes are missing")
+    if unexpected:
+        kind = dtype_name(unexpected[0].dtype)
         findings.add(
             "part-malformed",
-            [tensor.name for tensor in strange],
-            f"{kind}, which {format.name} {format.variant} does not have",
+            [tensor.name for tensor in unexpected],
+            f"{kind}, which {format.name} {format.variant} does not use",
         )
 
 
 def compare_lists(
-    described: Described, plain_linears: Iterable[str], where: str, findings: DiagnosisFindings
+    description: Description, unquantized: Iterable[str], where: str, findings: Findings
 ) -> None:
-    """Modules that are said to be unquantized and are not, and the other way round. plain_linears:
-    linears stored plain."""
-    if described.ignored is None or described.format is None:
+    """Modules listed as unquantized that are quantized, and the reverse. unquantized: linears
+    stored unquantized."""
+    if description.ignored is None or description.format is None:
         return
-    ignored = described.ignored
+    ignored = description.ignored
     quantized = [
         module
-        for module, linear in described.linears.items()
-        if linear.format is described.format and ignored(module)
+        for module, linear in description.linears.items()
+        if linear.format is description.format and ignored(module)
     ]
     if quantized:
         findings.add(
@@ -503,10 +509,10 @@ def compare_lists(
             quantized,
             f"{where} lists them as unquantized, and their tensors are quantized",
         )
-    left_out = [module for module in plain_linears if not ignored(module)]
-    if left_out:
+    unlisted = [module for module in unquantized if not ignored(module)]
+    if unlisted:
         findings.add(
             "plain-not-listed",
-            left_out,
+            unlisted,
             f"stored in 16 or 32 bits, and {where} does not list them as unquantized",
         )

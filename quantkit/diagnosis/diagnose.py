@@ -1,5 +1,4 @@
-"""diagnose(): the line of a check. Headers first; then tensors and behaviour, where they are asked
-for and can be read."""
+"""The steps of a check: headers first, then tensors and behaviour if requested and readable."""
 
 import time
 from collections.abc import Callable
@@ -14,17 +13,21 @@ from quantkit.checkpoint.hub import find_local
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import HeaderCheckpoint, open_headers
 from quantkit.common.errors import QuantkitError
-from quantkit.diagnosis.against_source import SourceComparison, is_matrix
 from quantkit.diagnosis.behaviour import SublayerError, compare_behaviour, read_compared
-from quantkit.diagnosis.copies import compare_forms, compare_values
-from quantkit.diagnosis.description import Described, describe
-from quantkit.diagnosis.findings import DiagnosisFindings
+from quantkit.diagnosis.description import Description, describe
+from quantkit.diagnosis.findings import Findings
+from quantkit.diagnosis.sampled_rows import sample_unquantized_rows
 from quantkit.diagnosis.settings import check_settings, compare_settings
-from quantkit.diagnosis.side_scales import compare_side_scales
-from quantkit.diagnosis.stored_rows import plain_rows
+from quantkit.diagnosis.source_comparison import SourceComparison, is_matrix
 from quantkit.diagnosis.structure import Structure, compare, read_table, rename
-from quantkit.diagnosis.survey import Survey, survey_model
+from quantkit.diagnosis.survey import (
+    Survey,
+    compare_copy_headers,
+    compare_copy_values,
+    survey_model,
+)
 from quantkit.diagnosis.tensors import TensorCheck
+from quantkit.diagnosis.unquantized import check_activation_scales
 from quantkit.engines.check import check_checkpoint, check_model
 from quantkit.engines.profiles import find_engine
 from quantkit.models import is_known
@@ -34,39 +37,38 @@ from quantkit.quantization import pruning
 Depth = Literal["headers", "tensors", "behaviour"]
 DEPTHS: tuple[Depth, ...] = ("headers", "tensors", "behaviour")
 _BYTES_A_SECOND = 0.35e9
-"""Of one processor. R1's shapes took 2.1 CPU s a GB in FP8, and 2.8 in AWQ's format."""
+"""On one CPU core. R1's shapes took 2.1 CPU s per GB in FP8 and 2.8 in the AWQ format."""
 
 
 @dataclass
-class Patient:
-    """A checkpoint as far as it was understood. offsets: steps that zero points are off. inverted:
-    modules whose global scale is."""
+class ExaminedCheckpoint:
+    """A checkpoint as far as it could be read. offsets: steps that zero points are off, by module;
+    inverted: modules with an inverted global scale."""
 
     survey: Survey
     structure: Structure
-    described: Described
+    description: Description
     offsets: dict[str, float] = field(default_factory=dict)
     inverted: list[str] = field(default_factory=list)
 
 
 @dataclass
 class Diagnosis:
-    """What came of it. seconds: of each depth that was gone to."""
+    """The result of a check. seconds: by depth."""
 
     model: str
-    patient: Patient
-    findings: DiagnosisFindings
-    source: Patient | None = None
+    examined: ExaminedCheckpoint
+    findings: Findings
+    source: ExaminedCheckpoint | None = None
     seconds: dict[Depth, float] = field(default_factory=dict)
     sublayers: list[SublayerError] = field(default_factory=list)
     kl: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """verdict and findings."""
         return self.findings.to_json()
 
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 OnBytes = Callable[[int, int], None]
 
 
@@ -77,198 +79,201 @@ def diagnose(
     engine: str | None = None,
     depth: Depth = "headers",
     text: Path | None = None,
-    tell: Tell = lambda _: None,
+    notify: Notify = lambda _: None,
     on_bytes: OnBytes = lambda done, total: None,
 ) -> Diagnosis:
-    """Everything that is wrong with the checkpoint `model`, compared with `source` where it is
-    given.
+    """All faults of the checkpoint `model`, comparison with `source` if given.
 
-    engine: also what keeps that engine from loading it. depth: how deep it looks; each depth holds
-    the one before. text: what both compute for the behaviour, quantkit's own without. tell: what is
-    about to be done, and how long it takes. on_bytes: bytes of tensors that were looked at, and all
-    of them. Raises QuantkitError where there is no such model or engine, or the text cannot be
-    read.
+    engine: also report what keeps that engine from loading it. depth: how deep to check; each depth
+    includes the previous ones. text: that both models compute for the behaviour, by default
+    quantkit's own. notify: called with the next step and its expected time. on_bytes: called with
+    checked and total bytes of tensors. Raises QuantkitError for an unknown model or engine, or an
+    unreadable text.
     """
     if engine is not None:
         find_engine(engine)
     documents = _documents(source, text) if depth == "behaviour" else []
     start = time.perf_counter()
-    findings = DiagnosisFindings()
-    tell("headers: seconds")
-    patient = examine(model, findings)
+    findings = Findings()
+    notify("headers: seconds")
+    examined = examine(model, findings)
     if depth == "behaviour":
-        _check_computes(patient)
-    diagnosis = Diagnosis(model, patient, findings)
+        _check_computes(examined)
+    diagnosis = Diagnosis(model, examined, findings)
     if source is not None:
-        diagnosis.source = examine(source, DiagnosisFindings())
-        _refuse_pruned(model, patient, diagnosis.source)
+        diagnosis.source = examine(source, Findings())
+        _refuse_pruned(model, examined, diagnosis.source)
         compare_settings(
-            patient.survey,
-            patient.structure,
+            examined.survey,
+            examined.structure,
             diagnosis.source.survey,
             diagnosis.source.structure,
             findings,
         )
-        _compare_mtp(patient, diagnosis.source, findings)
-    _open(patient, engine, findings)
+        _compare_mtp(examined, diagnosis.source, findings)
+    _check_loading(examined, engine, findings)
     diagnosis.seconds["headers"] = time.perf_counter() - start
-    if depth != "headers" and patient.survey.has_weights:
-        tell(
-            f"tensors: {patient.survey.nbytes / 1e9:.2f} GB, about "
-            f"{patient.survey.nbytes / _BYTES_A_SECOND + 1:.0f} s"
+    if depth != "headers" and examined.survey.has_weights:
+        notify(
+            f"tensors: {examined.survey.nbytes / 1e9:.2f} GB, about "
+            f"{examined.survey.nbytes / _BYTES_A_SECOND + 1:.0f} s"
         )
         start = time.perf_counter()
-        look_at_tensors(patient, source, diagnosis, on_bytes)
+        check_tensors(examined, source, diagnosis, on_bytes)
         diagnosis.seconds["tensors"] = time.perf_counter() - start
     if depth == "behaviour":
-        tell("behaviour: both models read once, about twice as long again")
+        notify("behaviour: both models read once, about twice as long again")
         start = time.perf_counter()
-        _look_at_behaviour(patient, source, documents, diagnosis)
+        _check_behaviour(examined, source, documents, diagnosis)
         diagnosis.seconds["behaviour"] = time.perf_counter() - start
     return diagnosis
 
 
-def _refuse_pruned(model: str, patient: Patient, source: Patient) -> None:
-    """Raise QuantkitError where experts of the source were left out on purpose: those that are
-    there have other numbers."""
-    ours, theirs = (one.structure.config for one in (patient, source))
+def _refuse_pruned(model: str, examined: ExaminedCheckpoint, source: ExaminedCheckpoint) -> None:
+    """Raise QuantkitError if experts of the source were pruned: the remaining ones have other
+    numbers."""
+    ours, theirs = (one.structure.config for one in (examined, source))
     if (
-        pruning.FILE_NAME not in patient.survey.names
+        pruning.FILE_NAME not in examined.survey.names
         or ours is None
         or theirs is None
         or ours.routing == theirs.routing
     ):
         return
-    told = (
-        f"{model} has fewer experts than {source.survey.path} ({pruning.FILE_NAME} says "
-        "which), and experts are compared by their number"
+    problem = (
+        f"{model} has fewer experts than {source.survey.path} (see {pruning.FILE_NAME}), "
+        "and experts are comparison by their number"
     )
     raise QuantkitError(
-        told, "check it without --source; its report.html has the KL from the source"
+        problem, "check it without --source; its report.html has the KL from the source"
     )
 
 
 def _documents(source: str | None, text: Path | None) -> list[Tensor]:
-    """What both models are to compute, read before anything else is."""
+    """Token ids that both models are to compute, read before anything else."""
     folder = None if source is None else find_local(source)
     if folder is None:
         raise QuantkitError(
-            "behaviour is compared with the source's", "give --source, a model on this machine"
+            "behaviour is comparison with the source", "give --source, a model on this machine"
         )
     return read_compared(folder, text)
 
 
-def _check_computes(patient: Patient) -> None:
-    """That quantkit computes the architecture by itself. A config.json that names none is told as a
-    finding."""
-    model_type = patient.survey.config.get("model_type")
-    if isinstance(model_type, str) and not is_known(patient.survey.config):
+def _check_computes(examined: ExaminedCheckpoint) -> None:
+    """Check that quantkit itself computes the architecture. A config.json without one is reported
+    as a finding."""
+    model_type = examined.survey.config.get("model_type")
+    if isinstance(model_type, str) and not is_known(examined.survey.config):
         problem = (
-            f"quantkit has no file of the architecture {model_type!r}, and behaviour is "
-            "compared where it has one"
+            f"quantkit has no implementation of the architecture {model_type!r}, which "
+            "comparing the behaviour needs"
         )
         raise QuantkitError(
-            f"{patient.survey.path}: {problem}",
+            f"{examined.survey.path}: {problem}",
             "leave out --depth behaviour, and measure it with quantkit ppl --baseline SRC",
         )
 
 
-def _look_at_behaviour(
-    patient: Patient, source: str | None, documents: list[Tensor], diagnosis: Diagnosis
+def _check_behaviour(
+    examined: ExaminedCheckpoint, source: str | None, documents: list[Tensor], diagnosis: Diagnosis
 ) -> None:
-    if source is None or not patient.survey.has_weights:
+    if source is None or not examined.survey.has_weights:
         raise QuantkitError(
-            f"{patient.survey.path} is not on this machine, so it computes nothing",
+            f"{examined.survey.path} is not on this machine, so it cannot be computed",
             "download it, or leave out --depth behaviour",
         )
-    seen = patient.survey
+    survey = examined.survey
     try:
-        checkpoint = Checkpoint(seen.path, seen.config, seen.side, seen.tensors)
+        checkpoint = Checkpoint(survey.path, survey.config, survey.side, survey.tensors)
         check_stored(checkpoint, [row for row in read_model(checkpoint).rows if not row.mtp])
         errors, kl = compare_behaviour(
             checkpoint, open_headers(source), documents, diagnosis.findings
         )
     except QuantkitError as fault:
         if (
-            diagnosis.findings.verdict != "bad" and patient.described.readable
-        ):  # else `not-read` has told
-            diagnosis.findings.add("not-loadable", str(seen.path), fault.problem, fault.remedy)
+            diagnosis.findings.verdict != "bad" and examined.description.readable
+        ):  # else reported as `not-read`
+            diagnosis.findings.add("not-loadable", str(survey.path), fault.problem, fault.remedy)
         return
     diagnosis.sublayers, diagnosis.kl = errors, kl
 
 
 @torch.inference_mode()
-def look_at_tensors(
-    patient: Patient, source: str | None, diagnosis: Diagnosis, on_bytes: OnBytes
+def check_tensors(
+    examined: ExaminedCheckpoint, source: str | None, diagnosis: Diagnosis, on_bytes: OnBytes
 ) -> None:
-    """Every stored byte, in the order of the shards."""
-    seen, described, findings = patient.survey, patient.described, diagnosis.findings
-    compare_values(seen, findings)
-    check = TensorCheck(seen, patient.structure, described, findings)
-    compared = _comparison(patient, source, findings)
+    """Check every stored byte, in the order of the shards."""
+    survey, description, findings = examined.survey, examined.description, diagnosis.findings
+    compare_copy_values(survey, findings)
+    check = TensorCheck(survey, examined.structure, description, findings)
+    comparison = _comparison(examined, source, findings)
     owner = {
-        name: module for module, linear in described.linears.items() for name in linear.tensors
+        name: module for module, linear in description.linears.items() for name in linear.tensors
     }
-    matrices = {row.name: row.module for row in patient.structure.rows if is_matrix(row)}
-    done, total, looked = 0, seen.nbytes, set[str]()
+    matrices = {row.name: row.module for row in examined.structure.rows if is_matrix(row)}
+    done, total, checked = 0, survey.nbytes, set[str]()
     for name in sorted(
-        seen.tensors, key=lambda name: (seen.tensors[name].shard, seen.tensors[name].offset)
+        survey.tensors, key=lambda name: (survey.tensors[name].shard, survey.tensors[name].offset)
     ):
-        done += seen.tensors[name].nbytes
+        done += survey.tensors[name].nbytes
         module = owner.get(name)
         if module is None:
-            check.plain(name)
-            if compared is not None and name in matrices and compared.is_plain(name):
-                compared.look(matrices[name], plain_rows(seen, name))
-        elif module not in looked:
-            looked.add(module)
-            rows = check.linear(module, described.linears[module])
-            if rows is not None and compared is not None:
-                compared.look(module, rows)
+            check.unquantized(name)
+            if comparison is not None and name in matrices and comparison.is_plain(name):
+                comparison.add(matrices[name], sample_unquantized_rows(survey, name))
+        elif module not in checked:
+            checked.add(module)
+            rows = check.linear(module, description.linears[module])
+            if rows is not None and comparison is not None:
+                comparison.add(module, rows)
         on_bytes(done, total)
-    check.finish(compared.agreed if compared is not None else ())
-    if compared is not None:
-        compared.finish()
-        patient.offsets |= compared.offsets
-    patient.offsets |= check.offsets
-    patient.inverted += check.inverted
+    check.finish(comparison.matching if comparison is not None else ())
+    if comparison is not None:
+        comparison.finish()
+        examined.offsets |= comparison.offsets
+    examined.offsets |= check.offsets
+    examined.inverted += check.inverted
 
 
 def _comparison(
-    patient: Patient, source: str | None, findings: DiagnosisFindings
+    examined: ExaminedCheckpoint, source: str | None, findings: Findings
 ) -> SourceComparison | None:
     if source is None or find_local(source) is None:
         return None
-    return SourceComparison(source, patient.survey, patient.structure, patient.described, findings)
+    return SourceComparison(
+        source, examined.survey, examined.structure, examined.description, findings
+    )
 
 
-def examine(model: str, findings: DiagnosisFindings) -> Patient:
-    """Headers and the files beside them."""
-    seen = survey_model(model, findings)
-    compare_forms(seen, findings)
-    structure = read_table(seen, findings)
-    rename(seen, structure, findings)
-    described = describe(seen, {row.module: row.shape for row in structure.rows}, findings)
+def examine(model: str, findings: Findings) -> ExaminedCheckpoint:
+    """Check headers and the files next to the weights."""
+    survey = survey_model(model, findings)
+    compare_copy_headers(survey, findings)
+    structure = read_table(survey, findings)
+    rename(survey, structure, findings)
+    description = describe(survey, {row.module: row.shape for row in structure.rows}, findings)
     where = (
         "config.json"
-        if seen.config.get("quantization_config")
-        else next(iter(seen.side), "config.json")
+        if survey.config.get("quantization_config")
+        else next(iter(survey.side), "config.json")
     )
-    compare(seen, structure, described, where, findings)
-    compare_side_scales(seen, described, findings)
-    check_settings(seen, structure, findings)
-    return Patient(seen, structure, described)
+    compare(survey, structure, description, where, findings)
+    check_activation_scales(survey, description, findings)
+    check_settings(survey, structure, findings)
+    return ExaminedCheckpoint(survey, structure, description)
 
 
-def _compare_mtp(patient: Patient, source: Patient, findings: DiagnosisFindings) -> None:
-    """MTP layers that the source has, and this checkpoint neither stores nor promises."""
-    lost = {row.name for row in source.structure.lost}
-    theirs = [row.name for row in source.structure.rows if row.mtp and row.name not in lost]
-    ours = [row for row in patient.structure.rows if row.mtp]
+def _compare_mtp(
+    examined: ExaminedCheckpoint, source: ExaminedCheckpoint, findings: Findings
+) -> None:
+    """MTP layers of the source that this checkpoint neither stores nor declares."""
+    missing = {row.name for row in source.structure.missing}
+    theirs = [row.name for row in source.structure.rows if row.mtp and row.name not in missing]
+    ours = [row for row in examined.structure.rows if row.mtp]
     if (
         theirs
         and not ours
-        and patient.structure.rows
+        and examined.structure.rows
         and not findings.has("mtp-not-announced", "mtp-missing")
     ):
         findings.add(
@@ -278,35 +283,35 @@ def _compare_mtp(patient: Patient, source: Patient, findings: DiagnosisFindings)
         )
 
 
-def _open(patient: Patient, engine: str | None, findings: DiagnosisFindings) -> None:
-    """As every verb opens it: what stops there and was not found before is a finding too. Then the
-    engine's own rules."""
+def _check_loading(examined: ExaminedCheckpoint, engine: str | None, findings: Findings) -> None:
+    """Open the checkpoint as other commands do, adding a finding for an error that was not found
+    before; then check the engine's rules."""
     if engine is None and findings.verdict == "bad":
         return
     try:
-        kind, seen = (
-            (Checkpoint if patient.survey.has_weights else HeaderCheckpoint),
-            patient.survey,
+        kind, survey = (
+            (Checkpoint if examined.survey.has_weights else HeaderCheckpoint),
+            examined.survey,
         )
-        checkpoint = kind(seen.path, seen.config, seen.side, seen.tensors)
+        checkpoint = kind(survey.path, survey.config, survey.side, survey.tensors)
         if is_known(checkpoint.config) and not findings.has("mtp-missing", "mtp-incomplete"):
             check_stored(checkpoint, read_model(checkpoint).rows)
     except QuantkitError as fault:
-        if findings.verdict != "bad" and patient.described.readable:
-            findings.add("not-loadable", str(patient.survey.path), fault.problem, fault.remedy)
+        if findings.verdict != "bad" and examined.description.readable:
+            findings.add("not-loadable", str(examined.survey.path), fault.problem, fault.remedy)
         return
     if engine is not None:
-        _ask_engine(engine, checkpoint, findings)
+        _check_engine(engine, checkpoint, findings)
 
 
-def _ask_engine(engine: str, checkpoint: Checkpoint, findings: DiagnosisFindings) -> None:
+def _check_engine(engine: str, checkpoint: Checkpoint, findings: Findings) -> None:
     profile, format = find_engine(engine), checkpoint.format.name
     known = profile.tells_of(format)
     if not known:
         findings.add(
             "engine-unknown",
             engine,
-            f"the profile of {engine} {profile.release} says nothing of {format}",
+            f"the profile of {engine} {profile.release} does not cover {format}",
         )
     try:
         problems = (

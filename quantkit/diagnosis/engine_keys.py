@@ -1,9 +1,9 @@
-"""What an engine reads in config.json and in the list of unquantized modules beside what the model
-needs, where there is one right value.
+"""Entries that an engine needs in config.json and in the list of unquantized modules in addition to
+what the model needs, if there is one right value.
 
-Each entry is a rule of the engine's profile (recipes/engines): keys of a fixed value, keys under
-the names of another release, keys that the loader looks for at the top of the description, and
-modules under the engine's own names.
+Each is a rule of the engine's profile (recipes/engines): keys with a fixed value, keys under the
+names of another release, keys that the loader reads at the top of the description, and modules
+under the engine's own names.
 """
 
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ from quantkit.models.pangu_ultra_moe import FIRST_RELEASE_NAMES
 from quantkit.models.stored_parameters import read_model
 from quantkit.models.table import Parameter
 
-_SAME: dict[str, str] = {
+_SYNONYMS: dict[str, str] = {
     **FIRST_RELEASE_NAMES,
     **{later: first for first, later in FIRST_RELEASE_NAMES.items()},
 }
-"""Names of one number in two releases of an architecture, each to the other."""
+"""Names of the same number in two releases of an architecture, in both directions."""
 
 
 @dataclass
@@ -36,8 +36,8 @@ class EngineKeys:
     listed: list[str] = field(default_factory=list)
 
     @property
-    def told(self) -> list[str]:
-        """Each in words."""
+    def changes(self) -> list[str]:
+        """Each change as text."""
         found = [f"{key} in config.json is {value!r}" for key, value in self.config.items()]
         found += [
             f"{key} at the top of quantization_config is {value!r}"
@@ -47,8 +47,8 @@ class EngineKeys:
 
 
 def missing_keys(engine: str, checkpoint: Checkpoint) -> EngineKeys:
-    """What the checkpoint lacks for the engine. Raises QuantkitError where there is no such engine,
-    or the checkpoint has no table."""
+    """Entries that the checkpoint lacks for the engine. Raises QuantkitError for an unknown engine,
+    or a checkpoint of an unknown architecture."""
     profile, config, found = find_engine(engine), checkpoint.config, EngineKeys()
     model_type = str(config.get("model_type"))
     found.config = {
@@ -57,7 +57,7 @@ def missing_keys(engine: str, checkpoint: Checkpoint) -> EngineKeys:
         if config.get(key) != value
     }
     for key in profile.reads.get(model_type, ()):
-        if key not in config and (other := _SAME.get(key)) in config:
+        if key not in config and (other := _SYNONYMS.get(key)) in config:
             found.config[key] = config[other]
     load = find_load(engine, checkpoint)
     if load is None:
@@ -67,12 +67,12 @@ def missing_keys(engine: str, checkpoint: Checkpoint) -> EngineKeys:
     for key in load.quantization_keys if grid is not None and block else ():
         if block.get(key) != getattr(grid, key):
             found.block[key] = getattr(grid, key)
-    found.listed = _unlisted(load, checkpoint, read_model(checkpoint).rows)
+    found.listed = _unlisted_modules(load, checkpoint, read_model(checkpoint).rows)
     return found
 
 
 def _int4_grid(checkpoint: Checkpoint) -> Grid | None:
-    """The grid of the 4-bit linears; None where there is none, or several."""
+    """The grid of the 4-bit linears; None if there is none, or more than one."""
     grids = {
         linear.grid
         for linear in checkpoint.linears.values()
@@ -81,10 +81,10 @@ def _int4_grid(checkpoint: Checkpoint) -> Grid | None:
     return next(iter(grids)) if len(grids) == 1 else None
 
 
-def _unlisted(
+def _unlisted_modules(
     load: LoadRule | MixtureRule, checkpoint: Checkpoint, rows: list[Parameter]
 ) -> list[str]:
-    """A head that is tied, and linears of an MTP layer that the engine has another name for."""
+    """A tied head, and linears of an MTP layer that the engine has another name for."""
     ignored = checkpoint.format.ignored(checkpoint.config, checkpoint.side)
     if ignored is None:
         return []
@@ -95,16 +95,16 @@ def _unlisted(
         else []
     )
     prefix = getattr(load, "mtp_prefix", None)
-    plain = [
+    unquantized = [
         row
         for row in rows
         if row.mtp
         and row.role in ("linear", "kv_b", "mtp_proj", "head")
         and row.module not in checkpoint.linears
     ]
-    called = [
+    renamed = [
         f"{prefix}.{row.within_layer}"
-        for row in plain
+        for row in unquantized
         if prefix is not None and ignored(row.module)
     ]
-    return names + [name for name in called if not ignored(name)]
+    return names + [name for name in renamed if not ignored(name)]

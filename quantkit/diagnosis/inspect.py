@@ -1,4 +1,4 @@
-"""What is in a checkpoint, from its headers alone."""
+"""Contents of a checkpoint, from its headers alone."""
 
 import math
 from collections import Counter
@@ -17,10 +17,10 @@ from quantkit.models.table import Parameter
 
 @dataclass(frozen=True, repr=False)
 class Inspection(Result):
-    """What is in a checkpoint. left_as: linears in another format than the rest, by format.
-    missing, misshapen, unknown: names of tensors, compared with the architecture's table; these and
-    what follows are None where quantkit does not know the architecture. engine,
-    problems: what keeps that engine from loading it; None where none was asked about."""
+    """The contents of a checkpoint. left_as: number of linears in another format, by format.
+    missing, misshapen, unknown: tensor names, compared with the architecture's table; these,
+    parameters and mtp_layers are None for an unknown architecture. problems: what keeps `engine`
+    from loading it; None if no engine was given."""
 
     path: str
     architecture: str | None
@@ -43,7 +43,7 @@ class Inspection(Result):
     problems: tuple[LoadProblem, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """What does not apply is left out."""
+        """Without entries that do not apply."""
         found = asdict(self)
         for key in ("parameters", "bytes_by_part", "mtp_layers", "engine", "problems"):
             if found[key] is None:
@@ -55,7 +55,7 @@ class Inspection(Result):
         return self.path
 
     def facts(self) -> list[tuple[str, str]]:
-        told = (
+        keys = (
             "architecture",
             "format",
             "variant",
@@ -64,7 +64,7 @@ class Inspection(Result):
             "quantized_linears",
             "shards",
         )
-        rows = [(key.replace("_", " "), _text(getattr(self, key))) for key in told]
+        rows = [(key.replace("_", " "), _text(getattr(self, key))) for key in keys]
         rows += [
             ("bytes", format_bytes(self.bytes)),
             ("parameters", _text(self.parameters)),
@@ -82,7 +82,7 @@ class Inspection(Result):
             rows.append(
                 (
                     key,
-                    "not checked: architecture not known"
+                    "not checked: unknown architecture"
                     if names is None
                     else f"{len(names)} {', '.join(names[:3])}".strip(),
                 )
@@ -97,7 +97,7 @@ class Inspection(Result):
 
 
 def describe(checkpoint: Checkpoint) -> Inspection:
-    """Raises QuantkitError where config.json has no table of parameters."""
+    """Raises QuantkitError if config.json is invalid for its architecture."""
     tensors = checkpoint.tensors.values()
     by_dtype = Counter[str]()
     for tensor in tensors:

@@ -1,7 +1,7 @@
-"""What has one cure, cured in a copy: names, index, description, lists, zero points, global scales,
-and what the source can give back.
+"""Repair of a checkpoint in a copy: names, index, description, lists, zero points, global scales,
+and what can be restored from the source.
 
-repaired.py writes the copy.
+repaired_copy.py writes the copy.
 """
 
 import copy
@@ -24,16 +24,16 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import read_file
 from quantkit.diagnosis.description import OPT_FILE
-from quantkit.diagnosis.diagnose import Diagnosis, Patient
+from quantkit.diagnosis.diagnose import Diagnosis, ExaminedCheckpoint
 from quantkit.diagnosis.engine_keys import missing_keys
-from quantkit.diagnosis.repaired import Added, Repair, write
+from quantkit.diagnosis.repaired_copy import AddedTensors, Repair, write_copy
 from quantkit.diagnosis.survey import Survey
 from quantkit.grids.weights import dequantize
 from quantkit.models.table import Parameter
 
 
 def check_new(out: Path) -> None:
-    """Raises QuantkitError where the copy has no place."""
+    """Raises QuantkitError if the target of the copy exists."""
     if out.exists():
         raise QuantkitError(f"{out} exists", "choose another --repair")
 
@@ -41,29 +41,30 @@ def check_new(out: Path) -> None:
 def repair(
     diagnosis: Diagnosis, out: Path, source: str | None = None, engine: str | None = None
 ) -> list[str]:
-    """Write the corrected checkpoint to `out`; returns what was changed, in words. Raises
-    QuantkitError where nothing can be cured.
+    """Write the corrected checkpoint to `out`; returns the changes as text. Raises QuantkitError if
+    nothing can be repaired.
 
-    engine: config.json and the list of unquantized modules also have what this engine reads there.
+    engine: also set what this engine needs in config.json and the list of unquantized modules.
     """
-    patient = diagnosis.patient
-    seen = patient.survey
-    if not seen.has_weights:
+    examined = diagnosis.examined
+    survey = examined.survey
+    if not survey.has_weights:
         raise QuantkitError(
-            f"{seen.path} is not on this machine", "download it, and repair the copy"
+            f"{survey.path} is not on this machine", "download it, and repair the copy"
         )
     check_new(out)
     if diagnosis.findings.has("shard-missing", "shard-damaged", "config-unreadable"):
         raise QuantkitError(
-            f"{seen.path} lacks files that nothing can replace", "download them first"
+            f"{survey.path} lacks files that cannot be restored", "download them first"
         )
     if diagnosis.findings.has("tensor-twice"):
         raise QuantkitError(
-            f"two shards of {seen.path} hold a tensor of one name, and no index says which counts",
+            f"two shards of {survey.path} hold a tensor of one name, and there is no index to "
+            "choose by",
             "remove one of them",
         )
-    files, unreadable = _files(seen)
-    plan = Repair(dict(seen.config), files)
+    files, unreadable = _files(survey)
+    plan = Repair(dict(survey.config), files)
     origin = (
         Checkpoint.open(path)
         if source is not None and (path := find_local(source)) is not None
@@ -71,10 +72,10 @@ def repair(
     )
     _plan(diagnosis, plan, origin)
     if engine is not None:
-        _set_engine_keys(engine, patient, plan)
+        _set_engine_keys(engine, examined, plan)
     if not plan.changes:
         raise QuantkitError(
-            f"nothing that was found in {seen.path} has one cure",
+            f"nothing that was found in {survey.path} can be repaired",
             "see the remedies of the findings",
         )
     plan.changes += [
@@ -82,57 +83,57 @@ def repair(
         for name, fault in unreadable.items()
         if name not in plan.files
     ]
-    write(patient.survey, plan, out)
+    write_copy(examined.survey, plan, out)
     return plan.changes
 
 
-def _files(seen: Survey) -> tuple[dict[str, bytes], dict[str, QuantkitError]]:
-    """What lies beside the weights, and why some of it cannot be read."""
+def _files(survey: Survey) -> tuple[dict[str, bytes], dict[str, QuantkitError]]:
+    """Files next to the weights, and errors of those that cannot be read."""
     found, unreadable = dict[str, bytes](), dict[str, QuantkitError]()
-    for name in (*AUX_FILES, *seen.side):
-        if name in seen.names:
+    for name in (*AUX_FILES, *survey.side):
+        if name in survey.names:
             try:
-                found[name] = read_file(seen.path / name)
+                found[name] = read_file(survey.path / name)
             except QuantkitError as fault:
                 unreadable[name] = fault
     return found, unreadable
 
 
 def _plan(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint | None) -> None:
-    patient, has = diagnosis.patient, diagnosis.findings.has
+    examined, has = diagnosis.examined, diagnosis.findings.has
     if has("names-wrong"):
         plan.changes.append(
-            f"{len(patient.survey.renamed)} tensors were given the names that engines look for"
+            f"{len(examined.survey.renamed)} tensors were renamed to what engines expect"
         )
     if has("index-wrong", "index-missing"):
-        plan.changes.append("the index was written anew, from the shards")
+        plan.changes.append("the index was rewritten from the shards")
     if has("shards-disagree"):
-        dropped = sorted({other.shard for _, other in patient.survey.copies})
+        dropped = sorted({other.shard for _, other in examined.survey.copies})
         plan.changes.append(
-            f"of tensors that two shards hold, {', '.join(dropped)} lost those that the index says "
-            "are in another"
+            f"tensors that two shards hold were removed from {', '.join(dropped)}: the "
+            "index names the other shard"
         )
     if has("description-old-key"):
-        plan.changes.append("the description in config.json is under quantization_config alone")
+        plan.changes.append("the description in config.json is under quantization_config only")
     if has("group-size-wrong"):
-        _set_group_size(patient, plan)
+        _set_group_size(examined, plan)
     if has("listed-but-quantized", "plain-not-listed", "list-matches-nothing"):
-        fresh = _set_lists(patient, plan)
+        rewritten = _set_lists(examined, plan)
         if has("listed-but-quantized"):
-            _set_targets(plan, fresh)
+            _set_targets(plan, rewritten)
     if has("zero-points-off"):
-        _mend_zero_points(patient, plan)
+        _fix_zero_points(examined, plan)
     if has("global-scale-inverted"):
-        _invert_global_scales(patient, plan)
+        _invert_global_scales(examined, plan)
     if has("mtp-not-announced"):
-        _announce_mtp(patient, plan)
+        _announce_mtp(examined, plan)
     if origin is not None:
-        _take_settings(diagnosis, plan, origin)
-        _take_tensors(diagnosis, plan, origin)
+        _restore_settings(diagnosis, plan, origin)
+        _restore_tensors(diagnosis, plan, origin)
 
 
-def _set_group_size(patient: Patient, plan: Repair) -> None:
-    block, size = _block(plan), patient.described.cures["group_size"]
+def _set_group_size(examined: ExaminedCheckpoint, plan: Repair) -> None:
+    block, size = _block(plan), examined.description.corrections["group_size"]
     groups = [
         one["weights"]
         for one in (block.get("config_groups") or {}).values()
@@ -146,7 +147,7 @@ def _set_group_size(patient: Patient, plan: Repair) -> None:
 
 
 def _block(plan: Repair) -> dict[str, Any]:
-    """A copy of the description, which may be changed."""
+    """A mutable copy of quantization_config."""
     plan.config["quantization_config"] = json.loads(
         json.dumps(plan.config.get("quantization_config") or {})
     )
@@ -154,79 +155,84 @@ def _block(plan: Repair) -> dict[str, Any]:
     return found
 
 
-def _set_lists(patient: Patient, plan: Repair) -> dict[str, Any]:
-    """The list of unquantized modules as the format writes it for what is stored; returns the whole
-    description as it writes it."""
-    described, seen = patient.described, patient.survey
-    assert described.format is not None
+def _set_lists(examined: ExaminedCheckpoint, plan: Repair) -> dict[str, Any]:
+    """Write the list of unquantized modules for what is stored, in the format's own form; returns
+    the whole description that the format would write."""
+    description, survey = examined.description, examined.survey
+    assert description.format is not None
     quantized = {
         module: linear.grid
-        for module, linear in described.linears.items()
-        if linear.format is described.format
+        for module, linear in description.linears.items()
+        if linear.format is description.format
     }
-    parts = {name for linear in described.linears.values() for name in linear.tensors}
-    plain: list[TensorSpec] = [tensor for name, tensor in seen.tensors.items() if name not in parts]
-    fresh = described.format.config_block(described.grid, quantized, plain)
+    parts = {name for linear in description.linears.values() for name in linear.tensors}
+    unquantized: list[TensorSpec] = [
+        tensor for name, tensor in survey.tensors.items() if name not in parts
+    ]
+    rewritten = description.format.config_block(description.grid, quantized, unquantized)
     for key in ("ignore", "modules_to_not_convert", "dynamic"):
-        if key in fresh and seen.config.get("quantization_config"):
-            _block(plan)[key] = fresh[key]
-        elif key in (seen.config.get("quantization_config") or {}):
+        if key in rewritten and survey.config.get("quantization_config"):
+            _block(plan)[key] = rewritten[key]
+        elif key in (survey.config.get("quantization_config") or {}):
             del _block(plan)[key]
-    for name, content in described.format.extra_files(described.grid, quantized, plain).items():
-        if name in seen.side:
+    for name, content in description.format.extra_files(
+        description.grid, quantized, unquantized
+    ).items():
+        if name in survey.side:
             plan.files[name] = content
-    if fresh or seen.side:
-        plan.changes.append("the list of unquantized modules was written anew, from what is stored")
-    return fresh
+    if rewritten or survey.side:
+        plan.changes.append("the list of unquantized modules was rewritten from what is stored")
+    return rewritten
 
 
-def _set_targets(plan: Repair, fresh: dict[str, Any]) -> None:
-    """A single group is for all linears but those of the list, which was written anew; of several
-    it is not known which one is for what."""
+def _set_targets(plan: Repair, rewritten: dict[str, Any]) -> None:
+    """A single group targets all linears except the listed ones; with several groups the targets
+    are unknown."""
     groups, whole = (
         (plan.config.get("quantization_config") or {}).get("config_groups"),
-        fresh.get("config_groups"),
+        rewritten.get("config_groups"),
     )
     if not isinstance(groups, dict) or whole is None or len(groups) != 1 or len(whole) != 1:
         return
     (number,), (wanted,) = groups, whole.values()
     if groups[number].get("targets") != wanted["targets"]:
         _block(plan)["config_groups"][number]["targets"] = wanted["targets"]
-        plan.changes.append(f"{number} in config.json is for {', '.join(wanted['targets'])}")
+        plan.changes.append(f"{number} in config.json targets {', '.join(wanted['targets'])}")
 
 
-def _mend_zero_points(patient: Patient, plan: Repair) -> None:
-    """GPTQ's two versions differ by what is said alone; elsewhere the stored zero points move."""
-    described, offsets = patient.described, patient.offsets
-    format = described.format
+def _fix_zero_points(examined: ExaminedCheckpoint, plan: Repair) -> None:
+    """GPTQ's two versions differ only in the description; in other formats the stored zero points
+    are changed."""
+    description, offsets = examined.description, examined.offsets
+    format = description.format
     said_second = isinstance(format, Gptq) and format.checkpoint_format == "gptq_v2"
-    every = len(offsets) * 2 > len(described.linears) and all(
+    every = len(offsets) * 2 > len(description.linears) and all(
         (offset > 0) == said_second for offset in offsets.values()
     )
     if isinstance(format, Gptq) and every:
         said = _block(plan)["checkpoint_format"] = "gptq" if said_second else "gptq_v2"
         plan.changes.append(
-            f"checkpoint_format in config.json is {said}: zero points are stored so"
+            f"checkpoint_format in config.json is {said}, as the zero points are stored"
         )
         return
     for module, offset in offsets.items():
         name = next(
             (
                 name
-                for name in described.linears[module].tensors
+                for name in description.linears[module].tensors
                 if name.endswith((".qzeros", ".weight_zero_point"))
             ),
             None,
         )
         if name is not None:
-            plan.changed[name] = _shifted(patient.survey, name, 1 if offset > 0 else -1)
+            plan.changed[name] = _shifted(examined.survey, name, 1 if offset > 0 else -1)
     if plan.changed:
-        plan.changes.append(f"zero points of {len(plan.changed)} linears were moved by one")
+        plan.changes.append(f"zero points of {len(plan.changed)} linears were shifted by one")
 
 
-def _shifted(seen: Survey, name: str, sign: int) -> Callable[[], Tensor]:
+def _shifted(survey: Survey, name: str, sign: int) -> Callable[[], Tensor]:
     def make() -> Tensor:
-        words = seen.shards.read(seen.tensors[name])
+        words = survey.shards.read(survey.tensors[name])
         nibbles = torch.stack([(words >> (4 * place)) & 15 for place in range(8)], -1)
         moved = (nibbles.long() + sign) % 16
         packed = sum(moved[..., place] << (4 * place) for place in range(8))
@@ -236,28 +242,28 @@ def _shifted(seen: Survey, name: str, sign: int) -> Callable[[], Tensor]:
     return make
 
 
-def _invert_global_scales(patient: Patient, plan: Repair) -> None:
-    seen = patient.survey
+def _invert_global_scales(examined: ExaminedCheckpoint, plan: Repair) -> None:
+    survey = examined.survey
     names = [
         name
-        for module in patient.inverted
-        for name in patient.described.linears[module].tensors
+        for module in examined.inverted
+        for name in examined.description.linears[module].tensors
         if name.endswith((".weight_scale_2", ".weight_global_scale"))
     ]
     for name in names:
-        plan.changed[name] = _reciprocal(seen, name)
+        plan.changed[name] = _reciprocal(survey, name)
     plan.changes.append(f"global scales of {len(names)} linears were inverted")
 
 
-def _reciprocal(seen: Survey, name: str) -> Callable[[], Tensor]:
-    return lambda: seen.shards.read(seen.tensors[name]).reciprocal()
+def _reciprocal(survey: Survey, name: str) -> Callable[[], Tensor]:
+    return lambda: survey.shards.read(survey.tensors[name]).reciprocal()
 
 
-def _announce_mtp(patient: Patient, plan: Repair) -> None:
+def _announce_mtp(examined: ExaminedCheckpoint, plan: Repair) -> None:
     layers = plan.config["num_hidden_layers"]
     numbers = {
         int(name.split(".")[2])
-        for name in patient.survey.tensors
+        for name in examined.survey.tensors
         if name.startswith("model.layers.")
     }
     plan.config["num_nextn_predict_layers"] = max(numbers) + 1 - layers
@@ -266,32 +272,29 @@ def _announce_mtp(patient: Patient, plan: Repair) -> None:
     )
 
 
-def _set_engine_keys(engine: str, patient: Patient, plan: Repair) -> None:
-    """Of the checkpoint as the plan makes it: shapes and names are those of today's tensors."""
-    seen = patient.survey
+def _set_engine_keys(engine: str, examined: ExaminedCheckpoint, plan: Repair) -> None:
+    """For the checkpoint after the planned changes: shapes and names are those of the current
+    tensors."""
+    survey = examined.survey
     side = {
         name: json.loads(plan.files[name]) if name in plan.files else value
-        for name, value in seen.side.items()
+        for name, value in survey.side.items()
     }
     found = missing_keys(
-        engine, Checkpoint(seen.path, copy.deepcopy(plan.config), side, seen.tensors)
+        engine, Checkpoint(survey.path, copy.deepcopy(plan.config), side, survey.tensors)
     )
     plan.config |= found.config
     if found.block:
         _block(plan).update(found.block)
     if found.listed:
-        _list_more(patient, plan, found.listed, [])
-    plan.changes += [f"for {engine}, {told}" for told in found.told]
+        _extend_lists(examined, plan, found.listed, [])
+    plan.changes += [f"for {engine}, {change}" for change in found.changes]
 
 
-# --- from the source
-# -------------------------------------------------------------------------------------------------------------
-
-
-def _take_settings(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint) -> None:
+def _restore_settings(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint) -> None:
     has = diagnosis.findings.has
     if has("config-differs"):
-        kept = (
+        own_keys = (
             "quantization_config",
             "torch_dtype",
             "dtype",
@@ -299,8 +302,10 @@ def _take_settings(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint) -> No
             "num_mtp_layers",
             "transformers_version",
         )
-        own = {key: plan.config[key] for key in kept if key in plan.config}
-        plan.config = {key: value for key, value in origin.config.items() if key not in kept} | own
+        own = {key: plan.config[key] for key in own_keys if key in plan.config}
+        plan.config = {
+            key: value for key, value in origin.config.items() if key not in own_keys
+        } | own
         plan.changes.append(
             "config.json is the source's, with its own quantization_config and dtype"
         )
@@ -310,75 +315,83 @@ def _take_settings(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint) -> No
     if has("tokenizer-broken", "tokenizer-missing", "tokenizer-differs", "tokenizer-too-large", "template-missing", "template-broken",
            "template-differs", "template-foreign", "eos-outside", "eos-lost", "eos-differs", "token-outside", "sampling-wrong",
            "sampling-differs", "special-token-unknown", "text-cut"):  # fmt: skip
-        taken = [name for name in AUX_FILES if (origin.path / name).is_file() and name != "LICENSE"]
+        restored = [
+            name for name in AUX_FILES if (origin.path / name).is_file() and name != "LICENSE"
+        ]
         if has(
             "template-broken", "template-differs", "template-foreign"
-        ):  # a file of its own hides tokenizer_config.json's
+        ):  # a separate template file takes precedence over tokenizer_config.json
             plan.files = {
                 name: content
                 for name, content in plan.files.items()
                 if not name.startswith("chat_template.")
             }
-        plan.files |= {name: read_file(origin.path / name) for name in taken}
+        plan.files |= {name: read_file(origin.path / name) for name in restored}
         for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
             if key in origin.config:
                 plan.config[key] = origin.config[key]
         plan.changes.append(
-            f"{', '.join(taken)} and the ends of a text in config.json are the source's"
+            f"{', '.join(restored)} and the end-of-text tokens in config.json are the source's"
         )
 
 
-def _take_tensors(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint) -> None:
-    """The head and MTP layers that are not stored: the source's, in BF16 where they were packed
-    there, and listed as unquantized."""
-    patient, has = diagnosis.patient, diagnosis.findings.has
-    stored = set(patient.survey.tensors) | {
-        f"{module}.weight" for module in patient.described.linears
+def _restore_tensors(diagnosis: Diagnosis, plan: Repair, origin: Checkpoint) -> None:
+    """Add a missing head and missing MTP layers from the source, in BF16 if they are quantized
+    there, and list them as unquantized."""
+    examined, has = diagnosis.examined, diagnosis.findings.has
+    stored = set(examined.survey.tensors) | {
+        f"{module}.weight" for module in examined.description.linears
     }
-    theirs = (
+    source_rows = (
         [row for row in diagnosis.source.structure.rows if row.name not in stored]
         if diagnosis.source is not None
         else []
     )
-    untied = patient.survey.config.get("tie_word_embeddings") and not plan.config.get(
+    untied = examined.survey.config.get("tie_word_embeddings") and not plan.config.get(
         "tie_word_embeddings"
     )
-    among = patient.structure.lost if has("head-missing") else theirs if untied else []
+    among = examined.structure.missing if has("head-missing") else source_rows if untied else []
     wanted = [row for row in among if row.role == "head" and not row.mtp]
     if has("mtp-missing", "mtp-incomplete"):
-        wanted += [row for row in theirs if row.mtp]
+        wanted += [row for row in source_rows if row.mtp]
         for key in ("num_nextn_predict_layers", "num_mtp_layers"):
             if key in origin.config:
                 plan.config[key] = origin.config[key]
     wanted = [row for row in wanted if origin.has(row.name) or row.module in origin.linears]
-    quantized = _quantized_alike(patient, wanted)
-    plain = [row for row in wanted if row.module not in quantized]
-    plan.added += [Added([_plain_spec(origin, row)], _taken(origin, row)) for row in plain]
+    quantized = _modules_to_quantize(examined, wanted)
+    unquantized = [row for row in wanted if row.module not in quantized]
     plan.added += [
-        _rounded(patient, origin, rows)
-        for rows in _together([row for row in wanted if row.module in quantized])
+        AddedTensors([_unquantized_spec(origin, row)], _read_unquantized(origin, row))
+        for row in unquantized
+    ]
+    plan.added += [
+        _round_to_nearest(examined, origin, rows)
+        for rows in _group_fused([row for row in wanted if row.module in quantized])
     ]
     if wanted:
-        _list_more(
-            patient, plan, [row.module for row in plain if len(row.shape) == 2], sorted(quantized)
+        _extend_lists(
+            examined,
+            plan,
+            [row.module for row in unquantized if len(row.shape) == 2],
+            sorted(quantized),
         )
         plan.changes.append(
-            f"{len(wanted)} tensors are the source's, such as {wanted[0].name}; {len(quantized)} "
-            "of them rounded as the others are"
+            f"{len(wanted)} tensors are the source's, such as {wanted[0].name}; "
+            f"{len(quantized)} of them were quantized as the others are"
         )
 
 
-def _quantized_alike(patient: Patient, wanted: list[Parameter]) -> set[str]:
-    """Modules of which the main layers have the like quantized, in a format that may hold them and
-    needs no calibration."""
-    described = patient.described
-    format = described.format
+def _modules_to_quantize(examined: ExaminedCheckpoint, wanted: list[Parameter]) -> set[str]:
+    """Modules whose counterparts in the main layers are quantized, if the format supports that
+    without calibration."""
+    description = examined.description
+    format = description.format
     kinds = {
         (row.projection, row.block)
-        for row in patient.structure.rows
-        if row.module in described.linears and not row.mtp
+        for row in examined.structure.rows
+        if row.module in description.linears and not row.mtp
     }
-    if format is None or described.grid is None or format.activation_bits == 4:
+    if format is None or description.grid is None or format.activation_bits == 4:
         return set()
     return {
         row.module
@@ -389,20 +402,20 @@ def _quantized_alike(patient: Patient, wanted: list[Parameter]) -> set[str]:
     }
 
 
-def _together(rows: list[Parameter]) -> list[list[Parameter]]:
-    """Fused siblings share an FP4 global scale, and are rounded together."""
+def _group_fused(rows: list[Parameter]) -> list[list[Parameter]]:
+    """Fused siblings share an FP4 global scale, so they are rounded together."""
     groups: dict[str, list[Parameter]] = {}
     for row in rows:
         groups.setdefault(row.fused or row.module, []).append(row)
     return list(groups.values())
 
 
-def _plain_spec(origin: Checkpoint, row: Parameter) -> TensorSpec:
+def _unquantized_spec(origin: Checkpoint, row: Parameter) -> TensorSpec:
     dtype = torch.bfloat16 if row.module in origin.linears else origin.tensors[row.name].dtype
     return TensorSpec(row.name, dtype, row.shape)
 
 
-def _taken(origin: Checkpoint, row: Parameter) -> Callable[[], dict[str, Tensor]]:
+def _read_unquantized(origin: Checkpoint, row: Parameter) -> Callable[[], dict[str, Tensor]]:
     packed = row.module in origin.linears
     return lambda: {
         row.name: dequantize(origin.weight(row.module), torch.bfloat16)
@@ -411,9 +424,11 @@ def _taken(origin: Checkpoint, row: Parameter) -> Callable[[], dict[str, Tensor]
     }
 
 
-def _rounded(patient: Patient, origin: Checkpoint, rows: list[Parameter]) -> Added:
-    """Rounded to nearest on the grid that the rest is on."""
-    format, grid = patient.described.format, patient.described.grid
+def _round_to_nearest(
+    examined: ExaminedCheckpoint, origin: Checkpoint, rows: list[Parameter]
+) -> AddedTensors:
+    """Rounded to nearest on the grid of the other linears."""
+    format, grid = examined.description.format, examined.description.grid
     assert format is not None
     assert grid is not None
     solver = Solver(grid, format.scale_dtype, load_recipe("rtn-w4a16"), (), format.activation_bits)
@@ -427,7 +442,7 @@ def _rounded(patient: Patient, origin: Checkpoint, rows: list[Parameter]) -> Add
             for name, tensor in format.pack(module, one.weight).items()
         }
 
-    return Added(
+    return AddedTensors(
         [
             spec
             for row in rows
@@ -437,24 +452,26 @@ def _rounded(patient: Patient, origin: Checkpoint, rows: list[Parameter]) -> Add
     )
 
 
-def _list_more(patient: Patient, plan: Repair, modules: list[str], quantized: list[str]) -> None:
-    """Add modules to the list of unquantized ones, where there is one; ModelSlim lists all."""
+def _extend_lists(
+    examined: ExaminedCheckpoint, plan: Repair, modules: list[str], quantized: list[str]
+) -> None:
+    """Add modules to the list of unquantized ones, if there is one; ModelSlim lists all modules."""
     block = _block(plan) if plan.config.get("quantization_config") else {}
     for key in ("ignore", "modules_to_not_convert"):
         if isinstance(block.get(key), list):
             block[key] += [module for module in modules if module not in block[key]]
     if OPT_FILE in plan.files:
-        beside = json.loads(plan.files[OPT_FILE])
-        listed = beside.get("quantization", {}).setdefault("exclude_modules", [])
+        opt = json.loads(plan.files[OPT_FILE])
+        listed = opt.get("quantization", {}).setdefault("exclude_modules", [])
         listed += [module for module in modules if module not in listed]
-        plan.files[OPT_FILE] = json.dumps(beside, indent=2).encode() + b"\n"
+        plan.files[OPT_FILE] = json.dumps(opt, indent=2).encode() + b"\n"
     slim = next((name for name in SLIM_FILES if name in plan.files), None)
     if slim is not None:
-        told = json.loads(plan.files[slim]) | {f"{module}.weight": "FLOAT" for module in modules}
-        kind = told.get("model_quant_type")
-        told |= {
+        types = json.loads(plan.files[slim]) | {f"{module}.weight": "FLOAT" for module in modules}
+        kind = types.get("model_quant_type")
+        types |= {
             f"{module}{suffix}": kind
             for module in quantized
             for suffix in (".weight", ".weight_scale", ".weight_offset")
         }
-        plan.files[slim] = json.dumps(told, indent=2).encode() + b"\n"
+        plan.files[slim] = json.dumps(types, indent=2).encode() + b"\n"

@@ -1,33 +1,27 @@
-"""What stands beside the weights: tokenizer, end of a text, chat template, and config.json against
-the source's."""
+"""Tokenizer, generation settings and chat template next to the weights, and config.json compared
+with the source's."""
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from quantkit.checkpoint.aux_files import TOKENIZER_FILES
-from quantkit.diagnosis.fields import check_fields
-from quantkit.diagnosis.findings import DiagnosisFindings
-from quantkit.diagnosis.generation import (
-    FILE,
-    check_generation,
-    compare_generation,
-    end_tokens,
-    ends_that_count,
-)
-from quantkit.diagnosis.structure import Structure
+from quantkit.diagnosis.findings import Findings
+from quantkit.diagnosis.structure import Structure, check_fields
 from quantkit.diagnosis.survey import Survey
-from quantkit.diagnosis.templates import check_template, content_of, template_of
-from quantkit.diagnosis.texts import (
+from quantkit.diagnosis.tokenizer_checks import (
     added_tokens,
-    check_added,
-    check_length,
-    compare_additions,
-    compare_lengths,
-    compare_texts,
-    load,
+    check_added_tokens,
+    check_template,
+    check_truncation,
+    compare_added_specials,
+    compare_max_length,
+    compare_token_ids,
+    content_of,
+    load_tokenizer,
+    template_of,
 )
 
 _ADAPTER = "adapter_config.json"
@@ -56,12 +50,12 @@ _COMPUTED = (
     "routed_scaling_factor",
     "tie_word_embeddings",
 )
-"""Keys that change what any decoder computes: compared for an architecture without a table."""
-_TOLD = 80
+"""Keys that affect any decoder's computation: compared for an architecture without a table."""
+_MAX_VALUE_CHARS = 80
 
 
-def check_settings(survey: Survey, structure: Structure, findings: DiagnosisFindings) -> None:
-    """What the files say of themselves and of each other."""
+def check_settings(survey: Survey, structure: Structure, findings: Findings) -> None:
+    """Check the files by themselves and against each other."""
     rows = _embedding_rows(survey, structure)
     vocabulary, added = _vocabulary(survey, findings)
     if not any(name in survey.names for name in TOKENIZER_FILES):
@@ -71,25 +65,24 @@ def check_settings(survey: Survey, structure: Structure, findings: DiagnosisFind
             "no tokenizer.json, tokenizer.model or vocab.json",
         )
     if rows and vocabulary and max(vocabulary.values()) >= rows:
-        beyond = [token for token, number in vocabulary.items() if number >= rows]
-        told = (
-            f"{len(beyond)} tokens have numbers of {rows} and more, and the embedding has "
-            f"{rows} rows"
+        outside = [token for token, number in vocabulary.items() if number >= rows]
+        evidence = (
+            f"{len(outside)} tokens have ids of {rows} and more, and the embedding has {rows} rows"
         )
-        findings.add("tokenizer-too-large", "tokenizer.json", told)
+        findings.add("tokenizer-too-large", "tokenizer.json", evidence)
     if _ADAPTER in survey.names and survey.tensors:
-        told = (
-            "where PEFT is installed, transformers loads the model that it names, and the "
-            "adapter, in the place of these weights"
+        evidence = (
+            "if PEFT is installed, transformers loads the model that it names, and the "
+            "adapter, instead of these weights"
         )
-        findings.add("adapter-beside", _ADAPTER, told)
+        findings.add("adapter-beside", _ADAPTER, evidence)
     check_fields(survey, structure, findings)
     check_generation(survey, rows, findings)
-    check_added(survey, rows, findings)
-    _check_ends(survey, rows, {**vocabulary, **added}, findings)
+    check_added_tokens(survey, rows, findings)
+    _check_end_tokens(survey, rows, {**vocabulary, **added}, findings)
     check_template(survey, {**vocabulary, **added}, findings)
-    check_length(survey, findings)
-    load(survey, findings)
+    check_truncation(survey, findings)
+    load_tokenizer(survey, findings)
 
 
 def _embedding_rows(survey: Survey, structure: Structure) -> int:
@@ -108,15 +101,13 @@ def _embedding_rows(survey: Survey, structure: Structure) -> int:
     )
 
 
-def _vocabulary(
-    survey: Survey, findings: DiagnosisFindings
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Tokens and their numbers, and those that were added. Empty where there is no tokenizer.json,
-    or another kind of it."""
+def _vocabulary(survey: Survey, findings: Findings) -> tuple[dict[str, int], dict[str, int]]:
+    """Token ids of the vocabulary, and of the added tokens. Empty without a tokenizer.json of this
+    kind."""
     tokenizer = survey.settings.get("tokenizer.json", {})
     model = tokenizer.get("model")
     if tokenizer and not isinstance(model, dict):
-        findings.add("tokenizer-broken", "tokenizer.json", "it has no model of tokens")
+        findings.add("tokenizer-broken", "tokenizer.json", "it has no tokenizer model")
     found = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(found, list):  # Unigram: [token, score] in order
         vocabulary = {
@@ -138,13 +129,13 @@ def _vocabulary(
         findings.add(
             "tokenizer-broken",
             "tokenizer.json",
-            f"{shared[0]!r} and {shared[1]!r} have one number, {vocabulary[shared[0]]}",
+            f"{shared[0]!r} and {shared[1]!r} have the same id, {vocabulary[shared[0]]}",
         )
     return vocabulary, added_tokens(tokenizer)
 
 
-def _check_ends(
-    survey: Survey, rows: int, tokens: Mapping[str, int], findings: DiagnosisFindings
+def _check_end_tokens(
+    survey: Survey, rows: int, tokens: Mapping[str, int], findings: Findings
 ) -> None:
     ends = end_tokens(survey)
     for name, numbers in ends.items():
@@ -170,22 +161,22 @@ def _check_ends(
         findings.add(
             "special-token-unknown",
             "tokenizer_config.json",
-            f"{', '.join(unknown)}: tokenizer.json does not have it",
+            f"{', '.join(unknown)}: not in tokenizer.json",
         )
-    end, said = special["eos_token"], ends_that_count(ends)
+    end, said = special["eos_token"], effective_end_tokens(ends)
     if survey.config and not ends and end in tokens:
         findings.add(
             "eos-lost",
             "config.json",
-            "neither it nor generation_config.json ends a text, and the tokenizer does with "
-            f"{end!r}",
+            "neither it nor generation_config.json has an end-of-text token, and the "
+            f"tokenizer has {end!r}",
         )
     if end in tokens and said and str(tokens[end]) not in said:
-        told = (
-            f"the tokenizer ends a text with {end!r}, number {tokens[end]}, and the model with "
-            f"{', '.join(sorted(said))}"
+        evidence = (
+            f"the tokenizer's end-of-text token is {end!r}, id {tokens[end]}, and the "
+            f"model's is {', '.join(sorted(said))}"
         )
-        findings.add("eos-differs", FILE if ends.get(FILE) else "config.json", told)
+        findings.add("eos-differs", FILE if ends.get(FILE) else "config.json", evidence)
 
 
 def compare_settings(
@@ -193,34 +184,36 @@ def compare_settings(
     structure: Structure,
     source: Survey,
     source_structure: Structure,
-    findings: DiagnosisFindings,
+    findings: Findings,
 ) -> None:
-    """The same files of the source: what has another value there, or is not here."""
+    """Compare with the same files of the source: other values, and what is missing here."""
     _compare_configs(survey, structure, source, source_structure, findings)
     ours, theirs = survey.settings.get("tokenizer.json"), source.settings.get("tokenizer.json")
     if ours and theirs and _tokens(ours) != _tokens(theirs):
         findings.add(
             "tokenizer-differs",
             "tokenizer.json",
-            "another vocabulary, or other merges, than the source's",
+            "the vocabulary or the merges differ from the source's",
         )
-    elif (tokenizer := load(survey, findings)) is not None and (
-        original := load(source, DiagnosisFindings())
+    elif (tokenizer := load_tokenizer(survey, findings)) is not None and (
+        original := load_tokenizer(source, Findings())
     ) is not None:
-        compare_texts(tokenizer, original, source, findings)
-    compare_additions(survey, source, findings)
+        compare_token_ids(tokenizer, original, source, findings)
+    compare_added_specials(survey, source, findings)
     compare_generation(survey, source, findings)
-    compare_lengths(survey, source, findings)
-    mine, other = template_of(survey), template_of(source)
-    if other and not mine:
+    compare_max_length(survey, source, findings)
+    template, source_template = template_of(survey), template_of(source)
+    if source_template and not template:
         findings.add("template-missing", "chat template", "the source has one")
-    elif other.strip() != mine.strip() and other:
-        findings.add("template-differs", "chat template", "it is not the source's")
+    elif source_template and source_template.strip() != template.strip():
+        findings.add("template-differs", "chat template", "it differs from the source's")
     here = {str(number) for numbers in end_tokens(survey).values() for number in numbers}
     there = {str(number) for numbers in end_tokens(source).values() for number in numbers}
     if there - here:
         findings.add(
-            "eos-lost", FILE, f"the source also ends a text with {', '.join(sorted(there - here))}"
+            "eos-lost",
+            FILE,
+            (f"the source also ends a text with {', '.join(sorted(there - here))}"),
         )
     dtypes = [
         values.config.get("torch_dtype", values.config.get("dtype")) for values in (survey, source)
@@ -234,8 +227,8 @@ def compare_settings(
 
 
 def _tokens(tokenizer: Mapping[str, Any]) -> str:
-    """What decides the numbers of a text: saving a tokenizer anew may change the rest, and how
-    merges are written."""
+    """The parts that determine token ids: saving a tokenizer again may change the rest, and the
+    format of merges."""
     model = tokenizer.get("model")
     model = model if isinstance(model, dict) else {}
     merges = [
@@ -249,7 +242,7 @@ def _compare_configs(
     structure: Structure,
     source: Survey,
     source_structure: Structure,
-    findings: DiagnosisFindings,
+    findings: Findings,
 ) -> None:
     if structure.config is not None and type(structure.config) is type(source_structure.config):
         differ = _different_fields(structure.config, source_structure.config)
@@ -261,29 +254,138 @@ def _compare_configs(
             and key in source.config
             and survey.config[key] != source.config[key]
         ]
-    begin, other = (values.config.get("bos_token_id") for values in (survey, source))
-    if type(begin) is int and type(other) is int and begin != other:
-        differ.append(("bos_token_id", begin, other))
-    # An MTP layer that was left out is told by its tensors.
+    bos, source_bos = (values.config.get("bos_token_id") for values in (survey, source))
+    if type(bos) is int and type(source_bos) is int and bos != source_bos:
+        differ.append(("bos_token_id", bos, source_bos))
+    # A missing MTP layer is found by its tensors.
     differ = [entry for entry in differ if entry[0] != "num_nextn_predict_layers"]
     if differ:
-        told = ", ".join(
+        evidence = ", ".join(
             f"{key} {_short(ours)} (source {_short(theirs)})" for key, ours, theirs in differ
         )
-        findings.add("config-differs", [key for key, _, _ in differ], told)
+        findings.add("config-differs", [key for key, _, _ in differ], evidence)
 
 
 def _different_fields(ours: Any, theirs: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
     found: list[tuple[str, Any, Any]] = []
     for one in fields(ours):
-        mine, other = getattr(ours, one.name), getattr(theirs, one.name)
-        if is_dataclass(mine) and type(mine) is type(other):
-            found += _different_fields(mine, other, f"{prefix}{one.name}.")
-        elif mine != other:
-            found.append((prefix + one.name, mine, other))
+        own, other = getattr(ours, one.name), getattr(theirs, one.name)
+        if is_dataclass(own) and type(own) is type(other):
+            found += _different_fields(own, other, f"{prefix}{one.name}.")
+        elif own != other:
+            found.append((prefix + one.name, own, other))
     return found
 
 
 def _short(value: Any) -> str:
-    told = str(value)
-    return told if len(told) <= _TOLD else told[: _TOLD - 3] + "..."
+    text = str(value)
+    return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 3] + "..."
+
+
+FILE = "generation_config.json"
+_TOKENS = (
+    "bos_token_id",
+    "pad_token_id",
+    "decoder_start_token_id",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+)
+_TOKEN_LISTS = ("suppress_tokens", "begin_suppress_tokens")
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (1e-9, 1.0),
+    "min_p": (0.0, 1.0),
+    "top_k": (-1, float("inf")),
+    "repetition_penalty": (1e-6, 100.0),
+}
+"""Ranges that transformers and vLLM accept, inclusive."""
+_INTEGERS = ("top_k",)
+_DEFAULTS: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "top_k": 50,
+    "repetition_penalty": 1.0,
+}
+"""Defaults of transformers, which omits values equal to them."""
+_LENGTHS = ("max_new_tokens", "max_length")
+
+
+def check_generation(survey: Survey, rows: int, findings: Findings) -> None:
+    """Check token ids and sampling settings in config.json and generation_config.json. rows: of the
+    embedding, 0 if unknown."""
+    generation = survey.settings.get(FILE, {})
+    for file, values in (("config.json", survey.config), (FILE, generation)):
+        outside = [f"{key} {number}" for key, number in _numbers(values) if rows and number >= rows]
+        if outside:
+            findings.add(
+                "token-outside", file, f"{', '.join(outside)}: the embedding has {rows} rows"
+            )
+    wrong = [
+        key for key, (low, high) in _RANGES.items() if _is_outside(generation.get(key), low, high)
+    ]
+    wrong += [
+        key for key in _INTEGERS if isinstance(generation.get(key), float) and key not in wrong
+    ]
+    if wrong:
+        findings.add(
+            "sampling-wrong",
+            FILE,
+            f"{', '.join(f'{key} {generation[key]!r:.40}' for key in wrong)}: engines reject it",
+        )
+    ends, suppressed = effective_end_tokens(end_tokens(survey)), generation.get("suppress_tokens")
+    if ends and isinstance(suppressed, list) and ends <= set(map(str, suppressed)):
+        findings.add(
+            "sampling-wrong",
+            FILE,
+            f"suppress_tokens has every end-of-text token, {', '.join(sorted(ends))}: "
+            "replies never end",
+        )
+
+
+def compare_generation(survey: Survey, source: Survey, findings: Findings) -> None:
+    """Sampling settings that differ from the source's, with transformers' defaults. Writers may
+    omit the file, or set do_sample."""
+    ours, theirs = survey.settings.get(FILE), source.settings.get(FILE, {})
+    if ours is None:
+        return
+    differ = [
+        (key, ours.get(key, default), theirs.get(key, default))
+        for key, default in _DEFAULTS.items()
+    ]
+    differ += [(key, ours.get(key), theirs.get(key)) for key in _LENGTHS]
+    evidence = [f"{key} {value} (source {other})" for key, value, other in differ if value != other]
+    if evidence:
+        findings.add("sampling-differs", FILE, ", ".join(evidence))
+
+
+def end_tokens(survey: Survey) -> dict[str, list[Any]]:
+    """End-of-text token ids by file, including invalid values."""
+    places = {"config.json": survey.config, FILE: survey.settings.get(FILE, {})}
+    found = {}
+    for name, values in places.items():
+        said = values.get("eos_token_id")
+        numbers = said if isinstance(said, list) else [] if said is None else [said]
+        if numbers:
+            found[name] = numbers
+    return found
+
+
+def effective_end_tokens(ends: Mapping[str, list[Any]]) -> set[str]:
+    """The effective end-of-text ids: engines that read generation_config.json ignore the others.
+    ends: as from end_tokens()."""
+    return set(map(str, ends.get(FILE) or ends.get("config.json", [])))
+
+
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    for key in (*_TOKENS, *_TOKEN_LISTS):
+        found = values.get(key)
+        for number in found if isinstance(found, list) else [found]:
+            if type(number) is int:
+                yield key, number
+
+
+def _is_outside(value: Any, low: float, high: float) -> bool:
+    if value is None:
+        return False
+    return not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high

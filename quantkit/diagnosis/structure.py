@@ -1,15 +1,16 @@
-"""The stored tensors against the model's table: names, shapes, experts, fused siblings, head and
-MTP layer."""
+"""The stored tensors compared with the model's parameter table: names, shapes, experts, fused
+siblings, head and MTP layer, and the fields of config.json."""
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from quantkit.checkpoint.formats.base import HEAD
 from quantkit.common.errors import QuantkitError
-from quantkit.diagnosis.description import Described, compare_lists
-from quantkit.diagnosis.findings import DiagnosisFindings
+from quantkit.diagnosis.description import Description, compare_lists
+from quantkit.diagnosis.findings import Findings
 from quantkit.diagnosis.survey import Survey
 from quantkit.models import check_missing, find_architecture, is_known
 from quantkit.models.architecture import ModelConfig
@@ -36,26 +37,25 @@ _OTHER_NAMES: tuple[tuple[str, str], ...] = (
     (r"\.feed_forward\.", ".mlp."),
     (r"\.attention\.", ".self_attn."),
 )
-"""Spellings that writers put in the place of the published ones, and what they stand for."""
+"""Tensor name spellings of other writers, and the published ones."""
 _HEADS_LISTED = ("compressed-tensors", "modelopt")
-"""Formats whose readers take the head for a linear like the others, unless it is listed."""
+"""Formats whose readers treat the head as any other linear unless it is listed."""
 _MOE_FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj|gate_proj|up_proj|w13|w2)(?:\.|_|$)")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 @dataclass
 class Structure:
-    """config: as the architecture reads it, None where it cannot. rows: the table as the checkpoint
-    spells it, empty without one.
-    lost: those that are not stored."""
+    """config: as the architecture reads it, None if it cannot. rows: the table in the checkpoint's
+    spelling, empty if the architecture is unknown. missing: rows that are not stored."""
 
     config: ModelConfig | None = None
     rows: list[Parameter] = field(default_factory=list)
-    lost: list[Parameter] = field(default_factory=list)
+    missing: list[Parameter] = field(default_factory=list)
 
 
-def read_table(survey: Survey, findings: DiagnosisFindings) -> Structure:
-    """The architecture's table for config.json; empty where it has none."""
+def read_table(survey: Survey, findings: Findings) -> Structure:
+    """The architecture's table for config.json; empty if the architecture is unknown."""
     try:
         check_missing(survey.config, survey.tensors)
         if not is_known(survey.config):
@@ -70,8 +70,9 @@ def read_table(survey: Survey, findings: DiagnosisFindings) -> Structure:
     return Structure(config, architecture.parameters(config))
 
 
-def rename(survey: Survey, structure: Structure, findings: DiagnosisFindings) -> None:
-    """Give tensors the table's names where a known other spelling accounts for them, and say so."""
+def rename(survey: Survey, structure: Structure, findings: Findings) -> None:
+    """Rename tensors to the table's names if a known alternative spelling explains them, with a
+    finding."""
     if not structure.rows:
         return
     modules = {row.module for row in structure.rows} | {
@@ -90,84 +91,83 @@ def rename(survey: Survey, structure: Structure, findings: DiagnosisFindings) ->
         findings.add(
             "names-wrong",
             names,
-            f"{len(names)} tensors have other names than engines look for: {old} is {new}",
+            f"{len(names)} tensors have other names than engines expect: {old} is {new}",
         )
         survey.rename(names)
 
 
 def _is_of(name: str, modules: Collection[str]) -> bool:
-    """Whether the tensor is a module's weight, or a part of it."""
+    """Whether the tensor is a module's weight or a part of it."""
     return name in modules or name.rpartition(".")[0] in modules
 
 
 def compare(
-    survey: Survey,
-    structure: Structure,
-    described: Described,
-    where: str,
-    findings: DiagnosisFindings,
+    survey: Survey, structure: Structure, description: Description, where: str, findings: Findings
 ) -> None:
-    """Everything that table and tensors tell of each other. where: the file that describes the
-    quantization."""
+    """Compare the tensors with the table. where: the file that describes the quantization."""
     structure.rows = resolve(structure.rows, survey.tensors)
     if structure.rows:
-        _compare_rows(survey, structure, described, findings)
+        _compare_rows(survey, structure, description, findings)
     else:
         _compare_layers(survey, findings)
     fused = [name for name in survey.tensors if _MOE_FUSED.search(name)]
-    asked = (
-        any(row.expert is not None for row in structure.lost)
+    expected = (
+        any(row.expert is not None for row in structure.missing)
         if structure.rows
         else any(name.endswith("_packed") for name in fused)
     )
-    if fused and asked:
+    if fused and expected:
         findings.add(
             "experts-fused",
             fused,
-            "all experts of a layer in one tensor, which engines of this model do not look for",
+            "all experts of a layer are in one tensor, which engines do not expect for this model",
         )
-    if described.readable and described.linears:
+    if description.readable and description.linears:
         linears = [row for row in structure.rows if row.role in ("linear", "kv_b")]
-        plain = [
+        unquantized = [
             row.module
             for row in linears
-            if row.name in survey.tensors and not described.is_quantized(row.module)
+            if row.name in survey.tensors and not description.is_quantized(row.module)
         ]
         known = {row.module for row in structure.rows}
-        if described.format is not None and described.format.name in _HEADS_LISTED:
-            plain += [
+        if description.format is not None and description.format.name in _HEADS_LISTED:
+            unquantized += [
                 row.module
                 for row in structure.rows
                 if row.role == "head" and not row.mtp and row.name in survey.tensors
             ]
-        plain += [
+        unquantized += [
             name.removesuffix(".weight")
             for name in survey.tensors
             if ends_as_linear(name)
             and name.removesuffix(".weight") not in known
-            and not described.is_quantized(name.removesuffix(".weight"))
+            and not description.is_quantized(name.removesuffix(".weight"))
         ]
-        compare_lists(described, plain, where, findings)
-        _compare_routers(structure, survey, described, where, findings)
-        _compare_kinds(structure, survey, described, findings)
+        compare_lists(description, unquantized, where, findings)
+        _compare_routers(structure, survey, description, where, findings)
+        _compare_kinds(structure, survey, description, findings)
 
 
 def _compare_rows(
-    survey: Survey, structure: Structure, described: Described, findings: DiagnosisFindings
+    survey: Survey, structure: Structure, description: Description, findings: Findings
 ) -> None:
     rows = structure.rows
-    # Of a format that is not read, a linear is there where anything of it is.
-    there = set() if described.readable else {name.rpartition(".")[0] for name in survey.tensors}
+    # In a format that is not read, a linear is present if any of its parts is.
+    stored_modules = (
+        set() if description.readable else {name.rpartition(".")[0] for name in survey.tensors}
+    )
     stored = [
-        described.is_quantized(row.module) or row.name in survey.tensors or row.module in there
+        description.is_quantized(row.module)
+        or row.name in survey.tensors
+        or row.module in stored_modules
         for row in rows
     ]
-    structure.lost = [row for row, is_there in zip(rows, stored) if not is_there]
+    structure.missing = [row for row, is_there in zip(rows, stored) if not is_there]
     if survey.tensors:
-        _tell_lost(survey, structure, findings)
+        _report_missing(survey, structure, findings)
     wrong = []
     for row in rows:
-        linear = described.linears.get(row.module)
+        linear = description.linears.get(row.module)
         shape = (
             linear.shape
             if linear is not None
@@ -176,149 +176,155 @@ def _compare_rows(
             else None
         )
         packed = (
-            described.format is None
+            description.format is None
             and linear is None
             and shape is not None
             and len(shape) == 2
-            and not _plain(survey, row)
+            and not _is_unquantized(survey, row)
         )
         if (
             shape is not None
             and tuple(shape) != row.shape
             and not packed
-            and row.module not in described.broken
+            and row.module not in description.broken
         ):
             wrong.append((row, tuple(shape)))
     if wrong:
         row, shape = wrong[0]
-        told = f"{row.name} is {list(shape)}, and config.json makes it {list(row.shape)}"
-        turned = sum(shape == row.shape[::-1] for row, shape in wrong)
-        told += f"; {turned} of {len(wrong)} are transposed" if turned else ""
-        findings.add("shape-wrong", [row.name for row, _ in wrong], told)
-    _tell_unknown(survey, structure, findings)
+        evidence = f"{row.name} is {list(shape)}, and by config.json {list(row.shape)}"
+        transposed = sum(shape == row.shape[::-1] for row, shape in wrong)
+        evidence += f"; {transposed} of {len(wrong)} are transposed" if transposed else ""
+        findings.add("shape-wrong", [row.name for row, _ in wrong], evidence)
+    _report_unknown(survey, structure, findings)
 
 
-def _plain(survey: Survey, row: Parameter) -> bool:
+def _is_unquantized(survey: Survey, row: Parameter) -> bool:
     return survey.tensors[row.name].dtype.itemsize > 1
 
 
-def _tell_lost(survey: Survey, structure: Structure, findings: DiagnosisFindings) -> None:
-    lost = structure.lost
-    mtp = [row for row in lost if row.mtp]
+def _report_missing(survey: Survey, structure: Structure, findings: Findings) -> None:
+    missing = structure.missing
+    mtp = [row for row in missing if row.mtp]
     mtp_rows = sum(row.mtp for row in structure.rows)
     # transformers writes no copy of embedding and head in an MTP layer; engines share the main
     # ones.
     needed = [row for row in mtp if row.role not in ("embedding", "head")]
     if mtp and len(mtp) == mtp_rows:
-        told = (
-            "config.json promises an MTP layer (num_nextn_predict_layers, num_mtp_layers), and "
-            "no tensor of it is stored"
+        evidence = (
+            "config.json has an MTP layer (num_nextn_predict_layers, num_mtp_layers), and "
+            "none of its tensors is stored"
         )
-        findings.add("mtp-missing", f"layer {mtp[0].layer}", told)
+        findings.add("mtp-missing", f"layer {mtp[0].layer}", evidence)
     elif needed:
         findings.add(
             "mtp-incomplete",
             [row.name for row in needed],
             f"{len(needed)} of {mtp_rows} tensors of the MTP layer are not stored",
         )
-    head = [row for row in lost if row.role == "head" and not row.mtp]
+    head = [row for row in missing if row.role == "head" and not row.mtp]
     if head:
         findings.add(
             "head-missing",
             head[0].name,
             "config.json does not tie it to the embedding, and it is not stored",
         )
-    rest = [row for row in lost if not row.mtp and row not in head]
+    rest = [row for row in missing if not row.mtp and row not in head]
     if rest:
         experts = sum(row.expert is not None for row in rest)
         of_experts = f", {experts} of them of routed experts" if experts else ""
         findings.add(
             "tensors-missing",
             [row.name for row in rest],
-            f"{len(rest)} tensors that config.json asks for are not stored{of_experts}",
+            f"{len(rest)} tensors that config.json requires are not stored{of_experts}",
         )
 
 
-def _tell_unknown(survey: Survey, structure: Structure, findings: DiagnosisFindings) -> None:
+def _report_unknown(survey: Survey, structure: Structure, findings: Findings) -> None:
     assert structure.config is not None
     modules = {row.module for row in structure.rows} | {row.name for row in structure.rows}
     layers = structure.config.num_hidden_layers
-    beyond = structure.config.num_hidden_layers + structure.config.num_nextn_predict_layers
+    num_layers = structure.config.num_hidden_layers + structure.config.num_nextn_predict_layers
     unknown = [
         name
         for name in survey.tensors
         if not _is_of(name, modules) and not any(re.fullmatch(p, name) for p in DROPPED)
     ]
     unknown = [name for name in unknown if not name.startswith(structure.config.copied)]
-    later = [name for name in unknown if (found := _LAYER.search(name)) and int(found[1]) >= beyond]
-    if later:
-        mtp = any("eh_proj" in name or ".enorm" in name or ".hnorm" in name for name in later)
-        numbers = sorted({int(found[1]) for name in later if (found := _LAYER.search(name))})
-        told = f"layers {numbers[0]} to {numbers[-1]} are stored, and config.json has {layers}"
+    extra_layers = [
+        name for name in unknown if (found := _LAYER.search(name)) and int(found[1]) >= num_layers
+    ]
+    if extra_layers:
+        mtp = any(
+            "eh_proj" in name or ".enorm" in name or ".hnorm" in name for name in extra_layers
+        )
+        numbers = sorted({int(found[1]) for name in extra_layers if (found := _LAYER.search(name))})
+        evidence = f"layers {numbers[0]} to {numbers[-1]} are stored, and config.json has {layers}"
         if mtp:
             findings.add(
                 "mtp-not-announced",
-                later,
-                f"{told}, and num_nextn_predict_layers {beyond - layers}",
+                extra_layers,
+                f"{evidence}, and num_nextn_predict_layers {num_layers - layers}",
             )
         else:
-            findings.add("layers-beyond", later, told)
-    inside = [name for name in unknown if name not in later and not _MOE_FUSED.search(name)]
-    experts = [name for name in inside if re.search(r"\.experts\.\d+\.", name)]
+            findings.add("layers-beyond", extra_layers, evidence)
+    known_layers = [
+        name for name in unknown if name not in extra_layers and not _MOE_FUSED.search(name)
+    ]
+    experts = [name for name in known_layers if re.search(r"\.experts\.\d+\.", name)]
     if experts:
-        findings.add("layers-beyond", experts, "experts that config.json does not count")
-    rest = [name for name in inside if name not in experts]
+        findings.add("layers-beyond", experts, "more experts than config.json has")
+    rest = [name for name in known_layers if name not in experts]
     kinds = Counter(
         _LAYER.sub(".N.", name) for name in rest if name.endswith(".weight") and _LAYER.search(name)
     )
-    foreign = [kind for kind, count in kinds.items() if count >= layers]
-    if foreign:
-        told = (
-            f"all {layers} layers hold {foreign[0].partition('.N.')[2]}, and a model of type "
-            f"{survey.config['model_type']} has none"
+    unexpected = [kind for kind, count in kinds.items() if count >= layers]
+    if unexpected:
+        evidence = (
+            f"all {layers} layers hold {unexpected[0].partition('.N.')[2]}, and a model of "
+            f"type {survey.config['model_type']} has none"
         )
         findings.add(
             "architecture-wrong",
-            [name for name in rest if _LAYER.sub(".N.", name) in foreign],
-            told,
+            [name for name in rest if _LAYER.sub(".N.", name) in unexpected],
+            evidence,
         )
     elif rest:
         findings.add(
-            "tensors-unknown", rest, f"{len(rest)} tensors that the architecture has no place for"
+            "tensors-unknown", rest, f"{len(rest)} tensors that the architecture does not have"
         )
 
 
-def _compare_layers(survey: Survey, findings: DiagnosisFindings) -> None:
-    """Without a table: every expert of a layer has what the others have, and no number is left
-    out."""
+def _compare_layers(survey: Survey, findings: Findings) -> None:
+    """Without a table: every expert of a layer has the same tensors, and expert numbers have no
+    gaps."""
     tails: dict[str, dict[int, set[str]]] = {}
     for name in survey.tensors:
         found = re.match(r"(.*\.experts)\.(\d+)\.(.+)", name)
         if found:
             tails.setdefault(found[1], {}).setdefault(int(found[2]), set()).add(found[3])
-    lost = []
+    missing = []
     for prefix, experts in tails.items():
-        usual = Counter(tail for own in experts.values() for tail in own)
+        usual = Counter(tail for group in experts.values() for tail in group)
         common = {tail for tail, count in usual.items() if count * 2 > len(experts)}
-        lost += [
+        missing += [
             f"{prefix}.{number}.{tail}"
             for number in range(max(experts) + 1)
             for tail in common - experts.get(number, set())
         ]
-    if lost:
+    if missing:
         findings.add(
             "tensors-missing",
-            lost,
-            f"{len(lost)} tensors that the other experts of their layers have",
+            missing,
+            f"{len(missing)} tensors that the other experts of their layers have",
         )
 
 
 def _compare_kinds(
-    structure: Structure, survey: Survey, described: Described, findings: DiagnosisFindings
+    structure: Structure, survey: Survey, description: Description, findings: Findings
 ) -> None:
-    """What is quantized of each kind of linear."""
-    lost = {row.name for row in structure.lost}
-    rows = [row for row in structure.rows if row.name not in lost]
+    """Check which linears of each kind are quantized."""
+    missing = {row.name for row in structure.missing}
+    rows = [row for row in structure.rows if row.name not in missing]
     routed: dict[int | None, list[Parameter]] = {}
     fused: dict[str, list[Parameter]] = {}
     for row in rows:
@@ -326,45 +332,45 @@ def _compare_kinds(
             routed.setdefault(row.layer, []).append(row)
         if row.fused is not None:
             fused.setdefault(row.fused, []).append(row)
-    mixed = [row.module for own in routed.values() for row in _fewer(own, described)]
+    mixed = [row.module for group in routed.values() for row in _minority(group, description)]
     if mixed:
         findings.add(
             "experts-mixed",
             mixed,
-            "the other experts of their layers are stored otherwise, and engines run them as one",
+            "the other experts of their layers are stored differently, and engines run them as one",
         )
-    uneven = [own for own in fused.values() if own[0].expert is None and _fewer(own, described)]
+    uneven = [
+        group
+        for group in fused.values()
+        if group[0].expert is None and _minority(group, description)
+    ]
     if uneven:
-        told = "engines run them as one linear, and only some are quantized"
-        findings.add("siblings-mixed", [row.module for own in uneven for row in own], told)
-    experts = [row for own in routed.values() for row in own if not row.mtp]
+        evidence = "engines run them as one linear, and only some are quantized"
+        findings.add("siblings-mixed", [row.module for group in uneven for row in group], evidence)
+    experts = [row for group in routed.values() for row in group if not row.mtp]
     others = [row for row in rows if row.role == "linear" and row.expert is None and not row.mtp]
     if (
         experts
-        and not any(described.is_quantized(row.module) for row in experts)
-        and any(described.is_quantized(r.module) for r in others)
+        and not any(description.is_quantized(row.module) for row in experts)
+        and any(description.is_quantized(r.module) for r in others)
     ):
         held = sum(survey.tensors[row.name].nbytes for row in experts)
-        told = f"every routed expert is plain: {held / max(survey.nbytes, 1):.0%} of the bytes"
-        findings.add("experts-plain", [row.module for row in experts], told)
+        evidence = f"no routed expert is quantized: {held / max(survey.nbytes, 1):.0%} of the bytes"
+        findings.add("experts-plain", [row.module for row in experts], evidence)
     routers = [
         row.module
         for row in rows
-        if row.role in ("router", "embedding") and described.is_quantized(row.module)
+        if row.role in ("router", "embedding") and description.is_quantized(row.module)
     ]
     if routers:
         findings.add("router-quantized", routers, "engines build it in 16 bits")
 
 
 def _compare_routers(
-    structure: Structure,
-    survey: Survey,
-    described: Described,
-    where: str,
-    findings: DiagnosisFindings,
+    structure: Structure, survey: Survey, description: Description, where: str, findings: Findings
 ) -> None:
-    """Some engines build routers as linears that may be quantized. Whoever listed them meant all;
-    writers that know them list none."""
+    """Some engines build routers as linears that may be quantized. A writer that lists one router
+    meant all; writers for other engines list none."""
     block = survey.config.get("quantization_config")
     entries = (
         (block.get("ignore") or block.get("modules_to_not_convert"))
@@ -376,38 +382,102 @@ def _compare_routers(
         for row in structure.rows
         if row.role == "router" and row.name in survey.tensors and not row.mtp
     ]
-    format = described.format
+    format = description.format
     if (
-        described.ignored is None
+        description.ignored is None
         or format is None
         or format.name not in _HEADS_LISTED
         or not isinstance(entries, list)
         or not routers
     ):
         return
-    bare = [module for module in routers if not described.ignored(module)]
+    bare = [module for module in routers if not description.ignored(module)]
     leaf = routers[0].rpartition(".")[2]
     meant = [entry for entry in entries if str(entry).rstrip("$*.\\").endswith(leaf)]
     if bare and (meant or len(bare) < len(routers)):
-        told = (
+        evidence = (
             f"{where} lists {meant[0] if meant else 'other routers'} as unquantized, which "
             f"does not match {bare[0]}"
         )
-        findings.add("list-matches-nothing", bare, told)
+        findings.add("list-matches-nothing", bare, evidence)
 
 
-def _fewer(rows: Iterable[Parameter], described: Described) -> list[Parameter]:
-    """Of rows that are partly quantized, those of the smaller half."""
+def _minority(rows: Iterable[Parameter], description: Description) -> list[Parameter]:
+    """Of a partly quantized set of rows, the smaller part."""
     halves: tuple[list[Parameter], list[Parameter]] = ([], [])
     for row in rows:
-        halves[described.is_quantized(row.module)].append(row)
+        halves[description.is_quantized(row.module)].append(row)
     return min(halves, key=len)
 
 
 def is_tied(survey: Survey, structure: Structure) -> bool:
-    """Whether the head is the embedding, by the table."""
+    """Whether the head is tied to the embedding, by the table."""
     return (
         bool(structure.rows)
         and not any(row.role == "head" and not row.mtp for row in structure.rows)
         and f"{HEAD}.weight" in survey.tensors
     )
+
+
+_LARGEST_EPSILON = 0.01
+"""Published models have at most 1e-5."""
+_DTYPES = ("float16", "bfloat16", "float32", "float64", "half", "float", "double", "auto")
+"""Activation dtypes that transformers and vLLM accept."""
+_GENERATES = ("CausalLM", "ConditionalGeneration")
+_PUBLISHED_AS = {"kimik2": ("deepseekv3",), "kimik25": ("kimik25", "deepseekv3")}
+"""Class names that differ from the model_type, without punctuation: Kimi-K2 is published under
+DeepSeek's class."""
+
+
+def check_fields(survey: Survey, structure: Structure, findings: Findings) -> None:
+    """Check fields of config.json that are wrong for any architecture: epsilon, dtype and class. A
+    config.json that could not be read is skipped."""
+    config = survey.config
+    if not config:
+        return
+    if not isinstance(config.get("model_type"), str):
+        findings.add(
+            "config-field",
+            "config.json",
+            "it has no model_type, by which engines choose the model's code and its fields",
+        )
+        return
+    _check_class(config, findings)
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    if isinstance(dtype, str) and dtype.removeprefix("torch.") not in _DTYPES:
+        evidence = f"torch_dtype {dtype!r} is not a dtype that models compute in"
+        findings.add("config-field", "config.json", evidence, "write float16, bfloat16 or float32")
+    epsilon = _LARGEST_EPSILON if structure.config is None else structure.config.rms_norm_eps
+    if not 0 < epsilon <= _LARGEST_EPSILON:
+        findings.add(
+            "config-field", "config.json", f"rms_norm_eps is {epsilon:g}, which no model has"
+        )
+
+
+def _check_class(config: Mapping[str, Any], findings: Findings) -> None:
+    """vLLM and SGLang choose the model's code by `architectures`, transformers by model_type."""
+    named = config.get("architectures")
+    first = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+    if not first:
+        findings.add(
+            "class-missing",
+            "config.json",
+            "architectures is empty, and vLLM and SGLang choose the model's code by it",
+        )
+        return
+    if not is_known(config):
+        return
+    family, _, task = first.partition("For")
+    kind = _plain_name(str(config["model_type"]))
+    if _plain_name(family) not in (kind, *_PUBLISHED_AS.get(kind, ())) or not task.startswith(
+        _GENERATES
+    ):
+        evidence = (
+            f"architectures says {first}, and model_type {config['model_type']}: engines "
+            "read one or the other"
+        )
+        findings.add("class-wrong", "config.json", evidence)
+
+
+def _plain_name(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,16 +1,17 @@
-"""Opening a checkpoint that may be broken: what can be read of it, and a finding for all that
-cannot.
+"""Reading a checkpoint that may be broken: everything that can be read, and a finding for
+everything else.
 
-`Checkpoint.open` stops at the first fault. Here every file is read that can be, and what is wrong
-is written down. A hub model that is not on this machine is read by its headers alone.
+`Checkpoint.open` stops at the first fault; this continues. Of a Hub model that is not on this
+machine only headers and small files are read.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantkit.checkpoint.aux_files import JSON_AUX_FILES
@@ -24,32 +25,31 @@ from quantkit.checkpoint.stacked_experts import split_stacked_experts
 from quantkit.checkpoint.tensor_aliases import aliases
 from quantkit.common.errors import QuantkitError
 from quantkit.common.model_files import LARGEST, is_inside, is_there, read_json, read_text
-from quantkit.diagnosis.findings import DiagnosisFindings
+from quantkit.diagnosis.findings import Findings
 
 INDEX = "model.safetensors.index.json"
 TEMPLATE = "chat_template.jinja"
-_READ = (*JSON_AUX_FILES, "tokenizer.json")
-"""JSON files beside the weights that are looked at."""
+_SETTINGS_FILES = (*JSON_AUX_FILES, "tokenizer.json")
+"""JSON files next to the weights that are checked."""
 _OLDER_KEY = "compression_config"
 BLOCK = 16 << 20
-"""Bytes of a plain tensor in memory at a time."""
-_AT_ONCE = 8
-"""Headers that are read at a time: those of the hub wait for the network."""
+"""Bytes of an unquantized tensor in memory at a time."""
+_NUM_THREADS = 8
+"""Headers read concurrently: those on the Hub wait for the network."""
 Header = Callable[[str], dict[str, TensorInfo]]
-"""A shard's name -> its tensors by name. Raises QuantkitError for a damaged one."""
+"""Shard name -> its tensors by name. Raises QuantkitError for a damaged shard."""
 Holds = Callable[[str], bool]
-"""Whether a shard that an index names in a folder below is there."""
+"""Whether a shard exists that an index names in a subfolder."""
 
 
 @dataclass
 class Survey:
-    """What a folder holds. tensors: by the name the model's table has for them (`renamed` has the
-    stored name of those that differ).
+    """The content of a folder.
 
-    settings: tokenizer and generation files that exist, parsed. template: the chat template's own
-    file, None without. names: of all files.
-    copies: tensors that another shard holds too, each as the index names it and as that shard has
-    it, under its stored name.
+    tensors: by the name in the model's table (`renamed` maps names that differ to the stored ones).
+    settings: tokenizer and generation files, parsed. template: the chat template file, None without
+    one. names: of all files. copies: tensors that another shard also holds, as pairs of the index's
+    entry and the other one, under the stored name.
     """
 
     path: Path
@@ -70,11 +70,10 @@ class Survey:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def blocks(self, info: TensorInfo) -> Iterator[Tensor]:
-        """A stored tensor, some of its rows at a time: BLOCK bytes, or one row. A vector whole."""
+        """The tensor in blocks of rows: BLOCK bytes, or one row. A vector is one block."""
         if len(info.shape) < 2:
             yield self.shards.read(info)
             return
@@ -84,7 +83,7 @@ class Survey:
             yield self.shards.read(info, ((start, min(start + step, info.shape[0])), *rest))
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """names: stored name -> the table's. The bytes stay where they are."""
+        """names: stored name -> the table's. The stored bytes stay as they are."""
         self.tensors = {
             names.get(name, name): replace(info, name=names.get(name, name))
             for name, info in self.tensors.items()
@@ -92,15 +91,15 @@ class Survey:
         self.renamed |= {new: old for old, new in names.items()}
 
 
-def survey_model(model: str, findings: DiagnosisFindings) -> Survey:
-    """Look at a directory, a built-in name or a hub id. Raises QuantkitError where there is nothing
-    to look at."""
+def survey_model(model: str, findings: Findings) -> Survey:
+    """Survey of a directory, a built-in name or a Hub id. Raises QuantkitError if present is no such
+    model."""
     local = find_local(model)
-    return _of_hub(model, findings) if local is None else of_folder(local, findings)
+    return _survey_hub(model, findings) if local is None else survey_folder(local, findings)
 
 
-def of_folder(path: Path, findings: DiagnosisFindings) -> Survey:
-    """Every file of a folder that tells something, the headers of all shards among them."""
+def survey_folder(path: Path, findings: Findings) -> Survey:
+    """Survey of a folder, including the headers of all shards."""
     names = frozenset(file.name for file in path.iterdir())
 
     def holds(shard: str) -> bool:
@@ -109,12 +108,14 @@ def of_folder(path: Path, findings: DiagnosisFindings) -> Survey:
     def header(shard: str) -> dict[str, TensorInfo]:
         return {info.name: info for info in read_header(path, shard)}
 
-    return _looked_at(path, path, names, holds, header, findings)
+    return _survey(path, path, names, holds, header, findings)
 
 
-def _of_hub(model: str, findings: DiagnosisFindings) -> Survey:
-    """The same of a hub model: small files whole, headers by range requests."""
-    folder, sizes = fetch_small(model, ("config.json", *SIDE_FILES, *_READ, INDEX, TEMPLATE))
+def _survey_hub(model: str, findings: Findings) -> Survey:
+    """The same for a Hub model: small files are downloaded, headers read by range requests."""
+    folder, sizes = fetch_small(
+        model, ("config.json", *SIDE_FILES, *_SETTINGS_FILES, INDEX, TEMPLATE)
+    )
 
     def header(shard: str) -> dict[str, TensorInfo]:
         entries = read_shard_header(model, shard, sizes[shard])
@@ -122,28 +123,29 @@ def _of_hub(model: str, findings: DiagnosisFindings) -> Survey:
 
     names = frozenset(name for name in sizes if "/" not in name)
     return replace(
-        _looked_at(Path(model), folder, names, sizes.__contains__, header, findings),
-        has_weights=False,
+        _survey(Path(model), folder, names, sizes.__contains__, header, findings), has_weights=False
     )
 
 
-def _looked_at(
+def _survey(
     path: Path,
     folder: Path,
     names: frozenset[str],
     holds: Holds,
     header: Header,
-    findings: DiagnosisFindings,
+    findings: Findings,
 ) -> Survey:
-    """path: the model as it is told; folder: where its small files are; names: of all its files;
-    holds: whether a folder below has one."""
+    """path: the model as named by the user; folder: of its small files; names: of all its files;
+    holds: whether a subfolder has a shard."""
     config = _json(folder, "config.json", findings)
     if not config and not findings.has("config-unreadable"):
         findings.add("config-unreadable", "config.json", "it is an empty object")
     config = _with_newer_key(config, findings)
     side = {name: _json(folder, name, findings) for name in SIDE_FILES if name in names}
     settings = {
-        name: _json(folder, name, findings, "tokenizer-broken") for name in _READ if name in names
+        name: _json(folder, name, findings, "tokenizer-broken")
+        for name in _SETTINGS_FILES
+        if name in names
     }
     template = _text(folder, TEMPLATE, findings) if TEMPLATE in names else None
     tensors, copies = _tensors(path, folder, names, holds, header, findings)
@@ -151,9 +153,9 @@ def _looked_at(
     return Survey(path, config, side, tensors, settings, template, names, True, copies)
 
 
-def _with_newer_key(config: dict[str, Any], findings: DiagnosisFindings) -> dict[str, Any]:
-    """Releases of compressed-tensors before 0.5 wrote `compression_config`. vLLM reads it where
-    there is no quantization_config."""
+def _with_newer_key(config: dict[str, Any], findings: Findings) -> dict[str, Any]:
+    """compressed-tensors before 0.5 wrote `compression_config`, which vLLM reads if present is no
+    quantization_config."""
     older = config.get(_OLDER_KEY)
     if not isinstance(older, dict):
         return config
@@ -165,18 +167,17 @@ def _with_newer_key(config: dict[str, Any], findings: DiagnosisFindings) -> dict
             f"the description is under {_OLDER_KEY}, which vLLM reads, and transformers does not",
         )
     elif newer != older:
-        told = (
-            f"{_OLDER_KEY} says something else than quantization_config, which engines read "
-            "where both are there"
+        evidence = (
+            f"{_OLDER_KEY} differs from quantization_config, which engines read if both are there"
         )
-        findings.add("description-old-key", "config.json", told)
+        findings.add("description-old-key", "config.json", evidence)
     return {key: value for key, value in config.items() if key != _OLDER_KEY} | {
         "quantization_config": newer or older
     }
 
 
 def _json(
-    path: Path, name: str, findings: DiagnosisFindings, finding: str = "config-unreadable"
+    path: Path, name: str, findings: Findings, finding: str = "config-unreadable"
 ) -> dict[str, Any]:
     try:
         return read_json(path / name, LARGEST)
@@ -185,7 +186,7 @@ def _json(
         return {}
 
 
-def _text(path: Path, name: str, findings: DiagnosisFindings) -> str:
+def _text(path: Path, name: str, findings: Findings) -> str:
     try:
         return read_text(path / name, LARGEST)
     except QuantkitError as fault:
@@ -199,39 +200,39 @@ def _tensors(
     names: frozenset[str],
     holds: Holds,
     header: Header,
-    findings: DiagnosisFindings,
+    findings: Findings,
 ) -> tuple[dict[str, TensorInfo], list[tuple[TensorInfo, TensorInfo]]]:
-    """Tensors by name, and copies as Survey has them."""
+    """Tensors by name, and copies as in Survey."""
     weight_map = _weight_map(folder, findings)
-    there = {name for name in names if name.endswith(".safetensors")}
-    there |= {
+    present = {name for name in names if name.endswith(".safetensors")}
+    present |= {
         name for name in set(weight_map.values()) if "/" in name and is_inside(name) and holds(name)
     }
-    # Names of an index that lead elsewhere are no shards of this folder.
-    wanted = set(weight_map.values()) if weight_map else there
-    missing = sorted(shard for shard in wanted if shard not in there)
+    # Names in an index that lead out of the folder are not shards of it.
+    wanted = set(weight_map.values()) if weight_map else present
+    missing = sorted(shard for shard in wanted if shard not in present)
     for shard in missing:
-        lost = [name for name, where in weight_map.items() if where == shard]
+        missing_tensors = [name for name, where in weight_map.items() if where == shard]
         findings.add(
             "shard-missing",
             shard,
-            f"the index names it, with {len(lost)} tensors such as {lost[0]}",
+            f"the index names it, with {len(missing_tensors)} tensors such as {missing_tensors[0]}",
         )
-    if not weight_map and len(there) > 1:
-        findings.add("index-missing", INDEX, f"{len(there)} shards and no index")
+    if not weight_map and len(present) > 1:
+        findings.add("index-missing", INDEX, f"{len(present)} shards and no index")
     if not wanted:
         pickles = find_pickles(names)
-        told = (
-            f"no safetensors file is there{f', but {describe_pickles(pickles)}' if pickles else ''}"
+        evidence = (
+            f"there is no safetensors file{f', but {describe_pickles(pickles)}' if pickles else ''}"
         )
         findings.add(
             "shard-missing",
             str(path),
-            told,
+            evidence,
             PICKLE_REMEDY if pickles else "give the directory of a complete checkpoint",
         )
-    shards = sorted(wanted & there)
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    shards = sorted(wanted & present)
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
         read = list(pool.map(lambda shard: _header(shard, header), shards))
     held: dict[str, dict[str, TensorInfo]] = {}
     for shard, found in zip(shards, read):
@@ -239,10 +240,10 @@ def _tensors(
         if isinstance(found, QuantkitError):
             findings.add("shard-damaged", shard, found.problem)
     _compare_index(weight_map, held, findings)
-    return _joined(weight_map, held, findings)
+    return _merge_shards(weight_map, held, findings)
 
 
-def _weight_map(path: Path, findings: DiagnosisFindings) -> dict[str, str]:
+def _weight_map(path: Path, findings: Findings) -> dict[str, str]:
     found = (
         [path / INDEX] if is_there(path / INDEX) else sorted(path.glob("*.safetensors.index.json"))
     )
@@ -267,9 +268,7 @@ def _header(shard: str, header: Header) -> dict[str, TensorInfo] | QuantkitError
 
 
 def _compare_index(
-    weight_map: Mapping[str, str],
-    held: Mapping[str, Mapping[str, TensorInfo]],
-    findings: DiagnosisFindings,
+    weight_map: Mapping[str, str], held: Mapping[str, Mapping[str, TensorInfo]], findings: Findings
 ) -> None:
     everywhere = {name for tensors in held.values() for name in tensors}
     read = {shard for shard, tensors in held.items() if tensors}
@@ -278,8 +277,10 @@ def _compare_index(
         for name, shard in weight_map.items()
         if shard in read and name not in held[shard] and name in everywhere
     ]
-    lost = [name for name, shard in weight_map.items() if shard in read and name not in everywhere]
-    left_out = [
+    missing_tensors = [
+        name for name, shard in weight_map.items() if shard in read and name not in everywhere
+    ]
+    unindexed = [
         name
         for tensors in held.values()
         for name in tensors
@@ -291,26 +292,24 @@ def _compare_index(
             moved,
             f"the index says {weight_map[moved[0]]}, and another shard holds it",
         )
-    if lost:
+    if missing_tensors:
         findings.add(
             "index-wrong",
-            lost,
-            f"the index says {weight_map[lost[0]]}, and no shard holds it",
+            missing_tensors,
+            f"the index says {weight_map[missing_tensors[0]]}, and no shard holds it",
             "download that shard and the index",
         )
-    if left_out:
+    if unindexed:
         findings.add(
             "index-wrong",
-            left_out,
-            f"{len(left_out)} tensors are stored, and the index leaves them out: so does "
-            "transformers",
+            unindexed,
+            f"{len(unindexed)} tensors are stored and missing from the index, so "
+            "transformers ignores them",
         )
 
 
-def _joined(
-    weight_map: Mapping[str, str],
-    held: Mapping[str, Mapping[str, TensorInfo]],
-    findings: DiagnosisFindings,
+def _merge_shards(
+    weight_map: Mapping[str, str], held: Mapping[str, Mapping[str, TensorInfo]], findings: Findings
 ) -> tuple[dict[str, TensorInfo], list[tuple[TensorInfo, TensorInfo]]]:
     tensors: dict[str, TensorInfo] = {}
     for shard, own in held.items():
@@ -330,3 +329,54 @@ def _joined(
         if name in weight_map and tensors[name].shard != shard
     ]
     return tensors, copies
+
+
+def compare_copy_headers(survey: Survey, findings: Findings) -> None:
+    """Tensors that two shards hold with different dtype or shape. transformers reads the one that
+    the index names; vLLM and SGLang keep the last one they read."""
+    _report(
+        ((indexed, other) for indexed, other in survey.copies if not _same_header(indexed, other)),
+        "dtype or shape",
+        findings,
+    )
+
+
+def compare_copy_values(survey: Survey, findings: Findings) -> None:
+    """Tensors that two shards hold with the same dtype and shape but different bytes."""
+    _report(
+        (
+            (indexed, other)
+            for indexed, other in survey.copies
+            if _same_header(indexed, other) and _bytes_differ(survey, indexed, other)
+        ),
+        "values",
+        findings,
+    )
+
+
+def _same_header(indexed: TensorInfo, other: TensorInfo) -> bool:
+    return (indexed.dtype, indexed.shape) == (other.dtype, other.shape)
+
+
+def _bytes_differ(survey: Survey, indexed: TensorInfo, other: TensorInfo) -> bool:
+    pairs = zip(survey.blocks(indexed), survey.blocks(other))
+    return not all(
+        torch.equal(ours.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8))
+        for ours, theirs in pairs
+    )
+
+
+def _report(
+    differing: Iterable[tuple[TensorInfo, TensorInfo]], what: str, findings: Findings
+) -> None:
+    """One finding per pair of shards, with all tensors that both hold."""
+    by_shards: dict[tuple[str, str], list[str]] = {}
+    for indexed, other in differing:
+        by_shards.setdefault((indexed.shard, other.shard), []).append(other.name)
+    for (named_shard, other_shard), names in by_shards.items():
+        findings.add(
+            "shards-disagree",
+            names,
+            f"the index says {named_shard}, and {other_shard} holds other {what} under the "
+            "same name",
+        )

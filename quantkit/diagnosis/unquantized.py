@@ -1,64 +1,64 @@
-"""Tensors that are stored plain: all zeros, another size than others of their kind, rows or bytes
-that are another's, a head or a bias that nobody uses."""
+"""Faults of unquantized tensors: all zeros, another size than others of their kind, repeated rows,
+bytes of another dtype, an unused head or bias; and of activation and cache scales."""
 
 import hashlib
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterable, Mapping
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.formats.base import HEAD
-from quantkit.diagnosis.findings import DiagnosisFindings
+from quantkit.checkpoint.formats.base import HEAD, SLIM_FILES
+from quantkit.diagnosis.description import Description
+from quantkit.diagnosis.findings import Findings
 from quantkit.diagnosis.measures import LARGEST_GAIN, squares
 from quantkit.diagnosis.source_fit import is_on_grid
 from quantkit.diagnosis.structure import Structure, is_tied
 from quantkit.diagnosis.survey import Survey
-from quantkit.diagnosis.texts import token_count
+from quantkit.diagnosis.tokenizer_checks import token_count
 
 _FAR = 200.0
-"""Times that a tensor's size may be off the median of its kind: norms of first layers are a tenth
-of others."""
+"""Factor by which a tensor's size may differ from the median of its kind: norms of first layers are
+a tenth of others."""
 _SAMPLED = 65536
 _REPEATS, _COLUMNS = 0.25, 16
-"""Share of rows that may be the same as the one before, and by how many columns that is seen.
-Reserved tokens share a row."""
+"""Share of rows that may equal the previous row, and the number of columns compared. Reserved
+tokens share a row."""
 
 
-_WIDE = 16
-"""Rows that are sampled of a block, and the least that both sides of a matrix have to tell
-something."""
+_MIN_DIM = 16
+"""Sampled rows per block, and the minimum size of both dimensions of a matrix to judge it."""
 _NEAR, _NEAR_SHARE, _HEAVY = 1 / 8, 0.002, 30.0
-"""Values below an eighth of the root mean square: a tenth of weights are, and none of those whose
-exponents were misread. Root mean square
-over the median magnitude: 1.5 for weights, up to 3 with large ones among them."""
+"""For weights, a tenth of the values is below an eighth of the RMS, but none if the exponents were
+misread. RMS over the median magnitude is 1.5 for weights, up to 3 with outliers."""
 _SMALLEST = 1e-9
 _LARGEST = 1e6
-"""Of the gains of a norm, also in the median one's size."""
+"""Limit of the gains of a norm, absolute and relative to the median."""
 
 
-def _misread(rows: Tensor) -> str:
-    """What tells that 16 bits were taken for those of the other float16: sizes that all are alike,
-    or that have no usual one."""
+def _misread_matrix(rows: Tensor) -> str:
+    """Evidence that 16-bit values were read as the other float16 dtype: magnitudes that are all
+    similar, or that have no typical size."""
     size = rows.abs()
     size = size[size.amax(1) > 0]
-    if size.numel() < _WIDE * _WIDE * 4:
+    if size.numel() < _MIN_DIM * _MIN_DIM * 4:
         return ""
     rms = torch.linalg.vector_norm(size, dim=1, keepdim=True) / size.shape[1] ** 0.5
     near, usual = float((size < _NEAR * rms).float().mean()), size.median(1).values
     heavy = float(
         (rms[:, 0] / usual).median()
-    )  # infinite where most values are zero, which is another thing
+    )  # infinite if most values are zero, which is another fault
     if near < _NEAR_SHARE and not is_on_grid(rows):
         return (
-            f"{near:.2%} of its values are near zero, where a tenth of weights are: its bits "
+            f"{near:.2%} of its values are near zero, where weights have a tenth: its bits "
             "are those of another dtype"
         )
     if _HEAVY < heavy < float("inf") and not is_on_grid(rows):
         return (
-            f"its root mean square is {heavy:.0f} times the median of its values: its bits are "
-            "those of another dtype"
+            f"its root mean square is {heavy:.0f} times the median of its values: its bits "
+            "are those of another dtype"
         )
     return ""
 
@@ -68,21 +68,21 @@ def _misread_gains(gains: Tensor) -> str:
     largest, usual = float(size.max()), float(size.median())
     if largest > _LARGEST or (usual > 0 and largest > _LARGEST * usual):
         return (
-            f"a norm multiplies by {largest:.2g} somewhere, and by {usual:.2g} in the median: "
-            "its bytes are another dtype's"
+            f"a norm has a gain of {largest:.2g}, and a median gain of {usual:.2g}: its "
+            "bytes are those of another dtype"
         )
     return ""
 
 
-class PlainCheck:
-    """look() at the parts of each tensor, done() after its last one, then finish()."""
+class UnquantizedCheck:
+    """Call add() with the parts of each tensor, end_tensor() after its last one, then finish()."""
 
-    def __init__(self, survey: Survey, structure: Structure, findings: DiagnosisFindings) -> None:
+    def __init__(self, survey: Survey, structure: Structure, findings: Findings) -> None:
         self.survey, self.structure, self.findings = survey, structure, findings
         self.rows = {row.name: row for row in structure.rows}
         self.modules = {row.module for row in structure.rows}
         self.shared = {row.name for row in structure.rows if row.role in ("embedding", "head")}
-        """MTP layers have copies of these."""
+        """Tensors that MTP layers have copies of."""
         self.tokens = token_count(survey)
         self.kinds: dict[str, dict[str, float]] = {}
         self.holders: dict[tuple[str, str], list[str]] = {}
@@ -95,8 +95,8 @@ class PlainCheck:
         self._squares, self._sum, self._count, self._seen, self._repeats = 0.0, 0.0, 0, 0, 0
         self._digest, self._misread = hashlib.blake2b(digest_size=16), ""
 
-    def look(self, name: str, part: Tensor) -> None:
-        """The next rows of a tensor."""
+    def add(self, name: str, part: Tensor) -> None:
+        """Add the next rows of a tensor."""
         row = self.rows.get(name)
         if part.dtype.itemsize > 1:
             self._squares += squares(
@@ -107,24 +107,24 @@ class PlainCheck:
             self._digest.update(
                 flat[:: max(len(flat) // _SAMPLED, 1)].contiguous().numpy().tobytes()
             )
-        if part.dim() == 2 and min(part.shape) >= _WIDE and not self._misread:
-            self._misread = _misread(part[:: max(len(part) // _WIDE, 1)].float())
+        if part.dim() == 2 and min(part.shape) >= _MIN_DIM and not self._misread:
+            self._misread = _misread_matrix(part[:: max(len(part) // _MIN_DIM, 1)].float())
         elif part.dim() == 1 and row is not None and row.role == "norm":
             self._misread = _misread_gains(part.float())
         if part.dim() == 1:
             self._sum += float(part.float().sum())
         elif part.dim() == 2:
-            # Rows of a vocabulary behind the last token are there to fill it up.
+            # Vocabulary rows after the last token are padding.
             first = part[
                 : max(self.tokens - self._seen, 0) if name in self.shared else None, :_COLUMNS
             ]
             self._repeats += int((first[1:] == first[:-1]).all(1).sum())
             self._seen += len(first)
 
-    def done(self, name: str) -> None:
-        """All parts of the tensor were looked at."""
+    def end_tensor(self, name: str) -> None:
+        """Judge the tensor whose parts were added."""
         kind = re.sub(r"\.\d+\.", ".N.", name)
-        if self._count and name.endswith(".weight"):  # biases may be anything
+        if self._count and name.endswith(".weight"):  # biases may have any size
             self.kinds.setdefault(kind, {})[name] = (self._squares / self._count) ** 0.5
             self.digests[name] = self._digest.hexdigest()
             if (
@@ -133,7 +133,7 @@ class PlainCheck:
                 and name not in self.shared
             ):
                 self.holders.setdefault((kind, self.digests[name]), []).append(name)
-            self._judge(name)
+            self._check_size(name)
         elif (
             name.endswith(".bias")
             and self._squares
@@ -143,8 +143,8 @@ class PlainCheck:
             self.biases.append(name)
         self._begin()
 
-    def _judge(self, name: str) -> None:
-        """What a matrix or a norm tells alone."""
+    def _check_size(self, name: str) -> None:
+        """Check a matrix or a norm by itself."""
         row, shape = self.rows.get(name), self.survey.tensors[name].shape
         size = (self._squares / self._count) ** 0.5
         if len(shape) == 2:
@@ -156,9 +156,7 @@ class PlainCheck:
                     self._misread or f"its values have a root mean square of {size:.2g}"
                 )
             elif size and self._repeats > _REPEATS * self._seen:
-                self.absurd[name] = (
-                    f"{self._repeats} of {self._seen} rows are the same as the one before"
-                )
+                self.absurd[name] = f"{self._repeats} of {self._seen} rows equal the row before"
         elif self._misread:
             self.absurd[name] = self._misread
         elif (
@@ -167,24 +165,24 @@ class PlainCheck:
             and self._sum / self._count + row.gain_offset <= 0
         ):
             self.absurd[name] = (
-                f"a norm multiplies by {self._sum / self._count + row.gain_offset:.2g} in the mean"
+                f"a norm has a mean gain of {self._sum / self._count + row.gain_offset:.2g}"
             )
 
-    def finish(self, agreed: Container[str] = ()) -> None:
-        """Tell what was found. agreed: modules that are as the source has them."""
+    def finish(self, matching: Container[str] = ()) -> None:
+        """Report the faults. matching: modules that equal the source."""
         for kind, sizes in self.kinds.items():
             usual = median(sizes.values())
             matrix = len(self.survey.tensors[next(iter(sizes))].shape) == 2
             for name, size in sizes.items():
                 if (
                     not matrix and not self.rows
-                    # of such an architecture a norm may be stored less one, as Gemma's: zeros are
-                    # no fault
+                    # Without a table a norm may be stored minus one, as Gemma's, so zeros are
+                    # not a fault.
                 ):
                     continue
                 if size == 0 and (usual > 0 or (len(sizes) == 1 and matrix)):
                     self.absurd[name] = (
-                        f"all zeros; {kind} has a root mean square of {usual:.2g} elsewhere"
+                        f"all zeros; {kind} has a root mean square of {usual:.2g} in other layers"
                     )
                 elif (
                     size
@@ -196,29 +194,31 @@ class PlainCheck:
                         f"its values are {size / usual:.3g} times the size of others of its kind"
                     )
         absurd = {
-            name: told
-            for name, told in self.absurd.items()
-            if name.removesuffix(".weight") not in agreed
+            name: evidence
+            for name, evidence in self.absurd.items()
+            if name.removesuffix(".weight") not in matching
         }
         if absurd:
             self.findings.add("values-absurd", absurd, next(iter(absurd.values())))
         for names in self.holders.values():
-            if len(names) > 1 and any(name.removesuffix(".weight") not in agreed for name in names):
+            if len(names) > 1 and any(
+                name.removesuffix(".weight") not in matching for name in names
+            ):
                 self.findings.add(
                     "linears-equal", names, f"{names[0]} and {names[1]} have the same bytes"
                 )
         if self.biases:
-            told = (
-                f"{len(self.biases)} biases are not zero, and the architecture has none there: "
-                "engines leave them out"
+            evidence = (
+                f"{len(self.biases)} biases are not zero, and the architecture has none "
+                "there: engines ignore them"
             )
-            self.findings.add("tensors-unknown", self.biases, told)
+            self.findings.add("tensors-unknown", self.biases, evidence)
         self._check_head()
         self._check_copies()
 
     def _check_copies(self) -> None:
-        """An MTP layer's embedding and head are the model's own: some engines load the copy, others
-        share."""
+        """An MTP layer's embedding and head must equal the model's own: some engines load the copy,
+        others share."""
         for role in ("embedding", "head"):
             own = next(
                 (row.name for row in self.structure.rows if row.role == role and not row.mtp), ""
@@ -227,19 +227,19 @@ class PlainCheck:
                 if (
                     own in self.digests
                     and copy in self.digests
-                    and self._alike(own, copy)
+                    and self._same_layout(own, copy)
                     and self.digests[own] != self.digests[copy]
                 ):
                     self.findings.add(
-                        "copies-differ", copy, f"it is not {own}, of which it should be a copy"
+                        "copies-differ", copy, f"it is not a copy of {own}, as it should be"
                     )
 
-    def _alike(self, one: str, other: str) -> bool:
+    def _same_layout(self, one: str, other: str) -> bool:
         ours, theirs = self.survey.tensors[one], self.survey.tensors[other]
         return ours.shape == theirs.shape and ours.dtype == theirs.dtype
 
     def _check_head(self) -> None:
-        """A head beside a tied embedding must be the embedding once more: engines leave it out."""
+        """A stored head must equal the embedding if the two are tied, because engines ignore it."""
         table = next(
             (row.name for row in self.structure.rows if row.role == "embedding" and not row.mtp), ""
         )
@@ -250,8 +250,192 @@ class PlainCheck:
         if head.shape != embedding.shape or not torch.equal(
             *(self.survey.shards.read(one, rows).float() for one in (head, embedding))
         ):
-            told = (
-                "config.json ties the head to the embedding, and another head is stored, which "
-                "engines leave out"
+            evidence = (
+                "config.json ties the head to the embedding, and another head is stored, "
+                "which engines ignore"
             )
-            self.findings.add("head-ignored", HEAD, told)
+            self.findings.add("head-ignored", HEAD, evidence)
+
+
+_INPUT_SCALES = (".input_scale", ".input_global_scale", ".deq_scale")
+_LAYER = re.compile(r".*?\blayers\.\d+\.")
+_CACHE_SCALES = re.compile(
+    rf"({_LAYER.pattern})(.*)\.([kv]_scale|kv_cache_scale|kv_cache_offset|fa_[qkv]\.(?:scale|offset))"
+)
+_CACHE_SCALE = ".kv_cache_scale"
+"""ModelSlim's scale per channel, stored with an offset."""
+IS_ACTIVATION_SCALE = re.compile(
+    r".*\.(?:input_scale|input_global_scale|deq_scale|pre_quant_scale|[qkv]_scale)"
+)
+_MAX_SCALE_RATIO = 1e5
+"""Factor by which an input scale may differ from the median of its kind: layers and experts differ
+by a hundred."""
+
+
+_INVERTED = 500.0
+"""Factor by which an inverted scale differs from the others."""
+_MAX_CACHE_SCALE = 8.0
+"""Keys and values of no model reach that many times 448 in most layers."""
+
+
+def check_activation_scales(survey: Survey, description: Description, findings: Findings) -> None:
+    """Linears of one kind all have activation scales or none, and so do layers for the cache; a
+    description as static requires them."""
+    missing = [*_missing_input_scales(survey, description), *_missing_cache_scales(survey)]
+    if missing:
+        findings.add(
+            "part-missing", missing, f"{missing[0]} is not stored, and others of its kind have one"
+        )
+    block = survey.config.get("quantization_config") or {}
+    if not description.linears:
+        return
+    weights, inputs = _group_entries(block, "weights"), _group_entries(block, "input_activations")
+    if (
+        inputs
+        and all(one.get("dynamic") is False for one in inputs)
+        and not _has_any(survey, *_INPUT_SCALES)
+    ):
+        findings.add(
+            "part-missing",
+            "config.json",
+            "it says that input scales are static, and none is stored",
+        )
+    elif block.get("activation_scheme") == "static" and not _has_any(survey, *_INPUT_SCALES):
+        findings.add(
+            "part-missing",
+            "config.json",
+            "activation_scheme is static, and no input scale is stored",
+        )
+    if any(one.get("actorder") in ("group", True) for one in weights) and not _has_any(
+        survey, ".weight_g_idx"
+    ):
+        findings.add(
+            "part-missing",
+            "config.json",
+            "it says actorder group, and there is no weight_g_idx with the order",
+        )
+    cache = block.get("kv_cache_scheme")
+    if (
+        isinstance(cache, dict)
+        and cache.get("dynamic") is False
+        and not _has_any(survey, ".k_scale", ".v_scale")
+    ):
+        findings.add(
+            "cache-scales-missing",
+            "config.json",
+            "kv_cache_scheme has static scales, and none is stored",
+        )
+
+
+def _missing_input_scales(survey: Survey, description: Description) -> Iterable[str]:
+    said = next((survey.side[name] for name in SLIM_FILES if name in survey.side), {})
+    kinds: dict[tuple[str, object, object], list[str]] = {}
+    for module, linear in description.linears.items():
+        # ModelSlim describes for each linear whether its input scales are static.
+        kinds.setdefault(
+            (linear.format.member(module).variant, linear.grid, said.get(f"{module}.weight")), []
+        ).append(module)
+    for modules in kinds.values():
+        for suffix in _INPUT_SCALES:
+            without = [module for module in modules if module + suffix not in survey.tensors]
+            if len(without) * 2 < len(modules):
+                yield from (module + suffix for module in without)
+
+
+def _missing_cache_scales(survey: Survey) -> Iterable[str]:
+    """Only in layers that have the module: layers with another kind of attention have no such
+    scales."""
+    held: dict[tuple[str, str], set[str]] = {}
+    for name in survey.tensors:
+        if found := _CACHE_SCALES.fullmatch(name):
+            held.setdefault((found[2], found[3]), set()).add(found[1])
+    modules = {name.rpartition(".")[0] for name in survey.tensors}
+    layers = {found[0] for name in survey.tensors if (found := _LAYER.match(name))}
+    for scale in [name for name in survey.tensors if name.endswith(_CACHE_SCALE)]:
+        if (offset := scale.removesuffix(_CACHE_SCALE) + ".kv_cache_offset") not in survey.tensors:
+            yield offset
+    for (inside, scale), own in held.items():
+        matching_layers = {
+            layer
+            for layer in layers
+            if any(f"{module}.".startswith(f"{layer}{inside}.") for module in modules)
+        }
+        if len(matching_layers - own) * 2 < len(matching_layers):
+            yield from (f"{layer}{inside}.{scale}" for layer in sorted(matching_layers - own))
+
+
+def _group_entries(block: Mapping[str, Any], what: str) -> list[Mapping[str, Any]]:
+    """The entries `what` of compressed-tensors' groups; {} for a group without."""
+    groups = block.get("config_groups")
+    found = (
+        [one.get(what) for one in groups.values() if isinstance(one, dict)]
+        if isinstance(groups, dict)
+        else []
+    )
+    return [one if isinstance(one, dict) else {} for one in found]
+
+
+def _has_any(survey: Survey, *endings: str) -> bool:
+    return any(name.endswith(endings) for name in survey.tensors)
+
+
+class ActivationScaleCheck:
+    """Call add() for each scale, then finish(): zero and negative scales are faults."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, dict[str, float]] = {}
+        self.zero: list[str] = []
+        self.negative: list[str] = []
+
+    def add(self, name: str, values: Tensor) -> None:
+        """name: matches IS_ACTIVATION_SCALE."""
+        values = values.float()
+        if not bool(values.any()):
+            self.zero.append(name)
+        elif bool((values < 0).any()):
+            self.negative.append(name)
+        elif values.numel() == 1:
+            self.sizes.setdefault(re.sub(r"\.\d+\.", ".N.", name), {})[name] = float(values)
+
+    def finish(self, findings: Findings) -> None:
+        """Report the faults."""
+        if self.zero:
+            findings.add("scales-zero", self.zero, "a scale of inputs or of the cache is zero")
+        if self.negative:
+            findings.add(
+                "scales-absurd", self.negative, "a scale of inputs or of the cache is negative"
+            )
+        for kind, sizes in self.sizes.items():
+            usual = median(sizes.values())
+            far = [
+                name
+                for name, size in sizes.items()
+                if not 1 / _MAX_SCALE_RATIO < size / usual < _MAX_SCALE_RATIO
+            ]
+            if far:
+                findings.add(
+                    "scales-absurd", far, f"{sizes[far[0]] / usual:.1e} times the median of {kind}"
+                )
+            inverted = [
+                name
+                for name, size in sizes.items()
+                if name not in far and _is_inverted(size, usual)
+            ]
+            if inverted:
+                evidence = (
+                    f"it is {sizes[inverted[0]]:.3g}, and the median of {kind} {usual:.3g}: it "
+                    "is inverted"
+                )
+                findings.add("scales-absurd", inverted, evidence)
+            if kind.endswith((".k_scale", ".v_scale")) and usual > _MAX_CACHE_SCALE:
+                evidence = (
+                    f"the median of {kind} is {usual:.3g}: cached values would reach "
+                    f"{448 * usual:.0f}; it is inverted"
+                )
+                findings.add("scales-absurd", list(sizes), evidence)
+
+
+def _is_inverted(size: float, usual: float) -> bool:
+    """Whether a scale differs widely from the others, but its inverse does not."""
+    off, inverted = max(size / usual, usual / size), max(size * usual, 1 / (size * usual))
+    return off > _INVERTED and inverted < 4

@@ -14,7 +14,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.behaviour import compare_behaviour, read_compared
 from quantkit.diagnosis.diagnose import diagnose
-from quantkit.diagnosis.findings import DiagnosisFindings
+from quantkit.diagnosis.findings import Findings
 
 CONFIG = make_model.tiny_config(num_hidden_layers=3)
 
@@ -42,12 +42,12 @@ def test_rounding_is_no_finding(models: tuple[Path, Path]) -> None:
 
 
 def test_a_model_is_itself(models: tuple[Path, Path]) -> None:
-    findings = DiagnosisFindings()
+    findings = Findings()
     errors, kl = compare_behaviour(
         *(Checkpoint.open(models[0]) for _ in range(2)), read_compared(models[0], None), findings
     )
     assert (findings.found, kl) == ([], 0)
-    assert {error.own for error in errors} | {error.together for error in errors} == {0}
+    assert {error.own for error in errors} | {error.accumulated for error in errors} == {0}
 
 
 def test_the_sublayer_and_its_linear_are_named(models: tuple[Path, Path], tmp_path: Path) -> None:
@@ -90,9 +90,7 @@ def test_a_source_of_other_sizes_is_not_computed_beside_it(
             match=r"is .* in .* and .* in .*: their behaviour is not compared; give the source "
             r"that it was",
         ):
-            compare_behaviour(
-                Checkpoint.open(models[0]), Checkpoint.open(other), [], DiagnosisFindings()
-            )
+            compare_behaviour(Checkpoint.open(models[0]), Checkpoint.open(other), [], Findings())
         assert (
             diagnose(str(models[1]), source=str(other), depth="behaviour").findings.verdict == "bad"
         )
@@ -113,7 +111,7 @@ def test_a_text_that_cannot_be_read_is_told_first_and_is_no_fault_of_the_checkpo
             source=str(models[0]),
             depth="behaviour",
             text=Path("nowhere.txt"),
-            tell=told.append,
+            notify=told.append,
         )
     assert not told
 

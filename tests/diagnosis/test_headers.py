@@ -13,9 +13,8 @@ from commands import command
 from packed_model import write_packed
 
 from quantkit.common.assets import builtin_model
-from quantkit.diagnosis.catalogue import CATALOGUE
 from quantkit.diagnosis.diagnose import diagnose
-from quantkit.diagnosis.findings import EXIT_CODES, DiagnosisFindings
+from quantkit.diagnosis.findings import CATALOGUE, EXIT_CODES, Findings
 
 HEADERS = [fault for fault in faulty.FAULTS if fault.depth == "headers"]
 # Small sizes: every fault is made on the first of these that it suits.
@@ -102,7 +101,7 @@ def test_the_command_says_the_verdict_with_its_exit_code(
 
 
 def test_findings_are_in_the_order_of_harm() -> None:
-    findings = DiagnosisFindings()
+    findings = Findings()
     for name in ("not-read", "mtp-missing", "head-missing", "config-unreadable"):
         findings.add(name, "here", "seen")
     assert [finding.name for finding in findings.ordered] == [

@@ -1,4 +1,4 @@
-"""What has one cure is cured: the copy is good, and what was no fault is the same to the bit."""
+"""What can be repaired is cured: the copy is good, and what was no fault is the same to the bit."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -139,7 +139,7 @@ def test_what_an_engine_reads_is_set(
     ours, good = Checkpoint.open(tmp_path / "out"), Checkpoint.open(models[format])
     assert ours.config["topk_method"] == "noaux_tc"
     assert engine != "vllm-ascend" or ours.config["quantization_config"]["group_size"] == 32
-    assert not missing_keys(engine, ours).told
+    assert not missing_keys(engine, ours).changes
     for name in good.tensors:
         assert torch.equal(
             ours.read(name).reshape(-1).view(torch.uint8),
@@ -150,7 +150,7 @@ def test_what_an_engine_reads_is_set(
 def test_what_has_no_cure_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     contents = faulty.Contents.of(models["awq"])
     faulty.codes.codes_are_constant(contents)
-    with pytest.raises(QuantkitError, match="has one cure"):
+    with pytest.raises(QuantkitError, match="can be repaired"):
         repair(diagnose(str(contents.write(tmp_path / "bad")), depth="tensors"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -160,6 +160,6 @@ def test_no_copy_is_chosen_where_no_index_names_one(
 ) -> None:
     contents = faulty.Contents.of(models["awq"])
     faulty.files.two_shards_hold_a_tensor_and_no_index_says_which(contents)
-    with pytest.raises(QuantkitError, match="no index says which counts"):
+    with pytest.raises(QuantkitError, match="there is no index to choose by"):
         repair(diagnose(str(contents.write(tmp_path / "bad")), depth="tensors"), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -13,8 +13,8 @@ from packed_model import write_packed
 
 from quantkit.checkpoint.formats import gptq
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.diagnosis.catalogue import CATALOGUE
 from quantkit.diagnosis.diagnose import diagnose
+from quantkit.diagnosis.findings import CATALOGUE
 from quantkit.grids.schemes import IntGrid
 from quantkit.grids.weights import dequantize
 

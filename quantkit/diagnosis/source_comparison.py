@@ -1,9 +1,9 @@
-"""Every linear and plain matrix against the source's: how far it is, and what would explain it.
+"""Comparison of every linear and unquantized matrix with the source: the error, and what explains
+it.
 
-Scales that were folded move sizes between neighbours: a linear may be diag(r) W diag(c) of the
-source's W. r and c are fitted first; what is left is the error of rounding, or a fault. The fitted
-c of all readers of a norm must be what the norm lost: a reader that was left out (a router)
-computes something else.
+Folded scales move sizes between neighbours: a linear may be diag(r) W diag(c) of the source's W. r
+and c are fitted first; the rest is rounding error, or a fault. The fitted c of all consumers of a
+norm must be what the norm lost: a consumer that was left out (a router) computes something else.
 """
 
 from collections.abc import Iterable
@@ -14,13 +14,14 @@ from torch import Tensor
 from quantkit.checkpoint.formats.base import FLOAT_DTYPES
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.remote import open_headers
-from quantkit.diagnosis.description import Described
-from quantkit.diagnosis.findings import DiagnosisFindings
+from quantkit.diagnosis.description import Description
+from quantkit.diagnosis.findings import Findings
 from quantkit.diagnosis.measures import ORDERS, reordered
-from quantkit.diagnosis.norm_gains import Gain, mean_log, size_faults
+from quantkit.diagnosis.sampled_rows import SampledRows, sample_unquantized_rows
 from quantkit.diagnosis.source_fit import (
     GRID_VALUES,
     SMALL,
+    Gain,
     SourceFit,
     are_uneven,
     column_noise,
@@ -29,11 +30,12 @@ from quantkit.diagnosis.source_fit import (
     group_fault,
     is_on_grid,
     low_rank_fault,
+    mean_log,
     shift_of,
+    size_faults,
     spread_of,
     step_fault,
 )
-from quantkit.diagnosis.stored_rows import Rows, plain_rows
 from quantkit.diagnosis.structure import Structure
 from quantkit.diagnosis.survey import Survey
 from quantkit.grids.weights import dequantize
@@ -41,51 +43,52 @@ from quantkit.models import find_architecture
 from quantkit.models.table import Parameter, ScaleGroup
 
 _ALLOWED = {2: 0.75, 3: 0.55, 4: 0.40, 8: 0.15, 16: 0.01}
-"""Relative error after fitting that rounding to so many bits may leave. For 4 bits in groups 0.1 is
-usual."""
-_PART_OFF, _PARTS = 0.85, 3
-"""Relative error of a row or column that has nothing of the source's, and how many such no rounding
-leaves."""
+"""Relative error after fitting that rounding to that many bits may cause. For 4 bits in groups 0.1
+is usual."""
+_UNRELATED, _MIN_UNRELATED = 0.85, 3
+"""Relative error of a row or column that is unrelated to the source's, and how many of them
+rounding cannot cause."""
 _ON_GRID = 0.3
-"""Error of a plain matrix whose values were rounded before."""
-_FOLD_OFF = 0.05
-"""Median distance of the logarithms of what a norm lost and its reader gained."""
+"""Error of an unquantized matrix whose values were rounded before."""
+_FOLD_TOLERANCE = 0.05
+"""Median distance of the logarithms of what a norm lost and its consumer gained."""
 _NOISE = 6.0
-"""Times that a reader may be off by what rounding makes of the factors of its columns. Of good ones
-it is 1.8 at most."""
+"""Limit of a consumer's deviation relative to the rounding noise of its column factors. Valid ones
+reach 1.8."""
 _FOLLOWS = 0.7
-"""Times what a norm lost that its reader may be off, where the norm lost more than the reader's
-error: who gained nothing is off by all."""
-_CUT = 0.25
-"""Mean of the errors in steps: rounding leaves 0.01, and codes that were cut to the step below have
-half a step."""
-_RELATED = 0.75
-"""Cosine above which one matrix is another, rounded."""
+"""Limit of a consumer's deviation relative to what the norm lost, if that exceeds the consumer's
+error: a consumer that gained nothing deviates by all of it."""
+_TRUNCATED = 0.25
+"""Mean error in steps: rounding leaves 0.01, truncation half a step."""
+_SAME_MATRIX = 0.75
+"""Cosine above which one matrix is another one, rounded."""
 
 
 class SourceComparison:
-    """look() at the rows of each linear, then finish()."""
+    """Call add() with the rows of each linear, then finish()."""
 
     def __init__(
         self,
         source: str,
         survey: Survey,
         structure: Structure,
-        described: Described,
-        findings: DiagnosisFindings,
+        description: Description,
+        findings: Findings,
     ) -> None:
         self.checkpoint: Checkpoint = open_headers(source)
-        self.survey, self.structure, self.described, self.findings = (
+        self.survey, self.structure, self.description, self.findings = (
             survey,
             structure,
-            described,
+            description,
             findings,
         )
         self.rows = {row.module: row for row in structure.rows if len(row.shape) == 2}
-        self.added = {row.module: row.gain_offset for row in structure.rows if row.role == "norm"}
+        self.gain_offsets = {
+            row.module: row.gain_offset for row in structure.rows if row.role == "norm"
+        }
         """What norms add to their stored gains."""
-        # Modules that have more than a weight and a bias: scales, also of formats that are not
-        # read, and what is multiplied to their input.
+        # Modules with more than a weight and a bias: scales, also of formats that are not
+        # read, and factors of their input.
         self.scaled = {
             name.rpartition(".")[0]
             for name in survey.tensors
@@ -94,17 +97,17 @@ class SourceComparison:
         self.groups = self._find_groups()
         self.producers = {group.producer for group in self.groups}
         self.gains: dict[str, Gain] = {}
-        self.agreed: set[str] = set()
+        self.matching: set[str] = set()
         self.columns: dict[str, Tensor] = {}
         self.noise: dict[str, float] = {}
         self.row_factors: dict[str, tuple[Tensor, tuple[tuple[int, int], ...]]] = {}
         self.errors: dict[str, tuple[float, int]] = {}
         self.faults: dict[str, list[tuple[str, str]]] = {}
-        self.lost: list[str] = []
+        self.unrelated: list[str] = []
         self.offsets: dict[str, float] = {}
 
     def _find_groups(self) -> list[ScaleGroup]:
-        """Norms and linears whose outputs writers may scale, with their readers."""
+        """Norms and linears whose outputs writers may scale, with their consumers."""
         if self.structure.config is None:
             return []
         architecture, layers = (
@@ -117,8 +120,8 @@ class SourceComparison:
             for group in architecture.scale_groups(self.structure.config, layer)
         ]
 
-    def look(self, module: str, rows: Rows) -> None:
-        """The sampled rows of a linear, quantized or plain."""
+    def add(self, module: str, rows: SampledRows) -> None:
+        """The sampled rows of a linear, quantized or not."""
         theirs = self._rows_of(module, rows.ranges)
         if (
             theirs is None
@@ -131,39 +134,45 @@ class SourceComparison:
         row = self.rows.get(module)
         if (
             row is None or row.expert is None or row.expert < 8
-        ):  # a few experts tell of all: they were folded together
+        ):  # a few experts suffice: all were folded together
             self.columns[module] = found.columns
             self.noise[module] = column_noise(rows.values, theirs, found)
             self.row_factors[module] = found.rows, rows.ranges
         shift = shift_of(rows, theirs * found.rows[:, None] * found.columns)
         if found.error <= _ALLOWED[rows.bits] and abs(shift) < 0.6:
-            self.agreed.add(module)
+            self.matching.add(module)
             self.gains[module] = Gain.of(found.rows, found.columns)
-            if abs(shift) > _CUT:
+            if abs(shift) > _TRUNCATED:
                 self._fault(
                     "error-large",
                     module,
-                    f"values lie {shift:+.2f} steps off the source's in the mean: cut, not rounded",
+                    f"values are {shift:+.2f} steps off the source's in the mean: truncated, "
+                    "not rounded",
                 )
                 return
-            self._look_at_parts(module, rows, theirs, found)
+            self._check_parts(module, rows, theirs, found)
             return
         if rows.codes is None and found.error < _ON_GRID and is_on_grid(rows.values):
-            self.agreed.add(module)
+            self.matching.add(module)
             self.findings.add(
                 "values-on-grid",
                 module,
-                f"stored plain, on at most {GRID_VALUES} steps, and {found.error:.0%} off the "
-                "source's",
+                f"stored unquantized, on at most {GRID_VALUES} levels, and {found.error:.0%} "
+                "off the source's",
             )
             return
         self._explain(module, rows, theirs, found, shift)
 
-    def _look_at_parts(self, module: str, rows: Rows, theirs: Tensor, found: SourceFit) -> None:
-        """Of a linear that is the source's in all: its sign, and rows and columns that are not."""
+    def _check_parts(
+        self, module: str, rows: SampledRows, theirs: Tensor, found: SourceFit
+    ) -> None:
+        """For a linear that matches the source overall: its sign, and rows and columns that do not
+        match."""
         part = theirs * found.rows[:, None] * found.columns
         if float((rows.values * theirs).sum()) < 0:
-            self._fault("error-large", module, "its values are the source's with the other sign")
+            self._fault(
+                "error-large", module, ("its values are the source's with the opposite sign")
+            )
             return
         if (
             module in self.rows
@@ -174,36 +183,34 @@ class SourceComparison:
             self._fault(
                 "error-large",
                 module,
-                "its rows are not of the source's sizes, and nobody could have taken that into "
-                "account",
+                "its rows have other sizes than the source's, which no other linear can compensate",
             )
             return
-        if told := group_fault(rows, part) or step_fault(rows, found):
-            self._fault("error-large", module, told)
+        if evidence := group_fault(rows, part) or step_fault(rows, found):
+            self._fault("error-large", module, evidence)
             return
         left = rows.values - part
-        if told := low_rank_fault(rows, left):
-            self._fault("error-large", module, told)
+        if evidence := low_rank_fault(rows, left):
+            self._fault("error-large", module, evidence)
             return
         left = left.square()
         for axis, what in ((1, "rows"), (0, "columns")):
             size = rows.values.square().mean(axis)
-            far = (left.mean(axis) > _PART_OFF**2 * size) & (size > SMALL * size.median())
-            if int(far.sum()) >= _PARTS and float(far.float().mean()) < 0.5:
+            far = (left.mean(axis) > _UNRELATED**2 * size) & (size > SMALL * size.median())
+            if int(far.sum()) >= _MIN_UNRELATED and float(far.float().mean()) < 0.5:
                 first = int(far.nonzero()[0])
-                told = (
-                    f"{int(far.sum())} of {len(far)} {what} that were looked at have nothing "
-                    f"of the source's, such as number {first}"
+                evidence = (
+                    f"{int(far.sum())} of {len(far)} sampled {what} are unrelated to the "
+                    f"source's, such as number {first}"
                 )
-                self._fault("error-large", module, told)
+                self._fault("error-large", module, evidence)
                 return
 
     def _explain(
-        self, module: str, rows: Rows, theirs: Tensor, found: SourceFit, shift: float
+        self, module: str, rows: SampledRows, theirs: Tensor, found: SourceFit, shift: float
     ) -> None:
-        told = (
-            f"error {found.error:.2g} where {rows.bits} bits leave at most "
-            f"{_ALLOWED[rows.bits]:.2g}"
+        evidence = (
+            f"error {found.error:.2g}, and {rows.bits} bits cause at most {_ALLOWED[rows.bits]:.2g}"
         )
         if (
             rows.codes is not None
@@ -213,32 +220,32 @@ class SourceComparison:
         ):
             self.offsets[module] = shift
             self._fault(
-                "zero-points-off",
-                module,
-                f"values lie {shift:+.2f} steps off the source's, all of them alike",
+                "zero-points-off", module, f"all values are {shift:+.2f} steps off the source's"
             )
             return
         order = self._order(rows, theirs)
         if order:
-            self._fault("packing-order", module, f"{told}; with {order} it is the source's")
+            self._fault(
+                "packing-order", module, (f"{evidence}; with {order} it matches the source")
+            )
             return
         if (
             rows.values.shape[0] == rows.values.shape[1]
-            and cosine(rows.values, theirs.T.contiguous()) > _RELATED
+            and cosine(rows.values, theirs.T.contiguous()) > _SAME_MATRIX
         ):
-            self._fault("transposed", module, f"{told}; it is the source's matrix transposed")
+            self._fault("transposed", module, f"{evidence}; it is the source's matrix transposed")
             return
-        other = self._other(module, rows)
+        other = self._find_match(module, rows)
         if other:
             self._fault(
-                _name_exchange(module, other), module, f"{told}; it is the source's {other}"
+                _name_exchange(module, other), module, f"{evidence}; it is the source's {other}"
             )
             return
         if found.error > 0.9:
-            self.lost.append(module)
-        self._fault("error-large", module, told)
+            self.unrelated.append(module)
+        self._fault("error-large", module, evidence)
 
-    def _order(self, rows: Rows, theirs: Tensor) -> str:
+    def _order(self, rows: SampledRows, theirs: Tensor) -> str:
         if rows.codes is None or rows.scale is None or rows.of_group is None:
             return ""
         for name, order in ORDERS.items():
@@ -249,18 +256,18 @@ class SourceComparison:
                 centred = (
                     codes if rows.zero_point is None else codes - rows.by_input(rows.zero_point)
                 )
-                if cosine(centred * rows.by_input(rows.scale), theirs) > _RELATED:
+                if cosine(centred * rows.by_input(rows.scale), theirs) > _SAME_MATRIX:
                     return f"{name}, along the {along}"
         return ""
 
-    def _other(self, module: str, rows: Rows) -> str:
-        """Another linear of the source that this one is."""
+    def _find_match(self, module: str, rows: SampledRows) -> str:
+        """Another linear of the source that this one matches."""
         for candidate in self._candidates(module):
             theirs = self._rows_of(candidate, rows.ranges)
             if (
                 theirs is not None
                 and theirs.shape == rows.values.shape
-                and cosine(rows.values, theirs) > _RELATED
+                and cosine(rows.values, theirs) > _SAME_MATRIX
             ):
                 return candidate
         return ""
@@ -271,20 +278,20 @@ class SourceComparison:
         row = self.rows.get(module)
         if row is None:
             return []
-        alike = [
+        same_shape = [
             other
             for other in self.rows.values()
             if other.shape == row.shape and other.module != module
         ]
         near = [
             other
-            for other in alike
+            for other in same_shape
             if other.layer == row.layer
             and (other.expert == row.expert or other.projection == row.projection)
         ]
         far = [
             other
-            for other in alike
+            for other in same_shape
             if other.layer != row.layer
             and (other.expert, other.projection) == (row.expert, row.projection)
         ]
@@ -304,17 +311,14 @@ class SourceComparison:
     def _fault(self, name: str, module: str, evidence: str) -> None:
         self.faults.setdefault(name, []).append((module, evidence))
 
-    # --- all of them
-    # -----------------------------------------------------------------------------------------------------
-
     def finish(self) -> None:
-        """Tell what was found; a checkpoint of which nothing is the source's has another one."""
-        if len(self.lost) > 0.8 * max(len(self.errors), 1) and len(self.errors) > 2:
-            told = (
-                f"{len(self.lost)} of {len(self.errors)} matrices are not the source's: it has "
+        """Report the faults; if nothing matches, the checkpoint has another source."""
+        if len(self.unrelated) > 0.8 * max(len(self.errors), 1) and len(self.errors) > 2:
+            evidence = (
+                f"{len(self.unrelated)} of {len(self.errors)} matrices are not the source's: it has "
                 "another source, or was rotated"
             )
-            self.findings.add("unlike-source", self.lost, told)
+            self.findings.add("unlike-source", self.unrelated, evidence)
             return
         self._compare_tables()
         for name, pairs in self.faults.items():
@@ -325,14 +329,15 @@ class SourceComparison:
             self._check_sizes()
 
     def _compare_tables(self) -> None:
-        """Embedding, head, norms outside the layers and biases of routers: nobody changes them."""
+        """Embedding, head, norms outside the layers and router biases, which writers do not
+        change."""
         for row in self.structure.rows:
             outside = row.role in ("embedding", "head") or (row.layer is None and not row.mtp)
-            nobodys = outside or row.role == "router_bias" or self._is_nobodys_norm(row)
+            unchanged = outside or row.role == "router_bias" or self._is_unscaled_norm(row)
             if (
-                not nobodys
+                not unchanged
                 or row.name not in self.survey.tensors
-                or row.module in self.described.linears
+                or row.module in self.description.linears
             ):
                 continue
             if (
@@ -341,7 +346,7 @@ class SourceComparison:
             ):
                 continue
             if len(row.shape) == 2:
-                rows = plain_rows(self.survey, row.name)
+                rows = sample_unquantized_rows(self.survey, row.name)
                 ours, theirs = rows.values, self._rows_of(row.module, rows.ranges)
             else:
                 ours, theirs = (
@@ -355,19 +360,21 @@ class SourceComparison:
                 self.findings.add(
                     "values-on-grid",
                     row.name,
-                    f"stored plain, on at most {GRID_VALUES} steps, and {error:.0%} off the "
-                    "source's",
+                    f"stored unquantized, on at most {GRID_VALUES} levels, and {error:.0%} off "
+                    "the source's",
                 )
             elif error > 0.02:
                 self._fault(
-                    "error-large", row.name, f"stored plain, and {error:.0%} off the source's"
+                    "error-large",
+                    row.name,
+                    (f"stored unquantized, and {error:.0%} off the source's"),
                 )
 
-    def _is_nobodys_norm(self, row: Parameter) -> bool:
+    def _is_unscaled_norm(self, row: Parameter) -> bool:
         return row.role == "norm" and bool(self.producers) and row.module not in self.producers
 
     def _check_folding(self) -> None:
-        """Norm by norm: what it lost, each of its readers must have gained."""
+        """For each norm: what it lost, each of its consumers must have gained."""
         wrong: dict[str, list[tuple[str, str]]] = {}
         for group in self.groups:
             if group.producer_is_norm:
@@ -378,19 +385,19 @@ class SourceComparison:
             self.findings.add(name, [module for module, _ in pairs], pairs[0][1])
 
     def _check_sizes(self) -> None:
-        """Chain by chain: what one made smaller, the next made larger."""
+        """For each chain of linears: what one lost in size, the next must have gained."""
         if not self.groups or self.findings.has(
             "folding-broken", "router-not-compensated", "error-large"
         ):
-            return  # without a table nobody knows what makes up for what
+            return  # without a table it is unknown what compensates what
         lost = {}
         for group in self.groups:
             if group.producer_is_norm and (gains := self._norm_gains(group.producer)) is not None:
                 ours, theirs = gains
                 lost[group.producer] = mean_log(theirs) - mean_log(ours)
-        told = list(size_faults(self.groups, self.gains, lost))
-        if told and not self.findings.has("scales-absurd"):
-            self.findings.add("scales-absurd", [module for module, _ in told], told[0][1])
+        evidence = list(size_faults(self.groups, self.gains, lost))
+        if evidence and not self.findings.has("scales-absurd"):
+            self.findings.add("scales-absurd", [module for module, _ in evidence], evidence[0][1])
 
     def _check_group(self, group: ScaleGroup, wrong: dict[str, list[tuple[str, str]]]) -> None:
         gains = self._norm_gains(group.producer)
@@ -405,29 +412,29 @@ class SourceComparison:
                 or gained.shape != lost.shape
                 or not bool((gained.abs() > 0).float().mean() > 0.5)
             ):
-                continue  # of a matrix that is all zeros no factor is known
+                continue  # a matrix of zeros has no factors
             ratio, off, moved = gained / lost, spread_of(gained / lost), spread_of(lost)
             noise = _NOISE * self.noise.get(module, 0.0)
-            follows = off < _FOLLOWS * moved or moved < max(_FOLD_OFF, noise)
-            # A linear whose outputs were scaled too has an open size, which `gains` tells.
+            follows = off < _FOLLOWS * moved or moved < max(_FOLD_TOLERANCE, noise)
+            # The size of a linear whose outputs were scaled too is undetermined here; `size_faults` checks it.
             resized = (
                 module not in self.producers
                 and abs(float(ratio.abs().clamp(min=1e-6).log().median())) > 0.7
             )
-            if off > max(_FOLD_OFF, noise) or resized or not follows:
+            if off > max(_FOLD_TOLERANCE, noise) or resized or not follows:
                 router = module in self.rows and self.rows[module].role == "router"
-                told = (
+                evidence = (
                     f"{group.producer} was divided by scales of median "
                     f"{float(lost.median()):.3g} (spread {moved:.2f}), and the columns of "
                 )
-                told += f"{module} were multiplied by others (off by {off:.2f} in log)"
+                evidence += f"{module} were multiplied by others (off by {off:.2f} in log)"
                 wrong.setdefault(
                     "router-not-compensated" if router else "folding-broken", []
-                ).append((module, told))
+                ).append((module, evidence))
 
     def _norm_gains(self, module: str) -> tuple[Tensor, Tensor] | None:
-        """What a norm multiplies by, here and in the source, float32 [K]; None where one of them
-        does not have it as the other does."""
+        """Gains of a norm here and in the source, float32 [K]; None if one of them lacks it or
+        shapes differ."""
         name = f"{module}.weight"
         if name not in self.survey.tensors or not self.checkpoint.has(name):
             return None
@@ -435,40 +442,40 @@ class SourceComparison:
             self.survey.shards.read(self.survey.tensors[name]).float(),
             self.checkpoint.read(name).float(),
         )
-        added = self.added.get(module, 0.0)
-        return (ours + added, theirs + added) if ours.shape == theirs.shape else None
+        offset = self.gain_offsets.get(module, 0.0)
+        return (ours + offset, theirs + offset) if ours.shape == theirs.shape else None
 
     def _check_chain(self, group: ScaleGroup, wrong: dict[str, list[tuple[str, str]]]) -> None:
-        """Rows of a linear that were divided, against the columns of its reader: in the rows that
-        were looked at."""
-        if group.producer not in self.agreed or group.producer not in self.row_factors:
+        """Row factors of a linear against the column factors of its consumer, for the sampled
+        rows."""
+        if group.producer not in self.matching or group.producer not in self.row_factors:
             return
         lost, ranges = self.row_factors[group.producer]
         for module in group.consumers:
             gained = self.columns.get(module)
             if (
-                module not in self.agreed
+                module not in self.matching
                 or gained is None
                 or gained.shape[0] != self.rows[group.producer].shape[0]
             ):
                 continue
             product = torch.cat([gained[start:stop] for start, stop in ranges]) * lost
             off, moved = spread_of(product), max(spread_of(gained), spread_of(lost))
-            if off > max(_FOLD_OFF, _NOISE * self.noise[module]) and off > _FOLLOWS * moved:
-                told = (
-                    f"rows of {group.producer} and columns of {module} were scaled, and are "
-                    f"off by {off:.2f} in log together"
+            if off > max(_FOLD_TOLERANCE, _NOISE * self.noise[module]) and off > _FOLLOWS * moved:
+                evidence = (
+                    f"rows of {group.producer} and columns of {module} were scaled, and deviate "
+                    f"by {off:.2f} in log together"
                 )
-                wrong.setdefault("folding-broken", []).append((module, told))
+                wrong.setdefault("folding-broken", []).append((module, evidence))
 
     def _columns(self, module: str) -> Tensor | None:
-        """Factors [K] of a module's columns; a plain one is fitted now."""
+        """Column factors [K] of a module; an unquantized one is fitted now."""
         if module in self.columns:
             return self.columns[module]
         name = f"{module}.weight"
         if not self.is_plain(name):
             return None
-        rows = plain_rows(self.survey, name)
+        rows = sample_unquantized_rows(self.survey, name)
         theirs = self._rows_of(module, rows.ranges)
         if (
             theirs is None
@@ -482,13 +489,13 @@ class SourceComparison:
 
     def is_plain(self, name: str) -> bool:
         """Whether a matrix's stored values are its weights: 16 or 32 bits, and no scale of any
-        format beside them."""
+        format."""
         module, info = name.removesuffix(".weight"), self.survey.tensors.get(name)
         if (
             info is None
             or len(info.shape) != 2
             or info.dtype not in FLOAT_DTYPES
-            or module in self.described.linears
+            or module in self.description.linears
         ):
             return False
         return module not in self.scaled
@@ -506,5 +513,5 @@ def _name_exchange(module: str, other: str) -> str:
 
 
 def is_matrix(row: Parameter) -> bool:
-    """Whether a plain tensor of the table is compared with the source."""
+    """Whether an unquantized tensor of the table is compared with the source."""
     return len(row.shape) == 2 and row.role in ("linear", "kv_b", "router", "mtp_proj")

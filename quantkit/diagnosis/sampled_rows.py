@@ -1,8 +1,7 @@
-"""What a linear stores, some of its rows at a time: codes with zero points and scales, whatever the
-format.
+"""Sampled rows of a linear, decoded to codes, zero points and scales for any format.
 
-Every byte is read and looked at; codes are taken apart for SAMPLED rows only, which bounds time and
-memory by the bytes of one linear.
+Every byte is read and checked, but only sampled rows are decoded, which bounds time and memory by
+the bytes of one linear.
 """
 
 from collections.abc import Mapping
@@ -28,18 +27,17 @@ from quantkit.grids.weights import (
 
 _SCALES = (".scales", ".weight_scale", ".weight_scale_inv")
 _RANGES, _ROWS = 4, 64
-"""Rows that are taken apart: ranges, evenly spread, and rows of each."""
+"""Number of ranges of sampled rows, evenly spaced, and rows per range."""
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Some rows of a linear. values: what they stand for, float32 [n, K]. ranges: which rows they
-    are.
+class SampledRows:
+    """Sampled rows of a linear.
 
-    Of integers: codes float32 [n, K] and zero_point [n, G], signed; of_group [K] is the group of
-    each input. Of FP4 codes are values of
-    E2M1 without scale. scale: float32 [n, G]; bits: of a code; is_e2m1: whether codes are values of
-    FP4. in_order: whether all groups are of one size, one behind the other.
+    values: decoded, float32 [n, K]. ranges: of the sampled rows. Of integer grids: codes float32
+    [n, K] and zero_point [n, G], signed; of_group [K] is the group of each input. Of FP4 codes are
+    E2M1 values without scale (is_e2m1). scale: float32 [n, G]; bits: of a code. in_order: whether
+    all groups have the same size and are contiguous.
     """
 
     values: Tensor
@@ -53,7 +51,7 @@ class Rows:
     in_order: bool = True
 
     def by_input(self, of_groups: Tensor) -> Tensor:
-        """[n, G] -> [n, K]: to each input what its group has."""
+        """[n, G] -> [n, K]: each input gets its group's value."""
         assert self.of_group is not None
         if self.in_order:
             return of_groups.repeat_interleave(len(self.of_group) // of_groups.shape[1], 1)
@@ -76,16 +74,16 @@ def read_parts(survey: Survey, linear: QuantizedLinear) -> dict[str, Tensor]:
 
 
 def sampled_ranges(rows: int, unit: int = 1) -> tuple[tuple[int, int], ...]:
-    """Ranges that begin and end at multiples of `unit`: all rows of a small linear."""
+    """Row ranges at multiples of `unit`; all rows of a small linear."""
     if rows <= _RANGES * _ROWS:
         return ((0, rows),)
     starts = [(rows - _ROWS) * number // (_RANGES - 1) // unit * unit for number in range(_RANGES)]
     return tuple((start, min(start + -(-_ROWS // unit) * unit, rows)) for start in starts)
 
 
-def take_rows(module: str, linear: QuantizedLinear, tensors: dict[str, Tensor]) -> Rows:
-    """The sampled rows of a linear whose tensors were read. Raises QuantkitError where they cannot
-    be decoded."""
+def sample_rows(module: str, linear: QuantizedLinear, tensors: dict[str, Tensor]) -> SampledRows:
+    """The sampled rows of a linear whose tensors were read. Raises QuantkitError if they cannot be
+    decoded."""
     parts = {
         module + part.suffix: part
         for part in linear.format.parts(module, linear.shape, linear.grid)
@@ -101,7 +99,7 @@ def take_rows(module: str, linear: QuantizedLinear, tensors: dict[str, Tensor]) 
         {name: _cut(tensor, parts[name], "N", *each) for name, tensor in tensors.items()}
         for each in ranges
     ]
-    return _joined([_view(module, linear, cut) for cut in cuts], ranges)
+    return _concatenate([_decode(module, linear, cut) for cut in cuts], ranges)
 
 
 def _with_extremes(
@@ -111,8 +109,8 @@ def _with_extremes(
     rows: int,
     unit: int,
 ) -> tuple[tuple[int, int], ...]:
-    """Also the rows of the smallest and of the largest scale: what is wrong with scales is wrong
-    there."""
+    """The ranges plus the rows of the smallest and the largest scale, where faults of scales
+    are."""
     found = list(ranges)
     for name, tensor in tensors.items():
         part = parts[name]
@@ -135,12 +133,12 @@ def _with_extremes(
     return tuple(sorted(found))
 
 
-def plain_rows(survey: Survey, name: str) -> Rows:
-    """The sampled rows of a matrix that is stored plain."""
+def sample_unquantized_rows(survey: Survey, name: str) -> SampledRows:
+    """The sampled rows of an unquantized matrix."""
     info = survey.tensors[name]
     ranges = sampled_ranges(info.shape[0])
     columns = (0, info.shape[1])
-    return Rows(
+    return SampledRows(
         torch.cat([survey.shards.read(info, (each, columns)) for each in ranges]).float(), ranges
     )
 
@@ -153,7 +151,7 @@ def _cut(tensor: Tensor, part: StoredPart, axis: Axis, start: int, stop: int) ->
     return tensor.contiguous()
 
 
-def _view(module: str, linear: QuantizedLinear, tensors: dict[str, Tensor]) -> Rows:
+def _decode(module: str, linear: QuantizedLinear, tensors: dict[str, Tensor]) -> SampledRows:
     g_idx, format = tensors.get(f"{module}.g_idx"), linear.format.member(module)
     if isinstance(format, Gptq) and g_idx is not None:
         weight = format.unpack(
@@ -163,15 +161,15 @@ def _view(module: str, linear: QuantizedLinear, tensors: dict[str, Tensor]) -> R
         count = tensors[f"{module}.scales"].shape[0]
         named = g_idx.long().clamp(0, count - 1)
         of_group = named if format.desc_act and bool(g_idx.any()) else None
-        return _of_weight(weight, of_group)
-    return _of_weight(linear.format.unpack(module, tensors), None)
+        return _from_weight(weight, of_group)
+    return _from_weight(linear.format.unpack(module, tensors), None)
 
 
-def _of_weight(weight: Weight, of_group: Tensor | None) -> Rows:
-    """of_group: int64 [K], where the groups are not one behind the other."""
+def _from_weight(weight: Weight, of_group: Tensor | None) -> SampledRows:
+    """of_group: int64 [K], if groups are not contiguous."""
     if isinstance(weight, IntWeight):
         zero = None if weight.zero_point is None else weight.zero_point.float()
-        return _of_codes(
+        return _from_codes(
             weight.codes.float(),
             zero,
             weight.scale,
@@ -180,7 +178,7 @@ def _of_weight(weight: Weight, of_group: Tensor | None) -> Rows:
             of_group=of_group,
         )
     if isinstance(weight, Fp4Weight):
-        return _of_codes(
+        return _from_codes(
             decode_e2m1(weight.codes),
             None,
             weight.scale.float() * weight.global_scale,
@@ -189,7 +187,7 @@ def _of_weight(weight: Weight, of_group: Tensor | None) -> Rows:
             is_e2m1=True,
         )
     if isinstance(weight, Mxfp4Weight):
-        return _of_codes(
+        return _from_codes(
             decode_e2m1(weight.codes),
             None,
             torch.exp2(weight.exponent.float() - 127),
@@ -197,10 +195,10 @@ def _of_weight(weight: Weight, of_group: Tensor | None) -> Rows:
             4,
             is_e2m1=True,
         )
-    return Rows(dequantize(weight), (), bits=8)
+    return SampledRows(dequantize(weight), (), bits=8)
 
 
-def _of_codes(
+def _from_codes(
     codes: Tensor,
     zero: Tensor | None,
     scale: Tensor,
@@ -209,25 +207,24 @@ def _of_codes(
     *,
     of_group: Tensor | None = None,
     is_e2m1: bool = False,
-) -> Rows:
-    """group: inputs of a scale; of_group: which scale each input has, where that is not their
-    order."""
+) -> SampledRows:
+    """group: inputs per scale; of_group: scale of each input, if groups are not contiguous."""
     count = codes.shape[1]
     in_order = of_group is None and group * scale.shape[1] == count
     groups = torch.arange(count) // group if of_group is None else of_group
-    rows = Rows(codes, (), codes, zero, scale, groups, bits, is_e2m1, in_order)
+    rows = SampledRows(codes, (), codes, zero, scale, groups, bits, is_e2m1, in_order)
     centred = codes if zero is None else codes - rows.by_input(zero)
     return replace(rows, values=centred * rows.by_input(scale))
 
 
-def _joined(rows: list[Rows], ranges: tuple[tuple[int, int], ...]) -> Rows:
+def _concatenate(rows: list[SampledRows], ranges: tuple[tuple[int, int], ...]) -> SampledRows:
     first = rows[0]
 
     def cat(name: str) -> Tensor | None:
         every = [getattr(one, name) for one in rows]
         if all(one is None for one in every):
             return None
-        # Zero points of some ranges may all be zero, which is none.
+        # A part whose zero points are all zero has none.
         return torch.cat(
             [
                 torch.zeros(row.scale.shape) if one is None and row.scale is not None else one
@@ -235,7 +232,7 @@ def _joined(rows: list[Rows], ranges: tuple[tuple[int, int], ...]) -> Rows:
             ]
         )
 
-    return Rows(
+    return SampledRows(
         torch.cat([one.values for one in rows]),
         ranges,
         cat("codes"),

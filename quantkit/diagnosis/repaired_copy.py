@@ -1,9 +1,8 @@
-"""Writing a corrected copy of a checkpoint: what is changed in it, and the files.
+"""Writing a corrected copy of a checkpoint.
 
-Shards without a change are copied, so everything else is the same to the bit. A shard with a
-changed tensor, or with a copy of one that the index says is in another shard, is written anew,
-without the copy. What is taken from the source goes into a shard of its own. The output appears
-whole, by one rename.
+Shards without a change are copied, so everything else is identical bit for bit. A shard with a
+changed tensor, or with a copy of one that the index assigns to another shard, is rewritten without
+the copy. Tensors from the source go into a new shard. The output appears atomically, by one rename.
 """
 
 import json
@@ -24,8 +23,8 @@ _NEW_SHARD = "model-repaired.safetensors"
 
 
 @dataclass(frozen=True)
-class Added:
-    """Tensors that the checkpoint lacked. make: all of `specs`, by name."""
+class AddedTensors:
+    """Tensors that the checkpoint lacks. make: all of `specs`, by name."""
 
     specs: list[TensorSpec]
     make: Callable[[], dict[str, Tensor]]
@@ -33,32 +32,32 @@ class Added:
 
 @dataclass
 class Repair:
-    """What is done: `changes` in words. config, files: their new contents. changed: tensors of
-    which only values change."""
+    """changes: as text. config, files: new contents. changed: tensors with new values of the same
+    shape and dtype."""
 
     config: dict[str, Any]
     files: dict[str, bytes]
     changes: list[str] = field(default_factory=list)
     changed: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
-    added: list[Added] = field(default_factory=list)
+    added: list[AddedTensors] = field(default_factory=list)
 
 
-def write(seen: Survey, plan: Repair, out: Path) -> None:
-    """The checkpoint of `seen` as the plan has it, in the new directory `out`, which appears
-    whole."""
+def write_copy(survey: Survey, plan: Repair, out: Path) -> None:
+    """Write the survey's checkpoint with the planned changes to the new directory `out`,
+    atomically."""
     partial = out.with_name(f"{out.name}.partial")
     if partial.exists():
         raise QuantkitError(f"{partial} is there from a run that was stopped", "remove it")
     partial.mkdir(parents=True)
     try:
-        held = [
+        tensors = [
             tensor
-            for shard in _write_shards(seen, plan, partial)
+            for shard in _write_shards(survey, plan, partial)
             for tensor in read_header(partial, shard)
         ]
-        weight_map = {tensor.name: tensor.shard for tensor in held}
+        weight_map = {tensor.name: tensor.shard for tensor in tensors}
         index = {
-            "metadata": {"total_size": sum(tensor.nbytes for tensor in held)},
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
             "weight_map": dict(sorted(weight_map.items())),
         }
         (partial / INDEX).write_text(json.dumps(index, indent=1))
@@ -71,40 +70,40 @@ def write(seen: Survey, plan: Repair, out: Path) -> None:
         raise
 
 
-def _write_shards(seen: Survey, plan: Repair, folder: Path) -> list[str]:
-    """Returns their names."""
+def _write_shards(survey: Survey, plan: Repair, folder: Path) -> list[str]:
+    """Returns the shard names."""
     by_shard: dict[str, list[str]] = {}
-    for name, info in seen.tensors.items():
+    for name, info in survey.tensors.items():
         by_shard.setdefault(info.shard, []).append(name)
-    with_copies = {other.shard for _, other in seen.copies}
+    with_copies = {other.shard for _, other in survey.copies}
     for shard, names in by_shard.items():
         (folder / shard).parent.mkdir(parents=True, exist_ok=True)
         changed = {name: plan.changed[name] for name in names if name in plan.changed}
-        if changed or shard in with_copies or any(name in seen.renamed for name in names):
-            _rewrite(seen, names, changed, folder / shard)
+        if changed or shard in with_copies or any(name in survey.renamed for name in names):
+            _rewrite(survey, names, changed, folder / shard)
         else:
-            shutil.copyfile(seen.path / shard, folder / shard)
+            shutil.copyfile(survey.path / shard, folder / shard)
     if plan.added:
         _save(folder / _NEW_SHARD, plan.added)
     return sorted({*by_shard, *([_NEW_SHARD] if plan.added else ())})
 
 
 def _rewrite(
-    seen: Survey, names: list[str], changed: Mapping[str, Callable[[], Tensor]], target: Path
+    survey: Survey, names: list[str], changed: Mapping[str, Callable[[], Tensor]], target: Path
 ) -> None:
-    """A shard anew, tensor by tensor, in the order of its bytes; a changed tensor has the dtype and
-    shape it had."""
-    ordered = sorted(names, key=lambda name: seen.tensors[name].offset)
-    header, _ = encode_header([seen.tensors[name] for name in ordered])
+    """Rewrite a shard tensor by tensor, in the order of its bytes."""
+    ordered = sorted(names, key=lambda name: survey.tensors[name].offset)
+    header, _ = encode_header([survey.tensors[name] for name in ordered])
     with target.open("wb") as file:
         file.write(header)
         for name in ordered:
             _append(
-                file, changed[name]() if name in changed else seen.shards.read(seen.tensors[name])
+                file,
+                changed[name]() if name in changed else survey.shards.read(survey.tensors[name]),
             )
 
 
-def _save(target: Path, added: list[Added]) -> None:
+def _save(target: Path, added: list[AddedTensors]) -> None:
     header, _ = encode_header([spec for one in added for spec in one.specs])
     with target.open("wb") as file:
         file.write(header)
