@@ -31,7 +31,7 @@ from quantkit.executor.runner.attention_context import Chunk, DecodeContext, Pre
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.grids.schemes import find_scheme
-from quantkit.models.cache_steps import powers
+from quantkit.models.cache_scales import powers
 from quantkit.models.context import CausalContext
 from quantkit.planning.plan import plan
 from quantkit.quantization import quantize

@@ -21,7 +21,7 @@ from quantkit.calibrate.layer_weights import LayerWeights, no_experts
 from quantkit.calibrate.sublayer import Run, Sublayer
 from quantkit.models.activation_quant import Reading
 from quantkit.models.architecture import KeyValueCache, LatentCache
-from quantkit.models.cache_steps import STORED, divided, powers, step_specs, steps_of, stored_steps
+from quantkit.models.cache_scales import STORED, divided, powers, step_specs, steps_of, stored_steps
 from quantkit.models.context import CausalContext
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.table import Parameter

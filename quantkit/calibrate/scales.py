@@ -25,8 +25,7 @@ from quantkit.calibrate.sublayer import Sublayer
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.e2m1 import input_divisor
 from quantkit.models.activation_quant import rounded_to_nvfp4
-from quantkit.models.table import ScaleGroup
-from quantkit.models.value_heads import ValueHeads
+from quantkit.models.table import ScaleGroup, ValueHeads
 from quantkit.quant.awq import candidate_scales, effective_scale, power_of_two, relative_weight
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.smooth import activation_loss, smoothing_candidates

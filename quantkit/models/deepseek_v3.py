@@ -38,8 +38,7 @@ from quantkit.models.mlp import (
     moe_scale_groups,
 )
 from quantkit.models.rope import Rope
-from quantkit.models.table import Block, Parameter, Projection, Role, ScaleGroup, Split
-from quantkit.models.value_heads import ValueHeads
+from quantkit.models.table import Block, Parameter, Projection, Role, ScaleGroup, Split, ValueHeads
 from quantkit.models.weights import Weights
 
 ELSEWHERE = AnyOf(

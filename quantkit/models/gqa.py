@@ -42,8 +42,7 @@ from quantkit.models.mlp import (
     moe_scale_groups,
 )
 from quantkit.models.rope import DEFAULT_THETA, Rope
-from quantkit.models.table import Parameter, Projection, Role, ScaleGroup, Split
-from quantkit.models.value_heads import ValueHeads
+from quantkit.models.table import Parameter, Projection, Role, ScaleGroup, Split, ValueHeads
 from quantkit.models.weights import Weights
 
 QkNorm = Literal["head", "all"]

@@ -7,15 +7,22 @@ are mixed, a matrix that is brought near rows and columns of sum 1 by Sinkhorn's
 steps. All in float32. Symbols: T tokens, H hidden_size, n streams.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
+from quantkit_kernels import by_own_backend, rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
+from quantkit.models import decoder
+from quantkit.models.context import Context
+from quantkit.models.decoder import DecoderLayer, Model
+from quantkit.models.mlp import Mlp, MoeMlp
+from quantkit.models.mtp import MtpReads, MtpStackConfig
 from quantkit.models.table import Block, Parameter
-from quantkit.models.weights import Weights
+from quantkit.models.weights import LinearOp, Weights
 
 _ID_SCALE = 2.0**-24
 """What a token's id is multiplied by beside its streams: float32 holds each id below 2^24 so, and
@@ -177,3 +184,230 @@ def _normed(streams: Tensor, eps: float) -> Tensor:
 
 def _collapsed(streams: Tensor, counts: Tensor) -> Tensor:
     return (counts[..., None] * streams).sum(dim=1).to(streams.dtype)
+
+
+class StreamsConfig(decoder.StackConfig, Protocol):
+    @property
+    def streams(self) -> StreamSizes: ...
+
+
+class LayerNames(NamedTuple):
+    """What a layer calls the hyper-connections of its halves, and the norms before these."""
+
+    before_attention: str
+    before_mlp: str
+    input_norm: str
+    mlp_norm: str
+
+
+class StreamsLayer(decoder.DecoderLayer):
+    def __init__(
+        self,
+        prefix: str,
+        sizes: StreamSizes,
+        weights: Weights,
+        attention: Callable[[Tensor, Context], Tensor],
+        mlp: Mlp | MoeMlp,
+        names: LayerNames,
+    ) -> None:
+        super().__init__(
+            prefix,
+            sizes.norm_eps,
+            weights,
+            attention,
+            mlp,
+            names.mlp_norm,
+            input_norm=names.input_norm,
+        )
+        self.count = sizes.count
+        self.before_attention = HyperConnection(
+            sizes, f"{prefix}.{names.before_attention}", weights
+        )
+        self.before_mlp = HyperConnection(sizes, f"{prefix}.{names.before_mlp}", weights)
+
+    def __call__(
+        self,
+        normed: Tensor,
+        residual: Tensor,
+        context: Context,
+        next_norm: Tensor,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """normed: the token ids [T]; residual: the streams [T, n, H], which are returned so.
+        next_norm is not read: what comes next has weights of its own before its norm. rows: as in
+        `decoder.DecoderLayer`."""
+        streams = self._attend(residual, context)
+        if rows is not None:
+            normed, streams = normed[rows], streams[rows]
+        return normed, self._joined(streams, self._summed(streams, normed))
+
+    def attend(self, hidden: Tensor, context: Context) -> Tensor:
+        streams, _ = unpacked(hidden, self.count)
+        return repacked(hidden, self._attend(streams, context))
+
+    def summed(self, hidden: Tensor, context: Context) -> Tensor:
+        return self._summed(*unpacked(hidden, self.count))
+
+    def with_sum(self, hidden: Tensor, summed: Tensor, context: Context) -> Tensor:
+        streams, _ = unpacked(hidden, self.count)
+        return repacked(hidden, self._joined(streams, summed))
+
+    def made(self, normed: Tensor, token_ids: Tensor) -> Tensor:
+        """What the MLP, or the experts together, make of normed [T, H], the tokens' ids int64 [T]
+        beside it."""
+        return self.mlp_sum(normed)
+
+    def ended(self, streams: Tensor) -> Tensor:
+        """The streams [T, n, H] as the layer leaves them."""
+        return streams
+
+    def _attend(self, streams: Tensor, context: Context) -> Tensor:
+        collapsed, weights = self.before_attention(streams)
+        return joined(
+            streams,
+            self.attention_output(rms_norm(collapsed, self.input_norm, self.eps), context),
+            weights,
+        )
+
+    def _summed(self, streams: Tensor, token_ids: Tensor) -> Tensor:
+        return self.made(rms_norm(self.before_mlp(streams)[0], self.mlp_norm, self.eps), token_ids)
+
+    def _joined(self, streams: Tensor, summed: Tensor) -> Tensor:
+        return self.ended(joined(streams, self.as_added(summed), self.before_mlp(streams)[1]))
+
+
+class StreamsModel(decoder.Model):
+    num_handed: ClassVar[int] = 0
+    """Vectors of hidden_size that an MTP layer reads of a token; 0 for all streams."""
+
+    def __init__(
+        self,
+        config: StreamsConfig,
+        weights: Weights,
+        head: str = "lm_head",
+        *,
+        embedding: str = "model.embed_tokens",
+        norm: str = "model.norm",
+    ) -> None:
+        super().__init__(config, weights, head, embedding=embedding, norm=norm)
+        self.end, self.count = StreamsEnd(config.streams, weights), config.streams.count
+        self.hands_on = False
+        """Whether what an MTP layer reads is handed out behind the hidden states, side by side."""
+
+    @property
+    def width(self) -> int:
+        """As `decoder.Model.width`."""
+        return self.embedding.shape[1] * (1 + self.hands_on * (self.num_handed or self.count))
+
+    @by_own_backend
+    def __call__(self, token_ids: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
+        """token_ids [T] -> hidden [T, H] after the final norm, and what is handed on, [T, width];
+        rows int64 [R]: of these tokens."""
+        streams = begun(F.embedding(token_ids, self.embedding), self.count)
+        for layer in self.layers:
+            _, streams = layer(
+                token_ids, streams, context, self.norm, rows if layer is self.layers[-1] else None
+            )
+        merged = self.end(streams)
+        normed = rms_norm(merged, self.norm, self.config.rms_norm_eps)
+        return (
+            torch.cat((normed, self.handed(streams, merged)), dim=-1) if self.hands_on else normed
+        )
+
+    def handed(self, streams: Tensor, merged: Tensor) -> Tensor:
+        """What an MTP layer reads of the streams [T, n, H] behind the last layer and of these
+        merged, [T, H]."""
+        return streams.flatten(1)
+
+
+class StreamsMtpConfig(MtpStackConfig, Protocol):
+    @property
+    def streams(self) -> StreamSizes: ...
+
+    def prefix(self, layer: int) -> str:
+        """What the names of a layer's tensors begin with."""
+
+
+def mtp_parameters(
+    sizes: StreamSizes, prefix: str, layer: int, block: Iterable[Parameter]
+) -> list[Parameter]:
+    """Every tensor of one MTP layer. block: those of its decoder layer."""
+    h = sizes.hidden
+    rows = [
+        Parameter(f"{prefix}.enorm.weight", (h,), "norm", layer=layer),
+        Parameter(f"{prefix}.hnorm.weight", (h,), "norm", layer=layer),
+        Parameter(f"{prefix}.e_proj.weight", (h, h), "mtp_proj", "gathered", layer=layer),
+        Parameter(f"{prefix}.h_proj.weight", (h, h), "mtp_proj", "gathered", layer=layer),
+        *block,
+        *(replace(row, layer=layer) for row in end_parameters(_ended_at(sizes, prefix))),
+        Parameter(f"{prefix}.norm.weight", (h,), "norm", layer=layer),
+    ]
+    return [replace(row, mtp=True) for row in rows]
+
+
+def _ended_at(sizes: StreamSizes, prefix: str) -> StreamSizes:
+    return replace(sizes, names=replace(sizes.names, end=f"{prefix}.{sizes.names.end}"))
+
+
+class MtpLayer:
+    """Predicts token i + 2 from the streams of token i and the embedding of token i + 1."""
+
+    layer_class: ClassVar[type[Any]]
+    reads: MtpReads = "streams"
+    backend: str = "auto"
+    """As `decoder.Model` has it."""
+
+    def __init__(self, config: StreamsMtpConfig, weights: Weights, index: int = 0) -> None:
+        layer = config.num_hidden_layers + index
+        p = config.prefix(layer)
+        self.eps, self.count, self.hidden_size = (
+            config.rms_norm_eps,
+            config.streams.count,
+            config.streams.hidden,
+        )
+        self.enorm, self.hnorm, self.norm = (
+            weights.tensor(f"{p}.{name}.weight") for name in ("enorm", "hnorm", "norm")
+        )
+        self.e_proj, self.h_proj = weights.linear(f"{p}.e_proj"), weights.linear(f"{p}.h_proj")
+        self.embedding: Tensor
+        self.head: LinearOp
+        self.block: DecoderLayer = self.layer_class(config, layer, weights)
+        self.end = StreamsEnd(_ended_at(config.streams, p), weights)
+
+    def follow(self, model: Model) -> None:
+        """Share the main model's embedding and head, and have it hand out its streams behind its
+        hidden states."""
+        assert isinstance(model, StreamsModel), "a layer behind streams"
+        self.embedding, self.head, model.hands_on = model.embedding, model.head, True
+
+    def inputs(self, next_token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """next_token_ids [T], hidden [T, n H]: the main model's streams -> the block's, [T, n
+        H]."""
+        embedded = self.e_proj(
+            rms_norm(F.embedding(next_token_ids, self.embedding), self.enorm, self.eps)
+        )
+        streams = rms_norm(
+            hidden.unflatten(-1, (self.count, -1)).contiguous(), self.hnorm, self.eps
+        )
+        return (
+            embedded[:, None] + self.h_proj(streams.flatten(0, 1)).unflatten(0, (-1, self.count))
+        ).flatten(1)
+
+    @by_own_backend
+    def __call__(
+        self, next_token_ids: Tensor, hidden: Tensor, context: Context, rows: Tensor | None = None
+    ) -> Tensor:
+        """hidden [T, H + n H]: as the main model hands it out, and as it is returned, for a further
+        step. rows int64 [R]: of these tokens alone."""
+        inputs = self.inputs(next_token_ids, hidden[:, self.hidden_size :])
+        _, streams = self.block(
+            next_token_ids, inputs.unflatten(-1, (self.count, -1)), context, self.norm, rows
+        )
+        return torch.cat(
+            (rms_norm(self.end(streams), self.norm, self.eps), streams.flatten(1)), dim=-1
+        )
+
+    @by_own_backend
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [T, H + n H] -> float32 [T, vocab]."""
+        return self.head(hidden[:, : self.hidden_size].contiguous()).float()

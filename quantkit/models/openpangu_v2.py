@@ -17,7 +17,7 @@ import torch
 from quantkit_kernels import by_own_backend, rms_norm
 from torch import Tensor
 
-from quantkit.models import decoder, deepseek_v3, hyper_connections_decoder, mtp, pangu_ultra_moe
+from quantkit.models import decoder, deepseek_v3, hyper_connections, mtp, pangu_ultra_moe
 from quantkit.models.architecture import LatentCache
 from quantkit.models.config import (
     DECIDED,
@@ -324,7 +324,7 @@ class Attention(deepseek_v3.Attention):
         return torch.cat((rms_norm(latents, self.norms.k, self.norms.eps), keys), dim=-1)
 
 
-class StreamsDecoderLayer(hyper_connections_decoder.StreamsLayer):
+class StreamsDecoderLayer(hyper_connections.StreamsLayer):
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         p = f"model.layers.{layer}"
         mlp = (
@@ -332,7 +332,7 @@ class StreamsDecoderLayer(hyper_connections_decoder.StreamsLayer):
             if config.is_moe(layer)
             else Mlp(f"{p}.mlp", weights)
         )
-        names = hyper_connections_decoder.LayerNames(
+        names = hyper_connections.LayerNames(
             "attn_mhc_module", "mlp_mhc_module", "input_layernorm", "pre_mlp_layernorm"
         )
         super().__init__(p, config.streams, weights, Attention(config, layer, weights), mlp, names)
@@ -374,7 +374,7 @@ def layer_of(config: Config, layer: int, weights: Weights) -> decoder.DecoderLay
 DecoderLayer = layer_of
 
 
-class Model(hyper_connections_decoder.StreamsModel):
+class Model(hyper_connections.StreamsModel):
     layer_class = StreamsDecoderLayer
     num_handed = 1
 

@@ -26,10 +26,10 @@ from quantkit.engines.check import check_cache, check_model
 from quantkit.engines.choice import FormatChoice, MixtureChoice, choose, choose_mixture
 from quantkit.engines.profiles import find_engine
 from quantkit.grids.schemes import Fp8BlockGrid, Grid, IntGrid, Method, Scheme, check_pair
-from quantkit.models.cache_steps import is_codable, step_specs
+from quantkit.models.cache_scales import is_codable, step_specs
+from quantkit.models.stored_parameters import check_stored_head
 from quantkit.models.table import Parameter
 from quantkit.models.tensor_names import ends_as_linear, fits
-from quantkit.models.tied_head import check_stored_head
 from quantkit.quantization.checks import (
     Inventory,
     check_companions,

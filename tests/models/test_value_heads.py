@@ -2,7 +2,7 @@
 
 import torch
 
-from quantkit.models.value_heads import ValueHeads
+from quantkit.models.table import ValueHeads
 
 
 def test_a_scale_is_one_for_all_that_read_a_value_and_falls_on_its_rows_alone() -> None:

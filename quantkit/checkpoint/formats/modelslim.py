@@ -9,7 +9,7 @@ The kernel computes with codes + 8 and takes scale_bias = 8 * sum_k(code * scale
 cut along K carry the sum of each of 16 slices. vllm-ascend registers weight_offset as a parameter,
 so it must be there. config.json says nothing. What else ModelSlim writes is read by the type that
 each tensor has in the description (modelslim_kinds.py). A cache in int8 is told there, too; the
-tensors with its steps are in models/cache_steps.py.
+tensors with its steps are in models/cache_scales.py.
 """
 
 import json

@@ -20,7 +20,7 @@ from torch import Tensor
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.grids.weights import dequantize
 from quantkit.models import deepseek_v3, gqa
-from quantkit.models.cache_steps import divided, powers
+from quantkit.models.cache_scales import divided, powers
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.rope import Rope
 from quantkit.models.table import Parameter

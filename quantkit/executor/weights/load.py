@@ -43,15 +43,14 @@ from quantkit.models.architecture import (
     ModelConfig,
     MtpModel,
 )
-from quantkit.models.cache_steps import read_steps
+from quantkit.models.cache_scales import read_steps
 from quantkit.models.context import cached_dtype
 from quantkit.models.decoder import Model
 from quantkit.models.delta_rule import DeltaNet
 from quantkit.models.short_conv import ShortConvolutions
 from quantkit.models.stored_parameters import Model as StoredModel
-from quantkit.models.stored_parameters import check_stored, is_stored, read_model
+from quantkit.models.stored_parameters import check_stored, check_stored_head, is_stored, read_model
 from quantkit.models.table import Parameter
-from quantkit.models.tied_head import check_stored_head
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.common.errors import QuantkitError
-from quantkit.models import hyper_connections_decoder, hyper_connections_mtp, mtp
+from quantkit.models import hyper_connections, mtp
 from quantkit.models.architecture import CompressedCache, ConfigDefaults
 from quantkit.models.compressed_attention import (
     CompressedAttention,
@@ -189,7 +189,7 @@ def parameters(config: Config) -> list[Parameter]:
         Parameter("head.weight", (vocab, h), "head", "gathered"),
     ]
     for layer in mtp.mtp_layers(config):
-        rows += hyper_connections_mtp.mtp_parameters(
+        rows += hyper_connections.mtp_parameters(
             config.streams, config.prefix(layer), layer, _layer_parameters(config, layer)
         )
     return rows
@@ -420,7 +420,7 @@ class MixtureV4(MoeMlp):
         return routed + self.shared(x)
 
 
-class DecoderLayer(hyper_connections_decoder.StreamsLayer):
+class DecoderLayer(hyper_connections.StreamsLayer):
     mlp: MixtureV4
 
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
@@ -429,19 +429,19 @@ class DecoderLayer(hyper_connections_decoder.StreamsLayer):
             Attention(config, layer, weights),
             MixtureV4(config, layer, weights),
         )
-        names = hyper_connections_decoder.LayerNames("hc_attn", "hc_ffn", "attn_norm", "ffn_norm")
+        names = hyper_connections.LayerNames("hc_attn", "hc_ffn", "attn_norm", "ffn_norm")
         super().__init__(p, config.streams, weights, attention, mixture, names)
 
     def made(self, normed: Tensor, token_ids: Tensor) -> Tensor:
         return self.all_reduce(self.mlp.of_tokens(normed, token_ids))
 
 
-class Model(hyper_connections_decoder.StreamsModel):
+class Model(hyper_connections.StreamsModel):
     layer_class = DecoderLayer
 
     def __init__(self, config: Config, weights: Weights) -> None:
         super().__init__(config, weights, "head", embedding="embed", norm="norm")
 
 
-class MtpLayer(hyper_connections_mtp.MtpLayer):
+class MtpLayer(hyper_connections.MtpLayer):
     layer_class = DecoderLayer

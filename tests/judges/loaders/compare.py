@@ -16,7 +16,7 @@ from torch import Tensor
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.grids.weights import E2M1_VALUES, Fp4Weight, IntWeight
 from quantkit.models import find_architecture
-from quantkit.models.cache_steps import is_codable, step_specs
+from quantkit.models.cache_scales import is_codable, step_specs
 from quantkit.models.table import Parameter
 
 Pieces = dict[str, Tensor]
