@@ -51,7 +51,7 @@ def made_head(loaded: LoadedModel, fields: dict[str, Any], bits: int) -> LoadedE
     head = Eagle3Head(
         config, weights, loaded.model.embedding, torch.arange(vocab, device=loaded.device), vocab
     )
-    loaded.model.read_at = config.read_at(loaded.config.num_hidden_layers)
+    loaded.model.aux_layers = config.aux_layers(loaded.config.num_hidden_layers)
     return LoadedEagleHead(head, config, loaded.dtype, loaded.device, 0)
 
 
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
     length = options.input_len + options.output_len
     for users in options.users:
-        bench.model.read_at = ()
+        bench.model.aux_layers = ()
         engines = {"none": made(plain, None, users, length)}
         work = Workload(options.input_len, options.output_len, users, users, seed=users)
         times: dict[str, list[float]] = {"none": [], "chosen": [], "three": []}

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.grids.weights import dequantize
 from quantkit.models import find_architecture
-from quantkit.models.activation_quant import Reading
+from quantkit.models.activation_quant import ActivationQuant
 from quantkit.models.context import CausalContext
 from quantkit.models.weights import ExpertsOp, LinearOp
 
@@ -66,7 +66,7 @@ class Decoded:
         dense = torch.cat([dequantize(weight) for weight in weights])
         bits = self.activation_bits(modules[0])
         if bits == 4:
-            reading = Reading.of(weights[0], bits)
+            reading = ActivationQuant.of(weights[0], bits)
             return lambda x: F.linear(reading(x), dense)
         return lambda x: F.linear(round_rows(x) if bits == 8 else x, dense)
 

@@ -19,7 +19,7 @@ from r1_headers import r1_config
 from quantkit.grids.schemes import IntGrid, Scheme, find_scheme
 from quantkit.models import find_architecture
 from quantkit.models.architecture import ModelConfig
-from quantkit.models.table import BEFORE_LATENT_ATTENTION, Parameter
+from quantkit.models.table import MLA_PROLOG_PROJECTIONS, Parameter
 from quantkit.planning.cost_model import (
     Prediction,
     WeightTraffic,
@@ -76,9 +76,7 @@ def _loads(
     on_vector = level.model_copy(update={"decode": "vector"})
     experts = [row for row in parameters if row.expert is not None or row.block == "shared_expert"]
     before = [
-        row
-        for row in parameters
-        if row.projection in BEFORE_LATENT_ATTENTION and way.int8_attention
+        row for row in parameters if row.projection in MLA_PROLOG_PROJECTIONS and way.int8_attention
     ]
     taken = {row.name for row in (*experts, *before)}
     rest = [row for row in parameters if row.name not in taken]

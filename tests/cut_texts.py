@@ -57,7 +57,7 @@ class Texts:
         open_ones = [0, 1]
         for _ in range(generator.randint(1, 4)):
             open_ones = [one for one in open_ones if self.at[one] < len(self.texts[one])]
-            if open_ones and self.loaded.config.takes_back and generator.random() < 0.4:
+            if open_ones and self.loaded.config.can_roll_back and generator.random() < 0.4:
                 self.guess(open_ones, generator)
             elif open_ones:
                 self.step(open_ones)

@@ -15,5 +15,5 @@ def drawn_scale(
     if group.heads is None:
         scale = draw(rows)
         return scale, scale
-    scale = group.heads.alike(draw(group.heads.columns))
-    return group.heads.of_rows(scale), scale
+    scale = group.heads.tie(draw(group.heads.columns))
+    return group.heads.producer_scales(scale), scale

@@ -31,7 +31,7 @@ from quantkit.executor.runner.attention_context import Chunk, DecodeContext, Pre
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.grids.schemes import find_scheme
-from quantkit.models.cache_scales import powers
+from quantkit.models.cache_scales import power_of_two_ratios
 from quantkit.models.context import CausalContext
 from quantkit.planning.plan import plan
 from quantkit.quantization import quantize
@@ -346,7 +346,9 @@ def test_best_steps_cut_what_is_rare_and_far_away() -> None:
     assert found[[0, 2]].equal(whole[[0, 2]])
     assert 0.7 * largest < found[1] < 0.81 * largest
     assert best_step(x, torch.tensor([1.0, 0.0, 1.0])) < found[1], "a channel that counts nothing"
-    assert powers(torch.tensor([0.0, 1.0, 2.9, 0.3])).equal(torch.tensor([1.0, 4.0, 8.0, 1.0]))
+    assert power_of_two_ratios(torch.tensor([0.0, 1.0, 2.9, 0.3])).equal(
+        torch.tensor([1.0, 4.0, 8.0, 1.0])
+    )
 
 
 def test_who_cannot_have_it_is_told_so(

@@ -19,9 +19,16 @@ from torch import Tensor
 from quantkit.calibrate.hidden_states import HiddenStates, TokenBatch
 from quantkit.calibrate.layer_weights import LayerWeights, no_experts
 from quantkit.calibrate.sublayer import Run, Sublayer
-from quantkit.models.activation_quant import Reading
+from quantkit.models.activation_quant import ActivationQuant
 from quantkit.models.architecture import KeyValueCache, LatentCache
-from quantkit.models.cache_scales import STORED, divided, powers, step_specs, steps_of, stored_steps
+from quantkit.models.cache_scales import (
+    STORED,
+    cache_scale_specs,
+    cache_scale_tensors,
+    divide_gains,
+    parse_cache_scales,
+    power_of_two_ratios,
+)
 from quantkit.models.context import CausalContext
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.table import Parameter
@@ -40,14 +47,14 @@ class CodedCache:
 
     def covers(self, sublayer: Sublayer) -> bool:
         """Whether tokens are kept there, by steps."""
-        return bool(step_specs(self.cache, sublayer.rows))
+        return bool(cache_scale_specs(self.cache, sublayer.rows))
 
     def find(
         self,
         sublayer: Sublayer,
         tensors: Mapping[str, Tensor],
         states: HiddenStates,
-        readings: Mapping[str, Reading],
+        readings: Mapping[str, ActivationQuant],
     ) -> dict[str, Tensor]:
         """Tensors to be stored, by name: the steps, and what changes so that latents have channels
         of one size. tensors: of the sublayer rounded, float32; states: before it."""
@@ -60,29 +67,34 @@ class CodedCache:
         steps = KeySteps(
             *(best_steps(side.flatten(1)).unflatten(0, side.shape[1:]) for side in seen)
         )
-        return stored_steps(step_specs(self.cache, sublayer.rows), sublayer.rows, steps)
+        return cache_scale_tensors(
+            cache_scale_specs(self.cache, sublayer.rows), sublayer.rows, steps
+        )
 
     def _latents(
         self, sublayer: Sublayer, tensors: Mapping[str, Tensor], latents: Tensor
     ) -> dict[str, Tensor]:
         norm, kv_b = latent_norm(sublayer)
-        divisors = powers(latents.abs().amax(0))
+        divisors = power_of_two_ratios(latents.abs().amax(0))
         stored = {row.name: tensors[row.name].to(sublayer.stored[row.name]) for row in (norm, kv_b)}
         changed = {
-            norm.name: divided(stored[norm.name], divisors),
+            norm.name: divide_gains(stored[norm.name], divisors),
             kv_b.name: stored[kv_b.name] * divisors.to(stored[kv_b.name].dtype),
         }
         counts = changed[kv_b.name].float().square().sum(0)
         step = best_step(latents / divisors, counts)
-        specs = step_specs(self.cache, sublayer.rows)
-        return {name: one.cpu() for name, one in changed.items()} | stored_steps(
+        specs = cache_scale_specs(self.cache, sublayer.rows)
+        return {name: one.cpu() for name, one in changed.items()} | cache_scale_tensors(
             specs, sublayer.rows, step
         )
 
     def run(self, sublayer: Sublayer, plain: Mapping[str, Tensor]) -> Run:
         """The sublayer over a cache by the steps among its stored tensors."""
         rows = sublayer.rows
-        return self._by(steps_of(self.cache, step_specs(self.cache, rows), rows, plain), sublayer)
+        return self._by(
+            parse_cache_scales(self.cache, cache_scale_specs(self.cache, rows), rows, plain),
+            sublayer,
+        )
 
     def run_uncalibrated(
         self, sublayer: Sublayer, block: DecoderLayer, states: HiddenStates

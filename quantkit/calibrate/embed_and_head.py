@@ -14,7 +14,13 @@ from quantkit.calibrate.layer_weights import LayerWeights, no_experts
 from quantkit.calibrate.source_model import ParameterReader, SourceModel
 from quantkit.common.errors import QuantkitError
 from quantkit.models.architecture import ModelConfig, MtpModel
-from quantkit.models.hyper_connections import StreamsEnd, begun, packed, repacked, unpacked
+from quantkit.models.hyper_connections import (
+    StreamMerge,
+    expand_streams,
+    pack_streams,
+    repack_streams,
+    unpack_streams,
+)
 from quantkit.models.table import Parameter
 
 
@@ -56,7 +62,9 @@ class TableEnds:
         check_vocabulary(ids, len(table))
         embedded = table[ids].float()
         return (
-            embedded if self.streams is None else packed(begun(embedded, self.streams.count), ids)
+            embedded
+            if self.streams is None
+            else pack_streams(expand_streams(embedded, self.streams.count), ids)
         )
 
     def normed(self, hidden: Tensor) -> Tensor:
@@ -66,8 +74,8 @@ class TableEnds:
         """hidden behind the last layer as one stream, [T, H]."""
         if self.streams is None:
             return hidden
-        end = StreamsEnd(self.streams, LayerWeights(self.source.dequantized_all(self._end)))
-        return end(unpacked(hidden, self.streams.count)[0])
+        end = StreamMerge(self.streams, LayerWeights(self.source.dequantized_all(self._end)))
+        return end(unpack_streams(hidden, self.streams.count)[0])
 
     def logits(self, products: Tensor, first: int) -> Tensor:
         return products
@@ -138,4 +146,4 @@ def _block_inputs(block: MtpModel, next_rows: Tensor, hidden: Tensor) -> Tensor:
     if block.reads != "streams":
         return block.inputs(next_rows, hidden)
     made = block.inputs(next_rows, hidden[:, :-1])
-    return repacked(hidden, made[:, None])
+    return repack_streams(hidden, made[:, None])

@@ -23,7 +23,7 @@ from quantkit.calibrate.scales import Consumer, ScaledInput, choose_scale, sampl
 from quantkit.grids.e2m1 import input_divisor
 from quantkit.grids.schemes import Fp4Grid, Mxfp4Grid
 from quantkit.grids.weights import dequantize, divide_rows, dividing_powers
-from quantkit.models.activation_quant import AS_IT_IS, Reading
+from quantkit.models.activation_quant import NO_ACTIVATION_QUANT, ActivationQuant
 from quantkit.models.table import GatedMlp
 from quantkit.quant.gptq import Curvature
 from quantkit.quant.tensor_cores import tensor_core_products
@@ -42,7 +42,7 @@ class ExpertWeights:
     down: Tensor
     gating: Gating = SILU
     biases: ExpertBiases | None = None
-    readings: tuple[Reading, Reading] = (AS_IT_IS, AS_IT_IS)
+    readings: tuple[ActivationQuant, ActivationQuant] = (NO_ACTIVATION_QUANT, NO_ACTIVATION_QUANT)
 
     def hidden(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, I], the input of down."""
@@ -106,7 +106,7 @@ class ExpertSolver:
             solver.grid, Fp4Grid | Mxfp4Grid
         )  # steps too coarse for any divisor but a power of two
         fitted = routed.x[: routed.fitted]
-        self.reading = Reading(solver.activation_bits, input_divisor(read.largest))
+        self.reading = ActivationQuant(solver.activation_bits, input_divisor(read.largest))
         self.layer_rows = self.reading(_of_layer(fitted) / read.scale)
 
     @tensor_core_products()

@@ -13,7 +13,7 @@ from quantkit_kernels import SILU, Gating, UnsummedPairs, add_rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.models.activation_quant import AS_IT_IS, Reading
+from quantkit.models.activation_quant import NO_ACTIVATION_QUANT, ActivationQuant
 from quantkit.models.rope import Rope
 from quantkit.models.weights import ExpertsOp, LinearOp, PrologOp
 
@@ -120,7 +120,7 @@ Observer = Callable[[str, Tensor], None]
 name."""
 
 
-NO_READINGS: Mapping[str, Reading] = {}
+NO_READINGS: Mapping[str, ActivationQuant] = {}
 
 
 class LayerWeights:
@@ -137,7 +137,7 @@ class LayerWeights:
         experts: ExpertsOp | None = None,
         observer: Observer | None = None,
         unread: frozenset[str] = frozenset(),
-        readings: Mapping[str, Reading] = NO_READINGS,
+        readings: Mapping[str, ActivationQuant] = NO_READINGS,
     ) -> None:
         self.tensors = tensors
         self.routed = experts
@@ -166,7 +166,7 @@ class LayerWeights:
         def apply(x: Tensor) -> Tensor:
             if self.observer is not None and module == site[0]:
                 self.observer(module, x)
-            return self._apply(self.readings.get(module, AS_IT_IS)(x), module)
+            return self._apply(self.readings.get(module, NO_ACTIVATION_QUANT)(x), module)
 
         return apply
 

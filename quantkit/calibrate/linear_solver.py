@@ -29,7 +29,7 @@ from quantkit.grids.rounding import (
 )
 from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid, Method, Mxfp4Grid
 from quantkit.grids.weights import Fp4Weight, RoundedWeight, Weight
-from quantkit.models.activation_quant import Reading
+from quantkit.models.activation_quant import ActivationQuant
 from quantkit.quant.compensation import compensate, compensate_both, judged_outputs
 from quantkit.quant.descent import Descent
 from quantkit.quant.gptq import Curvature, scaled_losses
@@ -126,10 +126,12 @@ class Solver:
 
     def readings(
         self, inside: Weight | None = None, after: Weight | None = None
-    ) -> "tuple[Reading, Reading]":
+    ) -> "tuple[ActivationQuant, ActivationQuant]":
         """How an expert reads the layer's input, and its down projection what is between. The
         rounded linears tell divisors."""
-        return Reading.of(inside, self.activation_bits), Reading.of(after, self.activation_bits)
+        return ActivationQuant.of(inside, self.activation_bits), ActivationQuant.of(
+            after, self.activation_bits
+        )
 
     def reading_under(self, solved: Solved, largest: Tensor) -> Solved:
         """With the divisor of its inputs, where they are rounded to NVFP4. largest: their largest
@@ -460,11 +462,11 @@ class Solvers:
 
     def readings(
         self, modules: Collection[str], weights: Mapping[str, Weight] | None = None
-    ) -> dict[str, Reading]:
+    ) -> dict[str, ActivationQuant]:
         """Of these, those that round what they read, and how. weights: rounded ones, by module."""
         bits = {module: self.of(module).activation_bits for module in modules}
         return {
-            module: Reading.of((weights or {}).get(module), own)
+            module: ActivationQuant.of((weights or {}).get(module), own)
             for module, own in bits.items()
             if own < 16
         }

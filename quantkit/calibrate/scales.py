@@ -24,7 +24,7 @@ from quantkit.calibrate.source_model import ParameterReader
 from quantkit.calibrate.sublayer import Sublayer
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.e2m1 import input_divisor
-from quantkit.models.activation_quant import rounded_to_nvfp4
+from quantkit.models.activation_quant import fake_quantize_nvfp4
 from quantkit.models.table import ScaleGroup, ValueHeads
 from quantkit.quant.awq import candidate_scales, effective_scale, power_of_two, relative_weight
 from quantkit.quant.gptq import Curvature
@@ -85,7 +85,7 @@ def choose_scale(
     """
     candidates = _candidates(solver, consumers, inputs)
     if heads is not None:
-        candidates = heads.alike(candidates)
+        candidates = heads.tie(candidates)
     if exact:
         candidates = torch.unique_consecutive(power_of_two(candidates), dim=0)
     rows = torch.cat([consumer.rows for consumer in consumers], dim=-2)
@@ -131,7 +131,7 @@ def nvfp4_loss(x: Tensor, column_energy: Tensor) -> Tensor:
     column_energy [..., K]: squared norm of each weight column. Errors of channels are taken as
     independent.
     """
-    error = rounded_to_nvfp4(x, input_divisor(x.abs().amax((-1, -2), keepdim=True))).sub_(x)
+    error = fake_quantize_nvfp4(x, input_divisor(x.abs().amax((-1, -2), keepdim=True))).sub_(x)
     return (error.square_().mean(-2) * column_energy).sum(-1)
 
 
@@ -219,7 +219,9 @@ class Folding:
         return Folding(
             self.columns | {f"{module}.weight": scale for module in inside},
             self.rows
-            | dict.fromkeys(divided, scale if group.heads is None else group.heads.of_rows(scale)),
+            | dict.fromkeys(
+                divided, scale if group.heads is None else group.heads.producer_scales(scale)
+            ),
             self.gains if gain is None else self.gains | {producer: gain},
         )
 

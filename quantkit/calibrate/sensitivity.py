@@ -34,7 +34,7 @@ from quantkit.calibrate.output_cost import BLOCK_ROWS, ResidualStream, compare_p
 from quantkit.calibrate.source_model import SourceModel, attend_unit, feed_forward_unit
 from quantkit.calibrate.sublayer import Sublayer, run_attention, run_feed_forward, sublayer_of
 from quantkit.grids.schemes import Grid, grid_label
-from quantkit.models.activation_quant import Reading
+from quantkit.models.activation_quant import ActivationQuant
 from quantkit.models.table import GatedMlp, Parameter
 from quantkit.models.weights import ExpertsOp
 
@@ -217,7 +217,7 @@ class SensitivityPass:
         """The cost of every choice but the routed experts; returns the error of all of them rounded
         together, [T, H]."""
         together: dict[str, Tensor] = {}
-        rounding: dict[str, Reading] = {}
+        rounding: dict[str, ActivationQuant] = {}
         for row in sublayer.rows:
             choice, grids = self.by_module.get(row.module, (None, ()))
             if choice is None or choice.of_experts:
@@ -229,7 +229,7 @@ class SensitivityPass:
                     {one.module: tensors[one.name] for one in choice.rows}, fused
                 )
                 values = {f"{module}.weight": one.values for module, one in solved.items()}
-                reads = dict.fromkeys(modules, Reading(solver.activation_bits))
+                reads = dict.fromkeys(modules, ActivationQuant(solver.activation_bits))
                 error = _run(sublayer, tensors | values, base, lengths, no_experts, reads) - exact
                 found.costs.setdefault(choice.name, {})[grid_label(grid)] = _cost_of(error, cost)
                 found.units[choice.name] = sublayer.name
@@ -318,7 +318,7 @@ def _run(
     hidden: Tensor,
     lengths: list[int],
     experts: ExpertsOp = no_experts,
-    readings: Mapping[str, Reading] = NO_READINGS,
+    readings: Mapping[str, ActivationQuant] = NO_READINGS,
 ) -> Tensor:
     """hidden [T, H] after a sublayer with these tensors."""
     block, after = (

@@ -18,7 +18,7 @@ from quantkit.calibrate.linear_solver import Solvers
 from quantkit.calibrate.ranks import Ranks, SharedRuns
 from quantkit.calibrate.source_model import ParameterReader, SourceModel, feed_forward_unit
 from quantkit.grids.weights import Weight, dequantize
-from quantkit.models.activation_quant import Reading
+from quantkit.models.activation_quant import ActivationQuant
 from quantkit.models.context import CausalContext
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.table import Parameter, ScaleGroup
@@ -146,7 +146,7 @@ def advance(
     sublayer: Sublayer,
     tensors: Mapping[str, Tensor],
     states: HiddenStates,
-    readings: Mapping[str, Reading],
+    readings: Mapping[str, ActivationQuant],
     ranks: Ranks,
     experts: ExpertsOp = no_experts,
 ) -> None:
@@ -195,7 +195,7 @@ def written_tensors(
 
 def run_to_sum(block: DecoderLayer, hidden: Tensor, lengths: list[int]) -> Tensor:
     """The expert half without what is behind its experts: hidden [T, W] -> [T, W]."""
-    after, summed = hidden.clone(), block.summed(hidden, CausalContext(lengths, hidden.device))
+    after, summed = hidden.clone(), block.mlp_output(hidden, CausalContext(lengths, hidden.device))
     after[:, : summed.shape[1]] += summed
     return after
 
@@ -207,12 +207,12 @@ def feed_forward(model: SourceModel, layer: int, paths: Iterable[HiddenStates]) 
     All experts have added to the paths' hidden states when this ends; what is behind them is
     computed then.
     """
-    if not any(row.behind_experts for row in model.layer_rows(layer)):
+    if not any(row.after_experts for row in model.layer_rows(layer)):
         yield run_feed_forward
         return
     width, beside = (
         model.config.hidden_size,
-        sum(row.shape[0] for row in model.layer_rows(layer) if row.beside_experts),
+        sum(row.shape[0] for row in model.layer_rows(layer) if row.parallel_to_experts),
     )
     kept = [
         (path, path.hidden[:, :width].clone()) for path in paths
@@ -233,6 +233,8 @@ def feed_forward(model: SourceModel, layer: int, paths: Iterable[HiddenStates]) 
             states = path.hidden[batch.part]
             summed = states[:, :width] - before[batch.part]
             states[:, :width] = before[batch.part]
-            after = block.with_sum(states, summed, CausalContext(batch.lengths, states.device))
+            after = block.add_mlp_output(
+                states, summed, CausalContext(batch.lengths, states.device)
+            )
             states[:, : after.shape[1]] = after
         path.hidden = path.hidden[:, : path.hidden.shape[1] - beside].contiguous()

@@ -21,7 +21,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.diagnosis.findings import Findings
 from quantkit.diagnosis.survey import Survey
 from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid, Mxfp4Grid, grid_label
-from quantkit.models.tensor_names import ends_as_linear
+from quantkit.models.tensor_names import has_linear_suffix
 
 _PACKED = (
     ".qweight",
@@ -345,7 +345,7 @@ def _compare_opt_files(
     linears = [
         name.removesuffix(".weight")
         for name in survey.tensors
-        if ends_as_linear(name) or name == f"{HEAD}.weight"
+        if has_linear_suffix(name) or name == f"{HEAD}.weight"
     ]
     different = [
         module

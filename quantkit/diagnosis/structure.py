@@ -16,7 +16,7 @@ from quantkit.models import check_missing, find_architecture, is_known
 from quantkit.models.architecture import ModelConfig
 from quantkit.models.stored_parameters import check_size
 from quantkit.models.table import Parameter, resolve
-from quantkit.models.tensor_names import ends_as_linear
+from quantkit.models.tensor_names import has_linear_suffix
 from quantkit.quantization.checks import DROPPED
 
 _OTHER_NAMES: tuple[tuple[str, str], ...] = (
@@ -139,7 +139,7 @@ def compare(
         unquantized += [
             name.removesuffix(".weight")
             for name in survey.tensors
-            if ends_as_linear(name)
+            if has_linear_suffix(name)
             and name.removesuffix(".weight") not in known
             and not description.is_quantized(name.removesuffix(".weight"))
         ]
@@ -249,7 +249,7 @@ def _report_unknown(survey: Survey, structure: Structure, findings: Findings) ->
         for name in survey.tensors
         if not _is_of(name, modules) and not any(re.fullmatch(p, name) for p in DROPPED)
     ]
-    unknown = [name for name in unknown if not name.startswith(structure.config.copied)]
+    unknown = [name for name in unknown if not name.startswith(structure.config.copied_prefixes)]
     extra_layers = [
         name for name in unknown if (found := _LAYER.search(name)) and int(found[1]) >= num_layers
     ]

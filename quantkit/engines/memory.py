@@ -154,7 +154,7 @@ def fit_rows(
     state = (
         0
         if config.recurrent is None
-        else math.ceil(config.recurrent.held_bytes(parallel.tensor) / parallel.pipeline)
+        else math.ceil(config.recurrent.state_bytes(parallel.tensor) / parallel.pipeline)
     )
     tokens = max((usable - reserve - weights) * context // (per_token * context + state), 0)
     return Fit(weights, reserve, usable, per_token, state, tokens, context)
@@ -204,7 +204,7 @@ def find_split_problem(
     """The first linear that does not divide. grid: of a module's weight, None where it is not
     quantized."""
     for row in rows:
-        ranks = row.shares(parallel.expert_ranks if row.expert is not None else parallel.tensor)
+        ranks = row.tp_shards(parallel.expert_ranks if row.expert is not None else parallel.tensor)
         if (
             (row.expert is not None and parallel.expert)
             or row.split not in ("column", "row")
@@ -251,4 +251,4 @@ def _share(row: Parameter, parallel: ParallelSizes, experts: int) -> float:
             if parallel.expert
             else 1 / parallel.expert_ranks
         )
-    return 1 / row.shares(parallel.tensor)
+    return 1 / row.tp_shards(parallel.tensor)

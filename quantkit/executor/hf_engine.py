@@ -21,7 +21,7 @@ from quantkit.executor.sampling.params import Batch, SamplingParams, check_defau
 from quantkit.executor.scheduler.sequence import Completion, Delta, Sequence
 from quantkit.executor.worker import lead_or_follow
 from quantkit.models import is_known
-from quantkit.models.hf_traced.whole import WholeModel, slow_by_transformers
+from quantkit.models.hf_traced.full_model import TransformersModel, transformers_warning
 from quantkit.tokenizer.chat import ChatTokenizer
 
 _CONTEXT = 4096
@@ -134,13 +134,13 @@ class WholeEngine:
 
 def slow(path: Path) -> str:
     """What to tell of a model that transformers computes; empty for any other."""
-    return "" if is_known(read_json(path / "config.json")) else slow_by_transformers(path)
+    return "" if is_known(read_json(path / "config.json")) else transformers_warning(path)
 
 
-def load_whole(path: Path, device: str = "auto") -> WholeModel:
+def load_whole(path: Path, device: str = "auto") -> TransformersModel:
     """A checkpoint of an architecture without a file, in float32 on a CPU and bfloat16
     elsewhere."""
     where = select_device(device)
-    return WholeModel(
+    return TransformersModel(
         Checkpoint.open(path), where, torch.float32 if where.type == "cpu" else torch.bfloat16
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from quantkit.common.errors import QuantkitError
 from quantkit.models.architecture import Architecture, ModelConfig
-from quantkit.models.hf_fallback import Elsewhere
+from quantkit.models.hf_fallback import HfFallback
 
 ARCHITECTURES = (
     "deepseek_v3",
@@ -102,10 +102,10 @@ def _elsewhere(config: Mapping[str, Any]) -> str:
     return left.asked(config) if left else ""
 
 
-def _left_to_transformers(config: Mapping[str, Any]) -> Elsewhere | None:
+def _left_to_transformers(config: Mapping[str, Any]) -> HfFallback | None:
     model_type = config.get("model_type")
     return (
-        getattr(_file(str(model_type)), "ELSEWHERE", None) if model_type in ARCHITECTURES else None
+        getattr(_file(str(model_type)), "FALLBACK", None) if model_type in ARCHITECTURES else None
     )
 
 

@@ -10,7 +10,7 @@ from quantkit.grids.weights import Fp4Weight, Weight
 
 
 @dataclass(frozen=True)
-class Reading:
+class ActivationQuant:
     """How linears read: rounded to `bits`, as operators do it; 16 for not at all. divisor float32
     []: NVFP4's, as it was calibrated; None, where nothing was, for that of the input itself."""
 
@@ -18,9 +18,11 @@ class Reading:
     divisor: Tensor | None = None
 
     @staticmethod
-    def of(weight: Weight | None, bits: int) -> "Reading":
+    def of(weight: Weight | None, bits: int) -> "ActivationQuant":
         """Of a rounded linear, with the divisor that is stored with it."""
-        return Reading(bits, weight.input_divisor if isinstance(weight, Fp4Weight) else None)
+        return ActivationQuant(
+            bits, weight.input_divisor if isinstance(weight, Fp4Weight) else None
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """x float32 [..., K] itself, or its values on int8 with a step per row, or on NVFP4."""
@@ -30,13 +32,13 @@ class Reading:
             codes, scale = quantize_rows(x.flatten(0, -2))
             return (codes * scale).view_as(x)
         divisor = input_divisor(x.abs().amax()) if self.divisor is None else self.divisor
-        return rounded_to_nvfp4(x, divisor)
+        return fake_quantize_nvfp4(x, divisor)
 
 
-AS_IT_IS = Reading()
+NO_ACTIVATION_QUANT = ActivationQuant()
 
 
-def rounded_to_nvfp4(x: Tensor, divisor: Tensor) -> Tensor:
+def fake_quantize_nvfp4(x: Tensor, divisor: Tensor) -> Tensor:
     """The values float32 [..., K] that `round_to_nvfp4` makes of x."""
     levels, scales = round_to_nvfp4(x, divisor)
     return levels.mul_((scales / divisor).unsqueeze(-1)).flatten(-2)

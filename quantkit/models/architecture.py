@@ -12,7 +12,7 @@ from quantkit.models import compressed_attention
 from quantkit.models.context import Context
 from quantkit.models.decoder import DecoderLayer, Model
 from quantkit.models.delta_rule import DeltaNet
-from quantkit.models.hyper_connections import StreamSizes
+from quantkit.models.hyper_connections import HyperConnectionSizes
 from quantkit.models.mtp import MtpReads
 from quantkit.models.rope import Rope
 from quantkit.models.short_conv import ShortConvolutions
@@ -38,7 +38,7 @@ class LatentCache:
         """Values of a token and layer that attention reads."""
         return self.kv_lora_rank + self.rope_dim
 
-    def shares(self, ranks: int) -> int:
+    def tp_shards(self, ranks: int) -> int:
         """Parts that `ranks` tensor-parallel ranks hold it in: each holds the whole latent."""
         return 1
 
@@ -68,7 +68,7 @@ class KeyValueCache:
         """Values of a token and layer."""
         return 2 * self.kv_heads * self.head_dim
 
-    def shares(self, ranks: int) -> int:
+    def tp_shards(self, ranks: int) -> int:
         """Parts that `ranks` tensor-parallel ranks hold it in: heads are shared out, a single one
         is held by several."""
         return min(ranks, self.kv_heads)
@@ -76,7 +76,7 @@ class KeyValueCache:
     def token_bytes(self, bits: CacheBits, ranks: int = 1) -> int:
         """Of a token and layer on one rank: in 8 bits codes, and a float32 scale for each head's
         key and value."""
-        values = self.width // self.shares(ranks)
+        values = self.width // self.tp_shards(ranks)
         return 2 * values if bits == 16 else values + values // self.head_dim * SCALE_BYTES
 
     @property
@@ -109,7 +109,7 @@ class CompressedCache:
         )
         return math.ceil(values / len(self.rates))
 
-    def shares(self, ranks: int) -> int:
+    def tp_shards(self, ranks: int) -> int:
         """Each rank holds the whole: all heads read one vector."""
         return 1
 
@@ -117,20 +117,20 @@ class CompressedCache:
         """Of a token and layer, on average. It is not kept in 8 bits."""
         return 2 * self.width
 
-    def beside(self, drafts: int) -> "CompressedCache":
+    def with_mtp_layers(self, drafts: int) -> "CompressedCache":
         """With MTP layers, which have a window alone."""
         return replace(self, rates=(*self.rates, *((0, False) for _ in range(drafts))))
 
-    def kept(self) -> dict[int, tuple[int, int]]:
-        """Of the last tokens of a running sequence, by `compressed_attention.number_of`: how many,
+    def window_shapes(self) -> dict[int, tuple[int, int]]:
+        """Of the last tokens of a running sequence, by `compressed_attention.buffer_index`: how many,
         and the values of each."""
         kept = {
-            compressed_attention.number_of(layer, 0): (self.window, self.head_dim)
+            compressed_attention.buffer_index(layer, 0): (self.window, self.head_dim)
             for layer in range(len(self.rates))
         }
         for layer, (rate, selects) in enumerate(self.rates):
             if rate:
-                kept[compressed_attention.number_of(layer, 1)] = (
+                kept[compressed_attention.buffer_index(layer, 1)] = (
                     rate * (1 + selects),
                     self.raw_width(selects),
                 )
@@ -191,20 +191,20 @@ class ModelConfig(Protocol):
         None for a model without."""
 
     @property
-    def keeps_states(self) -> bool:
+    def has_sequence_state(self) -> bool:
         """Whether layers keep something of each running sequence, of a fixed size."""
 
     @property
-    def takes_back(self) -> bool:
+    def can_roll_back(self) -> bool:
         """Whether tokens can be taken back from what these keep."""
 
     @property
-    def longest_alone(self) -> int | None:
+    def max_independent_tokens(self) -> int | None:
         """Tokens of a text up to which each layer can be computed without the one before it, given
         its hidden states; None for any."""
 
     @property
-    def streams(self) -> StreamSizes | None:
+    def streams(self) -> HyperConnectionSizes | None:
         """The streams beside each other that a token's hidden states are made of, and its id with
         them (hyper.py); None for one stream."""
 
@@ -213,12 +213,12 @@ class ModelConfig(Protocol):
         """Decoder layers that keep something of every token."""
 
     @property
-    def never_cut(self) -> dict[str, int]:
+    def tp_units(self) -> dict[str, int]:
         """What tensor-parallel ranks share in whole ones, all as many: numbers by their fields'
         names. Of key heads `cache` tells."""
 
     @property
-    def copied(self) -> tuple[str, ...]:
+    def copied_prefixes(self) -> tuple[str, ...]:
         """How the names of tensors begin that belong to another model beside this one, such as a
         vision tower. They are copied."""
 
@@ -243,19 +243,19 @@ class ConfigDefaults:
         return None
 
     @property
-    def keeps_states(self) -> bool:
+    def has_sequence_state(self) -> bool:
         return self.recurrent is not None
 
     @property
-    def takes_back(self) -> bool:
+    def can_roll_back(self) -> bool:
         return not isinstance(self.recurrent, DeltaNet)
 
     @property
-    def longest_alone(self) -> int | None:
+    def max_independent_tokens(self) -> int | None:
         return None
 
     @property
-    def streams(self) -> StreamSizes | None:
+    def streams(self) -> HyperConnectionSizes | None:
         return None
 
     @property
@@ -263,11 +263,11 @@ class ConfigDefaults:
         return self.num_hidden_layers
 
     @property
-    def never_cut(self) -> dict[str, int]:
+    def tp_units(self) -> dict[str, int]:
         return {"num_attention_heads": self.num_attention_heads}
 
     @property
-    def copied(self) -> tuple[str, ...]:
+    def copied_prefixes(self) -> tuple[str, ...]:
         return ()
 
 

@@ -27,10 +27,10 @@ from quantkit.models.table import Parameter, Projection
 STORED = torch.bfloat16
 _OWNERS: tuple[Projection, ...] = ("kv_a", "k", "v")
 _FURTHEST = 8
-"""Of divisors, as powers of two: what float16 has room for beside weights."""
+"""Of divisors, as power_of_two_ratios of two: what float16 has room for beside weights."""
 
 
-def is_codable(cache: object) -> bool:
+def supports_cache_scales(cache: object) -> bool:
     """Whether steps are known for what a model keeps of a token: latents that nobody selects from,
     or keys and values."""
     return isinstance(cache, KeyValueCache) or (
@@ -38,7 +38,7 @@ def is_codable(cache: object) -> bool:
     )
 
 
-def step_specs(
+def cache_scale_specs(
     cache: LatentCache | KeyValueCache, rows: Iterable[Parameter]
 ) -> dict[str, tuple[TensorSpec, ...]]:
     """The tensors that lie beside a parameter, by its name: beside kv_a, or beside k and v."""
@@ -62,7 +62,7 @@ def _specs(cache: LatentCache | KeyValueCache, row: Parameter) -> tuple[TensorSp
     )
 
 
-def stored_steps(
+def cache_scale_tensors(
     specs: Mapping[str, tuple[TensorSpec, ...]], rows: Iterable[Parameter], steps: CodeSteps
 ) -> dict[str, Tensor]:
     """The tensors of one layer, whose rows these are, by name."""
@@ -83,13 +83,13 @@ def stored_steps(
     return tensors
 
 
-def steps_of(
+def parse_cache_scales(
     cache: LatentCache | KeyValueCache,
     specs: Mapping[str, tuple[TensorSpec, ...]],
     rows: Iterable[Parameter],
     tensors: Mapping[str, Tensor],
 ) -> CodeSteps:
-    """The inverse of `stored_steps`, float32."""
+    """The inverse of `cache_scale_tensors`, float32."""
     scales = {
         row.projection: tensors[specs[row.name][0].name].float()
         for row in rows
@@ -100,16 +100,16 @@ def steps_of(
     return KeySteps(*(scales[side].reshape(cache.kv_heads, cache.head_dim) for side in ("k", "v")))
 
 
-def read_steps(
+def read_cache_scales(
     checkpoint: Checkpoint, cache: object, rows: Iterable[Parameter]
 ) -> dict[int, CodeSteps]:
     """By layer, of those that a checkpoint holds steps of; empty where it says nothing of an int8
     cache. Raises QuantkitError where zero is no code of zero."""
-    if not is_codable(cache) or checkpoint.format.cache_codes(checkpoint.side) is None:
+    if not supports_cache_scales(cache) or checkpoint.format.cache_codes(checkpoint.side) is None:
         return {}
     assert isinstance(cache, LatentCache | KeyValueCache)
     rows = list(rows)
-    specs = step_specs(cache, rows)
+    specs = cache_scale_specs(cache, rows)
     by_layer: dict[int, list[Parameter]] = {}
     for row in rows:
         if row.name in specs and row.layer is not None and checkpoint.has(specs[row.name][0].name):
@@ -133,16 +133,16 @@ def read_steps(
             "leave --cache out, for 16 bits, or use --cache fp8, which goes by what each token "
             "holds",
         )
-    return {layer: steps_of(cache, specs, own, read) for layer, own in by_layer.items()}
+    return {layer: parse_cache_scales(cache, specs, own, read) for layer, own in by_layer.items()}
 
 
-def powers(sizes: Tensor) -> Tensor:
+def power_of_two_ratios(sizes: Tensor) -> Tensor:
     """The power of two nearest to each of `sizes` over their median; 1 for zero."""
     middle = sizes.median().clamp_min(torch.finfo(torch.float32).tiny)
     exponents = (sizes / middle).log2().round().clamp(-_FURTHEST, _FURTHEST)
     return torch.where(sizes > 0, exponents, 0.0).exp2()
 
 
-def divided(gains: Tensor, divisors: Tensor) -> Tensor:
+def divide_gains(gains: Tensor, divisors: Tensor) -> Tensor:
     """In the dtype of gains."""
     return (gains.float() / divisors).to(gains.dtype)

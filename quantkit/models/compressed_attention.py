@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.models.rope import Rope
-from quantkit.models.sparse import largest
+from quantkit.models.sparse import topk_columns
 
 _SCORES = 1 << 25
 """Products of heads and keys that are held at once, float32."""
@@ -41,7 +41,7 @@ class CompressedInputs(NamedTuple):
         return CompressedInputs(*(side[rows] for side in self))
 
 
-class Entries(NamedTuple):
+class CompressedKv(NamedTuple):
     """kv [E, D], keys of the indexer [E, index D], or of several rows [B, E, ...]; numbers int64
     [E] or [B, E]: of their groups."""
 
@@ -90,7 +90,7 @@ class Pooling:
         else:
             weights = weights + self.bias
         pooled = (values * weights.softmax(dim=1, dtype=torch.float32).to(values.dtype)).sum(dim=1)
-        return turned(
+        return rotate_last(
             rms_norm(pooled, self.gain, self.eps)[:, None], self.rope, numbers * self.rate
         )[:, 0]
 
@@ -100,7 +100,7 @@ class CompressedAttention:
     """One layer's. pooling, index_pooling: None for a layer that sees its window alone, or all
     entries. topk: entries that are seen of
     each. sinks float32 [heads]: the score of a key without a value. in_order: whether equal scores
-    of the indexer go by place (`sparse.largest`)."""
+    of the indexer go by place (`sparse.topk_columns`)."""
 
     window: int
     scale: float
@@ -114,38 +114,38 @@ class CompressedAttention:
     def rate(self) -> int:
         return self.pooling.rate if self.pooling else 0
 
-    def pooled(self, raw: Tensor, numbers: Tensor) -> Entries:
+    def compress(self, raw: Tensor, numbers: Tensor) -> CompressedKv:
         """raw [n, reach, C] -> n entries."""
         assert self.pooling is not None, "a layer without entries"
         own = self.pooling.width
         kv = self.pooling(raw[..., :own], numbers)
-        return Entries(
+        return CompressedKv(
             kv,
             self.index_pooling(raw[..., own:], numbers) if self.index_pooling else kv[:, :0],
             numbers,
         )
 
-    def chosen(
+    def select(
         self, inputs: CompressedInputs, positions: Tensor, index: Tensor, numbers: Tensor
     ) -> Tensor:
         """Places in the last dimension of `numbers` of the entries that score highest for each
         token, int64 [T, topk]; those that a token does not see come last."""
         products = (inputs.index_q.float() @ index.float().mT).relu_()
         scores = (inputs.index_weights[:, None] @ products)[:, 0]
-        return largest(
+        return topk_columns(
             scores, ~self._ended(positions, numbers), self.topk, numbers if self.in_order else None
         )
 
     def _ended(self, positions: Tensor, numbers: Tensor) -> Tensor:
         return numbers < (positions[:, None] + 1) // self.rate
 
-    def attended(
+    def attend(
         self,
         inputs: CompressedInputs,
         positions: Tensor,
         recent: Tensor,
         places: Tensor,
-        entries: Entries,
+        entries: CompressedKv,
     ) -> Tensor:
         """Tokens at positions int64 [T] over recent kv [S, D], or [T, S, D] of each, that stand at
         places int64 [S] or [T, S], and over entries -> [T, heads, D]. A place below 0 is
@@ -155,18 +155,18 @@ class CompressedAttention:
         step, out = max(1, _SCORES // (count * inputs.q.shape[1])), []
         for first in range(0, len(positions), step):
             rows = slice(first, first + step)
-            seen = Entries(*(side[rows] for side in entries)) if own else entries
+            seen = CompressedKv(*(side[rows] for side in entries)) if own else entries
             keys, at = (recent[rows], places[rows]) if own else (recent, places)
-            out.append(self._attended(inputs.part(rows), positions[rows], keys, at, seen))
+            out.append(self._attend(inputs.part(rows), positions[rows], keys, at, seen))
         return torch.cat(out)
 
-    def _attended(
+    def _attend(
         self,
         inputs: CompressedInputs,
         positions: Tensor,
         recent: Tensor,
         places: Tensor,
-        entries: Entries,
+        entries: CompressedKv,
     ) -> Tensor:
         distance = positions[:, None] - places
         visible = torch.cat(
@@ -183,7 +183,7 @@ class CompressedAttention:
         shares = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
         return shares.to(keys.dtype) @ keys
 
-    def _seen(self, inputs: CompressedInputs, positions: Tensor, entries: Entries) -> Tensor:
+    def _seen(self, inputs: CompressedInputs, positions: Tensor, entries: CompressedKv) -> Tensor:
         """Which entries each token sees, bool [T, E]."""
         count = entries.kv.shape[-2]
         if not count:
@@ -191,17 +191,17 @@ class CompressedAttention:
         seen = self._ended(positions, entries.numbers)
         if self.index_pooling is None or count <= self.topk:
             return seen
-        places = self.chosen(inputs, positions, entries.keys, entries.numbers)
+        places = self.select(inputs, positions, entries.keys, entries.numbers)
         return seen & torch.zeros_like(seen).scatter_(1, places, True)
 
 
-def number_of(layer: int, part: int) -> int:
+def buffer_index(layer: int, part: int) -> int:
     """Of what a layer keeps of a sequence's last tokens: part 0 are keys, part 1 is what goes into
     entries."""
     return 2 * layer + part
 
 
-def turned(x: Tensor, by: Rope, positions: Tensor, back: bool = False) -> Tensor:
+def rotate_last(x: Tensor, by: Rope, positions: Tensor, back: bool = False) -> Tensor:
     """x [T, heads, D] with its last `by.dim` channels turned by the angles of positions [T], or
     back."""
     cos, sin = by.cos_sin(positions)
@@ -212,18 +212,18 @@ def turned(x: Tensor, by: Rope, positions: Tensor, back: bool = False) -> Tensor
     return torch.cat((x[..., : -by.dim], last), dim=-1)
 
 
-def attend_text(inputs: CompressedInputs, attention: CompressedAttention) -> Tensor:
+def attend_full_sequence(inputs: CompressedInputs, attention: CompressedAttention) -> Tensor:
     """A whole sequence: -> [T, heads, D]."""
     positions = torch.arange(len(inputs.kv), device=inputs.kv.device)
-    entries = new_entries(inputs.raw, 0, 0, len(positions), attention)
-    return replace(attention, in_order=False).attended(
+    entries = compress_groups(inputs.raw, 0, 0, len(positions), attention)
+    return replace(attention, in_order=False).attend(
         inputs, positions, inputs.kv, positions, entries
     )
 
 
-def new_entries(
+def compress_groups(
     raw: Tensor, first: int, start: int, stop: int, attention: CompressedAttention
-) -> Entries:
+) -> CompressedKv:
     """The entries whose groups end among the tokens start .. stop - 1. raw [n, C]: of the tokens
     first .. stop - 1, all that they need."""
     rate = attention.rate
@@ -233,7 +233,7 @@ def new_entries(
         else torch.zeros(0, dtype=torch.int64, device=raw.device)
     )
     if not len(numbers):
-        return Entries(
+        return CompressedKv(
             raw.new_zeros(0, _dim(attention.pooling)),
             raw.new_zeros(0, _dim(attention.index_pooling)),
             numbers,
@@ -243,14 +243,14 @@ def new_entries(
     at = (
         (numbers[:, None] + 1) * rate - reach + torch.arange(reach, device=raw.device) - first
     ).clamp(min=0)
-    return attention.pooled(raw[at], numbers)
+    return attention.compress(raw[at], numbers)
 
 
 def _dim(pooling: Pooling | None) -> int:
     return 0 if pooling is None else pooling.gain.shape[0]
 
 
-def scored(x: Tensor, gate: Tensor, heads: int, dim: int) -> Tensor:
+def indexer_weights(x: Tensor, gate: Tensor, heads: int, dim: int) -> Tensor:
     """What the indexer's heads count for each token, with every constant factor, float32 [T,
     heads]."""
     return F.linear(x.float(), gate) * (heads * dim) ** -0.5

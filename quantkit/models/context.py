@@ -17,12 +17,27 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantkit.common.errors import QuantkitError
-from quantkit.models.compressed_attention import CompressedAttention, CompressedInputs, attend_text
+from quantkit.models.compressed_attention import (
+    CompressedAttention,
+    CompressedInputs,
+    attend_full_sequence,
+)
 from quantkit.models.delta_rule import DeltaInputs, DeltaWeights, attend_sequence
-from quantkit.models.latent_window import LatentWindow, Seen, attend_seen, within
+from quantkit.models.latent_window import (
+    LatentWindow,
+    VisibleTokens,
+    attend_latent_window,
+    window_mask,
+)
 from quantkit.models.rope import Rope
-from quantkit.models.short_conv import convolved
-from quantkit.models.sparse import IndexInputs, Selected, attend_selected, choose, joined
+from quantkit.models.short_conv import short_convolve
+from quantkit.models.sparse import (
+    IndexerInputs,
+    Selected,
+    attend_selected,
+    concat_selected,
+    select_topk,
+)
 from quantkit.models.weights import LinearOp, PrologOp
 
 
@@ -43,7 +58,7 @@ class Context(Protocol):
     ) -> Tensor:
         """The first part, and `q_b` of what `store_mla` returns."""
 
-    def select(self, layer: int, inputs: IndexInputs, topk: int) -> None:
+    def select(self, layer: int, inputs: IndexerInputs, topk: int) -> None:
         """Sparse attention, between the parts: keeps the index keys, and finds for each token the
         `topk` of its sequence, up to itself, that score highest, for `attend_mla` until it is
         called again."""
@@ -55,7 +70,7 @@ class Context(Protocol):
         nope + v, kv_lora]. -> [T, heads, v].
         topk: only so many tokens are seen, those that `select` found last; 0 for all."""
 
-    def attend_seen(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
+    def attend_latent_window(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
         """As `attend_mla`, over a part of the tokens, and learned ones: q [T, heads, nope +
         rope.dim] -> [T, heads, v]."""
 
@@ -143,7 +158,7 @@ def expand_latents(cached: Tensor, kv_b: Tensor, nope: int) -> tuple[Tensor, Ten
     return torch.cat((k_nope, k_pe[:, None].expand(-1, heads, -1)), dim=-1), v
 
 
-NO_STEPS: Mapping[int, CodeSteps] = {}
+NO_CODE_SCALES: Mapping[int, CodeSteps] = {}
 
 
 def cached_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -165,7 +180,7 @@ class CausalContext(Positions):
         seq_lens: list[int],
         device: torch.device | str = "cpu",
         codes: torch.dtype | None = None,
-        steps: Mapping[int, CodeSteps] = NO_STEPS,
+        steps: Mapping[int, CodeSteps] = NO_CODE_SCALES,
     ) -> None:
         super().__init__(torch.cat([torch.arange(n, device=device) for n in seq_lens]))
         self.seq_lens, self.codes, self.steps = seq_lens, codes, steps
@@ -189,17 +204,17 @@ class CausalContext(Positions):
     ) -> Tensor:
         return q_b(self.store_mla(layer, qkv_a, norms, rope))
 
-    def select(self, layer: int, inputs: IndexInputs, topk: int) -> None:
+    def select(self, layer: int, inputs: IndexerInputs, topk: int) -> None:
         self.selected, parts, start = None, [], 0
         if max(self.seq_lens) <= topk:
             return
         for length in self.seq_lens:
             part = slice(start, start + length)
-            own = IndexInputs(*(side[part] for side in inputs))
-            places, counts = choose(own, self.positions[part], topk, own.keys, in_order=False)
+            own = IndexerInputs(*(side[part] for side in inputs))
+            places, counts = select_topk(own, self.positions[part], topk, own.keys, in_order=False)
             parts.append((places + start, counts))
             start += length
-        self.selected = joined(parts)
+        self.selected = concat_selected(parts)
 
     def attend_mla(
         self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0
@@ -219,24 +234,24 @@ class CausalContext(Positions):
         k, v = expand_latents(self.stored[:, 0], kv_b, q.shape[2] - rope.dim)
         return self.attend(q, k, v, scale)
 
-    def attend_seen(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
+    def attend_latent_window(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
         q = self.rotate_last(attention.rope, q)
         if self.selected is not None and 0 < attention.topk < max(self.seq_lens):
-            return attend_seen(q, self.stored, self.selected.seen, attention)
+            return attend_latent_window(q, self.stored, self.selected.visible, attention)
         out, start = [], 0
         for length in self.seq_lens:
             slots = torch.arange(start, start + length, device=q.device)
-            seen = Seen(
-                slots, within(self.positions[slots], self.positions[slots], attention.window)
+            seen = VisibleTokens(
+                slots, window_mask(self.positions[slots], self.positions[slots], attention.window)
             )
-            out.append(attend_seen(q[slots], self.stored, seen, attention))
+            out.append(attend_latent_window(q[slots], self.stored, seen, attention))
             start += length
         return torch.cat(out)
 
     def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
         parts = zip(x.split(self.seq_lens), self.positions.split(self.seq_lens))
         return torch.cat(
-            [convolved(own, positions, own.float(), kernel) for own, positions in parts]
+            [short_convolve(own, positions, own.float(), kernel) for own, positions in parts]
         )
 
     def store_gqa(
@@ -264,7 +279,7 @@ class CausalContext(Positions):
         self, layer: int, inputs: CompressedInputs, attention: CompressedAttention
     ) -> Tensor:
         parts = zip(*(side.split(self.seq_lens) for side in inputs))
-        return torch.cat([attend_text(CompressedInputs(*one), attention) for one in parts])
+        return torch.cat([attend_full_sequence(CompressedInputs(*one), attention) for one in parts])
 
     def attend_delta(self, layer: int, inputs: DeltaInputs, weights: DeltaWeights) -> Tensor:
         empty, parts = (

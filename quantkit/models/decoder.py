@@ -90,25 +90,25 @@ class DecoderLayer:
     def feed_forward(self, hidden: Tensor, context: Context) -> Tensor:
         """The MLP or expert half, residual included: hidden [T, H] -> [T, H]. It is the same for
         every context."""
-        return self.with_sum(hidden, self.summed(hidden, context), context)
+        return self.add_mlp_output(hidden, self.mlp_output(hidden, context), context)
 
-    def summed(self, hidden: Tensor, context: Context) -> Tensor:
+    def mlp_output(self, hidden: Tensor, context: Context) -> Tensor:
         """What the MLP, or the experts together, make of hidden [T, H]: [T, H]."""
-        return self.mlp_sum(rms_norm(hidden, self.mlp_norm, self.eps))
+        return self.mlp_reduced(rms_norm(hidden, self.mlp_norm, self.eps))
 
-    def with_sum(self, hidden: Tensor, summed: Tensor, context: Context) -> Tensor:
-        """The hidden states after the half, from those before it and what `summed` gave."""
-        return hidden + self.as_added(summed)
+    def add_mlp_output(self, hidden: Tensor, summed: Tensor, context: Context) -> Tensor:
+        """The hidden states after the half, from those before it and what `mlp_output` gave."""
+        return hidden + self.post_mlp(summed)
 
     def attention_output(self, normed: Tensor, context: Context) -> Tensor:
         """What the attention half adds to the residual stream."""
         return self.all_reduce(self.attention(normed, context))
 
-    def as_added(self, summed: Tensor) -> Tensor:
+    def post_mlp(self, summed: Tensor) -> Tensor:
         """What is added of what the MLP or the experts make."""
         return summed
 
-    def mlp_sum(self, normed: Tensor) -> Tensor:
+    def mlp_reduced(self, normed: Tensor) -> Tensor:
         """What the MLP, or the experts together, make: all that is added, or what a norm behind the
         experts reads."""
         return self.all_reduce(self.mlp(normed))
@@ -140,25 +140,25 @@ class Model:
         ]
         self.norm = gain_of(weights, f"{norm}.weight", norm_offset)
         self.head = weights.linear(head)
-        self.read_at: tuple[int, ...] = ()
+        self.aux_layers: tuple[int, ...] = ()
         """Layers whose inputs are handed out behind the hidden states, side by side: a head of
         EAGLE-3 reads them."""
 
     @property
     def width(self) -> int:
         """Values of a token that `__call__` returns."""
-        return self.embedding.shape[1] * (1 + len(self.read_at))
+        return self.embedding.shape[1] * (1 + len(self.aux_layers))
 
     @by_own_backend
     def __call__(self, token_ids: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
-        """token_ids [T] -> hidden [T, H] after the final norm, and what `read_at` asks for, [T,
+        """token_ids [T] -> hidden [T, H] after the final norm, and what `aux_layers` asks for, [T,
         width]; rows int64 [R]: of these tokens."""
         residual = embedded(token_ids, self.embedding)
         normed = rms_norm(residual, self.layers[0].input_norm, self.config.rms_norm_eps)
         next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         read: list[Tensor] = []
         for number, (layer, next_norm) in enumerate(zip(self.layers, next_norms)):
-            if number in self.read_at:
+            if number in self.aux_layers:
                 read.append(
                     residual.clone() if rows is None else residual[rows]
                 )  # operators may add to it in place

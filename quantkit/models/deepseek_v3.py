@@ -41,7 +41,7 @@ from quantkit.models.rope import Rope
 from quantkit.models.table import Block, Parameter, Projection, Role, ScaleGroup, Split, ValueHeads
 from quantkit.models.weights import Weights
 
-ELSEWHERE = AnyOf(
+FALLBACK = AnyOf(
     (
         NullField("q_lora_rank", ".q_a_proj."),
         TrueFields(("attention_bias", "tie_word_embeddings")),

@@ -48,7 +48,7 @@ class DeltaNet:
         keys = self.key_heads * self.key_dim
         return keys, keys, self.value_heads * self.value_dim
 
-    def places_of_others(self, num_layers: int) -> dict[int, int]:
+    def attention_layer_places(self, num_layers: int) -> dict[int, int]:
         """Layers without it, numbered."""
         return {
             layer: number for number, layer in enumerate(sorted({*range(num_layers)} - self.layers))
@@ -61,13 +61,13 @@ class DeltaNet:
             sorted(self.layers), (recent, (self.value_heads // ranks, self.key_dim, self.value_dim))
         )
 
-    def held_bytes(self, ranks: int = 1) -> int:
+    def state_bytes(self, ranks: int = 1) -> int:
         """Of one sequence over all layers on one rank: each state twice, with the number of tokens
         that it is of."""
-        return held_bytes(self.state_shapes(ranks))
+        return state_bytes(self.state_shapes(ranks))
 
 
-def held_bytes(shapes: StateShapes) -> int:
+def state_bytes(shapes: StateShapes) -> int:
     """Of tensors of these shapes, held twice, and the number of tokens that each is of."""
     return 2 * sum(8 + 4 * sum(map(math.prod, own)) for own in shapes.values())
 

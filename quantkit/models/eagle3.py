@@ -97,7 +97,7 @@ class HeadConfig:
         flag = check_flag(config, "norm_before_residual")
         return cls(decoder, sizes["draft_vocab_size"], sizes["target_hidden_size"], flag, depths)
 
-    def read_at(self, layers: int) -> tuple[int, ...]:
+    def aux_layers(self, layers: int) -> tuple[int, ...]:
         """Layers of a model of so many whose inputs are read."""
         return self.depths or (2, layers // 2, layers - 3)
 

@@ -23,7 +23,7 @@ from quantkit.models.sliding_window import refuse_windows
 from quantkit.models.table import Parameter
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
-ELSEWHERE = GatesAndLengths()
+FALLBACK = GatesAndLengths()
 
 _TURNED = 0.5
 """transformers' own partial_rotary_factor, where config.json leaves it out."""

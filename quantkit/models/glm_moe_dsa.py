@@ -39,7 +39,7 @@ class Config(deepseek_v32.Config):
         return True
 
     @property
-    def longest_alone(self) -> int | None:
+    def max_independent_tokens(self) -> int | None:
         return self.index_topk if _SHARED in self.indexer_types else None
 
     def has_indexer(self, layer: int) -> bool:

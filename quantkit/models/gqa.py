@@ -30,7 +30,7 @@ from quantkit.models.decoder import gain_of
 from quantkit.models.delta_net import GatedDeltaNet, delta_parameters, delta_scale_groups
 from quantkit.models.delta_rule import DeltaNet
 from quantkit.models.mlp import (
-    PLAIN_MIXTURE,
+    DEFAULT_MIXTURE,
     MixtureNames,
     Mlp,
     MoeMlp,
@@ -80,7 +80,7 @@ class Config(ConfigDefaults):
     sinks: Annotated[bool, DECIDED] = False
     windows: Annotated[tuple[int, ...], DECIDED] = ()
     routing: Annotated[Routing | None, DECIDED] = None
-    mixture: Annotated[MixtureNames, DECIDED] = PLAIN_MIXTURE
+    mixture: Annotated[MixtureNames, DECIDED] = DEFAULT_MIXTURE
     mixture_module: Annotated[str, DECIDED] = "mlp"
     moe_intermediate_size: CountOrNone = 0
     shared_width: Annotated[int, DECIDED] = 0
@@ -89,7 +89,7 @@ class Config(ConfigDefaults):
     recurrent: Annotated[DeltaNet | None, DECIDED] = None
     output_gate: Annotated[bool, DECIDED] = False
     norm_offset: Annotated[float, DECIDED] = 0.0
-    copied: Annotated[tuple[str, ...], DECIDED] = ()
+    copied_prefixes: Annotated[tuple[str, ...], DECIDED] = ()
 
     def __post_init__(self) -> None:
         check_divides("num_key_value_heads", "num_attention_heads", self)
@@ -109,7 +109,7 @@ class Config(ConfigDefaults):
         )
 
     @property
-    def never_cut(self) -> dict[str, int]:
+    def tp_units(self) -> dict[str, int]:
         heads = {"num_attention_heads": self.num_attention_heads}
         return (
             heads

@@ -1,5 +1,5 @@
 """Configs of an architecture that its file does not compute, and transformers does. The file says
-so, in `ELSEWHERE`."""
+so, in `FALLBACK`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -90,4 +90,4 @@ class AnyOf:
             part.check_stored(config, names)
 
 
-Elsewhere = NullField | GatesAndLengths | AnyOf
+HfFallback = NullField | GatesAndLengths | AnyOf

@@ -108,4 +108,4 @@ def parameters(config: Config) -> list[Parameter]:
 class MtpLayer(mtp.MtpLayer):
     layer_class = DecoderLayer
     final_norm = "final_layernorm"
-    shares = True
+    shares_embedding = True

@@ -30,7 +30,7 @@ none counts among the streams' values."""
 
 
 @dataclass(frozen=True)
-class StreamNames:
+class HyperConnectionNames:
     """What an architecture calls the three tensors of a hyper-connection, behind its own name.
     gain: of the norm over all streams, None for
     one without. end: the one behind the last layer, whose base and scale have `at_end` behind their
@@ -45,7 +45,7 @@ class StreamNames:
 
 
 @dataclass(frozen=True)
-class StreamSizes:
+class HyperConnectionSizes:
     """steps: of Sinkhorn; eps: added in these, and to what streams count; norm_eps: of the norm
     over all streams."""
 
@@ -54,10 +54,10 @@ class StreamSizes:
     steps: int
     eps: float
     norm_eps: float
-    names: StreamNames = StreamNames()
+    names: HyperConnectionNames = HyperConnectionNames()
 
 
-class StreamWeights(NamedTuple):
+class HyperConnectionWeights(NamedTuple):
     """post [T, n]: what a half's output counts in each stream. mixing [T, n, n]: stream j
     afterwards is the sum over i of mixing[i, j] times stream i."""
 
@@ -65,7 +65,9 @@ class StreamWeights(NamedTuple):
     mixing: Tensor
 
 
-def stream_parameters(sizes: StreamSizes, prefix: str, layer: int, block: Block) -> list[Parameter]:
+def hyper_connection_parameters(
+    sizes: HyperConnectionSizes, prefix: str, layer: int, block: Block
+) -> list[Parameter]:
     """Every tensor of one hyper-connection. block: of the layer's half; the router's stands for
     experts."""
     rows, names = (2 + sizes.count) * sizes.count, sizes.names
@@ -76,14 +78,12 @@ def stream_parameters(sizes: StreamSizes, prefix: str, layer: int, block: Block)
     } | _gain_shape(sizes)
     late = block == "router"
     return [
-        Parameter(
-            f"{prefix}{name}", shape, "streams", layer=layer, block=block, behind_experts=late
-        )
+        Parameter(f"{prefix}{name}", shape, "streams", layer=layer, block=block, after_experts=late)
         for name, shape in shapes.items()
     ]
 
 
-def end_parameters(sizes: StreamSizes) -> list[Parameter]:
+def merge_parameters(sizes: HyperConnectionSizes) -> list[Parameter]:
     """Every tensor of what ends the streams."""
     n, names = sizes.count, sizes.names
     shapes = {
@@ -97,21 +97,21 @@ def end_parameters(sizes: StreamSizes) -> list[Parameter]:
     ]
 
 
-def _gain_shape(sizes: StreamSizes) -> dict[str, tuple[int, ...]]:
+def _gain_shape(sizes: HyperConnectionSizes) -> dict[str, tuple[int, ...]]:
     return {sizes.names.gain: (sizes.count * sizes.hidden,)} if sizes.names.gain else {}
 
 
 class HyperConnection:
     """Of one half of a layer."""
 
-    def __init__(self, sizes: StreamSizes, prefix: str, weights: Weights) -> None:
+    def __init__(self, sizes: HyperConnectionSizes, prefix: str, weights: Weights) -> None:
         self.sizes, names = sizes, sizes.names
         self.fn = _product(sizes, prefix, weights)
         self.base, self.scale = (
             weights.tensor(f"{prefix}{name}").float() for name in (names.base, names.scale)
         )
 
-    def __call__(self, streams: Tensor) -> tuple[Tensor, StreamWeights]:
+    def __call__(self, streams: Tensor) -> tuple[Tensor, HyperConnectionWeights]:
         """streams [T, n, H] -> the half's input [T, H], and what `joined` wants."""
         n, eps = self.sizes.count, self.sizes.eps
         made = F.linear(_normed(streams, self.sizes.norm_eps), self.fn)
@@ -124,13 +124,13 @@ class HyperConnection:
         for _ in range(self.sizes.steps - 1):
             mixing = mixing / (mixing.sum(dim=-1, keepdim=True) + eps)
             mixing = mixing / (mixing.sum(dim=-2, keepdim=True) + eps)
-        return _collapsed(streams, pre), StreamWeights(post, mixing)
+        return _collapsed(streams, pre), HyperConnectionWeights(post, mixing)
 
 
-class StreamsEnd:
+class StreamMerge:
     """Behind the last layer: the streams' sum, weighed."""
 
-    def __init__(self, sizes: StreamSizes, weights: Weights) -> None:
+    def __init__(self, sizes: HyperConnectionSizes, weights: Weights) -> None:
         self.sizes, names = sizes, sizes.names
         self.fn = _product(sizes, names.end, weights)
         self.base, self.scale = (
@@ -144,33 +144,33 @@ class StreamsEnd:
         return _collapsed(streams, torch.sigmoid(made * self.scale + self.base) + self.sizes.eps)
 
 
-def joined(streams: Tensor, output: Tensor, weights: StreamWeights) -> Tensor:
+def joined(streams: Tensor, output: Tensor, weights: HyperConnectionWeights) -> Tensor:
     """streams [T, n, H] before a half and its output [T, H] -> the streams after it."""
     mixed = weights.mixing.to(streams.dtype).transpose(-1, -2) @ streams
     return weights.post.to(streams.dtype)[..., None] * output[:, None] + mixed
 
 
-def begun(embedded: Tensor, count: int) -> Tensor:
+def expand_streams(embedded: Tensor, count: int) -> Tensor:
     """embedded [T, H] -> the streams of the first layer [T, n, H]."""
     return embedded[:, None].expand(-1, count, -1).contiguous()
 
 
-def packed(streams: Tensor, token_ids: Tensor) -> Tensor:
+def pack_streams(streams: Tensor, token_ids: Tensor) -> Tensor:
     """Streams and ids of the tokens as hidden states between sublayers, float32 [T, n H + 1]."""
     return torch.cat((streams.flatten(1).float(), token_ids[:, None].float() * _ID_SCALE), dim=-1)
 
 
-def unpacked(hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def unpack_streams(hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The streams [T, n, H] and token ids int64 [T] of `packed` ones."""
     return hidden[:, :-1].unflatten(-1, (count, -1)), (hidden[:, -1] / _ID_SCALE).round().long()
 
 
-def repacked(hidden: Tensor, streams: Tensor) -> Tensor:
+def repack_streams(hidden: Tensor, streams: Tensor) -> Tensor:
     """`hidden`, as `packed` made it, with other streams [T, n, H]."""
     return torch.cat((streams.flatten(1), hidden[:, -1:]), dim=-1)
 
 
-def _product(sizes: StreamSizes, prefix: str, weights: Weights) -> Tensor:
+def _product(sizes: HyperConnectionSizes, prefix: str, weights: Weights) -> Tensor:
     """What the normed streams are multiplied by, float32 [rows, n H], the norm's gain in it."""
     fn = weights.tensor(f"{prefix}{sizes.names.fn}").float()
     return fn * weights.tensor(f"{prefix}{sizes.names.gain}").float() if sizes.names.gain else fn
@@ -186,9 +186,9 @@ def _collapsed(streams: Tensor, counts: Tensor) -> Tensor:
     return (counts[..., None] * streams).sum(dim=1).to(streams.dtype)
 
 
-class StreamsConfig(decoder.StackConfig, Protocol):
+class HyperConnectionStackConfig(decoder.StackConfig, Protocol):
     @property
-    def streams(self) -> StreamSizes: ...
+    def streams(self) -> HyperConnectionSizes: ...
 
 
 class LayerNames(NamedTuple):
@@ -200,11 +200,11 @@ class LayerNames(NamedTuple):
     mlp_norm: str
 
 
-class StreamsLayer(decoder.DecoderLayer):
+class HyperConnectionLayer(decoder.DecoderLayer):
     def __init__(
         self,
         prefix: str,
-        sizes: StreamSizes,
+        sizes: HyperConnectionSizes,
         weights: Weights,
         attention: Callable[[Tensor, Context], Tensor],
         mlp: Mlp | MoeMlp,
@@ -242,20 +242,20 @@ class StreamsLayer(decoder.DecoderLayer):
         return normed, self._joined(streams, self._summed(streams, normed))
 
     def attend(self, hidden: Tensor, context: Context) -> Tensor:
-        streams, _ = unpacked(hidden, self.count)
-        return repacked(hidden, self._attend(streams, context))
+        streams, _ = unpack_streams(hidden, self.count)
+        return repack_streams(hidden, self._attend(streams, context))
 
-    def summed(self, hidden: Tensor, context: Context) -> Tensor:
-        return self._summed(*unpacked(hidden, self.count))
+    def mlp_output(self, hidden: Tensor, context: Context) -> Tensor:
+        return self._summed(*unpack_streams(hidden, self.count))
 
-    def with_sum(self, hidden: Tensor, summed: Tensor, context: Context) -> Tensor:
-        streams, _ = unpacked(hidden, self.count)
-        return repacked(hidden, self._joined(streams, summed))
+    def add_mlp_output(self, hidden: Tensor, summed: Tensor, context: Context) -> Tensor:
+        streams, _ = unpack_streams(hidden, self.count)
+        return repack_streams(hidden, self._joined(streams, summed))
 
     def made(self, normed: Tensor, token_ids: Tensor) -> Tensor:
         """What the MLP, or the experts together, make of normed [T, H], the tokens' ids int64 [T]
         beside it."""
-        return self.mlp_sum(normed)
+        return self.mlp_reduced(normed)
 
     def ended(self, streams: Tensor) -> Tensor:
         """The streams [T, n, H] as the layer leaves them."""
@@ -273,16 +273,16 @@ class StreamsLayer(decoder.DecoderLayer):
         return self.made(rms_norm(self.before_mlp(streams)[0], self.mlp_norm, self.eps), token_ids)
 
     def _joined(self, streams: Tensor, summed: Tensor) -> Tensor:
-        return self.ended(joined(streams, self.as_added(summed), self.before_mlp(streams)[1]))
+        return self.ended(joined(streams, self.post_mlp(summed), self.before_mlp(streams)[1]))
 
 
-class StreamsModel(decoder.Model):
-    num_handed: ClassVar[int] = 0
+class HyperConnectionModel(decoder.Model):
+    num_mtp_vectors: ClassVar[int] = 0
     """Vectors of hidden_size that an MTP layer reads of a token; 0 for all streams."""
 
     def __init__(
         self,
-        config: StreamsConfig,
+        config: HyperConnectionStackConfig,
         weights: Weights,
         head: str = "lm_head",
         *,
@@ -290,20 +290,22 @@ class StreamsModel(decoder.Model):
         norm: str = "model.norm",
     ) -> None:
         super().__init__(config, weights, head, embedding=embedding, norm=norm)
-        self.end, self.count = StreamsEnd(config.streams, weights), config.streams.count
-        self.hands_on = False
+        self.end, self.count = StreamMerge(config.streams, weights), config.streams.count
+        self.outputs_mtp_input = False
         """Whether what an MTP layer reads is handed out behind the hidden states, side by side."""
 
     @property
     def width(self) -> int:
         """As `decoder.Model.width`."""
-        return self.embedding.shape[1] * (1 + self.hands_on * (self.num_handed or self.count))
+        return self.embedding.shape[1] * (
+            1 + self.outputs_mtp_input * (self.num_mtp_vectors or self.count)
+        )
 
     @by_own_backend
     def __call__(self, token_ids: Tensor, context: Context, rows: Tensor | None = None) -> Tensor:
         """token_ids [T] -> hidden [T, H] after the final norm, and what is handed on, [T, width];
         rows int64 [R]: of these tokens."""
-        streams = begun(F.embedding(token_ids, self.embedding), self.count)
+        streams = expand_streams(F.embedding(token_ids, self.embedding), self.count)
         for layer in self.layers:
             _, streams = layer(
                 token_ids, streams, context, self.norm, rows if layer is self.layers[-1] else None
@@ -311,7 +313,9 @@ class StreamsModel(decoder.Model):
         merged = self.end(streams)
         normed = rms_norm(merged, self.norm, self.config.rms_norm_eps)
         return (
-            torch.cat((normed, self.handed(streams, merged)), dim=-1) if self.hands_on else normed
+            torch.cat((normed, self.handed(streams, merged)), dim=-1)
+            if self.outputs_mtp_input
+            else normed
         )
 
     def handed(self, streams: Tensor, merged: Tensor) -> Tensor:
@@ -320,16 +324,16 @@ class StreamsModel(decoder.Model):
         return streams.flatten(1)
 
 
-class StreamsMtpConfig(MtpStackConfig, Protocol):
+class HyperConnectionMtpConfig(MtpStackConfig, Protocol):
     @property
-    def streams(self) -> StreamSizes: ...
+    def streams(self) -> HyperConnectionSizes: ...
 
     def prefix(self, layer: int) -> str:
         """What the names of a layer's tensors begin with."""
 
 
 def mtp_parameters(
-    sizes: StreamSizes, prefix: str, layer: int, block: Iterable[Parameter]
+    sizes: HyperConnectionSizes, prefix: str, layer: int, block: Iterable[Parameter]
 ) -> list[Parameter]:
     """Every tensor of one MTP layer. block: those of its decoder layer."""
     h = sizes.hidden
@@ -339,13 +343,13 @@ def mtp_parameters(
         Parameter(f"{prefix}.e_proj.weight", (h, h), "mtp_proj", "gathered", layer=layer),
         Parameter(f"{prefix}.h_proj.weight", (h, h), "mtp_proj", "gathered", layer=layer),
         *block,
-        *(replace(row, layer=layer) for row in end_parameters(_ended_at(sizes, prefix))),
+        *(replace(row, layer=layer) for row in merge_parameters(_ended_at(sizes, prefix))),
         Parameter(f"{prefix}.norm.weight", (h,), "norm", layer=layer),
     ]
     return [replace(row, mtp=True) for row in rows]
 
 
-def _ended_at(sizes: StreamSizes, prefix: str) -> StreamSizes:
+def _ended_at(sizes: HyperConnectionSizes, prefix: str) -> HyperConnectionSizes:
     return replace(sizes, names=replace(sizes.names, end=f"{prefix}.{sizes.names.end}"))
 
 
@@ -357,7 +361,7 @@ class MtpLayer:
     backend: str = "auto"
     """As `decoder.Model` has it."""
 
-    def __init__(self, config: StreamsMtpConfig, weights: Weights, index: int = 0) -> None:
+    def __init__(self, config: HyperConnectionMtpConfig, weights: Weights, index: int = 0) -> None:
         layer = config.num_hidden_layers + index
         p = config.prefix(layer)
         self.eps, self.count, self.hidden_size = (
@@ -372,13 +376,13 @@ class MtpLayer:
         self.embedding: Tensor
         self.head: LinearOp
         self.block: DecoderLayer = self.layer_class(config, layer, weights)
-        self.end = StreamsEnd(_ended_at(config.streams, p), weights)
+        self.end = StreamMerge(_ended_at(config.streams, p), weights)
 
     def follow(self, model: Model) -> None:
         """Share the main model's embedding and head, and have it hand out its streams behind its
         hidden states."""
-        assert isinstance(model, StreamsModel), "a layer behind streams"
-        self.embedding, self.head, model.hands_on = model.embedding, model.head, True
+        assert isinstance(model, HyperConnectionModel), "a layer behind streams"
+        self.embedding, self.head, model.outputs_mtp_input = model.embedding, model.head, True
 
     def inputs(self, next_token_ids: Tensor, hidden: Tensor) -> Tensor:
         """next_token_ids [T], hidden [T, n H]: the main model's streams -> the block's, [T, n

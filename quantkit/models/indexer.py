@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from quantkit.models.context import Context
 from quantkit.models.rope import Rope
-from quantkit.models.sparse import IndexInputs
+from quantkit.models.sparse import IndexerInputs
 from quantkit.models.table import Parameter, ScaleGroup
 from quantkit.models.weights import Weights
 
@@ -82,7 +82,9 @@ class Indexer:
         keys = self._turned(normed.to(x.dtype)[:, None], context)[:, 0]
         weights = F.linear(x.float(), self.gate) * (heads * dim) ** -0.5
         context.select(
-            self.layer, IndexInputs(self._turned(queries, context), keys, weights), self.sizes.topk
+            self.layer,
+            IndexerInputs(self._turned(queries, context), keys, weights),
+            self.sizes.topk,
         )
 
     def _turned(self, x: Tensor, context: Context) -> Tensor:

@@ -8,7 +8,7 @@ from quantkit.models import deepseek_v3
 from quantkit.models.config import refusal
 from quantkit.models.deepseek_v3 import MtpLayer
 from quantkit.models.table import Parameter, ScaleGroup
-from quantkit.models.text_submodel import InnerWeights, renamed_groups, renamed_rows
+from quantkit.models.text_submodel import RenamedWeights, rename_groups, rename_rows
 from quantkit.models.weights import Weights
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
@@ -32,25 +32,25 @@ class Config(deepseek_v3.Config):
         return cls(**vars(made))
 
     @property
-    def copied(self) -> tuple[str, ...]:
+    def copied_prefixes(self) -> tuple[str, ...]:
         return "vision_tower.", "mm_projector.", "multi_modal_projector."
 
 
 def parameters(config: Config) -> list[Parameter]:
     """The text model's tensors in the order a forward pass meets them."""
-    return renamed_rows(deepseek_v3.parameters(config), _rename)
+    return rename_rows(deepseek_v3.parameters(config), _rename)
 
 
 def scale_groups(config: Config, layer: int) -> list[ScaleGroup]:
     """Kimi-K2's groups."""
-    return renamed_groups(deepseek_v3.scale_groups(config, layer), _rename)
+    return rename_groups(deepseek_v3.scale_groups(config, layer), _rename)
 
 
 class DecoderLayer(deepseek_v3.DecoderLayer):
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
-        super().__init__(config, layer, InnerWeights(weights, _rename))
+        super().__init__(config, layer, RenamedWeights(weights, _rename))
 
 
 class Model(deepseek_v3.Model):
     def __init__(self, config: Config, weights: Weights) -> None:
-        super().__init__(config, InnerWeights(weights, _rename))
+        super().__init__(config, RenamedWeights(weights, _rename))

@@ -32,7 +32,7 @@ class LatentWindow(NamedTuple):
     window: int = 0
 
 
-class Seen(NamedTuple):
+class VisibleTokens(NamedTuple):
     """What T tokens read: slots int64 [S] of all of them or [T, S] of each, places in a cache whose
     blocks lie one after the other;
     mask bool [T, S]: which of these each sees."""
@@ -41,7 +41,7 @@ class Seen(NamedTuple):
     mask: Tensor
 
 
-def within(positions: Tensor, at: Tensor, window: int) -> Tensor:
+def window_mask(positions: Tensor, at: Tensor, window: int) -> Tensor:
     """Which of the tokens at `at` int64 [S] or [T, S] those at positions [T] see, bool [T, S]: up
     to themselves, and no more than `window` of them; 0 for all."""
     distance = positions[:, None] - at
@@ -49,7 +49,9 @@ def within(positions: Tensor, at: Tensor, window: int) -> Tensor:
     return seen & (distance < window) if window else seen
 
 
-def attend_seen(q: Tensor, cache: Latents, seen: Seen, attention: LatentWindow) -> Tensor:
+def attend_latent_window(
+    q: Tensor, cache: Latents, seen: VisibleTokens, attention: LatentWindow
+) -> Tensor:
     """q [T, heads, N + R], its rotary part turned -> [T, heads, V]."""
     flat, sinks, latent = by_slot(cache), attention.sinks.to(q.dtype), attention.kv_b.shape[2]
     nope = q.shape[2] - attention.rope.dim

@@ -9,7 +9,7 @@ from quantkit.models.hf_fallback import GatesAndLengths
 from quantkit.models.sliding_window import refuse_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
-ELSEWHERE = GatesAndLengths()
+FALLBACK = GatesAndLengths()
 
 
 class Config(gqa.Config):

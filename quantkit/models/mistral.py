@@ -9,7 +9,7 @@ from quantkit.models.hf_fallback import GatesAndLengths
 from quantkit.models.sliding_window import read_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
-ELSEWHERE = GatesAndLengths()
+FALLBACK = GatesAndLengths()
 
 _DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096}
 """transformers' own, where config.json leaves them out; null there means as many as heads, and no

@@ -11,7 +11,7 @@ from quantkit.models.mlp import MixtureNames, MlpNames, read_routing
 from quantkit.models.sliding_window import read_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
-ELSEWHERE = GatesAndLengths()
+FALLBACK = GatesAndLengths()
 
 LINEARS = MlpNames("w1", "w3", "w2")
 MODULE = "block_sparse_moe"

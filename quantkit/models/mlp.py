@@ -52,7 +52,7 @@ class MixtureNames:
     expert_bias: bool = False
 
 
-PLAIN_MIXTURE = MixtureNames()
+DEFAULT_MIXTURE = MixtureNames()
 
 
 def read_routing(
@@ -149,7 +149,7 @@ def moe_parameters(
     *,
     shared_width: int = 0,
     mtp: bool = False,
-    names: MixtureNames = PLAIN_MIXTURE,
+    names: MixtureNames = DEFAULT_MIXTURE,
 ) -> list[Parameter]:
     """A mixture of experts: its router, the routed experts `prefix`.experts.0 .. {experts-1}, the
     shared one."""
@@ -202,7 +202,7 @@ def mlp_scale_groups(
 
 
 def moe_scale_groups(
-    prefix: str, norm: str, experts: int, names: MixtureNames = PLAIN_MIXTURE
+    prefix: str, norm: str, experts: int, names: MixtureNames = DEFAULT_MIXTURE
 ) -> list[ScaleGroup]:
     """norm to the router, the shared expert's and every routed expert's gate and up; up to down in
     each expert whose gating allows it."""
@@ -277,7 +277,7 @@ class MoeMlp:
     """
 
     def __init__(
-        self, routing: Routing, prefix: str, weights: Weights, names: MixtureNames = PLAIN_MIXTURE
+        self, routing: Routing, prefix: str, weights: Weights, names: MixtureNames = DEFAULT_MIXTURE
     ) -> None:
         self.router = weights.tensor(f"{prefix}.{names.router}.weight").float()
         self.bias = weights.tensor(f"{prefix}.{names.bias}").float() if names.bias else None

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.stacked_experts import Stack
 from quantkit.common.errors import QuantkitError
-from quantkit.models.hf_traced.experts import UnknownExperts, experts_modules, look_at_experts
+from quantkit.models.hf_traced.experts import UnsupportedExperts, experts_modules, trace_experts
 
 _MOST = {"num_hidden_layers": 1000} | dict.fromkeys(
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 10_000
@@ -244,8 +244,8 @@ def published_stacks(model: Any) -> Iterator[Stack]:
     for prefix, layer in decoder_stack(model):
         for name, module in experts_modules(layer):
             if any(f"{prefix}.{name}.{key}" in published for key in module._parameters):
-                with suppress(UnknownExperts):
-                    yield from look_at_experts(model, f"{prefix}.{name}", module).stacks
+                with suppress(UnsupportedExperts):
+                    yield from trace_experts(model, f"{prefix}.{name}", module).stacks
 
 
 def published_names(model: Any) -> dict[str, str]:

@@ -83,7 +83,7 @@ class MtpLayer:
 
     layer_class: ClassVar[type[Any]]
     final_norm: ClassVar[str] = FINAL_NORM
-    shares: ClassVar[bool] = False
+    shares_embedding: ClassVar[bool] = False
     """Whether embedding and head are the main model's."""
     reads: MtpReads = "normed"
     backend: str = "auto"
@@ -100,7 +100,7 @@ class MtpLayer:
         self.eh_proj = weights.linear(f"{p}.eh_proj")
         self.block: decoder.DecoderLayer = self.layer_class(config, layer, weights)
         self.norm = weights.tensor(f"{p}.{self.final_norm}.weight")
-        if not self.shares:
+        if not self.shares_embedding:
             self.embedding, self.head = (
                 weights.tensor(f"{p}.embed_tokens.weight"),
                 weights.linear(f"{p}.shared_head.head"),
@@ -109,7 +109,7 @@ class MtpLayer:
     def follow(self, model: decoder.Model) -> None:
         """Share embedding and head where they are the main model's. It reads the hidden states that
         every model hands out."""
-        if self.shares:
+        if self.shares_embedding:
             self.embedding, self.head = model.embedding, model.head
 
     def inputs(self, next_token_ids: Tensor, hidden: Tensor) -> Tensor:

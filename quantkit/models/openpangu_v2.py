@@ -31,10 +31,10 @@ from quantkit.models.config import (
 )
 from quantkit.models.context import Context
 from quantkit.models.hyper_connections import (
-    StreamNames,
-    StreamSizes,
-    end_parameters,
-    stream_parameters,
+    HyperConnectionNames,
+    HyperConnectionSizes,
+    hyper_connection_parameters,
+    merge_parameters,
 )
 from quantkit.models.indexer import Indexer, IndexerSizes, indexer_parameters, with_indexer
 from quantkit.models.latent_window import LatentWindow
@@ -46,7 +46,7 @@ from quantkit.models.weights import Weights
 
 _EPS = 1e-6
 """Of streams, whatever rms_norm_eps is."""
-_STREAMS = StreamNames(
+_STREAMS = HyperConnectionNames(
     ".phi.weight", ".branch_beta", ".branch_alpha", ".norm_gamma", "model.merge_mhc_module", "_pre"
 )
 _ONLY: dict[str, Any] = {
@@ -131,8 +131,8 @@ class Config(pangu_ultra_moe.Config):
         )
 
     @property
-    def streams(self) -> StreamSizes:
-        return StreamSizes(
+    def streams(self) -> HyperConnectionSizes:
+        return HyperConnectionSizes(
             self.mhc_num_stream,
             self.hidden_size,
             self.mhc_recur_norm,
@@ -156,7 +156,7 @@ class Config(pangu_ultra_moe.Config):
         )
 
     @property
-    def copied(self) -> tuple[str, ...]:
+    def copied_prefixes(self) -> tuple[str, ...]:
         return tuple(f"model.layers.{layer}." for layer in mtp.mtp_layers(self))
 
     @property
@@ -213,18 +213,22 @@ def parameters(config: Config) -> list[Parameter]:
     for row in pangu_ultra_moe.parameters(config):
         prefix = f"model.layers.{row.layer}"
         if row.name == "model.norm.weight":
-            rows += end_parameters(streams)
+            rows += merge_parameters(streams)
         elif (
             row.name == f"{prefix}.input_layernorm.weight" and row.layer is not None and not row.mtp
         ):
-            rows += stream_parameters(streams, f"{prefix}.attn_mhc_module", row.layer, "attention")
+            rows += hyper_connection_parameters(
+                streams, f"{prefix}.attn_mhc_module", row.layer, "attention"
+            )
         elif (
             row.name == f"{prefix}.pre_mlp_layernorm.weight"
             and row.layer is not None
             and not row.mtp
         ):
             block: Block = "router" if config.is_moe(row.layer) else "mlp"
-            rows += stream_parameters(streams, f"{prefix}.mlp_mhc_module", row.layer, block)
+            rows += hyper_connection_parameters(
+                streams, f"{prefix}.mlp_mhc_module", row.layer, block
+            )
         rows.append(row)
         if row.projection == "o" and row.layer is not None:
             rows += [replace(one, mtp=row.mtp) for one in _beside_attention(config, row.layer)]
@@ -312,7 +316,7 @@ class Attention(deepseek_v3.Attention):
         attention = LatentWindow(
             self.kv_b, c.rope, c.softmax_scale, self._learned(q), self.topk, self.window
         )
-        attended = context.attend_seen(layer, q, attention).flatten(1)
+        attended = context.attend_latent_window(layer, q, attention).flatten(1)
         return self.o(context.convolve(layer, 1, attended, self.kernels[1]))
 
     def _learned(self, like: Tensor) -> Tensor:
@@ -324,7 +328,7 @@ class Attention(deepseek_v3.Attention):
         return torch.cat((rms_norm(latents, self.norms.k, self.norms.eps), keys), dim=-1)
 
 
-class StreamsDecoderLayer(hyper_connections.StreamsLayer):
+class MainDecoderLayer(hyper_connections.HyperConnectionLayer):
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
         p = f"model.layers.{layer}"
         mlp = (
@@ -349,7 +353,7 @@ class StreamsDecoderLayer(hyper_connections.StreamsLayer):
             super().attention_output(normed, context), self.post_attention_norm, self.eps
         )
 
-    def as_added(self, summed: Tensor) -> Tensor:
+    def post_mlp(self, summed: Tensor) -> Tensor:
         return rms_norm(summed, self.post_mlp_norm, self.eps)
 
     def ended(self, streams: Tensor) -> Tensor:
@@ -358,7 +362,7 @@ class StreamsDecoderLayer(hyper_connections.StreamsLayer):
         return rms_norm(streams.flatten(1), self.end_norm, self.eps).unflatten(1, (self.count, -1))
 
 
-class GuessingLayer(pangu_ultra_moe.DecoderLayer):
+class MtpDecoderLayer(pangu_ultra_moe.DecoderLayer):
     """An MTP layer's: as openPangu-Ultra-MoE has it, around this attention."""
 
     attention_class = Attention
@@ -366,7 +370,7 @@ class GuessingLayer(pangu_ultra_moe.DecoderLayer):
 
 def layer_of(config: Config, layer: int, weights: Weights) -> decoder.DecoderLayer:
     """A layer by number, an MTP layer's behind the others."""
-    return (StreamsDecoderLayer if layer < config.num_hidden_layers else GuessingLayer)(
+    return (MainDecoderLayer if layer < config.num_hidden_layers else MtpDecoderLayer)(
         config, layer, weights
     )
 
@@ -374,9 +378,9 @@ def layer_of(config: Config, layer: int, weights: Weights) -> decoder.DecoderLay
 DecoderLayer = layer_of
 
 
-class Model(hyper_connections.StreamsModel):
-    layer_class = StreamsDecoderLayer
-    num_handed = 1
+class Model(hyper_connections.HyperConnectionModel):
+    layer_class = MainDecoderLayer
+    num_mtp_vectors = 1
 
     def handed(self, streams: Tensor, merged: Tensor) -> Tensor:
         return merged
@@ -386,13 +390,13 @@ class MtpLayer(mtp.MtpLayer):
     """Reads hidden states before the final norm, and returns its own so, behind those after its
     norm."""
 
-    layer_class = GuessingLayer
+    layer_class = MtpDecoderLayer
     reads: mtp.MtpReads = "merged"
 
     def follow(self, model: decoder.Model) -> None:
         """Have the main model hand out its merged streams behind its hidden states."""
         assert isinstance(model, Model), "a layer behind streams"
-        model.hands_on = True
+        model.outputs_mtp_input = True
 
     @by_own_backend
     def __call__(

@@ -77,7 +77,7 @@ def parameters(config: Config) -> list[Parameter]:
                 replace(row, name=row.name.replace("post_attention_layernorm", "pre_mlp_layernorm"))
             )
             behind = row.name.replace("post_attention_layernorm", "post_mlp_layernorm")
-            rows.append(replace(row, name=behind, behind_experts=config.is_moe(row.layer)))
+            rows.append(replace(row, name=behind, after_experts=config.is_moe(row.layer)))
     return rows
 
 
@@ -119,14 +119,14 @@ class DecoderLayer(decoder.DecoderLayer):
         return self.attention_output(normed, context)
 
     def mlp_part(self, normed: Tensor) -> Tensor:
-        return self.as_added(self.mlp_sum(normed))
+        return self.post_mlp(self.mlp_reduced(normed))
 
     def attention_output(self, normed: Tensor, context: Context) -> Tensor:
         return rms_norm(
             super().attention_output(normed, context), self.post_attention_norm, self.eps
         )
 
-    def as_added(self, summed: Tensor) -> Tensor:
+    def post_mlp(self, summed: Tensor) -> Tensor:
         return rms_norm(summed, self.post_mlp_norm, self.eps)
 
 

@@ -12,7 +12,7 @@ from quantkit.models.qwen3_moe import COUNT, dense_layers
 from quantkit.models.sliding_window import max_window_layers, read_switched_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
-ELSEWHERE = GatesAndLengths()
+FALLBACK = GatesAndLengths()
 
 
 class Config(gqa.Config):

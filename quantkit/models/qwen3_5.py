@@ -15,11 +15,11 @@ from quantkit.models.hf_fallback import GatesAndLengths
 from quantkit.models.qwen3_next import DEFAULTS, TURNED, read_delta_net
 from quantkit.models.sliding_window import refuse_windows
 from quantkit.models.table import Parameter, ScaleGroup
-from quantkit.models.text_submodel import InnerWeights, renamed_groups, renamed_rows
+from quantkit.models.text_submodel import RenamedWeights, rename_groups, rename_rows
 from quantkit.models.weights import Weights
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
-ELSEWHERE = GatesAndLengths()
+FALLBACK = GatesAndLengths()
 
 _ROPES = ("rope_scaling", "rope_parameters")
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
@@ -65,7 +65,7 @@ def read_decoder(text: dict[str, Any]) -> dict[str, Any]:
         "recurrent": read_delta_net(text, values["num_hidden_layers"], joined=False),
         "output_gate": True,
         "norm_offset": 1.0,
-        "copied": ("mtp.", "model.visual."),
+        "copied_prefixes": ("mtp.", "model.visual."),
     }
 
 
@@ -77,18 +77,18 @@ class Config(gqa.Config):
 
 def parameters(config: gqa.Config) -> list[Parameter]:
     """The text model's tensors in the order a forward pass meets them."""
-    return renamed_rows(gqa.parameters(config), _rename)
+    return rename_rows(gqa.parameters(config), _rename)
 
 
 def scale_groups(config: gqa.Config, layer: int) -> list[ScaleGroup]:
-    return renamed_groups(gqa.scale_groups(config, layer), _rename)
+    return rename_groups(gqa.scale_groups(config, layer), _rename)
 
 
 class DecoderLayer(gqa.DecoderLayer):
     def __init__(self, config: gqa.Config, layer: int, weights: Weights) -> None:
-        super().__init__(config, layer, InnerWeights(weights, _rename))
+        super().__init__(config, layer, RenamedWeights(weights, _rename))
 
 
 class Model(gqa.Model):
     def __init__(self, config: gqa.Config, weights: Weights) -> None:
-        super().__init__(config, InnerWeights(weights, _rename))
+        super().__init__(config, RenamedWeights(weights, _rename))

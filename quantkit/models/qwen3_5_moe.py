@@ -18,7 +18,7 @@ from quantkit.models.qwen3_5 import (
 from quantkit.models.qwen3_moe import COUNT
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
-ELSEWHERE = GatesAndLengths()
+FALLBACK = GatesAndLengths()
 
 
 class Config(gqa.Config):

@@ -10,7 +10,7 @@ from quantkit.models.mlp import read_routing
 from quantkit.models.sliding_window import read_switched_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
-ELSEWHERE = GatesAndLengths()
+FALLBACK = GatesAndLengths()
 
 COUNT = ("num_experts", "num_local_experts")
 """Either spelling of the number of experts."""

@@ -17,7 +17,7 @@ from quantkit.models.qwen3_moe import COUNT, dense_layers
 from quantkit.models.sliding_window import refuse_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
-ELSEWHERE = GatesAndLengths()
+FALLBACK = GatesAndLengths()
 
 DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2}
 _NET = {
@@ -56,7 +56,7 @@ class Config(gqa.Config):
             recurrent=read_delta_net(config, num_layers, joined=True),
             output_gate=True,
             norm_offset=1.0,
-            copied=("mtp.",),
+            copied_prefixes=("mtp.",),
         )
 
 

@@ -25,35 +25,35 @@ class ShortConvolutions:
     shared: int
     num_layers: int
 
-    def beside(self, drafts: int) -> "ShortConvolutions":
+    def with_mtp_layers(self, drafts: int) -> "ShortConvolutions":
         """With MTP layers."""
         return replace(self, num_layers=self.num_layers + drafts)
 
-    def kept(self, ranks: int = 1) -> dict[int, tuple[int, int]]:
-        """Of the last tokens of a running sequence on one rank, by `number_of`: how many, and the
+    def window_shapes(self, ranks: int = 1) -> dict[int, tuple[int, int]]:
+        """Of the last tokens of a running sequence on one rank, by `buffer_index`: how many, and the
         values of each, float32."""
         sizes = (self.whole, self.shared // ranks)
         return {number: (self.kernel, sizes[number % 2]) for number in range(2 * self.num_layers)}
 
-    def places_of_others(self, num_layers: int) -> None:
+    def attention_layer_places(self, num_layers: int) -> None:
         """All layers keep latents beside."""
         return None
 
-    def held_bytes(self, ranks: int = 1) -> int:
+    def state_bytes(self, ranks: int = 1) -> int:
         """Of one sequence over all layers on one rank: each token's twice, with the number of
         tokens that they are of."""
         return 2 * sum(
-            _COUNT + _FLOAT * count * width for count, width in self.kept(ranks).values()
+            _COUNT + _FLOAT * count * width for count, width in self.window_shapes(ranks).values()
         )
 
 
-def number_of(layer: int, part: int) -> int:
+def buffer_index(layer: int, part: int) -> int:
     """Of a layer's convolution: part 0 is over what every rank has, part 1 over what ranks share
     out."""
     return 2 * layer + part
 
 
-def convolved(x: Tensor, positions: Tensor, seen: Tensor, kernel: Tensor) -> Tensor:
+def short_convolve(x: Tensor, positions: Tensor, seen: Tensor, kernel: Tensor) -> Tensor:
     """Consecutive tokens of one sequence, x [T, C] at positions [T], by kernel float32 [C, K] ->
     [T, C]. seen float32 [n, C]: x, behind the K - 1 tokens before it as far as there are any."""
     padded = F.pad(seen, (0, 0, len(x) + kernel.shape[1] - 1 - len(seen), 0))
@@ -61,9 +61,9 @@ def convolved(x: Tensor, positions: Tensor, seen: Tensor, kernel: Tensor) -> Ten
     return _added(x, positions, made, kernel)
 
 
-def convolved_step(x: Tensor, positions: Tensor, seen: Tensor, kernel: Tensor) -> Tensor:
+def short_convolve_step(x: Tensor, positions: Tensor, seen: Tensor, kernel: Tensor) -> Tensor:
     """Tokens of any sequences, x [B, C], each with those before it, seen float32 [B, K, C]: as
-    `convolved`."""
+    `short_convolve`."""
     return _added(x, positions, (seen * kernel.t()).sum(1), kernel)
 
 

@@ -12,7 +12,7 @@ from quantkit.models.hf_fallback import GatesAndLengths
 from quantkit.models.sliding_window import refuse_windows
 
 __all__ = ["Config", "DecoderLayer", "Model", "MtpLayer", "parameters", "scale_groups"]
-ELSEWHERE = GatesAndLengths()
+FALLBACK = GatesAndLengths()
 
 _THETA, _TURNED = 1e6, 1.0
 """transformers' own, where config.json leaves them out."""

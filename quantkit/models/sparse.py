@@ -15,7 +15,7 @@ from quantkit_kernels.latents import by_slot, parts_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantkit.models.latent_window import Seen
+from quantkit.models.latent_window import VisibleTokens
 
 _FIRST_OF_EQUALS = 1e-30
 """Taken off a score of 0 for each place before it: less than any product is."""
@@ -25,7 +25,7 @@ _GATHERED = 1 << 17
 """Cached tokens that are gathered at once, over all rows."""
 
 
-class IndexInputs(NamedTuple):
+class IndexerInputs(NamedTuple):
     """What a layer's tokens bring to the choice. queries [T, heads, D] and keys [T, D], turned;
     weights float32 [T, heads], every constant factor in them."""
 
@@ -42,16 +42,16 @@ class Selected(NamedTuple):
     counts: Tensor
 
     @property
-    def seen(self) -> Seen:
+    def visible(self) -> VisibleTokens:
         """The same, as attention beside learned tokens reads it."""
-        return Seen(
+        return VisibleTokens(
             self.slots,
             torch.arange(self.slots.shape[1], device=self.slots.device) < self.counts[:, None],
         )
 
 
-def choose(
-    inputs: IndexInputs,
+def select_topk(
+    inputs: IndexerInputs,
     positions: Tensor,
     topk: int,
     keys: Tensor,
@@ -64,7 +64,7 @@ def choose(
 
     keys: of one sequence [S, D]; with a table [T, n] the blocks [num_blocks, size, D] of many, a
     row of it for each token, S = n size.
-    in_order: as in `largest`.
+    in_order: as in `topk_columns`.
     """
     seen = len(keys) if table is None else table.shape[1] * keys.shape[1]
     found, count = [], min(topk, seen)
@@ -76,12 +76,14 @@ def choose(
         products = (inputs.queries[part].float() @ own.float().mT).relu_()
         scores = (inputs.weights[part, None] @ products)[:, 0]
         found.append(
-            largest(scores, places > positions[part, None], count, places if in_order else None)
+            topk_columns(
+                scores, places > positions[part, None], count, places if in_order else None
+            )
         )
     return torch.cat(found), (positions + 1).clamp(max=count).int()
 
 
-def largest(scores: Tensor, hidden: Tensor, count: int, order: Tensor | None) -> Tensor:
+def topk_columns(scores: Tensor, hidden: Tensor, count: int, order: Tensor | None) -> Tensor:
     """Columns of the `count` largest scores of each row, the largest first: scores float32 [T, S],
     hidden bool [T, S] where they do not count -> int64 [T, count].
 
@@ -95,7 +97,7 @@ def largest(scores: Tensor, hidden: Tensor, count: int, order: Tensor | None) ->
     return scores.masked_fill_(hidden, -torch.inf).topk(count, dim=-1).indices
 
 
-def joined(parts: list[tuple[Tensor, Tensor]]) -> Selected:
+def concat_selected(parts: list[tuple[Tensor, Tensor]]) -> Selected:
     """What was chosen for the tokens of several sequences, one after the other: slots [T, k] and
     counts [T] of each."""
     width = max(slots.shape[1] for slots, _ in parts)

@@ -12,7 +12,7 @@ from quantkit.common.errors import QuantkitError
 from quantkit.models import find_architecture
 from quantkit.models.architecture import Architecture, ModelConfig
 from quantkit.models.table import Parameter, resolve
-from quantkit.models.tensor_names import ends_as_linear
+from quantkit.models.tensor_names import has_linear_suffix
 
 _SMALL_TABLE = 10_000
 """Rows that are made whatever the headers hold, so that what a small checkpoint lacks can be
@@ -33,8 +33,8 @@ class Model:
     architecture: Architecture[ModelConfig]
     config: ModelConfig
     rows: list[Parameter]
-    described: dict[str, Any] = field(repr=False)
-    told: str = ""
+    effective_config: dict[str, Any] = field(repr=False)
+    warning: str = ""
 
 
 def read_model(checkpoint: Checkpoint) -> Model:
@@ -56,7 +56,7 @@ def read_model(checkpoint: Checkpoint) -> Model:
         )
         raise QuantkitError(problem, fault.remedy) from fault
     rows = resolve(architecture.parameters(config), checkpoint.tensors)
-    if not config.copied and (lost := _lost_mtp(checkpoint, rows)):
+    if not config.copied_prefixes and (lost := _lost_mtp(checkpoint, rows)):
         stored = config.num_nextn_predict_layers - len(lost)
         described = described | {name: stored for name in _MTP_COUNTS if name in described}
         config = architecture.Config.from_dict(described)
@@ -73,9 +73,9 @@ def read_model(checkpoint: Checkpoint) -> Model:
             f"{checkpoint.path} stores {_layers(beyond)}, and its config.json has {described_as}: "
             "the others are left out"
         )
-    if config.copied:
-        rows = _without_other_drafts(checkpoint, rows, config.copied)
-        rows += _copied(checkpoint, config.copied, {row.name for row in rows})
+    if config.copied_prefixes:
+        rows = _without_other_drafts(checkpoint, rows, config.copied_prefixes)
+        rows += _copied(checkpoint, config.copied_prefixes, {row.name for row in rows})
     check_listed(checkpoint, rows)
     return Model(architecture, config, rows, described, "; ".join(told))
 
@@ -161,7 +161,7 @@ def check_listed(checkpoint: Checkpoint, rows: Iterable[Parameter]) -> None:
         module = name.removesuffix(".weight")
         row = by_module.get(module)
         is_linear = (
-            ends_as_linear(name) if row is None else row.role in ("linear", "kv_b", "indexer")
+            has_linear_suffix(name) if row is None else row.role in ("linear", "kv_b", "indexer")
         )
         if is_linear and module not in checkpoint.linears and not ignored(module):
             raise QuantkitError(

@@ -25,14 +25,14 @@ class ValueHeads:
         """Of o."""
         return self.heads * self.readers * self.width
 
-    def alike(self, scale: Tensor) -> Tensor:
+    def tie(self, scale: Tensor) -> Tensor:
         """Scales [..., K] of o's columns -> the nearest (geometric means) that are the same for all
         that read one value, of mean 1."""
         logs = scale.log().unflatten(-1, (self.heads, self.readers, self.width))
         logs = (logs - logs.mean((-3, -2, -1), keepdim=True)).mean(-2, keepdim=True)
         return logs.exp().expand(*logs.shape[:-2], self.readers, self.width).flatten(-3)
 
-    def of_rows(self, scale: Tensor) -> Tensor:
+    def producer_scales(self, scale: Tensor) -> Tensor:
         """By what the producer's rows [N] are divided, for such a scale [K]."""
         values = scale.view(self.heads, self.readers, self.width)[:, 0]
         return torch.cat([values.new_ones(self.heads, self.before), values], dim=1).flatten()
@@ -75,7 +75,7 @@ Projection = Literal["q", "k", "v", "o", "q_a", "q_b", "kv_a", "kv_b", "gate", "
 """What a linear computes, whatever its name: of grouped-query attention, of latent attention (q_a
 and kv_a down, q_b and kv_b up again), of a gated MLP, down(SiLU(gate(x)) * up(x))."""
 
-BEFORE_LATENT_ATTENTION: tuple[Projection, ...] = ("q_a", "q_b", "kv_a")
+MLA_PROLOG_PROJECTIONS: tuple[Projection, ...] = ("q_a", "q_b", "kv_a")
 """Linears of latent attention that come before it, and that an engine may compute in one operator
 with norms, rotation and cache."""
 
@@ -96,9 +96,9 @@ class Parameter:
     `key_heads`: of keys and values, the heads that they are of. A head is not cut: where there are
     more ranks, several hold the same one.
     `gain_offset` is what a norm adds to its stored gain before it multiplies by it: 1 in Gemma's.
-    `behind_experts`: of what a layer's experts make together, before it joins the residual stream:
+    `after_experts`: of what a layer's experts make together, before it joins the residual stream:
     a norm, a hyper-connection.
-    `beside_experts`: of a linear whose output is read there, too, beside what the experts make.
+    `parallel_to_experts`: of a linear whose output is read there, too, beside what the experts make.
     """
 
     name: str
@@ -116,8 +116,8 @@ class Parameter:
     gain_offset: float = 0.0
     segments: tuple[int, ...] = ()
     key_heads: int = 0
-    behind_experts: bool = False
-    beside_experts: bool = False
+    after_experts: bool = False
+    parallel_to_experts: bool = False
 
     @property
     def module(self) -> str:
@@ -129,7 +129,7 @@ class Parameter:
         """The name that the bias of this linear has, if it has one."""
         return f"{self.module}.bias"
 
-    def shares(self, ranks: int) -> int:
+    def tp_shards(self, ranks: int) -> int:
         """Different parts that `ranks` tensor-parallel ranks hold the tensor in."""
         return 1 if self.split == "replicate" else min(ranks, self.key_heads or ranks)
 

@@ -53,7 +53,7 @@ def role(module: str) -> Role:
     return "kv_b" if module.endswith("kv_b_proj") else "linear"
 
 
-def ends_as_linear(name: str) -> bool:
+def has_linear_suffix(name: str) -> bool:
     """Whether engines take an unquantized tensor for a linear: the linears of a decoder layer end
     in _proj; eh_proj is a plain one in every engine."""
     return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and not name.endswith(

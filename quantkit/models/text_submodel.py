@@ -15,14 +15,14 @@ Rename = Callable[[str], str]
 """The name of a tensor or module of the text model -> the one that it has in the checkpoint."""
 
 
-def renamed_rows(rows: Iterable[Parameter], rename: Rename) -> list[Parameter]:
+def rename_rows(rows: Iterable[Parameter], rename: Rename) -> list[Parameter]:
     return [
         replace(row, name=rename(row.name), fused=None if row.fused is None else rename(row.fused))
         for row in rows
     ]
 
 
-def renamed_groups(groups: Iterable[ScaleGroup], rename: Rename) -> list[ScaleGroup]:
+def rename_groups(groups: Iterable[ScaleGroup], rename: Rename) -> list[ScaleGroup]:
     return [
         replace(
             group,
@@ -35,7 +35,7 @@ def renamed_groups(groups: Iterable[ScaleGroup], rename: Rename) -> list[ScaleGr
     ]
 
 
-class InnerWeights:
+class RenamedWeights:
     """The weights of the text model by the names that it has alone."""
 
     def __init__(self, weights: Weights, rename: Rename) -> None:

@@ -386,7 +386,7 @@ def _loads(
         if row.mtp or row.role == "embedding":
             continue
         count = float(row.shape[0] * (row.shape[1] if len(row.shape) > 1 else 1))
-        held = count / row.shares(parallel.tensor)
+        held = count / row.tp_shards(parallel.tensor)
         if row.expert is not None:
             expert += count
         elif row.role == "linear":

@@ -249,7 +249,7 @@ def device_loads(
     for row in parameters:
         if row.mtp or row.role == "embedding":
             continue
-        count = float(row.shape[0] * (row.shape[1] if len(row.shape) > 1 else 1)) / row.shares(
+        count = float(row.shape[0] * (row.shape[1] if len(row.shape) > 1 else 1)) / row.tp_shards(
             devices
         )
         if row.expert is not None:
@@ -283,7 +283,7 @@ def device_loads(
 def _local_shape(row: Parameter, devices: int) -> tuple[float, float]:
     """Outputs and inputs of a linear on one device."""
     outputs, inputs = row.shape[0], row.shape[1]
-    return outputs / (row.shares(devices) if row.split == "column" else 1), inputs / (
+    return outputs / (row.tp_shards(devices) if row.split == "column" else 1), inputs / (
         devices if row.split == "row" else 1
     )
 

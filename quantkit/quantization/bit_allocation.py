@@ -72,7 +72,7 @@ class Options:
                 "grids cannot be chosen: the model's last operation is no norm that quantkit knows",
                 "use --scheme alone",
             )
-        if any(row.behind_experts for row in job.rows):
+        if any(row.after_experts for row in job.rows):
             # What an expert's error costs is measured where it is added, not behind a norm or a
             # mixing of streams.
             told = (

@@ -17,7 +17,7 @@ from quantkit.common.model_files import LARGEST, is_there, read_json
 from quantkit.grids.schemes import Grid, IntGrid, Scheme
 from quantkit.models import check_missing, is_known
 from quantkit.models import tensor_names as by_name_models
-from quantkit.models.hf_traced.architecture import WatchedArchitecture
+from quantkit.models.hf_traced.architecture import TracedArchitecture
 from quantkit.models.module_tree import read_tree
 from quantkit.models.stored_parameters import check_stored, read_model
 from quantkit.models.table import Parameter
@@ -54,12 +54,12 @@ class Inventory:
     def by_name(self) -> bool:
         """Of an architecture that quantkit has no file for."""
         return self.architecture is by_name_models or isinstance(
-            self.architecture, WatchedArchitecture
+            self.architecture, TracedArchitecture
         )
 
     def ends(self, source: ParameterReader) -> Ends | None:
         """What is around the layers, where the table does not say it."""
-        if not isinstance(self.architecture, WatchedArchitecture):
+        if not isinstance(self.architecture, TracedArchitecture):
             return None
         return self.architecture.ends(source.checkpoint.read, source.device)
 
@@ -97,7 +97,7 @@ def take_inventory(checkpoint: Checkpoint, *, calibrated: bool = True) -> Invent
             "the model may be a variant that quantkit does not compute: use a supported one",
         )
     return Inventory(
-        model.architecture, model.config, model.described, model.rows, dropped, model.told
+        model.architecture, model.config, model.effective_config, model.rows, dropped, model.warning
     )
 
 
@@ -118,9 +118,9 @@ def check_companions(path: Path, *, calibrated: bool) -> None:
 def check_length(inventory: Inventory, seq_len: int) -> None:
     """Layers are calibrated one by one, which some can be on short texts only; and some models have
     no places for longer ones."""
-    if isinstance(inventory.architecture, WatchedArchitecture):
+    if isinstance(inventory.architecture, TracedArchitecture):
         inventory.architecture.skeleton.check_length(seq_len)
-    longest = inventory.config.longest_alone
+    longest = inventory.config.max_independent_tokens
     if longest is not None and seq_len > longest:
         told = (
             f"texts of {seq_len} tokens are asked for, and layers that share an indexer can be "
@@ -134,7 +134,7 @@ def check_length(inventory: Inventory, seq_len: int) -> None:
 
 def _watched_inventory(checkpoint: Checkpoint) -> Inventory:
     try:
-        architecture = WatchedArchitecture(checkpoint.config)
+        architecture = TracedArchitecture(checkpoint.config)
         cut = checkpoint.split_stacks(architecture.stacks)
         rows = architecture.parameters(_logical_shapes(cut))
     except QuantkitError as fault:
@@ -142,7 +142,7 @@ def _watched_inventory(checkpoint: Checkpoint) -> Inventory:
             f"{checkpoint.path / 'config.json'}: {fault.problem}", fault.remedy
         ) from fault
     return Inventory(
-        architecture, architecture.config, checkpoint.config, rows, {}, architecture.told, cut
+        architecture, architecture.config, checkpoint.config, rows, {}, architecture.summary, cut
     )
 
 

@@ -449,4 +449,4 @@ def _read(checkpoint: Checkpoint) -> tuple[dict[str, Parameter], dict[str, Any],
         check_listed(checkpoint, [])
         return {}, checkpoint.config, ""
     model = read_model(checkpoint)
-    return {row.name: row for row in model.rows}, model.described, model.told
+    return {row.name: row for row in model.rows}, model.effective_config, model.warning

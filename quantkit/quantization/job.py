@@ -26,10 +26,10 @@ from quantkit.engines.check import check_cache, check_model
 from quantkit.engines.choice import FormatChoice, MixtureChoice, choose, choose_mixture
 from quantkit.engines.profiles import find_engine
 from quantkit.grids.schemes import Fp8BlockGrid, Grid, IntGrid, Method, Scheme, check_pair
-from quantkit.models.cache_scales import is_codable, step_specs
+from quantkit.models.cache_scales import cache_scale_specs, supports_cache_scales
 from quantkit.models.stored_parameters import check_stored_head
 from quantkit.models.table import Parameter
-from quantkit.models.tensor_names import ends_as_linear, fits
+from quantkit.models.tensor_names import fits, has_linear_suffix
 from quantkit.quantization.checks import (
     Inventory,
     check_companions,
@@ -160,7 +160,11 @@ class Job:
         cache, of layers that are calibrated. An MTP layer of which nothing is rounded is not."""
         calibrated = {row.layer for row in self.linears}
         rows = [row for row in self.rows if row.layer in calibrated or not row.mtp]
-        return step_specs(self.inventory.config.cache, rows) if self.request.scheme.cache else {}
+        return (
+            cache_scale_specs(self.inventory.config.cache, rows)
+            if self.request.scheme.cache
+            else {}
+        )
 
     @cached_property
     def coverage(self) -> Coverage:
@@ -325,7 +329,7 @@ def open_job(request: JobRequest, checkpoint: Checkpoint) -> Job:
         )
         fault = f"{told}, and the run would quantize {job.coverage}"
         uneven = next(
-            (row for row in inventory.rows if ends_as_linear(row.name) and not fits(row.shape)),
+            (row for row in inventory.rows if has_linear_suffix(row.name) and not fits(row.shape)),
             None,
         )
         if uneven is not None:
@@ -382,7 +386,7 @@ def _check_cache(scheme: Scheme, inventory: Inventory) -> None:
     if (
         inventory.by_name
         or inventory.config.recurrent is not None
-        or not is_codable(inventory.config.cache)
+        or not supports_cache_scales(inventory.config.cache)
     ):
         told = (
             f"{scheme.name} has an {scheme.cache} cache of latents, or of keys and values in "

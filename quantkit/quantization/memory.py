@@ -142,12 +142,12 @@ def state_width(config: ModelConfig) -> int:
 def calibrated_peak(work: RunSizes) -> Peak:
     """The worst moment of a calibrated run."""
     width = work.state_width
-    if any(row.behind_experts for rows in work.units.values() for row in rows):
+    if any(row.after_experts for rows in work.units.values() for row in rows):
         width += (
             work.hidden_size
         )  # what they were before the experts, until all of these have added
         beside = Counter[int | None]()
-        for row in (row for rows in work.units.values() for row in rows if row.beside_experts):
+        for row in (row for rows in work.units.values() for row in rows if row.parallel_to_experts):
             beside[row.layer] += row.shape[0]
         width += max(beside.values(), default=0)
     hidden = (

@@ -13,7 +13,7 @@ from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.common.sizes import parse_bytes
 from quantkit.engines.choice import FormatChoice, MixtureChoice
 from quantkit.grids.schemes import Fp8BlockGrid, Grid, IntGrid
-from quantkit.models.table import BEFORE_LATENT_ATTENTION, Parameter
+from quantkit.models.table import MLA_PROLOG_PROJECTIONS, Parameter
 
 INT8 = IntGrid(bits=8, group_size=None, symmetric=True)
 FP8 = Fp8BlockGrid()
@@ -178,13 +178,13 @@ def _with_int8_attention(
     before = [
         row
         for row in taken
-        if row.block == "attention" and row.projection in BEFORE_LATENT_ATTENTION
+        if row.block == "attention" and row.projection in MLA_PROLOG_PROJECTIONS
     ]
-    if {row.projection for row in before} != set(BEFORE_LATENT_ATTENTION):
+    if {row.projection for row in before} != set(MLA_PROLOG_PROJECTIONS):
         engine = f" that {choice.engine} takes in int8 beside this scheme's grid" if choice else ""
         told = (
             "--preset int8-attention: the model has no latent attention with "
-            f"{', '.join(BEFORE_LATENT_ATTENTION)}{engine}"
+            f"{', '.join(MLA_PROLOG_PROJECTIONS)}{engine}"
         )
         raise QuantkitError(told, "use --scheme alone, or --preset experts-only")
     return {**grids, **{row.module: INT8 for row in before}}

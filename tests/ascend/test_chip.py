@@ -127,7 +127,7 @@ def test_bytes_of_a_cube_tile() -> None:
 
 
 def test_cores_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere the 910B3's, the fewest of the family."""
+    """HfFallback the 910B3's, the fewest of the family."""
     assert chip.cores(torch.device("cpu")) == (20, 40)
     limit = {2: {"cube_core_num": 24, "vector_core_num": 48}}
     monkeypatch.setattr(

@@ -201,7 +201,7 @@ def test_the_first_guess_is_that_of_the_published_forward(
         models["target"], models[head], num_drafts=1, prefill_tokens=50, max_model_len=256
     )
     tensors, model = random_head(), engine.loaded.model
-    assert model.read_at == (2, 4, 5)
+    assert model.aux_layers == (2, 4, 5)
     for prompt in (PROMPTS[0], PROMPTS[5] * 2):
         sequence = engine.submit(prompt, SamplingParams(max_new_tokens=9, ignore_eos=True))
         while not sequence.drafts:
@@ -303,10 +303,10 @@ def test_its_memory_is_planned(models: dict[str, Path]) -> None:
 
 
 def test_its_config_is_read(models: dict[str, Path]) -> None:
-    assert HeadConfig.from_dict(HEAD).read_at(36) == (2, 18, 33)
+    assert HeadConfig.from_dict(HEAD).aux_layers(36) == (2, 18, 33)
     layers = {"eagle_aux_hidden_state_layer_ids": [1, 17, 32]}
-    assert HeadConfig.from_dict(HEAD | layers).read_at(36) == (1, 17, 32), "inputs of layers"
-    assert HeadConfig.from_dict(HEAD | {"eagle_config": layers}).read_at(36) == (2, 18, 33), (
+    assert HeadConfig.from_dict(HEAD | layers).aux_layers(36) == (1, 17, 32), "inputs of layers"
+    assert HeadConfig.from_dict(HEAD | {"eagle_config": layers}).aux_layers(36) == (2, 18, 33), (
         "outputs of layers"
     )
 

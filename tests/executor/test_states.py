@@ -233,11 +233,11 @@ def test_plans_count_the_states_of_each_request(model: Path) -> None:
     assert net is not None
     weights = fit(checkpoint, whole, 50, 1.0, 1.0, 0.0).weight_bytes
     request = (
-        50 * 2 * 2 * 2 * 16 + net.held_bytes()
+        50 * 2 * 2 * 2 * 16 + net.state_bytes()
     )  # keys and values of two heads of 16, in one layer of four
-    assert net.held_bytes() == recurrent_state_bytes(net, 0, 1) > 0
+    assert net.state_bytes() == recurrent_state_bytes(net, 0, 1) > 0
     enough = fit(checkpoint, whole, 50, (weights + 3 * request) / 2**30, 1.0, 0.0)
-    assert (enough.tokens, enough.state_bytes_per_request) == (150, net.held_bytes())
+    assert (enough.tokens, enough.state_bytes_per_request) == (150, net.state_bytes())
     assert fit(checkpoint, whole, 50, (weights + 3 * request - 1) / 2**30, 1.0, 0.0).tokens == 149
     assert fit(checkpoint, whole, 50, (weights + request) / 2**30, 1.0, 0.0).fits
     assert not fit(checkpoint, whole, 50, (weights + request - 1) / 2**30, 1.0, 0.0).fits

@@ -20,7 +20,7 @@ from quantkit.executor.sampling.params import SamplingParams
 from quantkit.executor.worker import lead_or_follow
 from quantkit.grids.schemes import SCHEMES
 from quantkit.models import find_architecture, is_known
-from quantkit.models.hf_traced.whole import WholeModel
+from quantkit.models.hf_traced.full_model import TransformersModel
 from quantkit.quantization.run import quantize
 
 SIZES = {
@@ -112,7 +112,7 @@ def test_tokens_and_logits_are_those_of_transformers(case: str, tmp_path: Path) 
     model, texts = peer_of(case), [list(range(5, 45)), [9, 8, 7], list(range(50, 70))]
     source = written(model, tmp_path / case)
     engine = open_engine(EngineOptions(source, device="cpu"))
-    whole = WholeModel(Checkpoint.open(source), torch.device("cpu"), torch.float32)
+    whole = TransformersModel(Checkpoint.open(source), torch.device("cpu"), torch.float32)
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)
     for text, done in zip(texts, engine.generate(texts, params), strict=True):
         fresh, ids = peer_of(case), torch.tensor([text])

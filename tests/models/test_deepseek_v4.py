@@ -27,7 +27,7 @@ from quantkit.grids.schemes import SCHEMES
 from quantkit.grids.weights import dequantize
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
-from quantkit.models.hyper_connections import begun, packed
+from quantkit.models.hyper_connections import expand_streams, pack_streams
 from quantkit.quantization.run import quantize
 
 YARN = {
@@ -116,7 +116,9 @@ def test_logits_equal_transformers(case: str) -> None:
     }  # which transformers has not
     assert rows == {k: tuple(v.shape) for k, v in one.tensors.items()}
     model = one.architecture.Model(one.config, one.weights())
-    hidden = packed(begun(one.tensors["embed.weight"][token_ids], one.config.hc_mult), token_ids)
+    hidden = pack_streams(
+        expand_streams(one.tensors["embed.weight"][token_ids], one.config.hc_mult), token_ids
+    )
     with torch.no_grad():
         for layer in model.layers:
             hidden = layer.feed_forward(

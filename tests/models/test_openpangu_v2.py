@@ -25,7 +25,7 @@ from quantkit.executor.speculation.speculation import Speculation
 from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
-from quantkit.models.hyper_connections import begun, packed
+from quantkit.models.hyper_connections import expand_streams, pack_streams
 
 TINY: dict[str, Any] = {
     "model_type": "openpangu_v2",
@@ -184,7 +184,7 @@ class Statement:
             mixing = mixing / (mixing.sum(-2, keepdim=True) + 1e-6)
         return torch.einsum("tn,tnh->th", pre, x.unflatten(1, (n, -1))), post, mixing
 
-    def convolved(self, x: Tensor, name: str) -> Tensor:
+    def short_convolve(self, x: Tensor, name: str) -> Tensor:
         kernel, out = self.t[f"{name}.weight"][:, 0], x.clone()
         width = kernel.shape[1]
         for token in range(width - 1, len(x)):
@@ -216,13 +216,13 @@ class Statement:
                 "kv_lora_rank",
             )
         )
-        q_a = self.convolved(x @ self.t[f"{a}.q_a_proj.weight"].T, f"{a}.qa_conv")
+        q_a = self.short_convolve(x @ self.t[f"{a}.q_a_proj.weight"].T, f"{a}.qa_conv")
         q_a = norm(q_a, self.t[f"{a}.q_a_layernorm.weight"], eps)
         q = (q_a @ self.t[f"{a}.q_b_proj.weight"].T).view(count, heads, -1)
         q = torch.cat((q[..., :nope], self.turned(q[..., nope:])), dim=-1)
         kv = x @ self.t[f"{a}.kv_a_proj_with_mqa.weight"].T
         latent, key = (
-            self.convolved(kv[:, :rank], f"{a}.compresskv_conv"),
+            self.short_convolve(kv[:, :rank], f"{a}.compresskv_conv"),
             self.turned(kv[:, None, rank:])[:, 0],
         )
         sinks = c["param_sink_number"]
@@ -241,7 +241,7 @@ class Statement:
         )
         shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         out = torch.einsum("hts,shv->thv", shares, wide[..., nope:]).flatten(1)
-        return self.convolved(out, f"{a}.o_conv") @ self.t[f"{a}.o_proj.weight"].T
+        return self.short_convolve(out, f"{a}.o_conv") @ self.t[f"{a}.o_proj.weight"].T
 
     def seen(self, x: Tensor, q_a: Tensor, layer: int) -> Tensor:
         c, count = self.c, len(x)
@@ -312,8 +312,9 @@ def test_logits_equal_the_description(case: str) -> None:
         model = architecture.Model(config, PlainWeights(tensors))
         whole = model(token_ids, CausalContext(lengths))
         assert (model.logits(whole) - expected).abs().max() < 1e-4 * expected.abs().max()
-        hidden = packed(
-            begun(tensors["model.embed_tokens.weight"][token_ids], config.mhc_num_stream), token_ids
+        hidden = pack_streams(
+            expand_streams(tensors["model.embed_tokens.weight"][token_ids], config.mhc_num_stream),
+            token_ids,
         )
         for layer in model.layers:
             hidden = layer.feed_forward(

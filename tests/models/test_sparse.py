@@ -24,7 +24,7 @@ from quantkit.executor.weights.load import load_model
 from quantkit.grids.schemes import SCHEMES
 from quantkit.models import deepseek_v3, find_architecture
 from quantkit.models.context import CausalContext
-from quantkit.models.sparse import IndexInputs, choose
+from quantkit.models.sparse import IndexerInputs, select_topk
 from quantkit.quantization.run import quantize
 
 YARN = {
@@ -140,10 +140,10 @@ def test_among_equal_scores_a_token_chooses_the_same_however_long_the_text_is() 
     ones, and over blocks with room behind it, chooses as it does alone."""
     generator = torch.Generator().manual_seed(2)
     queries, keys = (torch.randn(200, *sizes, generator=generator) for sizes in ((1, 4), (4,)))
-    inputs = IndexInputs(queries, keys, torch.randn(200, 1, generator=generator))
+    inputs = IndexerInputs(queries, keys, torch.randn(200, 1, generator=generator))
     positions = torch.arange(200)
-    places, counts = choose(inputs, positions, 70, keys)
-    paged, same_counts = choose(
+    places, counts = select_topk(inputs, positions, 70, keys)
+    paged, same_counts = select_topk(
         inputs,
         positions,
         70,
@@ -153,8 +153,11 @@ def test_among_equal_scores_a_token_chooses_the_same_however_long_the_text_is() 
     assert torch.equal(counts, same_counts)
     for position in range(200):
         part, count = slice(position, position + 1), int(counts[position])
-        (alone,), _ = choose(
-            IndexInputs(*(side[part] for side in inputs)), positions[part], 70, keys[: position + 1]
+        (alone,), _ = select_topk(
+            IndexerInputs(*(side[part] for side in inputs)),
+            positions[part],
+            70,
+            keys[: position + 1],
         )
         assert (
             {*alone[:count].tolist()}

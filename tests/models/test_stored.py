@@ -89,8 +89,12 @@ def test_mtp_layers_that_are_not_stored_are_left_out_from_the_last(tmp_path: Pat
     folder = written(tmp_path / "model", lambda config: config.update(num_nextn_predict_layers=3))
     checkpoint = Checkpoint.open(folder)
     found = read_model(checkpoint)
-    assert found.config.num_nextn_predict_layers == found.described["num_nextn_predict_layers"] == 1
-    assert "promises MTP layers 3 to 4, of which no tensor is stored: left out" in found.told
+    assert (
+        found.config.num_nextn_predict_layers
+        == found.effective_config["num_nextn_predict_layers"]
+        == 1
+    )
+    assert "promises MTP layers 3 to 4, of which no tensor is stored: left out" in found.warning
     assert take_inventory(checkpoint).rows == found.rows
     assert describe(checkpoint).missing == []
     later = {

@@ -17,7 +17,7 @@ from quantkit.calibrate.layer_weights import LayerWeights
 from quantkit.common.errors import QuantkitError
 from quantkit.models import find_architecture
 from quantkit.models.context import CausalContext
-from quantkit.models.hf_traced.architecture import WatchedArchitecture
+from quantkit.models.hf_traced.architecture import TracedArchitecture
 from quantkit.models.hf_traced.layer import DecoderLayer
 from quantkit.models.table import ScaleGroup
 
@@ -236,7 +236,7 @@ WALKED = [
 ]
 
 
-def found_in(architecture: WatchedArchitecture, layer: int = 0) -> dict[str, str]:
+def found_in(architecture: TracedArchitecture, layer: int = 0) -> dict[str, str]:
     def short(name: str) -> str:
         return name.rpartition(".")[2]
 
@@ -247,7 +247,7 @@ def found_in(architecture: WatchedArchitecture, layer: int = 0) -> dict[str, str
 @pytest.mark.parametrize("model_type", FOUND)
 def test_norms_and_their_readers_are_found(model_type: str) -> None:
     extra, expected = FOUND[model_type]
-    found = found_in(WatchedArchitecture({**TINY, "model_type": model_type, **extra}))
+    found = found_in(TracedArchitecture({**TINY, "model_type": model_type, **extra}))
     assert {producer: found.get(producer) for producer in expected} == expected
 
 
@@ -284,7 +284,7 @@ TABLES |= {"deepseek_v32": ("DeepseekV32", SPARSE), "glm_moe_dsa": ("GlmMoeDsa",
 def test_the_groups_of_a_table_are_found(case: str) -> None:
     kind, extra = TABLES[case]
     config = getattr(transformers, f"{kind}Config")(**{**SHARED, **extra}).to_dict()
-    table, watched = find_architecture(config), WatchedArchitecture(config)
+    table, watched = find_architecture(config), TracedArchitecture(config)
     for layer in range(config["num_hidden_layers"]):
         listed = table.scale_groups(table.Config.from_dict(config), layer)
         found = watched.scale_groups(watched.config, layer)
@@ -316,7 +316,7 @@ def peer_of(model_type: str, extra: dict[str, Any]) -> Any:
     return model
 
 
-def published(architecture: WatchedArchitecture, model: Any) -> dict[str, Tensor]:
+def published(architecture: TracedArchitecture, model: Any) -> dict[str, Tensor]:
     """The state dict in the names of published checkpoints, with stacks of experts cut up."""
     tensors = {
         name: tensor.clone()
@@ -330,7 +330,7 @@ def published(architecture: WatchedArchitecture, model: Any) -> dict[str, Tensor
 
 
 def experts_of(
-    architecture: WatchedArchitecture,
+    architecture: TracedArchitecture,
     layer: int,
     tensors: dict[str, Tensor],
     x: Tensor,
@@ -348,8 +348,8 @@ def experts_of(
     return made
 
 
-def behind_experts(block: DecoderLayer, hidden: Tensor, context: CausalContext) -> Tensor:
-    """As `calibrate.behind_experts`, with all experts at once: what they make together is seen
+def after_experts(block: DecoderLayer, hidden: Tensor, context: CausalContext) -> Tensor:
+    """As `calibrate.after_experts`, with all experts at once: what they make together is seen
     where the linears beside them are run."""
     op, width = block.weights.experts("", 0), hidden.shape[1]
     made: list[Tensor] = []
@@ -360,12 +360,14 @@ def behind_experts(block: DecoderLayer, hidden: Tensor, context: CausalContext) 
 
     block.weights.routed = keep  # type: ignore[attr-defined]
     block.fill()
-    beside = block.summed(hidden, context)
-    return block.with_sum(torch.cat((hidden, beside[:, width:]), dim=1), torch.cat(made), context)
+    beside = block.mlp_output(hidden, context)
+    return block.add_mlp_output(
+        torch.cat((hidden, beside[:, width:]), dim=1), torch.cat(made), context
+    )
 
 
 def walked_logits(
-    architecture: WatchedArchitecture, tensors: dict[str, Tensor], sequences: list[Tensor]
+    architecture: TracedArchitecture, tensors: dict[str, Tensor], sequences: list[Tensor]
 ) -> Tensor:
     """As a calibrated run goes: embedding, the halves of every layer over all sequences, last norm,
     head."""
@@ -383,7 +385,7 @@ def walked_logits(
         if kind.plan.halves is not None:
             hidden = block.attend(hidden, context)
         hidden = (
-            behind_experts(block, hidden, context)
+            after_experts(block, hidden, context)
             if kind.behind
             else block.feed_forward(hidden, context)
         )
@@ -400,7 +402,7 @@ def test_what_is_walked_is_what_transformers_computes(model_type: str) -> None:
     sequences = [torch.arange(5, 16), torch.arange(40, 70)]
     with torch.inference_mode():
         expected = torch.cat([model(input_ids=ids[None]).logits[0] for ids in sequences])
-        architecture = WatchedArchitecture(model.config.to_dict())
+        architecture = TracedArchitecture(model.config.to_dict())
         found = walked_logits(architecture, published(architecture, model), sequences)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -434,7 +436,7 @@ def test_what_is_walked_is_what_transformers_computes(model_type: str) -> None:
 )
 def test_what_cannot_be_walked_is_refused_in_a_line(config: dict[str, Any], told: str) -> None:
     with pytest.raises(QuantkitError, match=re.escape(told)) as fault:
-        WatchedArchitecture(config)
+        TracedArchitecture(config)
     assert "rtn-w4a16" in fault.value.remedy
 
 
@@ -452,11 +454,11 @@ def test_what_has_nothing_to_calibrate_is_refused_in_a_line(
     config: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(QuantkitError, match=re.escape(told)):
-        WatchedArchitecture({**TINY, **config})
+        TracedArchitecture({**TINY, **config})
 
 
 def test_texts_longer_than_learned_positions_are_refused() -> None:
-    skeleton = WatchedArchitecture(
+    skeleton = TracedArchitecture(
         {**TINY, "model_type": "gpt_bigcode", "max_position_embeddings": 32}
     ).skeleton
     skeleton.check_length(32)
@@ -466,7 +468,7 @@ def test_texts_longer_than_learned_positions_are_refused() -> None:
 
 
 def test_a_stored_tensor_of_another_shape_is_named() -> None:
-    architecture = WatchedArchitecture({**TINY, "model_type": "gemma2", "head_dim": 16})
+    architecture = TracedArchitecture({**TINY, "model_type": "gemma2", "head_dim": 16})
     shapes = {
         name: tuple(tensor.shape)
         for name, tensor in architecture.skeleton.model.state_dict().items()

@@ -28,7 +28,7 @@ from quantkit.executor.options import EngineOptions
 from quantkit.executor.sampling.params import SamplingParams
 from quantkit.grids.schemes import SCHEMES
 from quantkit.grids.weights import dequantize
-from quantkit.models.hf_traced.architecture import WatchedArchitecture
+from quantkit.models.hf_traced.architecture import TracedArchitecture
 from quantkit.quantization.convert import convert
 from quantkit.quantization.run import QuantizationReport, quantize
 from quantkit.tokenizer.chat import ChatTokenizer
@@ -199,7 +199,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 def stacked(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     """By transformers' names, with the experts as it has them."""
-    architecture = WatchedArchitecture(model.config.to_dict())
+    architecture = TracedArchitecture(model.config.to_dict())
     for found in architecture.experts.values():
         inner, outer = sorted(found.parameters, key=lambda name: "gate_up" not in name)
         each = [[tensors.pop(name) for name in triple] for triple in found.names]

@@ -17,7 +17,7 @@ from quantkit.executor.weights.load import LoadedModel, load_model
 from quantkit.models import is_known
 from quantkit.models.context import CausalContext, Context
 from quantkit.models.decoder import DecoderLayer
-from quantkit.models.hf_traced.whole import WholeModel
+from quantkit.models.hf_traced.full_model import TransformersModel
 from quantkit.models.mlp import MoeMlp
 
 
@@ -105,7 +105,7 @@ class Watched:
 class WatchedWhole:
     """A model that transformers computes, which reports the same, but for its experts."""
 
-    def __init__(self, model: WholeModel) -> None:
+    def __init__(self, model: TransformersModel) -> None:
         self.model, self.device, self.head = model, model.device, model.logits
 
     def __call__(self, documents: list[Tensor]) -> Trace:

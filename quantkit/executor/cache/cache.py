@@ -28,7 +28,7 @@ from torch import Tensor
 from quantkit.common.errors import QuantkitError, UsageError
 from quantkit.executor.cache.compressed_kv import CompressedKVCache
 from quantkit.executor.cache.sequence_state import RecurrentStates, RotatingCache
-from quantkit.models.context import NO_STEPS
+from quantkit.models.context import NO_CODE_SCALES
 
 BLOCK_SIZE = 64
 """Tokens per block: large enough that block tables stay short, small enough that a sequence wastes
@@ -95,7 +95,7 @@ class PagedCache:
         device: torch.device | str,
         parts: tuple[int, ...] = (),
         coding: CacheCodes | None = None,
-        steps: Mapping[int, CodeSteps] = NO_STEPS,
+        steps: Mapping[int, CodeSteps] = NO_CODE_SCALES,
         index_dim: int = 0,
         places: Mapping[int, int] | None = None,
         states: RecurrentStates | None = None,

@@ -14,9 +14,9 @@ from quantkit.models.architecture import CompressedCache
 from quantkit.models.compressed_attention import (
     CompressedAttention,
     CompressedInputs,
-    Entries,
-    new_entries,
-    number_of,
+    CompressedKv,
+    buffer_index,
+    compress_groups,
 )
 
 
@@ -43,7 +43,7 @@ class CompressedKVCache:
             self._index.append(
                 torch.zeros(rows, sizes.index_dim if selects else 0, dtype=dtype, device=device)
             )
-        self._recent = RotatingCache(sizes.kept(), ahead, places, dtype, device)
+        self._recent = RotatingCache(sizes.window_shapes(), ahead, places, dtype, device)
 
     @property
     def nbytes(self) -> int:
@@ -61,14 +61,14 @@ class CompressedKVCache:
         """The tokens start .. of a sequence, whose blocks these are -> [T, heads, head_dim]."""
         stop, rate = start + len(inputs.kv), attention.rate
         first = max(0, start - attention.window + 1)
-        kv = self._recent.chunk(number_of(layer, 0), place, first, start, inputs.kv)
-        entries = new_entries(inputs.raw, start, 0, 0, attention)
+        kv = self._recent.chunk(buffer_index(layer, 0), place, first, start, inputs.kv)
+        entries = compress_groups(inputs.raw, start, 0, 0, attention)
         if attention.pooling is not None:
             begin = max(0, (start // rate + 1) * rate - attention.pooling.reach)
-            seen = self._recent.chunk(number_of(layer, 1), place, begin, start, inputs.raw)
-            self._keep(layer, new_entries(seen, begin, start, stop, attention), blocks, rate)
+            seen = self._recent.chunk(buffer_index(layer, 1), place, begin, start, inputs.raw)
+            self._keep(layer, compress_groups(seen, begin, start, stop, attention), blocks, rate)
             entries = self._read(layer, self._span(0, stop // rate), blocks, rate)
-        return attention.attended(
+        return attention.attend(
             inputs, self._span(start, stop), kv, self._span(first, stop), entries
         )
 
@@ -84,21 +84,21 @@ class CompressedKVCache:
         """Tokens at positions [B] of several sequences, with block tables [B, n] and places [B];
         those of one sequence have rising positions -> [B, heads, head_dim]."""
         window, rate = attention.window, attention.rate
-        kv = self._recent.rows(number_of(layer, 0), places, positions, inputs.kv, window)
+        kv = self._recent.rows(buffer_index(layer, 0), places, positions, inputs.kv, window)
         at = positions[:, None] - torch.arange(window - 1, -1, -1, device=self._device)
-        entries = Entries(kv[:, :0], kv[:, :0], at[:, :0])
+        entries = CompressedKv(kv[:, :0], kv[:, :0], at[:, :0])
         if attention.pooling is not None:
             seen = self._recent.rows(
-                number_of(layer, 1), places, positions, inputs.raw, attention.pooling.reach
+                buffer_index(layer, 1), places, positions, inputs.raw, attention.pooling.reach
             )
             numbers = positions // rate
-            made = attention.pooled(seen, numbers)  # of a group that ends here; else nobody's
+            made = attention.compress(seen, numbers)  # of a group that ends here; else nobody's
             address = self._addresses(numbers[:, None], tables, rate)[:, 0].where(
                 (positions + 1) % rate == 0, 0
             )
             self._kv[layer][address], self._index[layer][address] = made.kv, made.keys
             entries = self._seen(layer, inputs, attention, positions, tables)
-        return attention.attended(inputs, positions, kv, at, entries)
+        return attention.attend(inputs, positions, kv, at, entries)
 
     def _seen(
         self,
@@ -107,7 +107,7 @@ class CompressedKVCache:
         attention: CompressedAttention,
         positions: Tensor,
         tables: Tensor,
-    ) -> Entries:
+    ) -> CompressedKv:
         """The entries of all rows; where there are more than are seen of each, the chosen ones."""
         rate = attention.rate
         numbers = torch.arange(
@@ -115,18 +115,18 @@ class CompressedKVCache:
         ).expand(len(positions), -1)
         if attention.index_pooling is not None and numbers.shape[1] > attention.topk:
             index = self._index[layer][self._addresses(numbers, tables, rate)]
-            numbers = numbers.gather(1, attention.chosen(inputs, positions, index, numbers))
+            numbers = numbers.gather(1, attention.select(inputs, positions, index, numbers))
         return self._entries_at(layer, self._addresses(numbers, tables, rate), numbers)
 
-    def _entries_at(self, layer: int, addresses: Tensor, numbers: Tensor) -> Entries:
-        return Entries(self._kv[layer][addresses], self._index[layer][addresses], numbers)
+    def _entries_at(self, layer: int, addresses: Tensor, numbers: Tensor) -> CompressedKv:
+        return CompressedKv(self._kv[layer][addresses], self._index[layer][addresses], numbers)
 
-    def _read(self, layer: int, numbers: Tensor, blocks: Tensor, rate: int) -> Entries:
+    def _read(self, layer: int, numbers: Tensor, blocks: Tensor, rate: int) -> CompressedKv:
         return self._entries_at(
             layer, self._addresses(numbers[None], blocks[None], rate)[0], numbers
         )
 
-    def _keep(self, layer: int, entries: Entries, blocks: Tensor, rate: int) -> None:
+    def _keep(self, layer: int, entries: CompressedKv, blocks: Tensor, rate: int) -> None:
         addresses = self._addresses(entries.numbers[None], blocks[None], rate)[0]
         self._kv[layer][addresses], self._index[layer][addresses] = entries.kv, entries.keys
 
@@ -138,7 +138,7 @@ class CompressedKVCache:
         return blocks * self._rows(rate) + numbers - place * self._block_size // rate
 
     def _rows(self, rate: int) -> int:
-        """Entries that may lie in one block."""
+        """CompressedKv that may lie in one block."""
         return -(-self._block_size // rate)
 
     def _span(self, first: int, last: int) -> Tensor:

@@ -1,10 +1,10 @@
 """Channels of one size for a cache in 8 bits: a token, or a head of it, has one scale, which its
 largest channel decides.
 
-What a channel is divided by before it is cached is multiplied back behind the cache, by weights
-that are there already. Of latents the norm's gain is divided and the columns of kv_b are
-multiplied; of keys that are normed the gain of keys is divided and that of queries multiplied,
-alike for both channels that turn together. Divisors are powers of two, so nothing is rounded, and
+What a channel is divide_gains by before it is cached is multiplied back behind the cache, by weights
+that are there already. Of latents the norm's gain is divide_gains and the columns of kv_b are
+multiplied; of keys that are normed the gain of keys is divide_gains and that of queries multiplied,
+alike for both channels that turn together. Divisors are power_of_two_ratios of two, so nothing is rounded, and
 what the model computes without a cache in 8 bits stays the same to the last bit, but for numbers
 too small for 16 bits.
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.grids.weights import dequantize
 from quantkit.models import deepseek_v3, gqa
-from quantkit.models.cache_scales import divided, powers
+from quantkit.models.cache_scales import divide_gains, power_of_two_ratios
 from quantkit.models.decoder import DecoderLayer
 from quantkit.models.rope import Rope
 from quantkit.models.table import Parameter
@@ -40,15 +40,17 @@ def equalize_kv_channels(
                 : attention.config.kv_lora_rank
             ]
             spread = (weight.to(layer.input_norm.device) * layer.input_norm.float()).norm(dim=1)
-            divisors = powers(attention.norms.k.float().abs() * spread)
+            divisors = power_of_two_ratios(attention.norms.k.float().abs() * spread)
             attention.kv_b = attention.kv_b * divisors.to(attention.kv_b.dtype)
-            attention.norms = attention.norms._replace(k=divided(attention.norms.k, divisors))
+            attention.norms = attention.norms._replace(k=divide_gains(attention.norms.k, divisors))
         elif isinstance(attention, gqa.Attention) and attention.norms is not None:
-            divisors = powers(
+            divisors = power_of_two_ratios(
                 max_over_rotary_pairs(attention.norms.k.float().abs(), attention.config.rope)
             )
             q = (attention.norms.q.float() * divisors).to(attention.norms.q.dtype)
-            attention.norms = attention.norms._replace(q=q, k=divided(attention.norms.k, divisors))
+            attention.norms = attention.norms._replace(
+                q=q, k=divide_gains(attention.norms.k, divisors)
+            )
 
 
 def max_over_rotary_pairs(sizes: Tensor, rope: Rope) -> Tensor:

@@ -130,10 +130,10 @@ class RecurrentStates:
         self._tokens[number][other, places] = tokens
 
 
-def check_recurrent_options(keeps: bool, takes_back: bool, options: EngineOptions) -> None:
+def check_recurrent_options(keeps: bool, can_roll_back: bool, options: EngineOptions) -> None:
     """Raises QuantkitError where options ask of layers with a state of each sequence what they
     cannot do. keeps: whether there are some;
-    takes_back: whether tokens can be taken back from these."""
+    can_roll_back: whether tokens can be taken back from these."""
     told = f"{options.model_path} has layers whose state is of all the text before a token, which"
     if keeps and options.prefix_cache:
         raise QuantkitError(
@@ -142,7 +142,7 @@ def check_recurrent_options(keeps: bool, takes_back: bool, options: EngineOption
     guesses = {"--prompt-lookup": options.num_looked_up, "--draft": options.draft}
     if (
         keeps
-        and not takes_back
+        and not can_roll_back
         and (asked := " and ".join(name for name, given in guesses.items() if given))
     ):
         raise QuantkitError(
@@ -152,4 +152,4 @@ def check_recurrent_options(keeps: bool, takes_back: bool, options: EngineOption
 
 def recurrent_state_bytes(net: DeltaNet, places: int, ranks: int) -> int:
     """What `RecurrentStates` will hold on one rank."""
-    return (places + 1) * net.held_bytes(ranks)
+    return (places + 1) * net.state_bytes(ranks)

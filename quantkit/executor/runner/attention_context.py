@@ -39,10 +39,21 @@ from quantkit.models.delta_rule import (
     attend_sequence,
     attend_step,
 )
-from quantkit.models.latent_window import LatentWindow, Seen, attend_seen, within
+from quantkit.models.latent_window import (
+    LatentWindow,
+    VisibleTokens,
+    attend_latent_window,
+    window_mask,
+)
 from quantkit.models.rope import Rope
-from quantkit.models.short_conv import convolved, convolved_step, number_of
-from quantkit.models.sparse import IndexInputs, Selected, attend_selected, choose, joined
+from quantkit.models.short_conv import buffer_index, short_convolve, short_convolve_step
+from quantkit.models.sparse import (
+    IndexerInputs,
+    Selected,
+    attend_selected,
+    concat_selected,
+    select_topk,
+)
 from quantkit.models.weights import LinearOp, PrologOp
 
 
@@ -136,7 +147,7 @@ class PromptContext(CachedContext):
         super().__init__(cache, positions, slots)
         self.prompts, self.chunks = prompts, chunks
 
-    def select(self, layer: int, inputs: IndexInputs, topk: int) -> None:
+    def select(self, layer: int, inputs: IndexerInputs, topk: int) -> None:
         """As `models.context.Context.select`."""
         index, size, self.selected = (
             self.store_index(layer, inputs.keys).flatten(0, 1),
@@ -152,15 +163,15 @@ class PromptContext(CachedContext):
                 torch.arange(chunk.start + chunk.length, device=self.cache.device),
             )
             slots = chunk.blocks[at // size] * size + at % size
-            places, counts = choose(
-                IndexInputs(*(side[part] for side in inputs)),
+            places, counts = select_topk(
+                IndexerInputs(*(side[part] for side in inputs)),
                 self.positions[part],
                 topk,
                 index[slots],
             )
             parts.append((slots[places], counts))
             row += chunk.length
-        self.selected = joined(parts)
+        self.selected = concat_selected(parts)
 
     def attend_mla(
         self, layer: int, q: Tensor, kv_b: Tensor, rope: Rope, scale: float, topk: int = 0
@@ -195,14 +206,14 @@ class PromptContext(CachedContext):
 
     def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
         """As `models.context.Context.convolve`, sequence after sequence."""
-        recent, number, out = self.cache.need_recent(), number_of(layer, part), []
+        recent, number, out = self.cache.need_recent(), buffer_index(layer, part), []
         lengths = [chunk.length for chunk in self.chunks]
         for chunk, own, positions in zip(
             self.chunks, x.split(lengths), self.positions.split(lengths)
         ):
             first = max(0, chunk.start - kernel.shape[1] + 1)
             out.append(
-                convolved(
+                short_convolve(
                     own,
                     positions,
                     recent.chunk(number, chunk.state, first, chunk.start, own.float()),
@@ -211,8 +222,8 @@ class PromptContext(CachedContext):
             )
         return torch.cat(out)
 
-    def attend_seen(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
-        """As `models.context.Context.attend_seen`."""
+    def attend_latent_window(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
+        """As `models.context.Context.attend_latent_window`."""
         q, cached, size, window = (
             self.rotate_last(attention.rope, q),
             self.cache.latents(layer),
@@ -220,7 +231,7 @@ class PromptContext(CachedContext):
             attention.window,
         )
         if attention.topk and self.selected is not None:
-            return attend_seen(q, cached, self.selected.seen, attention)
+            return attend_latent_window(q, cached, self.selected.visible, attention)
         out, row = [], 0
         for chunk in self.chunks:
             part, first = (
@@ -228,11 +239,11 @@ class PromptContext(CachedContext):
                 max(0, chunk.start - window + 1) if window else 0,
             )
             at = torch.arange(first, chunk.start + chunk.length, device=self.cache.device)
-            seen = Seen(
+            seen = VisibleTokens(
                 chunk.blocks[at // size] * size + at % size,
-                within(self.positions[part], at, window),
+                window_mask(self.positions[part], at, window),
             )
-            out.append(attend_seen(q[part], cached, seen, attention))
+            out.append(attend_latent_window(q[part], cached, seen, attention))
             row += chunk.length
         return torch.cat(out)
 
@@ -306,7 +317,7 @@ class DecodeContext(CachedContext):
             self.cache.latents(layer), self.block_table, self.seq_lens, self.lengths
         )
 
-    def select(self, layer: int, inputs: IndexInputs, topk: int) -> None:
+    def select(self, layer: int, inputs: IndexerInputs, topk: int) -> None:
         """As `models.context.Context.select`. Which rows have more than `topk` tokens a captured
         step does not know: tables as wide as that decide."""
         index, size, self.selected = (
@@ -315,7 +326,7 @@ class DecodeContext(CachedContext):
             None,
         )
         if self.block_table.shape[1] * size > topk:
-            places, counts = choose(inputs, self.positions, topk, index, self.block_table)
+            places, counts = select_topk(inputs, self.positions, topk, index, self.block_table)
             slots = self.block_table.gather(1, places // size).long() * size + places % size
             self.selected = Selected(slots, counts)
 
@@ -350,22 +361,22 @@ class DecodeContext(CachedContext):
     def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
         """As `models.context.Context.convolve`."""
         assert self.states is not None, "rows without places in the states"
-        recent, number = self.cache.need_recent(), number_of(layer, part)
+        recent, number = self.cache.need_recent(), buffer_index(layer, part)
         seen = recent.rows(number, self.states, self.positions, x.float(), kernel.shape[1])
-        return convolved_step(x, self.positions, seen, kernel)
+        return short_convolve_step(x, self.positions, seen, kernel)
 
-    def attend_seen(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
-        """As `models.context.Context.attend_seen`."""
+    def attend_latent_window(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
+        """As `models.context.Context.attend_latent_window`."""
         seen = (
-            self.selected.seen
+            self.selected.visible
             if attention.topk and self.selected is not None
             else self._last(attention.window)
         )
-        return attend_seen(
+        return attend_latent_window(
             self.rotate_last(attention.rope, q), self.cache.latents(layer), seen, attention
         )
 
-    def _last(self, window: int) -> Seen:
+    def _last(self, window: int) -> VisibleTokens:
         """The last `window` tokens of each row, 0 for all."""
         size = self.cache.block_size
         room = self.block_table.shape[1] * size
@@ -373,9 +384,9 @@ class DecodeContext(CachedContext):
             min(window or room, room), device=self.cache.device
         )
         places = at.clamp(min=0)
-        return Seen(
+        return VisibleTokens(
             self.block_table.gather(1, places // size).long() * size + places % size,
-            within(self.positions, at, window),
+            window_mask(self.positions, at, window),
         )
 
     def decode_mla(
@@ -419,10 +430,11 @@ class MixedContext(CachedContext):
         )
         self.answers, self.prompts, self._rows = answers, prompts, len(answers.positions)
 
-    def select(self, layer: int, inputs: IndexInputs, topk: int) -> None:
+    def select(self, layer: int, inputs: IndexerInputs, topk: int) -> None:
         """As `models.context.Context.select`."""
         answers, prompts = (
-            IndexInputs(*one) for one in zip(*(side.tensor_split([self._rows]) for side in inputs))
+            IndexerInputs(*one)
+            for one in zip(*(side.tensor_split([self._rows]) for side in inputs))
         )
         self.answers.select(layer, answers, topk)
         self.prompts.select(layer, prompts, topk)
@@ -436,10 +448,12 @@ class MixedContext(CachedContext):
             (answers, self.prompts.attend_mla(layer, q[self._rows :], kv_b, rope, scale, topk))
         )
 
-    def attend_seen(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
-        """As `models.context.Context.attend_seen`."""
-        answers = self.answers.attend_seen(layer, q[: self._rows], attention)
-        return torch.cat((answers, self.prompts.attend_seen(layer, q[self._rows :], attention)))
+    def attend_latent_window(self, layer: int, q: Tensor, attention: LatentWindow) -> Tensor:
+        """As `models.context.Context.attend_latent_window`."""
+        answers = self.answers.attend_latent_window(layer, q[: self._rows], attention)
+        return torch.cat(
+            (answers, self.prompts.attend_latent_window(layer, q[self._rows :], attention))
+        )
 
     def convolve(self, layer: int, part: int, x: Tensor, kernel: Tensor) -> Tensor:
         """As `models.context.Context.convolve`."""

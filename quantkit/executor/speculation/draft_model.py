@@ -197,7 +197,7 @@ def load_draft(
         cache=options.cache,
     )
     remedy = "bring another draft model"
-    if draft.config.keeps_states:
+    if draft.config.has_sequence_state:
         told = (
             f"{path} has layers whose state is of all the text before a token, which cannot be "
             "taken back where a guess is wrong"

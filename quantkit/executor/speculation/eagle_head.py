@@ -110,7 +110,7 @@ def load_eagle_head(path: Path, loaded: LoadedModel, options: EngineOptions) -> 
         raise QuantkitError(
             fault.problem.replace("config.json", str(path / "config.json"), 1), fault.remedy
         ) from fault
-    read_at = _check_model(path, config, loaded)
+    aux_layers = _check_model(path, config, loaded)
     rows = resolve(parameters(config), checkpoint.tensors)
     check_stored(checkpoint, rows)
     if (
@@ -147,7 +147,7 @@ def load_eagle_head(path: Path, loaded: LoadedModel, options: EngineOptions) -> 
             )
         head = Eagle3Head(config, weights, embedding, ids.to(loaded.device), vocab)
         head.backend = options.backend
-    loaded.model.read_at = read_at
+    loaded.model.aux_layers = aux_layers
     return LoadedEagleHead(head, config, loaded.dtype, loaded.device, weights.nbytes)
 
 
@@ -164,7 +164,7 @@ def _check_model(path: Path, config: HeadConfig, loaded: LoadedModel) -> tuple[i
             f"heads of EAGLE-3 are not computed beside {loaded.checkpoint.path}",
             "run it without --draft",
         )
-    read_at = config.read_at(layers)
-    if not all(a < b for a, b in zip((-1, *read_at), (*read_at, layers))):
-        raise QuantkitError(f"{path} reads layers {read_at}, the model has {layers}", _REMEDY)
-    return read_at
+    aux_layers = config.aux_layers(layers)
+    if not all(a < b for a, b in zip((-1, *aux_layers), (*aux_layers, layers))):
+        raise QuantkitError(f"{path} reads layers {aux_layers}, the model has {layers}", _REMEDY)
+    return aux_layers

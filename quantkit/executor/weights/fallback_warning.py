@@ -11,7 +11,7 @@ from quantkit_kernels import accelerator, backends, prepare
 from quantkit_kernels.weights import Weight, shape
 
 _HELP = {"cuda": ("triton", "cuda"), "npu": ("ascend", "torch_npu")}
-"""By device type: the backends that would serve it, the easiest to have first. Elsewhere the CPU's
+"""By device type: the backends that would serve it, the easiest to have first. HfFallback the CPU's
 own."""
 
 

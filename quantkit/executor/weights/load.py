@@ -43,7 +43,7 @@ from quantkit.models.architecture import (
     ModelConfig,
     MtpModel,
 )
-from quantkit.models.cache_scales import read_steps
+from quantkit.models.cache_scales import read_cache_scales
 from quantkit.models.context import cached_dtype
 from quantkit.models.decoder import Model
 from quantkit.models.delta_rule import DeltaNet
@@ -88,9 +88,9 @@ class LoadedModel:
         too."""
         held, net, drafts = self.config.cache, self.config.recurrent, len(self.mtp_layers)
         if isinstance(held, CompressedCache):
-            return held.beside(drafts).kept()
+            return held.with_mtp_layers(drafts).window_shapes()
         return (
-            net.beside(drafts).kept(self.weights.parallel.size)
+            net.with_mtp_layers(drafts).window_shapes(self.weights.parallel.size)
             if isinstance(net, ShortConvolutions)
             else {}
         )
@@ -113,7 +113,7 @@ class LoadedModel:
     def cache_width(self) -> int:
         """Values of a token and layer that this rank keeps: a latent is every head's, keys and
         values are shared out with the heads."""
-        return self.config.cache.width // self.config.cache.shares(self.weights.parallel.size)
+        return self.config.cache.width // self.config.cache.tp_shards(self.weights.parallel.size)
 
     @property
     def cache_token_bytes(self) -> int:
@@ -134,7 +134,7 @@ class LoadedModel:
         )
         entries = recent = None
         if isinstance(held, CompressedCache):
-            sizes = held.beside(len(self.mtp_layers))
+            sizes = held.with_mtp_layers(len(self.mtp_layers))
             entries = CompressedKVCache(
                 sizes, num_blocks, layout.block_size, places, self.dtype, self.device, ahead
             )
@@ -154,7 +154,9 @@ class LoadedModel:
             coding=coding,
             steps=self.steps,
             index_dim=held.index_dim if isinstance(held, LatentCache) else 0,
-            places=None if net is None else net.places_of_others(self.config.num_hidden_layers),
+            places=None
+            if net is None
+            else net.attention_layer_places(self.config.num_hidden_layers),
             states=RecurrentStates(net, places, self.device, self.weights.parallel.size)
             if isinstance(net, DeltaNet)
             else None,
@@ -252,7 +254,7 @@ def open_asked(options: EngineOptions, eos_ids: Iterable[object]) -> OpenedModel
     config = opened.read.config
     check_eos(eos_ids, config.vocab_size, options.model_path)
     check_context(options.max_model_len, config.max_position_embeddings)
-    check_recurrent_options(config.keeps_states, config.takes_back, options)
+    check_recurrent_options(config.has_sequence_state, config.can_roll_back, options)
     return opened
 
 
@@ -326,7 +328,7 @@ def prepare(
         target,
         opened.dtype,
         codes,
-        opened.read.told,
+        opened.read.warning,
         steps,
     )
 
@@ -340,7 +342,7 @@ def _steps(
 ) -> dict[int, CodeSteps]:
     """Of this rank's heads, on the device."""
     steps: dict[int, CodeSteps] = {}
-    for layer, found in read_steps(checkpoint, config.cache, rows).items():
+    for layer, found in read_cache_scales(checkpoint, config.cache, rows).items():
         if isinstance(found, KeySteps):
             heads = len(found.keys)
             own = slice(
@@ -400,7 +402,7 @@ def _check_mtp(checkpoint: Checkpoint, read: StoredModel) -> None:
     remedy = "run without drafts"
     if not read.config.num_nextn_predict_layers:
         raise QuantkitError(
-            read.told or f"{checkpoint.path} has no MTP layer (num_nextn_predict_layers)", remedy
+            read.warning or f"{checkpoint.path} has no MTP layer (num_nextn_predict_layers)", remedy
         )
     if not any(row.mtp and is_stored(checkpoint, row) for row in read.rows):
         raise QuantkitError(

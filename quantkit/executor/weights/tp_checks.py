@@ -35,7 +35,7 @@ def check_shares(
 
 def _check_counts(config: ModelConfig, tp: int) -> None:
     kept = config.cache.kv_heads if isinstance(config.cache, KeyValueCache) else 0
-    counts = config.never_cut | ({_KEY_HEADS: kept} if kept else {})
+    counts = config.tp_units | ({_KEY_HEADS: kept} if kept else {})
     if (uneven := _uneven(counts, tp)) is not None:
         even = [
             str(size)

@@ -24,8 +24,8 @@ from quantkit.models.compressed_attention import (
     CompressedAttention,
     CompressedInputs,
     Pooling,
-    scored,
-    turned,
+    indexer_weights,
+    rotate_last,
 )
 from quantkit.models.config import (
     DECIDED,
@@ -45,7 +45,11 @@ from quantkit.models.deepseek_v4.config import (
     read_schedules,
     refuse_others,
 )
-from quantkit.models.hyper_connections import StreamSizes, end_parameters, stream_parameters
+from quantkit.models.hyper_connections import (
+    HyperConnectionSizes,
+    hyper_connection_parameters,
+    merge_parameters,
+)
 from quantkit.models.mlp import MixtureNames, MlpNames, MoeMlp, moe_parameters, moe_scale_groups
 from quantkit.models.rope import Rope
 from quantkit.models.table import Parameter, Projection, Role, ScaleGroup, Split
@@ -106,8 +110,8 @@ class Config(ConfigDefaults):
         return made
 
     @property
-    def streams(self) -> StreamSizes:
-        return StreamSizes(
+    def streams(self) -> HyperConnectionSizes:
+        return HyperConnectionSizes(
             self.hc_mult, self.hidden_size, self.hc_sinkhorn_iters, self.hc_eps, self.rms_norm_eps
         )
 
@@ -138,15 +142,15 @@ class Config(ConfigDefaults):
         )
 
     @property
-    def keeps_states(self) -> bool:
+    def has_sequence_state(self) -> bool:
         return True
 
     @property
-    def never_cut(self) -> dict[str, int]:
+    def tp_units(self) -> dict[str, int]:
         return {"num_attention_heads": self.num_attention_heads, "o_groups": self.o_groups}
 
     @property
-    def copied(self) -> tuple[str, ...]:
+    def copied_prefixes(self) -> tuple[str, ...]:
         return ("mtp.",)
 
     @property
@@ -183,7 +187,7 @@ def parameters(config: Config) -> list[Parameter]:
     rows = [Parameter("embed.weight", (vocab, h), "embedding")]
     for layer in range(config.num_hidden_layers):
         rows += _layer_parameters(config, layer)
-    rows += end_parameters(config.streams)
+    rows += merge_parameters(config.streams)
     rows += [
         Parameter("norm.weight", (h,), "norm"),
         Parameter("head.weight", (vocab, h), "head", "gathered"),
@@ -197,10 +201,10 @@ def parameters(config: Config) -> list[Parameter]:
 
 def _layer_parameters(config: Config, layer: int) -> Iterator[Parameter]:
     h, p = config.hidden_size, config.prefix(layer)
-    yield from stream_parameters(config.streams, f"{p}.hc_attn", layer, "attention")
+    yield from hyper_connection_parameters(config.streams, f"{p}.hc_attn", layer, "attention")
     yield Parameter(f"{p}.attn_norm.weight", (h,), "norm", layer=layer)
     yield from _attention_parameters(config, layer)
-    yield from stream_parameters(config.streams, f"{p}.hc_ffn", layer, "router")
+    yield from hyper_connection_parameters(config.streams, f"{p}.hc_ffn", layer, "router")
     yield Parameter(f"{p}.ffn_norm.weight", (h,), "norm", layer=layer)
     yield from _expert_parameters(config, layer)
 
@@ -361,7 +365,7 @@ class Attention:
         """x [T, H] -> [T, H], partial over ranks."""
         c, positions = self.config, context.positions
         attended = context.attend_compressed(self.layer, self._inputs(x, positions), self.attention)
-        back = turned(attended, self.rope, positions, back=True).flatten(1)
+        back = rotate_last(attended, self.rope, positions, back=True).flatten(1)
         groups = back.unflatten(-1, (-1, self.o_a.shape[1])).transpose(0, 1)
         low = groups @ self.o_a.unflatten(0, (-1, c.o_lora_rank)).mT
         return self.o_b(low.transpose(0, 1).flatten(1))
@@ -372,19 +376,19 @@ class Attention:
         q_a = rms_norm(low, self.gains[0], c.rms_norm_eps)
         q = self.q_b(q_a).unflatten(-1, (-1, c.head_dim))
         q = q * torch.rsqrt(q.float().square().mean(-1, keepdim=True) + c.rms_norm_eps).to(q.dtype)
-        kv = turned(rms_norm(kv, self.gains[1], c.rms_norm_eps)[:, None], self.rope, positions)[
-            :, 0
-        ]
+        kv = rotate_last(
+            rms_norm(kv, self.gains[1], c.rms_norm_eps)[:, None], self.rope, positions
+        )[:, 0]
         raw = x[:, :0] if self.raw is None else F.linear(x, self.raw)
         index_q, counts = x.new_zeros(len(x), 0, c.index_head_dim), x.new_zeros(len(x), 0)
         if self.index_q is not None and self.index_gate is not None:
-            index_q = turned(
+            index_q = rotate_last(
                 F.linear(q_a, self.index_q).unflatten(-1, (c.index_n_heads, -1)),
                 self.rope,
                 positions,
             )
-            counts = scored(x, self.index_gate, c.index_n_heads, c.index_head_dim)
-        return CompressedInputs(turned(q, self.rope, positions), kv, raw, index_q, counts)
+            counts = indexer_weights(x, self.index_gate, c.index_n_heads, c.index_head_dim)
+        return CompressedInputs(rotate_last(q, self.rope, positions), kv, raw, index_q, counts)
 
 
 class MixtureV4(MoeMlp):
@@ -420,7 +424,7 @@ class MixtureV4(MoeMlp):
         return routed + self.shared(x)
 
 
-class DecoderLayer(hyper_connections.StreamsLayer):
+class DecoderLayer(hyper_connections.HyperConnectionLayer):
     mlp: MixtureV4
 
     def __init__(self, config: Config, layer: int, weights: Weights) -> None:
@@ -436,7 +440,7 @@ class DecoderLayer(hyper_connections.StreamsLayer):
         return self.all_reduce(self.mlp.of_tokens(normed, token_ids))
 
 
-class Model(hyper_connections.StreamsModel):
+class Model(hyper_connections.HyperConnectionModel):
     layer_class = DecoderLayer
 
     def __init__(self, config: Config, weights: Weights) -> None:

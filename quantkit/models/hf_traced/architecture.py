@@ -14,21 +14,21 @@ from quantkit.common.errors import QuantkitError
 from quantkit.models import tensor_names
 from quantkit.models.architecture import ConfigDefaults
 from quantkit.models.hf_traced.embed_and_head import (
+    EmbedAndHead,
     LastNorm,
     Read,
-    WatchedEnds,
     check_logits,
     last_norm,
 )
-from quantkit.models.hf_traced.experts import StackedExperts, UnknownExperts, look_at_experts
+from quantkit.models.hf_traced.experts import StackedExperts, UnsupportedExperts, trace_experts
 from quantkit.models.hf_traced.layer import DecoderLayer, SiteWeights
 from quantkit.models.hf_traced.skeleton import ROUTE, Skeleton, check_built
-from quantkit.models.hf_traced.sublayers import LayerKind, look_at
+from quantkit.models.hf_traced.sublayers import LayerTrace, look_at
 from quantkit.models.table import Parameter, Projection, Role, ScaleGroup, Split
 
 
 @dataclass(frozen=True)
-class WatchedConfig(ConfigDefaults):
+class TracedConfig(ConfigDefaults):
     """Of the fields of `ModelConfig` those that calibration asks for. num_attention_heads: 0, as
     nobody looked for heads."""
 
@@ -39,14 +39,14 @@ class WatchedConfig(ConfigDefaults):
     routing: Routing | None = None
     gating: Gating = SILU
     num_nextn_predict_layers: int = 0
-    copied: tuple[str, ...] = ()
+    copied_prefixes: tuple[str, ...] = ()
     num_attention_heads: int = 0
 
     def is_moe(self, layer: int) -> bool:
         return False
 
 
-class WatchedArchitecture:
+class TracedArchitecture:
     """The architecture of one config.json. Raises QuantkitError where transformers is missing, does
     not know it, or has a forward that cannot be walked layer by layer."""
 
@@ -57,7 +57,7 @@ class WatchedArchitecture:
         self.skeleton = skeleton = Skeleton(config)
         skeleton.check_chain()
         check_logits(skeleton)
-        self._by_kind: dict[str, LayerKind] = {}
+        self._by_kind: dict[str, LayerTrace] = {}
         for layer in range(len(skeleton.layers)):
             if skeleton.kind(layer) not in self._by_kind:
                 self._by_kind[skeleton.kind(layer)] = look_at(skeleton, layer)
@@ -70,7 +70,7 @@ class WatchedArchitecture:
         }
 
     @cached_property
-    def config(self) -> WatchedConfig:
+    def config(self) -> TracedConfig:
         eps = 1e-6 if self.norm is None else self.norm.eps
         vocab = self.skeleton.text.get_input_embeddings().weight.shape[0]
         first = next(iter(self.experts), None)
@@ -80,7 +80,7 @@ class WatchedArchitecture:
             else Routing(len(self.experts[first].names), self.kinds[first].chosen)
         )
         gating = SILU if first is None else self.experts[first].gating
-        return WatchedConfig(
+        return TracedConfig(
             vocab, self.skeleton.hidden_size, len(self.skeleton.layers), eps, routing, gating
         )
 
@@ -89,11 +89,11 @@ class WatchedArchitecture:
         """Stored tensors that hold many experts."""
         return [stack for found in self.experts.values() for stack in found.stacks]
 
-    def DecoderLayer(self, config: WatchedConfig, layer: int, weights: SiteWeights) -> DecoderLayer:
+    def DecoderLayer(self, config: TracedConfig, layer: int, weights: SiteWeights) -> DecoderLayer:
         return DecoderLayer(self.skeleton, layer, self.kinds[layer].plan, weights)
 
-    def ends(self, read: Read, device: torch.device) -> WatchedEnds:
-        return WatchedEnds(self.skeleton, read, self._embedding, device)
+    def ends(self, read: Read, device: torch.device) -> EmbedAndHead:
+        return EmbedAndHead(self.skeleton, read, self._embedding, device)
 
     def parameters(self, shapes: Mapping[str, tuple[int, ...]]) -> list[Parameter]:
         """shapes: logical shape of every stored tensor, by name. In the order of a forward pass;
@@ -119,7 +119,7 @@ class WatchedArchitecture:
                     continue
                 if names[name] not in shapes:
                     raise QuantkitError(
-                        f"{skeleton.told}: transformers computes with {names[name]}, and it is not "
+                        f"{skeleton.description}: transformers computes with {names[name]}, and it is not "
                         "stored",
                         ROUTE,
                     )
@@ -150,7 +150,7 @@ class WatchedArchitecture:
         first = [row for row in rest if row.role == "embedding"]
         return first + rows + [row for row in rest if row.role != "embedding"]
 
-    def scale_groups(self, config: WatchedConfig, layer: int) -> list[ScaleGroup]:
+    def scale_groups(self, config: TracedConfig, layer: int) -> list[ScaleGroup]:
         """Those that were seen and proven."""
         kind, names = self.kinds[layer], self.skeleton.names(layer)
         groups = []
@@ -189,7 +189,7 @@ class WatchedArchitecture:
         return groups
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """What was found, of every kind of layer: how many scale groups, and the inputs that have
         none."""
         linears = [
@@ -224,33 +224,33 @@ class WatchedArchitecture:
         name, *more = kind.plan.experts
         try:
             if more:
-                raise UnknownExperts("a layer has several mixtures of experts")
-            found = look_at_experts(
+                raise UnsupportedExperts("a layer has several mixtures of experts")
+            found = trace_experts(
                 skeleton.model,
                 f"{skeleton.prefixes[layer]}.{name}",
                 skeleton.layers[layer].get_submodule(name),
             )
             if found.beyond:
-                raise UnknownExperts(
+                raise UnsupportedExperts(
                     f"some experts of layer {layer} hand on what they read, which calibration does "
                     "not compute"
                 )
             return found
-        except UnknownExperts as fault:
-            raise QuantkitError(f"{skeleton.told}: {fault}", ROUTE) from fault
+        except UnsupportedExperts as fault:
+            raise QuantkitError(f"{skeleton.description}: {fault}", ROUTE) from fault
 
     # --- rows ----------------------------------------------------------------------------------------------------------------
 
     def _row(
-        self, name: str, layer: int, kind: LayerKind, row: Parameter, linears: Collection[str]
+        self, name: str, layer: int, kind: LayerTrace, row: Parameter, linears: Collection[str]
     ) -> Parameter:
         module = name.rpartition(".")[0]
         row = replace(
             row,
             block="attention" if module in kind.first else "mlp",
-            behind_experts=module in kind.behind,
+            after_experts=module in kind.behind,
         )
-        row = replace(row, beside_experts=module in kind.plan.beside and len(row.shape) == 2)
+        row = replace(row, parallel_to_experts=module in kind.plan.beside and len(row.shape) == 2)
         if len(row.shape) == 2 and module in kind.plan.linears:
             fits = row.name in linears and tensor_names.fits(row.shape)
             role: Role = tensor_names.role(row.module) if fits else "router"
@@ -279,7 +279,7 @@ class WatchedArchitecture:
                         else f"{name} has shape {list(shapes[name])}"
                     )
                     raise QuantkitError(
-                        f"{self.skeleton.told}: {told}, and its config.json makes it {list(shape)}",
+                        f"{self.skeleton.description}: {told}, and its config.json makes it {list(shape)}",
                         ROUTE,
                     )
                 role: Role = (

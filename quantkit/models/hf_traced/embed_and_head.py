@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.common.errors import QuantkitError
-from quantkit.models.hf_traced.groups import SAME, distance
 from quantkit.models.hf_traced.layer import replaced
+from quantkit.models.hf_traced.scale_groups import SAME, distance
 from quantkit.models.hf_traced.skeleton import PROBED, ROUTE, Skeleton
 
 Read = Callable[[str], Tensor]
@@ -69,7 +69,7 @@ def last_norm(skeleton: Skeleton) -> LastNorm | None:
     return None
 
 
-class WatchedEnds:
+class EmbedAndHead:
     """read: reads stored tensors. embedding: the name of the table on disk."""
 
     def __init__(
@@ -186,5 +186,6 @@ def check_logits(skeleton: Skeleton) -> None:
             found = logits_of(skeleton, probe)
     if found is None or found.shape != probe.shape:
         raise QuantkitError(
-            f"{skeleton.told}: transformers' model gives no logits of its text model alone", ROUTE
+            f"{skeleton.description}: transformers' model gives no logits of its text model alone",
+            ROUTE,
         )

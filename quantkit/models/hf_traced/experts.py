@@ -27,7 +27,7 @@ Activation = Callable[[Tensor], Tensor]
 _SAME = 1e-9
 
 
-class UnknownExperts(Exception):
+class UnsupportedExperts(Exception):
     """A module of experts that is none of these, or is stored otherwise. The text says which."""
 
 
@@ -102,7 +102,7 @@ class StackedExperts:
 
 
 @dataclass(frozen=True)
-class WatchedGating(Gating):
+class TracedGating(Gating):
     """f(g) * u, with f as a module of transformers has it."""
 
     activation: Activation = torch.relu
@@ -120,14 +120,14 @@ def experts_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def look_at_experts(model: Any, name: str, module: nn.Module) -> StackedExperts:
-    """name: of the module in the model. Raises UnknownExperts where it is not understood."""
+def trace_experts(model: Any, name: str, module: nn.Module) -> StackedExperts:
+    """name: of the module in the model. Raises UnsupportedExperts where it is not understood."""
     held = _held(module)
     beyond = _check_computed(module, held)
     names, stacks = _stored(model, name, held)
     parameters = frozenset(f"{name}.{key}" for key in (held.inner, held.outer))
     return StackedExperts(
-        names, stacks, parameters, held.width, WatchedGating(activation=_activation(module)), beyond
+        names, stacks, parameters, held.width, TracedGating(activation=_activation(module)), beyond
     )
 
 
@@ -184,7 +184,7 @@ def _held(module: nn.Module) -> _Held:
             )
     if len(own) != 2 or len(fits) != 1:
         told = ", ".join(f"{key} {list(shape)}" for key, shape in own.items())
-        raise UnknownExperts(f"the experts of {type(module).__name__} hold {told}")
+        raise UnsupportedExperts(f"the experts of {type(module).__name__} hold {told}")
     return fits[0]
 
 
@@ -233,7 +233,7 @@ def _check_computed(module: Any, held: _Held) -> float:
             except Exception:  # of this one, too
                 continue
         told = "computes no gated MLPs, down(f(gate(x)) * up(x))"
-    raise UnknownExperts(f"the module of experts {type(module).__name__} {told}")
+    raise UnsupportedExperts(f"the module of experts {type(module).__name__} {told}")
 
 
 def _beyond(small: Any, x: Tensor, weights: Tensor) -> float:
@@ -243,7 +243,7 @@ def _beyond(small: Any, x: Tensor, weights: Tensor) -> float:
         return 0.0
     if _agrees(made, x * weights.sum(1, keepdim=True)):
         return 1.0
-    raise UnknownExperts(
+    raise UnsupportedExperts(
         f"a place after the experts of {type(small).__name__} computes something of its own"
     )
 
@@ -303,7 +303,7 @@ def _stored(
     # both.
     either = not all(_is_there(by_first, one) for one in (gate_up, down))
     if not all(_is_there(by_first, one.mT if either else one) for one in (gate_up, down)):
-        raise UnknownExperts(
+        raise UnsupportedExperts(
             f"checkpoints hold {name} in another form than one matrix an expert, or all in one "
             "tensor"
         )

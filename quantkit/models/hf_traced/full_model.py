@@ -15,19 +15,19 @@ from torch.nn import functional as F
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.common.errors import QuantkitError
 from quantkit.grids.weights import dequantize
-from quantkit.models.activation_quant import AS_IT_IS, Reading
+from quantkit.models.activation_quant import NO_ACTIVATION_QUANT, ActivationQuant
 from quantkit.models.hf_traced.embed_and_head import logits_of
 from quantkit.models.hf_traced.experts import (
     Asked,
     StackedExperts,
-    UnknownExperts,
+    UnsupportedExperts,
     experts_modules,
-    look_at_experts,
+    trace_experts,
 )
 from quantkit.models.hf_traced.skeleton import ROUTE, Skeleton, check_built
 
 
-def slow_by_transformers(path: Path) -> str:
+def transformers_warning(path: Path) -> str:
     """What to say of a checkpoint that is computed so."""
     return (
         f"{path} is computed by transformers on decoded weights, because quantkit has no file "
@@ -44,7 +44,7 @@ class Passed:
     final: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
-class WholeModel:
+class TransformersModel:
     """Raises QuantkitError where transformers is missing or does not know the model, and where a
     tensor that it computes with is not stored."""
 
@@ -68,7 +68,7 @@ class WholeModel:
     @property
     def told(self) -> str:
         """What to say of it."""
-        return slow_by_transformers(self.checkpoint.path)
+        return transformers_warning(self.checkpoint.path)
 
     @property
     def vocab_size(self) -> int:
@@ -202,7 +202,7 @@ class WholeModel:
             reading = self._reading(
                 self.skeleton.published.get(f"{name}.weight", "").removesuffix(".weight")
             )
-            if isinstance(module, nn.Linear) and reading != AS_IT_IS:
+            if isinstance(module, nn.Linear) and reading != NO_ACTIVATION_QUANT:
                 own: Any = module
                 own.forward = _rounding(module, reading)
         if self.skeleton.tied:
@@ -249,21 +249,21 @@ class WholeModel:
         value = dequantize(value)
         return value.to(self.dtype) if value.is_floating_point() else value
 
-    def _reading(self, module: str) -> Reading:
+    def _reading(self, module: str) -> ActivationQuant:
         """How a linear reads its input."""
         bits = self.checkpoint.activation_bits(module)
         return (
-            Reading.of(self.checkpoint.weight(module, self.device), bits)
+            ActivationQuant.of(self.checkpoint.weight(module, self.device), bits)
             if bits == 4
-            else Reading(bits)
+            else ActivationQuant(bits)
         )
 
     def _fill_experts(self, name: str, module: nn.Module) -> bool:
         """Stacked routed experts, from one tensor for each; whether they are stored so, or stacked
         otherwise than transformers has them."""
         try:
-            found = look_at_experts(self.model, name, module)
-        except UnknownExperts:
+            found = trace_experts(self.model, name, module)
+        except UnsupportedExperts:
             return False
         if not all(_is_stored(self.checkpoint, disk) for disk in found.names[0]):
             as_they_are = all(
@@ -289,12 +289,12 @@ def _is_stored(checkpoint: Checkpoint, disk: str) -> bool:
     return disk.removesuffix(".weight") in checkpoint.linears or checkpoint.has(disk)
 
 
-def _rounding(linear: nn.Linear, reading: Reading) -> Callable[[Tensor], Tensor]:
+def _rounding(linear: nn.Linear, reading: ActivationQuant) -> Callable[[Tensor], Tensor]:
     return lambda x: F.linear(reading(x.float()).to(x.dtype), linear.weight, linear.bias)
 
 
 def _experts(
-    found: StackedExperts, each: list[list[Tensor]], readings: list[list[Reading]]
+    found: StackedExperts, each: list[list[Tensor]], readings: list[list[ActivationQuant]]
 ) -> Callable[..., Tensor]:
     """A mixture as a loop over the experts that are asked."""
 

@@ -128,7 +128,7 @@ class DecoderLayer:
         ):
             return self._run(hidden, context)
 
-    def summed(self, hidden: Tensor, context: CausalContext) -> Tensor:
+    def mlp_output(self, hidden: Tensor, context: CausalContext) -> Tensor:
         """hidden [T, at least H] -> what the experts together add to zeros, and what the linears
         beside them make: [T, H and more]."""
         hidden = hidden[:, : self.skeleton.hidden_size]
@@ -139,7 +139,7 @@ class DecoderLayer:
         made, self._made = list(self._made.values()), {}
         return torch.cat((torch.zeros_like(hidden), *made), dim=1)
 
-    def with_sum(self, hidden: Tensor, summed: Tensor, context: CausalContext) -> Tensor:
+    def add_mlp_output(self, hidden: Tensor, summed: Tensor, context: CausalContext) -> Tensor:
         """hidden [T, H and more], with what linears beside the experts made; summed [T, H] -> [T,
         H] after the layer. No other linear is asked."""
         width = self.skeleton.hidden_size

@@ -7,22 +7,22 @@ not: it is seen in the numbers, and no list of operations is needed. The columns
 are divided by the scale in turn. The group is proven where the layer then computes what it did
 before."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
+
 import torch
 from quantkit_kernels import SILU, Gating
-from torch import Tensor
-from quantkit.models.weights import ExpertsOp, LinearOp
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from torch import Tensor, nn
+
 from quantkit.models.context import CausalContext
 from quantkit.models.hf_traced.layer import DecoderLayer
+from quantkit.models.weights import ExpertsOp, LinearOp
 
 _ENTRIES = 4
 
 
-class StandIns:
+class ProbeWeights:
     """shapes: of every tensor, by the name on disk. columns, rows: multiply the columns [K] or rows
     [N] of a linear, by module; tensors:
     other values, by name. answers: of experts, instead of something that depends on what they are
@@ -98,7 +98,7 @@ SAME = 1e-9
 
 
 @dataclass(frozen=True)
-class SeenForward:
+class ForwardTrace:
     """One forward of a layer: its output, and what every module that was called once read and made
     first, in the order of the calls."""
 
@@ -112,7 +112,7 @@ class SeenForward:
 
 
 @dataclass(frozen=True)
-class FoundGroup:
+class TracedGroup:
     """In names inside the layer. consumers: linears, routers and modules of stacked experts.
     gain_offset: what is added to a norm's stored gain; None: the producer is a linear. biased: the
     producer has a bias, which is scaled too."""
@@ -123,18 +123,18 @@ class FoundGroup:
     biased: bool
 
 
-class Watcher:
+class LayerTracer:
     """Watches layer `block`, which computes with `weights`, over hidden [T, H] of one sequence."""
 
-    def __init__(self, block: DecoderLayer, weights: StandIns, hidden: Tensor) -> None:
+    def __init__(self, block: DecoderLayer, weights: ProbeWeights, hidden: Tensor) -> None:
         self.block, self.weights, self.hidden = block, weights, hidden
         self.modules = dict(block.module.named_modules())
         self.first = self.look()
 
-    def look(self) -> SeenForward:
+    def look(self) -> ForwardTrace:
         """The layer with the weights as they are now."""
         self.block.fill()
-        seen = SeenForward(torch.empty(0), {}, {}, {})
+        seen = ForwardTrace(torch.empty(0), {}, {}, {})
         more: set[str] = set()
 
         def hook(name: str) -> Any:
@@ -167,10 +167,10 @@ class Watcher:
                 part.pop(name)
         return replace(seen, output=output, called=called)
 
-    def groups(self) -> list[FoundGroup]:
+    def groups(self) -> list[TracedGroup]:
         """All that are proven, one by one and together, in the order of the forward. A reader is in
         one of them at most."""
-        found: list[FoundGroup] = []
+        found: list[TracedGroup] = []
         taken: set[str] = set()
         for name in self._called():
             group = self._group(name)
@@ -192,22 +192,22 @@ class Watcher:
     def _own(self, name: str) -> dict[str, Tensor]:
         return {key: one for key, one in self.modules[name]._parameters.items() if one is not None}
 
-    def _group(self, name: str) -> FoundGroup | None:
+    def _group(self, name: str) -> TracedGroup | None:
         """Of this producer; None where it is none, or nothing reads what a scale of its output
         makes of it."""
         for offset in self._offsets(name):
             biased = "bias" in self._own(name)
-            alone = FoundGroup(name, (), offset, biased)
+            alone = TracedGroup(name, (), offset, biased)
             scale = _powers(name, self.first.outputs[name].shape[-1])
             self.weights.restore()
             self._scale(alone, scale)
             seen = self.look()
             if _alike(seen.outputs.get(name), self.first.outputs[name] * scale):
                 readers = self._readers(seen, scale)
-                return FoundGroup(name, readers, offset, biased) if readers else None
+                return TracedGroup(name, readers, offset, biased) if readers else None
         return None
 
-    def _readers(self, seen: SeenForward, scale: Tensor) -> tuple[str, ...]:
+    def _readers(self, seen: ForwardTrace, scale: Tensor) -> tuple[str, ...]:
         """What reads just the scaled output. What experts read may be multiplied by what a router
         makes of it, so where there are experts it is looked again, with a router that heeds the
         scale."""
@@ -275,7 +275,7 @@ class Watcher:
         experts by it."""
         return self._columns(name) > 0
 
-    def _reads(self, name: str, seen: SeenForward, scale: Tensor) -> bool:
+    def _reads(self, name: str, seen: ForwardTrace, scale: Tensor) -> bool:
         before = self.first.inputs.get(name)
         return (
             before is not None
@@ -283,7 +283,7 @@ class Watcher:
             and _alike(seen.inputs[name], before * scale)
         )
 
-    def _proven(self, groups: list[FoundGroup]) -> bool:
+    def _proven(self, groups: list[TracedGroup]) -> bool:
         self.weights.restore()
         for group in groups:
             scale = _powers(group.producer, self.first.outputs[group.producer].shape[-1])
@@ -299,7 +299,7 @@ class Watcher:
         same = all(_alike(seen.outputs.get(name), self.first.outputs[name]) for name in readers)
         return same and distance(seen.output, self.first.output) < SAME
 
-    def _scale(self, group: FoundGroup, scale: Tensor) -> None:
+    def _scale(self, group: TracedGroup, scale: Tensor) -> None:
         """Multiply the producer's output channels."""
         if group.gain_offset is None:
             self.weights.rows[self.block.disk(group.producer)] = scale

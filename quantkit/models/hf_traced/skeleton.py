@@ -63,8 +63,8 @@ class Skeleton:
     names. tied: the head is the embedding."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self.told = f"model_type {config.get('model_type')!r}"
-        self.model: Any = _build(config, self.told)
+        self.description = f"model_type {config.get('model_type')!r}"
+        self.model: Any = _build(config, self.description)
         self.text: Any = text_model(self.model)
         stack = dict(decoder_stack(self.model))
         self.prefixes, self.layers = list(stack), list(stack.values())
@@ -146,7 +146,7 @@ class Skeleton:
                 else "use a smaller --seq-len"
             )
             raise QuantkitError(
-                f"{self.told}: {places} computes no texts of {length} tokens ({fault!s:.80})",
+                f"{self.description}: {places} computes no texts of {length} tokens ({fault!s:.80})",
                 remedy,
             ) from fault
 
@@ -286,7 +286,7 @@ class Skeleton:
             else:
                 return
         raise QuantkitError(
-            f"{self.told}: transformers' layers cannot be run one by one ({told})", ROUTE
+            f"{self.description}: transformers' layers cannot be run one by one ({told})", ROUTE
         )
 
     def _fill_buffers(self) -> None:
@@ -313,7 +313,7 @@ class Skeleton:
             for key in missing:
                 if module._buffers[key].is_floating_point() and module._buffers[key].isnan().any():
                     raise QuantkitError(
-                        f"{self.told}: transformers does not say what {name}.{key} is", ROUTE
+                        f"{self.description}: transformers does not say what {name}.{key} is", ROUTE
                     )
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from quantkit.common.errors import QuantkitError
 from quantkit.models.context import CausalContext
 from quantkit.models.hf_traced.experts import experts_modules
-from quantkit.models.hf_traced.groups import SAME, FoundGroup, SeenForward, Watcher, distance
 from quantkit.models.hf_traced.layer import (
     DecoderLayer,
     Halves,
@@ -18,18 +17,25 @@ from quantkit.models.hf_traced.layer import (
     NotExperts,
     SeveralInputs,
 )
-from quantkit.models.hf_traced.module_proxies import StandIns
+from quantkit.models.hf_traced.scale_groups import (
+    SAME,
+    ForwardTrace,
+    LayerTracer,
+    ProbeWeights,
+    TracedGroup,
+    distance,
+)
 from quantkit.models.hf_traced.skeleton import PROBED, ROUTE, Skeleton
 
 
 @dataclass(frozen=True)
-class LayerKind:
+class LayerTrace:
     """In names inside the layer. first: modules of the first half. ends: linears that nothing reads
     but the residual stream. order: modules with tensors as they are called. gain_offsets: of every
     norm, see `Parameter`."""
 
     plan: LayerPlan
-    groups: tuple[FoundGroup, ...]
+    groups: tuple[TracedGroup, ...]
     first: frozenset[str]
     ends: frozenset[str]
     order: tuple[str, ...]
@@ -40,7 +46,7 @@ class LayerKind:
     """Modules that read what the routed experts make together."""
 
 
-def look_at(skeleton: Skeleton, layer: int) -> LayerKind:
+def look_at(skeleton: Skeleton, layer: int) -> LayerTrace:
     """Raises QuantkitError where the layer cannot be run on weights that are given to it one by
     one."""
     try:
@@ -49,13 +55,13 @@ def look_at(skeleton: Skeleton, layer: int) -> LayerKind:
         raise
     except Exception as fault:  # whatever a layer's own code makes of it
         told = (
-            f"{skeleton.told}: layer {layer} of transformers' model cannot be run on weights "
+            f"{skeleton.description}: layer {layer} of transformers' model cannot be run on weights "
             "that are given one by one"
         )
         raise QuantkitError(f"{told} ({type(fault).__name__}: {fault!s:.80})", ROUTE) from fault
 
 
-def _look_at(skeleton: Skeleton, layer: int) -> LayerKind:
+def _look_at(skeleton: Skeleton, layer: int) -> LayerTrace:
     module, names = skeleton.layers[layer], skeleton.names(layer)
     prefix = skeleton.prefixes[layer]
     linears = [
@@ -65,7 +71,7 @@ def _look_at(skeleton: Skeleton, layer: int) -> LayerKind:
     for name, _ in module.named_parameters():
         if name not in names and not name.startswith(tuple(f"{one}." for one in experts)):
             told = (
-                f"{skeleton.told}: checkpoints hold {name.removesuffix('.weight')} in another "
+                f"{skeleton.description}: checkpoints hold {name.removesuffix('.weight')} in another "
                 "form than transformers computes with"
             )
             raise QuantkitError(told, ROUTE)
@@ -76,12 +82,12 @@ def _look_at(skeleton: Skeleton, layer: int) -> LayerKind:
             if any(own.dim() > 1 for own in one.parameters(recurse=False))
         }
         told = (
-            f"{skeleton.told}: layer {layer} has no linears that quantkit quantizes; its "
+            f"{skeleton.description}: layer {layer} has no linears that quantkit quantizes; its "
             f"matrices are of {', '.join(sorted(others))}"
         )
         raise QuantkitError(told, "use a model with linears: torch.nn.Linear, or stacked experts")
     tensors = dict(module.state_dict())
-    weights = StandIns(
+    weights = ProbeWeights(
         {disk: tuple(tensors[name].shape) for name, disk in names.items() if name in tensors}
     )
     watcher, experts = _watched(
@@ -90,13 +96,14 @@ def _look_at(skeleton: Skeleton, layer: int) -> LayerKind:
     plan, hidden, seen = watcher.block.plan, watcher.hidden, watcher.first
     if idle := [name for name in linears if name not in seen.called]:
         told = (
-            f"{skeleton.told}: transformers' layer {layer} leaves out {', '.join(idle)} where "
+            f"{skeleton.description}: transformers' layer {layer} leaves out {', '.join(idle)} where "
             "text alone goes through it"
         )
         raise QuantkitError(told, "quantkit calibrates decoders that read nothing but text")
     if not torch.isfinite(seen.output).all() or distance(seen.output, hidden) == 0:
         raise QuantkitError(
-            f"{skeleton.told}: layer {layer} computes nothing finite of random weights", ROUTE
+            f"{skeleton.description}: layer {layer} computes nothing finite of random weights",
+            ROUTE,
         )
     order = tuple(
         name
@@ -122,7 +129,7 @@ def _look_at(skeleton: Skeleton, layer: int) -> LayerKind:
         if len({one in first for one in (group.producer, *group.consumers)}) == 1
     )
     offsets = {name: watcher.gain_offset(name) for name in order if watcher.is_norm(name)}
-    return LayerKind(plan, groups, first, ends, order, offsets, weights.chosen, behind)
+    return LayerTrace(plan, groups, first, ends, order, offsets, weights.chosen, behind)
 
 
 def _watched(
@@ -130,8 +137,8 @@ def _watched(
     layer: int,
     linears: dict[str, tuple[str, ...]],
     experts: list[str],
-    weights: StandIns,
-) -> tuple[Watcher, list[str]]:
+    weights: ProbeWeights,
+) -> tuple[LayerTracer, list[str]]:
     """The layer once it has run, and those of `experts` that were asked as experts are."""
     hidden = torch.randn(
         PROBED, skeleton.hidden_size, generator=torch.Generator().manual_seed(layer)
@@ -139,15 +146,17 @@ def _watched(
     while True:
         plan = LayerPlan(linears, experts=dict.fromkeys(experts, 1.0))
         try:
-            return Watcher(DecoderLayer(skeleton, layer, plan, weights), weights, hidden), experts
+            return LayerTracer(
+                DecoderLayer(skeleton, layer, plan, weights), weights, hidden
+            ), experts
         except NotExperts as other:
             experts = [name for name in experts if name != other.name]
         except SeveralInputs as fault:
-            told = f"{skeleton.told}: a token gives each of the experts that it asks another input"
+            told = f"{skeleton.description}: a token gives each of the experts that it asks another input"
             raise QuantkitError(told, ROUTE) from fault
 
 
-def _answered(name: str, watcher: Watcher) -> tuple[Tensor, SeenForward, SeenForward]:
+def _answered(name: str, watcher: LayerTracer) -> tuple[Tensor, ForwardTrace, ForwardTrace]:
     """Answers of a module of experts, and the layer with these and with none."""
     answer = torch.randn(watcher.hidden.shape, generator=torch.Generator().manual_seed(17))
     seen = []
@@ -159,7 +168,7 @@ def _answered(name: str, watcher: Watcher) -> tuple[Tensor, SeenForward, SeenFor
     return answer, seen[0], seen[1]
 
 
-def _factor(name: str, watcher: Watcher) -> float | None:
+def _factor(name: str, watcher: LayerTracer) -> float | None:
     """What the answers of a module of experts are multiplied by before they are added to the
     residual stream; None where more is done."""
     answer, seen, without = _answered(name, watcher)
@@ -168,7 +177,7 @@ def _factor(name: str, watcher: Watcher) -> float | None:
     return None if distance(added, factor * answer) > SAME or factor == 0 else factor
 
 
-def _behind(name: str, watcher: Watcher, order: tuple[str, ...]) -> frozenset[str]:
+def _behind(name: str, watcher: LayerTracer, order: tuple[str, ...]) -> frozenset[str]:
     """Modules with tensors of their own that read what the experts make. Raises QuantkitError where
     there is none, or a linear is one."""
     _, seen, without = _answered(name, watcher)
@@ -181,7 +190,7 @@ def _behind(name: str, watcher: Watcher, order: tuple[str, ...]) -> frozenset[st
     ]
     if not reads or any(watcher.is_read_by(one) for one in reads):
         raise QuantkitError(
-            f"{watcher.block.skeleton.told}: more is done with what the routed experts make than "
+            f"{watcher.block.skeleton.description}: more is done with what the routed experts make than "
             "to add it",
             ROUTE,
         )
@@ -189,7 +198,7 @@ def _behind(name: str, watcher: Watcher, order: tuple[str, ...]) -> frozenset[st
 
 
 def _beside(
-    name: str, watcher: Watcher, halves: Halves | None, linears: list[str]
+    name: str, watcher: LayerTracer, halves: Halves | None, linears: list[str]
 ) -> tuple[str, ...]:
     """Of the linears those whose outputs are read behind the experts, beside what these make
     together: the others may answer zeros then."""
@@ -203,8 +212,8 @@ def _beside(
 
     def joined(beside: list[str]) -> Tensor:
         block.plan = replace(block.plan, beside=tuple(beside))
-        kept = torch.cat((hidden, block.summed(hidden, context)[:, hidden.shape[1] :]), dim=1)
-        return block.with_sum(kept, answer, context)
+        kept = torch.cat((hidden, block.mlp_output(hidden, context)[:, hidden.shape[1] :]), dim=1)
+        return block.add_mlp_output(kept, answer, context)
 
     kept = [one for one in linears if one in watcher.first.called]
     for one in list(kept):
@@ -216,14 +225,14 @@ def _beside(
     watcher.weights.restore()
     if not same:
         raise QuantkitError(
-            f"{block.skeleton.told}: what is behind its routed experts cannot be computed after "
+            f"{block.skeleton.description}: what is behind its routed experts cannot be computed after "
             "them",
             ROUTE,
         )
     return tuple(kept)
 
 
-def _sites(linears: list[str], seen: SeenForward) -> dict[str, tuple[str, ...]]:
+def _sites(linears: list[str], seen: ForwardTrace) -> dict[str, tuple[str, ...]]:
     """Linears that read the same tensor, by each of them."""
     sites: list[list[str]] = []
     for name in linears:
@@ -242,7 +251,7 @@ def _equal(a: Tensor | None, b: Tensor) -> bool:
     return a is not None and a.numel() == b.numel() and torch.equal(a.reshape(b.shape), b)
 
 
-def _halves(watcher: Watcher) -> tuple[Halves | None, frozenset[str]]:
+def _halves(watcher: LayerTracer) -> tuple[Halves | None, frozenset[str]]:
     """Where the layer can be cut in two, and the modules of the first half."""
     block, seen, hidden = watcher.block, watcher.first, watcher.hidden
     children = {name for name, _ in block.module.named_children()}
@@ -270,7 +279,7 @@ def _halves(watcher: Watcher) -> tuple[Halves | None, frozenset[str]]:
     return None, frozenset()
 
 
-def _is_end(name: str, watcher: Watcher, first: frozenset[str]) -> bool:
+def _is_end(name: str, watcher: LayerTracer, first: frozenset[str]) -> bool:
     """Whether nothing in its half looks at what a linear makes but the sum that is the residual
     stream."""
     seen = watcher.first

@@ -28,7 +28,7 @@ from quantkit.checkpoint.formats.base import Format
 from quantkit.grids.e2m1 import INPUT_HEADROOM, input_divisor
 from quantkit.grids.schemes import Fp4Grid, Grid, IntGrid
 from quantkit.grids.weights import E2M1_VALUES, Fp4Weight, IntWeight, dequantize
-from quantkit.models.activation_quant import rounded_to_nvfp4
+from quantkit.models.activation_quant import fake_quantize_nvfp4
 from quantkit.quant.packing import unpack_pairs
 
 _CASES: list[tuple[Format, Grid, str]] = [
@@ -156,7 +156,7 @@ def test_their_rounding_of_activations_is_ours() -> None:
         limit = x.abs().amax() * largest
         module.input_global_scale = generate_gparam(-limit, limit)
         expected = forward_quantize(module, x, "input", args)
-        assert torch.equal(rounded_to_nvfp4(x, module.input_global_scale.reshape(())), expected)
+        assert torch.equal(fake_quantize_nvfp4(x, module.input_global_scale.reshape(())), expected)
         # Calibrated by ours, it is theirs but for room for larger values, and for the last bit,
         # which makes it exact as a multiplier, too.
         torch.testing.assert_close(

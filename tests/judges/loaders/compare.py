@@ -16,7 +16,7 @@ from torch import Tensor
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.grids.weights import E2M1_VALUES, Fp4Weight, IntWeight
 from quantkit.models import find_architecture
-from quantkit.models.cache_scales import is_codable, step_specs
+from quantkit.models.cache_scales import cache_scale_specs, supports_cache_scales
 from quantkit.models.table import Parameter
 
 Pieces = dict[str, Tensor]
@@ -41,7 +41,9 @@ def faults(path: Path, pieces: Pieces, rank: Rank, unread: list[str]) -> list[st
     found: list[str] = []
     known: set[str] = set()
     right: set[str] = set()
-    for name, stored in step_specs(config.cache, rows).items() if is_codable(config.cache) else ():
+    for name, stored in (
+        cache_scale_specs(config.cache, rows).items() if supports_cache_scales(config.cache) else ()
+    ):
         piece = f"{stored[0].name.removesuffix('scale')[:-1]}|scale"
         if checkpoint.has(stored[0].name):
             known.add(piece)
