@@ -29,7 +29,7 @@ def proxy(
     from quantkit.common.bind import bind, url_address
     from quantkit.deploy.proxy import proxy as in_front_of
     from quantkit.deploy.relay import is_address
-    from quantkit.executor.server.connections import HttpServer
+    from quantkit.executor.server.serve import HttpServer
 
     servers = [[url.strip() for url in urls.split(",")] for urls in (prefill, decode)]
     for url in (url for urls in servers for url in urls):

@@ -133,7 +133,7 @@ class WholeEngine:
 
 
 def slow(path: Path) -> str:
-    """What to tell of a model that transformers computes; empty for any other."""
+    """Notice for a model that transformers computes; empty for any other."""
     return "" if is_known(read_json(path / "config.json")) else transformers_warning(path)
 
 

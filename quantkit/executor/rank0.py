@@ -1,6 +1,6 @@
 """Rank 0 leads and the other ranks follow: its orders to them, and how they carry them out.
 
-Rank 0 takes requests. Before every step it tells the others, as JSON, what was added and cancelled
+Rank 0 takes requests. Before every step it broadcasts, as JSON, what was added and cancelled
 since the last; then all ranks schedule and compute the same step, and take over the tokens that
 rank 0 chose; or each chose, where each has requests of its own. So nothing but rank 0 knows of
 servers or terminals.
@@ -19,7 +19,7 @@ from quantkit.executor.speculation.speculation import Speculation
 
 
 class Leader:
-    """Rank 0's orders to the others. Where there are no others, nothing is told."""
+    """Rank 0's orders to the other ranks. With one rank nothing is sent."""
 
     def __init__(self, parallel: Parallel) -> None:
         self._parallel = parallel
@@ -33,8 +33,8 @@ class Leader:
     def add(self, sequence: Sequence) -> None:
         """The others add the request too. Raises QuantkitError on a rank that follows."""
         if self._parallel.rank:
-            told = f"rank {self._parallel.rank} follows rank 0, and takes no requests of its own"
-            raise QuantkitError(told, "load with quantkit.executor.worker.lead_or_follow")
+            reason = f"rank {self._parallel.rank} follows rank 0, and takes no requests of its own"
+            raise QuantkitError(reason, "load with quantkit.executor.worker.lead_or_follow")
         if not self.alone:
             params = replace(sequence.params, seed=sequence.seed)
             self._orders.append(
@@ -54,13 +54,13 @@ class Leader:
     def step(self) -> None:
         """The others compute a step, after what was ordered since the last."""
         if not self.alone:
-            self._parallel.tell(self._orders)
+            self._parallel.broadcast(self._orders)
             self._orders = []
 
     def dismiss(self) -> None:
         """The others' `follow` returns."""
         if not self.alone:
-            self._parallel.tell(None)
+            self._parallel.broadcast(None)
 
 
 class Follower(Protocol):

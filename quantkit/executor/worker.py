@@ -22,12 +22,12 @@ _WATCH_SECONDS = 0.2
 
 
 def lead_or_follow(
-    options: EngineOptions, tell: Callable[[str], None] = lambda text: None
+    options: EngineOptions, report: Callable[[str], None] = lambda text: None
 ) -> Engine:
     """Rank 0's engine. A process that was started as another rank follows here, and ends when rank
-    0 dismisses it. tell: as of `Engine.open`, of rank 0."""
+    0 dismisses it. report: as of `Engine.open`, of rank 0."""
     engine = (
-        Engine.open(options) if int(os.environ.get("RANK", "0")) else Engine.open(options, tell)
+        Engine.open(options) if int(os.environ.get("RANK", "0")) else Engine.open(options, report)
     )
     if engine.parallel.rank == 0:
         return engine
@@ -51,11 +51,11 @@ def main() -> None:
     _end_with_parent()
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
-    )  # a terminal's Ctrl-C is for rank 0, which tells the others
+    )  # a terminal's Ctrl-C is for rank 0, which stops the others
     try:
         lead_or_follow(EngineOptions.from_json(sys.argv[1]))
     except QuantkitError as fault:
-        leave_fault(fault)  # rank 0 finds most by itself, and tells them once
+        leave_fault(fault)  # rank 0 finds most by itself, and reports them once
         sys.exit(1)
 
 

@@ -7,7 +7,7 @@ from socket import socket
 import uvicorn
 
 from quantkit.common.bind import bind_error
-from quantkit.executor.server.connections import HttpServer
+from quantkit.executor.server.serve import HttpServer
 from quantkit.playground.app import create_app
 from quantkit.playground.play import Playground
 

@@ -49,7 +49,7 @@ class Channel:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: Any) -> None:
-        """From rank 0 to everybody, from another to rank 0."""
+        """From rank 0 to all ranks, from another rank to rank 0."""
         text = _encoded(message)
         for connection in self._connections:
             connection.sendall(text)
@@ -65,8 +65,8 @@ class Channel:
         if self._rank:
             self.send([self._rank, message])
             return []
-        told = dict(map(_decoded, self._connections))  # they connected in any order
-        return [message, *(told[rank] for rank in sorted(told))]
+        messages = dict(map(_decoded, self._connections))  # they connected in any order
+        return [message, *(messages[rank] for rank in sorted(messages))]
 
     def close(self) -> None:
         for connection in self._connections:

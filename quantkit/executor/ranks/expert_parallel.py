@@ -4,7 +4,7 @@ all rows meet at all experts.
 A layer's experts are shared out in whole ones, in their order. Every rank brings its rows with the
 experts that they chose (an all-gather), computes of all rows what its own experts add, and gets its
 rows' sums (a reduce-scatter, in float32 in the order of ranks). All passes have as many rows on
-each rank; those that belong to nobody choose no expert.
+each rank; padding rows choose no expert.
 """
 
 from collections import Counter
@@ -24,23 +24,23 @@ _MOST_ROWS = 1 << 16
 
 
 class ExpertRanks:
-    """The ranks that share routed experts, and which rows of the running pass are somebody's. One
-    rank shares with nobody."""
+    """The ranks that share routed experts, and which rows of the padded batch are real. With one
+    rank, nothing is shared."""
 
     def __init__(self, parallel: Parallel, device: torch.device | str) -> None:
         self.parallel, self.size = parallel, parallel.size
         # At one place always: captured steps read it.
-        self._nobodys = torch.zeros(
+        self._padding_rows = torch.zeros(
             _MOST_ROWS if self.size > 1 else 0, 1, dtype=torch.bool, device=device
         )
 
     def expect(self, size: int, *rows: tuple[int, int]) -> None:
-        """Of the next passes, of at most `size` rows, those in these ranges (first, behind the
-        last) are somebody's; until this is said all are."""
+        """Of the next passes, of at most `size` rows, those in these ranges (first, one past the
+        last) are real; until this is called all are."""
         nobodys = torch.ones(size, 1, dtype=torch.bool)
         for first, end in rows:
             nobodys[first:end] = False
-        self._nobodys[:size].copy_(nobodys, non_blocking=self._nobodys.is_cuda)
+        self._padding_rows[:size].copy_(nobodys, non_blocking=self._padding_rows.is_cuda)
 
     def own(self, num_experts: int) -> range:
         """This rank's experts of a layer; their number divides."""
@@ -48,12 +48,12 @@ class ExpertRanks:
         return range(self.parallel.rank * share, (self.parallel.rank + 1) * share)
 
     def bring(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, nobody: int
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, padding: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """All ranks' rows: x [T, H], topk_ids [T, k], topk_weights [T, k] float32 -> [size * T,
         ...] of each. ids are int32 then, and
-        `nobody` in rows that are nobody's."""
-        ids = topk_ids.int().masked_fill(self._nobodys[: len(x)], nobody)
+        `padding` in padding rows."""
+        ids = topk_ids.int().masked_fill(self._padding_rows[: len(x)], padding)
         parts = (
             x,
             ids.view(x.dtype),

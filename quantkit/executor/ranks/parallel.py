@@ -46,7 +46,7 @@ class Parallel:
         self.peers: Any = None
         """The quantkit_kernels.cuda.collectives.Peers of this rank, where all ranks have one."""
         self.coded_sums: CodedSums | None = None
-        """How sums of prompts are exchanged in 8 bits, where somebody asked for that."""
+        """How sums of prompts are exchanged in 8 bits, where that was requested."""
 
     def connect(self, device: torch.device) -> None:
         """Meet the other ranks, at MASTER_ADDR:MASTER_PORT where others started this one.
@@ -193,19 +193,19 @@ class Parallel:
         if self.size == 1 or self.rank == 0:
             values: list[int] = x.tolist()
             if self.size > 1:
-                self.tell(values)
+                self.broadcast(values)
             return values
         received: list[int] = self.listen()
         return received
 
-    def tell(self, message: Any) -> None:
-        """From rank 0: a JSON value to everybody who listens."""
+    def broadcast(self, message: Any) -> None:
+        """From rank 0: a JSON value to all ranks."""
         channel = self._channel
         assert channel is not None, "connect first"
         self._guard(lambda: channel.send(message))
 
     def listen(self) -> Any:
-        """What rank 0 tells; waits for it."""
+        """The next message of rank 0; waits for it."""
         channel = self._channel
         assert channel is not None, "connect first"
         return self._guard(channel.receive)
@@ -214,8 +214,8 @@ class Parallel:
         """A JSON value of each rank, on rank 0 in the order of ranks; nothing on the others."""
         channel = self._channel
         assert channel is not None, "connect first"
-        told: list[Any] = self._guard(lambda: channel.collect(message))
-        return told
+        messages: list[Any] = self._guard(lambda: channel.collect(message))
+        return messages
 
     def close(self) -> None:
         """Leave the others; those that were started from here end. Nothing happens where there are
@@ -271,8 +271,10 @@ def check_ranks(options: EngineOptions) -> torch.dtype | None:
         else options.ranks
     )
     if held < options.ranks:
-        told = f"{options.ranks} ranks need as many devices, and {held} are usable here"
-        raise UsageError(told, f"use --tp or --dp {held} at most, or start the ranks with torchrun")
+        reason = f"{options.ranks} ranks need as many devices, and {held} are usable here"
+        raise UsageError(
+            reason, f"use --tp or --dp {held} at most, or start the ranks with torchrun"
+        )
     return codes
 
 

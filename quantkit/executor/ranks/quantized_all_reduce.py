@@ -1,9 +1,9 @@
 """Sums of prompts over ranks with 8 bits a value: a reduce-scatter and an all-gather of codes,
-their scales beside them.
+their scales next to them.
 
 A row is cut into groups of 128 values, each with a bfloat16 scale (quantkit_kernels/codes.py). Rank
-r gets the r-th part of everybody's rows, adds what it decodes in float32 in the order of ranks, and
-its sums go to everybody, coded again. One message holds codes and scales: 130 bytes for 128 values,
+r gets the r-th part of all ranks' rows, adds what it decodes in float32 in the order of ranks, and
+its sums go to all ranks, coded again. One message holds codes and scales: 130 bytes for 128 values,
 where bfloat16 takes 256. Every rank gets the same bits. A row's sum depends on nothing but the row:
 a rank codes its own part too, so it does not matter which rank adds it, nor which rows come with
 it.
@@ -33,14 +33,15 @@ _LEAST_SCALE = 1e-10
 
 
 def codes_of_sums(collectives: str | None, tp: int, device: torch.device) -> torch.dtype | None:
-    """The dtype of codes by their name; None where nobody asked. Raises QuantkitError for other
+    """The dtype of codes by their name; None where not requested. Raises QuantkitError for other
     names, where there is one rank, and for codes that a device does not have."""
     if collectives is None:
         return None
     if collectives not in CODES:
-        told = f"collectives of {collectives!r} are not known"
+        reason = f"collectives of {collectives!r} are not known"
         raise QuantkitError(
-            told, f"use --collectives {' or '.join(CODES)}, or leave it out for the model's 16 bits"
+            reason,
+            f"use --collectives {' or '.join(CODES)}, or leave it out for the model's 16 bits",
         )
     if tp == 1:
         raise QuantkitError(

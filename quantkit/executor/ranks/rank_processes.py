@@ -28,7 +28,7 @@ some devices it waits for ever."""
 
 
 def environment_rank(size: int) -> int | None:
-    """This process's rank where torchrun, or rank 0 of ours, started it; None where nobody did."""
+    """This process's rank where torchrun, or rank 0 of ours, started it; None otherwise."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     world = int(os.environ["WORLD_SIZE"])
@@ -128,7 +128,8 @@ class RankProcesses:
         )
 
     def find_dead(self) -> None:
-        """Look once whether a rank died that was not told to stop, or left why it is about to."""
+        """Look once whether a rank died that was not stopped by us, or left the reason why it is
+        about to."""
         for rank, process in self.processes.items():
             ended = process.poll() is not None
             if self.stopping or not (ended or self.noticed.is_set()):
@@ -142,7 +143,7 @@ class RankProcesses:
                 return
 
     def stop(self) -> None:
-        """End those that still run: they were told to, or there is nobody left to tell them."""
+        """End those that still run: they were asked to, or rank 0 is gone."""
         self.stopping = True
         for process in self.processes.values():
             try:
@@ -167,7 +168,7 @@ def _watch(ranks: RankProcesses) -> None:
 
 def _meeting(store: TCPStore) -> dict[str, str]:
     """What a process must have in its environment to meet the others."""
-    # The last tells torch that the store is there: by itself rank 0 would open one on every
+    # The last flag says that the store exists: by itself rank 0 would open one on every
     # interface.
     return {
         "MASTER_ADDR": store.host,

@@ -6,11 +6,7 @@ from typing import Any
 
 from quantkit.executor.scheduler.sequence import Completion, TokenLogprob
 from quantkit.executor.server.intake import Prepared
-from quantkit.executor.server.parts import AnswerParts, PartsReader, joined
-from quantkit.executor.server.protocol import ChatRequest, CompletionRequest
-from quantkit.executor.server.reasoning import ReasoningSplitter
-from quantkit.executor.server.service import AnswerStream, Piece
-from quantkit.executor.server.shapes import (
+from quantkit.executor.server.openai_json import (
     Envelope,
     TextOffsets,
     call_delta,
@@ -20,7 +16,10 @@ from quantkit.executor.server.shapes import (
     tool_call,
     usage,
 )
-from quantkit.executor.server.tools.splitter import ToolCallSplitter
+from quantkit.executor.server.protocol import ChatRequest, CompletionRequest
+from quantkit.executor.server.reasoning import AnswerParts, PartsReader, ReasoningSplitter, joined
+from quantkit.executor.server.service import AnswerStream, Piece
+from quantkit.executor.server.tools.stream_parser import ToolCallSplitter
 from quantkit.tokenizer.chat import ChatTokenizer
 
 
@@ -230,7 +229,7 @@ class CompletionAnswer:
     def _logprobs(
         self, choice: int, found: list[TokenLogprob] | None, scored: list[TokenLogprob] | None
     ) -> dict[str, Any] | None:
-        """Of the answer's tokens, behind those of its prompt where they are shown."""
+        """Of the answer's tokens, after those of its prompt where they are shown."""
         if found is None or self.body.logprobs is None:
             return None
         shown = [] if self._silent else found

@@ -39,8 +39,8 @@ from quantkit.executor.server.protocol import ChatRequest
 from quantkit.executor.server.request_log import RequestLog, note_of
 from quantkit.executor.server.responses import ResponseAnswer, ResponsesRequest
 from quantkit.executor.server.service import EngineFault, QueueFull, RequestFault, Service
-from quantkit.executor.server.tokens import detokenize, tokenize
-from quantkit.executor.server.wire import EventStream, WireJson, error_body
+from quantkit.executor.server.sse import EventStream, WireJson, error_body
+from quantkit.executor.server.tokenize import detokenize, tokenize
 
 Answer = ChatAnswer | CompletionAnswer | ResponseAnswer
 Result = TypeVar("Result")
@@ -251,7 +251,7 @@ def create_app(
     app.add_api_route("/health", api.health, methods=["GET"], response_model=None)
     app.add_api_route("/metrics", api.metrics, methods=["GET"], response_model=None)
     if log is not None:
-        app.add_middleware(RequestLog, tell=log)
+        app.add_middleware(RequestLog, log=log)
 
     on_error = _refusals(service)
     for kind in _FAULTS:

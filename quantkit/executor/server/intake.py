@@ -29,10 +29,10 @@ from quantkit.executor.server.protocol import (
     sampling_params,
 )
 from quantkit.executor.server.service import QueueFull
-from quantkit.executor.server.tools.declared import ToolUse
-from quantkit.executor.server.tools.forced import calls_grammar
+from quantkit.executor.server.tools.definitions import ToolUse
 from quantkit.executor.server.tools.formats import ToolFormat
 from quantkit.executor.server.tools.template import ToolTemplate
+from quantkit.executor.server.tools.tool_choice import calls_grammar
 from quantkit.tokenizer.chat import ChatTokenizer
 
 Body = TypeVar("Body", ChatRequest, CompletionRequest)
@@ -40,7 +40,7 @@ Model = TypeVar("Model", bound=BaseModel)
 Result = TypeVar("Result")
 
 _SHORT_BYTES = 32 << 10
-"""Bodies up to this size never wait behind longer ones."""
+"""Bodies up to this size never wait for longer ones."""
 _SHORT_THREADS, _LONG_THREADS = 2, 1
 
 _IN_JSON = {"dict_type": "Input should be an object", "list_type": "Input should be an array"}
@@ -119,7 +119,7 @@ class Intake:
     hold at once.
 
     tool_parser: the format of tool calls, or auto. grammars: where grammars are compiled, so that
-    nobody waits for it later.
+    its result is dropped later.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Intake:
         shown: dict[str, Any] = {"tools": list(use.shown)} if use else {}
         shown |= body.chat_template_kwargs
         messages = self.tools.messages(messages)
-        text = told(
+        text = or_refuse(
             partial(self.tokenizer.render, messages, **shown),
             "the chat template fails on this request",
         )
@@ -184,7 +184,7 @@ class Intake:
             for one in body.prompts
         ]
         return [
-            one if isinstance(one, str) else told(one, "the prompt cannot be shown")
+            one if isinstance(one, str) else or_refuse(one, "the prompt cannot be shown")
             for one in shown
         ]
 
@@ -205,7 +205,7 @@ class Intake:
         self._compiled(grammar)
         if grammar is not None and inside and self.tokenizer.end_think is None:
             raise QuantkitError(
-                "the model's </think> is no token of its own, so no grammar can begin behind it",
+                "the model's </think> is no token of its own, so no grammar can begin after it",
                 "send no grammar",
             )
         after = self.tokenizer.end_think if grammar is not None and inside else None
@@ -248,10 +248,10 @@ class Intake:
             raise self._too_long(f"{len(text)} characters")
         head = text[: _HEAD * self.max_input]
         if len(head) < len(text):
-            count = len(told(partial(encode, head), "the prompt cannot be tokenised"))
+            count = len(or_refuse(partial(encode, head), "the prompt cannot be tokenised"))
             if count > self.max_input + self.max_input // 4 + 16:  # the cut itself may add a few
                 raise self._too_long(f"more than {self.max_input} tokens")
-        return told(partial(encode, text), "the prompt cannot be tokenised")
+        return or_refuse(partial(encode, text), "the prompt cannot be tokenised")
 
     def _params(self, body: ChatRequest | CompletionRequest, length: int) -> list[SamplingParams]:
         """For each choice of a prompt of `length` tokens, checked against the limits; their seeds
@@ -378,7 +378,7 @@ def _no_constant(name: str) -> None:
     raise ApiError(400, f"{name} is not JSON", "invalid_json")
 
 
-def told(work: Callable[[], Result], what: str) -> Result:
+def or_refuse(work: Callable[[], Result], what: str) -> Result:
     """The result of `work`, which runs what came with the model on what came with the request:
     whatever goes wrong refuses the request."""
     try:

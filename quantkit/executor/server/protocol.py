@@ -23,14 +23,14 @@ from quantkit.executor.sampling.params import (
     MIN_REPETITION,
     SamplingParams,
 )
-from quantkit.executor.server.structure import Structured
-from quantkit.executor.server.tools.declared import MAX_TOOLS, ToolUse, declared_tools
+from quantkit.executor.server.structured_output import Structured
+from quantkit.executor.server.tools.definitions import MAX_TOOLS, ToolUse, declared_tools
 
 _ROLES = ("system", "user", "assistant", "tool")
 MAX_MESSAGES = 4096
 MAX_CHOICES = 64
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
-"""A stop string is looked for behind every token: so many of them, of so many characters."""
+"""A stop string is looked for after every token: so many of them, of so many characters."""
 
 _MAX_TOKENS = (1 << 31) - 1
 
@@ -271,7 +271,7 @@ class CompletionRequest(Request):
 def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages with text contents: parts of type text are joined, everything else refused. Only the
     assistant, who may call tools, may
-    say nothing: a message of somebody else without a content has it under another name, and would
+    say nothing: a message of another role without content has it under another name, and would
     be answered as an empty one."""
     checked = []
     for message in messages:
@@ -303,12 +303,14 @@ def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check_roles(messages: list[dict[str, Any]], text: str) -> None:
-    """Raises QuantkitError where the rendered conversation lacks what somebody of an unusual role
+    """Raises QuantkitError where the rendered conversation lacks the content of an unusual role
     said, whom most templates pass over."""
     for message in messages:
         if message["role"] not in _ROLES and str(message["content"] or "").strip() not in text:
-            told = f"the model's chat template leaves out messages of role {message['role'][:100]}"
-            raise QuantkitError(told, f"use {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
+            reason = (
+                f"the model's chat template leaves out messages of role {message['role'][:100]}"
+            )
+            raise QuantkitError(reason, f"use {', '.join(_ROLES[:-1])} or {_ROLES[-1]}")
 
 
 def _check_calls(calls: Any) -> None:

@@ -30,18 +30,18 @@ class RequestNote:
 
 
 def note_of(scope: Scope) -> RequestNote:
-    """Where a handler notes what the line says; nobody reads it where nothing is logged."""
+    """Where a handler notes what the line says; unused where nothing is logged."""
     found: Any = scope.setdefault(_NOTE, RequestNote())
     assert isinstance(found, RequestNote)
     return found
 
 
 class RequestLog:
-    """The application, with a line a request: id, method, path, status, tokens, seconds. tell:
+    """The application, with a line a request: id, method, path, status, tokens, seconds. log:
     takes a line."""
 
-    def __init__(self, app: ASGIApp, tell: Callable[[str], None]) -> None:
-        self._app, self._tell = app, tell
+    def __init__(self, app: ASGIApp, log: Callable[[str], None]) -> None:
+        self._app, self._log = app, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -61,6 +61,6 @@ class RequestLog:
         finally:
             seconds = time.perf_counter() - started
             path = str(scope["path"])[:_LONGEST]
-            self._tell(
+            self._log(
                 f"{note.id} {scope['method']} {path} {status[0]} {note.tokens()} {seconds:.3f} s"
             )

@@ -1,4 +1,4 @@
-"""/v1/responses: the same answers as a chat's, asked and told in the shapes of OpenAI's Responses
+"""/v1/responses: the same answers as a chat's, read and written in the shapes of OpenAI's Responses
 API.
 
 Nothing is stored: a conversation is sent whole, and previous_response_id is refused.
@@ -15,11 +15,11 @@ from quantkit.common.errors import QuantkitError
 from quantkit.executor.scheduler.sequence import Completion
 from quantkit.executor.server.answers import AnswerReader
 from quantkit.executor.server.intake import Prepared
-from quantkit.executor.server.parts import AnswerParts
+from quantkit.executor.server.openai_json import usage
 from quantkit.executor.server.protocol import HARMLESS, MAX_MESSAGES
+from quantkit.executor.server.reasoning import AnswerParts
 from quantkit.executor.server.service import AnswerStream
-from quantkit.executor.server.shapes import usage
-from quantkit.executor.server.tools.declared import MAX_TOOLS
+from quantkit.executor.server.tools.definitions import MAX_TOOLS
 from quantkit.tokenizer.chat import ChatTokenizer
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

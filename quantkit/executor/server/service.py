@@ -46,7 +46,7 @@ class AnswerStream:
     """The answers to one request, piece by piece: several choices where it has several prompts or
     asks for several.
 
-    Whoever got it closes it, finished or not: that frees its place, and cancels what is unfinished.
+    The receiver closes it, finished or not: that frees its place, and cancels what is unfinished.
     """
 
     def __init__(self, service: "Service", sequences: list[Sequence]) -> None:
@@ -225,7 +225,7 @@ class Service:
                     self._advanced = self.engine.step()
                     if not self.engine.has_work:
                         self._hand_over([])
-        except BaseException as fault:  # the thread's last act: whoever waits must hear of it
+        except BaseException as fault:  # the thread's last act: waiters must be notified
             self.fault = fault
             self._hand_over([])
             gone = EngineFault(f"the engine stopped: {fault}")
@@ -277,9 +277,9 @@ class Service:
 def _news(sequence: Sequence) -> Piece | RequestFault:
     """What the last step added to a sequence, or what ended it."""
     if sequence.fault is not None:
-        told = "".join(traceback.format_exception(sequence.fault))
+        trace = "".join(traceback.format_exception(sequence.fault))
         _log.error(
-            "a request ended with an error\n%s", told.encode(errors="backslashreplace").decode()
+            "a request ended with an error\n%s", trace.encode(errors="backslashreplace").decode()
         )
         return RequestFault(
             f"this request ended with an error: {type(sequence.fault).__name__}: "

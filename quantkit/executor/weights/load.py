@@ -96,7 +96,7 @@ class LoadedModel:
         )
 
     def sequence_bytes(self, places: int, ahead: int) -> int:
-        """What a cache for so many sequences holds beside their tokens' blocks. ahead: as
+        """What a cache for so many sequences holds in addition to their tokens' blocks. ahead: as
         `RotatingCache` has it."""
         net, itemsize = (
             self.config.recurrent,
@@ -238,7 +238,7 @@ def open_model(
 
 
 def open_asked(options: EngineOptions, eos_ids: Iterable[object]) -> OpenedModel:
-    """What an engine is to load, with everything refused that options and headers tell. eos_ids:
+    """What an engine is to load, with everything refused that options and headers show. eos_ids:
     that end answers, as the model names them."""
     check_ranks(options)
     opened = open_model(
@@ -356,11 +356,11 @@ def _steps(
 
 def _check_sparse(config: ModelConfig, device: torch.device) -> None:
     if device.type == "npu" and isinstance(config.cache, LatentCache) and config.cache.index_dim:
-        told = (
-            "sparse attention is not computed on NPUs: their captured steps are told lengths "
+        reason = (
+            "sparse attention is not computed on NPUs: their captured steps receive lengths "
             "by the host, which does not select"
         )
-        raise QuantkitError(told, "run it on another device")
+        raise QuantkitError(reason, "run it on another device")
 
 
 def _check_compressed(config: ModelConfig, device: torch.device, cache: str | None) -> None:
@@ -387,12 +387,12 @@ def _check_inputs(checkpoint: Checkpoint, device: torch.device, backend: str) ->
     module = next(rounds, None) if refused else None
     if module is not None:
         where = device.type if backend == "auto" else f"backend {backend}"
-        told = (
+        reason = (
             f"{module} rounds what it reads to NVFP4 (W4A4), which is not computed on {where}: "
             f"{refused}"
         )
         raise QuantkitError(
-            told,
+            reason,
             "quantize the source with --scheme fp4-w4a16 or int8-a8w8c16, or run it on a CPU or "
             "with CUDA",
         )
@@ -406,6 +406,6 @@ def _check_mtp(checkpoint: Checkpoint, read: StoredModel) -> None:
         )
     if not any(row.mtp and is_stored(checkpoint, row) for row in read.rows):
         raise QuantkitError(
-            f"config.json of {checkpoint.path} tells of an MTP layer, its tensors are not there",
+            f"config.json of {checkpoint.path} names an MTP layer, its tensors are missing",
             remedy,
         )

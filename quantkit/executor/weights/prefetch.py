@@ -31,7 +31,7 @@ _WORKING: "WeakSet[Prefetcher]" = WeakSet()
 
 
 def stop_prefetching() -> bool:
-    """Ask for nothing from now on; whether anybody did before."""
+    """Ask for nothing from now on; returns whether prefetching was on."""
     working = bool(_WORKING)
     for prefetcher in list(_WORKING):
         prefetcher.stop()

@@ -1,4 +1,4 @@
-"""Whether ranks can share a model, told from its table and headers, before any of them is
+"""Whether ranks can share a model, from its table and headers, before any of them is
 started."""
 
 from collections.abc import Iterable
@@ -42,9 +42,10 @@ def _check_counts(config: ModelConfig, tp: int) -> None:
             for size in range(1, config.num_attention_heads + 1)
             if _uneven(counts, size) is None
         ]
-        told = f"the model has {uneven} = {counts[uneven]}, which {tp} ranks cannot share evenly"
+        reason = f"the model has {uneven} = {counts[uneven]}, which {tp} ranks cannot share evenly"
         raise UsageError(
-            told, f"use --tp {', '.join(even[:-1])} or {even[-1]}" if even[1:] else "leave --tp out"
+            reason,
+            f"use --tp {', '.join(even[:-1])} or {even[-1]}" if even[1:] else "leave --tp out",
         )
 
 

@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 from running_server import wait_for
 
-from quantkit.executor.server.connections import HttpServer
+from quantkit.executor.server.serve import HttpServer
 
 SECONDS = 0.5
 """That the answer takes."""
@@ -86,7 +86,7 @@ def test_a_server_has_as_many_descriptors_as_the_system_gives() -> None:
     hard = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 4096)
     program = (
         f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard}))\n"
-        "from quantkit.executor.server.connections import raise_descriptors\n"
+        "from quantkit.executor.server.serve import raise_descriptors\n"
         "print(raise_descriptors(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
     told = subprocess.run(

@@ -11,13 +11,13 @@ import pytest
 
 from quantkit.common.errors import QuantkitError
 from quantkit.executor.sampling.grammar import Grammars
-from quantkit.executor.server.parts import joined
-from quantkit.executor.server.tools.declared import ToolUse, declared_tools
-from quantkit.executor.server.tools.forced import calls_grammar
+from quantkit.executor.server.reasoning import joined
+from quantkit.executor.server.tools.definitions import ToolUse, declared_tools
 from quantkit.executor.server.tools.formats import FORMATS, named_format, template_format
-from quantkit.executor.server.tools.readers import takes_text
-from quantkit.executor.server.tools.splitter import CallDelta, ToolCallSplitter
+from quantkit.executor.server.tools.parsers import takes_text
+from quantkit.executor.server.tools.stream_parser import CallDelta, ToolCallSplitter
 from quantkit.executor.server.tools.template import ToolTemplate
+from quantkit.executor.server.tools.tool_choice import calls_grammar
 from quantkit.tokenizer.chat import ChatTokenizer
 from quantkit.tokenizer.template import ChatTemplate
 

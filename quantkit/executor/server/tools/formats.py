@@ -1,4 +1,4 @@
-"""How models write tool calls: marks around the calls, and what stands in them.
+"""How models write tool calls: marks around the calls, and their content.
 
 | format | models | a call |
 |---|---|---|
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.common.errors import UsageError
-from quantkit.executor.server.tools.declared import Tool
-from quantkit.executor.server.tools.readers import CallReader, HeadedReader, JsonReader, XmlReader
+from quantkit.executor.server.tools.definitions import Tool
+from quantkit.executor.server.tools.parsers import CallReader, HeadedReader, JsonReader, XmlReader
 
 _DEEPSEEK = {
     mark: f"<｜tool▁{mark.replace('_', '▁')}｜>"
@@ -39,10 +39,10 @@ _KIMI = {
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """section: marks around all calls; call: marks around each; between: what stands between two
+    """section: marks around all calls; call: marks around each; between: the text between two
     calls.
 
-    head, tail: what stands before and behind a tool's arguments in a call, {name} for its name and
+    head, tail: the text before and after a tool's arguments in a call, {name} for its name and
     {index} for a number. reader: reads a
     call. in_xml: whether arguments are elements instead of JSON. known_by: what a chat template
     holds that writes this format.

@@ -21,7 +21,7 @@ _QUESTION = {"role": "user", "content": "?"}
 
 
 class ToolTemplate:
-    """named: the format that whoever serves the model chose; `auto` asks the template. Raises
+    """named: the format that the server was started with; `auto` asks the template. Raises
     QuantkitError for a name that is none."""
 
     def __init__(self, tokenizer: ChatTokenizer, named: str = "auto") -> None:

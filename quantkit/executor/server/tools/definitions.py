@@ -93,11 +93,11 @@ def _forced(tools: list[Tool], choice: Any) -> tuple[Tool, ...]:
         else None
     )
     if not isinstance(function, dict):
-        told = (
+        remedy = (
             f"use {', '.join(_CHOICES)}, or "
             f"{json.dumps({'type': 'function', 'function': {'name': '...'}})}"
         )
-        raise QuantkitError(f"tool_choice {str(choice)[:100]!r} is not supported", told)
+        raise QuantkitError(f"tool_choice {str(choice)[:100]!r} is not supported", remedy)
     named = tuple(tool for tool in tools if tool.name == function.get("name"))
     if not named:
         raise QuantkitError(

@@ -7,9 +7,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from quantkit.executor.sampling.grammar import SPACES, lark
-from quantkit.executor.server.tools.declared import Tool, ToolUse
+from quantkit.executor.server.tools.definitions import Tool, ToolUse
 from quantkit.executor.server.tools.formats import ToolFormat
-from quantkit.executor.server.tools.readers import takes_text
+from quantkit.executor.server.tools.parsers import takes_text
 
 _TEXT = "TEXT: /(.|\\n)*/"
 
@@ -69,7 +69,7 @@ class _Writer:
         return "\n".join(self._rules)
 
     def calls(self, parallel: bool, *, begun: bool = False) -> str:
-        """All calls of an answer; begun: the first mark stands already."""
+        """All calls of an answer; begun: the first mark is there already."""
         form = self._form
         begin, end = (self._literal(mark) for mark in form.section)
         more = f"({self._literal(form.between)} call)*" if parallel else ""

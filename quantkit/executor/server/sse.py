@@ -55,7 +55,7 @@ class EventStream(Response):
         try:
             await until_disconnect(self._send(send), receive)
         except ClientDisconnect:
-            return  # nobody is there to be told
+            return  # the client is gone
         except asyncio.CancelledError:
             await self._end(send, error_body(503, "the server is stopping", "engine_fault"))
         finally:
@@ -77,8 +77,8 @@ class EventStream(Response):
         self, send: Callable[[Message], Awaitable[None]], error: dict[str, Any] | None = None
     ) -> None:
         if error is not None:
-            told = {"type": "error", **error["error"]} if self._named else error
-            await send(_event(_json(told), "error" if self._named else None))
+            body = {"type": "error", **error["error"]} if self._named else error
+            await send(_event(_json(body), "error" if self._named else None))
         if not self._named:
             await send(_event(b"[DONE]"))
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,4 +1,4 @@
-"""What stands between the marks of one tool call, read while it is written: the name, and the
+"""The text between the marks of one tool call, read while it is written: the name, and the
 arguments as JSON text.
 
 A reader gets the text piece by piece. Its `name` is None until it is known; where it never is, the

@@ -6,7 +6,7 @@ from codecs import getincrementaldecoder
 from typing import Any, Literal
 
 from quantkit.executor.scheduler.sequence import Completion, TokenLogprob
-from quantkit.executor.server.tools.splitter import CallDelta
+from quantkit.executor.server.tools.stream_parser import CallDelta
 from quantkit.tokenizer.chat import ChatTokenizer
 from quantkit.tokenizer.tags import THINK
 
@@ -112,7 +112,7 @@ def completion_logprobs(
     first: int | None = None,
 ) -> dict[str, Any]:
     """offsets: of the choice, whose tokens before these it has seen. first: a prompt's first token,
-    which nothing stands before: it has no log-probability."""
+    which has no predecessor: it has no log-probability."""
     begin = [] if first is None else [first]
     tokens = [*begin, *(one.token_id for one in found)]
     nothing = [None] * len(begin)

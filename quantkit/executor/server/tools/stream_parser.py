@@ -3,9 +3,9 @@
 import uuid
 from dataclasses import dataclass
 
-from quantkit.executor.server.tools.declared import ToolUse
+from quantkit.executor.server.tools.definitions import ToolUse
 from quantkit.executor.server.tools.formats import ToolFormat
-from quantkit.executor.server.tools.readers import CallReader
+from quantkit.executor.server.tools.parsers import CallReader
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from quantkit.common.errors import QuantkitError
-from quantkit.executor.server.intake import ApiError, Intake, parse, told, valid
+from quantkit.executor.server.intake import ApiError, Intake, or_refuse, parse, valid
 from quantkit.executor.server.protocol import MAX_MESSAGES, chat_messages
 
 _MAX_IDS = 1 << 20
@@ -56,7 +56,7 @@ def tokenize(intake: Intake, raw: bytes) -> dict[str, Any]:
         }
         variables |= {"tools": body.tools} if body.tools else {}
         messages = intake.tools.messages(chat_messages(body.messages))
-        text = told(
+        text = or_refuse(
             partial(tokenizer.render, messages, **variables),
             "the chat template fails on this request",
         )
@@ -83,4 +83,4 @@ def detokenize(intake: Intake, raw: bytes) -> dict[str, Any]:
             400, f"tokens holds an id outside 0..{size - 1}", "invalid_request", "tokens"
         )
     decode = partial(intake.tokenizer.tokenizer.decode, body.tokens, skip_special_tokens=False)
-    return {"prompt": told(decode, "the tokens cannot be decoded")}
+    return {"prompt": or_refuse(decode, "the tokens cannot be decoded")}
