@@ -491,10 +491,10 @@ import sys
 from quantkit.tokenizer.chat import TextStream
 from quantkit.executor.engine import Engine
 from quantkit.executor.server.serve import ServeOptions, serve
-from quantkit.common.bind import bound
+from quantkit.common.bind import bind
 engine = Engine.load(sys.argv[1], device="cpu", dtype="float32", max_batch=4, max_model_len=1024)
 print("loaded", flush=True)
-with bound("127.0.0.1", int(sys.argv[2])) as sockets:
+with bind("127.0.0.1", int(sys.argv[2])) as sockets:
     serve(engine, "tiny", ServeOptions(port=int(sys.argv[2])), sockets)
 """
 
